@@ -1,0 +1,64 @@
+"""Losses, objectives and the counts of an evaluation.
+
+An objective is a function (model, batch) -> loss, the *sum* over the samples of the batch: the engine knows
+nothing but this, and divides by the images of the whole global batch, so micro-batches of unequal size weigh
+right. Every loss is computed in at least float32, whatever the model ran in.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+COUNTS = ("images", "top1", "top5", "loss")
+
+
+class SoftBatch(Protocol):
+    """What a classification objective reads of a batch."""
+
+    @property
+    def images(self) -> Tensor:
+        """(B, 3, H, W)"""
+
+    @property
+    def targets(self) -> Tensor:
+        """(B, K), each row the probabilities of the K classes"""
+
+
+def soft_target_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy of logits (B, K) against probabilities (B, K), summed over the B samples, in nats.
+
+    Half-precision logits are taken to float32 first; float64 stays float64.
+    """
+    logits = _at_least_float32(logits)
+    return F.cross_entropy(logits, targets.to(logits.dtype), reduction="sum")
+
+
+def classification(model: nn.Module, batch: SoftBatch) -> Tensor:
+    """The objective of image classification: soft-target cross entropy of the model's logits, summed."""
+    return soft_target_cross_entropy(model(batch.images), batch.targets)
+
+
+def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
+    """What an evaluation adds up over batches and ranks: float64 (4,), in the order of `COUNTS`.
+
+    Number of images, right within the first 1, right within the first 5, and summed cross entropy, of logits
+    (B, K) and labels int64 (B,). float64 holds the counts exactly, and keeps the order of adding from showing
+    in any printed digit of the loss.
+
+    Classes of equal logits rank by their number, the lower first: half-precision logits do tie, and no
+    library's top-k promises an order. A sample with a NaN among its logits is wrong, and makes the loss NaN.
+    """
+    logits = _at_least_float32(logits)
+    own = logits.gather(1, labels[:, None])
+    before = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
+    rank = ((logits > own) | ((logits == own) & before)).sum(dim=1)  # of the true class, from 0
+    valid = ~logits.isnan().any(dim=1)
+    loss = F.cross_entropy(logits, labels, reduction="none").double().sum()
+    hits = [((rank < k) & valid).sum().double() for k in (1, 5)]
+    return torch.stack([torch.full_like(loss, len(labels)), *hits, loss])
+
+
+def _at_least_float32(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,0 +1,328 @@
+"""Weights files: containers, wrappers, other image sizes and class counts, and every way not to fit."""
+
+import logging
+import math
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+
+from zoo import create_model, load_weights, save_weights
+
+import timm  # isort: skip  (after zoo, which makes it importable beside a CPU build of torch)
+from timm.models.vision_transformer import VisionTransformer  # isort: skip
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+
+
+def small_vit(*, img_size: int = 32, num_classes: int = 5, seed: int = 0) -> VisionTransformer:
+    """A ViT of 9,000 parameters; every one random, so that no two of them agree by chance."""
+    model = VisionTransformer(
+        img_size=img_size, patch_size=8, num_classes=num_classes, embed_dim=16, depth=2, num_heads=2
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(generator=generator)
+    return model
+
+
+def fake_weights(name: str, **options) -> dict[str, torch.Tensor]:
+    """Weights of the shapes of a zoo model, without its memory."""
+    with torch.device("meta"):
+        model = create_model(name, **options)
+    return {key: torch.zeros(1).expand(value.shape) for key, value in model.state_dict().items()}
+
+
+def on_meta(name: str, **options) -> nn.Module:
+    with torch.device("meta"):
+        return create_model(name, **options)
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    ours, theirs = model.state_dict(), other.state_dict()
+    assert list(ours) == list(theirs)
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+class Wrapper(nn.Module):
+    """Names its content as DistributedDataParallel does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+# -- round trips, containers, wrappers -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_what_is_saved_is_loaded(tmp_path, suffix):
+    path = tmp_path / f"weights{suffix}"
+    model, other = small_vit(), small_vit(seed=1)
+    save_weights(model, path)
+    load_weights(other, str(path))
+    assert_same(model, other)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, Wrapper, lambda model: torch.compile(Wrapper(model))])
+def test_wrappers_leave_no_trace_in_the_file_and_take_plain_files(tmp_path, wrap):
+    model, plain = small_vit(), small_vit(seed=1)
+    wrapped = wrap(model)
+    assert any("_orig_mod" in name or "module" in name for name in wrapped.state_dict())
+    save_weights(wrapped, tmp_path / "weights.pt")
+    plain.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True), strict=True)
+    assert_same(model, plain)
+
+    save_weights(small_vit(seed=2), tmp_path / "plain.pt")
+    load_weights(wrapped, tmp_path / "plain.pt")
+    assert_same(model, small_vit(seed=2))
+
+
+def test_a_compiled_block_leaves_no_trace_either(tmp_path):
+    model = small_vit()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.blocks[1] = torch.compile(model.blocks[1])
+    save_weights(model, tmp_path / "weights.pt")
+    saved = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert list(saved) == list(expected)
+    load_weights(small_vit(seed=1), tmp_path / "weights.pt")
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize(
+    "containers", [(), ("state_dict",), ("model",), ("state_dict_ema",), ("model", "state_dict")]
+)
+def test_containers_and_prefixes_are_taken_off(tmp_path, prefix, containers):
+    content = {prefix + name: tensor for name, tensor in small_vit().state_dict().items()}
+    for container in containers:
+        content = {container: content, "epoch": 3, "args": Namespace(lr=0.1), "arch": "vit"}
+    torch.save(content, tmp_path / "checkpoint.pth")
+    other = small_vit(seed=1)
+    load_weights(other, tmp_path / "checkpoint.pth")
+    assert_same(other, small_vit())
+
+
+def test_plain_weights_go_before_averaged_ones(tmp_path):
+    ema, plain = (small_vit(seed=seed).state_dict() for seed in (1, 2))
+    torch.save({"state_dict_ema": ema, "state_dict": plain}, tmp_path / "checkpoint.pt")
+    model = small_vit()
+    load_weights(model, tmp_path / "checkpoint.pt")
+    assert_same(model, small_vit(seed=2))
+
+
+def test_loading_keeps_the_models_tensors_and_their_type(tmp_path):
+    save_weights(small_vit().bfloat16(), tmp_path / "weights.safetensors")
+    model = small_vit(seed=1)
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    load_weights(model, tmp_path / "weights.safetensors")
+    for name, parameter in model.named_parameters():
+        assert parameter.data_ptr() == before[name] and parameter.dtype == torch.float32
+        assert torch.equal(parameter, small_vit().get_parameter(name).bfloat16().float())
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_view_does_not_drag_its_storage_into_the_file(tmp_path, suffix):
+    model = small_vit()
+    storage = torch.randn(1_000_000)
+    model.head.weight.data = storage[:80].view(5, 16)
+    model.head.bias.data = storage[80:85]
+    save_weights(model, tmp_path / f"weights{suffix}")
+    assert (tmp_path / f"weights{suffix}").stat().st_size < 200_000
+    other = small_vit(seed=1)
+    load_weights(other, tmp_path / f"weights{suffix}")
+    assert_same(model, other)
+
+
+def test_create_model_takes_weights(tmp_path):
+    torch.manual_seed(0)
+    model = create_model("vit_b32", img_size=64, num_classes=10)
+    save_weights(model, tmp_path / "vit.safetensors")
+    other = create_model("vit_b32", img_size=32, num_classes=10, weights=tmp_path / "vit.safetensors")
+    assert torch.equal(model.blocks[11].mlp.fc2.weight, other.blocks[11].mlp.fc2.weight)
+    assert torch.equal(model.head.weight, other.head.weight)
+    assert other.pos_embed.shape == (1, 2, 768)
+
+
+# -- another image size, another number of classes -----------------------------------------------------------
+
+
+def test_position_embedding_is_resized_in_fp32_bicubic_antialiased(tmp_path, caplog):
+    source, target = small_vit(img_size=48).bfloat16(), small_vit(img_size=32, seed=1)
+    save_weights(source, tmp_path / "weights.pt")
+    with caplog.at_level(logging.INFO, logger="zoo.weights"):
+        load_weights(target, tmp_path / "weights.pt")
+    cls, grid = source.pos_embed.detach().float().split([1, 36], dim=1)
+    grid = grid.reshape(1, 6, 6, 16).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid, size=(4, 4), mode="bicubic", antialias=True)
+    expected = torch.cat([cls, grid.permute(0, 2, 3, 1).reshape(1, 16, 16)], dim=1)
+    assert torch.equal(target.pos_embed, expected)
+    assert "position embedding resized from 6 x 6 to 4 x 4" in caplog.text
+
+
+def test_a_larger_image_gives_timms_model(tmp_path):
+    source = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=10)
+    torch.save(source.state_dict(), tmp_path / "weights.pth")
+    options = {"img_size": 96, "num_classes": 10}
+    published = {"file": str(tmp_path / "weights.pth"), "num_classes": 10}
+    theirs = timm.create_model(
+        "vit_tiny_patch16_224", pretrained=True, pretrained_cfg_overlay=published, **options
+    )
+    ours = VisionTransformer(patch_size=16, embed_dim=192, depth=12, num_heads=3, **options)
+    load_weights(ours, tmp_path / "weights.pth")
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("num_classes", [0, 1, 4, 6])
+def test_a_head_for_other_classes_is_initialised_anew(tmp_path, caplog, num_classes):
+    save_weights(small_vit(num_classes=num_classes), tmp_path / "weights.safetensors")
+    model = small_vit(num_classes=5, seed=1)
+    load_weights(model, tmp_path / "weights.safetensors")
+    assert f"head of {num_classes} classes left out, one of 5 classes initialised anew" in caplog.text
+    assert torch.equal(model.blocks[1].mlp.fc2.weight, small_vit().blocks[1].mlp.fc2.weight)
+    assert 0.01 < model.head.weight.std() < 0.03 and torch.count_nonzero(model.head.bias) == 0
+    assert model.head.weight.requires_grad
+
+
+def test_a_model_without_head_leaves_the_files_head_out(tmp_path, caplog):
+    save_weights(small_vit(), tmp_path / "weights.pt")
+    model = small_vit(num_classes=0, seed=1)
+    load_weights(model, tmp_path / "weights.pt")
+    assert "head of 5 classes left out" in caplog.text
+    assert torch.equal(model.norm.weight, small_vit().norm.weight)
+
+
+def test_a_head_that_fits_is_kept_without_a_word(tmp_path, caplog):
+    save_weights(small_vit(), tmp_path / "weights.pt")
+    with caplog.at_level(logging.DEBUG):
+        load_weights(small_vit(seed=1), tmp_path / "weights.pt")
+    assert caplog.text == ""
+
+
+# -- files that do not fit -----------------------------------------------------------------------------------
+
+
+def test_every_unmatched_key_is_named_in_one_sentence(tmp_path):
+    weights = fake_weights("vit_b32")
+    del weights["norm.weight"], weights["blocks.3.attn.qkv.bias"]
+    weights |= {"extra.weight": torch.zeros(1), "blocks.0.ls1.gamma": torch.zeros(1)}
+    weights["cls_token"] = torch.zeros(1, 1, 5)
+    weights["blocks.2.norm1.bias"] = torch.zeros(4)
+    torch.save({"state_dict": weights}, tmp_path / "odd.pt")
+    with pytest.raises(ValueError) as error:
+        load_weights(on_meta("vit_b32"), tmp_path / "odd.pt")
+    assert str(error.value) == (
+        f"{tmp_path / 'odd.pt'} does not fit vit_b32: missing blocks.3.attn.qkv.bias, norm.weight; "
+        "unexpected extra.weight, blocks.0.ls1.gamma; "
+        "wrong shape cls_token (file (1, 1, 5), model (1, 1, 768)), blocks.2.norm1.bias (file (4,), model (768,))"
+    )
+
+
+@pytest.mark.parametrize(
+    "found, wanted", [("vit_b16", "vit_b32"), ("vit_l32", "vit_b32"), ("vit_b32", "vit_l32")]
+)
+def test_a_file_of_another_zoo_model_is_recognised(tmp_path, found, wanted):
+    torch.save(fake_weights(found, img_size=384, num_classes=21843), tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=f"pt does not fit {wanted}: it looks like {found}, ask for that$"):
+        load_weights(on_meta(wanted), tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 51, 768), (1, 50, 384), (1, 1, 768), (50, 768)],
+    ids=["no square", "other width", "no grid", "no batch"],
+)
+def test_a_position_embedding_that_no_resizing_mends_is_named(tmp_path, shape):
+    torch.save(fake_weights("vit_b32") | {"pos_embed": torch.zeros(shape)}, tmp_path / "odd.pt")
+    with pytest.raises(ValueError, match=r"wrong shape pos_embed \(file \("):
+        load_weights(on_meta("vit_b32", img_size=384), tmp_path / "odd.pt")
+
+
+def test_half_a_head_is_named(tmp_path):
+    weights = fake_weights("vit_b32", num_classes=10)
+    del weights["head.bias"]
+    torch.save(weights, tmp_path / "odd.pt")
+    with pytest.raises(ValueError, match=r"missing head.bias; wrong shape head.weight \(file \(10, 768\)"):
+        load_weights(on_meta("vit_b32"), tmp_path / "odd.pt")
+
+
+def test_a_model_is_untouched_by_a_file_that_does_not_fit(tmp_path):
+    weights = small_vit(img_size=48, num_classes=7).state_dict() | {"norm.weight": torch.zeros(3)}
+    torch.save(weights, tmp_path / "odd.pt")
+    model = small_vit(seed=1)
+    with pytest.raises(ValueError, match="does not fit the model: wrong shape norm.weight"):
+        load_weights(model, tmp_path / "odd.pt")
+    assert_same(model, small_vit(seed=1))
+
+
+def test_two_names_for_one_weight_are_refused(tmp_path):
+    weights = small_vit().state_dict()
+    torch.save(weights | {"module.norm.weight": torch.zeros(16)}, tmp_path / "odd.pt")
+    with pytest.raises(ValueError, match="differ only in a wrapper's prefix"):
+        load_weights(small_vit(), tmp_path / "odd.pt")
+
+
+# -- files that cannot be read -------------------------------------------------------------------------------
+
+
+class Planted:
+    """Something other than tensors and plain data; unpickling it must not run it."""
+
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('code in a weights file was run')",))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("content", [b"", b"no weights at all", b"\x80\x02}q\x00."[:5]])
+def test_a_broken_file_is_one_sentence(tmp_path, suffix, content):
+    (tmp_path / f"weights{suffix}").write_bytes(content)
+    with pytest.raises(ValueError, match="weights.* cannot be read as a file of tensors: .") as error:
+        load_weights(small_vit(), tmp_path / f"weights{suffix}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_truncated_file_is_one_sentence(tmp_path, suffix):
+    path = tmp_path / f"weights{suffix}"
+    save_weights(small_vit(), path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ValueError, match="cannot be read as a file of tensors"):
+        load_weights(small_vit(), path)
+
+
+def test_code_in_a_file_is_not_run(tmp_path):
+    torch.save({"state_dict": small_vit().state_dict(), "planted": Planted()}, tmp_path / "bad.pt")
+    with pytest.raises(ValueError, match="bad.pt cannot be read as a file of tensors"):
+        load_weights(small_vit(), tmp_path / "bad.pt")
+
+
+@pytest.mark.parametrize(
+    "content, holds",
+    [({"optimizer": {"lr": 1}, "step": 3}, "optimizer, step"), ([1, 2], "list"), ({}, ""), ({"model": {}}, "")],
+)
+def test_a_file_without_weights_says_what_it_holds(tmp_path, content, holds):
+    torch.save(content, tmp_path / "odd.pt")
+    with pytest.raises(ValueError, match=f"odd.pt holds {holds}: expected tensors, bare or under state_dict"):
+        load_weights(small_vit(), tmp_path / "odd.pt")
+
+
+def test_a_missing_file_and_an_unknown_suffix_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="there is no weights file .*none.pt"):
+        load_weights(small_vit(), tmp_path / "none.pt")
+    with pytest.raises(ValueError, match="weights.npz is not known as a weights file: .*safetensors, .pt"):
+        load_weights(small_vit(), tmp_path / "weights.npz")
+    with pytest.raises(ValueError, match="weights.npz is not known"):
+        save_weights(small_vit(), tmp_path / "weights.npz")
+
+
+def test_a_safetensors_file_of_others_loads(tmp_path):
+    save_file(small_vit().state_dict(), tmp_path / "model.safetensors")
+    model = small_vit(seed=1)
+    load_weights(model, tmp_path / "model.safetensors")
+    assert_same(model, small_vit())
+    assert math.isfinite(model(torch.zeros(1, 3, 32, 32)).sum().item())

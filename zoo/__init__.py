@@ -1,0 +1,72 @@
+"""Models and their weights, usable from any plain script: torch and timm, and nothing else.
+
+    from zoo import create_model
+    model = create_model("vit_b32", img_size=384, num_classes=10, weights="vit_b32.safetensors")
+
+A model is timm's, or has timm's interface, and carries `default_cfg`: how its images are to be prepared.
+The dict `MODELS` is the whole list; nothing registers itself. `zoo._torchvision` has to come before timm.
+"""
+
+import difflib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+import zoo._torchvision  # noqa: F401
+from zoo.vit import build_vit
+from zoo.weights import load_weights, save_weights
+
+__all__ = ["MODELS", "create_model", "load_weights", "save_weights"]
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "vit_b32": partial(build_vit, "vit_b32"),
+    "vit_b16": partial(build_vit, "vit_b16"),
+    "vit_l32": partial(build_vit, "vit_l32"),
+    "vit_ti16": partial(build_vit, "vit_ti16"),
+}
+
+
+def create_model(
+    name: str,
+    *,
+    img_size: int = 224,
+    num_classes: int = 1000,
+    weights: str | Path | None = None,
+    drop_rate: float = 0.0,
+    pos_drop_rate: float = 0.0,
+    proj_drop_rate: float = 0.0,
+    attn_drop_rate: float = 0.0,
+    drop_path_rate: float = 0.0,
+) -> nn.Module:
+    """Build a model of the zoo: images (B, 3, img_size, img_size) -> logits (B, num_classes).
+
+    weights: a .safetensors, .pt, .pth or .bin file, also of another image size or number of classes (see
+    `load_weights`); without it the model is initialised from torch's global random state.
+    The rates are timm's: drop_rate is before the head only; dropout as in the ViT paper, after the position
+    embedding, the projections and the MLP, is pos_drop_rate and proj_drop_rate.
+
+    Raises ValueError for an unknown name, a size that the model cannot take, a rate outside [0, 1) and
+    weights that do not fit.
+    """
+    if name not in MODELS:
+        close = difflib.get_close_matches(name, MODELS, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"there is no model {name!r}: {hint}the zoo has {', '.join(MODELS)}")
+    rates = {
+        "drop_rate": drop_rate,
+        "pos_drop_rate": pos_drop_rate,
+        "proj_drop_rate": proj_drop_rate,
+        "attn_drop_rate": attn_drop_rate,
+        "drop_path_rate": drop_path_rate,
+    }
+    for option, rate in rates.items():
+        if not 0.0 <= rate < 1.0:
+            raise ValueError(f"{option} of {name} is {rate}, expected a rate from 0 up to, not including, 1")
+    if num_classes < 0:
+        raise ValueError(f"num_classes of {name} is {num_classes}, expected 1 or more, or 0 for features")
+    model = MODELS[name](img_size=img_size, num_classes=num_classes, **rates)
+    if weights is not None:
+        load_weights(model, weights)
+    return model

@@ -1,0 +1,105 @@
+"""The vision transformers of the ViT paper (https://arxiv.org/abs/2010.11929), as timm's class.
+
+timm's own `VisionTransformer` is used as it is, so weights, names and logits are timm's and a file written
+here loads there. It is built directly, not through timm's `create_model`: this way every argument is spelled
+out and `default_cfg` describes the model that was built, at its image size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What tells one ViT from another; the MLP is four times as wide as the embedding in all of them."""
+
+    patch_size: int
+    embed_dim: int
+    depth: int
+    num_heads: int
+
+
+STRUCTURES = {
+    "vit_b32": Structure(patch_size=32, embed_dim=768, depth=12, num_heads=12),  # vit_base_patch32_224
+    "vit_b16": Structure(patch_size=16, embed_dim=768, depth=12, num_heads=12),  # vit_base_patch16_224
+    "vit_l32": Structure(patch_size=32, embed_dim=1024, depth=24, num_heads=16),  # vit_large_patch32_224
+    "vit_ti16": Structure(patch_size=16, embed_dim=192, depth=12, num_heads=3),  # vit_tiny_patch16_224
+}
+
+
+def build_vit(
+    name: str,
+    *,
+    img_size: int,
+    num_classes: int,
+    drop_rate: float,
+    pos_drop_rate: float,
+    proj_drop_rate: float,
+    attn_drop_rate: float,
+    drop_path_rate: float,
+) -> VisionTransformer:
+    """Build the ViT `name`: images (B, 3, img_size, img_size) -> logits (B, num_classes)."""
+    structure = STRUCTURES[name]
+    _check_img_size(name, img_size)
+    model = VisionTransformer(
+        img_size=img_size,
+        num_classes=num_classes,
+        patch_size=structure.patch_size,
+        embed_dim=structure.embed_dim,
+        depth=structure.depth,
+        num_heads=structure.num_heads,
+        drop_rate=drop_rate,
+        pos_drop_rate=pos_drop_rate,
+        proj_drop_rate=proj_drop_rate,
+        attn_drop_rate=attn_drop_rate,
+        drop_path_rate=drop_path_rate,
+    )
+    cfg: Any = default_cfg(img_size=img_size, num_classes=num_classes)
+    model.default_cfg = model.pretrained_cfg = cfg  # timm's data helpers look for the second
+    return model
+
+
+def default_cfg(*, img_size: int, num_classes: int) -> dict[str, Any]:
+    """How the images of a ViT are prepared, in timm's keys.
+
+    timm evaluates its ViTs on the central 0.9 of the image at 224 px and on the whole of it at 384 px.
+    """
+    return {
+        "num_classes": num_classes,
+        "input_size": (3, img_size, img_size),
+        "crop_pct": 1.0 if img_size >= 384 else 0.9,
+        "interpolation": "bicubic",
+        "mean": (0.5, 0.5, 0.5),
+        "std": (0.5, 0.5, 0.5),
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+    }
+
+
+def recognise(shapes: Mapping[str, torch.Size]) -> str | None:
+    """The name of the ViT that has parameters of these shapes, at any image size; None if there is none."""
+    projection = shapes.get("patch_embed.proj.weight")  # (embed_dim, 3, patch_size, patch_size)
+    if projection is None or len(projection) != 4:
+        return None
+    blocks = {key.split(".")[1] for key in shapes if key.startswith("blocks.")}
+    found = (projection[3], projection[0], len(blocks))
+    for name, structure in STRUCTURES.items():
+        if found == (structure.patch_size, structure.embed_dim, structure.depth):
+            return name
+    return None
+
+
+def _check_img_size(name: str, img_size: int) -> None:
+    patch_size = STRUCTURES[name].patch_size
+    if img_size > 0 and img_size % patch_size == 0:
+        return
+    below = max(img_size // patch_size, 1) * patch_size
+    nearest = f"{below} or {below + patch_size}" if img_size > patch_size else f"{below}"
+    raise ValueError(
+        f"img_size {img_size} does not fit {name}: expected a multiple of its patch size {patch_size}, "
+        f"the nearest being {nearest}"
+    )

@@ -1,0 +1,202 @@
+"""Read weights into a model, whoever wrote them, and write them so that anyone can read them.
+
+A file is a .safetensors file or a torch file of tensors (read with `weights_only=True`), bare or inside the
+container of a training checkpoint, with or without the prefixes of wrappers. Two things are adapted, and
+logged: the position embedding when the image size differs, the head when the number of classes does.
+Anything else that does not fit is an error that names every key; the model is then left as it was.
+
+Loading copies into the model's own tensors. So it works on a wrapped or compiled model, whose names carry a
+prefix, and an optimizer that already holds the parameters keeps them.
+"""
+
+import logging
+import math
+import os
+import pickle
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from timm.layers import resample_abs_pos_embed
+from torch import Tensor, nn
+
+from zoo.vit import recognise
+
+logger = logging.getLogger(__name__)
+
+Tensors = dict[str, Tensor]
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".tar")
+CONTAINERS = ("state_dict", "model", "state_dict_ema")  # the first one found is taken
+WRAPPERS = ("module", "_orig_mod")  # DistributedDataParallel and averaged models; torch.compile
+HEAD = ("head.weight", "head.bias")
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Copy the weights of a file into a model of the zoo.
+
+    A position embedding of another (square) grid is resized as timm does it: bicubic, antialiased, in fp32.
+    A head for another number of classes, or none, is left out and the model's is initialised anew, as timm
+    does it: normal with std 0.02, zero bias, drawn from torch's global random state.
+    Of several containers in one file the first of `CONTAINERS` is taken: plain weights before averaged ones.
+
+    Raises ValueError if the file cannot be read or does not fit; the message names each missing, unexpected
+    and wrongly shaped key, or the model of the zoo to which the file belongs.
+    """
+    target = _named_tensors(model)
+    weights = read_weights(path)
+    _check_variant(weights, target, path=path)
+    weights = _resize_pos_embed(weights, target, path=path)
+    weights = _replace_head(weights, target, path=path)
+    _check_fit(weights, target, path=path)
+    with torch.no_grad():
+        for name, tensor in target.items():
+            tensor.copy_(weights[name])
+
+
+def save_weights(model: nn.Module, path: str | Path) -> None:
+    """Write a model's weights, without the prefixes of wrappers: .safetensors, .pt, .pth or .bin.
+
+    The file appears under its name only when it is complete.
+    """
+    path = Path(path)
+    _check_suffix(path)
+    weights = {name: _standalone(tensor) for name, tensor in _named_tensors(model).items()}
+    unfinished = path.with_name(path.name + ".unfinished")
+    if path.suffix == ".safetensors":
+        save_file(weights, unfinished, metadata={"format": "pt"})
+    else:
+        torch.save(weights, unfinished)
+    os.replace(unfinished, path)
+
+
+def read_weights(path: str | Path) -> Tensors:
+    """The tensors of a file, on the CPU, out of their container, their names without wrapper prefixes."""
+    path = Path(path)
+    _check_suffix(path)
+    if not path.is_file():
+        raise ValueError(f"there is no weights file {path}")
+    try:
+        content = load_file(path) if path.suffix == ".safetensors" else _load_torch(path)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path} cannot be read as a file of tensors: {reason}") from error
+    return _strip_names(_unwrap(content, path=path))
+
+
+def _load_torch(path: Path) -> Any:
+    # training checkpoints of the field often keep their argparse.Namespace beside the weights: plain data
+    with torch.serialization.safe_globals([Namespace]):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _unwrap(content: Any, *, path: Path) -> Tensors:
+    """Take the weights out of a training checkpoint, which may be a container in a container."""
+    while isinstance(content, Mapping):
+        inside = [key for key in CONTAINERS if isinstance(content.get(key), Mapping)]
+        if not inside:
+            break
+        logger.info("%s: taking the weights under %r, of %s", path, inside[0], inside)
+        content = content[inside[0]]
+    if isinstance(content, Mapping) and content and all(isinstance(v, Tensor) for v in content.values()):
+        return dict(content)
+    found = ", ".join(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
+    raise ValueError(f"{path} holds {found}: expected tensors, bare or under {' or '.join(CONTAINERS)}")
+
+
+def _named_tensors(model: nn.Module) -> Tensors:
+    return _strip_names(model.state_dict())
+
+
+def _strip_names(tensors: Mapping[str, Tensor]) -> Tensors:
+    names = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in tensors}
+    if len(set(names.values())) < len(names):
+        raise ValueError(f"some weights differ only in a wrapper's prefix, {' or '.join(WRAPPERS)}")
+    return {names[name]: tensor for name, tensor in tensors.items()}
+
+
+def _standalone(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU in memory of its own: a view would drag its whole storage into the file."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def _resize_pos_embed(weights: Tensors, target: Tensors, *, path: str | Path) -> Tensors:
+    """Bring the position embedding (1, 1 + old * old, C) to (1, 1 + new * new, C), if it has another grid."""
+    name = "pos_embed"
+    if name not in weights or name not in target or weights[name].shape == target[name].shape:
+        return weights
+    found, wanted = weights[name], target[name]
+    if found.ndim != 3 or found.shape[2] != wanted.shape[2]:
+        return weights  # not a matter of image size: named as a wrong shape
+    old, new = math.isqrt(found.shape[1] - 1), math.isqrt(wanted.shape[1] - 1)
+    if old == 0 or old * old != found.shape[1] - 1:
+        return weights
+    logger.info("%s: position embedding resized from %d x %d to %d x %d", path, old, old, new, new)
+    resized = resample_abs_pos_embed(
+        found.float(),
+        new_size=[new, new],
+        old_size=[old, old],
+        num_prefix_tokens=1,
+        interpolation="bicubic",
+        antialias=True,
+    )
+    return weights | {name: resized}
+
+
+def _replace_head(weights: Tensors, target: Tensors, *, path: str | Path) -> Tensors:
+    """Put a new head where the file's is for another number of classes; no head is one for 0 classes."""
+    found, wanted = _num_classes(weights), _num_classes(target)
+    if found is None or found == wanted:
+        return weights
+    logger.warning("%s: head of %d classes left out, one of %d classes initialised anew", path, found, wanted)
+    weights = {name: tensor for name, tensor in weights.items() if name not in HEAD}
+    if wanted:
+        weights["head.weight"] = nn.init.trunc_normal_(torch.empty(target["head.weight"].shape), std=0.02)
+        weights["head.bias"] = torch.zeros(target["head.bias"].shape)
+    return weights
+
+
+def _num_classes(tensors: Tensors) -> int | None:
+    """The number of classes of a head; 0 without a head, None if what there is is not a whole head."""
+    if not any(name in tensors for name in HEAD):
+        return 0
+    weight, bias = (tensors.get(name) for name in HEAD)
+    if weight is None or bias is None or weight.ndim != 2 or bias.shape != weight.shape[:1]:
+        return None
+    return weight.shape[0]
+
+
+def _shapes(tensors: Tensors) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix != ".safetensors" and path.suffix not in TORCH_SUFFIXES:
+        known = ", ".join((".safetensors", *TORCH_SUFFIXES))
+        raise ValueError(f"{path} is not known as a weights file: expected a name ending in {known}")
+
+
+def _check_variant(weights: Tensors, target: Tensors, *, path: str | Path) -> None:
+    found, wanted = recognise(_shapes(weights)), recognise(_shapes(target))
+    if found is not None and found != wanted:
+        raise ValueError(f"{path} does not fit {wanted or 'the model'}: it looks like {found}, ask for that")
+
+
+def _check_fit(weights: Tensors, target: Tensors, *, path: str | Path) -> None:
+    problems = {
+        "missing": [name for name in target if name not in weights],
+        "unexpected": [name for name in weights if name not in target],
+        "wrong shape": [
+            f"{name} (file {tuple(weights[name].shape)}, model {tuple(tensor.shape)})"
+            for name, tensor in target.items()
+            if name in weights and weights[name].shape != tensor.shape
+        ],
+    }
+    if any(problems.values()):
+        listed = "; ".join(f"{kind} {', '.join(names)}" for kind, names in problems.items() if names)
+        raise ValueError(f"{path} does not fit {recognise(_shapes(target)) or 'the model'}: {listed}")
