@@ -20,6 +20,7 @@ TIMM_NAMES = {
     "vit_b32": "vit_base_patch32_224",
     "vit_b16": "vit_base_patch16_224",
     "vit_l32": "vit_large_patch32_224",
+    "vit_ti16": "vit_tiny_patch16_224",
 }
 RATES = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
 
@@ -36,6 +37,7 @@ def on_meta(name: str, **options) -> nn.Module:
         ("vit_b32", 224, 1000, 88_224_232),
         ("vit_b16", 224, 1000, 86_567_656),
         ("vit_l32", 224, 1000, 306_535_400),
+        ("vit_ti16", 224, 1000, 5_717_416),
         ("vit_b32", 384, 1000, 88_297_192),
         ("vit_b16", 384, 1000, 86_859_496),
         ("vit_l32", 384, 1000, 306_632_680),

@@ -1,0 +1,212 @@
+"""Which sample comes when, with which crop and flip: pure functions of (seed, epoch, position).
+
+The order is decided here and not in the image library, so that it is the same for any number of shards, on
+CPU and GPU, and after a resume: the data position of a run is one integer. A run is one endless stream of
+epoch permutations, cut into global batches, which are cut into numbered micro-batches; shard r of R takes the
+numbers r, r + R, r + 2R, ... Another R changes who computes what, never what is computed.
+
+Only the raw words of a counter-based bit generator and integer mixing are used: NumPy keeps the former fixed,
+while the methods of its Generator may change between versions.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+ATTEMPTS = 10  # tries of a random resized crop before the centre crop, as torchvision and timm do
+_FLIP = 4 * ATTEMPTS  # the draws of attempt a are numbered 4a .. 4a + 3
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The stream positions [start, stop) of micro-batch `number` of step `step`."""
+
+    step: int
+    number: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run cuts the endless stream of epoch permutations.
+
+    `num_images` is the length of the whole run; only its last global batch may be short. With
+    `shuffle_window` W > 0 the files (`shard_sizes` samples each, numbered in this order) are permuted and
+    samples are mixed only inside W consecutive files, which keeps reads sequential on slow storage; 0 mixes
+    all samples of an epoch.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    micro_batch_size: int
+    num_images: int
+    seed: int
+    shard_sizes: tuple[int, ...] = ()
+    shuffle_window: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_samples", "global_batch_size", "micro_batch_size", "num_images"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1.")
+        if self.micro_batch_size > self.global_batch_size:
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size} is larger than global_batch_size "
+                f"{self.global_batch_size}: lower the first or raise the second."
+            )
+        if self.shuffle_window < 0 or self.seed < 0:
+            raise ValueError(
+                f"shuffle_window ({self.shuffle_window}) and seed ({self.seed}) must not be negative."
+            )
+        if self.shuffle_window and sum(self.shard_sizes) != self.num_samples:
+            raise ValueError(
+                f"shuffle_window needs shard_sizes that add up to num_samples: they add up to "
+                f"{sum(self.shard_sizes)}, num_samples is {self.num_samples}."
+            )
+
+    @property
+    def num_steps(self) -> int:
+        return math.ceil(self.num_images / self.global_batch_size)
+
+    def window_images(self, step: int) -> int:
+        """Images in this step: the global batch, or what is left of the run; 0 after its end."""
+        left = self.num_images - step * self.global_batch_size
+        return max(0, min(self.global_batch_size, left))
+
+    def micro_batches(self, step: int, shard: int, num_shards: int) -> list[MicroBatch]:
+        """The micro-batches of `step` for shard `shard` of `num_shards`, maybe none in a short window."""
+        assert step >= 0 and 0 <= shard < num_shards, (step, shard, num_shards)
+        start = step * self.global_batch_size
+        stop = start + self.window_images(step)
+        count = math.ceil((stop - start) / self.micro_batch_size)
+        cuts = [min(start + number * self.micro_batch_size, stop) for number in range(count + 1)]
+        return [MicroBatch(step, k, cuts[k], cuts[k + 1]) for k in range(shard, count, num_shards)]
+
+    def samples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Epochs and sample numbers (int64) at the stream positions [start, stop); may straddle epochs."""
+        epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.num_samples)
+        samples = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            samples[chosen] = self._order(int(epoch))[places[chosen]]
+        return epochs, samples
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if self.shuffle_window:
+            return _windowed_order(self.seed, epoch, self.shard_sizes, self.shuffle_window)
+        return _epoch_order(self.seed, epoch, self.num_samples)
+
+
+@functools.lru_cache(maxsize=4)  # two epochs of a training and two of another plan: 8 bytes per sample each
+def _epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
+    """A permutation of range(num_samples): the ranks of random 64-bit words."""
+    words = np.random.Philox(key=[seed, epoch]).random_raw(num_samples)
+    order = np.argsort(words, kind="stable")
+    order.flags.writeable = False
+    return order
+
+
+@functools.lru_cache(maxsize=4)
+def _windowed_order(seed: int, epoch: int, shard_sizes: tuple[int, ...], window: int) -> np.ndarray:
+    """Files permuted, then samples mixed inside windows of `window` files."""
+    sizes = np.asarray(shard_sizes, dtype=np.int64)
+    words = np.random.Philox(key=[seed, epoch]).random_raw(len(sizes) + int(sizes.sum()))
+    place = np.argsort(np.argsort(words[: len(sizes)], kind="stable"), kind="stable")  # of each file
+    group = np.repeat(place // window, sizes)  # of each sample
+    order = np.lexsort((words[len(sizes) :], group))
+    order.flags.writeable = False
+    return order
+
+
+def uniform(seed: int, epochs: np.ndarray, samples: np.ndarray, draw: int) -> np.ndarray:
+    """Draw number `draw` of each (epoch, sample): float64 in [0, 1), one pure function per element."""
+    state = _mix(np.full(1, seed, dtype=np.uint64))
+    state = _mix(state + np.asarray(epochs).astype(np.uint64))
+    state = _mix(state + np.asarray(samples).astype(np.uint64))
+    bits = _mix(state + np.uint64(draw))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64 (Steele, Lea and Flood, 2014); it wraps as uint64 does."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """Per sample: the crop window in pixels of the stored image (int32) and whether to flip it (bool)."""
+
+    x: np.ndarray
+    y: np.ndarray
+    width: np.ndarray
+    height: np.ndarray
+    flip: np.ndarray
+
+
+def draw(
+    seed: int,
+    epochs: np.ndarray,
+    samples: np.ndarray,
+    *,
+    width: np.ndarray,
+    height: np.ndarray,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+    hflip: float,
+) -> Draws:
+    """Random resized crop and flip of each sample; `width`, `height` are those of its stored image in pixels.
+
+    The crop follows torchvision's RandomResizedCrop: area uniform in `scale`, aspect ratio log-uniform in
+    `ratio`, up to ten attempts, then the largest centre crop whose ratio is allowed.
+    """
+    width, height = np.asarray(width, dtype=np.int64), np.asarray(height, dtype=np.int64)
+    attempts = np.arange(ATTEMPTS)[:, None]
+    u = np.stack([uniform(seed, epochs, samples, number) for number in range(4 * ATTEMPTS)])
+    area = width * height * (scale[0] + (scale[1] - scale[0]) * u[0::4])
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    aspect = np.exp(low + (high - low) * u[1::4])
+    widths, heights = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
+    fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
+
+    chosen = np.argmax(fits, axis=0)  # the first attempt that fits
+    pick = attempts == chosen
+    w, h = (widths * pick).sum(axis=0), (heights * pick).sum(axis=0)
+    x = np.floor((u[2::4] * pick).sum(axis=0) * (width - w + 1))
+    y = np.floor((u[3::4] * pick).sum(axis=0) * (height - h + 1))
+    centre = _centre_crop(width, height, ratio)
+    x, y, w, h = (np.where(fits.any(axis=0), a, b).astype(np.int32) for a, b in zip((x, y, w, h), centre))
+    return Draws(x, y, w, h, uniform(seed, epochs, samples, _FLIP) < hflip)
+
+
+def _centre_crop(width: np.ndarray, height: np.ndarray, ratio: tuple[float, float]) -> tuple[np.ndarray, ...]:
+    """x, y, width, height of the largest centred window whose aspect ratio lies in `ratio`."""
+    aspect = width / height
+    w = np.where(aspect > ratio[1], np.rint(height * ratio[1]), width)
+    h = np.where(aspect < ratio[0], np.rint(width / ratio[0]), height)
+    return (width - w) // 2, (height - h) // 2, w, h
+
+
+def centre_geometry(
+    width: np.ndarray, height: np.ndarray, *, img_size: int, crop_pct: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Evaluation as timm does it: sizes (n, 2) as (height, width) to resize to, and crop corners (n, 2) as
+    (x, y).
+
+    The shorter side becomes floor(img_size / crop_pct), the aspect is kept, then an img_size square is cut
+    from the centre. With crop_pct > 1 the square is larger than the image: corners are negative, the outside
+    is black.
+    """
+    width, height = np.asarray(width, dtype=np.int64), np.asarray(height, dtype=np.int64)
+    short = math.floor(img_size / crop_pct)
+    shorter = np.minimum(width, height)
+    sizes = np.stack([short * height / shorter, short * width / shorter], axis=-1).astype(np.int64)
+    spare = sizes[:, ::-1] - img_size
+    corners = np.where(spare < 0, -(-spare // 2), np.rint(spare / 2)).astype(np.int64)
+    return sizes, corners

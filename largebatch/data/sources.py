@@ -1,0 +1,302 @@
+"""What `--data` may name: the embedded digits, synthetic images, a folder of TFRecords, or a folder of
+images.
+
+`open_source` turns each into an `Index`. The two built-in sources are written once as JPEG TFRecords into the
+user's cache, so that training on them uses the very path that ImageNet takes. Everything that is written
+appears under its name only when it is whole, and the first of several processes does the work; the user's
+data folder is never written to.
+
+    digits      scikit-learn's 1,797 handwritten digits of 8 x 8 pixels: 1,437 for training, 360 (36 of each)
+    held out.
+                Stored as grey JPEGs of 64 x 64 (bicubic, quality 95): enlarged 8 times, nothing of them is
+                lost.
+    synthetic   1,000 generated JPEGs of about 500 x 375 per split, one of each of 1,000 classes: for
+    measuring speed. TFRecords   train-* and validation-* in the folder itself or in its folders train and
+    validation. images      train/<class>/*.JPEG and validation/<class>/* (or val/): sorted class names are
+    the labels 0, 1, ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import io
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from largebatch.data import records
+from largebatch.data.records import IMAGE, LABEL, Index
+
+logger = logging.getLogger(__name__)
+
+SPLITS = {"train": ("train",), "validation": ("validation", "val")}  # and the names of their folders
+BUILT_IN = ("digits", "synthetic")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+_DIGITS_SIZE, _DIGITS_HELD_OUT = 64, 36  # pixels; images of each class
+_SYNTHETIC_CLASSES = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images that are not packed yet: `encoded(k)` gives the bytes of image k, `labels` are zero-based."""
+
+    labels: Sequence[int]
+    encoded: Callable[[int], bytes]
+
+
+def default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "largebatch"
+
+
+def open_source(path: str, *, split: str, cache: str = "") -> Index:
+    """The index of one split of "digits", "synthetic", a folder of TFRecords or an image folder.
+
+    It is kept in `cache` (default: $XDG_CACHE_HOME or ~/.cache, folder largebatch) and built again when a
+    file of the source has changed. The label base of TFRecords is detected, from the training split if there
+    is one; `Index.for_classes` makes it certain. Raises ValueError saying what was looked for, or which file
+    is damaged.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}, expected train or validation.")
+    root = Path(cache).expanduser() if cache else default_cache()
+    if path == "digits":
+        folder = _written_once(root / "digits-v1", _write_digits)
+    elif path == "synthetic":
+        write = functools.partial(_write_synthetic, split=split)
+        folder = _written_once(root / f"synthetic-v1-{split}", write)
+    else:
+        folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ValueError(
+            f"There is no folder {path}: expected digits, synthetic, or a folder of TFRecords or images."
+        )
+    return _open_folder(folder, split, root)
+
+
+def _open_folder(folder: Path, split: str, root: Path) -> Index:
+    key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+    saved = root / "index" / f"{folder.resolve().name}-{split}-{key}.npz"
+    if shards := find_shards(folder, split):
+        index = _cached_index(saved, shards, lambda: records.index_shards(shards))
+        known = split == "train" or index.label_range[0] == 0 or not find_shards(folder, "train")
+        return index.number_labels(like=None if known else _open_folder(folder, "train", root))
+    files, labels, names = find_images(folder, split)
+    return _cached_index(saved, files, lambda: records.index_images(files, labels, class_names=names))
+
+
+def _cached_index(path: Path, files: Sequence[str], build: Callable[[], Index]) -> Index:
+    """The index saved at `path` if it still describes `files`, else a new one, saved there."""
+    with _locked(path):
+        if path.exists():
+            index = Index.load(path)
+            reason = index.stale(files)
+            if not reason:
+                return index
+            logger.info("building the index %s again: %s", path, reason)
+        index = build()
+        index.save(path)
+    return index
+
+
+# -- folders -------------------------------------------------------------------------------------------------
+
+
+def find_shards(folder: Path, split: str) -> list[str]:
+    """The sorted TFRecord files of a split in `folder` or its split folder; empty if there are none.
+
+    Their names start with the split and a dash, and end as published (train-00000-of-01024) or in
+    .tfrecord(s).
+    """
+    for place in (folder, *(folder / name for name in SPLITS[split])):
+        found = [
+            str(file)
+            for name in SPLITS[split]
+            for file in place.glob(f"{name}-*")
+            if file.suffix in ("", ".tfrecord", ".tfrecords") and file.is_file()
+        ]
+        if found:
+            _warn_of_missing_shards(found)
+            return sorted(found)
+    return []
+
+
+def _warn_of_missing_shards(files: Sequence[str]) -> None:
+    announced = Path(files[0]).stem.rpartition("-of-")[2]
+    if announced.isdigit() and int(announced) != len(files):
+        logger.warning(
+            "%s has %d of the %s shards that are announced", Path(files[0]).parent, len(files), announced
+        )
+
+
+def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[str]]:
+    """Files, zero-based labels and class names of one split of an image folder, in sorted order.
+
+    The classes are those of the training split where there is one, so that both splits number them alike.
+    """
+    place = _split_folder(folder, split)
+    if place is None:
+        raise ValueError(
+            f"{folder} has no {split} split: looked for TFRecords {split}-* in it and in its folder {split}, "
+            f"and for images in {' or '.join(f'{name}/<class>/' for name in SPLITS[split])}."
+        )
+    names = _class_names(_split_folder(folder, "train") or place)
+    unknown = sorted(set(_class_names(place)) - set(names))
+    if unknown:
+        raise ValueError(f"{place} has the class folder {unknown[0]}, which the training split has not.")
+    files, labels = [], []
+    for label, name in enumerate(names):
+        if (place / name).is_dir():
+            found = sorted(entry.path for entry in os.scandir(place / name) if _is_image(entry))
+            files += found
+            labels += [label] * len(found)
+    if not files:
+        raise ValueError(f"{place} holds no images: looked for <class>/*{', <class>/*'.join(EXTENSIONS)}.")
+    return files, labels, names
+
+
+def available_splits(path: str) -> list[str]:
+    """The splits that `open_source(path, ...)` would find."""
+    if path in BUILT_IN:
+        return list(SPLITS)
+    folder = Path(path).expanduser()
+    return [split for split in SPLITS if find_shards(folder, split) or _split_folder(folder, split)]
+
+
+def _split_folder(folder: Path, split: str) -> Path | None:
+    return next((folder / name for name in SPLITS[split] if (folder / name).is_dir()), None)
+
+
+def _class_names(folder: Path) -> list[str]:
+    entries = os.scandir(folder)
+    return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _is_image(entry: os.DirEntry) -> bool:
+    return entry.name.lower().endswith(EXTENSIONS) and not entry.name.startswith(".") and entry.is_file()
+
+
+# -- writing TFRecords ---------------------------------------------------------------------------------------
+
+
+def write_split(
+    folder: Path, split: str, images: Images, *, num_shards: int, num_threads: int = 1
+) -> Iterator[int]:
+    """Writes <split>-00000-of-0000N ... into `folder`, with labels from 1 as in the published ImageNet
+    records.
+
+    Yields the number of images written so far after each shard, so it must be iterated to the end.
+    """
+    count = len(images.labels)
+    if not 1 <= num_shards <= count:
+        raise ValueError(f"{count} {split} images cannot fill {num_shards} shards, expected 1 to {count}.")
+
+    def payload(k: int) -> bytes:
+        return records.encode_example({IMAGE: [images.encoded(k)], LABEL: [images.labels[k] + 1]})
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        for shard in range(num_shards):
+            start, stop = count * shard // num_shards, count * (shard + 1) // num_shards
+            path = folder / f"{split}-{shard:05d}-of-{num_shards:05d}"
+            records.write_records(path, pool.map(payload, range(start, stop)))
+            yield stop
+
+
+def _written_once(folder: Path, write: Callable[[Path], None]) -> Path:
+    """`folder`, filled by `write` if it does not exist yet: in a temporary place, then renamed."""
+    if folder.is_dir():
+        return folder
+    with _locked(folder):
+        if folder.is_dir():
+            return folder
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            write(temporary)
+            with contextlib.suppress(FileExistsError):  # without locks another process may be first
+                temporary.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Lets one process at a time do the work on `path`; the others wait and find it done.
+
+    Only an economy: every write is atomic, so where the file system has no locks all may do the work.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.parent / f".{path.name}.lock", "w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _jpeg(image: Image.Image, *, quality: int) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=quality)
+    return file.getvalue()
+
+
+# -- digits --------------------------------------------------------------------------------------------------
+
+
+def digits(split: str) -> Images:
+    """One split of scikit-learn's digits: 36 of each class held out, chosen and ordered by a fixed seed."""
+    from sklearn.datasets import load_digits  # only needed once, when they are packed
+
+    data = load_digits()
+    order = np.argsort(np.random.Philox(key=[0, 0]).random_raw(len(data.target)), kind="stable")
+    held_out = np.concatenate([order[data.target[order] == label][:_DIGITS_HELD_OUT] for label in range(10)])
+    chosen = order[np.isin(order, held_out) == (split == "validation")]
+
+    def encoded(k: int) -> bytes:
+        pixels = np.rint(data.images[chosen[k]] * (255 / 16)).astype(np.uint8)  # stored as 0 .. 16
+        image = Image.fromarray(pixels).resize((_DIGITS_SIZE, _DIGITS_SIZE), Image.Resampling.BICUBIC)
+        return _jpeg(image, quality=95)
+
+    return Images(data.target[chosen].tolist(), encoded)
+
+
+def _write_digits(folder: Path) -> None:
+    for split, num_shards in (("train", 4), ("validation", 1)):
+        for _ in write_split(folder, split, digits(split), num_shards=num_shards):
+            pass
+
+
+# -- synthetic -----------------------------------------------------------------------------------------------
+
+
+def synthetic(split: str) -> Images:
+    """A coarse pattern for each class, the same in both splits, under noise that is another in each image."""
+
+    def encoded(k: int) -> bytes:
+        pattern = np.random.Generator(np.random.Philox(key=[0, k]))
+        noise = np.random.Generator(np.random.Philox(key=[1 + list(SPLITS).index(split), k]))
+        colours = Image.fromarray(pattern.integers(0, 256, (9, 12, 3), dtype=np.uint8))
+        size = (int(noise.integers(460, 541)), int(noise.integers(340, 411)))
+        smooth = np.asarray(colours.resize(size, Image.Resampling.BICUBIC), dtype=np.int16)
+        grain = noise.integers(-24, 25, smooth.shape, dtype=np.int16)
+        return _jpeg(Image.fromarray(np.clip(smooth + grain, 0, 255).astype(np.uint8)), quality=90)
+
+    return Images(range(_SYNTHETIC_CLASSES), encoded)
+
+
+def _write_synthetic(folder: Path, *, split: str) -> None:
+    logger.info("generating the %s split of the synthetic images, once", split)
+    images = synthetic(split)
+    for _ in write_split(folder, split, images, num_shards=4, num_threads=min(8, os.cpu_count() or 1)):
+        pass

@@ -1,0 +1,295 @@
+"""The DALI loaders: timm's and torchvision's pixels, every sample once in our order, and errors that name the image.
+
+Differences are in units of 1/255. DALI and PIL decode these JPEGs to the same bits; what differs is the rounding
+between the two passes of the resize: 0.2 on average, 9 at single pixels with strong contrast.
+"""
+
+import io
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import zoo  # noqa: F401  # lets torchvision be imported beside any build of torch
+from largebatch.data import order, records
+from largebatch.data.dali import EvalLoader, TrainLoader
+from largebatch.data.order import Plan
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN_BOUND, MAX_BOUND = 0.35, 16.0
+NUM_IMAGES = 104
+COMMON = {"mean": MEAN, "std": STD, "device": torch.device("cpu"), "num_threads": 2}
+CROP = {"interpolation": "bicubic", "scale": (0.08, 1.0), "ratio": (3 / 4, 4 / 3), "hflip": 0.5}
+
+
+def picture(rng, width, height):
+    """Smooth colours, a few hard-edged shapes, a little grain."""
+    coarse = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8))
+    pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(np.int16)
+    for _ in range(4):
+        x, y = rng.integers(0, width), rng.integers(0, height)
+        pixels[y : y + rng.integers(2, 80), x : x + rng.integers(2, 80)] = rng.integers(0, 256, 3)
+    pixels += rng.integers(-6, 7, pixels.shape, dtype=np.int16)
+    return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+
+
+def encode(image, kind="JPEG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def example(data, label):
+    return records.encode_example({records.IMAGE: [data], records.LABEL: [label]})
+
+
+def special_images(rng):
+    """Files that do not look like the rest but must be read as timm reads them."""
+    image, exif = picture(rng, 333, 250), Image.Exif()
+    exif[0x0112] = 6  # "rotate by 90 degrees to view", which timm ignores
+    return [
+        encode(image, exif=exif),
+        encode(image.convert("L")),
+        encode(image.convert("CMYK")),
+        encode(image, "PNG"),
+        encode(image, progressive=True),
+        encode(image, subsampling=0),
+        encode(picture(rng, 40, 31)),
+        encode(picture(rng, 31, 300)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """An index of files of many sizes, half of them smaller than the crop or nearly so."""
+    rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("images")
+    encoded = special_images(rng)
+    while len(encoded) < NUM_IMAGES:
+        width, height = rng.integers(120, 520, 2)
+        encoded.append(encode(picture(rng, width, height), quality=int(rng.integers(75, 98))))
+    files = [str(folder / f"{k:03d}.JPEG") for k in range(NUM_IMAGES)]
+    for path, data in zip(files, encoded):
+        with open(path, "wb") as file:
+            file.write(data)
+    return records.index_images(files, [k % 7 for k in range(NUM_IMAGES)], class_names=list("abcdefg"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Forty 8 x 8 images in three TFRecord files, for tests of the order."""
+    folder = tmp_path_factory.mktemp("tiny")
+    files = [str(folder / f"train-{k:05d}-of-00003") for k in range(3)]
+    for path, numbers in zip(files, (range(15), range(15, 20), range(20, 40))):
+        flat = [encode(Image.new("RGB", (8, 8), (6 * k, 6 * k, 6 * k)), quality=100) for k in numbers]
+        pairs = [(data, k % 5 + 1) for data, k in zip(flat, numbers)]
+        records.write_records(path, [example(data, label) for data, label in pairs])
+    return records.index_shards(files).number_labels()
+
+
+def train_loader(index, plan, *, shard=0, num_shards=1, img_size=8, start_step=0, **changes):
+    options = COMMON | CROP | changes
+    return TrainLoader(
+        index, plan, shard=shard, num_shards=num_shards, img_size=img_size, start_step=start_step, **options
+    )
+
+
+def eval_loader(index, *, shard=0, num_shards=1, batch_size=16, img_size=8, crop_pct=0.9, interpolation="bicubic"):
+    return EvalLoader(
+        index,
+        shard=shard,
+        num_shards=num_shards,
+        batch_size=batch_size,
+        img_size=img_size,
+        crop_pct=crop_pct,
+        interpolation=interpolation,
+        **COMMON,
+    )
+
+
+def difference(ours, theirs):
+    """Absolute, per image, in units of 1/255."""
+    return ((ours - theirs).abs() * torch.tensor(STD)[:, None, None] * 255).flatten(1)
+
+
+# -- pixels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("crop_pct, interpolation", [(0.9, "bicubic"), (0.875, "bilinear"), (1.15, "bicubic")])
+def test_evaluation_equals_timms(images, crop_pct, interpolation):
+    from timm.data import create_transform
+
+    transform = create_transform(
+        (3, 224, 224), is_training=False, crop_pct=crop_pct, interpolation=interpolation, mean=MEAN, std=STD
+    )
+    theirs = torch.stack([transform(Image.open(path).convert("RGB")) for path in images.files])
+    loader = eval_loader(images, img_size=224, crop_pct=crop_pct, interpolation=interpolation)
+    ours = torch.cat([batch.images for batch in loader])
+    assert ours.shape == theirs.shape and ours.dtype == torch.float32
+    delta = difference(ours, theirs)
+    assert delta.mean(dim=1).max() < MEAN_BOUND, delta.mean(dim=1)
+    assert delta.max() < MAX_BOUND
+
+
+def test_training_crops_equal_torchvisions(images):
+    from torchvision.transforms import InterpolationMode, functional
+
+    plan = Plan(NUM_IMAGES, 52, 26, NUM_IMAGES, seed=1)
+    flips = []
+    for batch in train_loader(images, plan, img_size=160):
+        draws = order.draw(
+            plan.seed,
+            np.zeros_like(batch.samples),
+            batch.samples,
+            width=images.width[batch.samples],
+            height=images.height[batch.samples],
+            scale=CROP["scale"],
+            ratio=CROP["ratio"],
+            hflip=CROP["hflip"],
+        )
+        theirs = []
+        for k, sample in enumerate(batch.samples):
+            image = Image.open(images.files[sample]).convert("RGB")
+            box = [int(side[k]) for side in (draws.y, draws.x, draws.height, draws.width)]
+            image = functional.resized_crop(image, *box, [160, 160], InterpolationMode.BICUBIC)
+            image = functional.hflip(image) if draws.flip[k] else image
+            theirs.append(functional.normalize(functional.to_tensor(image), MEAN, STD))
+        delta = difference(batch.images, torch.stack(theirs))
+        assert delta.mean(dim=1).max() < MEAN_BOUND and delta.max() < MAX_BOUND
+        assert batch.labels.tolist() == [sample % 7 for sample in batch.samples]
+        flips += draws.flip.tolist()
+    assert len(flips) == NUM_IMAGES and 0.3 < np.mean(flips) < 0.7
+
+
+# -- order -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_shards, micro", [(1, 1), (1, 6), (2, 4), (3, 5), (4, 3)])
+def test_each_sample_once_per_epoch_in_the_order_of_the_plan(tiny, num_shards, micro):
+    plan = Plan(len(tiny), 24, micro, 3 * len(tiny), seed=2)
+    seen = {}
+    for shard in range(num_shards):
+        batches = list(train_loader(tiny, plan, shard=shard, num_shards=num_shards))
+        expected = [m for s in range(plan.num_steps) for m in plan.micro_batches(s, shard, num_shards)]
+        assert [(b.step, b.number) for b in batches] == [(m.step, m.number) for m in expected]
+        for batch, m in zip(batches, expected):
+            assert batch.images.shape == (m.stop - m.start, 3, 8, 8)  # never empty
+            assert batch.labels.tolist() == (batch.samples % 5).tolist() and batch.labels.dtype == torch.int64
+            grey = (batch.images * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]) * 255
+            assert (grey.mean(dim=(1, 2, 3)) - 6 * torch.from_numpy(batch.samples)).abs().max() < 1.5
+            seen |= dict(zip(range(m.start, m.stop), batch.samples.tolist()))
+    stream = [seen[position] for position in range(plan.num_images)]
+    assert stream == plan.samples(0, plan.num_images)[1].tolist()
+    for epoch in range(3):
+        assert sorted(stream[40 * epoch : 40 * epoch + 40]) == list(range(40))
+
+
+def test_batches_are_not_overwritten(images):
+    plan = Plan(NUM_IMAGES, 8, 8, 80, seed=0)
+    kept, copies = [], []
+    for batch in train_loader(images, plan, img_size=32):
+        kept.append(batch.images)
+        copies.append(batch.images.clone())
+    assert len(kept) == 10 and all(torch.equal(a, b) for a, b in zip(kept, copies))
+
+
+def test_pixels_depend_on_neither_shards_nor_threads_nor_start(images):
+    plan = Plan(NUM_IMAGES, 24, 6, 72, seed=5)
+    whole = {(b.step, b.number): b.images for b in train_loader(images, plan, img_size=48)}
+    for shard in range(3):
+        for batch in train_loader(
+            images, plan, shard=shard, num_shards=3, img_size=48, start_step=1, num_threads=1
+        ):
+            assert batch.step >= 1
+            assert torch.equal(batch.images, whole.pop((batch.step, batch.number)))
+    assert sorted(whole) == [(0, 0), (0, 1), (0, 2), (0, 3)]
+
+
+def test_shard_without_work_ends_at_once(tiny):
+    plan = Plan(len(tiny), 4, 4, 8, seed=0)
+    assert list(train_loader(tiny, plan, shard=1, num_shards=2)) == []
+    loader = eval_loader(tiny, batch_size=40, shard=1, num_shards=2)
+    assert len(loader) == 0 and list(loader) == []
+
+
+@pytest.mark.parametrize("num_shards, batch_size", [(1, 16), (2, 7), (3, 1), (4, 64)])
+def test_evaluation_covers_each_sample_once(tiny, num_shards, batch_size):
+    seen = []
+    for shard in range(num_shards):
+        loader = eval_loader(tiny, shard=shard, num_shards=num_shards, batch_size=batch_size)
+        for _ in range(2):  # may be iterated again
+            batches = list(loader)
+        assert len(batches) == len(loader) and all(len(b.images) == len(b.labels) > 0 for b in batches)
+        assert [b.number for b in batches] == list(range(shard, shard + num_shards * len(batches), num_shards))
+        seen += [sample for b in batches for sample in b.samples.tolist()]
+        assert all((b.labels.numpy() == b.samples % 5).all() for b in batches)
+    assert sorted(seen) == list(range(40))
+
+
+# -- errors and ends -------------------------------------------------------------------------------------------------
+
+
+def reading_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("largebatch-read")]
+
+
+def spoiled(folder, sample, spoil):
+    """Thirty records in two files; the bytes of one image are replaced after the index was built."""
+    rng = np.random.default_rng(1)
+    files = [str(folder / f"train-{k:05d}-of-00002") for k in range(2)]
+    for path in files:
+        data = [encode(picture(rng, 64, 48), quality=95) for _ in range(15)]
+        records.write_records(path, [example(encoded, 1 + k % 3) for k, encoded in enumerate(data)])
+    index = records.index_shards(files)
+    with open(files[index.file[sample]], "r+b") as file:
+        spoil(file, int(index.offset[sample]), int(index.length[sample]))
+    return index
+
+
+SPOIL = {
+    "header": lambda file, offset, length: (file.seek(offset), file.write(b"\0" * 50)),
+    "early end": lambda file, offset, length: (file.seek(offset + length // 4), file.write(b"\xff\xd9" * 200)),
+    "cut off": lambda file, offset, length: file.truncate(offset + length // 2),
+}
+
+
+@pytest.mark.parametrize("kind", SPOIL)
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_bad_image_is_named_and_nothing_hangs(tmp_path, kind, evaluation):
+    index = spoiled(tmp_path, 29, SPOIL[kind])
+    plan = Plan(30, 10, 5, 300, seed=0)
+    loader = eval_loader(index, batch_size=5) if evaluation else train_loader(index, plan, scale=(1.0, 1.0))
+    where = f"{index.files[1]}, record 14 .at byte {index.offset[29]}. (is cut off|cannot be decoded)"
+    with pytest.raises(ValueError, match=where):
+        for _ in loader:
+            pass
+    assert reading_threads() == []
+    assert evaluation or next(loader, None) is None  # closed
+
+
+def test_missing_file_is_named(tmp_path):
+    index = spoiled(tmp_path, 0, lambda *_: None)
+    (tmp_path / "train-00001-of-00002").unlink()
+    with pytest.raises(ValueError, match="train-00001-of-00002, record .* cannot be read: .*No such file"):
+        list(eval_loader(index))
+
+
+def test_close_ends_the_threads(tiny):
+    loader = train_loader(tiny, Plan(len(tiny), 8, 4, 10_000, seed=0))
+    next(loader)
+    assert reading_threads() != []
+    loader.close()
+    loader.close()
+    assert reading_threads() == [] and next(loader, None) is None
+    for _ in eval_loader(tiny, batch_size=2):
+        break
+    assert reading_threads() == []
+
+
+def test_wrong_settings(tiny):
+    with pytest.raises(ValueError, match="interpolation is 'cubic', expected one of bilinear, bicubic, lanczos"):
+        eval_loader(tiny, interpolation="cubic")
+    with pytest.raises(ValueError, match="The plan is for 41 samples, the index has 40"):
+        train_loader(tiny, Plan(41, 8, 4, 80, seed=0))
+    assert reading_threads() == []

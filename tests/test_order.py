@@ -1,0 +1,224 @@
+"""Sample order and draws: exact coverage for any number of shards, and torchvision's crop distribution."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+import zoo  # noqa: F401  # lets torchvision be imported beside any build of torch
+from largebatch.data import order
+from largebatch.data.order import Plan
+
+GOLDEN_ORDER = [266, 271, 453, 724, 896, 977, 508, 917, 70, 723]
+GOLDEN_UNIFORM = [0.6913196375930831, 0.03797544364219596]
+SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
+
+
+def sample_stream(plan, num_shards):
+    """The samples that all shards together see, step by step and in the order of the micro-batch numbers."""
+    stream = []
+    for step in range(plan.num_steps):
+        micro = [m for shard in range(num_shards) for m in plan.micro_batches(step, shard, num_shards)]
+        micro.sort(key=lambda m: m.number)
+        assert [m.number for m in micro] == list(range(len(micro)))
+        assert all(m.step == step and m.stop > m.start for m in micro)
+        stream += [position for m in micro for position in range(m.start, m.stop)]
+    return stream
+
+
+def test_steps_and_windows():
+    plan = Plan(num_samples=10, global_batch_size=8, micro_batch_size=3, num_images=20, seed=0)
+    assert plan.num_steps == 3
+    assert [plan.window_images(step) for step in range(4)] == [8, 8, 4, 0]
+    cuts = [(m.step, m.number, m.start, m.stop) for m in plan.micro_batches(1, 0, 1)]
+    assert cuts == [(1, 0, 8, 11), (1, 1, 11, 14), (1, 2, 14, 16)]
+    assert [m.number for m in plan.micro_batches(0, 1, 2)] == [1]
+    assert plan.micro_batches(2, 3, 4) == []  # four images make two micro-batches, so shards 2 and 3 get none
+    assert plan.micro_batches(3, 0, 1) == []  # after the end of the run
+
+
+def test_thirty_two_thousand_recipe():
+    plan = Plan(1_281_167, 32_768, 256, 300 * 1_281_167, seed=0)
+    assert plan.num_steps == 11_730
+    assert plan.window_images(11_729) == 300 * 1_281_167 - 11_729 * 32_768
+
+
+@pytest.mark.parametrize("trial", range(40))
+def test_any_shards_cover_every_position_once(trial):
+    rng = random.Random(trial)
+    micro = rng.randint(1, 9)
+    plan = Plan(rng.randint(1, 50), rng.randint(micro, 60), micro, rng.randint(1, 200), seed=trial)
+    for num_shards in (1, 2, 3, 4, rng.randint(5, 20)):
+        assert sample_stream(plan, num_shards) == list(range(plan.num_images))
+
+
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_every_epoch_is_a_permutation_and_epochs_differ(window):
+    sizes = (5, 0, 17, 1, 30, 12, 8)
+    plan = Plan(sum(sizes), 16, 4, 1000, seed=3, shard_sizes=sizes, shuffle_window=window)
+    epochs, samples = plan.samples(0, 4 * sum(sizes))
+    assert epochs.dtype == samples.dtype == np.int64
+    orders = samples.reshape(4, -1)
+    assert (epochs.reshape(4, -1) == np.arange(4)[:, None]).all()
+    assert (np.sort(orders, axis=1) == np.arange(sum(sizes))).all()
+    assert len({tuple(row) for row in orders}) == 4
+    other = Plan(sum(sizes), 16, 4, 1000, seed=4, shard_sizes=sizes, shuffle_window=window)
+    assert (other.samples(0, sum(sizes))[1] != orders[0]).any()
+
+
+def test_stream_is_a_function_of_the_position():
+    plan = Plan(23, 16, 4, 1000, seed=1)
+    epochs, samples = plan.samples(0, 230)
+    for start, stop in [(0, 1), (20, 30), (5, 100), (229, 230)]:
+        assert (plan.samples(start, stop)[0] == epochs[start:stop]).all()
+        assert (plan.samples(start, stop)[1] == samples[start:stop]).all()
+
+
+def test_window_reads_its_files_together():
+    sizes = tuple(range(3, 23))
+    plan = Plan(sum(sizes), 16, 4, 1000, seed=0, shard_sizes=sizes, shuffle_window=4)
+    files = np.repeat(np.arange(20), sizes)[plan.samples(0, sum(sizes))[1]]
+    seen = list(dict.fromkeys(files.tolist()))  # in the order of their first sample
+    groups = [set(seen[at : at + 4]) for at in range(0, 20, 4)]
+    at = 0
+    for group in groups:
+        count = sum(sizes[file] for file in group)
+        assert set(files[at : at + count].tolist()) == group
+        at += count
+    assert sorted(seen) == list(range(20)) and seen != list(range(20))
+    assert (np.diff(files[: sum(sizes[f] for f in groups[0])]) != 0).mean() > 0.4  # and they are mixed
+
+
+def mixing_p_value(labels, batch):
+    """Of the hypothesis that each batch is a random draw of the balanced classes."""
+    classes = labels.max() + 1
+    batches = labels[: len(labels) // batch * batch].reshape(-1, batch)
+    counts = np.stack([np.bincount(row, minlength=classes) for row in batches])
+    statistic = ((counts - batch / classes) ** 2 / (batch / classes)).sum()
+    statistic /= 1 - batch / len(labels)  # drawn without replacement
+    return stats.chi2.sf(statistic, len(batches) * (classes - 1))
+
+
+def test_class_sorted_data_is_mixed():
+    labels = np.repeat(np.arange(20), 1000)
+    plan = Plan(len(labels), 256, 32, len(labels), seed=0)
+    p = [mixing_p_value(labels[plan.samples(e * len(labels), (e + 1) * len(labels))[1]], 256) for e in range(3)]
+    assert all(1e-4 < value < 1 - 1e-4 for value in p), p
+    assert mixing_p_value(labels, 256) < 1e-12  # the test can fail: the order of the files would
+
+
+def test_numbers_are_fixed_for_ever():
+    """A checkpoint holds a position only: another version of anything must give the same order and draws."""
+    assert Plan(1000, 10, 10, 10, seed=7).samples(995, 1005)[1].tolist() == GOLDEN_ORDER
+    assert order._mix(np.array([1234567], dtype=np.uint64)).tolist() == [6457827717110365317]  # SplitMix64
+    draws = order.uniform(7, np.array([0, 3]), np.array([5, 5]), 2)
+    assert draws.tolist() == GOLDEN_UNIFORM
+
+
+def test_uniform_draws():
+    samples, epochs = np.arange(20_000), np.zeros(20_000, dtype=np.int64)
+    base = order.uniform(1, epochs, samples, 0)
+    assert base.min() >= 0 and base.max() < 1
+    others = [
+        order.uniform(2, epochs, samples, 0),
+        order.uniform(1, epochs + 1, samples, 0),
+        order.uniform(1, epochs, samples + 1, 0),
+        order.uniform(1, epochs, samples, 1),
+        order.uniform(1, samples, epochs, 0),  # epoch and sample are no mere sum
+    ]
+    for draws in (base, *others):
+        assert stats.kstest(draws, "uniform").pvalue > 1e-4
+    for draws in (*others[:2], others[3]):
+        assert abs(np.corrcoef(base, draws)[0, 1]) < 0.04
+    assert abs(np.corrcoef(base[1:], base[:-1])[0, 1]) < 0.04
+    assert (others[4][1:] != base[1:]).all()
+
+
+def scalar_crop(u, width, height):
+    """The published algorithm, one image at a time, fed with our uniform numbers."""
+    for a in range(10):
+        area = width * height * (SCALE[0] + (SCALE[1] - SCALE[0]) * u[4 * a])
+        log = [math.log(value) for value in RATIO]
+        aspect = math.exp(log[0] + (log[1] - log[0]) * u[4 * a + 1])
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return int(u[4 * a + 2] * (width - w + 1)), int(u[4 * a + 3] * (height - h + 1)), w, h
+    w, h = width, height
+    if width / height < RATIO[0]:
+        h = round(width / RATIO[0])
+    elif width / height > RATIO[1]:
+        w = round(height * RATIO[1])
+    return (width - w) // 2, (height - h) // 2, w, h
+
+
+def test_crops_equal_the_scalar_algorithm():
+    rng = np.random.default_rng(0)
+    count = 3000
+    width, height = np.exp(rng.uniform(0, 7, (2, count))).astype(int)  # 1 to 1096 pixels, also very long ones
+    epochs, samples = rng.integers(0, 300, count), rng.integers(0, 1_281_167, count)
+    draws = order.draw(5, epochs, samples, width=width, height=height, scale=SCALE, ratio=RATIO, hflip=0.3)
+    u = np.stack([order.uniform(5, epochs, samples, number) for number in range(41)])
+    expected = np.array([scalar_crop(u[:, k], int(width[k]), int(height[k])) for k in range(count)])
+    assert (np.stack([draws.x, draws.y, draws.width, draws.height], axis=1) == expected).all()
+    assert (draws.flip == (u[40] < 0.3)).all() and 0.25 < draws.flip.mean() < 0.35
+    assert (draws.x >= 0).all() and (draws.y >= 0).all() and draws.x.dtype == np.int32
+    assert (draws.x + draws.width <= width).all() and (draws.y + draws.height <= height).all()
+    one = order.draw(5, epochs[9:10], samples[9:10], width=width[9:10], height=height[9:10],
+                     scale=SCALE, ratio=RATIO, hflip=0.3)  # fmt: skip
+    assert (one.x[0], one.y[0], one.flip[0]) == (draws.x[9], draws.y[9], draws.flip[9])
+
+
+@pytest.mark.parametrize("size", [(500, 375), (60, 300)])
+def test_crops_have_torchvisions_distribution(size):
+    from torchvision.transforms import RandomResizedCrop
+
+    width, height = size
+    torch.manual_seed(0)
+    image = torch.empty(3, height, width)
+    count = 3000
+    theirs = np.array([RandomResizedCrop.get_params(image, list(SCALE), list(RATIO)) for _ in range(count)])
+    samples = np.arange(count)
+    ones = np.ones(count, dtype=int)
+    draws = order.draw(
+        0, 0 * ones, samples, width=width * ones, height=height * ones, scale=SCALE, ratio=RATIO, hflip=0.5
+    )
+    ours = np.stack([draws.y, draws.x, draws.height, draws.width], axis=1)
+    for column in range(4):
+        assert stats.ks_2samp(ours[:, column], theirs[:, column]).pvalue > 1e-3, column
+    areas = [values[:, 2] * values[:, 3] / (width * height) for values in (ours, theirs)]
+    assert stats.ks_2samp(*areas).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("crop_pct", [0.875, 0.9, 1.0, 1.15])
+def test_evaluation_geometry_is_torchvisions(crop_pct):
+    from torchvision.transforms import CenterCrop
+    from torchvision.transforms.functional import _compute_resized_output_size
+
+    rng = np.random.default_rng(1)
+    width, height = rng.integers(20, 400, (2, 60))
+    img_size = 48
+    sizes, corners = order.centre_geometry(width, height, img_size=img_size, crop_pct=crop_pct)
+    for w, h, size, corner in zip(width.tolist(), height.tolist(), sizes.tolist(), corners.tolist()):
+        assert size == _compute_resized_output_size((h, w), [math.floor(img_size / crop_pct)])
+        rows, columns = torch.meshgrid(torch.arange(1, size[0] + 1), torch.arange(1, size[1] + 1), indexing="ij")
+        rows, columns = (CenterCrop(img_size)(grid) for grid in (rows, columns))
+        y, x = rows.argmax(dim=0).max().item(), columns.argmax(dim=1).max().item()  # of the last row and column
+        assert corner == [columns.max().item() - 1 - x, rows.max().item() - 1 - y]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_samples": 0}, "num_samples is 0"),
+        ({"micro_batch_size": 9}, "micro_batch_size 9 is larger than global_batch_size 8"),
+        ({"shuffle_window": 2, "shard_sizes": (3, 3)}, "they add up to 6, num_samples is 10"),
+        ({"seed": -1}, "must not be negative"),
+    ],
+)
+def test_impossible_plans(change, message):
+    plan = {"num_samples": 10, "global_batch_size": 8, "micro_batch_size": 4, "num_images": 20, "seed": 0}
+    with pytest.raises(ValueError, match=message):
+        Plan(**(plan | change))

@@ -1,0 +1,307 @@
+"""The four kinds of source, the two written into the cache, and the packing program."""
+
+import hashlib
+import io
+import logging
+import os
+import threading
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from largebatch import pack
+from largebatch.data import records, sources
+
+FIRST_HELD_OUT = [2, 4, 5, 4, 8, 2, 0, 6, 3, 3, 2, 6]  # the split must never change
+
+
+def read(index, sample):
+    with open(index.files[index.file[sample]], "rb") as file:
+        return os.pread(file.fileno(), int(index.length[sample]), int(index.offset[sample]))
+
+
+def picture(seed, mode="RGB"):
+    pixels = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((40 + seed, 30), Image.Resampling.BICUBIC).convert(mode)
+
+
+def write(path, image, kind="JPEG"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, kind)
+
+
+def snapshot(folder):
+    return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture
+def image_folder(tmp_path):
+    """Three classes, one of them without validation images; a CMYK and a PNG file under JPEG names."""
+    folder = tmp_path / "images"
+    for number, name in enumerate(["n03", "n01", "n02"]):
+        for k in range(4):
+            write(folder / "train" / name / f"{name}_{k}.JPEG", picture(10 * number + k))
+    write(folder / "train" / "n01" / "n01_9.JPEG", picture(50, "CMYK"))
+    write(folder / "train" / "n02" / "n02_9.JPEG", picture(51), "PNG")
+    write(folder / "val" / "n02" / "a.jpg", picture(60))
+    write(folder / "val" / "n03" / "b.png", picture(61), "PNG")
+    (folder / "train" / "n01" / "notes.txt").write_text("no image")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def digits_cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+# -- built-in sources ------------------------------------------------------------------------------------------------
+
+
+def test_digits_are_all_there(digits_cache):
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    basis = [Image.fromarray(row.reshape(8, 8)).resize((64, 64), Image.Resampling.BICUBIC) for row in np.eye(64)]
+    shrink = np.linalg.pinv(np.stack([np.asarray(image).ravel() for image in basis]))  # undoes the enlargement
+    for split, count in (("train", 1437), ("validation", 360)):
+        index = sources.open_source("digits", split=split, cache=digits_cache).for_classes(10)
+        assert len(index) == count and index.num_classes == 10
+        if split == "validation":
+            assert np.bincount(index.label).tolist() == [36] * 10
+        for sample in range(0, count, 30):
+            image = Image.open(io.BytesIO(read(index, sample)))
+            assert image.size == (64, 64) == (index.width[sample], index.height[sample])
+            small = (np.asarray(image).ravel() @ shrink).reshape(8, 8) * (16 / 255)
+            errors = np.abs(data.images - small).mean(axis=(1, 2))  # in grey levels, of 17
+            assert errors.min() < 0.3 and data.target[errors.argmin()] == index.label[sample]
+    assert sorted(os.listdir(digits_cache)) == [".digits-v1.lock", "digits-v1", "index"]
+
+
+def test_digits_splits_are_fixed_and_disjoint():
+    pairs = {split: sources.digits(split) for split in sources.SPLITS}
+    assert [len(images.labels) for images in pairs.values()] == [1437, 360]
+    first = [pairs[split].encoded(0) for split in sources.SPLITS]
+    assert first == [sources.digits(split).encoded(0) for split in sources.SPLITS]
+    assert pairs["validation"].labels[:12] == FIRST_HELD_OUT
+    seen = [{hashlib.sha256(images.encoded(k)).digest() for k in range(0, 360)} for images in pairs.values()]
+    assert not seen[0] & seen[1]
+
+
+def test_synthetic_covers_its_classes(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_SYNTHETIC_CLASSES", 12)
+    for split in sources.SPLITS:
+        index = sources.open_source("synthetic", split=split, cache=str(tmp_path)).for_classes(12)
+        assert sorted(index.label.tolist()) == list(range(12))
+        assert 450 < index.width.mean() < 550 and 330 < index.height.mean() < 420
+        assert 60_000 < index.length.mean() < 160_000  # as heavy as ImageNet's
+        assert np.asarray(Image.open(io.BytesIO(read(index, 3)))).std() > 20
+    train, validation = (sources.synthetic(split).encoded(5) for split in sources.SPLITS)
+    assert train != validation and train == sources.synthetic("train").encoded(5)
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_many_may_start_at_once(tmp_path, monkeypatch, locks):
+    started, barrier = [], threading.Barrier(4)
+    if not locks:
+        monkeypatch.setattr(sources.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError("no locks")))
+
+    def fill(folder):
+        started.append(folder)
+        (folder / "file").write_text("whole")
+        if not locks and len(started) < 2:
+            second.wait()  # so that another one surely overtakes the first
+
+    def run():
+        barrier.wait()
+        assert (sources._written_once(tmp_path / "data", fill) / "file").read_text() == "whole"
+        second.set()
+        done.append(1)
+
+    second, done = threading.Event(), []
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 4 and (len(started) == 1 if locks else len(started) >= 1)
+    assert sorted(os.listdir(tmp_path)) == [".data.lock", "data"]
+
+
+def test_failed_writing_leaves_nothing(tmp_path):
+    def fill(folder):
+        (folder / "half").write_text("")
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        sources._written_once(tmp_path / "data", fill)
+    assert os.listdir(tmp_path) == [".data.lock"]
+
+
+def test_default_cache_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert sources.default_cache() == tmp_path / "x" / "largebatch"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert sources.default_cache() == tmp_path / "home" / ".cache" / "largebatch"
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_image_folder(image_folder, tmp_path):
+    before = snapshot(image_folder)
+    train = sources.open_source(str(image_folder), split="train", cache=str(tmp_path / "cache"))
+    assert train.class_names == ("n01", "n02", "n03") and train.num_classes == 3
+    assert train.label.tolist() == [0] * 5 + [1] * 5 + [2] * 4
+    assert [os.path.basename(path) for path in train.files[:2]] == ["n01_0.JPEG", "n01_1.JPEG"]
+    held_out = sources.open_source(str(image_folder), split="validation", cache=str(tmp_path / "cache"))
+    assert held_out.label.tolist() == [1, 2] and held_out.num_classes == 3  # numbered as in training
+    assert held_out.width.tolist() == [100, 101]
+    assert train.for_classes(3) is train
+    with pytest.raises(ValueError, match=f"{image_folder}/train has 3 classes, the model 1000: set .* to 3"):
+        train.for_classes(1000)
+    assert snapshot(image_folder) == before  # nothing is written to the user's folder
+
+
+def test_index_is_kept_and_built_again(image_folder, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    cache, built = str(tmp_path / "cache"), []
+    real = records.index_images
+    monkeypatch.setattr(records, "index_images", lambda *a, **k: built.append(1) or real(*a, **k))
+
+    def open_again():
+        return sources.open_source(str(image_folder), split="train", cache=cache)
+
+    assert len(open_again()) == len(open_again()) == 14 and len(built) == 1
+    write(image_folder / "train" / "n01" / "n01_0.JPEG", picture(77))
+    assert open_again().width[0] == 117 and len(built) == 2
+    assert "building the index" in caplog.text and "n01_0.JPEG has changed" in caplog.text
+    write(image_folder / "train" / "n01" / "new.jpeg", picture(1))
+    assert len(open_again()) == 15 and len(built) == 3
+    (saved,) = (tmp_path / "cache" / "index").glob("*.npz")
+    saved.write_bytes(saved.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"The index {saved} is damaged"):
+        open_again()
+
+
+@pytest.mark.parametrize("folders", [("", ""), ("train", "validation"), ("train", "val")])
+def test_record_folder(image_folder, tmp_path, folders):
+    out = tmp_path / "out"
+    for split, name, labels in zip(sources.SPLITS, folders, ([0, 1, 2, 1, 2], [2, 0])):
+        (out / name).mkdir(parents=True, exist_ok=True)
+        images = sources.Images(labels, lambda k: (image_folder / "val" / "n02" / "a.jpg").read_bytes())
+        assert list(sources.write_split(out / name, split, images, num_shards=2))[-1] == len(labels)
+        (out / name / f"{split}-00000-of-00002.idx").write_text("0 100")  # other people's index files
+    train = sources.open_source(str(out), split="train", cache=str(tmp_path / "cache"))
+    assert train.label.tolist() == [0, 1, 2, 1, 2] and train.shard_sizes == (2, 3)
+    assert train.for_classes(3).label_base == 1  # published records count from 1
+    held_out = sources.open_source(str(out), split="validation", cache=str(tmp_path / "cache"))
+    assert held_out.label.tolist() == [2, 0]
+    with open(train.files[1], "r+b") as file:
+        file.truncate(os.path.getsize(train.files[1]) - 5)
+    with pytest.raises(ValueError, match=f"{train.files[1]}: record 2 .* is cut off"):
+        sources.open_source(str(out), split="train", cache=str(tmp_path / "cache"))
+
+
+def test_missing_shards_are_announced(tmp_path, caplog):
+    for k in (0, 2):
+        records.write_records(tmp_path / f"train-{k:05d}-of-00004", [b""])
+    assert len(sources.find_shards(tmp_path, "train")) == 2
+    assert f"{tmp_path} has 2 of the 00004 shards" in caplog.text
+
+
+def test_wrong_folders_say_what_was_looked_for(tmp_path, image_folder):
+    cache = str(tmp_path / "cache")
+    with pytest.raises(ValueError, match="There is no folder /no/where: expected digits, synthetic, or a folder"):
+        sources.open_source("/no/where", split="train", cache=cache)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"looked for TFRecords validation-\* .*in validation/<class>/ or val/"):
+        sources.open_source(str(tmp_path / "empty"), split="validation", cache=cache)
+    with pytest.raises(ValueError, match="split is 'test', expected train or validation"):
+        sources.open_source("digits", split="test", cache=cache)
+    write(image_folder / "val" / "n99" / "a.jpg", picture(1))
+    with pytest.raises(ValueError, match="val has the class folder n99, which the training split has not"):
+        sources.open_source(str(image_folder), split="validation", cache=cache)
+    (tmp_path / "hollow" / "train" / "n01").mkdir(parents=True)
+    with pytest.raises(ValueError, match="train holds no images: looked for <class>/"):
+        sources.open_source(str(tmp_path / "hollow"), split="train", cache=cache)
+
+
+# -- pack ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+
+def test_pack_an_image_folder(image_folder, tmp_path, cache_home, capsys):
+    out = tmp_path / "shards"
+    assert pack.main([str(image_folder), str(out), "--shards", "3", "--threads", "2"]) == 0
+    assert capsys.readouterr().out == "train: 14 images\nvalidation: 2 images\n"
+    assert sorted(os.listdir(out)) == [f"train-0000{k}-of-00003" for k in range(3)] + ["validation-00000-of-00001"]
+
+    index = sources.open_source(str(out), split="train").for_classes(3)
+    original = sources.open_source(str(image_folder), split="train")
+    packed = {read(index, k): int(index.label[k]) for k in range(14)}
+    converted = 0
+    for k, path in enumerate(original.files):
+        data = read(original, k)
+        if data not in packed:
+            converted += 1
+            assert os.path.basename(path) in ("n01_9.JPEG", "n02_9.JPEG")  # CMYK, PNG
+        else:
+            assert packed[data] == original.label[k]
+    assert converted == 2
+    for data in packed:
+        image = Image.open(io.BytesIO(data))
+        assert (image.format, image.mode) == ("JPEG", "RGB")
+        if image.width == 91:
+            reference = np.asarray(picture(51), dtype=int)  # was a PNG, now a JPEG of high quality
+            assert np.abs(np.asarray(image, dtype=int) - reference).mean() < 1.0
+    assert index.label.tolist() != sorted(index.label.tolist())  # shuffled
+    with pytest.raises(SystemExit, match="already has train shards"):
+        pack.main([str(image_folder), str(out)])
+
+
+def test_packing_twice_gives_the_same_files(image_folder, tmp_path, cache_home):
+    contents = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        options = {"num_shards": {"train": 2, "validation": 0}, "seed": seed, "threads": 3}
+        assert pack.pack(str(image_folder), str(tmp_path / name), **options) == {"train": 14, "validation": 2}
+        contents.append([path.read_bytes() for path in sorted((tmp_path / name).iterdir())])
+    assert contents[0] == contents[1] and contents[0][2] == contents[2][2]  # validation is not shuffled
+    assert contents[0][0] != contents[2][0]
+
+
+def test_bad_image_stops_packing_with_its_name(image_folder, tmp_path, cache_home):
+    bad = image_folder / "train" / "n02" / "n02_2.JPEG"
+    bad.write_bytes(bad.read_bytes()[:300])
+    with pytest.raises(SystemExit, match=f"{bad} cannot be decoded"):
+        pack.main([str(image_folder), str(tmp_path / "out"), "--shards", "1"])
+    assert os.listdir(tmp_path / "out") == []
+    with pytest.raises(SystemExit, match="14 train images cannot fill 15 shards"):
+        pack.main([str(image_folder), str(tmp_path / "out"), "--shards", "15"])
+    with pytest.raises(SystemExit, match="There is no folder|has no train split"):
+        pack.main([str(tmp_path / "nothing"), str(tmp_path / "out")])
+
+
+def test_check_lists_exactly_the_bad_images(image_folder, tmp_path, cache_home, capsys):
+    assert pack.main(["check", str(image_folder)]) == 0
+    assert capsys.readouterr().out == "train: 14 images, 0 bad\nvalidation: 2 images, 0 bad\n"
+    bad = [image_folder / "train" / f"n0{k}" / f"n0{k}_1.JPEG" for k in (1, 2, 3)]
+    for path in bad:
+        path.write_bytes(path.read_bytes()[:-200])
+    assert pack.main(["check", str(image_folder), "--threads", "2"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "train: 14 images, 3 bad" and len(lines) == 5
+    assert all(line.startswith(f"{path}, record 0") for line, path in zip(lines[2:], bad))
+
+
+def test_pack_digits(tmp_path, cache_home):
+    options = {"num_shards": {"train": 0, "validation": 3}, "seed": 0, "threads": 1}
+    assert pack.pack("digits", str(tmp_path / "out"), **options) == {"train": 1437, "validation": 360}
+    assert sources.open_source(str(tmp_path / "out"), split="train").shard_sizes == (718, 719)
+    held_out = sources.open_source(str(tmp_path / "out"), split="validation").for_classes(10)
+    assert held_out.shard_sizes == (120, 120, 120) and held_out.label[:12].tolist() == FIRST_HELD_OUT
