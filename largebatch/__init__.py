@@ -1,0 +1,28 @@
+"""Large-batch training of vision transformers on Horovod/MPI clusters.
+
+The names below are loaded when first used: `import largebatch` alone costs nothing, and what needs no Horovod (Lamb,
+schedules, recipes) does not import it.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+EXPORTS = {
+    "Communicator": "largebatch.comm",
+    "Hook": "largebatch.engine",
+    "Lamb": "largebatch.optim",
+    "TrainConfig": "largebatch.config",
+    "Trainer": "largebatch.engine",
+    "build_trainer": "largebatch.build",
+    "session": "largebatch.comm",
+}
+
+__all__ = ["__version__", *EXPORTS]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(EXPORTS[name]), name)

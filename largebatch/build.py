@@ -1,0 +1,239 @@
+"""From a config to a run that can start: the only place that assembles the parts.
+
+Every rank builds alike from the config and the seed; then rank 0's state, fresh or resumed, is given to all. What can
+fail on one rank alone (files, memory, a GPU) happens inside `comm.together`, so that all stop with the cause.
+"""
+
+import logging
+import os
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from largebatch import checkpoint, hooks
+from largebatch.augment import Augment
+from largebatch.comm import Communicator
+from largebatch.config import DataConfig, TrainConfig, accumulation_passes, dump, duration_images
+from largebatch.data.dali import EvalLoader, TrainLoader
+from largebatch.data.order import Plan
+from largebatch.data.records import Index
+from largebatch.data.sources import open_source
+from largebatch.engine import Hook, Trainer
+from largebatch.losses import classification
+from largebatch.optim import build_optimizer, init_state
+from largebatch.schedules import Schedule, make_schedule, scale_lr
+from zoo import create_model
+
+logger = logging.getLogger(__name__)
+
+
+def set_threads(comm: Communicator) -> None:
+    """Share this host's cores among its ranks, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // comm.local_size))
+
+
+def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
+    """The index of one split. The first rank of a host makes what is missing in its cache, the others find it."""
+    index = None
+    for turn in (comm.local_rank == 0, comm.local_rank != 0):
+        with comm.together(f"opening {config.data.path}"):
+            if turn:
+                index = open_source(config.data.path, split=split).for_classes(config.model.num_classes)
+    assert index is not None
+    return index
+
+
+def build_model(config: TrainConfig) -> nn.Module:
+    """The zoo model with this config's rates and weights, initialised from the run's seed."""
+    torch.manual_seed(config.run.seed)
+    options = asdict(config.model)
+    return create_model(options.pop("name"), weights=options.pop("weights") or None, **options)
+
+
+class Geometry(NamedTuple):
+    """How images are prepared for a model."""
+
+    crop_pct: float
+    interpolation: str
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+def model_geometry(config: DataConfig, model: nn.Module) -> Geometry:
+    """What the config says, and the model's own where it says nothing."""
+    own: dict[str, Any] = getattr(model, "default_cfg")
+    chosen = {name: getattr(config, name) for name in Geometry._fields}
+    return Geometry(**{name: own[name] if value is None else value for name, value in chosen.items()})
+
+
+def build_plan(config: TrainConfig, index: Index) -> Plan:
+    """How the run cuts its data into steps and micro-batches."""
+    return Plan(
+        num_samples=len(index),
+        global_batch_size=config.data.global_batch_size,
+        micro_batch_size=config.data.micro_batch_size,
+        num_images=_images(config, "run.duration", len(index)),
+        seed=config.run.seed,
+        shard_sizes=index.shard_sizes if config.data.shuffle_window else (),
+        shuffle_window=config.data.shuffle_window,
+    )
+
+
+def build_eval_loader(
+    config: TrainConfig, comm: Communicator, *, model: nn.Module, index: Index, device: torch.device
+) -> EvalLoader:
+    """Held-out images of this rank: numbered batches, the same whoever computes them."""
+    return EvalLoader(
+        index,
+        shard=comm.rank,
+        num_shards=comm.size,
+        batch_size=config.data.eval_batch_size,
+        img_size=config.model.img_size,
+        device=device,
+        num_threads=config.data.num_threads,
+        **model_geometry(config.data, model)._asdict(),
+    )
+
+
+def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
+    """Everything of a run, resumed from its folder if there is a checkpoint."""
+    with comm.together("set-up"):
+        passes = accumulation_passes(
+            global_batch_size=config.data.global_batch_size,
+            micro_batch_size=config.data.micro_batch_size,
+            num_ranks=comm.size,
+        )
+        device = comm.device(config.run.device)
+        set_threads(comm)
+        logger.info(
+            "global batch %d = %d ranks × %d micro-batch × %d passes",
+            config.data.global_batch_size,
+            comm.size,
+            config.data.micro_batch_size,
+            passes,
+        )
+    train, held_out = open_data(config, comm, "train"), open_data(config, comm, "validation")
+    with comm.together("building"):
+        trainer = _assemble(config, comm, train=train, held_out=held_out, device=device, passes=passes)
+    if not checkpoint.resume(config, trainer):
+        comm.broadcast_model(trainer.model)
+    return trainer
+
+
+def _assemble(
+    config: TrainConfig, comm: Communicator, *, train: Index, held_out: Index, device: torch.device, passes: int
+) -> Trainer:
+    model = build_model(config).to(device)
+    plan = build_plan(config, train)
+    optimizer = comm.wrap(_optimizer(config, model), model, passes=passes)
+    init_state(optimizer)
+    data, geometry = config.data, model_geometry(config.data, model)
+
+    def open_batches(start_step: int) -> TrainLoader:
+        return TrainLoader(
+            train,
+            plan,
+            shard=comm.rank,
+            num_shards=comm.size,
+            img_size=config.model.img_size,
+            mean=geometry.mean,
+            std=geometry.std,
+            interpolation=geometry.interpolation,
+            scale=data.scale,
+            ratio=data.ratio,
+            hflip=data.hflip,
+            device=device,
+            num_threads=data.num_threads,
+            start_step=start_step,
+        )
+
+    return Trainer(
+        comm=comm,
+        model=model,
+        objective=classification,
+        optimizer=optimizer,
+        scaler=torch.amp.GradScaler(device.type, enabled=config.run.precision == "fp16"),
+        base_lr=_peak_lr(config),
+        schedule=_schedule(config, plan),
+        plan=plan,
+        open_batches=open_batches,
+        eval_batches=build_eval_loader(config, comm, model=model, index=held_out, device=device),
+        augment=Augment(
+            config.model.num_classes,
+            mixup_alpha=config.augment.mixup_alpha,
+            label_smoothing=config.augment.label_smoothing,
+        ),
+        seed=config.run.seed,
+        precision=config.run.precision,
+        clip_norm=config.optim.clip_norm,
+        eval_images=_images(config, "run.eval_every", plan.num_samples, plan.num_images),
+        device=device,
+        hooks=_hooks(config, plan),
+    )
+
+
+def _hooks(config: TrainConfig, plan: Plan) -> list[Hook]:
+    """In the order of hooks.py: what may stop the run, what saves it, what writes it down."""
+    folder, log_images = config.folder, _images(config, "log.every", plan.num_samples, plan.num_images)
+    sinks: list[hooks.Sink] = [hooks.Progress(), hooks.Csv(folder)]
+    if config.log.tensorboard:
+        sinks.append(hooks.TensorBoard(folder))
+    sinks.append(hooks.Curves(folder, title=f"{config.model.name}, recipe {config.recipe or 'custom'}"))
+    save_images = _images(config, "checkpoint.every", plan.num_samples, plan.num_images)
+    return [
+        hooks.Guards(max_skipped_steps=config.run.max_skipped_steps),
+        hooks.Checkpoint(folder, every_images=save_images, keep=config.checkpoint.keep, config_text=dump(config)),
+        hooks.Log(sinks, every_images=log_images),
+    ]
+
+
+def _images(config: TrainConfig, option: str, num_samples: int, run_images: int = 0) -> int:
+    """A duration option as images; at least one."""
+    section, name = option.split(".")
+    text = getattr(getattr(config, section), name)
+    batch_size = config.data.global_batch_size
+    images = duration_images(text, option=option, num_samples=num_samples, batch_size=batch_size, run_images=run_images)
+    if images < 1 and section != "schedule":
+        raise ValueError(f"--{option} is {text!r}: expected more than nothing.")
+    return images
+
+
+def _optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
+    o = config.optim
+    return build_optimizer(
+        model, name=o.name, lr=_peak_lr(config), weight_decay=o.weight_decay, betas=o.betas, eps=o.eps, preset=o.preset
+    )
+
+
+def _peak_lr(config: TrainConfig) -> float:
+    """optim.lr, scaled to the global batch if the schedule says so."""
+    batch_size = config.data.global_batch_size
+    reference = config.schedule.reference_batch_size or batch_size
+    return scale_lr(
+        config.optim.lr, batch_size=batch_size, reference_batch_size=reference, rule=config.schedule.scaling
+    )
+
+
+def _schedule(config: TrainConfig, plan: Plan) -> Schedule:
+    """The schedule in steps of this plan."""
+    s = config.schedule
+    images = {
+        option: _images(config, f"schedule.{option}", plan.num_samples, plan.num_images)
+        for option in ("warmup", "cooldown")
+    }
+    steps = {option: -(-count // plan.global_batch_size) for option, count in images.items()}
+    return make_schedule(
+        s.name,
+        total_steps=plan.num_steps,
+        warmup_steps=steps["warmup"],
+        cooldown_steps=steps["cooldown"],
+        start=s.start,
+        floor=s.floor,
+        prefix=s.prefix,
+        power=s.power,
+        steps_per_epoch=plan.num_samples / plan.global_batch_size if s.stairs else None,
+    )

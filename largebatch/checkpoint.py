@@ -1,0 +1,280 @@
+"""Checkpoints that a kill, a full disk or a bad block cannot take away.
+
+    RUN/checkpoints/
+        00000100/                 the step, in eight digits or more
+            model.safetensors     the model's weights under its own names; zoo.create_model(weights=...) reads it
+            state.pt              optimizer, loss scaler, TrainState, config and versions; weights_only is enough
+            manifest.json         the step, and size and SHA-256 of the two: written last
+        00000200/
+        00000300.tmp/             one being written, or what a kill left of it; removed by the next save
+
+A folder without the suffix is complete: it is written under the other name, every file is on the disk before
+the manifest is, and only then it is renamed. What happens to it afterwards is found by the digests, before a
+tensor is read; the next older one is taken then. Only rank 0 reads and writes. Nothing about the data is in
+here but the step: the plan of the run is a pure function of it.
+"""
+
+import errno
+import hashlib
+import itertools
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from largebatch import config as configs
+from largebatch.config import TrainConfig
+from largebatch.engine import Trainer, TrainState
+from zoo import load_weights, save_weights
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "checkpoints"
+WEIGHTS, STATE, MANIFEST = "model.safetensors", "state.pt", "manifest.json"
+PARTS = (WEIGHTS, STATE)
+UNFINISHED = ".tmp"
+SPARE_BYTES = 2**20                     # names, headers and scalars beside the tensors
+
+MAY_DIFFER = {                          # options that change how a run is watched, not what it computes
+    "run.max_steps", "run.folder", "run.eval_every", "run.max_skipped_steps", "run.device",
+    "data.num_threads", "data.eval_batch_size",
+}
+MAY_DIFFER_SECTIONS = ("log.", "checkpoint.")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# all ranks
+# ---------------------------------------------------------------------------------------------------------------
+
+def resume(config: TrainConfig, trainer: Trainer) -> bool:
+    """Bring `trainer` to the newest valid checkpoint in the run folder of `config`; False if there is none.
+
+    Call it on every rank, with the optimizer's state created (`optim.init_state`): rank 0 reads, the others get
+    what it found. comm.Stopped, on every rank, if the checkpoint was made with other options.
+    """
+    comm = trainer.comm
+    found: dict[str, Any] | None = None
+    with comm.together("resume"):
+        path = latest(config.folder) if comm.rank == 0 else None
+        if path is not None:
+            state = load(
+                path, model=trainer.model, optimizer=trainer.optimizer, scaler=trainer.scaler, config=config,
+            )
+            found = {"path": str(path), "state": asdict(state), "scaler": trainer.scaler.state_dict()}
+    found = comm.broadcast_object(found, name="resume/found")
+    if found is None:
+        return False
+    trainer.state = TrainState(**found["state"])
+    trainer.scaler.load_state_dict(found["scaler"])
+    comm.broadcast_state(trainer.model, trainer.optimizer)
+    if comm.rank == 0:
+        logger.info("resumed at step %d from %s", trainer.state.step, found["path"])
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# rank 0
+# ---------------------------------------------------------------------------------------------------------------
+
+def save(
+    folder: str | Path, *, model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler, state: TrainState,
+    config_text: str, keep: int = 2,
+) -> Path:
+    """Write the checkpoint of `state.step` into run folder `folder`, keep the `keep` newest valid ones; its path.
+
+    A valid one of this step is left as it is. OSError if it cannot be written; the older ones are then untouched.
+    """
+    assert keep >= 2, keep
+    root = Path(folder) / FOLDER
+    root.mkdir(parents=True, exist_ok=True)
+    _clean(root)
+    path = root / f"{state.step:08d}"
+    if path.exists() and fault(path) is None:
+        return path
+    content = {
+        "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "state": asdict(state),
+        "config": config_text, "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+    }
+    unfinished = root / (path.name + UNFINISHED)
+    try:
+        _check_space(root, model, optimizer)
+        _write(unfinished, model, content, step=state.step)
+        _remove(path)                   # there only if it is damaged
+        unfinished.rename(path)
+        _sync(root)
+    except OSError:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    _retain(path, keep)
+    return path
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The newest valid checkpoint of run folder `folder`, or None; warns of newer ones that are damaged."""
+    for path in checkpoints(folder):
+        reason = fault(path)
+        if reason is None:
+            return path
+        logger.warning("checkpoint %s is refused: %s; looking for an older one", path, reason)
+    return None
+
+
+def newest_weights(folder: str | Path) -> Path:
+    """The weights file of the newest valid checkpoint of run folder `folder`; ValueError if there is none."""
+    path = latest(folder)
+    if path is None:
+        raise ValueError(f"{folder} has no valid checkpoint: expected one in {Path(folder) / FOLDER}.")
+    return path / WEIGHTS
+
+
+def load(
+    path: Path, *, model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler,
+    config: TrainConfig | None = None,
+) -> TrainState:
+    """Load a checkpoint that `latest` found; the state it was saved with.
+
+    ValueError if it was made with options other than `config`'s that change what is computed; nothing is loaded.
+    """
+    content = read_state(path)
+    if config is not None:
+        check_config(content["config"], config, path=path)
+    load_weights(model, path / WEIGHTS)
+    optimizer.load_state_dict(content["optimizer"])
+    scaler.load_state_dict(content["scaler"])
+    return TrainState(**content["state"])
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What state.pt holds: optimizer, scaler, state, config (YAML text), versions; tensors on the CPU."""
+    return torch.load(path / STATE, map_location="cpu", weights_only=True)
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """Every complete checkpoint of run folder `folder`, newest first, damaged ones included."""
+    found = [path for path in (Path(folder) / FOLDER).glob("*") if re.fullmatch(r"\d{8,}", path.name)]
+    return sorted(found, key=lambda path: int(path.name), reverse=True)
+
+
+def fault(path: Path) -> str | None:
+    """Why a checkpoint cannot be used, or None: every byte of it is checked, no tensor is read."""
+    try:
+        text = (path / MANIFEST).read_text(encoding="ascii")
+        recorded = json.loads(text)["parts"]
+        for name in PARTS:
+            num_bytes, sha256 = recorded[name]["bytes"], recorded[name]["sha256"]
+            if (path / name).stat().st_size != num_bytes:
+                return f"{name} has {(path / name).stat().st_size} of {num_bytes} bytes"
+            if _sha256(path / name) != sha256:
+                return f"{name} has changed since it was written"
+        if text != _manifest(recorded, step=int(path.name)):
+            return f"{MANIFEST} has changed since it was written"
+    except OSError as error:
+        return f"{Path(error.filename or path).name} cannot be read ({error.strerror or error})"
+    except (ValueError, KeyError, TypeError):           # not ASCII, not JSON, not ours
+        return f"{MANIFEST} is not readable as one"
+    return None
+
+
+def check_config(text: str, config: TrainConfig, *, path: Path) -> None:
+    """ValueError, naming options and both values, if the YAML `text` of a checkpoint is another run than `config`."""
+    parser = configs.make_parser(prog="largebatch.train")
+    try:
+        saved = configs.to_config(parser, parser.parse_string(text))
+    except Exception as error:          # jsonargparse raises argparse's, YAML's and its own
+        reason = configs.explain(error, parser)
+        raise ValueError(f"The config in checkpoint {path} is of another version: {reason}") from None
+    differing = [
+        f"--{option} {was}, now {now}" for option, (was, now) in configs.differences(saved, config).items()
+        if option not in MAY_DIFFER and not option.startswith(MAY_DIFFER_SECTIONS)
+    ]
+    if differing:
+        raise ValueError(
+            f"Checkpoint {path} was made with {'; '.join(differing)}: give the options it was made with to continue "
+            "that run, or another --run.folder to start a new one."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# the disk
+# ---------------------------------------------------------------------------------------------------------------
+
+def _write(folder: Path, model: nn.Module, content: dict[str, Any], *, step: int) -> None:
+    """A complete checkpoint in `folder`, on the disk when this returns."""
+    folder.mkdir()
+    try:
+        save_weights(model, folder / WEIGHTS)
+        torch.save(content, folder / STATE)
+    except (SafetensorError, RuntimeError) as error:    # how the two libraries report a failed write
+        raise OSError(errno.EIO, f"writing failed, is the disk full? ({error})") from error
+    for name in PARTS:
+        _sync(folder / name)
+    parts = {name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in PARTS}
+    (folder / MANIFEST).write_text(_manifest(parts, step=step), encoding="ascii")
+    _sync(folder / MANIFEST)
+    _sync(folder)
+
+
+def _manifest(parts: dict[str, dict[str, Any]], *, step: int) -> str:
+    """The one text of manifest.json for these parts, so that a change anywhere in it shows."""
+    known = {name: {"bytes": parts[name]["bytes"], "sha256": parts[name]["sha256"]} for name in PARTS}
+    return json.dumps({"step": step, "parts": known}, indent=2) + "\n"
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_space(root: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """OSError before anything is written, if it cannot fit."""
+    moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    needed = sum(tensor.nbytes for tensor in (*model.state_dict().values(), *moments)) + SPARE_BYTES
+    free = shutil.disk_usage(root).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{root} has {free / 1e9:.2f} GB free, a checkpoint needs {needed / 1e9:.2f} GB")
+
+
+def _retain(written: Path, keep: int) -> None:
+    """Remove what is not among the `keep` newest valid checkpoints, if there are that many."""
+    paths = checkpoints(written.parent.parent)
+    valid: list[Path] = []
+    if len(paths) > keep:               # else there is nothing to verify for
+        newest_valid = (path for path in paths if path == written or fault(path) is None)
+        valid = list(itertools.islice(newest_valid, keep))
+    if len(valid) == keep:
+        for path in paths:
+            if path not in valid:
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, never leaving part of one under its name."""
+    if path.exists():
+        doomed = path.with_name(f"{path.name}.removed{UNFINISHED}")
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _clean(root: Path) -> None:
+    """Remove what earlier saves were killed in."""
+    for path in root.glob("*" + UNFINISHED):
+        shutil.rmtree(path)

@@ -1,0 +1,275 @@
+"""The processes of a run and what they exchange; the only file that imports Horovod.
+
+The calls are the same at every size, one included. Horovod's own helpers are avoided where they surprise:
+`broadcast_optimizer_state` takes a real step to create state, `broadcast_parameters` and the wrapper's
+`zero_grad` refuse ordinary arguments, unnamed collectives hang after uneven work, and parameters unfrozen
+after wrapping are silently not reduced. Each has its replacement here and a test in tests/mpi.
+"""
+
+import logging
+import os
+import socket
+import sys
+import traceback
+import types
+from contextlib import contextmanager
+from typing import Any, Iterator, Sequence
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+logger = logging.getLogger(__name__)
+
+LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "WORLD_SIZE", "SLURM_NTASKS")
+STALL_SHUTDOWN_S = 600  # Horovod warns after 60 s of a missing rank and, unless told, never stops
+AS_BYTES = (torch.bool, torch.bfloat16)  # not among Horovod's types; sent as their bytes
+
+
+class Stopped(Exception):
+    """Raised on every rank alike when one of them could not go on; the causes are already in the message."""
+
+
+class Communicator:
+    """Rank, size and collectives of one process. Every collective has a name, the same on all ranks."""
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        """Start Horovod. deterministic: reduce each tensor by itself, so that sums repeat to the last bit.
+
+        RuntimeError if a launcher announced several processes and Horovod sees only this one.
+        """
+        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_SHUTDOWN_S))
+        if deterministic:
+            if os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
+                raise ValueError("--run.deterministic cannot be kept with HOROVOD_AUTOTUNE: unset one of them.")
+            os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused depends on timing
+        hvd.init()
+        self.rank: int = hvd.rank()
+        self.size: int = hvd.size()
+        self.local_rank: int = hvd.local_rank()
+        self.local_size: int = hvd.local_size()
+        self._refuse_lonely_ranks()
+
+    def _refuse_lonely_ranks(self) -> None:
+        announced = {name: os.environ[name] for name in LAUNCHER_SIZES if os.environ.get(name, "1") != "1"}
+        if self.size == 1 and announced:
+            seen = ", ".join(f"{name}={value}" for name, value in announced.items())
+            raise RuntimeError(
+                f"The launcher announced {seen}, but Horovod sees 1 process: each would train alone. The launcher's MPI "
+                "is not the one Horovod was built with; run `python -m largebatch.doctor`."
+            )
+
+    def device(self, kind: str = "auto") -> torch.device:
+        """The device of this rank: `cpu`, or the GPU numbered by the local rank."""
+        if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+            return torch.device("cpu")
+        if torch.cuda.device_count() < self.local_size:
+            raise ValueError(
+                f"{socket.gethostname()} has {torch.cuda.device_count()} visible GPUs for {self.local_size} ranks: "
+                "start fewer ranks per host, or set --run.device cpu."
+            )
+        torch.cuda.set_device(self.local_rank)
+        return torch.device("cuda", self.local_rank)
+
+    # -- collectives -------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensor: Tensor, *, name: str) -> Tensor:
+        """Sum over ranks, as a new tensor of the same shape."""
+        return hvd.allreduce(tensor, name=name, op=hvd.Sum)
+
+    def broadcast_object(self, value: Any, *, name: str) -> Any:
+        """Rank 0's picklable value, at most a few MB (Horovod cannot send 2 GiB this way)."""
+        return hvd.broadcast_object(value, root_rank=0, name=name)
+
+    def allgather_object(self, value: Any, *, name: str) -> list[Any]:
+        """Every rank's picklable value, in rank order."""
+        return hvd.allgather_object(value, name=name)
+
+    def barrier(self, *, name: str) -> None:
+        """Wait until every rank is here."""
+        self.allreduce(torch.zeros(1), name=name)
+
+    def broadcast_tensors(self, tensors: dict[str, Tensor], *, name: str) -> None:
+        """Overwrite contiguous tensors by rank 0's, in place. Names and shapes agree on all ranks."""
+        handles = []
+        for key, tensor in tensors.items():
+            flat = tensor.detach().view(-1)
+            flat = flat.view(torch.uint8) if tensor.dtype in AS_BYTES else flat
+            handles.append(hvd.broadcast_async_(flat, root_rank=0, name=f"{name}/{key}"))
+        for handle in handles:
+            hvd.synchronize(handle)
+
+    def broadcast_state(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Make model and optimizer equal to rank 0's without a step being taken.
+
+        The optimizer's state must exist on every rank (`optim.init_state`). Scalars travel as an object, tensors
+        in place; parameters last, so that nothing before can move them.
+        """
+        scalars, tensors = _optimizer_parts(model, optimizer)
+        scalars = self.broadcast_object(scalars, name="state/scalars")
+        for group, values in zip(optimizer.param_groups, scalars["groups"]):
+            group.update(values)
+        for parameter, values in zip(_parameters(optimizer), scalars["states"]):
+            optimizer.state[parameter].update(values)
+        self.broadcast_tensors(tensors, name="state/optimizer")
+        self.broadcast_model(model)
+
+    def broadcast_model(self, model: nn.Module) -> None:
+        """Make parameters and buffers equal to rank 0's."""
+        self.broadcast_tensors(dict(model.state_dict(keep_vars=True)), name="state/model")
+
+    # -- the step ----------------------------------------------------------------------------------------------
+
+    def wrap(self, optimizer: Optimizer, model: nn.Module, *, passes: int) -> Optimizer:
+        """Horovod's DistributedOptimizer: gradients are summed over `passes` and averaged over ranks.
+
+        It is a new instance of the optimizer's class made from the param groups alone: state starts empty, so
+        wrap first and load afterwards. Wrap again (the instance or its wrapper) after unfreezing parameters.
+        ValueError for parameters that Horovod cannot reduce.
+        """
+        for name, parameter in model.named_parameters():
+            if parameter.dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"Parameter {name} is {parameter.dtype}, which is not reduced here: keep parameters in float32 and "
+                    "set --run.precision for the compute type."
+                )
+            if not parameter.is_contiguous():
+                raise ValueError(f"Parameter {name} is not contiguous: channels-last may be used for activations only.")
+        state = optimizer.state
+        if hasattr(optimizer, "_grad_accs"):  # drops the hooks of an earlier wrapper
+            optimizer._grad_accs.clear()
+            optimizer.__class__ = type(optimizer).__mro__[1]
+        wrapped = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=passes
+        )
+        wrapped.state.update(state)
+        wrapped.reduced = {parameter for parameter in _parameters(wrapped) if parameter.requires_grad}
+        wrapped.zero_grad = types.MethodType(_zero_grad, wrapped)
+        return wrapped
+
+    def synchronize(self, optimizer: Optimizer) -> None:
+        """Finish the reduction of this window; afterwards all ranks hold the same gradients.
+
+        Also completes a window in which this rank had fewer passes than others, or none.
+        """
+        reduced: set[nn.Parameter] = getattr(optimizer, "reduced")
+        changed = reduced ^ {parameter for parameter in _parameters(optimizer) if parameter.requires_grad}
+        if changed:
+            raise ValueError(
+                f"{len(changed)} parameters were frozen or unfrozen after the optimizer was wrapped and would not be "
+                "reduced: call Communicator.wrap again after changing requires_grad."
+            )
+        optimizer.synchronize()  # type: ignore[attr-defined]
+
+    def apply(self, optimizer: Optimizer, scaler: torch.amp.GradScaler, grad_norm: Tensor) -> bool:
+        """Step with the gradients as they are, unless their norm is not finite; say whether it was done.
+
+        The norm is of reduced gradients, so every rank decides alike. Nothing is reduced a second time.
+        """
+        applied = bool(torch.isfinite(grad_norm))
+        if applied:
+            with optimizer.skip_synchronize():  # type: ignore[attr-defined]
+                optimizer.step()
+        scaler.update()
+        return applied
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def together(self, phase: str) -> Iterator[None]:
+        """Run a block without collectives; if any rank fails in it, all raise Stopped with the causes by rank."""
+        cause = None
+        try:
+            yield
+        except Exception as error:
+            cause = _sentence(error)
+            logger.debug("%s", traceback.format_exc())
+        causes = self.allgather_object(cause, name=f"together/{phase}")
+        if any(causes):
+            raise Stopped(_by_rank(causes, phase))
+
+    def abort(self, code: int = 1) -> None:
+        """End every process of the run now."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if hvd.mpi_enabled():  # not under Gloo or torchrun, where importing it would start MPI alone
+            import mpi4py
+
+            mpi4py.rc.initialize = False
+            from mpi4py import MPI
+
+            MPI.COMM_WORLD.Abort(code)
+        os._exit(code)  # with Gloo the others see the lost connection, and the launcher ends them
+
+    def shutdown(self) -> None:
+        """Leave Horovod after every rank is done."""
+        self.barrier(name="shutdown")
+        hvd.shutdown()
+
+
+@contextmanager
+def session(*, deterministic: bool = False) -> Iterator[Communicator]:
+    """A Communicator for one program. Whatever goes wrong ends all ranks with a non-zero exit and its cause.
+
+    Exit code 2 for `Stopped` (all ranks agreed), 1 for a failure of this rank alone.
+    """
+    comm = Communicator(deterministic=deterministic)
+    try:
+        yield comm
+    except Stopped as error:
+        if comm.rank == 0:
+            sys.stderr.write(f"largebatch: {error}\n")
+        comm.shutdown()
+        sys.exit(2)
+    except BaseException as error:
+        lost = isinstance(error, hvd.HorovodInternalError)
+        cause = "stopped, because another rank failed" if lost else traceback.format_exc()
+        sys.stderr.write(f"largebatch: rank {comm.rank} of {comm.size} on {socket.gethostname()}: {cause}\n")
+        comm.abort(1)
+    comm.shutdown()
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _optimizer_parts(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Split the optimizer's state into picklable scalars and named tensors."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    states: list[dict[str, Any]] = []
+    tensors: dict[str, Tensor] = {}
+    for parameter in _parameters(optimizer):
+        state = optimizer.state.get(parameter, {})
+        states.append({key: value for key, value in state.items() if not torch.is_tensor(value)})
+        tensors |= {f"{names[parameter]}/{key}": value for key, value in state.items() if torch.is_tensor(value)}
+    return {"groups": groups, "states": states}, tensors
+
+
+def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
+    """Replaces the wrapper's zero_grad, which takes no argument."""
+    if optimizer._handles:
+        raise RuntimeError("zero_grad() before the step would race with the reduction: call it after the step.")
+    Optimizer.zero_grad(optimizer, set_to_none=set_to_none)
+
+
+def _sentence(error: Exception) -> str:
+    """A user's mistake in its own words, anything else with its type and place."""
+    if isinstance(error, ValueError):
+        return str(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})"
+
+
+def _by_rank(causes: Sequence[str | None], phase: str) -> str:
+    """Each distinct cause once, with its ranks where they are not all."""
+    ranks: dict[str, list[int]] = {}
+    for rank, cause in enumerate(causes):
+        if cause:
+            ranks.setdefault(cause, []).append(rank)
+    lines = []
+    for cause, where in ranks.items():
+        place = "" if len(where) == len(causes) else f"rank {', '.join(map(str, where))} of {len(causes)}, {phase}: "
+        lines.append(place + cause)
+    return "\n".join(lines)

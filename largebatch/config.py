@@ -1,0 +1,385 @@
+"""What a run is: one tree of dataclasses, its checks, and its two forms, command line and YAML.
+
+A recipe (largebatch/recipes) returns a complete `TrainConfig`; a YAML file and dotted options go on top, in
+that order; the result is written to the run folder and can be fed back with `--config`. Parsing and YAML are
+jsonargparse's. Durations stay texts ("300 epochs") in here and become steps in one place, `duration_images`,
+because only a run knows how many images its data has.
+"""
+
+import difflib
+import math
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any, Callable, Literal, Sequence
+
+import jsonargparse
+
+jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """A model of the zoo."""
+
+    name: str = "vit_b32"
+    """zoo name, such as vit_b32"""
+    img_size: int = 224
+    """image side in pixels"""
+    num_classes: int = 1000
+    """number of classes"""
+    weights: str = ""
+    """file to start from (safetensors or torch); empty: random initialisation"""
+    pos_drop_rate: float = 0.0
+    """dropout after the position embedding"""
+    proj_drop_rate: float = 0.0
+    """dropout after attention projection and in the MLP"""
+    attn_drop_rate: float = 0.0
+    """dropout of attention weights"""
+    drop_rate: float = 0.0
+    """dropout before the classifier"""
+    drop_path_rate: float = 0.0
+    """stochastic depth of the last block; earlier blocks have proportionally less"""
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Images, the batch, and the geometry of crops."""
+
+    path: str = "digits"
+    """folder of TFRecords, image folder, "synthetic", or "digits" (embedded)"""
+    global_batch_size: int = 32768
+    """images per optimizer step, over all ranks and passes"""
+    micro_batch_size: int = 256
+    """images per forward pass of one rank"""
+    eval_batch_size: int = 256
+    """images per forward pass of one rank in evaluation"""
+    scale: tuple[float, float] = (0.08, 1.0)
+    """area of a training crop, as fractions of the image"""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """aspect ratio of a training crop"""
+    hflip: float = 0.5
+    """probability of a horizontal flip"""
+    crop_pct: float | None = None
+    """evaluation crop as a fraction of the resized image; null: the model's own"""
+    interpolation: Literal["bilinear", "bicubic"] | None = None
+    """resizing filter in training and evaluation; null: the model's own"""
+    mean: tuple[float, float, float] | None = None
+    """mean of the RGB channels in 0..1; null: the model's own"""
+    std: tuple[float, float, float] | None = None
+    """standard deviation of the RGB channels in 0..1; null: the model's own"""
+    num_threads: int = 4
+    """decoding threads per rank"""
+    shuffle_window: int = 0
+    """shards shuffled together, for storage that needs sequential reads; 0: shuffle over the whole set"""
+
+
+@dataclass(kw_only=True)
+class AugmentConfig:
+    """What is drawn per micro-batch."""
+
+    mixup_alpha: float = 0.0
+    """Beta(alpha, alpha) of mixup; 0: off"""
+    label_smoothing: float = 0.0
+    """share of the target spread over all classes"""
+
+
+@dataclass(kw_only=True)
+class OptimConfig:
+    """The optimizer and the clip in front of it."""
+
+    name: Literal["lamb", "adamw"] = "lamb"
+    """lamb (ours) or adamw (torch's)"""
+    preset: Literal["paper", "colossal", "nvlamb", "lambc"] | None = None
+    """which LAMB (see largebatch.optim.PRESETS); null: paper, and with adamw"""
+    lr: float = 1e-3
+    """peak learning rate at schedule.reference_batch_size"""
+    weight_decay: float = 0.01
+    """decoupled weight decay"""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """decay of the two moments"""
+    eps: float | None = None
+    """added to the root of the second moment; null: 1e-6 for lamb, 1e-8 for adamw"""
+    clip_norm: float | None = 1.0
+    """global norm to which the averaged gradient is clipped; null: no clip"""
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    """The learning rate over the run, as a function of the step."""
+
+    name: Literal["linear", "cosine", "poly", "constant"] = "cosine"
+    """form of the decay"""
+    warmup: str = "0 epochs"
+    """length of the linear warm-up"""
+    start: float | None = None
+    """learning rate of the first warm-up step as a fraction of the peak; null: one warm-up step's share"""
+    floor: float = 0.0
+    """lowest learning rate of the decay as a fraction of the peak"""
+    cooldown: str = "0 epochs"
+    """time at the floor, at the end of the run"""
+    prefix: bool = True
+    """true: the decay begins at its top after the warm-up; false: the warm-up hides the decay's beginning"""
+    power: float = 1.0
+    """exponent of the poly decay"""
+    stairs: bool = False
+    """hold the rate constant within each epoch"""
+    scaling: Literal["none", "linear", "sqrt"] = "none"
+    """how optim.lr follows the global batch"""
+    reference_batch_size: int = 0
+    """batch that optim.lr was tuned for; needed by linear and sqrt scaling"""
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """The run: where, how long, from which seed, in which precision."""
+
+    folder: str = ""
+    """run folder; empty: runs/<recipe>. The same command line resumes what it finds there"""
+    duration: str = "300 epochs"
+    """length of training"""
+    max_steps: int = 0
+    """stop after this step, without changing the schedule; 0: the whole duration"""
+    eval_every: str = "1 epoch"
+    """time between evaluations"""
+    seed: int = 0
+    """seed of weights, data order, crops, mixup and dropout"""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """autocast type; parameters and gradients are fp32 always"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPU of the local rank where there is one"""
+    deterministic: bool = False
+    """the same bits in each repetition, at some cost in speed"""
+    max_skipped_steps: int = 25
+    """give up after this many steps in a row with a non-finite gradient"""
+
+
+@dataclass(kw_only=True)
+class LogConfig:
+    """What is written while training."""
+
+    every: str = "10 steps"
+    """time between rows of steps.csv and TensorBoard points"""
+    tensorboard: bool = True
+    """write TensorBoard event files into the run folder"""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """What is kept to resume from."""
+
+    every: str = "1 epoch"
+    """time between checkpoints; the last step always writes one"""
+    keep: int = 2
+    """how many to keep, at least 2"""
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """A whole run."""
+
+    recipe: str = ""
+    """recipe this configuration began with"""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @property
+    def folder(self) -> str:
+        """The run folder, `run.folder` or runs/<recipe>."""
+        return self.run.folder or f"runs/{self.recipe or 'custom'}"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# durations and the batch
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def duration_images(text: str, *, option: str, num_samples: int, batch_size: int, run_images: int = 0) -> int:
+    """Turn "300 epochs", "500 steps", "1e6 images" or "5 %" (of the run) into a number of images.
+
+    num_samples: images of one epoch. batch_size: images of one step. run_images: images of the run, needed by
+    percentages. option names the setting in the error.
+    """
+    match = re.fullmatch(r"\s*([0-9.eE+]+)\s*(epoch|step|image|%)s?\s*", text)
+    try:
+        count = float(match[1]) if match else math.nan
+    except ValueError:
+        count = math.nan
+    if not match or math.isnan(count) or (match[2] == "%" and not run_images):
+        units = "epochs, steps or images" + (" or %" if run_images else "")
+        raise ValueError(f"{option} is {text!r}: expected a number and a unit ({units}), such as '5 epochs'.")
+    unit = {"epoch": num_samples, "step": batch_size, "image": 1, "%": run_images / 100}[match[2]]
+    return math.ceil(round(count * unit, 6))
+
+
+def duration_steps(text: str, *, option: str, num_samples: int, batch_size: int, run_images: int = 0) -> int:
+    """`duration_images`, in optimizer steps, rounded up."""
+    images = duration_images(text, option=option, num_samples=num_samples, batch_size=batch_size, run_images=run_images)
+    return -(-images // batch_size)
+
+
+def accumulation_passes(*, global_batch_size: int, micro_batch_size: int, num_ranks: int) -> int:
+    """Micro-batches that each rank sums into one step; ValueError names the nearest exact batches if not whole."""
+    passes, rest = divmod(global_batch_size, micro_batch_size * num_ranks)
+    if passes and not rest:
+        return passes
+    per_rank = max(1, math.ceil(global_batch_size / (micro_batch_size * num_ranks)))
+    below = int(global_batch_size / (num_ranks * per_rank)) // 4 * 4  # multiples of 4 keep kernels aligned
+    nearest = [
+        f"{num_ranks * micro * per_rank} = {num_ranks} ranks × {micro} micro-batch × {per_rank} passes"
+        for micro in (below, below + 4)
+        if micro
+    ]
+    raise ValueError(
+        f"A global batch of {global_batch_size} is not a whole number of passes of {num_ranks} ranks × micro-batch "
+        f"{micro_batch_size} (= {num_ranks * micro_batch_size}); set --data.global_batch_size and "
+        f"--data.micro_batch_size, nearest exact: {', or '.join(nearest)}."
+    )
+
+
+def check(config: TrainConfig) -> None:
+    """Raise ValueError, one sentence, for the first value that cannot be meant."""
+    c = config
+    at_least = [
+        ("data.global_batch_size", c.data.global_batch_size, 1),
+        ("data.micro_batch_size", c.data.micro_batch_size, 1),
+        ("data.eval_batch_size", c.data.eval_batch_size, 1),
+        ("data.num_threads", c.data.num_threads, 1),
+        ("data.shuffle_window", c.data.shuffle_window, 0),
+        ("model.num_classes", c.model.num_classes, 1),
+        ("augment.mixup_alpha", c.augment.mixup_alpha, 0),
+        ("optim.lr", c.optim.lr, 0),
+        ("run.max_steps", c.run.max_steps, 0),
+        ("run.seed", c.run.seed, 0),
+        ("run.max_skipped_steps", c.run.max_skipped_steps, 1),
+        ("checkpoint.keep", c.checkpoint.keep, 2),
+    ]
+    for option, value, minimum in at_least:
+        if value < minimum:
+            raise ValueError(f"--{option} is {value}: expected at least {minimum}.")
+    for option in ("pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_rate", "drop_path_rate"):
+        if not 0 <= getattr(c.model, option) < 1:
+            raise ValueError(f"--model.{option} is {getattr(c.model, option)}: expected 0 <= rate < 1.")
+    low, high = c.data.scale
+    if not 0 < low <= high <= 1:
+        raise ValueError(f"--data.scale is [{low}, {high}]: expected 0 < low <= high <= 1.")
+    if not 0 < c.data.ratio[0] <= c.data.ratio[1]:
+        raise ValueError(f"--data.ratio is {list(c.data.ratio)}: expected 0 < low <= high.")
+    if not 0 <= c.data.hflip <= 1:
+        raise ValueError(f"--data.hflip is {c.data.hflip}: expected a probability, 0 to 1.")
+    if c.optim.clip_norm is not None and c.optim.clip_norm <= 0:
+        raise ValueError(f"--optim.clip_norm is {c.optim.clip_norm}: expected a positive norm, or null for no clip.")
+    if (c.schedule.scaling == "none") == bool(c.schedule.reference_batch_size):
+        raise ValueError(
+            f"--schedule.scaling is {c.schedule.scaling} and --schedule.reference_batch_size is "
+            f"{c.schedule.reference_batch_size}: linear and sqrt need a reference batch, none has no use for it."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# command line and YAML
+# ---------------------------------------------------------------------------------------------------------------
+
+ALIASES = {
+    "--model": "--model.name",
+    "--data": "--data.path",
+    "--img-size": "--model.img_size",
+    "--init-from": "--model.weights",
+}
+
+
+def make_parser(*, prog: str, description: str = "") -> jsonargparse.ArgumentParser:
+    """The parser of every dotted option."""
+    parser = jsonargparse.ArgumentParser(prog=prog, description=description, exit_on_error=False)
+    parser.add_argument("--config", action="config", help="YAML file of options, such as a run folder's config.yaml")
+    parser.add_class_arguments(TrainConfig)
+    return parser
+
+
+def set_defaults(parser: jsonargparse.ArgumentParser, config: TrainConfig) -> None:
+    """Make the values of `config` the parser's defaults."""
+    for name, section in asdict(config).items():
+        values = (
+            {f"{name}.{key}": value for key, value in section.items()} if isinstance(section, dict) else {name: section}
+        )
+        parser.set_defaults(values)
+
+
+def expand_aliases(argv: Sequence[str]) -> list[str]:
+    """Replace the short options (`--model X`, `--img-size=64`) by their dotted ones."""
+    expanded = []
+    for argument in argv:
+        name, equals, value = argument.partition("=")
+        expanded.append(ALIASES.get(name, name) + equals + value)
+    return expanded
+
+
+def parse(
+    argv: Sequence[str], *, choose_recipe: Callable[[str, str, str], TrainConfig], prog: str, description: str = ""
+) -> TrainConfig:
+    """Read a command line into a checked config.
+
+    choose_recipe(recipe, model, data) returns the defaults, given what was said of the three (empty: nothing).
+    ValueError: an unknown option (with the nearest known one) or a value that is not allowed.
+    """
+    parser = make_parser(prog=prog, description=description)
+    argv = expand_aliases(argv)
+    try:
+        given = parser.parse_args([word for word in argv if word not in ("-h", "--help")], defaults=False)
+        said = [given.get(key) or "" for key in ("recipe", "model.name", "data.path")]
+        set_defaults(parser, choose_recipe(*said))
+        values = parser.parse_args(argv)
+    except (jsonargparse.ArgumentError, TypeError) as error:
+        raise ValueError(explain(error, parser)) from None
+    config = to_config(parser, values)
+    check(config)
+    return config
+
+
+def to_config(parser: jsonargparse.ArgumentParser, values: jsonargparse.Namespace) -> TrainConfig:
+    """Build the dataclasses from parsed values."""
+    sections = {key: value for key, value in vars(parser.instantiate(values)).items() if key != "config"}
+    return TrainConfig(**sections)
+
+
+def explain(error: Exception, parser: jsonargparse.ArgumentParser) -> str:
+    """One sentence for a parser's error, with the nearest known option where one was misspelt."""
+    text = " ".join(str(error).split())
+    in_group = re.search(r"Group '([\w.]+)' does not accept option '([\w.\-]+)'", text)
+    stray = re.search(r"unrecognized arguments: --([\w.\-]+)", text)
+    unknown = ".".join(in_group.groups()) if in_group else stray[1] if stray else ""
+    if not unknown:
+        return text
+    known = [action.dest for action in parser._actions if action.dest != "help"]
+    guesses = difflib.get_close_matches(unknown, known, n=1, cutoff=0.5)
+    hint = f"did you mean --{guesses[0]}?" if guesses else "--help lists the options."
+    return f"There is no option {unknown}; {hint}"
+
+
+def dump(config: TrainConfig) -> str:
+    """The YAML text of a config, every option written out; `load` reads it back."""
+    parser = make_parser(prog="largebatch.train")
+    set_defaults(parser, config)
+    return parser.dump(parser.get_defaults(), skip_unset=False)
+
+
+def load(path: str) -> TrainConfig:
+    """Read the YAML file that `dump` made."""
+    return parse(["--config", path], choose_recipe=lambda *_: TrainConfig(), prog="largebatch.train")
+
+
+def differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """The dotted options in which two configs differ, each with both values."""
+    left, right = asdict(one), asdict(other)
+    return {
+        f"{section}.{key}": (value, right[section][key])
+        for section, values in left.items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+        if value != right[section][key]
+    }

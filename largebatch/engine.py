@@ -1,0 +1,227 @@
+"""The run: one training step, one loop around it, one evaluation.
+
+Fine-tuning, validation and benchmarks use the same three. The engine knows neither recipes nor files: it is
+given finished parts (build.py), and hooks do the rest. A step is one optimizer update on the global batch:
+this rank's numbered micro-batches are summed by accumulation and the ranks by Horovod, so that every number
+of ranks computes the same update.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from largebatch.augment import Augment, Augmented, seed_for
+from largebatch.comm import Communicator
+from largebatch.data.order import Plan
+from largebatch.losses import COUNTS, SoftBatch, count_correct
+from largebatch.optim import scale_gradients
+
+logger = logging.getLogger(__name__)
+
+AUTOCAST = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class TrainState:
+    """Where the run is. Everything else that a resumed run needs follows from these and the tensors."""
+
+    step: int = 0  # optimizer steps done, skipped ones included
+    images: int = 0  # training images seen
+    skipped: int = 0  # steps whose gradient was not finite
+
+    def advance(self, images: int, *, applied: bool) -> None:
+        """Count one step over `images`."""
+        self.step += 1
+        self.images += images
+        self.skipped += not applied
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step tells the hooks; tensors stay on the device until somebody reads them."""
+
+    loss_sum: Tensor  # 0-d; the mean over ranks is the mean loss of the global batch
+    grad_norm: Tensor  # 0-d; of the reduced gradient before clipping, the same on all ranks
+    applied: bool  # False: the gradient was not finite and nothing moved
+    images: int  # size of the global batch
+
+
+class Hook:
+    """Something that watches a run. Every method runs on every rank, at these places::
+
+        before_fit
+        for each step:
+            train_step                          -> StepOutput
+            after_train_step(output)
+            if an evaluation is due:
+                evaluate                        -> metrics
+                after_evaluate(metrics)
+            after_step()                        checkpoints: the step and its evaluation are done
+        after_fit
+
+    A hook may communicate, if it does so on all ranks; it writes files on rank 0 only.
+    """
+
+    def before_fit(self, trainer: "Trainer") -> None:
+        """The state is final: resumed, broadcast, ready for its first step."""
+
+    def after_train_step(self, trainer: "Trainer", output: StepOutput) -> None:
+        """One optimizer step is done and counted in trainer.state."""
+
+    def after_evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        """An evaluation is done; metrics as `Trainer.evaluate` returns them, and train_loss since the last one."""
+
+    def after_step(self, trainer: "Trainer") -> None:
+        """Everything that belongs to this step has happened."""
+
+    def after_fit(self, trainer: "Trainer") -> None:
+        """The last step of this process is done."""
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """The parts of a run and the loop over them. `build.build_trainer` makes one from a config."""
+
+    comm: Communicator
+    model: nn.Module
+    objective: Callable[[nn.Module, SoftBatch], Tensor]  # sum of the losses of a micro-batch
+    optimizer: Optimizer  # wrapped by comm.wrap
+    scaler: torch.amp.GradScaler
+    base_lr: float
+    schedule: Callable[[int], float]  # step -> fraction of base_lr
+    plan: Plan
+    open_batches: Callable[[int], Iterator[Any]]  # first step -> this rank's micro-batches, in plan order
+    eval_batches: Iterable[Any]
+    augment: Augment
+    seed: int
+    precision: str
+    clip_norm: float | None
+    eval_images: int  # training images between evaluations
+    device: torch.device
+    hooks: Sequence[Hook] = ()
+    state: TrainState = field(default_factory=TrainState)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.plan.num_steps
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training set so far."""
+        return self.state.images / self.plan.num_samples
+
+    def lr(self) -> float:
+        """Learning rate of the coming step."""
+        return self.base_lr * self.schedule(self.state.step)
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    def window(self, batches: Iterator[Any]) -> Iterator[Augmented]:
+        """This rank's micro-batches of the coming step, augmented, in the order of their numbers.
+
+        Mixup and everything the model draws are seeded by (seed, step, number): who computes a micro-batch
+        does not matter to it.
+        """
+        for planned in self.plan.micro_batches(self.state.step, self.comm.rank, self.comm.size):
+            batch = next(batches)
+            assert (batch.step, batch.number) == (planned.step, planned.number), "the loader left the plan"
+            torch.manual_seed(seed_for(self.seed, planned.step, planned.number, purpose="model"))
+            generator = torch.Generator().manual_seed(seed_for(self.seed, planned.step, planned.number))
+            yield self.augment(batch.images, batch.labels, generator)
+
+    def train_step(self, batches: Iterator[Any]) -> StepOutput:
+        """One optimizer step on the global batch."""
+        window_images = self.plan.window_images(self.state.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr()
+        loss_sum = torch.zeros((), device=self.device)  # read only when logged: nobody waits for the device
+        for batch in self.window(batches):
+            with autocast(self.device, self.precision):
+                loss = self.objective(self.model, batch)  # a sum over samples, scaled so that the mean over ranks
+            loss = loss * (self.comm.size / window_images)  # of the sum over passes is the mean of the batch
+            self.scaler.scale(loss).backward()  # Horovod starts reducing in the last pass
+            loss_sum += loss.detach()
+        self.comm.synchronize(self.optimizer)  # from here on all ranks hold the same gradients,
+        self.scaler.unscale_(self.optimizer)  # so a local check of them decides alike everywhere
+        grad_norm = self.clip()
+        applied = self.comm.apply(self.optimizer, self.scaler, grad_norm)  # skipped if the norm is not finite
+        self.model.zero_grad(set_to_none=True)
+        self.state.advance(window_images, applied=applied)  # the schedule moves on even if the weights did not
+        return StepOutput(loss_sum, grad_norm, applied, window_images)
+
+    def clip(self) -> Tensor:
+        """Norm of the reduced gradient, once; the factor is applied as the optimizer reads the gradient."""
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if self.clip_norm is not None:
+            scale_gradients(self.optimizer, torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    # -- the loop ----------------------------------------------------------------------------------------------
+
+    def fit(self, *, max_steps: int = 0) -> None:
+        """Train from the present state to step `max_steps` (0: to the end of the run)."""
+        last_step = min(max_steps or self.num_steps, self.num_steps)
+        self._each("before_fit")
+        batches = self.open_batches(self.state.step)
+        losses = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum and images since the last evaluation
+        while self.state.step < last_step:
+            self.model.train()
+            output = self.train_step(batches)
+            self._each("after_train_step", output)
+            losses[0] += output.loss_sum * output.images
+            losses[1] += output.images
+            if self.due(self.eval_images):
+                self._each("after_evaluate", {"train_loss": self.mean_loss(losses)} | self.evaluate())
+                losses.zero_()
+            self._each("after_step")
+        self._each("after_fit")
+
+    def due(self, interval_images: int) -> bool:
+        """Whether the step just done passed a multiple of `interval_images`, or was the last of the run."""
+        before = self.state.images - self.plan.window_images(self.state.step - 1)
+        return self.state.images // interval_images > before // interval_images or self.state.step == self.num_steps
+
+    def mean_loss(self, losses: Tensor) -> float:
+        """Mean loss per image from every rank's (sum, images)."""
+        total, images = self.comm.allreduce(losses.cpu(), name="train_loss").tolist()
+        return total / images
+
+    def _each(self, event: str, *arguments: Any) -> None:
+        for hook in self.hooks:
+            getattr(hook, event)(self, *arguments)
+
+    def evaluate(self) -> dict[str, float]:
+        """`evaluate` of the model as it is now."""
+        return evaluate(self.model, self.eval_batches, comm=self.comm, device=self.device, precision=self.precision)
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """The compute type of a forward pass; parameters and gradients are float32 in each."""
+    return torch.autocast(device.type, AUTOCAST[precision], enabled=precision != "fp32")
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module, batches: Iterable[Any], *, comm: Communicator, device: torch.device, precision: str
+) -> dict[str, float]:
+    """top1 and top5 in percent, mean loss in nats, images: exact, each image counted once at any number of ranks."""
+    model.eval()
+    totals = torch.zeros(len(COUNTS), dtype=torch.float64, device=device)
+    for batch in batches:
+        with autocast(device, precision):
+            logits = model(batch.images)
+        totals += count_correct(logits, batch.labels)
+    sums = dict(zip(COUNTS, comm.allreduce(totals.cpu(), name="evaluate").tolist()))
+    images = sums["images"]
+    return {
+        "top1": 100 * sums["top1"] / images,
+        "top5": 100 * sums["top5"] / images,
+        "loss": sums["loss"] / images,
+        "images": images,
+    }

@@ -1,0 +1,460 @@
+"""What watches a run: its guards, its checkpoints, and the numbers it writes down.
+
+    RUN/steps.csv  epochs.csv     a row every log.every; a row per evaluation
+    RUN/curves.png                both, drawn
+    RUN/tensorboard/              the same numbers as event files
+
+`build` puts the hooks into the order Guards, Checkpoint, Log. Log computes each number once, on all ranks, and
+hands it to sinks, which exist on rank 0 and cannot communicate. A row holds the numbers of its own step, not
+means since an earlier row, so an interrupted run leaves the same rows as one that was not.
+"""
+
+import csv
+import datetime
+import logging
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Sequence, TextIO
+
+import torch
+from rich import progress
+from rich.console import Console
+
+from largebatch import checkpoint
+from largebatch.comm import Stopped
+from largebatch.engine import Hook, StepOutput, Trainer
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, float]
+
+STEP_COLUMNS = ("step", "epoch", "images", "lr", "loss", "grad_norm", "images_per_s", "skipped")
+EPOCH_COLUMNS = (
+    "step", "epoch", "images", "lr", "train_loss", "eval_loss", "top1", "top5", "images_per_s", "skipped",
+)
+STEPS, EPOCHS, CURVES = "steps.csv", "epochs.csv", "curves.png"
+PLAIN_LINES = 40                # lines of progress per run where there is no terminal, besides the evaluations
+REDRAW_S = 10.0                 # the curves are drawn at most this often
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# hooks
+# ---------------------------------------------------------------------------------------------------------------
+
+class Guards(Hook):
+    """Warns of each skipped step and ends the run after `max_skipped_steps` in a row."""
+
+    def __init__(self, *, max_skipped_steps: int) -> None:
+        self.max_skipped_steps = max_skipped_steps
+        self.in_a_row = 0
+
+    def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
+        """comm.Stopped on every rank; all see the same `applied`, so all count alike."""
+        self.in_a_row = 0 if output.applied else self.in_a_row + 1
+        if output.applied:
+            return
+        finite = trainer.comm.allgather_object(bool(torch.isfinite(output.loss_sum)), name="guards/finite")
+        ranks = ", ".join(str(rank) for rank, is_finite in enumerate(finite) if not is_finite)
+        cause = f"the loss is not finite on rank {ranks}" if ranks else "the loss is finite on every rank"
+        norm, step = float(output.grad_norm), trainer.state.step
+        if trainer.comm.rank == 0:
+            logger.warning("step %d skipped: the norm of its gradient is %s; %s", step, norm, cause)
+        if self.in_a_row >= self.max_skipped_steps:
+            raise Stopped(
+                f"Training stopped at step {step}: {self.in_a_row} steps in a row had a gradient that is not finite "
+                f"(--run.max_skipped_steps), and {cause}; lower --optim.lr, or use --run.precision bf16 or fp32."
+            )
+
+
+class Checkpoint(Hook):
+    """Saves every `every_images` and at the end. A save that fails is a warning: older ones stay, the run goes on."""
+
+    def __init__(self, folder: str | Path, *, every_images: int, keep: int, config_text: str) -> None:
+        self.folder = Path(folder)
+        self.every_images = every_images
+        self.keep = keep
+        self.config_text = config_text
+        self.saved_step = 0
+
+    def before_fit(self, trainer: Trainer) -> None:
+        """What was resumed need not be saved again."""
+        self.saved_step = trainer.state.step
+
+    def after_step(self, trainer: Trainer) -> None:
+        """The other ranks go on, and wait in the next step's reduction."""
+        if trainer.due(self.every_images):
+            self.save(trainer)
+
+    def after_fit(self, trainer: Trainer) -> None:
+        """Also where run.max_steps ended."""
+        if trainer.state.step != self.saved_step:
+            self.save(trainer)
+
+    def save(self, trainer: Trainer) -> None:
+        """Write a checkpoint, on rank 0."""
+        if trainer.comm.rank != 0:
+            return
+        try:
+            checkpoint.save(
+                self.folder, model=trainer.model, optimizer=trainer.optimizer, scaler=trainer.scaler,
+                state=trainer.state, config_text=self.config_text, keep=self.keep,
+            )
+        except OSError as error:
+            logger.warning("the checkpoint of step %d failed: %s; older ones are kept", trainer.state.step, error)
+        else:
+            self.saved_step = trainer.state.step
+
+
+class Sink:
+    """Where numbers go; only rank 0 has any that are open. Rows are those of STEP_COLUMNS and EPOCH_COLUMNS."""
+
+    def open(self, trainer: Trainer) -> None:
+        """The run starts, or goes on, at trainer.state."""
+
+    def advance(self, step: int) -> None:
+        """Another step is done."""
+
+    def write_step(self, row: Row) -> None:
+        """A step that is logged."""
+
+    def write_epoch(self, row: Row) -> None:
+        """An evaluation; its step is written before it."""
+
+    def close(self) -> None:
+        """The run ends, or stops."""
+
+
+class Log(Hook):
+    """Computes the rows on all ranks, every `every_images` and at each evaluation, and hands them to the sinks.
+
+    It comes last among the hooks: what they do after a step is then not counted as training time.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], *, every_images: int) -> None:
+        self.sinks = sinks
+        self.every_images = every_images
+        self.since_row, self.since_epoch = Throughput(), Throughput()
+        self.started: float | None = None       # when the present step began; None before the first one is done
+
+    def before_fit(self, trainer: Trainer) -> None:
+        """comm.Stopped if a sink cannot be opened."""
+        with trainer.comm.together("log"):
+            for sink in self.sinks if trainer.comm.rank == 0 else ():
+                sink.open(trainer)
+
+    def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
+        """One small reduction where a row is due, nothing else anywhere."""
+        if self.started is not None:
+            for throughput in (self.since_row, self.since_epoch):
+                throughput.add(output.images, time.perf_counter() - self.started)
+        self.tell(trainer, lambda sink: sink.advance(trainer.state.step))
+        if trainer.due(self.every_images):
+            loss = trainer.comm.allreduce(output.loss_sum.double().cpu(), name="log/loss") / trainer.comm.size
+            row = self.place(trainer) | {
+                "loss": float(loss), "grad_norm": float(output.grad_norm), "images_per_s": self.since_row.take(),
+            }
+            self.tell(trainer, lambda sink: sink.write_step(row))
+
+    def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """The engine has reduced these already."""
+        row = self.place(trainer) | {
+            "train_loss": metrics["train_loss"], "eval_loss": metrics["loss"], "top1": metrics["top1"],
+            "top5": metrics["top5"], "images_per_s": self.since_epoch.take(),
+        }
+        self.tell(trainer, lambda sink: sink.write_epoch(row))
+
+    def after_step(self, trainer: Trainer) -> None:
+        """The next step begins."""
+        self.started = time.perf_counter()
+
+    def after_fit(self, trainer: Trainer) -> None:
+        """Also when the run only stops."""
+        self.tell(trainer, lambda sink: sink.close())
+
+    def place(self, trainer: Trainer) -> Row:
+        """Where the run is, with the learning rate of the step just done."""
+        state, lr = trainer.state, trainer.optimizer.param_groups[0]["lr"]
+        return {"step": state.step, "epoch": trainer.epoch, "images": state.images, "lr": lr, "skipped": state.skipped}
+
+    def tell(self, trainer: Trainer, call: Callable[[Sink], None]) -> None:
+        """Call every sink, on rank 0. A full disk costs numbers, not the run."""
+        for sink in self.sinks if trainer.comm.rank == 0 else ():
+            try:
+                call(sink)
+            except OSError as error:
+                logger.warning("%s failed at step %d: %s", type(sink).__name__, trainer.state.step, error)
+
+
+class Throughput:
+    """Images per second over the steps added since the last `take`."""
+
+    def __init__(self) -> None:
+        self.images, self.seconds = 0, 0.0
+
+    def add(self, images: int, seconds: float) -> None:
+        """One step."""
+        self.images += images
+        self.seconds += seconds
+
+    def take(self) -> float:
+        """nan where no step was measured, as after the first."""
+        rate = self.images / self.seconds if self.seconds else math.nan
+        self.images, self.seconds = 0, 0.0
+        return rate
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# sinks
+# ---------------------------------------------------------------------------------------------------------------
+
+class Progress(Sink):
+    """A bar below the log on a terminal, a line now and then anywhere else; a line per evaluation on both."""
+
+    def open(self, trainer: Trainer) -> None:
+        self.num_steps, self.num_epochs = trainer.num_steps, trainer.plan.num_images / trainer.plan.num_samples
+        self.first_step, self.opened = trainer.state.step, time.perf_counter()
+        self.lines_done = -1
+        self.bar = _start_bar(self.num_steps, done=self.first_step) if sys.stderr.isatty() else None
+
+    def advance(self, step: int) -> None:
+        if self.bar:
+            self.bar.update(self.bar.task_ids[0], completed=step)
+
+    def write_step(self, row: Row) -> None:
+        numbers = f"loss {row['loss']:.4f}  lr {row['lr']:.3g}  {_rate(row)}"
+        lines = int(row["step"]) * PLAIN_LINES // self.num_steps
+        if self.bar:
+            self.bar.update(self.bar.task_ids[0], description=f"epoch {row['epoch']:.2f}  {numbers}")
+        elif lines > self.lines_done:
+            self.lines_done = lines
+            place = f"step {row['step']:.0f}/{self.num_steps}  epoch {row['epoch']:.2f}"
+            logger.info("%s  %s  %s left", place, numbers, self.left(row))
+
+    def write_epoch(self, row: Row) -> None:
+        place = f"epoch {row['epoch']:.4g}/{self.num_epochs:.4g}"
+        loss = f"train loss {row['train_loss']:.4f}  held-out loss {row['eval_loss']:.4f}"
+        accuracy = f"top-1 {row['top1']:.2f} %  top-5 {row['top5']:.2f} %"
+        logger.info("%s  %s  %s  lr %.3g  %s", place, loss, accuracy, row["lr"], _rate(row))
+
+    def close(self) -> None:
+        if self.bar:
+            _stop_bar(self.bar)
+
+    def left(self, row: Row) -> str:
+        """Time to the end of the run at the pace so far, evaluations and checkpoints included."""
+        pace = (time.perf_counter() - self.opened) / (row["step"] - self.first_step)
+        return str(datetime.timedelta(seconds=round(pace * (self.num_steps - row["step"]))))
+
+
+class Csv(Sink):
+    """RUN/steps.csv and RUN/epochs.csv, each row on its way to the disk before the step's checkpoint is."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.steps = Table(Path(folder) / STEPS, STEP_COLUMNS)
+        self.epochs = Table(Path(folder) / EPOCHS, EPOCH_COLUMNS)
+
+    def open(self, trainer: Trainer) -> None:
+        self.steps.open(last_step=trainer.state.step)
+        self.epochs.open(last_step=trainer.state.step)
+
+    def write_step(self, row: Row) -> None:
+        self.steps.append(row)
+
+    def write_epoch(self, row: Row) -> None:
+        self.epochs.append(row)
+
+    def close(self) -> None:
+        self.steps.close()
+        self.epochs.close()
+
+
+class TensorBoard(Sink):
+    """RUN/tensorboard, with what an interrupted run wrote past the present step hidden."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder) / "tensorboard"
+
+    def open(self, trainer: Trainer) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # seconds, and on rank 0 only
+        except ImportError as error:
+            raise ValueError(
+                f"TensorBoard is not installed ({error}): run `python -m pip install tensorboard`, or set "
+                "--log.tensorboard false."
+            ) from error
+        self.writer = SummaryWriter(str(self.folder), purge_step=trainer.state.step + 1)
+
+    def write_step(self, row: Row) -> None:
+        self.add("train", row, ("loss", "lr", "grad_norm", "images_per_s", "skipped"))
+
+    def write_epoch(self, row: Row) -> None:
+        self.add("epoch", row, ("train_loss", "eval_loss", "top1", "top5"))
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+    def add(self, section: str, row: Row, names: Sequence[str]) -> None:
+        """One point per name."""
+        for name in names:
+            if not math.isnan(row[name]):
+                self.writer.add_scalar(f"{section}/{name}", row[name], int(row["step"]))
+
+
+class Curves(Sink):
+    """RUN/curves.png; comes after Csv, whose files it draws."""
+
+    def __init__(self, folder: str | Path, *, title: str) -> None:
+        self.folder = Path(folder)
+        self.title = title
+        self.drawn = -math.inf
+
+    def write_epoch(self, row: Row) -> None:
+        if time.perf_counter() - self.drawn > REDRAW_S:
+            self.close()
+
+    def close(self) -> None:
+        draw_curves(self.folder, title=self.title)
+        self.drawn = time.perf_counter()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# what sinks are made of
+# ---------------------------------------------------------------------------------------------------------------
+
+class Table:
+    """A CSV file of rows in the order of their steps, which a resumed run continues."""
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self.path, self.columns = path, columns
+
+    def open(self, *, last_step: int) -> None:
+        """Keep the rows up to `last_step`; the run repeats the others."""
+        kept = [row for row in read_rows(self.path) if row["step"] <= last_step]
+        unfinished = self.path.with_suffix(".tmp")
+        self.file = open(unfinished, "w", newline="")
+        self.writer = csv.DictWriter(self.file, self.columns)
+        self.writer.writeheader()
+        self.file.flush()
+        for row in kept:
+            self.append(row)
+        os.replace(unfinished, self.path)           # the open file goes with it
+
+    def append(self, row: Row) -> None:
+        """Write a row and hand it to the system, so that a kill cannot take it back."""
+        self.writer.writerow({name: _cell(row.get(name, math.nan)) for name in self.columns})
+        self.file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a CSV file as numbers, empty cells as nan; a line that was cut short is left out."""
+    if not path.is_file():
+        return []
+    with open(path, newline="") as file:
+        rows = [_numbers(cells) for cells in csv.DictReader(file)]
+    return [row for row in rows if "step" in row]
+
+
+def _numbers(cells: dict[str, str]) -> Row:
+    try:
+        return {name: float(cell) if cell != "" else math.nan for name, cell in cells.items()}
+    except (TypeError, ValueError):                 # cells are missing, or none of ours
+        return {}
+
+
+def _cell(value: float) -> str:
+    if math.isnan(value):
+        return ""
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.9g}"      # nine digits hold a float32
+
+
+def _rate(row: Row) -> str:
+    return "" if math.isnan(row["images_per_s"]) else f"{row['images_per_s']:.0f} img/s"
+
+
+def _start_bar(num_steps: int, *, done: int) -> progress.Progress:
+    """Draw the bar, and send the log above it: rich replaces sys.stderr, which handlers have kept."""
+    bar = progress.Progress(
+        progress.TextColumn("step {task.completed}/{task.total}"), progress.BarColumn(),
+        progress.TextColumn("{task.description}"), progress.TimeRemainingColumn(elapsed_when_finished=True),
+        console=Console(stderr=True), transient=True,
+    )
+    bar.add_task("", total=num_steps, completed=done)
+    before = sys.stderr
+    bar.start()
+    bar.console.show_cursor(True)                   # a run that is aborted could not show it again
+    _redirect_log(before, sys.stderr)
+    return bar
+
+
+def _stop_bar(bar: progress.Progress) -> None:
+    before = sys.stderr
+    bar.stop()
+    _redirect_log(before, sys.stderr)
+
+
+def _redirect_log(old: TextIO, new: TextIO) -> None:
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is old:
+            handler.setStream(new)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# the picture
+# ---------------------------------------------------------------------------------------------------------------
+
+Lines = list[tuple[str, list[Row], str, dict[str, Any]]]        # label, rows, column, style
+
+THIN = {"color": "#9bbbe0", "linewidth": 1.0}
+PALE = {"color": "#e6a89c", "linewidth": 1.8}
+BLUE = {"color": "#2463a6", "linewidth": 1.8}
+RED = {"color": "#c8442f", "linewidth": 1.8}
+
+
+def draw_curves(folder: Path, *, title: str) -> None:
+    """Draw RUN/curves.png from RUN/steps.csv and RUN/epochs.csv: loss, accuracy, learning rate and gradient norm."""
+    from matplotlib.figure import Figure  # half a second, and on rank 0 only
+    from matplotlib.ticker import LogLocator
+
+    steps, epochs = read_rows(folder / STEPS), read_rows(folder / EPOCHS)
+    figure = Figure(figsize=(10.5, 6.6), dpi=120, layout="constrained")
+    loss, accuracy, lr, grad_norm = figure.subplots(2, 2, sharex=True).flat
+    _draw(loss, "loss", [
+        ("training, single steps", steps, "loss", THIN), ("training, mean", epochs, "train_loss", BLUE),
+        ("held out", epochs, "eval_loss", RED),
+    ])
+    _draw(accuracy, "held-out accuracy (%)", [("top-5", epochs, "top5", PALE), ("top-1", epochs, "top1", RED)])
+    _draw(lr, "learning rate", [("", steps, "lr", BLUE)])
+    _draw(grad_norm, "gradient norm before clipping", [("", steps, "grad_norm", BLUE | {"linewidth": 1.0})])
+    grad_norm.set_yscale("log")
+    grad_norm.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    grad_norm.yaxis.set_major_formatter("{x:g}")
+    grad_norm.yaxis.set_minor_formatter("{x:g}")
+    for axes in (lr, grad_norm):
+        axes.set_xlabel("epoch")
+    result = f"\ntop-1 {epochs[-1]['top1']:.2f} % after {epochs[-1]['epoch']:.4g} epochs" if epochs else ""
+    figure.suptitle(title + result, fontsize=12)
+    unfinished = folder / (CURVES + ".tmp")
+    figure.savefig(unfinished, format="png")
+    os.replace(unfinished, folder / CURVES)
+
+
+def _draw(axes: Any, name: str, lines: Lines) -> None:
+    """One panel: each line over the epochs, points that are not finite left out."""
+    for label, rows, column, style in lines:
+        points = [(row["epoch"], row[column]) for row in rows if math.isfinite(row[column])]
+        marker = "o" if len(points) < 40 and style is not THIN else ""
+        axes.plot(*zip(*points) if points else ((), ()), label=label, marker=marker, markersize=3, **style)
+    axes.set_title(name, loc="left", fontsize=10)
+    axes.grid(color="#e6e6e6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if any(label for label, *_ in lines):
+        axes.legend(frameon=False, fontsize=9)

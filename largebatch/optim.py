@@ -1,0 +1,434 @@
+"""LAMB for large batches, its presets, parameter groups, and the optimizer a run is built with.
+
+One step for one parameter tensor x with gradient g (arXiv:1904.00962), at its t-th step:
+
+    m = beta1 m + (1 - beta1) g          v = beta2 v + (1 - beta2) g^2
+    m_hat = m / (1 - beta1^t)            v_hat = v / (1 - beta2^t)      without bias_correction: m and v
+    u = m_hat / (sqrt(v_hat) + eps) + weight_decay x
+    ratio = phi(|x|) / |u|               phi(z) = clamp(z, *norm_range); ratio <= max_trust_ratio
+    x = x - lr ratio u
+
+|.| is the L2 norm of the whole tensor, added up in double precision. The ratio is 1 where a group says
+adapt=False and where a norm is zero or not finite. Clipping is no part of LAMB: the caller computes one factor
+from the global gradient norm and hands it over with `scale_gradients`; Lamb multiplies while it reads.
+
+Why every option sits in the parameter group: Horovod's DistributedOptimizer is a new instance of a subclass,
+built from ``param_groups`` alone, and what a constructor stored elsewhere is silently back at its default.
+The step counter is per parameter, so that one that is unfrozen late gets its own bias correction.
+"""
+
+import fnmatch
+import functools
+import math
+import os
+import shutil
+import sysconfig
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+IMPLS = ("auto", "compile", "eager", "plain")
+CHUNK = 2**18  # elements that the eager path works on at a time: arrays of 1 MiB, which stay in cache
+
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v of one parameter, as flat aliases
+
+
+class Scalars(NamedTuple):
+    """The numbers of one update: floats, or 0-d tensors for compiled code, which must not depend on them.
+
+    m_hat / (sqrt(v_hat) + eps) is computed as m / (root sqrt(v) + eps): two divisions less per element.
+    """
+
+    lr: Any
+    beta1: Any
+    new1: Any  # 1 - beta1, subtracted in double precision: in single precision it would be wrong by 1e-5
+    beta2: Any
+    new2: Any  # 1 - beta2
+    root: Any  # bias1 / sqrt(bias2)
+    eps: Any  # bias1 * the option eps
+    weight_decay: Any
+    norm_min: Any
+    norm_max: Any
+    ratio_max: Any
+    adapt: Any  # 1 or 0
+
+
+def scalars(group: Mapping[str, Any], step: int) -> Scalars:
+    """The numbers of a group at its parameters' step-th update (1, 2, ...)."""
+    beta1, beta2 = group["betas"]
+    bias1, bias2 = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+    return Scalars(
+        lr=float(group["lr"]),
+        beta1=beta1,
+        new1=1 - beta1,
+        beta2=beta2,
+        new2=1 - beta2,
+        root=bias1 / math.sqrt(bias2),
+        eps=bias1 * group["eps"],
+        weight_decay=group["weight_decay"],
+        norm_min=group["norm_range"][0],
+        norm_max=group["norm_range"][1],
+        ratio_max=group["max_trust_ratio"],
+        adapt=float(group["adapt"]),
+    )
+
+
+# The update of one tensor. x, g, m, v are flat and equally long; x, m and v change in place.
+
+
+def trust_ratio(x_square: Tensor, u_square: Tensor, s: Scalars) -> Tensor:
+    """phi(|x|) / |u| from the sums of squares: a 0-d tensor on their device."""
+    x_norm, u_norm = x_square.sqrt(), u_square.sqrt()
+    ratio = (x_norm.clamp(s.norm_min, s.norm_max) / u_norm).clamp(max=s.ratio_max)
+    usable = (x_norm > 0) & (u_norm > 0) & (x_norm < math.inf) & (u_norm < math.inf) & (s.adapt > 0)
+    return torch.where(usable, ratio, 1.0)
+
+
+def _square_sum(t: Tensor) -> Tensor:
+    """Added up in double precision, so that length, threads and compiler do not show in the ratio.
+
+    In single precision torch.compile would choose its way of adding by the length, and so compile twice.
+    """
+    return t.square().sum(dtype=torch.float64)
+
+
+def lamb_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: Tensor) -> Tensor:
+    """The specification, and what is compiled. Returns the trust ratio.
+
+    Returned, the ratio is stored once by compiled code, which else works it out anew for every few elements.
+    """
+    g = g.to(x.dtype) * factor
+    m.copy_(s.beta1 * m + s.new1 * g)
+    v.copy_(s.beta2 * v + s.new2 * g * g)
+    u = m / (s.root * v.sqrt() + s.eps) + s.weight_decay * x
+    ratio = trust_ratio(_square_sum(x), _square_sum(u), s).to(x.dtype)
+    x.sub_(s.lr * ratio * u)
+    return ratio
+
+
+def lamb_eager_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: Tensor) -> Tensor:
+    """The same without a compiler: in place, chunk by chunk, so that no temporary but u leaves cache."""
+    chunk = CHUNK if x.device.type == "cpu" else max(x.numel(), 1)
+    u, work, squares = torch.empty_like(x), x.new_empty(min(chunk, x.numel())), []
+    for xc, gc, mc, vc, uc in zip(*(t.split(chunk) for t in (x, g, m, v, u))):
+        w = work[: xc.numel()]
+        w.copy_(gc).mul_(factor)
+        mc.lerp_(w, s.new1)
+        vc.mul_(s.beta2).addcmul_(w, w, value=s.new2)
+        torch.sqrt(vc, out=w).mul_(s.root).add_(s.eps)
+        torch.div(mc, w, out=uc).add_(xc, alpha=s.weight_decay)
+        squares.append(torch.stack((xc.dot(xc), uc.dot(uc))))
+    x_square, u_square = torch.stack(squares).sum(0, dtype=torch.float64)
+    ratio = trust_ratio(x_square, u_square, s).to(x.dtype)
+    x.sub_(u.mul_(s.lr * ratio))
+    return ratio
+
+
+def lamb_list_(tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> list[Tensor]:
+    """`lamb_` for many tensors: one graph on a GPU, where a call per tensor would cost more than its work."""
+    return [lamb_(*four, s, factor) for four in tensors]
+
+
+@functools.cache
+def can_compile(device_type: str) -> bool:
+    """Whether torch.compile can build for this device: a C++ compiler and Python.h, or Triton on a GPU."""
+    if device_type != "cpu":
+        from torch.utils._triton import has_triton
+
+        return has_triton()
+    header = os.path.join(sysconfig.get_path("include"), "Python.h")
+    return shutil.which(os.environ.get("CXX", "g++")) is not None and os.path.exists(header)
+
+
+@functools.cache
+def compiled(device_type: str) -> Callable[..., Any]:
+    """The compiled update. With fullgraph, torch's silent return to eager past its limit becomes an error."""
+    if device_type == "cpu":
+        return torch.compile(lamb_, dynamic=True, fullgraph=True)
+    return torch.compile(lamb_list_, dynamic=False, fullgraph=True)
+
+
+def lamb_compiled_(tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> list[Tensor]:
+    """The compiled update of many tensors. Numbers are 0-d tensors: a new learning rate compiles nothing."""
+    numbers = Scalars(*torch.tensor(s, dtype=factor.dtype).to(factor.device).unbind())
+    fast = compiled(factor.device.type)
+    try:
+        if factor.device.type != "cpu":
+            return fast(tensors, numbers, factor)
+        # dynamic=True makes one graph for all lengths but 0 and 1, which would each compile another.
+        return [(fast if four[0].numel() > 1 else lamb_)(*four, numbers, factor) for four in tensors]
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        raise RuntimeError("torch.compile could not build LAMB here; set its impl to eager") from error
+
+
+def update(impl: str, tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> list[Tensor]:
+    """One LAMB update of tensors of one device and dtype, those of the factor; returns their trust ratios."""
+    if impl == "plain":
+        return lamb_list_(tensors, s, factor)
+    if impl == "compile" or impl == "auto" and can_compile(factor.device.type):
+        return lamb_compiled_(tensors, s, factor)
+    return [lamb_eager_(*four, s, factor) for four in tensors]
+
+
+class Lamb(Optimizer):
+    """LAMB; the formulas are at the top of this file. All options can be set per parameter group.
+
+    Args:
+        params: parameters or groups; contiguous, float32 or float64.
+        lr: learning rate.
+        betas: decay of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decay, part of the update whose norm is taken.
+        bias_correction: divide the moments by 1 - beta^t.
+        adapt: multiply by the trust ratio; else the group takes Adam's steps, decayed.
+        norm_range: phi clamps the norm of the parameter to this range.
+        max_trust_ratio: upper bound of the ratio; 1 gives LAMBC.
+        impl: "compile", "eager", "plain" (the specification), or "auto": compile where a compiler is found.
+
+    ``trust_ratios`` holds each parameter's ratio in the last step, as 0-d tensors: free until they are read.
+    """
+
+    # Made and used up by one step, so in no state_dict. Class defaults, because copies skip the constructor.
+    clip_factor: Tensor | None = None
+    trust_ratios: Mapping[Tensor, Tensor] = MappingProxyType({})
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        adapt: bool = True,
+        norm_range: tuple[float, float] = (0.0, math.inf),
+        max_trust_ratio: float = math.inf,
+        impl: str = "auto",
+    ) -> None:
+        options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, impl=impl)
+        options |= dict(bias_correction=bias_correction, adapt=adapt)
+        options |= dict(norm_range=norm_range, max_trust_ratio=max_trust_ratio)
+        super().__init__(params, options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        check_options(self.defaults | param_group)
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if p.dtype not in (torch.float32, torch.float64) or not p.is_contiguous():
+                raise ValueError(
+                    f"Lamb needs contiguous float32 or float64 parameters, got {p.dtype} of shape "
+                    f"{tuple(p.shape)} and strides {p.stride()}; use autocast for half precision and "
+                    f"channels_last for inputs only"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns what the closure returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        factor, self.clip_factor = self.clip_factor, None
+        ratios: dict[Tensor, Tensor] = {}
+        for group in self.param_groups:
+            for (step, *_), params in self._alike(group).items():
+                scale = params[0].new_ones(()) if factor is None else factor.to(params[0])
+                tensors = [self._tensors(p) for p in params]
+                ratios |= zip(params, update(group["impl"], tensors, scalars(group, step), scale))
+        self.trust_ratios = MappingProxyType(ratios)
+        return loss
+
+    def init_param(self, p: Tensor) -> dict[str, Any]:
+        """The state of one parameter; zeros if it had none."""
+        state = self.state[p]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        return state
+
+    def _alike(self, group: dict[str, Any]) -> dict[tuple[int, torch.device, torch.dtype], list[Tensor]]:
+        """The parameters that have a gradient, by what one update shares; advances their step counters."""
+        alike = defaultdict(list)
+        for p in group["params"]:
+            if p.grad is not None:
+                state = self.init_param(p)
+                state["step"] += 1
+                alike[state["step"], p.device, p.dtype].append(p)
+        return alike
+
+    def _tensors(self, p: Tensor) -> Tensors:
+        if p.grad is None or p.grad.is_sparse:
+            raise ValueError(f"Lamb needs dense gradients, got a sparse one of shape {tuple(p.shape)}")
+        state = self.state[p]
+        return _flat(p), _flat(p.grad), _flat(state["exp_avg"]), _flat(state["exp_avg_sq"])
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A 1-D alias. Through .data it forgets its base, whose shape would make torch.compile compile again."""
+    return tensor.reshape(-1).data
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise a ValueError for an option of a Lamb group that is out of range."""
+    low, high = options["norm_range"]
+    rules = {
+        "lr": (options["lr"] >= 0, "a number >= 0"),
+        "betas": (all(0 <= beta < 1 for beta in options["betas"]), "two numbers in [0, 1)"),
+        "eps": (options["eps"] >= 0, "a number >= 0"),
+        "weight_decay": (options["weight_decay"] >= 0, "a number >= 0"),
+        "norm_range": (0 <= low <= high, "two numbers with 0 <= low <= high"),
+        "max_trust_ratio": (options["max_trust_ratio"] > 0, "a number above 0"),
+        "impl": (options["impl"] in IMPLS, f"one of {', '.join(IMPLS)}"),
+    }
+    for name, (holds, expected) in rules.items():
+        if not holds:
+            raise ValueError(f"Lamb's {name} must be {expected}, got {options[name]!r}")
+
+
+def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
+    """Make the next step of ``optimizer`` use its gradients times ``factor``, a 0-d tensor.
+
+    Lamb multiplies while it reads them, which saves a pass over memory; for any other optimizer the gradients
+    change here. Call it right before that step, on the instance that steps (Horovod's wrapper).
+    """
+    if isinstance(optimizer, Lamb):
+        optimizer.clip_factor = factor
+        return
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)
+
+
+def init_state(optimizer: Optimizer) -> None:
+    """Give every trainable parameter without state what it would have before its first step: zeros.
+
+    Never by stepping: a step with zero gradients moves decayed weights. Lamb, torch's Adam, AdamW and SGD.
+    """
+    if not isinstance(optimizer, (Lamb, torch.optim.Adam, torch.optim.SGD)):
+        raise ValueError(f"the initial state of {type(optimizer).__name__} is not known; use lamb or adamw")
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not p.requires_grad or optimizer.state.get(p):
+                continue
+            if isinstance(optimizer, Lamb):
+                optimizer.init_param(p)
+            elif isinstance(optimizer, torch.optim.Adam):
+                optimizer.state[p].update(_adam_state(p, group))
+            elif group["momentum"]:
+                optimizer.state[p]["momentum_buffer"] = _momentum_state(p, group)
+
+
+def _adam_state(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    on_device = group["capturable"] or group["fused"]  # else torch keeps the step counter on the host
+    state = {"step": torch.zeros((), device=p.device if on_device else "cpu")}
+    names = ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
+    return state | {name: torch.zeros_like(p) for name in names}
+
+
+def _momentum_state(p: Tensor, group: Mapping[str, Any]) -> Tensor:
+    if group["dampening"]:  # torch takes the first gradient undampened, which no initial buffer can express
+        raise ValueError(f"SGD with dampening={group['dampening']} has no initial state; set dampening to 0")
+    return torch.zeros_like(p)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One published reading of LAMB. Excluded from decay are 1-D tensors, biases and what the model names."""
+
+    bias_correction: bool
+    exclude: bool
+    """Whether anything is excluded."""
+    adapt_excluded: bool | None = None
+    """Whether what is excluded gets a trust ratio."""
+    max_trust_ratio: float = math.inf
+
+
+PRESETS: dict[str, Preset] = {
+    # arXiv:1904.00962 with the exclusions of its authors' code
+    "paper": Preset(bias_correction=True, exclude=True, adapt_excluded=False),
+    # the 32K run: everything decayed and adapted, moments as they are; its clip of 1.0 is the engine's
+    "colossal": Preset(bias_correction=False, exclude=False),
+    # NVIDIA's reading: what is excluded from decay is adapted all the same; its clip of 1.0 is the engine's
+    "nvlamb": Preset(bias_correction=True, exclude=True, adapt_excluded=True),
+    # arXiv:2011.13584: the paper's with ratios of at most 1
+    "lambc": Preset(bias_correction=True, exclude=True, adapt_excluded=False, max_trust_ratio=1.0),
+}
+
+
+def param_groups(
+    model: nn.Module, *, weight_decay: float, exclude: bool = True, adapt_excluded: bool | None = None
+) -> list[dict[str, Any]]:
+    """Parameter groups: decayed, and not decayed (1-D, biases, names in the model's ``no_weight_decay()``).
+
+    With ``exclude=False`` there is only the first; ``adapt_excluded`` is Lamb's ``adapt`` in the second. Frozen
+    parameters are kept: they have no gradient, so no state and no update, and unfreezing one renumbers
+    nothing in a saved state.
+    """
+    names: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
+    decayed: dict[str, Any] = {"params": [], "weight_decay": weight_decay}
+    excluded: dict[str, Any] = {"params": [], "weight_decay": 0.0}
+    if adapt_excluded is not None:
+        excluded["adapt"] = adapt_excluded
+    for name, p in model.named_parameters():
+        listed = any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
+        out = exclude and (p.ndim <= 1 or name.endswith(".bias") or listed)
+        (excluded if out else decayed)["params"].append(p)
+    return [group for group in (decayed, excluded) if group["params"]]
+
+
+def build_optimizer(
+    model: nn.Module,
+    *,
+    name: str = "lamb",
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float | None = None,
+    preset: str | None = None,
+    impl: str = "auto",
+) -> Optimizer:
+    """The optimizer of a run.
+
+    Args:
+        model: its parameters, frozen ones included, see `param_groups`.
+        name: "lamb", or "adamw" (torch's, fused).
+        eps: 1e-6 for lamb and 1e-8 for adamw unless given.
+        preset: a name in `PRESETS`, "paper" unless given; lamb only.
+        impl: see `Lamb`; lamb only.
+
+    Raises:
+        ValueError: an unknown name, a value out of range, or an option that the optimizer would not use.
+    """
+    if name == "adamw":
+        _refuse_lamb_options(preset, impl)
+        groups = param_groups(model, weight_decay=weight_decay)
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8 if eps is None else eps, fused=True)
+    if name != "lamb":
+        raise ValueError(f"unknown optimizer {name!r}; choose lamb or adamw")
+    preset = "paper" if preset is None else preset
+    if preset not in PRESETS:
+        raise ValueError(f"unknown LAMB preset {preset!r}; choose one of {', '.join(PRESETS)}")
+    chosen = PRESETS[preset]
+    return Lamb(
+        param_groups(
+            model, weight_decay=weight_decay, exclude=chosen.exclude, adapt_excluded=chosen.adapt_excluded
+        ),
+        lr,
+        betas=betas,
+        eps=1e-6 if eps is None else eps,
+        bias_correction=chosen.bias_correction,
+        max_trust_ratio=chosen.max_trust_ratio,
+        impl=impl,
+    )
+
+
+def _refuse_lamb_options(preset: str | None, impl: str) -> None:
+    for option, value, unset in (("preset", preset, None), ("impl", impl, "auto")):
+        if value != unset:
+            raise ValueError(f"{option}={value!r} has no effect on adamw; remove it or choose lamb")

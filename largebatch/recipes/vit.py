@@ -1,0 +1,64 @@
+"""ViT-B/32, B/16 and L/32 on ImageNet-1K with LAMB at a global batch of 32,768.
+
+The published sources of this recipe disagree with each other. What is here is the run whose curve was
+published; each choice is named below. Only B/16 was published with code; B/32 and L/32 were said to be
+trained alike.
+"""
+
+from dataclasses import replace
+
+from largebatch.config import (
+    AugmentConfig,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+
+def vit_b16() -> TrainConfig:
+    """ViT-B/16, 224 px, 300 epochs at 32K: 11,730 updates.
+
+    Source: "How to quickly reproduce ViT pre-training with only one small server" and the data-parallel example
+    of ColossalAI-Examples (their 4 A100: 78.58 hours; on about 200: 1.87 hours). Its curve ends near 72.7 % top-1,
+    after a sag to about 49 % at the top of the warm-up, which is healthy for this recipe.
+
+        horovodrun -np 4 python -m largebatch.train --model vit_b16 --data /data/imagenet_tfrecords
+
+    Where the sources differ: accumulation is 32 in the text (4 GPUs) and 16 in the code (8 GPUs), so here it
+    follows from the batch. Warm-up is 150 epochs in the text, in the first code and in the curve, 50 and 1 in later
+    files. RandAugment came to the code after the published run and is left out. The original `drop_rate=0.1` meant,
+    in the timm of its day, dropout after position embedding, projections and MLP, and none before the head. Its
+    schedule moves once per epoch, which `stairs` reproduces; `--schedule.stairs false` is the smooth form. The original
+    squashed held-out images to 256 x 256 before the crop; here they are prepared as timm does for this model.
+    """
+    return TrainConfig(
+        recipe="vit_b16",
+        model=ModelConfig(name="vit_b16", pos_drop_rate=0.1, proj_drop_rate=0.1),
+        data=DataConfig(path="", global_batch_size=32768, micro_batch_size=256),  # 32768 = 4 ranks × 256 × 32 passes
+        augment=AugmentConfig(mixup_alpha=0.2),
+        optim=OptimConfig(preset="colossal", lr=1.8e-2, weight_decay=0.1, clip_norm=1.0),
+        schedule=ScheduleConfig(name="linear", warmup="150 epochs", stairs=True),
+        run=RunConfig(duration="300 epochs", precision="fp16"),
+    )
+
+
+def vit_b32() -> TrainConfig:
+    """ViT-B/32, 224 px, 300 epochs at 32K, as `vit_b16`: 14.58 hours on 4 A100, 0.61 hours on 200 (published).
+
+    "Maintains accuracy" is all that was published of its result; from scratch on ImageNet-1K the ViT paper has 73.4 %
+    at 384 px. 200 ranks cannot make 32,768 exactly: 32,000 = 200 × 160 and 32,800 = 200 × 164 they can.
+    """
+    base = vit_b16()
+    return replace(base, recipe="vit_b32", model=replace(base.model, name="vit_b32"))
+
+
+def vit_l32() -> TrainConfig:
+    """ViT-L/32, 224 px, 300 epochs at 32K, as `vit_b16`: 37.83 hours on 4 A100, 1.30 hours on about 200 (published).
+
+    Its batch is not stated anywhere and taken to be that of the other two.
+    """
+    base = vit_b16()
+    return replace(base, recipe="vit_l32", model=replace(base.model, name="vit_l32"))

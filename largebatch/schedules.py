@@ -1,0 +1,144 @@
+r"""Learning-rate schedules: pure functions from the optimizer step to a factor of the peak learning rate.
+
+A schedule has no state: the engine writes ``group["lr"] = peak * factor(step)`` at the top of every step, so
+a resumed run needs one integer and a curve can be tabulated without training. Durations arrive here in
+optimizer steps only; epochs, images and fractions are converted by the configuration.
+
+    factor
+      1 |        ______ peak
+        |      /        \            linear, cosine, poly or constant between warm-up and cooldown
+        |    /             \
+  start |  /                  \
+  floor |                        \__________
+        +--|-----|----------------|----------|--> step
+           0     warmup_steps     end        total_steps        end = total_steps - cooldown_steps
+
+Without a ``start`` the warm-up is (step + 1) / (warmup_steps + 1): the first step already has a rate above
+zero, and the step after the warm-up has the full one. Together with linear decay, which is
+(end - step) / (end - warmup_steps), that is the schedule of the published 32K run; it moved once per epoch
+(``steps_per_epoch``).
+"""
+
+import math
+from collections.abc import Callable
+
+Schedule = Callable[[int], float]
+
+# Decay from 1 to 0 (or not at all) as the progress through the decay, a number in [0, 1], goes from 0 to 1.
+SHAPES: dict[str, Callable[[float, float], float]] = {
+    "linear": lambda progress, power: 1.0 - progress,
+    "cosine": lambda progress, power: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "poly": lambda progress, power: (1.0 - progress) ** power,
+    "constant": lambda progress, power: 1.0,
+}
+
+
+def make_schedule(
+    name: str,
+    *,
+    total_steps: int,
+    warmup_steps: int = 0,
+    start: float | None = None,
+    floor: float = 0.0,
+    cooldown_steps: int = 0,
+    prefix: bool = True,
+    power: float = 1.0,
+    steps_per_epoch: float | None = None,
+) -> Schedule:
+    """The factor of the peak learning rate as a function of the optimizer step (0, 1, ..., total_steps - 1).
+
+    Args:
+        name: linear, cosine, poly or constant.
+        total_steps: length of the run, warm-up and cooldown included; later steps keep the last value.
+        warmup_steps: steps of linear warm-up.
+        start: factor at step 0 when there is a warm-up; 1 / (warmup_steps + 1) unless given.
+        floor: factor at the end of the decay and during the cooldown.
+        cooldown_steps: steps at the floor at the end of the run.
+        prefix: the decay begins when the warm-up ends; if false it is computed from step 0 and the warm-up
+            replaces its beginning (the published VOLO runs; timm's default).
+        power: exponent of poly.
+        steps_per_epoch: hold the factor during an epoch, at the value that a schedule counted in epochs has
+            at this one; may be fractional, as global batches straddle epochs.
+
+    Raises:
+        ValueError: an unknown name, a value out of range, or an option that this schedule would not use.
+    """
+    _check_shape(name, floor=floor, cooldown_steps=cooldown_steps, power=power)
+    _check_durations(total_steps, warmup_steps, cooldown_steps, steps_per_epoch)
+    _check_warmup(start, floor, warmup_steps)
+    shape = SHAPES[name]
+    warmup = _in_epochs(warmup_steps, steps_per_epoch)
+    end = _in_epochs(total_steps - cooldown_steps, steps_per_epoch)
+    first = 1.0 / (warmup + 1.0) if start is None else start
+    offset = warmup if prefix else 0.0
+
+    def factor(step: int) -> float:
+        assert step >= 0, f"optimizer steps start at 0, got {step}"
+        time = math.floor(step / steps_per_epoch) if steps_per_epoch else step
+        if time < warmup:
+            return first + (1.0 - first) * time / warmup
+        if time >= end:
+            return 1.0 if name == "constant" and not cooldown_steps else floor
+        return floor + (1.0 - floor) * shape((time - offset) / (end - offset), power)
+
+    return factor
+
+
+def scale_lr(lr: float, *, batch_size: int, reference_batch_size: int, rule: str = "none") -> float:
+    """The learning rate for ``batch_size`` when ``lr`` was tuned at ``reference_batch_size``.
+
+    The linear rule is for SGD (arXiv:1706.02677), the square-root rule for Adam and LAMB (arXiv:1904.00962).
+    """
+    rules = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
+    if rule not in rules:
+        raise ValueError(f"unknown learning-rate rule {rule!r}; choose one of {', '.join(rules)}")
+    if batch_size < 1 or reference_batch_size < 1:
+        raise ValueError(
+            f"batch sizes must be positive to scale a learning rate, "
+            f"got batch_size={batch_size} and reference_batch_size={reference_batch_size}"
+        )
+    return lr * (batch_size / reference_batch_size) ** rules[rule]
+
+
+def _in_epochs(steps: int, steps_per_epoch: float | None) -> float:
+    """A duration in the unit that the schedule counts: steps, or epochs when it moves once per epoch."""
+    if steps_per_epoch is None:
+        return float(steps)
+    epochs = steps / steps_per_epoch
+    # 150 epochs of 39.1 steps were rounded to whole steps before they came here; give back the whole number.
+    whole = abs(epochs - round(epochs)) * steps_per_epoch < 1.0
+    return float(round(epochs)) if whole else epochs
+
+
+def _check_shape(name: str, *, floor: float, cooldown_steps: int, power: float) -> None:
+    if name not in SHAPES:
+        raise ValueError(f"unknown schedule {name!r}; choose one of {', '.join(SHAPES)}")
+    if name != "poly" and power != 1.0:
+        raise ValueError(f"power={power} has no effect on a {name} schedule; remove it or choose poly")
+    if name == "constant" and floor and not cooldown_steps:
+        raise ValueError(f"floor={floor} has no effect on a constant schedule without cooldown_steps")
+    if power <= 0:
+        raise ValueError(f"power must be above 0, got {power}")
+
+
+def _check_durations(total: int, warmup: int, cooldown: int, steps_per_epoch: float | None) -> None:
+    if total < 1 or warmup < 0 or cooldown < 0:
+        raise ValueError(
+            f"a schedule needs total_steps >= 1, warmup_steps >= 0 and cooldown_steps >= 0, "
+            f"got {total}, {warmup} and {cooldown}"
+        )
+    if warmup + cooldown > total:
+        raise ValueError(
+            f"warmup_steps + cooldown_steps = {warmup} + {cooldown} is longer than total_steps = {total}; "
+            f"shorten them or train longer"
+        )
+    if steps_per_epoch is not None and steps_per_epoch <= 0:
+        raise ValueError(f"steps_per_epoch must be above 0, got {steps_per_epoch}")
+
+
+def _check_warmup(start: float | None, floor: float, warmup_steps: int) -> None:
+    if start is not None and not warmup_steps:
+        raise ValueError(f"start={start} has no effect without a warm-up; remove it or set warmup_steps")
+    for option, value in (("start", start), ("floor", floor)):
+        if value is not None and not 0.0 <= value <= 1.0:
+            raise ValueError(f"{option} is a factor of the peak learning rate in [0, 1], got {value}")

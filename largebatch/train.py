@@ -1,0 +1,77 @@
+"""Train a model: recipe -> run.
+
+    horovodrun -np 4 python -m largebatch.train --model vit_b32 [--data FOLDER] [--section.option value ...]
+
+With --data the model's published recipe is taken, without it a quick start on embedded images. Any option of the
+config follows as --section.option; the same command line resumes an interrupted run.
+"""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Sequence
+
+from largebatch.build import build_trainer
+from largebatch.comm import Communicator, session
+from largebatch.config import TrainConfig, dump, parse
+from largebatch.recipes import choose
+
+logger = logging.getLogger("largebatch.train")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: this process's)."""
+    config, mistake = TrainConfig(), None
+    try:
+        config = parse(
+            sys.argv[1:] if argv is None else argv,
+            choose_recipe=choose,
+            prog="python -m largebatch.train",
+            description=__doc__,
+        )
+    except ValueError as error:  # the same on every rank: said once, below
+        mistake = error
+    with session(deterministic=config.run.deterministic) as comm:
+        with comm.together("command line"):
+            if mistake:
+                raise mistake
+            open_folder(config, comm)
+        train(config, comm)
+
+
+def open_folder(config: TrainConfig, comm: Communicator) -> None:
+    """Make the run folder and the log in it."""
+    folder = Path(config.folder)
+    handlers: list[logging.Handler] = [logging.StreamHandler()]
+    if comm.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(folder / "log.txt"))
+    level = logging.INFO if comm.rank == 0 else logging.WARNING
+    logging.basicConfig(level=level, handlers=handlers, format=f"[{comm.rank}] %(message)s", force=True)
+
+
+def train(config: TrainConfig, comm: Communicator) -> None:
+    """Train as `config` says, from where its folder stands."""
+    logger.info("%s", headline(config))
+    trainer = build_trainer(config, comm)
+    if comm.rank == 0:
+        (Path(config.folder) / "config.yaml").write_text(dump(config))
+    if trainer.state.step >= trainer.num_steps:
+        logger.info("This run is complete; to train again choose another --run.folder.")
+        return
+    trainer.fit(max_steps=config.run.max_steps)
+    logger.info("%s: step %d of %d, curves in curves.png", config.folder, trainer.state.step, trainer.num_steps)
+
+
+def headline(config: TrainConfig) -> str:
+    """Which recipe this is, and how to get the other."""
+    other = (
+        f"--data FOLDER takes the published recipe of {config.model.name}"
+        if config.recipe == "quickstart"
+        else "without --data a quick start on embedded images"
+    )
+    return f"recipe {config.recipe}: {config.model.name} at {config.model.img_size} px on {config.data.path} ({other})"
+
+
+if __name__ == "__main__":
+    main()

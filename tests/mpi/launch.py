@@ -1,0 +1,57 @@
+"""Start programs under real launchers, as a user would: no flag but the number of ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LAUNCHERS = {
+    "python": lambda ranks: [],
+    "mpirun": lambda ranks: ["mpirun", "-np", str(ranks)],
+    "horovodrun": lambda ranks: ["horovodrun", "-np", str(ranks)],
+    "horovodrun --gloo": lambda ranks: ["horovodrun", "--gloo", "-np", str(ranks)],
+}
+
+
+def launch(
+    arguments: list[str],
+    *,
+    ranks: int,
+    launcher: str = "mpirun",
+    timeout_s: int = 240,
+    environment: dict[str, str] | None = None,
+) -> tuple[int, str]:
+    """Run `python arguments...` on so many ranks from the root; (exit code, stdout and stderr together).
+
+    Ranks get one thread each, as the machine has no more for them. A run over its time limit is killed whole and fails.
+    """
+    command = [*LAUNCHERS[launcher](ranks), sys.executable, *arguments]
+    settings = {"OMP_NUM_THREADS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "100"} | (environment or {})
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | settings,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"{' '.join(command)} was not done after {timeout_s} s; its output:\n{output}") from None
+    return process.returncode, output
+
+
+def check_on_ranks(
+    file: str, *, ranks: int, launcher: str = "mpirun", environment: dict[str, str] | None = None
+) -> None:
+    """Run one file of tests/mpi/ranks, all its tests, on every rank of one launch."""
+    arguments = ["-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", f"tests/mpi/ranks/{file}"]
+    code, output = launch(arguments, ranks=ranks, launcher=launcher, environment=environment)
+    assert code == 0, output
+    assert " passed" in output and "skipped" not in output, output

@@ -1,0 +1,103 @@
+"""A small trainer of real parts, but for images that are a function of their sample number."""
+
+from typing import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from largebatch.augment import Augment, seed_for
+from largebatch.comm import Communicator
+from largebatch.data.dali import Batch
+from largebatch.data.order import MicroBatch, Plan
+from largebatch.engine import Trainer
+from largebatch.losses import classification
+from largebatch.optim import build_optimizer, init_state
+
+CLASSES = 7
+
+
+def small_model(*, dropout: float = 0.0, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 4, stride=4),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.LayerNorm(32),
+        nn.Dropout(dropout),
+        nn.Linear(32, CLASSES),
+    )
+
+
+def images(samples: list[int], *, dtype: torch.dtype) -> Tensor:
+    """(B, 3, 8, 8), each a function of its sample number alone."""
+    return torch.stack([torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(n), dtype=dtype) for n in samples])
+
+
+def batch_of(plan: Plan, micro: MicroBatch, *, dtype: torch.dtype) -> Batch:
+    samples = plan.samples(micro.start, micro.stop)[1]
+    labels = torch.from_numpy(samples) % CLASSES
+    return Batch(images(samples.tolist(), dtype=dtype), labels, micro.step, micro.number, samples)
+
+
+def small_trainer(
+    comm: Communicator,
+    plan: Plan,
+    *,
+    passes: int,
+    model: nn.Module | None = None,
+    dtype: torch.dtype = torch.float32,
+    precision: str = "fp32",
+    mixup_alpha: float = 0.2,
+    preset: str = "paper",
+    lr: float = 0.01,
+    clip_norm: float | None = 1.0,
+) -> Trainer:
+    model = (model or small_model()).to(dtype)
+    optimizer = comm.wrap(
+        build_optimizer(model, lr=lr, weight_decay=0.1, preset=preset, impl="eager"), model, passes=passes
+    )
+    init_state(optimizer)
+
+    def open_batches(start: int) -> Iterator[Batch]:
+        for step in range(start, plan.num_steps):
+            for micro in plan.micro_batches(step, comm.rank, comm.size):
+                yield batch_of(plan, micro, dtype=dtype)
+
+    return Trainer(
+        comm=comm,
+        model=model,
+        objective=classification,
+        optimizer=optimizer,
+        scaler=torch.amp.GradScaler("cpu", enabled=precision == "fp16"),
+        base_lr=lr,
+        schedule=lambda step: 1 / (1 + step),
+        plan=plan,
+        open_batches=open_batches,
+        eval_batches=[batch_of(plan, micro, dtype=dtype) for micro in plan.micro_batches(0, comm.rank, comm.size)],
+        augment=Augment(CLASSES, mixup_alpha=mixup_alpha),
+        seed=3,
+        precision=precision,
+        clip_norm=clip_norm,
+        eval_images=10**9,
+        device=torch.device("cpu"),
+    )
+
+
+def serial_run(plan: Plan, model: nn.Module) -> nn.Module:
+    """The same run written out in one process, float64: the reference for any number of ranks."""
+    augment, optimizer = Augment(CLASSES, mixup_alpha=0.2), build_optimizer(
+        model, lr=0.01, weight_decay=0.1, impl="plain"
+    )
+    for step in range(plan.num_steps):
+        for micro in plan.micro_batches(step, 0, 1):
+            batch = batch_of(plan, micro, dtype=torch.float64)
+            torch.manual_seed(seed_for(3, step, micro.number, purpose="model"))
+            generator = torch.Generator().manual_seed(seed_for(3, step, micro.number))
+            mixed = augment(batch.images, batch.labels, generator)
+            (classification(model, mixed) / plan.window_images(step)).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + step)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model

@@ -1,0 +1,82 @@
+"""The gradient that the optimizer sees equals that of one big batch, for any ranks and passes."""
+
+import pytest
+import torch
+from parts import CLASSES, batch_of, small_model, small_trainer
+from torch import Tensor
+
+from largebatch.augment import Augment, Augmented, seed_for
+from largebatch.data.order import Plan
+from largebatch.losses import classification
+
+MICRO = 4
+BOUND = {torch.float64: 1e-12, torch.float32: 5e-6}  # of ||difference|| / ||gradient||, per tensor
+
+
+def reference(plan: Plan, step: int, *, dtype: torch.dtype) -> list[Tensor]:
+    """One backward pass over the whole global batch, mixed as its micro-batches are."""
+    augment, model = Augment(CLASSES, mixup_alpha=0.2), small_model().to(dtype)
+    mixed = []
+    for micro in plan.micro_batches(step, 0, 1):
+        batch = batch_of(plan, micro, dtype=dtype)
+        mixed.append(
+            augment(batch.images, batch.labels, torch.Generator().manual_seed(seed_for(3, step, micro.number)))
+        )
+    whole = Augmented(torch.cat([part.images for part in mixed]), torch.cat([part.targets for part in mixed]))
+    (classification(model, whole) / plan.window_images(step)).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def seen_by_optimizer(trainer, batches) -> tuple[list[Tensor], float]:
+    """Gradients and their norm in one step of the trainer."""
+    gradients: list[Tensor] = []
+
+    def keep(*_) -> None:  # Horovod's wrapper runs the hooks of step() twice
+        gradients[:] = [parameter.grad.clone() for parameter in trainer.model.parameters()]
+
+    handle = trainer.optimizer.register_step_pre_hook(keep)
+    output = trainer.train_step(batches)
+    handle.remove()
+    return gradients, float(output.grad_norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("left_over", [0, 1, 5, 2 * MICRO + 3])  # images of a short last window
+@pytest.mark.parametrize("passes", [1, 2, 3, 5])
+def test_equal_to_one_big_batch(comm, passes, left_over, dtype):
+    batch_size = comm.size * passes * MICRO
+    if left_over >= batch_size:
+        left_over = batch_size - 1  # unequal micro-batches all the same
+    num_images = left_over or batch_size
+    plan = Plan(num_samples=37, global_batch_size=batch_size, micro_batch_size=MICRO, num_images=num_images, seed=1)
+    trainer = small_trainer(comm, plan, passes=passes, dtype=dtype)
+    gradients, norm = seen_by_optimizer(trainer, trainer.open_batches(0))
+    expected = reference(plan, 0, dtype=dtype)
+    assert len(gradients) == len(expected)
+    for ours, theirs in zip(gradients, expected):
+        assert (ours - theirs).norm() <= BOUND[dtype] * theirs.norm()
+    whole = torch.stack([gradient.norm() for gradient in expected]).norm()
+    assert abs(norm - whole) <= BOUND[dtype] * whole  # logged and clipped: the reduced gradient's norm
+
+
+def test_windows_of_unequal_passes_follow_each_other(comm):
+    """A rank with nothing to do in the last window takes part in it, and the replicas stay equal."""
+    batch_size = comm.size * 2 * MICRO
+    plan = Plan(
+        num_samples=37, global_batch_size=batch_size, micro_batch_size=MICRO, num_images=2 * batch_size + 3, seed=1
+    )
+    trainer = small_trainer(comm, plan, passes=2)
+    trainer.fit()
+    assert trainer.state.step == 3 and trainer.state.images == plan.num_images
+    sums = comm.allgather_object(
+        [float(parameter.double().sum()) for parameter in trainer.model.parameters()], name="sums"
+    )
+    assert all(one == sums[0] for one in sums)
+
+
+def test_micro_batches_are_whole(comm):
+    """The plan hands every image of a step to exactly one rank."""
+    plan = Plan(num_samples=37, global_batch_size=40, micro_batch_size=4, num_images=93, seed=1)
+    mine = [(m.number, m.start, m.stop) for step in range(3) for m in plan.micro_batches(step, comm.rank, comm.size)]
+    everything = sorted(sum(comm.allgather_object(mine, name="micro"), []), key=lambda m: m[1])
+    assert [m[1] for m in everything] == [0] + [m[2] for m in everything[:-1]] and everything[-1][2] == 93

@@ -1,0 +1,163 @@
+"""What surprises in Horovod, shown not to be reachable through our API. Run on two and three ranks."""
+
+import copy
+
+import pytest
+import torch
+from parts import serial_run, small_model, small_trainer
+from torch import nn
+
+from largebatch.comm import Stopped
+from largebatch.data.order import Plan
+from largebatch.optim import PRESETS, Lamb, build_optimizer, init_state
+
+
+def plan_for(comm, *, passes: int = 2, steps: int = 4) -> Plan:
+    batch = comm.size * passes * 4
+    return Plan(num_samples=50, global_batch_size=batch, micro_batch_size=4, num_images=steps * batch, seed=0)
+
+
+def replicas_agree(comm, model: nn.Module, name: str) -> bool:
+    """Whether all ranks hold the same bits."""
+    mine = [tensor.detach().double().flatten().tolist() for tensor in model.state_dict().values()]
+    return all(other == mine for other in comm.allgather_object(mine, name=name))
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_wrapping_keeps_every_option(comm, preset):
+    """Horovod makes a new optimizer from the param groups alone."""
+    model = small_model()
+    plain = build_optimizer(model, lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.3, preset=preset)
+    before = [
+        {key: copy.copy(value) for key, value in group.items() if key != "params"} for group in plain.param_groups
+    ]
+    wrapped = comm.wrap(plain, model, passes=2)
+    after = [{key: value for key, value in group.items() if key != "params"} for group in wrapped.param_groups]
+    assert after == before
+    assert isinstance(wrapped, Lamb)
+
+
+@pytest.mark.parametrize("kind", [Lamb, torch.optim.AdamW])
+def test_broadcast_moves_nothing(comm, kind):
+    """Resumed on rank 0 alone: everybody ends with rank 0's bits, and no step is taken anywhere."""
+    model = small_model(seed=comm.rank)
+    model.register_buffer("flag", torch.tensor([comm.rank == 0]))  # bool: not a type of Horovod's
+    model.register_buffer("share", torch.full((2,), float(comm.rank), dtype=torch.bfloat16))
+    model.register_buffer("count", torch.tensor(comm.rank))
+    optimizer = comm.wrap(kind(model.parameters(), lr=0.1 + comm.rank, weight_decay=0.5), model, passes=1)
+    init_state(optimizer)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if torch.is_tensor(value):
+                value.fill_(comm.rank + 1)
+    roots = comm.broadcast_object([parameter.detach().clone() for parameter in model.parameters()], name="roots")
+    comm.broadcast_state(model, optimizer)
+    for parameter, root in zip(model.parameters(), roots):
+        assert torch.equal(parameter, root)
+    assert bool(model.flag) and model.share.tolist() == [0, 0] and int(model.count) == 0
+    assert {group["lr"] for group in optimizer.param_groups} == {0.1}
+    for state in optimizer.state.values():
+        assert all(bool((value == 1).all()) for value in state.values() if torch.is_tensor(value))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_takes_its_argument(comm, set_to_none):
+    model = small_model()
+    optimizer = comm.wrap(Lamb(model.parameters(), lr=0.1), model, passes=1)
+    model(torch.ones(2, 3, 8, 8)).sum().backward()
+    if comm.size > 1:
+        with pytest.raises(RuntimeError, match="would race with the reduction"):
+            optimizer.zero_grad(set_to_none=set_to_none)
+    comm.synchronize(optimizer)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(g is None if set_to_none else not g.any() for g in gradients)
+
+
+def test_unfrozen_parameters_are_reduced_again(comm):
+    """Behind our back it is an error at the next step; wrapped again, replicas stay equal."""
+    model = small_model()
+    model[0].requires_grad_(False)
+    trainer = small_trainer(comm, plan_for(comm, steps=6), passes=2, model=model)
+    batches = trainer.open_batches(0)
+    trainer.train_step(batches)
+    frozen = model[0].weight.clone()
+    trainer.train_step(batches)
+    assert torch.equal(model[0].weight, frozen)
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match="call Communicator.wrap again"):
+        comm.synchronize(trainer.optimizer)
+    step_state = {key: value for key, value in trainer.optimizer.state[model[5].weight].items()}
+    trainer.optimizer = comm.wrap(trainer.optimizer, model, passes=2)
+    init_state(trainer.optimizer)
+    assert all(trainer.optimizer.state[model[5].weight][key] is value for key, value in step_state.items())
+    for _ in range(4):
+        trainer.train_step(batches)
+    assert not torch.equal(model[0].weight, frozen)
+    assert replicas_agree(comm, model, "unfrozen")
+
+
+@pytest.mark.parametrize(
+    "spoil, reason",
+    [
+        (lambda model: model.bfloat16(), "torch.bfloat16, which is not reduced"),
+        (lambda model: model.to(memory_format=torch.channels_last), "not contiguous"),
+    ],
+)
+def test_what_cannot_be_reduced_is_refused(comm, spoil, reason):
+    model = spoil(small_model())
+    with pytest.raises(ValueError, match=reason):
+        comm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, passes=1)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_overflow_on_one_rank_skips_the_step_on_all(comm, precision):
+    trainer = small_trainer(comm, plan_for(comm), passes=2, precision=precision, mixup_alpha=0.0)
+    batches = list(trainer.open_batches(0))
+    trainer.train_step(iter(batches[:2]))
+    before = copy.deepcopy(trainer.model.state_dict()), copy.deepcopy(trainer.optimizer.state_dict())
+    scale = trainer.scaler.get_scale()
+    if comm.rank == comm.size - 1:
+        batches[3].images.fill_(float("inf"))
+    output = trainer.train_step(iter(batches[2:4]))
+    assert not output.applied and trainer.state.skipped == 1 and trainer.state.step == 2
+    after = trainer.model.state_dict(), trainer.optimizer.state_dict()
+    assert all(torch.equal(before[0][key], after[0][key]) for key in before[0])
+    for old, new in zip(before[1]["state"].values(), after[1]["state"].values()):
+        assert all(torch.equal(torch.as_tensor(old[key]), torch.as_tensor(new[key])) for key in old)
+    steps = [[group.get("step") for group in one["param_groups"]] for one in (before[1], after[1])]
+    assert str(steps[0]) == str(steps[1])  # Lamb's own count stands still
+    assert trainer.scaler.get_scale() == (scale / 2 if precision == "fp16" else 1)
+    assert trainer.train_step(iter(batches[4:6])).applied
+    assert replicas_agree(comm, trainer.model, f"overflow/{precision}")
+
+
+def test_repeats_to_the_last_bit(comm):
+    """In deterministic mode, with three ranks too, where the order of a sum matters."""
+    results = []
+    for _ in range(2):
+        trainer = small_trainer(comm, plan_for(comm), passes=2, model=small_model(dropout=0.3))
+        trainer.fit()
+        results.append([parameter.detach().clone() for parameter in trainer.model.parameters()])
+    assert all(torch.equal(one, two) for one, two in zip(*results))
+    assert replicas_agree(comm, trainer.model, "repeat")
+
+
+def test_dropout_follows_the_micro_batch_not_the_rank(comm):
+    """With dropout and mixup on, the ranks together compute what one rank alone would."""
+    plan = Plan(num_samples=50, global_batch_size=48, micro_batch_size=4, num_images=48 * 3, seed=0)
+    trainer = small_trainer(comm, plan, passes=12 // comm.size, model=small_model(dropout=0.5), dtype=torch.float64)
+    trainer.fit()
+    for ours, theirs in zip(
+        trainer.model.parameters(), serial_run(plan, small_model(dropout=0.5).double()).parameters()
+    ):
+        assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
+
+
+def test_failures_of_setting_up_stop_all_ranks_with_the_cause(comm):
+    with pytest.raises(Stopped) as stopped:
+        with comm.together("reading"):
+            if comm.rank == comm.size - 1:
+                raise ValueError("no such folder")
+    where = f"rank {comm.rank if comm.size == 1 else comm.size - 1} of {comm.size}, reading: "
+    assert str(stopped.value) == ("" if comm.size == 1 else where) + "no such folder"

@@ -1,0 +1,14 @@
+"""Every file of ranks/ under a real launcher, many checks per launch."""
+
+import pytest
+from launch import check_on_ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_gradients(ranks):
+    check_on_ranks("test_gradients.py", ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks, launcher", [(1, "mpirun"), (2, "mpirun"), (3, "mpirun"), (2, "horovodrun --gloo")])
+def test_traps(ranks, launcher):
+    check_on_ranks("test_traps.py", ranks=ranks, launcher=launcher)

@@ -1,0 +1,136 @@
+"""Whole runs from the command line, under every launcher: DALI, Horovod and our LAMB as a user meets them."""
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from launch import launch
+from safetensors.torch import load_file
+
+SMALL = ["--model", "vit_ti16", "--img-size", "32", "--run.precision", "fp32", "--run.deterministic", "true"]
+BATCH = [
+    "--data.global_batch_size",
+    "48",
+    "--data.micro_batch_size",
+    "4",
+    "--run.duration",
+    "8 steps",
+    "--run.eval_every",
+    "5 steps",
+]
+RANDOM = ["--augment.mixup_alpha", "0.2", "--model.proj_drop_rate", "0.1", "--model.drop_path_rate", "0.1"]
+
+
+def train(folder: Path, *options: str, ranks: int, launcher: str = "mpirun", **launch_options) -> tuple[int, str]:
+    arguments = ["-m", "largebatch.train", *SMALL, *BATCH, *RANDOM, "--run.folder", str(folder), *options]
+    return launch(arguments, ranks=ranks, launcher=launcher, **launch_options)
+
+
+def trained(folder: Path, *options: str, ranks: int, launcher: str = "mpirun") -> dict[str, torch.Tensor]:
+    """Train, successfully; the weights of the newest checkpoint."""
+    code, output = train(folder, *options, ranks=ranks, launcher=launcher)
+    assert code == 0, output
+    return weights(folder)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(max((folder / "checkpoints").glob("[0-9]*")) / "model.safetensors")
+
+
+def rows(folder: Path, name: str) -> list[dict[str, str]]:
+    with open(folder / name, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Largest relative difference of a tensor."""
+    assert one.keys() == other.keys()
+    return max(float((one[key] - other[key]).norm() / one[key].norm().clamp_min(1e-12)) for key in one)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    trained(folder, ranks=3)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "ranks, launcher", [(1, "python"), (2, "mpirun"), (2, "horovodrun"), (2, "horovodrun --gloo"), (4, "horovodrun")]
+)
+def test_every_launch_form_trains_the_same(tmp_path, uninterrupted, ranks, launcher):
+    """8 steps with mixup, dropout and stochastic depth: other ranks and launchers only change the order of sums."""
+    assert distance(weights(uninterrupted), trained(tmp_path, ranks=ranks, launcher=launcher)) < 1e-4
+
+
+def test_resumed_equals_uninterrupted(tmp_path, uninterrupted):
+    trained(tmp_path, "--run.max_steps", "3", ranks=3)
+    ours = trained(tmp_path, ranks=3)
+    for key, tensor in weights(uninterrupted).items():
+        assert torch.equal(ours[key], tensor), key
+    assert [row["step"] for row in rows(tmp_path, "steps.csv")] == [str(step) for step in range(1, 9)]
+    for name in ("steps.csv", "epochs.csv"):
+        ours_rows, theirs = rows(tmp_path, name), rows(uninterrupted, name)
+        for one, other in zip(ours_rows, theirs, strict=True):
+            assert {k: v for k, v in one.items() if "per_s" not in k and "train_loss" not in k} == {
+                k: v for k, v in other.items() if "per_s" not in k and "train_loss" not in k
+            }
+
+
+def test_resumed_on_two_ranks_of_three(tmp_path, uninterrupted):
+    """The batches and every draw stay; only the order of sums changes."""
+    trained(tmp_path, "--run.max_steps", "3", ranks=3)
+    assert distance(weights(uninterrupted), trained(tmp_path, ranks=2)) < 1e-4
+    losses = [[float(row["loss"]) for row in rows(folder, "steps.csv")] for folder in (tmp_path, uninterrupted)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_validation_is_exact_on_any_number_of_ranks(uninterrupted):
+    lines = set()
+    for ranks in (1, 2, 3, 4):
+        code, output = launch(["-m", "largebatch.validate", str(uninterrupted)], ranks=ranks)
+        assert code == 0, output
+        lines.add(re.search(r"top-1 .* images 360", output)[0])
+    assert len(lines) == 1
+    assert f"top-1 {float(rows(uninterrupted, 'epochs.csv')[-1]['top1']):.2f} %" in lines.pop()
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (["--optim.lrr", "1"], "There is no option optim.lrr; did you mean --optim.lr?"),
+        (
+            ["--data.global_batch_size", "50"],
+            "A global batch of 50 is not a whole number of passes of 2 ranks × micro-batch 4",
+        ),
+        (["--model", "vit_b33"], "did you mean vit_b"),
+        (["--data", "/no/such/folder", "--recipe", "quickstart"], "/no/such/folder"),
+        (["--model.num_classes", "9"], "num_classes"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_an_exit_code(tmp_path, options, sentence):
+    code, output = train(tmp_path, *options, ranks=2)
+    assert code != 0 and "Traceback" not in output
+    assert output.count(sentence) == 1, output
+
+
+def test_a_launcher_that_announces_more_than_horovod_sees(tmp_path):
+    code, output = train(tmp_path, ranks=1, launcher="python", environment={"SLURM_NTASKS": "4"})
+    assert code != 0 and "SLURM_NTASKS=4" in output and "Horovod sees 1" in output
+
+
+def test_a_failing_rank_ends_the_run_and_is_named(tmp_path):
+    """One rank alone loses its images in the middle of the run."""
+    program = (
+        "import sys; from largebatch import engine, train\n"
+        "step = engine.Trainer.train_step\n"
+        "def failing(self, batches):\n"
+        "    if self.comm.rank == 1 and self.state.step == 2: raise RuntimeError('planted')\n"
+        "    return step(self, batches)\n"
+        "engine.Trainer.train_step = failing\n"
+        f"train.main({[*SMALL, *BATCH, '--run.folder', str(tmp_path)]!r})"
+    )
+    code, output = launch(["-c", program], ranks=2, timeout_s=60)
+    assert code != 0 and "rank 1 of 2" in output and "RuntimeError: planted" in output

@@ -1,0 +1,140 @@
+"""Config, recipes and the command line."""
+
+from dataclasses import replace
+
+import pytest
+
+from largebatch import config as c
+from largebatch.recipes import RECIPES, choose
+
+
+def parse(*argv: str) -> c.TrainConfig:
+    return c.parse(argv, choose_recipe=choose, prog="test")
+
+
+@pytest.mark.parametrize(
+    "argv, recipe, model, data",
+    [
+        ([], "quickstart", "vit_b32", "digits"),
+        (["--model", "vit_l32"], "quickstart", "vit_l32", "digits"),
+        (["--model", "vit_l32", "--data", "/imagenet"], "vit_l32", "vit_l32", "/imagenet"),
+        (["--data=/imagenet"], "vit_b32", "vit_b32", "/imagenet"),
+        (["--recipe", "vit_b16", "--data", "synthetic"], "vit_b16", "vit_b16", "synthetic"),
+        (["--recipe", "quickstart", "--data", "/folder"], "quickstart", "vit_b32", "/folder"),
+    ],
+)
+def test_which_recipe(argv, recipe, model, data):
+    config = parse(*argv)
+    assert (config.recipe, config.model.name, config.data.path) == (recipe, model, data)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_recipe_is_sound_and_comes_back_from_yaml(tmp_path, name):
+    config = RECIPES[name]()
+    c.check(config)
+    assert config.recipe == name and RECIPES[name].__doc__
+    file = tmp_path / "config.yaml"
+    file.write_text(c.dump(config))
+    assert c.load(str(file)) == config
+
+
+def test_none_survives_yaml(tmp_path):
+    config = replace(RECIPES["vit_b16"](), optim=c.OptimConfig(name="adamw", preset=None, clip_norm=None))
+    file = tmp_path / "config.yaml"
+    file.write_text(c.dump(config))
+    assert c.load(str(file)) == config
+
+
+def test_the_32k_recipe_is_the_published_one():
+    config = parse("--model", "vit_b16", "--data", "/imagenet")
+    assert (config.data.global_batch_size, config.optim.lr, config.optim.weight_decay) == (32768, 1.8e-2, 0.1)
+    assert (config.optim.preset, config.optim.clip_norm, config.augment.mixup_alpha) == ("colossal", 1.0, 0.2)
+    assert (config.run.duration, config.schedule.warmup, config.schedule.name) == ("300 epochs", "150 epochs", "linear")
+    length = {"num_samples": 1281167, "batch_size": 32768}
+    assert c.duration_steps(config.run.duration, option="run.duration", **length) == 11730
+    assert c.accumulation_passes(global_batch_size=32768, micro_batch_size=256, num_ranks=4) == 32
+
+
+def test_yaml_then_options(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("recipe: quickstart\noptim:\n  lr: 0.5\n  weight_decay: 0.25\n")
+    config = parse("--config", str(file), "--optim.lr", "2")
+    assert (config.recipe, config.optim.lr, config.optim.weight_decay) == ("quickstart", 2.0, 0.25)
+
+
+@pytest.mark.parametrize(
+    "text, images",
+    [
+        ("2 epochs", 200),
+        ("1 epoch", 100),
+        ("3 steps", 96),
+        ("1e3 images", 1000),
+        ("50 %", 320),
+        ("0.5 epochs", 50),
+        ("0 epochs", 0),
+    ],
+)
+def test_durations(text, images):
+    assert c.duration_images(text, option="x", num_samples=100, batch_size=32, run_images=640) == images
+
+
+@pytest.mark.parametrize("text", ["5", "epochs", "five epochs", "3 weeks", "1 epoch 2 steps", "e epochs"])
+def test_a_duration_without_number_or_unit(text):
+    with pytest.raises(ValueError, match="schedule.warmup is .*expected a number and a unit"):
+        c.duration_images(text, option="schedule.warmup", num_samples=100, batch_size=32)
+
+
+@pytest.mark.parametrize(
+    "ranks, batch, micro, words",
+    [
+        (
+            200,
+            32768,
+            256,
+            ["32000 = 200 ranks × 160 micro-batch × 1 passes", "32800 = 200 ranks × 164 micro-batch × 1 passes"],
+        ),
+        (3, 256, 32, ["252 = 3 ranks × 28 micro-batch × 3 passes", "288 = 3 ranks × 32 micro-batch × 3 passes"]),
+        (64, 32, 1, ["256 = 64 ranks × 4 micro-batch × 1 passes"]),
+    ],
+)
+def test_a_batch_that_does_not_divide_names_the_nearest(ranks, batch, micro, words):
+    with pytest.raises(ValueError) as error:
+        c.accumulation_passes(global_batch_size=batch, micro_batch_size=micro, num_ranks=ranks)
+    for word in [*words, str(batch), "--data.global_batch_size"]:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["--optim.lrr", "3"], "There is no option optim.lrr; did you mean --optim.lr?"),
+        (["--optm.lr", "3"], "There is no option optm.lr; did you mean --optim.lr?"),
+        (["--optim.lr", "abc"], "optim.lr"),
+        (["--optim.name", "sgdd"], "optim.name"),
+        (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["--recipe", "vit_b31"], "There is no recipe 'vit_b31': did you mean vit_b"),
+        (["--data.scale", "[0.5, 2]"], "--data.scale is [0.5, 2.0]: expected 0 < low <= high <= 1."),
+        (["--checkpoint.keep", "1"], "--checkpoint.keep is 1: expected at least 2."),
+        (["--schedule.scaling", "sqrt"], "linear and sqrt need a reference batch"),
+        (["--model.drop_rate", "1"], "--model.drop_rate is 1.0: expected 0 <= rate < 1."),
+        (["--optim.clip_norm", "0"], "--optim.clip_norm is 0.0: expected a positive norm, or null for no clip."),
+    ],
+)
+def test_a_mistake_is_one_sentence(argv, sentence):
+    with pytest.raises(ValueError) as error:
+        parse(*argv)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_unknown_key_in_yaml(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("optim:\n  lrr: 0.5\n")
+    with pytest.raises(ValueError, match="There is no option optim.lrr; did you mean --optim.lr?"):
+        parse("--config", str(file))
+
+
+def test_differences():
+    one = RECIPES["vit_b16"]()
+    other = replace(one, optim=replace(one.optim, lr=1.0))
+    assert c.differences(one, one) == {}
+    assert c.differences(one, other) == {"optim.lr": (1.8e-2, 1.0)}

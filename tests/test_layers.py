@@ -1,0 +1,178 @@
+"""One direction of imports: the table of the architecture, checked against every import statement.
+
+`ALLOWED` says, for each module, which other modules of ours it may import: at its top, inside a function, or
+for type checking. Whoever adds a file adds its line here, and thereby says where in the order it stands.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+GROUND = {"largebatch.config", "largebatch.comm"}
+DATA = {"largebatch.data." + name for name in ("records", "order", "dali", "sources")}
+PARTS = {"largebatch." + name for name in ("optim", "schedules", "augment", "losses")} | DATA
+RUN = {"largebatch." + name for name in ("engine", "hooks", "checkpoint")}
+ASSEMBLY = {"largebatch.build", "largebatch.recipes"}
+BELOW_PROGRAMS = GROUND | PARTS | RUN | ASSEMBLY | {"zoo"}
+
+ALLOWED: dict[str, set[str]] = {
+    # ground
+    "largebatch": set(),
+    "largebatch.config": set(),
+    "largebatch.comm": set(),
+    # parts: they know one process; only the files of data know each other
+    "largebatch.optim": set(),
+    "largebatch.schedules": set(),
+    "largebatch.augment": set(),
+    "largebatch.losses": set(),
+    "largebatch.data": set(),
+    "largebatch.data.records": set(),
+    "largebatch.data.order": set(),
+    "largebatch.data.sources": {"largebatch.data.records"},
+    "largebatch.data.dali": {"largebatch.data.records", "largebatch.data.order"},
+    # the run
+    "largebatch.engine": GROUND | PARTS,
+    "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
+    "largebatch.hooks": GROUND | PARTS | RUN,
+    # assembly
+    "largebatch.recipes": {"largebatch.config", "largebatch.recipes.*"},
+    "largebatch.recipes.quickstart": {"largebatch.config"},
+    "largebatch.recipes.vit": {"largebatch.config"},
+    "largebatch.build": GROUND | PARTS | RUN | {"largebatch.recipes", "zoo"},
+    # programs: everything below, but not one another
+    "largebatch.train": BELOW_PROGRAMS,
+    "largebatch.validate": BELOW_PROGRAMS,
+    "largebatch.pack": BELOW_PROGRAMS,
+    "largebatch.doctor": BELOW_PROGRAMS,
+    # the zoo stands alone
+    "zoo": {"zoo._torchvision", "zoo.vit", "zoo.weights"},
+    "zoo._torchvision": set(),
+    "zoo.vit": set(),
+    "zoo.weights": {"zoo.vit"},
+}
+
+OWNERS = {
+    "horovod": {"largebatch.comm"},
+    "nvidia": {"largebatch.data.dali"},
+    "tensorboard": {"largebatch.hooks"},
+    "torch.utils.tensorboard": {"largebatch.hooks"},
+    "mpi4py": {"largebatch.comm", "largebatch.doctor", "largebatch.pack"},
+    "torch.distributed": set(),
+    "timm": {"zoo.vit", "zoo.weights"},
+    "torchvision": set(),
+    "jsonargparse": {"largebatch.config"},
+}
+
+ZOO_LIBRARIES = {"torch", "timm", "safetensors"}
+PARTS_LIBRARIES = {"torch", "numpy"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+PATHS = [path for package in ("largebatch", "zoo") for path in (ROOT / package).rglob("*.py")]
+FILES = {module_name(path): path for path in PATHS}
+
+
+def imported_names(tree: ast.AST, *, module: str, is_package: bool) -> Iterator[str]:
+    """Every dotted name that a file imports anywhere; `from a import b` gives a.b, which may be a.py's b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".") if is_package else module.split(".")[:-1]
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, node.module] if node.module else above)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed."):
+            yield ast.unparse(node)  # torch has imported it, so it is used without an import statement
+
+
+def imports(module: str) -> set[str]:
+    tree = ast.parse(FILES[module].read_text(), filename=str(FILES[module]))
+    return set(imported_names(tree, module=module, is_package=FILES[module].name == "__init__.py"))
+
+
+def our_module(name: str) -> str | None:
+    """The module of ours where an imported name lies: largebatch.config.TrainConfig -> largebatch.config."""
+    if name.partition(".")[0] not in ("largebatch", "zoo"):
+        return None
+    while name not in FILES and name not in ALLOWED and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def is_allowed(target: str, allowed: set[str]) -> bool:
+    return target in allowed or f"{target.rpartition('.')[0]}.*" in allowed
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_a_module_imports_only_what_stands_below_it(module):
+    assert module in ALLOWED, f"{module} is not in the import table: say in ALLOWED of {__file__} what it may import"
+    ours = {our_module(name) for name in imports(module)} - {None, module}
+    wrong = sorted(target for target in ours if not is_allowed(target, ALLOWED[module]))
+    assert not wrong, f"{module} imports {', '.join(wrong)}, against the import table in {__file__}"
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_a_library_with_an_owner_is_imported_by_its_owner_alone(module):
+    for name in imports(module):
+        for library, owners in OWNERS.items():
+            owned = not is_within(name, library) or module in owners
+            assert owned, f"{module} imports {name}: only {', '.join(sorted(owners)) or 'no module'} may"
+
+
+@pytest.mark.parametrize("module", sorted(name for name in FILES if is_within(name, "zoo")))
+def test_the_zoo_needs_torch_timm_and_safetensors_alone(module):
+    tops = {name.partition(".")[0] for name in imports(module)}
+    assert tops <= ZOO_LIBRARIES | {"zoo"} | sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("module", sorted(PARTS - DATA & set(FILES)))
+def test_a_part_needs_torch_and_numpy_alone(module):
+    tops = {name.partition(".")[0] for name in imports(module)}
+    assert tops <= PARTS_LIBRARIES | sys.stdlib_module_names
+
+
+def test_the_table_has_no_cycle():
+    allowed = {module: {t for t in ALLOWED if is_allowed(t, ALLOWED[module])} - {module} for module in ALLOWED}
+    while allowed:
+        bottom = {module for module, targets in allowed.items() if not targets & set(allowed)}
+        assert bottom, f"these import each other in a circle: {', '.join(sorted(allowed))}"
+        allowed = {module: targets for module, targets in allowed.items() if module not in bottom}
+
+
+def test_every_form_of_import_is_seen():
+    source = """
+import torch.distributed as dist
+from . import order
+from ..config import TrainConfig
+from largebatch import comm
+def late():
+    import horovod.torch
+    return torch.distributed.get_rank()
+"""
+    found = set(imported_names(ast.parse(source), module="largebatch.data.dali", is_package=False))
+    assert found == {
+        "torch.distributed",
+        "largebatch.data.order",
+        "largebatch.config.TrainConfig",
+        "largebatch.comm",
+        "horovod.torch",
+        "torch.distributed.get_rank",
+    }
+    assert our_module("largebatch.config.TrainConfig") == "largebatch.config"
+    assert our_module("torch.nn") is None
+    beside = imported_names(ast.parse("from . import vit"), module="largebatch.recipes", is_package=True)
+    assert list(beside) == ["largebatch.recipes.vit"]

@@ -1,0 +1,488 @@
+"""Lamb against a float64 reference, timm's and the formula of the 32K run; what it survives; the builders."""
+
+import copy
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import zoo  # noqa: F401  lets timm be imported beside torch's CPU build
+from largebatch import optim
+from largebatch.optim import Lamb, build_optimizer, init_state, param_groups, scale_gradients
+
+SHAPES = ((7, 5), (11,), (3, 2, 2), (1,), (12, 1), (), (700, 500))  # the last is longer than a chunk
+needs_compiler = pytest.mark.skipif(not optim.can_compile("cpu"), reason="no C++ compiler or no Python.h")
+COMPILE = pytest.param("compile", marks=needs_compiler)
+
+
+def make_params(dtype=torch.float64, shapes=SHAPES, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype)) for s in shapes]
+
+
+def set_grads(params, step, scale=0.1):
+    generator = torch.Generator().manual_seed(1000 + step)
+    for p in params:
+        p.grad = scale * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+
+
+class Reference:
+    """LAMB from the paper in numpy and float64, one object per tensor."""
+
+    def __init__(self, x, *, wd=0, betas=(0.9, 0.999), eps=1e-6, debias=True, adapt=True, phi=None, cap=9e9):
+        self.x, self.m, self.v, self.t = np.array(x, np.float64), 0.0, 0.0, 0
+        self.wd, (self.b1, self.b2), self.eps = wd, betas, eps
+        self.debias, self.adapt, self.phi, self.cap = debias, adapt, phi or (0, math.inf), cap
+
+    def step(self, g, lr):
+        self.t += 1
+        self.m = self.b1 * self.m + (1 - self.b1) * g
+        self.v = self.b2 * self.v + (1 - self.b2) * g**2
+        m, v = self.m, self.v
+        if self.debias:
+            m, v = m / (1 - self.b1**self.t), v / (1 - self.b2**self.t)
+        u = m / (np.sqrt(v) + self.eps) + self.wd * self.x
+        ratio = 1.0
+        x_norm, u_norm = np.sqrt(np.sum(self.x**2)), np.sqrt(np.sum(u**2))
+        if self.adapt and x_norm > 0 and u_norm > 0:
+            ratio = min(np.clip(x_norm, *self.phi) / u_norm, self.cap)
+        self.x = self.x - lr * ratio * u
+
+
+def relative(ours, theirs):
+    theirs = torch.as_tensor(theirs)
+    return ((ours.detach().double() - theirs).norm() / theirs.norm()).item()
+
+
+VARIANTS = {
+    "defaults": (dict(), dict()),
+    "decay": (dict(weight_decay=0.1), dict(wd=0.1)),
+    "no debias": (dict(weight_decay=0.1, bias_correction=False), dict(wd=0.1, debias=False)),
+    "not adapted": (dict(weight_decay=0.1, adapt=False), dict(wd=0.1, adapt=False)),
+    "phi": (dict(norm_range=(0.5, 2.0)), dict(phi=(0.5, 2.0))),
+    "capped": (dict(max_trust_ratio=0.3), dict(cap=0.3)),
+    "betas, eps": (dict(betas=(0.8, 0.95), eps=1e-3), dict(betas=(0.8, 0.95), eps=1e-3)),
+}
+
+
+@pytest.mark.parametrize("impl", ["plain", "eager", COMPILE])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_float64_reference(variant, impl):
+    ours_options, reference_options = VARIANTS[variant]
+    params = make_params()
+    references = [Reference(p.detach().numpy(), **reference_options) for p in params]
+    optimizer = Lamb(params, impl=impl, **ours_options)
+    for step in range(6):
+        set_grads(params, step)
+        factor, lr = 1.0 / (step + 1), 0.01 * (step + 1)
+        optimizer.param_groups[0]["lr"] = lr
+        scale_gradients(optimizer, torch.tensor(factor, dtype=torch.float64))
+        for p, reference in zip(params, references):
+            reference.step(p.grad.numpy() * factor, lr)
+        optimizer.step()
+    for p, reference in zip(params, references):
+        assert relative(p, reference.x) <= 1e-12
+
+
+@pytest.mark.parametrize("impl", ["plain", "eager"])
+@pytest.mark.parametrize("preset", ["paper", "nvlamb", "lambc"])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_equals_timm(preset, max_grad_norm, impl):
+    from timm.optim.lamb import Lamb as TimmLamb
+
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(9, 8), nn.LayerNorm(8), nn.Linear(8, 3)).double()
+    theirs = copy.deepcopy(ours)
+    timm_options = dict(trust_clip=preset == "lambc", always_adapt=preset == "nvlamb")
+    reference = TimmLamb(
+        param_groups(theirs, weight_decay=0.1), lr=0.02, max_grad_norm=max_grad_norm, **timm_options
+    )
+    optimizer = build_optimizer(ours, preset=preset, lr=0.02, weight_decay=0.1, impl=impl)
+    for step in range(8):
+        set_grads(ours.parameters(), step, scale=1.0)
+        set_grads(theirs.parameters(), step, scale=1.0)
+        if max_grad_norm is not None:
+            norm = torch.cat([p.grad.flatten() for p in ours.parameters()]).norm()
+            assert norm > max_grad_norm  # else the clip is not tested
+            scale_gradients(optimizer, max_grad_norm / norm)
+        optimizer.step()
+        reference.step()
+        for p, q in zip(ours.parameters(), theirs.parameters()):
+            assert relative(p, q) <= 1e-12, f"step {step}"
+
+
+@pytest.mark.parametrize("impl", ["plain", "eager"])
+def test_equals_the_formula_of_the_32k_run(impl):
+    """No debiasing, one group, everything decayed and adapted, eps 1e-6: written out once more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)).double()
+    optimizer = build_optimizer(model, preset="colossal", lr=0.018, weight_decay=0.1, impl=impl)
+    assert len(optimizer.param_groups) == 1
+    weights = [p.detach().clone() for p in model.parameters()]
+    moments = [(torch.zeros_like(w), torch.zeros_like(w)) for w in weights]
+    for step in range(8):
+        set_grads(model.parameters(), step)
+        for i, p in enumerate(model.parameters()):
+            m = 0.9 * moments[i][0] + 0.1 * p.grad
+            v = 0.999 * moments[i][1] + 0.001 * p.grad**2
+            adam_step = m / (v.sqrt() + 1e-6) + 0.1 * weights[i]
+            weight_norm, adam_norm = weights[i].norm(), adam_step.norm()
+            trust = 1.0 if weight_norm == 0 or adam_norm == 0 else weight_norm / adam_norm
+            weights[i], moments[i] = weights[i] - 0.018 * trust * adam_step, (m, v)
+        optimizer.step()
+        for p, w in zip(model.parameters(), weights):
+            assert relative(p, w) <= 1e-12, f"step {step}"
+
+
+@needs_compiler
+def test_one_graph_for_all_shapes_groups_and_rates():
+    """20 scheduled steps over every kind of tensor compile one graph, and give what the plain path gives."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    optim.compiled.cache_clear()
+    counters.clear()
+    runs = {}
+    for impl in ("plain", "compile"):
+        params = make_params(torch.float32)
+        groups = [{"params": params[:4], "weight_decay": 0.1}, {"params": params[4:], "adapt": False}]
+        optimizer = Lamb(groups, impl=impl)
+        for step in range(20):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (step + 1) / 20
+            set_grads(params if step > 4 else params[1:], step)  # the first parameter comes late
+            if step % 3:
+                scale_gradients(optimizer, torch.tensor(1.0 / (step + 1)))
+            optimizer.step()
+        runs[impl] = params, optimizer
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    for ours, theirs in zip(*(params for params, _ in runs.values())):
+        assert relative(ours, theirs.detach().double()) <= 1e-6
+    ratios = [torch.stack([o.trust_ratios[p] for p in params]) for params, o in runs.values()]
+    torch.testing.assert_close(ratios[0], ratios[1], rtol=1e-5, atol=0)
+
+
+def test_list_of_tensors_is_one_graph():
+    """What a GPU runs, captured here without code generation: one graph, the same numbers."""
+    runs = []
+    for update in (optim.lamb_list_, torch.compile(optim.lamb_list_, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(0)
+        tensors = [tuple(torch.rand(n, dtype=torch.float64) for _ in range(4)) for n in (5, 1, 8)]
+        s = optim.scalars(Lamb([torch.zeros(1)], weight_decay=0.1).param_groups[0], 3)
+        numbers = optim.Scalars(*torch.tensor(s, dtype=torch.float64).unbind())
+        ratios = update(tensors, numbers, torch.tensor(0.5, dtype=torch.float64))
+        runs.append([*ratios, *(t for four in tensors for t in four)])
+    for ours, theirs in zip(*runs):
+        torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["plain", "eager"])
+class TestDegenerate:
+    def test_zero_parameter_and_zero_gradient(self, impl):
+        zero, still = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4))
+        optimizer = Lamb([zero, still], lr=0.1, impl=impl)
+        zero.grad, still.grad = torch.full((4,), 0.5), torch.zeros(4)
+        optimizer.step()
+        assert optimizer.trust_ratios[zero] == 1 and optimizer.trust_ratios[still] == 1
+        torch.testing.assert_close(zero.detach(), torch.full((4,), -0.1), rtol=1e-5, atol=0)  # lr * sign(g)
+        assert torch.equal(still.detach(), torch.ones(4))
+
+    def test_norm_that_overflows(self, impl):
+        """Moments stay finite, the sum of squares does not: ratio 1, and no NaN."""
+        p = nn.Parameter(torch.full((8,), 1e20))
+        optimizer = Lamb([p], lr=0.1, impl=impl)
+        p.grad = torch.ones(8)
+        optimizer.step()
+        assert optimizer.trust_ratios[p] == 1 and p.isfinite().all()
+
+    def test_gradient_not_finite(self, impl):
+        """The ratio is 1 and other tensors are untouched; skipping such a step is the caller's decision."""
+        bad, good = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+        optimizer = Lamb([bad, good], lr=0.1, impl=impl)
+        bad.grad, good.grad = torch.tensor([1.0, math.nan, math.inf, 1.0]), torch.ones(4)
+        optimizer.step()
+        assert optimizer.trust_ratios[bad] == 1 and good.isfinite().all()
+
+    def test_half_precision_gradient(self, impl):
+        """Half gradients whose squares would underflow: read as float32 before any arithmetic."""
+        half, full = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))
+        gradient = torch.full((3, 2), 1e-4).half()
+        half.grad_dtype = None
+        half.grad, full.grad = gradient, gradient.float()
+        optimizer = Lamb([half, full], lr=0.1, impl=impl)
+        for _ in range(3):
+            scale_gradients(optimizer, torch.tensor(0.25))
+            optimizer.step()
+        assert torch.equal(half, full) and not torch.equal(half, torch.ones(3, 2))
+        assert torch.equal(half.grad, gradient)  # read, not changed
+
+    def test_absent_gradient(self, impl):
+        absent, present = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        optimizer = Lamb([absent, present], weight_decay=0.1, impl=impl)
+        present.grad = torch.ones(2)
+        optimizer.step()
+        assert torch.equal(absent, torch.ones(2)) and absent not in optimizer.state
+        assert optimizer.state[present]["step"] == 1
+
+    def test_gradient_with_strides(self, impl):
+        p, q = make_params(shapes=((4, 3),)), make_params(shapes=((4, 3),))
+        set_grads(q, 0)
+        p[0].grad = q[0].grad.t().contiguous().t()
+        for params in (p, q):
+            Lamb(params, impl=impl).step()
+        torch.testing.assert_close(p[0], q[0], rtol=1e-14, atol=0)
+
+
+def test_late_parameter_gets_its_own_bias_correction():
+    """Unfrozen after 5 steps, a parameter moves as if it were new."""
+    early, late = make_params(shapes=((3, 2), (3, 2)))
+    late.requires_grad_(False)
+    fresh = nn.Parameter(late.detach().clone())
+    optimizer, alone = Lamb([early, late], impl="eager"), Lamb([fresh], impl="eager")
+    for step in range(8):
+        set_grads([early], step)
+        if step >= 5:
+            late.requires_grad_(True)
+            late.grad = fresh.grad = torch.full((3, 2), 0.1 * step, dtype=torch.float64)
+            alone.step()
+        optimizer.step()
+    assert torch.equal(late, fresh) and optimizer.state[late]["step"] == 3
+
+
+def train(optimizer, params, steps, clip=None):
+    for step in steps:
+        set_grads(params, step)
+        if clip is not None:
+            scale_gradients(optimizer, torch.tensor(clip))
+        optimizer.step()
+
+
+def test_survives_horovod():
+    """DistributedOptimizer: an instance of a new subclass, from the group dicts alone, with no state."""
+    params = make_params(torch.float32)
+    options = dict(betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2, bias_correction=False, adapt=False)
+    options |= dict(norm_range=(0.1, 5.0), max_trust_ratio=3.0, impl="eager")
+    given = Lamb([{"params": params[:3], **options}, {"params": params[3:]}], 0.02)
+    wrapped = type("Lamb", (Lamb,), {})(given.param_groups)
+    assert [g for g in wrapped.param_groups] == [g for g in given.param_groups]
+    assert all(wrapped.param_groups[0][name] == value for name, value in options.items())
+    twins = make_params(torch.float32)
+    direct = Lamb([{"params": twins[:3], **options}, {"params": twins[3:], "impl": "eager"}], 0.02)
+    wrapped.param_groups[1]["impl"] = "eager"
+    train(wrapped, params, range(4), clip=0.5)
+    train(direct, twins, range(4), clip=0.5)
+    assert all(torch.equal(p, q) for p, q in zip(params, twins))
+
+
+def test_clip_factor_is_used_once_and_not_saved():
+    params = make_params(torch.float32, shapes=((4, 3),))
+    optimizer = Lamb(params, impl="eager")
+    set_grads(params, 0)
+    before = params[0].grad.clone()
+    scale_gradients(optimizer, torch.tensor(0.5))
+    assert set(optimizer.state_dict()) == {"state", "param_groups"} and not optimizer.state_dict()["state"]
+    optimizer.step()
+    assert torch.equal(params[0].grad, before)
+    torch.testing.assert_close(optimizer.state[params[0]]["exp_avg"], 0.1 * 0.5 * before)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[params[0]]["exp_avg"], (0.9 * 0.05 + 0.1) * before)
+
+
+def test_scale_gradients_of_another_optimizer():
+    params = make_params(torch.float32, shapes=((4, 3), (2,), (5,)))
+    set_grads(params[:2], 0)
+    before = [p.grad.clone() for p in params[:2]]
+    scale_gradients(torch.optim.SGD(params, lr=0.1), torch.tensor(0.25))
+    assert all(torch.equal(p.grad, 0.25 * g) for p, g in zip(params, before)) and params[2].grad is None
+
+
+def test_state_dict_round_trip():
+    """Through a file read with weights_only: the continued run is bit for bit the uninterrupted one."""
+    params = make_params(torch.float32)
+    optimizer = Lamb(params, 0.02, weight_decay=0.1, max_trust_ratio=2.0, impl="eager")
+    train(optimizer, params, range(3))
+    file = io.BytesIO()
+    torch.save({"model": [p.detach() for p in params], "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    copies = [nn.Parameter(p) for p in saved["model"]]
+    resumed = Lamb(copies, impl="plain")
+    resumed.load_state_dict(saved["optimizer"])
+    assert resumed.param_groups[0]["max_trust_ratio"] == 2.0
+    train(optimizer, params, range(3, 6))
+    train(resumed, copies, range(3, 6))
+    assert all(torch.equal(p, q) for p, q in zip(params, copies))
+    assert all(resumed.state[q]["step"] == 6 for q in copies)
+
+
+def test_deepcopy():
+    params = make_params(torch.float32, shapes=((4, 3), (5,)))
+    optimizer = Lamb(params, 0.02, weight_decay=0.1, impl="eager")
+    train(optimizer, params, range(2), clip=0.5)
+    params_copy, optimizer_copy = copy.deepcopy((params, optimizer))
+    train(optimizer, params, range(2, 4))
+    train(optimizer_copy, params_copy, range(2, 4))
+    assert all(torch.equal(p, q) for p, q in zip(params, params_copy))
+
+
+def test_closure():
+    p = nn.Parameter(torch.ones(3))
+    optimizer = Lamb([p], impl="eager")
+
+    def closure():
+        loss = (p**2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 3 and optimizer.state[p]["step"] == 1
+
+
+MAKERS = {
+    "lamb": lambda params: Lamb(params, weight_decay=0.1, impl="eager"),
+    "adamw": lambda params: torch.optim.AdamW(params),
+    "adamw fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "adamw amsgrad": lambda params: torch.optim.AdamW(params, amsgrad=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "sgd momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_init_state_is_what_the_optimizer_would_make(maker):
+    """Nothing moves, and k steps later everything is bit for bit what it is without it."""
+    ours, theirs = make_params(torch.float32), make_params(torch.float32)
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    prepared, lazy = MAKERS[maker]([*ours, frozen]), MAKERS[maker]([*theirs, nn.Parameter(torch.ones(2))])
+    init_state(prepared)
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs)) and not prepared.state.get(frozen)
+    for steps in (range(1), range(1, 4)):
+        train(prepared, ours, steps)
+        train(lazy, theirs, steps)
+        init_state(prepared)  # changes nothing that exists
+        for p, q in zip(ours, theirs):
+            assert torch.equal(p, q)
+            assert prepared.state[p].keys() == lazy.state[q].keys()
+            for key, value in lazy.state[q].items():
+                assert type(prepared.state[p][key]) is type(value)
+                assert torch.equal(torch.as_tensor(prepared.state[p][key]), torch.as_tensor(value))
+                assert getattr(value, "dtype", None) == getattr(prepared.state[p][key], "dtype", None)
+
+
+def test_init_state_refuses_what_it_does_not_know():
+    with pytest.raises(ValueError, match="initial state of Adagrad is not known"):
+        init_state(torch.optim.Adagrad(make_params()))
+    with pytest.raises(ValueError, match="dampening=0.1 has no initial state"):
+        init_state(torch.optim.SGD(make_params(), lr=0.1, momentum=0.9, dampening=0.1))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pos_embed = nn.Parameter(torch.ones(1, 3, 4))
+        self.fc, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.fc.weight.requires_grad_(False)
+
+    def no_weight_decay(self):
+        return {"pos_embed"}
+
+
+def test_param_groups():
+    model = Net()
+    decayed, excluded = param_groups(model, weight_decay=0.1)
+    assert decayed == {"params": [model.fc.weight], "weight_decay": 0.1}  # frozen, and yet there
+    assert {id(p) for p in excluded["params"]} == {
+        id(p) for p in (model.pos_embed, model.fc.bias, model.norm.weight, model.norm.bias)
+    }
+    assert excluded["weight_decay"] == 0 and "adapt" not in excluded
+    (everything,) = param_groups(model, weight_decay=0.1, exclude=False)
+    assert [id(p) for p in everything["params"]] == [id(p) for p in model.parameters()]
+    (only,) = param_groups(nn.LayerNorm(3), weight_decay=0.1, adapt_excluded=False)
+    assert only["weight_decay"] == 0 and only["adapt"] is False
+
+
+@pytest.mark.parametrize(
+    "preset, expected",
+    [
+        # per group: weight_decay, adapt, bias_correction, max_trust_ratio
+        ("paper", [(0.1, True, True, math.inf), (0.0, False, True, math.inf)]),
+        (None, [(0.1, True, True, math.inf), (0.0, False, True, math.inf)]),
+        ("colossal", [(0.1, True, False, math.inf)]),
+        ("nvlamb", [(0.1, True, True, math.inf), (0.0, True, True, math.inf)]),
+        ("lambc", [(0.1, True, True, 1.0), (0.0, False, True, 1.0)]),
+    ],
+)
+def test_presets(preset, expected):
+    optimizer = build_optimizer(Net(), lr=0.01, weight_decay=0.1, preset=preset)
+    keys = ("weight_decay", "adapt", "bias_correction", "max_trust_ratio")
+    assert [tuple(g[key] for key in keys) for g in optimizer.param_groups] == expected
+    assert all(g["eps"] == 1e-6 and g["lr"] == 0.01 for g in optimizer.param_groups)
+
+
+def test_adamw_by_one_field():
+    optimizer = build_optimizer(Net(), name="adamw", lr=0.01, weight_decay=0.1)
+    assert type(optimizer) is torch.optim.AdamW
+    assert [(g["weight_decay"], g["eps"], g["fused"]) for g in optimizer.param_groups] == [
+        (0.1, 1e-8, True),
+        (0.0, 1e-8, True),
+    ]
+    assert "adapt" not in optimizer.param_groups[1]
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (dict(name="adam"), "unknown optimizer 'adam'; choose lamb or adamw"),
+        (dict(preset="apex"), "unknown LAMB preset 'apex'; choose one of paper, colossal"),
+        (dict(preset=""), "unknown LAMB preset ''"),
+        (dict(name="adamw", preset="paper"), "preset='paper' has no effect on adamw"),
+        (dict(name="adamw", impl="eager"), "impl='eager' has no effect on adamw"),
+        (dict(impl="fast"), "Lamb's impl must be one of auto, compile, eager, plain, got 'fast'"),
+        (dict(lr=-1.0), "Lamb's lr must be a number >= 0, got -1.0"),
+        (dict(betas=(0.9, 1.0)), "Lamb's betas must be two numbers in \\[0, 1\\)"),
+        (dict(eps=-1e-6), "Lamb's eps must be"),
+        (dict(weight_decay=-0.1), "Lamb's weight_decay must be"),
+    ],
+)
+def test_build_refuses(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        build_optimizer(Net(), **(dict(lr=0.01, weight_decay=0.1) | options))
+
+
+def test_lamb_refuses():
+    with pytest.raises(ValueError, match="norm_range must be two numbers with 0 <= low <= high"):
+        Lamb(make_params(), norm_range=(2.0, 1.0))
+    with pytest.raises(ValueError, match="max_trust_ratio must be a number above 0, got 0"):
+        Lamb([{"params": make_params(), "max_trust_ratio": 0}])
+    with pytest.raises(ValueError, match="got torch.float16 .* use autocast"):
+        Lamb([nn.Parameter(torch.ones(2).half())])
+    with pytest.raises(ValueError, match="contiguous .* strides \\(1, 3\\)"):
+        Lamb([nn.Parameter(torch.ones(2, 3).t().clone(memory_format=torch.preserve_format))])
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="needs dense gradients"):
+        Lamb(embedding.parameters()).step()
+
+
+@needs_compiler
+def test_broken_compiler_names_the_way_out(monkeypatch):
+    def broken(*_):
+        raise torch._dynamo.exc.BackendCompilerFailed(lambda: None, OSError("no space left"), None)
+
+    monkeypatch.setattr(optim, "compiled", lambda device_type: broken)
+    params = make_params(shapes=((2, 2),))
+    set_grads(params, 0)
+    with pytest.raises(RuntimeError, match="set its impl to eager"):
+        Lamb(params, impl="compile").step()
+
+
+def test_auto_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(optim, "can_compile", lambda device_type: False)
+    monkeypatch.setattr(optim, "compiled", None)
+    params, twins = make_params(), make_params()
+    train(Lamb(params), params, range(2))
+    train(Lamb(twins, impl="eager"), twins, range(2))
+    assert all(torch.equal(p, q) for p, q in zip(params, twins))
