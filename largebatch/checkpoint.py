@@ -43,11 +43,16 @@ FOLDER = "checkpoints"
 WEIGHTS, STATE, MANIFEST = "model.safetensors", "state.pt", "manifest.json"
 PARTS = (WEIGHTS, STATE)
 UNFINISHED = ".tmp"
-SPARE_BYTES = 2**20                     # names, headers and scalars beside the tensors
+SPARE_BYTES = 2**20  # names, headers and scalars beside the tensors
 
-MAY_DIFFER = {                          # options that change how a run is watched, not what it computes
-    "run.max_steps", "run.folder", "run.eval_every", "run.max_skipped_steps", "run.device",
-    "data.num_threads", "data.eval_batch_size",
+MAY_DIFFER = {  # options that change how a run is watched, not what it computes
+    "run.max_steps",
+    "run.folder",
+    "run.eval_every",
+    "run.max_skipped_steps",
+    "run.device",
+    "data.num_threads",
+    "data.eval_batch_size",
 }
 MAY_DIFFER_SECTIONS = ("log.", "checkpoint.")
 
@@ -55,6 +60,7 @@ MAY_DIFFER_SECTIONS = ("log.", "checkpoint.")
 # ---------------------------------------------------------------------------------------------------------------
 # all ranks
 # ---------------------------------------------------------------------------------------------------------------
+
 
 def resume(config: TrainConfig, trainer: Trainer) -> bool:
     """Bring `trainer` to the newest valid checkpoint in the run folder of `config`; False if there is none.
@@ -68,7 +74,11 @@ def resume(config: TrainConfig, trainer: Trainer) -> bool:
         path = latest(config.folder) if comm.rank == 0 else None
         if path is not None:
             state = load(
-                path, model=trainer.model, optimizer=trainer.optimizer, scaler=trainer.scaler, config=config,
+                path,
+                model=trainer.model,
+                optimizer=trainer.optimizer,
+                scaler=trainer.scaler,
+                config=config,
             )
             found = {"path": str(path), "state": asdict(state), "scaler": trainer.scaler.state_dict()}
     found = comm.broadcast_object(found, name="resume/found")
@@ -86,9 +96,16 @@ def resume(config: TrainConfig, trainer: Trainer) -> bool:
 # rank 0
 # ---------------------------------------------------------------------------------------------------------------
 
+
 def save(
-    folder: str | Path, *, model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler, state: TrainState,
-    config_text: str, keep: int = 2,
+    folder: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scaler: torch.amp.GradScaler,
+    state: TrainState,
+    config_text: str,
+    keep: int = 2,
 ) -> Path:
     """Write the checkpoint of `state.step` into run folder `folder`, keep the `keep` newest valid ones; its path.
 
@@ -102,14 +119,17 @@ def save(
     if path.exists() and fault(path) is None:
         return path
     content = {
-        "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "state": asdict(state),
-        "config": config_text, "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        "state": asdict(state),
+        "config": config_text,
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
     }
     unfinished = root / (path.name + UNFINISHED)
     try:
         _check_space(root, model, optimizer)
         _write(unfinished, model, content, step=state.step)
-        _remove(path)                   # there only if it is damaged
+        _remove(path)  # there only if it is damaged
         unfinished.rename(path)
         _sync(root)
     except OSError:
@@ -121,11 +141,14 @@ def save(
 
 def latest(folder: str | Path) -> Path | None:
     """The newest valid checkpoint of run folder `folder`, or None; warns of newer ones that are damaged."""
-    for path in checkpoints(folder):
+    paths = checkpoints(folder)
+    for path in paths:
         reason = fault(path)
         if reason is None:
             return path
-        logger.warning("checkpoint %s is refused: %s; looking for an older one", path, reason)
+        logger.warning("checkpoint %s is refused: %s", path, reason)
+    if paths:
+        logger.warning("none of the %d checkpoints in %s is valid", len(paths), paths[0].parent)
     return None
 
 
@@ -138,7 +161,11 @@ def newest_weights(folder: str | Path) -> Path:
 
 
 def load(
-    path: Path, *, model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler,
+    path: Path,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scaler: torch.amp.GradScaler,
     config: TrainConfig | None = None,
 ) -> TrainState:
     """Load a checkpoint that `latest` found; the state it was saved with.
@@ -180,7 +207,7 @@ def fault(path: Path) -> str | None:
             return f"{MANIFEST} has changed since it was written"
     except OSError as error:
         return f"{Path(error.filename or path).name} cannot be read ({error.strerror or error})"
-    except (ValueError, KeyError, TypeError):           # not ASCII, not JSON, not ours
+    except (ValueError, KeyError, TypeError):  # not ASCII, not JSON, not ours
         return f"{MANIFEST} is not readable as one"
     return None
 
@@ -190,11 +217,12 @@ def check_config(text: str, config: TrainConfig, *, path: Path) -> None:
     parser = configs.make_parser(prog="largebatch.train")
     try:
         saved = configs.to_config(parser, parser.parse_string(text))
-    except Exception as error:          # jsonargparse raises argparse's, YAML's and its own
+    except Exception as error:  # jsonargparse raises argparse's, YAML's and its own
         reason = configs.explain(error, parser)
         raise ValueError(f"The config in checkpoint {path} is of another version: {reason}") from None
     differing = [
-        f"--{option} {was}, now {now}" for option, (was, now) in configs.differences(saved, config).items()
+        f"--{option} {was}, now {now}"
+        for option, (was, now) in configs.differences(saved, config).items()
         if option not in MAY_DIFFER and not option.startswith(MAY_DIFFER_SECTIONS)
     ]
     if differing:
@@ -208,13 +236,14 @@ def check_config(text: str, config: TrainConfig, *, path: Path) -> None:
 # the disk
 # ---------------------------------------------------------------------------------------------------------------
 
+
 def _write(folder: Path, model: nn.Module, content: dict[str, Any], *, step: int) -> None:
     """A complete checkpoint in `folder`, on the disk when this returns."""
     folder.mkdir()
     try:
         save_weights(model, folder / WEIGHTS)
         torch.save(content, folder / STATE)
-    except (SafetensorError, RuntimeError) as error:    # how the two libraries report a failed write
+    except (SafetensorError, RuntimeError) as error:  # how the two libraries report a failed write
         raise OSError(errno.EIO, f"writing failed, is the disk full? ({error})") from error
     for name in PARTS:
         _sync(folder / name)
@@ -250,14 +279,14 @@ def _check_space(root: Path, model: nn.Module, optimizer: Optimizer) -> None:
     needed = sum(tensor.nbytes for tensor in (*model.state_dict().values(), *moments)) + SPARE_BYTES
     free = shutil.disk_usage(root).free
     if free < needed:
-        raise OSError(errno.ENOSPC, f"{root} has {free / 1e9:.2f} GB free, a checkpoint needs {needed / 1e9:.2f} GB")
+        raise OSError(errno.ENOSPC, f"{root} has {free / 1e9:.3g} GB free, a checkpoint needs {needed / 1e9:.3g} GB")
 
 
 def _retain(written: Path, keep: int) -> None:
     """Remove what is not among the `keep` newest valid checkpoints, if there are that many."""
     paths = checkpoints(written.parent.parent)
     valid: list[Path] = []
-    if len(paths) > keep:               # else there is nothing to verify for
+    if len(paths) > keep:  # else there is nothing to verify for
         newest_valid = (path for path in paths if path == written or fault(path) is None)
         valid = list(itertools.islice(newest_valid, keep))
     if len(valid) == keep:

@@ -33,16 +33,26 @@ Row = dict[str, float]
 
 STEP_COLUMNS = ("step", "epoch", "images", "lr", "loss", "grad_norm", "images_per_s", "skipped")
 EPOCH_COLUMNS = (
-    "step", "epoch", "images", "lr", "train_loss", "eval_loss", "top1", "top5", "images_per_s", "skipped",
+    "step",
+    "epoch",
+    "images",
+    "lr",
+    "train_loss",
+    "eval_loss",
+    "top1",
+    "top5",
+    "images_per_s",
+    "skipped",
 )
 STEPS, EPOCHS, CURVES = "steps.csv", "epochs.csv", "curves.png"
-PLAIN_LINES = 40                # lines of progress per run where there is no terminal, besides the evaluations
-REDRAW_S = 10.0                 # the curves are drawn at most this often
+PLAIN_LINES = 40  # lines of progress per run where there is no terminal, besides the evaluations
+REDRAW_S = 10.0  # the curves are drawn at most this often
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # hooks
 # ---------------------------------------------------------------------------------------------------------------
+
 
 class Guards(Hook):
     """Warns of each skipped step and ends the run after `max_skipped_steps` in a row."""
@@ -99,8 +109,13 @@ class Checkpoint(Hook):
             return
         try:
             checkpoint.save(
-                self.folder, model=trainer.model, optimizer=trainer.optimizer, scaler=trainer.scaler,
-                state=trainer.state, config_text=self.config_text, keep=self.keep,
+                self.folder,
+                model=trainer.model,
+                optimizer=trainer.optimizer,
+                scaler=trainer.scaler,
+                state=trainer.state,
+                config_text=self.config_text,
+                keep=self.keep,
             )
         except OSError as error:
             logger.warning("the checkpoint of step %d failed: %s; older ones are kept", trainer.state.step, error)
@@ -137,7 +152,7 @@ class Log(Hook):
         self.sinks = sinks
         self.every_images = every_images
         self.since_row, self.since_epoch = Throughput(), Throughput()
-        self.started: float | None = None       # when the present step began; None before the first one is done
+        self.started: float | None = None  # when the present step began; None before the first one is done
 
     def before_fit(self, trainer: Trainer) -> None:
         """comm.Stopped if a sink cannot be opened."""
@@ -154,15 +169,20 @@ class Log(Hook):
         if trainer.due(self.every_images):
             loss = trainer.comm.allreduce(output.loss_sum.double().cpu(), name="log/loss") / trainer.comm.size
             row = self.place(trainer) | {
-                "loss": float(loss), "grad_norm": float(output.grad_norm), "images_per_s": self.since_row.take(),
+                "loss": float(loss),
+                "grad_norm": float(output.grad_norm),
+                "images_per_s": self.since_row.take(),
             }
             self.tell(trainer, lambda sink: sink.write_step(row))
 
     def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """The engine has reduced these already."""
         row = self.place(trainer) | {
-            "train_loss": metrics["train_loss"], "eval_loss": metrics["loss"], "top1": metrics["top1"],
-            "top5": metrics["top5"], "images_per_s": self.since_epoch.take(),
+            "train_loss": metrics["train_loss"],
+            "eval_loss": metrics["loss"],
+            "top1": metrics["top1"],
+            "top5": metrics["top5"],
+            "images_per_s": self.since_epoch.take(),
         }
         self.tell(trainer, lambda sink: sink.write_epoch(row))
 
@@ -209,6 +229,7 @@ class Throughput:
 # ---------------------------------------------------------------------------------------------------------------
 # sinks
 # ---------------------------------------------------------------------------------------------------------------
+
 
 class Progress(Sink):
     """A bar below the log on a terminal, a line now and then anywhere else; a line per evaluation on both."""
@@ -325,6 +346,7 @@ class Curves(Sink):
 # what sinks are made of
 # ---------------------------------------------------------------------------------------------------------------
 
+
 class Table:
     """A CSV file of rows in the order of their steps, which a resumed run continues."""
 
@@ -341,7 +363,7 @@ class Table:
         self.file.flush()
         for row in kept:
             self.append(row)
-        os.replace(unfinished, self.path)           # the open file goes with it
+        os.replace(unfinished, self.path)  # the open file goes with it
 
     def append(self, row: Row) -> None:
         """Write a row and hand it to the system, so that a kill cannot take it back."""
@@ -365,14 +387,14 @@ def read_rows(path: Path) -> list[Row]:
 def _numbers(cells: dict[str, str]) -> Row:
     try:
         return {name: float(cell) if cell != "" else math.nan for name, cell in cells.items()}
-    except (TypeError, ValueError):                 # cells are missing, or none of ours
+    except (TypeError, ValueError):  # cells are missing, or none of ours
         return {}
 
 
 def _cell(value: float) -> str:
     if math.isnan(value):
         return ""
-    return f"{value:.0f}" if float(value).is_integer() else f"{value:.9g}"      # nine digits hold a float32
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.9g}"  # nine digits hold a float32
 
 
 def _rate(row: Row) -> str:
@@ -382,14 +404,17 @@ def _rate(row: Row) -> str:
 def _start_bar(num_steps: int, *, done: int) -> progress.Progress:
     """Draw the bar, and send the log above it: rich replaces sys.stderr, which handlers have kept."""
     bar = progress.Progress(
-        progress.TextColumn("step {task.completed}/{task.total}"), progress.BarColumn(),
-        progress.TextColumn("{task.description}"), progress.TimeRemainingColumn(elapsed_when_finished=True),
-        console=Console(stderr=True), transient=True,
+        progress.TextColumn("step {task.completed}/{task.total}"),
+        progress.BarColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.TimeRemainingColumn(elapsed_when_finished=True),
+        console=Console(stderr=True),
+        transient=True,
     )
     bar.add_task("", total=num_steps, completed=done)
     before = sys.stderr
     bar.start()
-    bar.console.show_cursor(True)                   # a run that is aborted could not show it again
+    bar.console.show_cursor(True)  # a run that is aborted could not show it again
     _redirect_log(before, sys.stderr)
     return bar
 
@@ -410,7 +435,7 @@ def _redirect_log(old: TextIO, new: TextIO) -> None:
 # the picture
 # ---------------------------------------------------------------------------------------------------------------
 
-Lines = list[tuple[str, list[Row], str, dict[str, Any]]]        # label, rows, column, style
+Lines = list[tuple[str, list[Row], str, dict[str, Any]]]  # label, rows, column, style
 
 THIN = {"color": "#9bbbe0", "linewidth": 1.0}
 PALE = {"color": "#e6a89c", "linewidth": 1.8}
@@ -426,10 +451,15 @@ def draw_curves(folder: Path, *, title: str) -> None:
     steps, epochs = read_rows(folder / STEPS), read_rows(folder / EPOCHS)
     figure = Figure(figsize=(10.5, 6.6), dpi=120, layout="constrained")
     loss, accuracy, lr, grad_norm = figure.subplots(2, 2, sharex=True).flat
-    _draw(loss, "loss", [
-        ("training, single steps", steps, "loss", THIN), ("training, mean", epochs, "train_loss", BLUE),
-        ("held out", epochs, "eval_loss", RED),
-    ])
+    _draw(
+        loss,
+        "loss",
+        [
+            ("training, single steps", steps, "loss", THIN),
+            ("training, mean", epochs, "train_loss", BLUE),
+            ("held out", epochs, "eval_loss", RED),
+        ],
+    )
     _draw(accuracy, "held-out accuracy (%)", [("top-5", epochs, "top5", PALE), ("top-1", epochs, "top1", RED)])
     _draw(lr, "learning rate", [("", steps, "lr", BLUE)])
     _draw(grad_norm, "gradient norm before clipping", [("", steps, "grad_norm", BLUE | {"linewidth": 1.0})])

@@ -9,7 +9,7 @@ One step for one parameter tensor x with gradient g (arXiv:1904.00962), at its t
     x = x - lr ratio u
 
 |.| is the L2 norm of the whole tensor, added up in double precision. The ratio is 1 where a group says
-adapt=False and where a norm is zero or not finite. Clipping is no part of LAMB: the caller computes one factor
+adapt=False and where a norm is zero or not finite. Clipping is no part of LAMB: the caller computes a factor
 from the global gradient norm and hands it over with `scale_gradients`; Lamb multiplies while it reads.
 
 Why every option sits in the parameter group: Horovod's DistributedOptimizer is a new instance of a subclass,
@@ -118,7 +118,7 @@ def lamb_eager_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: 
     u, work, squares = torch.empty_like(x), x.new_empty(min(chunk, x.numel())), []
     for xc, gc, mc, vc, uc in zip(*(t.split(chunk) for t in (x, g, m, v, u))):
         w = work[: xc.numel()]
-        w.copy_(gc).mul_(factor)
+        torch.mul(gc.to(x.dtype), factor, out=w)
         mc.lerp_(w, s.new1)
         vc.mul_(s.beta2).addcmul_(w, w, value=s.new2)
         torch.sqrt(vc, out=w).mul_(s.root).add_(s.eps)
@@ -126,7 +126,8 @@ def lamb_eager_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: 
         squares.append(torch.stack((xc.dot(xc), uc.dot(uc))))
     x_square, u_square = torch.stack(squares).sum(0, dtype=torch.float64)
     ratio = trust_ratio(x_square, u_square, s).to(x.dtype)
-    x.sub_(u.mul_(s.lr * ratio))
+    for xc, uc in zip(x.split(chunk), u.split(chunk)):
+        xc.sub_(uc.mul_(s.lr * ratio))
     return ratio
 
 
@@ -266,12 +267,12 @@ class Lamb(Optimizer):
         if p.grad is None or p.grad.is_sparse:
             raise ValueError(f"Lamb needs dense gradients, got a sparse one of shape {tuple(p.shape)}")
         state = self.state[p]
-        return _flat(p), _flat(p.grad), _flat(state["exp_avg"]), _flat(state["exp_avg_sq"])
+        return _flat(p), _flat(p.grad.contiguous()), _flat(state["exp_avg"]), _flat(state["exp_avg_sq"])
 
 
 def _flat(tensor: Tensor) -> Tensor:
     """A 1-D alias. Through .data it forgets its base, whose shape would make torch.compile compile again."""
-    return tensor.reshape(-1).data
+    return tensor.view(-1).data
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -364,10 +365,10 @@ PRESETS: dict[str, Preset] = {
 def param_groups(
     model: nn.Module, *, weight_decay: float, exclude: bool = True, adapt_excluded: bool | None = None
 ) -> list[dict[str, Any]]:
-    """Parameter groups: decayed, and not decayed (1-D, biases, names in the model's ``no_weight_decay()``).
+    """Parameter groups: decayed, and not decayed (1-D, biases, names in ``model.no_weight_decay()``).
 
-    With ``exclude=False`` there is only the first; ``adapt_excluded`` is Lamb's ``adapt`` in the second. Frozen
-    parameters are kept: they have no gradient, so no state and no update, and unfreezing one renumbers
+    With ``exclude=False`` there is only the first; ``adapt_excluded`` is Lamb's ``adapt`` in the second.
+    Frozen parameters are kept: they have no gradient, so no state and no update, and unfreezing one renumbers
     nothing in a saved state.
     """
     names: Iterable[str] = getattr(model, "no_weight_decay", tuple)()

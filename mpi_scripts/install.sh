@@ -18,7 +18,7 @@
 #   CXX          C++ compiler                        (default: the first of g++, c++, clang++)
 #   WHEEL_CACHE  folder of built Horovod wheels      (default: ${XDG_CACHE_HOME:-~/.cache}/largebatch/wheels)
 #   VENV         where to install                    (default: .venv in the repository)
-#   MIN_FREE_GB  free space asked for before starting (default: 6; with a CUDA torch take 16)
+#   MIN_FREE_GB  free space asked for before starting (default: 6; a CUDA torch needs about 12)
 # pip's own variables and configuration files (index, proxy, certificates) are honoured.
 
 set -Eeuo pipefail
@@ -170,7 +170,7 @@ pip_or_die() {                      # $1: what it is for; the rest: arguments of
     start=$(($(wc -l <"$LOG") + 1))
     "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@" >>"$LOG" 2>&1 </dev/null && return
     if tail -n "+$start" "$LOG" | grep -qi 'no space left'; then
-        die "the disk is full while installing $what: about 6 GB are needed (16 with a CUDA torch), and pip" \
+        die "the disk is full while installing $what: about 6 GB are needed (12 with a CUDA torch), and pip" \
             "unpacks under ${TMPDIR:-/tmp}: make room, or set TMPDIR, and run this again"
     fi
     cause=$(tail -n "+$start" "$LOG" | grep -E '^ *(ERROR|error)' | tail -n 1 | cut -c1-200 || true)

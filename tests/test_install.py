@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from largebatch import doctor
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [*sorted((ROOT / "mpi_scripts").glob("*.sh")), ROOT / ".ci" / "run"]
 INSTALLED = ROOT / ".venv" / "largebatch-installed"
@@ -179,6 +181,18 @@ def test_startup_without_activation():
     assert size == "1"
     if "mpi_choice=wheel" in INSTALLED.read_text():
         assert Path(mpirun).parent == ROOT / ".venv" / "bin"
+
+
+def test_horovod_takes_the_mpi_of_its_venv(tmp_path, monkeypatch):
+    """Also where a cluster's module put another libmpi on LD_LIBRARY_PATH, and in a wheel built elsewhere."""
+    if not INSTALLED.exists() or "mpi_choice=wheel" not in INSTALLED.read_text():
+        pytest.skip("the repository has no .venv with the MPI of the registry")
+    (tmp_path / "libmpi.so.40").write_text("not a library")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(ROOT / ".venv" / "bin" / "python"))
+    facts, output = doctor.horovod_facts()
+    assert facts, output.stderr
+    assert Path(facts["libmpi"]).is_relative_to(ROOT / ".venv")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

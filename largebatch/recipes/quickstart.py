@@ -26,16 +26,16 @@ def quickstart(model: str = "vit_b32") -> TrainConfig:
             global_batch_size=256,
             micro_batch_size=32,
             eval_batch_size=60,
-            scale=(0.6, 1.0),
+            scale=(0.85, 1.0),
             hflip=0.0,
-            crop_pct=1.0,
+            crop_pct=0.875,
             num_threads=1,  # a mirrored digit is none
         ),
         augment=AugmentConfig(),
-        optim=OptimConfig(preset="paper", lr=1e-2, weight_decay=0.02),
-        schedule=ScheduleConfig(name="linear", warmup="3 epochs"),
+        optim=OptimConfig(preset="paper", lr=1.5e-3, weight_decay=0.02),
+        schedule=ScheduleConfig(name="cosine", warmup="15 %"),
         run=RunConfig(
-            folder="" if model == "vit_b32" else f"runs/quickstart_{model}", duration="14 epochs", precision="bf16"
+            folder="" if model == "vit_b32" else f"runs/quickstart_{model}", duration="12 epochs", precision="bf16"
         ),
         log=LogConfig(every="1 step"),
         checkpoint=CheckpointConfig(every="50 %"),

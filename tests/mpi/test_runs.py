@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,21 +11,13 @@ from launch import launch
 from safetensors.torch import load_file
 
 SMALL = ["--model", "vit_ti16", "--img-size", "32", "--run.precision", "fp32", "--run.deterministic", "true"]
-BATCH = [
-    "--data.global_batch_size",
-    "48",
-    "--data.micro_batch_size",
-    "4",
-    "--run.duration",
-    "8 steps",
-    "--run.eval_every",
-    "5 steps",
-]
+BATCH = ["--data.global_batch_size", "48", "--data.micro_batch_size", "4", "--log.tensorboard", "false"]
+LENGTH = ["--run.duration", "6 steps", "--run.eval_every", "4 steps"]
 RANDOM = ["--augment.mixup_alpha", "0.2", "--model.proj_drop_rate", "0.1", "--model.drop_path_rate", "0.1"]
 
 
 def train(folder: Path, *options: str, ranks: int, launcher: str = "mpirun", **launch_options) -> tuple[int, str]:
-    arguments = ["-m", "largebatch.train", *SMALL, *BATCH, *RANDOM, "--run.folder", str(folder), *options]
+    arguments = ["-m", "largebatch.train", *SMALL, *BATCH, *LENGTH, *RANDOM, "--run.folder", str(folder), *options]
     return launch(arguments, ranks=ranks, launcher=launcher, **launch_options)
 
 
@@ -44,6 +37,11 @@ def rows(folder: Path, name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def reproducible(folder: Path, name: str) -> list[dict[str, str]]:
+    """The rows without times, and without the mean since the last evaluation, which a resumed process cannot know."""
+    return [{k: v for k, v in row.items() if k not in ("images_per_s", "train_loss")} for row in rows(folder, name)]
+
+
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """Largest relative difference of a tensor."""
     assert one.keys() == other.keys()
@@ -57,39 +55,40 @@ def uninterrupted(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "ranks, launcher", [(1, "python"), (2, "mpirun"), (2, "horovodrun"), (2, "horovodrun --gloo"), (4, "horovodrun")]
-)
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "interrupted"
+    trained(folder, "--run.max_steps", "3", ranks=3)
+    return folder
+
+
+@pytest.mark.parametrize("ranks, launcher", [(1, "python"), (2, "horovodrun --gloo"), (4, "horovodrun")])
 def test_every_launch_form_trains_the_same(tmp_path, uninterrupted, ranks, launcher):
-    """8 steps with mixup, dropout and stochastic depth: other ranks and launchers only change the order of sums."""
+    """With mixup, dropout and stochastic depth: other ranks and launchers only change the order of sums."""
     assert distance(weights(uninterrupted), trained(tmp_path, ranks=ranks, launcher=launcher)) < 1e-4
 
 
-def test_resumed_equals_uninterrupted(tmp_path, uninterrupted):
-    trained(tmp_path, "--run.max_steps", "3", ranks=3)
-    ours = trained(tmp_path, ranks=3)
+def test_resumed_equals_uninterrupted(tmp_path, interrupted, uninterrupted):
+    folder = shutil.copytree(interrupted, tmp_path / "run")
+    ours = trained(folder, ranks=3)
     for key, tensor in weights(uninterrupted).items():
         assert torch.equal(ours[key], tensor), key
-    assert [row["step"] for row in rows(tmp_path, "steps.csv")] == [str(step) for step in range(1, 9)]
     for name in ("steps.csv", "epochs.csv"):
-        ours_rows, theirs = rows(tmp_path, name), rows(uninterrupted, name)
-        for one, other in zip(ours_rows, theirs, strict=True):
-            assert {k: v for k, v in one.items() if "per_s" not in k and "train_loss" not in k} == {
-                k: v for k, v in other.items() if "per_s" not in k and "train_loss" not in k
-            }
+        assert reproducible(folder, name) == reproducible(uninterrupted, name)
+    assert [row["step"] for row in rows(folder, "steps.csv")] == [str(step) for step in range(1, 7)]
 
 
-def test_resumed_on_two_ranks_of_three(tmp_path, uninterrupted):
+def test_resumed_on_two_ranks_of_three(tmp_path, interrupted, uninterrupted):
     """The batches and every draw stay; only the order of sums changes."""
-    trained(tmp_path, "--run.max_steps", "3", ranks=3)
-    assert distance(weights(uninterrupted), trained(tmp_path, ranks=2)) < 1e-4
-    losses = [[float(row["loss"]) for row in rows(folder, "steps.csv")] for folder in (tmp_path, uninterrupted)]
+    folder = shutil.copytree(interrupted, tmp_path / "run")
+    assert distance(weights(uninterrupted), trained(folder, ranks=2)) < 1e-4
+    losses = [[float(row["loss"]) for row in rows(run, "steps.csv")] for run in (folder, uninterrupted)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_validation_is_exact_on_any_number_of_ranks(uninterrupted):
+def test_validation_from_the_command_line(uninterrupted):
     lines = set()
-    for ranks in (1, 2, 3, 4):
+    for ranks in (1, 3):  # every number of ranks is in ranks/test_data.py
         code, output = launch(["-m", "largebatch.validate", str(uninterrupted)], ranks=ranks)
         assert code == 0, output
         lines.add(re.search(r"top-1 .* images 360", output)[0])
@@ -105,9 +104,7 @@ def test_validation_is_exact_on_any_number_of_ranks(uninterrupted):
             ["--data.global_batch_size", "50"],
             "A global batch of 50 is not a whole number of passes of 2 ranks × micro-batch 4",
         ),
-        (["--model", "vit_b33"], "did you mean vit_b"),
         (["--data", "/no/such/folder", "--recipe", "quickstart"], "/no/such/folder"),
-        (["--model.num_classes", "9"], "num_classes"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_an_exit_code(tmp_path, options, sentence):

@@ -1,0 +1,454 @@
+"""What hooks write while a run goes on, stops, is resumed and goes wrong.
+
+Run as a program, this file trains a small model with all hooks under a real Communicator of one rank; the tests
+start it once and look at its report and its folders. The sinks, which need no communication, are tested directly.
+"""
+
+import csv
+import io
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from matplotlib.image import imread
+
+from largebatch import checkpoint, hooks
+from largebatch.config import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, dump
+from largebatch.data.order import Plan
+from largebatch.engine import Hook, Trainer, TrainState
+
+ROOT = Path(__file__).parents[1]
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    """The folder in which `python test_hooks.py FOLDER` ran, and its report."""
+    folder = tmp_path_factory.mktemp("runs")
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/mpi/ranks", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads((folder / "report.json").read_text())
+
+
+def test_a_run_writes_every_row_once(runs):
+    folder, report = runs
+    steps, epochs = read(folder / "whole" / "steps.csv"), read(folder / "whole" / "epochs.csv")
+    assert [row["step"] for row in steps] == ["2", "4", "6", "8", "10", "12"]
+    assert [row["step"] for row in epochs] == ["4", "8", "12"]
+    assert tuple(steps[0]) == hooks.STEP_COLUMNS and tuple(epochs[0]) == hooks.EPOCH_COLUMNS
+    for row in steps:
+        step = int(row["step"])
+        assert row["images"] == str(16 * step) and float(row["epoch"]) == pytest.approx(16 * step / 48)
+        assert float(row["lr"]) == pytest.approx(0.01 / step)  # of the step that the row is about
+        assert float(row["loss"]) == pytest.approx(report["losses"][step - 1], rel=1e-6)
+        assert float(row["grad_norm"]) == pytest.approx(report["grad_norms"][step - 1], rel=1e-6)
+
+
+def test_an_interrupted_run_leaves_the_same_rows(runs):
+    folder, report = runs
+    assert [row["step"] for row in report["rows when killed"]] == ["2", "4", "6"]
+    assert report["resumed at"] == 4
+    for name in ("steps.csv", "epochs.csv"):
+        whole, resumed = (read(folder / run / name) for run in ("whole", "resumed"))
+        for row in (*whole, *resumed):
+            row.pop("images_per_s")
+        assert whole == resumed
+
+
+def test_resuming_a_finished_run_changes_nothing(runs):
+    folder, report = runs
+    assert report["finished at"] == 12 and report["before"] == report["after"]
+
+
+def test_checkpoints_come_when_due_and_at_the_end(runs):
+    _, report = runs
+    assert report["saved"] == [4, 8, 12]
+    assert report["saved with max_steps"] == [4, 6]
+
+
+def test_a_full_disk_is_a_warning_and_the_next_save_works(runs):
+    _, report = runs
+    assert report["full"] == {"step": 12, "saved": [12, 8]}
+    assert "the checkpoint of step 4 failed: [Errno 28] No space left on device; older ones are kept" in report["log"]
+
+
+def test_a_failing_sink_is_a_warning(runs):
+    _, report = runs
+    assert report["failing sink"] == 12 and "Failing failed at step 4: [Errno 28] full" in report["log"]
+
+
+def test_a_sink_that_cannot_open_stops_the_run(runs):
+    _, report = runs
+    assert report["closed sink"] == "TensorBoard is not here."
+
+
+def test_another_config_is_not_resumed(runs):
+    _, report = runs
+    assert "--optim.lr 0.001, now 0.5" in report["refused"]
+
+
+def test_guards_count_what_is_skipped(runs):
+    _, report = runs
+    assert report["guard"]["steps"] == 5  # 2 bad, 1 good, then 3 bad in a row end it
+    assert "Training stopped at step 6: 3 steps in a row" in report["guard"]["message"]
+    assert "not finite on rank 0" in report["guard"]["message"]
+    assert sum("skipped" in line for line in report["log"]) == 5
+
+
+def test_throughput_is_that_of_training_alone(runs):
+    """A clock on which a pass takes 1 s, the first 50 s, an evaluation 100 s and a hook 1000 s."""
+    folder, _ = runs
+    steps, epochs = read(folder / "clock" / "steps.csv"), read(folder / "clock" / "epochs.csv")
+    assert [float(row["images_per_s"]) for row in steps] == [8.0] * 6  # 16 images in two passes
+    assert [float(row["images_per_s"]) for row in epochs] == [8.0] * 3
+
+
+# -- the program -------------------------------------------------------------------------------------------------
+
+
+class At(Hook):
+    """Calls something after a step."""
+
+    def __init__(self, call: Callable[[Trainer], None]) -> None:
+        self.call = call
+
+    def after_step(self, trainer: Trainer) -> None:
+        self.call(trainer)
+
+
+class Record(Hook):
+    """Keeps what every step gave out."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+
+    def after_train_step(self, trainer: Trainer, output: Any) -> None:
+        self.losses.append(float(output.loss_sum))
+        self.grad_norms.append(float(output.grad_norm))
+
+
+class Failing(hooks.Sink):
+    """Runs out of space at step 4."""
+
+    def write_step(self, row: hooks.Row) -> None:
+        if row["step"] == 4:
+            raise OSError(28, "full")
+
+
+class Closed(hooks.Sink):
+    """Cannot start."""
+
+    def open(self, trainer: Trainer) -> None:
+        raise ValueError("TensorBoard is not here.")
+
+
+def main(folder: Path) -> dict[str, Any]:
+    from parts import small_trainer
+
+    from largebatch.comm import Communicator, Stopped
+
+    comm = Communicator()
+    log = io.StringIO()
+    logging.basicConfig(level=logging.INFO, stream=log, format="%(message)s")
+    report: dict[str, Any] = {}
+
+    def build(name: str, *extra: Hook, sinks: tuple[hooks.Sink, ...] = (), lr: float = 0.001) -> Trainer:
+        config = TrainConfig(
+            run=RunConfig(folder=str(folder / name)), optim=OptimConfig(lr=lr), checkpoint=CheckpointConfig(keep=3)
+        )
+        Path(config.folder).mkdir(exist_ok=True)
+        plan = Plan(num_samples=48, global_batch_size=16, micro_batch_size=8, num_images=12 * 16, seed=1)
+        trainer = small_trainer(comm, plan, passes=2)
+        trainer.eval_images = 64
+        all_sinks = [hooks.Progress(), hooks.Csv(config.folder), *sinks]
+        trainer.hooks = [
+            hooks.Guards(max_skipped_steps=3),
+            hooks.Checkpoint(config.folder, every_images=64, keep=3, config_text=dump(config)),
+            *extra,
+            hooks.Log(all_sinks, every_images=32),
+        ]
+        checkpoint.resume(config, trainer)
+        return trainer
+
+    def saved(name: str) -> list[int]:
+        return [int(path.name) for path in checkpoint.checkpoints(folder / name)]
+
+    def whole() -> None:
+        record = Record()
+        trainer = build("whole", record, sinks=(hooks.Curves(folder / "whole", title="whole"),))
+        trainer.fit()
+        report.update(losses=record.losses, grad_norms=record.grad_norms, saved=saved("whole")[::-1])
+
+    def resumed() -> None:
+        def die(trainer: Trainer) -> None:
+            if trainer.state.step == 7:
+                raise KeyboardInterrupt
+
+        try:
+            build("resumed", At(die)).fit()
+        except KeyboardInterrupt:
+            report["rows when killed"] = read(folder / "resumed" / "steps.csv")
+        trainer = build("resumed")
+        report["resumed at"] = trainer.state.step
+        trainer.fit()
+
+    def finished() -> None:
+        files = [*(folder / "whole").glob("*.csv"), *(folder / "whole").rglob("manifest.json")]
+        report["before"] = [file.read_text() for file in files]
+        trainer = build("whole")
+        report["finished at"] = trainer.state.step
+        trainer.fit()
+        report["after"] = [file.read_text() for file in files]
+
+    def stopped_early() -> None:
+        build("early").fit(max_steps=6)
+        report["saved with max_steps"] = saved("early")[::-1]
+
+    def full_disk() -> None:
+        real = checkpoint.save
+
+        def save(*arguments: Any, **options: Any) -> Path:
+            if options["state"].step == 4:
+                raise OSError(28, "No space left on device")
+            return real(*arguments, **options)
+
+        checkpoint.save = save
+        trainer = build("full")
+        trainer.fit()
+        checkpoint.save = real
+        report["full"] = {"step": trainer.state.step, "saved": saved("full")}
+
+    def sinks() -> None:
+        trainer = build("failing", sinks=(Failing(),))
+        trainer.fit()
+        report["failing sink"] = trainer.state.step
+        try:
+            build("closed", sinks=(Closed(),)).fit()
+        except Stopped as error:
+            report["closed sink"] = str(error)
+
+    def refused() -> None:
+        try:
+            build("whole", lr=0.5)
+        except Stopped as error:
+            report["refused"] = str(error)
+
+    def guard() -> None:
+        trainer = build("guard")
+        healthy = trainer.objective
+        trainer.objective = lambda model, batch: healthy(model, batch) * (1.0 if trainer.state.step == 2 else math.nan)
+        try:
+            trainer.fit()
+        except Stopped as error:
+            report["guard"] = {"steps": trainer.state.skipped, "message": str(error)}
+
+    def clock() -> None:
+        now = [0.0]
+        hooks.time = SimpleNamespace(perf_counter=lambda: now[0])
+
+        def take(seconds: float) -> None:
+            now[0] += seconds
+
+        trainer = build("clock", At(lambda trainer: take(1000.0)))
+        objective, evaluate = trainer.objective, trainer.evaluate
+
+        def slow_objective(model: Any, batch: Any) -> Any:
+            take(50.0 if trainer.state.step == 0 else 1.0)
+            return objective(model, batch)
+
+        def slow_evaluate() -> dict[str, float]:
+            take(100.0)
+            return evaluate()
+
+        trainer.objective, trainer.evaluate = slow_objective, slow_evaluate
+        trainer.fit()
+
+    for part in (whole, resumed, finished, stopped_early, full_disk, sinks, refused, guard, clock):
+        part()
+    comm.shutdown()
+    return report | {"log": log.getvalue().splitlines()}
+
+
+# -- sinks -------------------------------------------------------------------------------------------------------
+
+
+def trainer_at(step: int, *, num_steps: int = 100) -> Any:
+    """What sinks read of a trainer."""
+    plan = SimpleNamespace(num_images=num_steps * 10, num_samples=50)
+    return SimpleNamespace(state=TrainState(step=step, images=10 * step), num_steps=num_steps, plan=plan)
+
+
+def step_row(step: int, **values: float) -> hooks.Row:
+    row = {"step": step, "epoch": step / 5, "images": 10 * step, "lr": 1e-3 / step, "loss": 2 / step}
+    return row | {"grad_norm": 1 / step, "images_per_s": 5.0, "skipped": 0} | values
+
+
+def epoch_row(step: int, **values: float) -> hooks.Row:
+    row = {"step": step, "epoch": step / 5, "images": 10 * step, "lr": 1e-3 / step, "train_loss": 2 / step}
+    return row | {"eval_loss": 3 / step, "top1": 60.0, "top5": 90.0, "images_per_s": 5.0, "skipped": 0} | values
+
+
+def test_a_number_comes_back_as_it_was(tmp_path):
+    table = hooks.Table(tmp_path / "t.csv", ("step", "images", "loss", "grad_norm", "epoch"))
+    table.open(last_step=0)
+    row = {"step": 1, "images": 4_300_000_001, "loss": 0.1234567806124687, "grad_norm": math.inf, "epoch": math.nan}
+    table.append(row)
+    text = (tmp_path / "t.csv").read_text()
+    assert text.splitlines() == ["step,images,loss,grad_norm,epoch", "1,4300000001,0.123456781,inf,"]
+    back = hooks.read_rows(tmp_path / "t.csv")[0]
+    assert math.isnan(back.pop("epoch")) and back == {k: pytest.approx(row[k]) for k in back}
+
+
+def test_rows_past_the_resumed_step_are_dropped(tmp_path):
+    for first, last in ((1, 8), (6, 10)):
+        sink = hooks.Csv(tmp_path)
+        sink.open(trainer_at(first - 1))
+        for step in range(first, last + 1):
+            sink.write_step(step_row(step, loss=first))
+            sink.write_epoch(epoch_row(step, train_loss=first))
+    for file, column in (("steps.csv", "loss"), ("epochs.csv", "train_loss")):
+        rows = hooks.read_rows(tmp_path / file)
+        assert [(row["step"], row[column]) for row in rows] == [(s, 1 if s < 6 else 6) for s in range(1, 11)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epochs.csv", "steps.csv"]
+
+
+@pytest.mark.parametrize("tail", ["3,0.", "3", "\0\0\0\0\n", "3,x,1\n", "3,1,2,9\n"])
+def test_a_damaged_line_is_dropped(tmp_path, tail):
+    (tmp_path / "t.csv").write_text("step,loss,lr\n1,2,3\n2,2,3\n" + tail)
+    table = hooks.Table(tmp_path / "t.csv", ("step", "loss", "lr"))
+    table.open(last_step=9)
+    table.append({"step": 3, "loss": 1.0, "lr": 0.5})
+    assert (tmp_path / "t.csv").read_text().splitlines() == ["step,loss,lr", "1,2,3", "2,2,3", "3,1,0.5"]
+
+
+def test_a_column_of_a_later_version(tmp_path):
+    (tmp_path / "t.csv").write_text("step,loss,old\n1,2,3\n")
+    table = hooks.Table(tmp_path / "t.csv", ("step", "loss", "new"))
+    table.open(last_step=9)
+    table.append({"step": 2, "loss": 1.5, "new": 7})
+    assert read(tmp_path / "t.csv") == [{"step": "1", "loss": "2", "new": ""}, {"step": "2", "loss": "1.5", "new": "7"}]
+
+
+def test_tensorboard_neither_doubles_nor_loses_a_step(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, last in ((1, 8), (6, 10)):
+        sink = hooks.TensorBoard(tmp_path)
+        sink.open(trainer_at(first - 1))
+        for step in range(first, last + 1):
+            sink.write_step(step_row(step, loss=first, images_per_s=math.nan if step == 1 else 5.0))
+        sink.write_epoch(epoch_row(last))
+        sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    points = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert points == [(s, 1 if s < 6 else 6) for s in range(1, 11)]
+    assert [event.step for event in events.Scalars("train/images_per_s")] == list(range(2, 11))
+    assert [event.step for event in events.Scalars("epoch/top1")] == [10]
+
+
+def test_no_tensorboard_is_one_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match="pip install tensorboard.*--log.tensorboard false"):
+        hooks.TensorBoard(tmp_path).open(trainer_at(0))
+
+
+@pytest.mark.parametrize("num_steps", [7, 100, 11730])
+def test_plain_lines_are_few(caplog, num_steps):
+    caplog.set_level(logging.INFO)
+    sink = hooks.Progress()
+    sink.open(trainer_at(0, num_steps=num_steps))
+    for step in range(1, num_steps + 1):
+        sink.advance(step)
+        sink.write_step(step_row(step))
+    sink.write_epoch(epoch_row(num_steps))
+    sink.close()
+    assert min(num_steps, hooks.PLAIN_LINES) <= len(caplog.messages) <= hooks.PLAIN_LINES + 2
+    assert caplog.messages[0].startswith(f"step 1/{num_steps}  epoch 0.20  loss 2.0000  lr 0.001  5 img/s  ")
+    assert caplog.messages[-2].startswith(f"step {num_steps}/{num_steps} ")
+    assert caplog.messages[-2].endswith("0:00:00 left")
+    assert caplog.messages[-1].startswith(f"epoch {num_steps / 5:.4g}/{num_steps / 5:.4g}  train loss ")
+    assert "top-1 60.00 %" in caplog.messages[-1]
+
+
+class Terminal(io.StringIO):
+    """A stderr that is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_and_the_log_share_a_terminal(monkeypatch, caplog):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    handler = logging.StreamHandler()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [*logging.getLogger().handlers, handler])
+    caplog.set_level(logging.INFO)
+    sink = hooks.Progress()
+    sink.open(trainer_at(3))
+    assert handler.stream is sys.stderr is not terminal
+    sink.advance(4)
+    sink.write_step(step_row(4))
+    sink.write_epoch(epoch_row(4))
+    sink.close()
+    assert handler.stream is sys.stderr is terminal
+    assert "step 4/100" in terminal.getvalue() and "loss 0.5000" in terminal.getvalue()
+    assert "\nepoch 0.8/20  train loss" in terminal.getvalue() or "Kepoch 0.8/20  train loss" in terminal.getvalue()
+    assert len(caplog.messages) == 1, "steps are shown by the bar"
+
+
+# -- curves ------------------------------------------------------------------------------------------------------
+
+
+def share_of(path: Path, colour: str) -> float:
+    """The share of a picture's pixels that have about this colour."""
+    wanted = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    return float((abs(imread(path)[..., :3] - wanted).max(axis=-1) < 0.05).mean())
+
+
+def test_the_picture_shows_the_curves(tmp_path):
+    sink = hooks.Csv(tmp_path)
+    sink.open(trainer_at(0))
+    for step in range(1, 30):
+        sink.write_step(step_row(step, grad_norm=math.inf if step == 3 else 1 / step))
+        if step % 5 == 0:
+            sink.write_epoch(epoch_row(step, eval_loss=math.nan if step == 10 else 3 / step))
+    curves = hooks.Curves(tmp_path, title="a run")
+    curves.write_epoch(epoch_row(25))
+    path = tmp_path / "curves.png"
+    assert imread(path).shape[0] > 500 and imread(path).shape[1] > 800
+    for style in (hooks.RED, hooks.BLUE, hooks.THIN, hooks.PALE):
+        assert share_of(path, style["color"]) > 3e-4, style
+    assert 0.8 < share_of(path, "#ffffff") < 0.99
+    drawn = path.stat().st_mtime_ns
+    curves.write_epoch(epoch_row(30))
+    assert path.stat().st_mtime_ns == drawn, "it was drawn a moment ago"
+    curves.close()
+    assert path.stat().st_mtime_ns > drawn
+
+
+def test_a_picture_of_nothing(tmp_path):
+    hooks.draw_curves(tmp_path, title="a run that has not begun")
+    assert share_of(tmp_path / "curves.png", hooks.RED["color"]) < 3e-4  # the legend alone
+
+
+if __name__ == "__main__":
+    (Path(sys.argv[1]) / "report.json").write_text(json.dumps(main(Path(sys.argv[1]))))
