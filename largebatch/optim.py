@@ -112,10 +112,13 @@ def lamb_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: Tensor
     return ratio
 
 
-def lamb_eager_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: Tensor) -> Tensor:
-    """The same without a compiler: in place, chunk by chunk, so that no temporary but u leaves cache."""
+def lamb_eager_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: Tensor, u: Tensor) -> Tensor:
+    """The same without a compiler: in place and chunk by chunk, so that no temporary but u leaves cache.
+
+    u is scratch memory as long as x, handed in because a new one per tensor would be paged in every time.
+    """
     chunk = CHUNK if x.device.type == "cpu" else max(x.numel(), 1)
-    u, work, squares = torch.empty_like(x), x.new_empty(min(chunk, x.numel())), []
+    work, squares = x.new_empty(min(chunk, x.numel())), []
     for xc, gc, mc, vc, uc in zip(*(t.split(chunk) for t in (x, g, m, v, u))):
         w = work[: xc.numel()]
         torch.mul(gc.to(x.dtype), factor, out=w)
@@ -174,7 +177,8 @@ def update(impl: str, tensors: Sequence[Tensors], s: Scalars, factor: Tensor) ->
         return lamb_list_(tensors, s, factor)
     if impl == "compile" or impl == "auto" and can_compile(factor.device.type):
         return lamb_compiled_(tensors, s, factor)
-    return [lamb_eager_(*four, s, factor) for four in tensors]
+    u = factor.new_empty(max(four[0].numel() for four in tensors))
+    return [lamb_eager_(*four, s, factor, u[: four[0].numel()]) for four in tensors]
 
 
 class Lamb(Optimizer):

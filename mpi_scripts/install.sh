@@ -221,10 +221,10 @@ choose_operations() {
     elif [ "${release%%.*}" != "${TORCH_CUDA%%.*}" ]; then
         why="$nvcc is of CUDA $release and torch of $TORCH_CUDA (set CUDA_HOME to a matching one, then --force)"
     elif [ ! -e "$SITE/nvidia/nccl/lib/libnccl.so.2" ]; then why="torch brought no NCCL wheel"
-    else OPERATIONS=nccl; NVCC=$nvcc; say "building Horovod's NCCL operations with $nvcc (CUDA $release)"; return 0
+    else OPERATIONS=nccl; NVCC=$nvcc; say "Horovod with NCCL operations: nvcc is $nvcc (CUDA $release)"; return 0
     fi
     [ "$wanted" = auto ] || die "OPERATIONS=nccl was asked for, but $why"
-    say "building Horovod's CPU operations: $why"
+    say "Horovod with CPU operations: $why"
 }
 
 torch_facts() {
@@ -314,6 +314,11 @@ install_horovod() {
     key=horovod-$HOROVOD_VERSION-$PYTHON_TAG-$(uname -m)-torch$TORCH_VERSION-cuda$TORCH_CUDA
     key=$key-$(mpi_name)-$OPERATIONS-r$RECIPE
     cached=$WHEEL_CACHE/$key
+    if [ "$(cat "$VENV/largebatch-horovod" 2>/dev/null)" = "$key" ] && version_of horovod >/dev/null 2>&1; then
+        say "keeping the Horovod of $VENV"
+        return
+    fi
+    rm -f "$VENV/largebatch-horovod"
     if compgen -G "$cached/*.whl" >/dev/null; then
         say "using the cached Horovod of $cached"
     else
@@ -328,6 +333,7 @@ install_horovod() {
     "$VENV/bin/python" -c 'import horovod.torch as hvd; assert hvd.mpi_built() and hvd.gloo_built()' \
         >>"$LOG" 2>&1 || die "Horovod was built but does not load with MPI and Gloo, see the end of $LOG: remove" \
         "$cached and run mpi_scripts/install.sh --force"
+    echo "$key" >"$VENV/largebatch-horovod"
 }
 
 # ---- what makes the bare commands work in this venv -------------------------------------------------
