@@ -140,7 +140,10 @@ def save(
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest valid checkpoint of run folder `folder`, or None; warns of newer ones that are damaged."""
+    """The newest valid checkpoint of run folder `folder`, None if it has none; warns of newer ones that are damaged.
+
+    ValueError if all are damaged: to begin again there would be to give up what can perhaps be rescued.
+    """
     paths = checkpoints(folder)
     for path in paths:
         reason = fault(path)
@@ -148,7 +151,10 @@ def latest(folder: str | Path) -> Path | None:
             return path
         logger.warning("checkpoint %s is refused: %s", path, reason)
     if paths:
-        logger.warning("none of the %d checkpoints in %s is valid", len(paths), paths[0].parent)
+        raise ValueError(
+            f"None of the {len(paths)} checkpoints in {paths[0].parent} is valid ({paths[0].name}: {fault(paths[0])}): "
+            "restore one, or choose another --run.folder to train from the beginning."
+        )
     return None
 
 

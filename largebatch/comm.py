@@ -56,8 +56,8 @@ class Communicator:
         if self.size == 1 and announced:
             seen = ", ".join(f"{name}={value}" for name, value in announced.items())
             raise RuntimeError(
-                f"The launcher announced {seen}, but Horovod sees 1 process: each would train alone. The launcher's MPI "
-                "is not the one Horovod was built with; run `python -m largebatch.doctor`."
+                f"The launcher announced {seen}, but Horovod sees 1 process: each would train alone. The launcher's "
+                "MPI is not the one Horovod was built with; run `python -m largebatch.doctor`."
             )
 
     def device(self, kind: str = "auto") -> torch.device:

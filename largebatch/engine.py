@@ -7,6 +7,7 @@ of ranks computes the same update.
 """
 
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
@@ -174,8 +175,9 @@ class Trainer:
             self.model.train()
             output = self.train_step(batches)
             self._each("after_train_step", output)
-            losses[0] += output.loss_sum * output.images
-            losses[1] += output.images
+            if output.applied:
+                losses[0] += output.loss_sum * output.images
+                losses[1] += output.images
             if self.due(self.eval_images):
                 self._each("after_evaluate", {"train_loss": self.mean_loss(losses)} | self.evaluate())
                 losses.zero_()
@@ -190,7 +192,7 @@ class Trainer:
     def mean_loss(self, losses: Tensor) -> float:
         """Mean loss per image from every rank's (sum, images)."""
         total, images = self.comm.allreduce(losses.cpu(), name="train_loss").tolist()
-        return total / images
+        return total / images if images else math.nan  # nan: every step was skipped
 
     def _each(self, event: str, *arguments: Any) -> None:
         for hook in self.hooks:

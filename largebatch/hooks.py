@@ -9,15 +9,13 @@ hands it to sinks, which exist on rank 0 and cannot communicate. A row holds the
 means since an earlier row, so an interrupted run leaves the same rows as one that was not.
 """
 
-import csv
 import datetime
 import logging
 import math
-import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Sequence, TextIO
+from typing import Callable, Sequence, TextIO
 
 import torch
 from rich import progress
@@ -25,26 +23,11 @@ from rich.console import Console
 
 from largebatch import checkpoint
 from largebatch.comm import Stopped
+from largebatch.curves import EPOCH_COLUMNS, EPOCHS, STEP_COLUMNS, STEPS, Row, Table, draw_curves
 from largebatch.engine import Hook, StepOutput, Trainer
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, float]
-
-STEP_COLUMNS = ("step", "epoch", "images", "lr", "loss", "grad_norm", "images_per_s", "skipped")
-EPOCH_COLUMNS = (
-    "step",
-    "epoch",
-    "images",
-    "lr",
-    "train_loss",
-    "eval_loss",
-    "top1",
-    "top5",
-    "images_per_s",
-    "skipped",
-)
-STEPS, EPOCHS, CURVES = "steps.csv", "epochs.csv", "curves.png"
 PLAIN_LINES = 40  # lines of progress per run where there is no terminal, besides the evaluations
 REDRAW_S = 10.0  # the curves are drawn at most this often
 
@@ -343,58 +326,8 @@ class Curves(Sink):
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# what sinks are made of
+# lines on a terminal
 # ---------------------------------------------------------------------------------------------------------------
-
-
-class Table:
-    """A CSV file of rows in the order of their steps, which a resumed run continues."""
-
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self.path, self.columns = path, columns
-
-    def open(self, *, last_step: int) -> None:
-        """Keep the rows up to `last_step`; the run repeats the others."""
-        kept = [row for row in read_rows(self.path) if row["step"] <= last_step]
-        unfinished = self.path.with_suffix(".tmp")
-        self.file = open(unfinished, "w", newline="")
-        self.writer = csv.DictWriter(self.file, self.columns)
-        self.writer.writeheader()
-        self.file.flush()
-        for row in kept:
-            self.append(row)
-        os.replace(unfinished, self.path)  # the open file goes with it
-
-    def append(self, row: Row) -> None:
-        """Write a row and hand it to the system, so that a kill cannot take it back."""
-        self.writer.writerow({name: _cell(row.get(name, math.nan)) for name in self.columns})
-        self.file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file as numbers, empty cells as nan; a line that was cut short is left out."""
-    if not path.is_file():
-        return []
-    with open(path, newline="") as file:
-        rows = [_numbers(cells) for cells in csv.DictReader(file)]
-    return [row for row in rows if "step" in row]
-
-
-def _numbers(cells: dict[str, str]) -> Row:
-    try:
-        return {name: float(cell) if cell != "" else math.nan for name, cell in cells.items()}
-    except (TypeError, ValueError):  # cells are missing, or none of ours
-        return {}
-
-
-def _cell(value: float) -> str:
-    if math.isnan(value):
-        return ""
-    return f"{value:.0f}" if float(value).is_integer() else f"{value:.9g}"  # nine digits hold a float32
 
 
 def _rate(row: Row) -> str:
@@ -429,62 +362,3 @@ def _redirect_log(old: TextIO, new: TextIO) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is old:
             handler.setStream(new)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# the picture
-# ---------------------------------------------------------------------------------------------------------------
-
-Lines = list[tuple[str, list[Row], str, dict[str, Any]]]  # label, rows, column, style
-
-THIN = {"color": "#9bbbe0", "linewidth": 1.0}
-PALE = {"color": "#e6a89c", "linewidth": 1.8}
-BLUE = {"color": "#2463a6", "linewidth": 1.8}
-RED = {"color": "#c8442f", "linewidth": 1.8}
-
-
-def draw_curves(folder: Path, *, title: str) -> None:
-    """Draw RUN/curves.png from RUN/steps.csv and RUN/epochs.csv: loss, accuracy, learning rate and gradient norm."""
-    from matplotlib.figure import Figure  # half a second, and on rank 0 only
-    from matplotlib.ticker import LogLocator
-
-    steps, epochs = read_rows(folder / STEPS), read_rows(folder / EPOCHS)
-    figure = Figure(figsize=(10.5, 6.6), dpi=120, layout="constrained")
-    loss, accuracy, lr, grad_norm = figure.subplots(2, 2, sharex=True).flat
-    _draw(
-        loss,
-        "loss",
-        [
-            ("training, single steps", steps, "loss", THIN),
-            ("training, mean", epochs, "train_loss", BLUE),
-            ("held out", epochs, "eval_loss", RED),
-        ],
-    )
-    _draw(accuracy, "held-out accuracy (%)", [("top-5", epochs, "top5", PALE), ("top-1", epochs, "top1", RED)])
-    _draw(lr, "learning rate", [("", steps, "lr", BLUE)])
-    _draw(grad_norm, "gradient norm before clipping", [("", steps, "grad_norm", BLUE | {"linewidth": 1.0})])
-    grad_norm.set_yscale("log")
-    grad_norm.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-    grad_norm.yaxis.set_major_formatter("{x:g}")
-    grad_norm.yaxis.set_minor_formatter("{x:g}")
-    for axes in (lr, grad_norm):
-        axes.set_xlabel("epoch")
-    result = f"\ntop-1 {epochs[-1]['top1']:.2f} % after {epochs[-1]['epoch']:.4g} epochs" if epochs else ""
-    figure.suptitle(title + result, fontsize=12)
-    unfinished = folder / (CURVES + ".tmp")
-    figure.savefig(unfinished, format="png")
-    os.replace(unfinished, folder / CURVES)
-
-
-def _draw(axes: Any, name: str, lines: Lines) -> None:
-    """One panel: each line over the epochs, points that are not finite left out."""
-    for label, rows, column, style in lines:
-        points = [(row["epoch"], row[column]) for row in rows if math.isfinite(row[column])]
-        marker = "o" if len(points) < 40 and style is not THIN else ""
-        axes.plot(*zip(*points) if points else ((), ()), label=label, marker=marker, markersize=3, **style)
-    axes.set_title(name, loc="left", fontsize=10)
-    axes.grid(color="#e6e6e6", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    if any(label for label, *_ in lines):
-        axes.legend(frameon=False, fontsize=9)

@@ -154,7 +154,8 @@ def can_compile(device_type: str) -> bool:
 def compiled(device_type: str) -> Callable[..., Any]:
     """The compiled update. With fullgraph, torch's silent return to eager past its limit becomes an error."""
     if device_type == "cpu":
-        return torch.compile(lamb_, dynamic=True, fullgraph=True)
+        # One graph serves all lengths: it must not be made serial because the first tensor it sees is short.
+        return torch.compile(lamb_, dynamic=True, fullgraph=True, options={"cpp.min_chunk_size": 0})
     return torch.compile(lamb_list_, dynamic=False, fullgraph=True)
 
 

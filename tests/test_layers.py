@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GROUND = {"largebatch.config", "largebatch.comm"}
 DATA = {"largebatch.data." + name for name in ("records", "order", "dali", "sources")}
 PARTS = {"largebatch." + name for name in ("optim", "schedules", "augment", "losses")} | DATA
-RUN = {"largebatch." + name for name in ("engine", "hooks", "checkpoint")}
+RUN = {"largebatch." + name for name in ("engine", "hooks", "checkpoint", "curves")}
 ASSEMBLY = {"largebatch.build", "largebatch.recipes"}
 BELOW_PROGRAMS = GROUND | PARTS | RUN | ASSEMBLY | {"zoo"}
 
@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     # the run
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
+    "largebatch.curves": set(),
     "largebatch.hooks": GROUND | PARTS | RUN,
     # assembly
     "largebatch.recipes": {"largebatch.config", "largebatch.recipes.*"},

@@ -137,33 +137,42 @@ def test_equals_the_formula_of_the_32k_run(impl):
             assert relative(p, w) <= 1e-12, f"step {step}"
 
 
-@needs_compiler
-def test_one_graph_for_all_shapes_groups_and_rates():
-    """20 scheduled steps over every kind of tensor compile one graph, and give what the plain path gives."""
-    from torch._dynamo.utils import counters
+def scheduled_run(impl):
+    """20 steps over every kind of tensor, one of them late, with a rate and a clip factor that change."""
+    params = make_params(torch.float32)
+    groups = [{"params": params[:4], "weight_decay": 0.1}, {"params": params[4:], "adapt": False}]
+    optimizer = Lamb(groups, impl=impl)
+    for step in range(20):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (step + 1) / 20
+        set_grads(params if step > 4 else params[1:], step)
+        if step % 3:
+            scale_gradients(optimizer, torch.tensor(1.0 / (step + 1)))
+        optimizer.step()
+    return params, torch.stack([optimizer.trust_ratios[p] for p in params])
 
-    torch._dynamo.reset()
+
+@needs_compiler
+def test_one_graph_and_the_plain_numbers():
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import run_and_get_code
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     optim.compiled.cache_clear()
     counters.clear()
-    runs = {}
-    for impl in ("plain", "compile"):
-        params = make_params(torch.float32)
-        groups = [{"params": params[:4], "weight_decay": 0.1}, {"params": params[4:], "adapt": False}]
-        optimizer = Lamb(groups, impl=impl)
-        for step in range(20):
-            for group in optimizer.param_groups:
-                group["lr"] = 0.01 * (step + 1) / 20
-            set_grads(params if step > 4 else params[1:], step)  # the first parameter comes late
-            if step % 3:
-                scale_gradients(optimizer, torch.tensor(1.0 / (step + 1)))
-            optimizer.step()
-        runs[impl] = params, optimizer
-    assert counters["stats"]["unique_graphs"] == 1
-    assert not counters["graph_break"]
-    for ours, theirs in zip(*(params for params, _ in runs.values())):
+    try:
+        with torch._inductor.config.patch(force_disable_caches=True):
+            (params, ratios), codes = run_and_get_code(scheduled_run, "compile")
+    finally:
+        torch.set_num_threads(threads)
+        optim.compiled.cache_clear()
+    assert counters["stats"]["unique_graphs"] == 1 and len(codes) == 1
+    assert "#pragma omp parallel" in codes[0]  # though the first tensor that it saw is short
+    expected_params, expected_ratios = scheduled_run("plain")
+    for ours, theirs in zip(params, expected_params):
         assert relative(ours, theirs.detach().double()) <= 1e-6
-    ratios = [torch.stack([o.trust_ratios[p] for p in params]) for params, o in runs.values()]
-    torch.testing.assert_close(ratios[0], ratios[1], rtol=1e-5, atol=0)
+    torch.testing.assert_close(ratios, expected_ratios, rtol=1e-5, atol=0)
 
 
 def test_list_of_tensors_is_one_graph():

@@ -51,7 +51,7 @@ def check_on_ranks(
     file: str, *, ranks: int, launcher: str = "mpirun", environment: dict[str, str] | None = None
 ) -> None:
     """Run one file of tests/mpi/ranks, all its tests, on every rank of one launch."""
-    arguments = ["-m", "pytest", "-x", "-q", "--no-header", "--color=no", "-p", "no:cacheprovider", f"tests/mpi/ranks/{file}"]
-    code, output = launch(arguments, ranks=ranks, launcher=launcher, environment=environment)
+    pytest = ["-m", "pytest", "-x", "-q", "--no-header", "--color=no", "-p", "no:cacheprovider"]
+    code, output = launch([*pytest, f"tests/mpi/ranks/{file}"], ranks=ranks, launcher=launcher, environment=environment)
     assert code == 0, output
     assert " passed" in output and "skipped" not in output, output
