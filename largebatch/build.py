@@ -6,8 +6,9 @@ fail on one rank alone (files, memory, a GPU) happens inside `comm.together`, so
 
 import logging
 import os
+from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from largebatch import checkpoint, hooks
 from largebatch.augment import Augment
-from largebatch.comm import Communicator
+from largebatch.comm import Communicator, session
 from largebatch.config import DataConfig, TrainConfig, accumulation_passes, dump, duration_images
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.order import Plan
@@ -23,17 +24,35 @@ from largebatch.data.records import Index
 from largebatch.data.sources import open_source
 from largebatch.engine import Hook, Trainer
 from largebatch.losses import classification
-from largebatch.optim import build_optimizer, init_state
+from largebatch.optim import build_optimizer, can_compile, init_state
 from largebatch.schedules import Schedule, make_schedule, scale_lr
 from zoo import create_model
 
 logger = logging.getLogger(__name__)
 
 
-def set_threads(comm: Communicator) -> None:
-    """Share this host's cores among its ranks, unless OMP_NUM_THREADS says otherwise."""
+@contextmanager
+def program(read: Callable[[], TrainConfig]) -> Iterator[tuple[TrainConfig, Communicator]]:
+    """Read a command line and start the ranks. A mistake in it is the same on all of them: it is said once."""
+    config, mistake = TrainConfig(), None
+    try:
+        config = read()
+    except ValueError as error:
+        mistake = error
+    with session(deterministic=config.run.deterministic) as comm:
+        with comm.together("command line"):
+            if mistake:
+                raise mistake
+        yield config, comm
+
+
+def set_up_torch(config: TrainConfig, comm: Communicator) -> None:
+    """Share this host's cores among its ranks, unless OMP_NUM_THREADS says otherwise; choose repeatable kernels."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // comm.local_size))
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums only with this
+        torch.use_deterministic_algorithms(True)
 
 
 def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
@@ -108,7 +127,7 @@ def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
             num_ranks=comm.size,
         )
         device = comm.device(config.run.device)
-        set_threads(comm)
+        set_up_torch(config, comm)
         logger.info(
             "global batch %d = %d ranks × %d micro-batch × %d passes",
             config.data.global_batch_size,
@@ -116,21 +135,33 @@ def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
             config.data.micro_batch_size,
             passes,
         )
+    for line in comm.placement(device):
+        logger.info("%s", line)
     train, held_out = open_data(config, comm, "train"), open_data(config, comm, "validation")
+    impl = lamb_impl(comm, device)
     with comm.together("building"):
-        trainer = _assemble(config, comm, train=train, held_out=held_out, device=device, passes=passes)
+        model = build_model(config).to(device)
+        optimizer = comm.wrap(_optimizer(config, model, impl=impl), model, passes=passes)
+        init_state(optimizer)
+        trainer = _assemble(config, comm, model=model, optimizer=optimizer, train=train, held_out=held_out)
     if not checkpoint.resume(config, trainer):
         comm.broadcast_model(trainer.model)
     return trainer
 
 
+def lamb_impl(comm: Communicator, device: torch.device) -> str:
+    """How every rank runs LAMB: compiled only if all can, since the two ways differ in the last bits of a weight."""
+    able = comm.allgather_object(can_compile(device.type), name="build/can_compile")
+    if not all(able) and comm.rank == 0:
+        logger.warning("no compiler on rank %d: LAMB runs eagerly, which is slower", able.index(False))
+    return "compile" if all(able) else "eager"
+
+
 def _assemble(
-    config: TrainConfig, comm: Communicator, *, train: Index, held_out: Index, device: torch.device, passes: int
+    config: TrainConfig, comm: Communicator, *, model: nn.Module, optimizer: Optimizer, train: Index, held_out: Index
 ) -> Trainer:
-    model = build_model(config).to(device)
+    device = next(model.parameters()).device
     plan = build_plan(config, train)
-    optimizer = comm.wrap(_optimizer(config, model), model, passes=passes)
-    init_state(optimizer)
     data, geometry = config.data, model_geometry(config.data, model)
 
     def open_batches(start_step: int) -> TrainLoader:
@@ -202,10 +233,17 @@ def _images(config: TrainConfig, option: str, num_samples: int, run_images: int 
     return images
 
 
-def _optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
+def _optimizer(config: TrainConfig, model: nn.Module, *, impl: str) -> Optimizer:
     o = config.optim
     return build_optimizer(
-        model, name=o.name, lr=_peak_lr(config), weight_decay=o.weight_decay, betas=o.betas, eps=o.eps, preset=o.preset
+        model,
+        name=o.name,
+        lr=_peak_lr(config),
+        weight_decay=o.weight_decay,
+        betas=o.betas,
+        eps=o.eps,
+        preset=o.preset,
+        impl=impl if o.name == "lamb" else "auto",
     )
 
 

@@ -69,8 +69,21 @@ class Communicator:
                 f"{socket.gethostname()} has {torch.cuda.device_count()} visible GPUs for {self.local_size} ranks: "
                 "start fewer ranks per host, or set --run.device cpu."
             )
+        if not hvd.nccl_built():
+            raise ValueError(
+                "Horovod was built without NCCL and cannot reduce gradients on a GPU: build it anew with "
+                "`OPERATIONS=nccl ./mpi_scripts/install.sh --force`, or set --run.device cpu."
+            )
         torch.cuda.set_device(self.local_rank)
         return torch.device("cuda", self.local_rank)
+
+    def placement(self, device: torch.device) -> list[str]:
+        """Where the ranks are, a line per host: "node1: rank 0 cuda:0, rank 1 cuda:1"; rank r reads shard r."""
+        hosts: dict[str, list[str]] = {}
+        places = self.allgather_object((socket.gethostname(), str(device)), name="placement")
+        for rank, (host, place) in enumerate(places):
+            hosts.setdefault(host, []).append(f"rank {rank} {place}")
+        return [f"{host}: {', '.join(ranks)}" for host, ranks in hosts.items()]
 
     # -- collectives -------------------------------------------------------------------------------------------
 
@@ -214,7 +227,10 @@ def session(*, deterministic: bool = False) -> Iterator[Communicator]:
 
     Exit code 2 for `Stopped` (all ranks agreed), 1 for a failure of this rank alone.
     """
-    comm = Communicator(deterministic=deterministic)
+    try:
+        comm = Communicator(deterministic=deterministic)
+    except (RuntimeError, ValueError) as error:  # every rank sees the same environment
+        sys.exit(f"largebatch: {error}")
     try:
         yield comm
     except Stopped as error:

@@ -11,32 +11,25 @@ import sys
 from pathlib import Path
 from typing import Sequence
 
-from largebatch.build import build_trainer
-from largebatch.comm import Communicator, session
+from largebatch.build import build_trainer, program
+from largebatch.comm import Communicator
 from largebatch.config import TrainConfig, dump, parse
-from largebatch.recipes import choose
+from largebatch.recipes import RECIPES, choose
 
 logger = logging.getLogger("largebatch.train")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's)."""
-    config, mistake = TrainConfig(), None
-    try:
-        config = parse(
-            sys.argv[1:] if argv is None else argv,
-            choose_recipe=choose,
-            prog="python -m largebatch.train",
-            description=__doc__,
-        )
-    except ValueError as error:  # the same on every rank: said once, below
-        mistake = error
-    with session(deterministic=config.run.deterministic) as comm:
-        with comm.together("command line"):
-            if mistake:
-                raise mistake
+    with program(lambda: read(sys.argv[1:] if argv is None else argv)) as (config, comm):
+        with comm.together("opening the run folder"):
             open_folder(config, comm)
         train(config, comm)
+
+
+def read(argv: Sequence[str]) -> TrainConfig:
+    """The config of a command line."""
+    return parse(argv, choose_recipe=choose, prog="python -m largebatch.train", description=__doc__)
 
 
 def open_folder(config: TrainConfig, comm: Communicator) -> None:
@@ -54,8 +47,9 @@ def train(config: TrainConfig, comm: Communicator) -> None:
     """Train as `config` says, from where its folder stands."""
     logger.info("%s", headline(config))
     trainer = build_trainer(config, comm)
-    if comm.rank == 0:
-        (Path(config.folder) / "config.yaml").write_text(dump(config))
+    with comm.together("writing config.yaml"):
+        if comm.rank == 0:
+            (Path(config.folder) / "config.yaml").write_text(dump(config))
     if trainer.state.step >= trainer.num_steps:
         logger.info("This run is complete; to train again choose another --run.folder.")
         return
@@ -65,12 +59,12 @@ def train(config: TrainConfig, comm: Communicator) -> None:
 
 def headline(config: TrainConfig) -> str:
     """Which recipe this is, and how to get the other."""
-    other = (
-        f"--data FOLDER takes the published recipe of {config.model.name}"
-        if config.recipe == "quickstart"
-        else "without --data a quick start on embedded images"
-    )
-    return f"recipe {config.recipe}: {config.model.name} at {config.model.img_size} px on {config.data.path} ({other})"
+    other = ""
+    if config.recipe == "quickstart" and config.model.name in RECIPES:
+        other = f"; --data FOLDER takes the published recipe of {config.model.name}"
+    elif config.recipe != "quickstart":
+        other = "; without --data, a quick start on embedded images"
+    return f"recipe {config.recipe}: {config.model.name} at {config.model.img_size} px on {config.data.path}{other}"
 
 
 if __name__ == "__main__":

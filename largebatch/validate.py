@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Sequence
 
 from largebatch import checkpoint
-from largebatch.build import build_eval_loader, build_model, open_data, set_threads
-from largebatch.comm import Communicator, session
+from largebatch.build import build_eval_loader, build_model, open_data, program, set_up_torch
+from largebatch.comm import Communicator
 from largebatch.config import TrainConfig, parse
 from largebatch.engine import evaluate
 from largebatch.recipes import choose
@@ -18,15 +18,7 @@ from largebatch.recipes import choose
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's)."""
-    config, mistake = TrainConfig(), None
-    try:
-        config = read(list(sys.argv[1:] if argv is None else argv))
-    except ValueError as error:
-        mistake = error
-    with session(deterministic=config.run.deterministic) as comm:
-        with comm.together("command line"):
-            if mistake:
-                raise mistake
+    with program(lambda: read(list(sys.argv[1:] if argv is None else argv))) as (config, comm):
         metrics = validate(config, comm)
         if comm.rank == 0:
             print(
@@ -36,25 +28,32 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def read(argv: list[str]) -> TrainConfig:
-    """The config of the run folder that comes first, if one does, with its newest weights; options go on top."""
-    if argv and not argv[0].startswith("-"):
-        run = Path(argv.pop(0))
-        if not (run / "config.yaml").is_file():
-            raise ValueError(
-                f"{run} is no run folder: expected a config.yaml in it; give the --run.folder of a training run."
-            )
-        argv = ["--config", str(run / "config.yaml"), "--model.weights", str(checkpoint.newest_weights(run)), *argv]
+    """The config of the run folder that comes first, if one does, with the options on top.
+
+    model.weights is empty if the newest ones of the run are meant.
+    """
+    run = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
+    if run and not (run / "config.yaml").is_file():
+        raise ValueError(
+            f"{run} is no run folder: expected a config.yaml in it; give the --run.folder of a training run."
+        )
+    if run:
+        argv = ["--config", str(run / "config.yaml"), "--run.folder", str(run), "--model.weights=", *argv]
     config = parse(argv, choose_recipe=choose, prog="python -m largebatch.validate", description=__doc__)
-    if not config.model.weights:
+    if not run and not config.model.weights:
         raise ValueError("There is nothing to validate: give a run folder, or --model, --init-from FILE and --data.")
     return config
 
 
 def validate(config: TrainConfig, comm: Communicator) -> dict[str, float]:
     """Evaluate config.model on the held-out images of config.data; see `engine.evaluate` for what comes back."""
+    with comm.together("looking for weights"):
+        if comm.rank == 0 and not config.model.weights:
+            config.model.weights = str(checkpoint.newest_weights(config.folder))
+    config.model.weights = comm.broadcast_object(config.model.weights, name="validate/weights")
     held_out = open_data(config, comm, "validation")
     with comm.together("building"):
-        set_threads(comm)
+        set_up_torch(config, comm)
         device = comm.device(config.run.device)
         model = build_model(config).to(device)
         batches = build_eval_loader(config, comm, model=model, index=held_out, device=device)

@@ -352,6 +352,9 @@ hwloc_base_binding_policy = none
 # which nothing here makes. The roads to fast networks are others, and stay open: pml ucx (InfiniBand, RoCE),
 # mtl ofi (Omni-Path, EFA).
 btl = ^ofi
+# Horovod's thread of each rank waits in MPI beside the one that computes. Where there is no core for both, its busy
+# waiting costs more than the messages: ViT-B/32 steps of 2 ranks on 2 cores took 2.8 s with this line, 4.1 s without.
+mpi_yield_when_idle = 1
 CONF
 }
 

@@ -431,17 +431,17 @@ def test_the_picture_shows_the_curves(tmp_path):
         sink.write_step(step_row(step, grad_norm=math.inf if step == 3 else 1 / step))
         if step % 5 == 0:
             sink.write_epoch(epoch_row(step, eval_loss=math.nan if step == 10 else 3 / step))
-    curves = hooks.Curves(tmp_path, title="a run")
-    curves.write_epoch(epoch_row(25))
+    sink = hooks.Curves(tmp_path, title="a run")
+    sink.write_epoch(epoch_row(25))
     path = tmp_path / "curves.png"
     assert imread(path).shape[0] > 500 and imread(path).shape[1] > 800
     for style in (curves.RED, curves.BLUE, curves.THIN, curves.PALE):
         assert share_of(path, style["color"]) > 3e-4, style
     assert 0.8 < share_of(path, "#ffffff") < 0.99
     drawn = path.stat().st_mtime_ns
-    curves.write_epoch(epoch_row(30))
+    sink.write_epoch(epoch_row(30))
     assert path.stat().st_mtime_ns == drawn, "it was drawn a moment ago"
-    curves.close()
+    sink.close()
     assert path.stat().st_mtime_ns > drawn
 
 

@@ -23,12 +23,19 @@ def launch(
     timeout_s: int = 240,
     environment: dict[str, str] | None = None,
 ) -> tuple[int, str]:
-    """Run `python arguments...` on so many ranks from the root; (exit code, stdout and stderr together).
-
-    Ranks get one thread each, as the machine has no more for them. A run over its time limit is killed whole and fails.
-    """
+    """Run `python arguments...` on so many ranks; see `run`."""
     command = [*LAUNCHERS[launcher](ranks), sys.executable, *arguments]
-    settings = {"OMP_NUM_THREADS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "100"} | (environment or {})
+    return run(command, timeout_s=timeout_s, environment=environment)
+
+
+def run(
+    command: list[str], *, timeout_s: int = 240, environment: dict[str, str] | None = None
+) -> tuple[int, str]:
+    """Run a command from the root of the repository; (exit code, stdout and stderr together).
+
+    A run over its time limit is killed whole and fails.
+    """
+    settings = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "100"} | (environment or {})
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -47,11 +54,11 @@ def launch(
     return process.returncode, output
 
 
-def check_on_ranks(
-    file: str, *, ranks: int, launcher: str = "mpirun", environment: dict[str, str] | None = None
-) -> None:
-    """Run one file of tests/mpi/ranks, all its tests, on every rank of one launch."""
+def check_on_ranks(file: str, *, ranks: int, launcher: str = "mpirun") -> None:
+    """Run one file of tests/mpi/ranks, all its tests, on every rank of one launch; a thread is enough for each."""
     pytest = ["-m", "pytest", "-x", "-q", "--no-header", "--color=no", "-p", "no:cacheprovider"]
-    code, output = launch([*pytest, f"tests/mpi/ranks/{file}"], ranks=ranks, launcher=launcher, environment=environment)
+    code, output = launch(
+        [*pytest, f"tests/mpi/ranks/{file}"], ranks=ranks, launcher=launcher, environment={"OMP_NUM_THREADS": "1"}
+    )
     assert code == 0, output
     assert " passed" in output and "skipped" not in output, output

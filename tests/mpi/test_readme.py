@@ -1,0 +1,99 @@
+"""Every command of README.md is run as it stands there, but for a folder of its own and a shorter run.
+
+test.sh is what runs these tests; .ci/run calls it.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import ROOT, run
+from PIL import Image
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.split(" # ")[0].strip()
+    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line.strip() and not line.startswith("#")
+]
+SHORT = "--run.max_steps 1 --log.tensorboard false"
+TINY = "--data.global_batch_size 8 --data.micro_batch_size 1 --model.num_classes 2 --model.img_size 32"
+
+
+def readme(start: str, **places: Path) -> str:
+    """The one command of the README that starts so, with its places filled in; it must be there."""
+    (command,) = [command for command in COMMANDS if command.startswith(start)]
+    for name, path in places.items():
+        assert name in command, command
+        command = command.replace(name, str(path))
+    return command
+
+
+def succeeds(command: str, *, timeout_s: int = 300) -> str:
+    code, output = run(shlex.split(command), timeout_s=timeout_s)
+    assert code == 0, output
+    return output
+
+
+def test_nothing_in_the_readme_is_left_out():
+    tried = Path(__file__).read_text()
+    for command in COMMANDS:
+        start = next((start for start in re.findall(r'readme\(\s*"(.*?)"', tried) if command.startswith(start)), None)
+        assert start or command in ("./mpi_scripts/test.sh", "source .venv/bin/activate"), command
+
+
+def test_the_quick_start_reaches_its_accuracy(tmp_path):
+    """The whole of it: ViT-B/32, two ranks, 95 % of the held-out digits."""
+    output = succeeds(f"{readme('./mpi_scripts/quickstart.sh')} --run.folder {tmp_path / 'run'}", timeout_s=1200)
+    assert "horovodrun -np 2 python -m largebatch.train --model vit_b32" in output
+    top1 = re.search(r"top-1 ([\d.]+) % .* images 360 ", output)
+    assert top1 and float(top1[1]) >= 95.0, output
+    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("readme") / "run"
+    succeeds(f"{readme('horovodrun -np 4 python -m largebatch.train --model vit_b32')} {SHORT} --run.folder {folder}")
+    return folder
+
+
+def test_the_same_under_mpirun(tmp_path):
+    command = readme("mpirun -np 2 python -m largebatch.train --model vit_b32")
+    assert "step 1 of" in succeeds(f"{command} {SHORT} --run.folder {tmp_path}")
+
+
+def test_the_zoo_in_a_script_of_your_own(trained):
+    (script,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    weights = next(trained.glob("checkpoints/*/model.safetensors"))
+    script, found = re.subn(r'weights="[^"]+"', f'weights="{weights}"', script)
+    assert found == 1
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run(["python", "-c", script], check=True, env=environment, cwd=trained)
+
+
+def test_packing_training_and_validating(tmp_path):
+    noise = np.random.default_rng(0)
+    for split in ("train", "validation"):
+        for name in ("cat", "dog"):
+            (tmp_path / "images" / split / name).mkdir(parents=True)
+            for k in range(8):
+                pixels = noise.integers(0, 256, (40, 50, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "images" / split / name / f"{k}.JPEG")
+    packed, run_folder = tmp_path / "records", tmp_path / "run"
+    pack = readme("python -m largebatch.pack", IMAGE_FOLDER=tmp_path / "images", TFRECORD_FOLDER=packed)
+    succeeds(f"{pack} --shards 2 --validation-shards 1")
+    train = readme("horovodrun -np 4 python -m largebatch.train --data", TFRECORD_FOLDER=packed)
+    output = succeeds(f"{train} {SHORT} {TINY} --run.folder {run_folder}")
+    assert "recipe vit_b32: vit_b32 at 32 px" in output and "8 = 4 ranks × 1 micro-batch × 2 passes" in output
+    validate = readme("horovodrun -np 4 python -m largebatch.validate", **{"runs/vit_b32": run_folder})
+    assert "images 16 " in succeeds(validate)
+
+
+def test_the_doctor():
+    succeeds(readme("python -m largebatch.doctor"))
