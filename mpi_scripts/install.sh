@@ -123,6 +123,7 @@ mpi_name() {
 
 fingerprint() {                     # changes when .venv would have to change
     { sed -n '/^install_requires/,/^\[/p; /^test =/,/^\[/p' "$ROOT/setup.cfg"
+      declare -f write_mca_parameters mpi_environment
       echo "$HOROVOD_VERSION $(mpi_name) ${BUILD_TOOLS[*]} $RECIPE $ROOT"; } | sha256sum | cut -c1-16
 }
 

@@ -104,7 +104,7 @@ def test_validation_from_the_command_line(uninterrupted):
             ["--data.global_batch_size", "50"],
             "A global batch of 50 is not a whole number of passes of 2 ranks × micro-batch 4",
         ),
-        (["--data", "/no/such/folder", "--recipe", "quickstart"], "/no/such/folder"),
+        (["--data", "/no/such/folder", "--recipe", "quickstart"], "There is no folder /no/such/folder: expected"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_an_exit_code(tmp_path, options, sentence):

@@ -2,6 +2,7 @@
 
 import copy
 
+import horovod.torch as hvd
 import pytest
 import torch
 from parts import serial_run, small_model, small_trainer
@@ -141,6 +142,15 @@ def test_repeats_to_the_last_bit(comm):
         results.append([parameter.detach().clone() for parameter in trainer.model.parameters()])
     assert all(torch.equal(one, two) for one, two in zip(*results))
     assert replicas_agree(comm, trainer.model, "repeat")
+
+
+def test_each_tensor_is_reduced_by_itself(comm):
+    """What is fused depends on timing, and the order of a fused sum on what is fused: here nothing is."""
+    tensors = [torch.randn(5000, generator=torch.Generator().manual_seed(100 * comm.rank + k)) for k in range(50)]
+    alone = [comm.allreduce(tensor, name=f"alone/{k}") for k, tensor in enumerate(tensors)]
+    handles = [hvd.allreduce_async(tensor, name=f"at once/{k}", op=hvd.Sum) for k, tensor in enumerate(tensors)]
+    for one, handle in zip(alone, handles):
+        assert torch.equal(one, hvd.synchronize(handle))
 
 
 def test_dropout_follows_the_micro_batch_not_the_rank(comm):
