@@ -56,14 +56,13 @@ def set_up_torch(config: TrainConfig, comm: Communicator) -> None:
 
 
 def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
-    """The index of one split. The first rank of a host makes what is missing in its cache, the others find it."""
-    index = None
-    for turn in (comm.local_rank == 0, comm.local_rank != 0):
-        with comm.together(f"opening {config.data.path}"):
-            if turn:
-                index = open_source(config.data.path, split=split).for_classes(config.model.num_classes)
-    assert index is not None
-    return index
+    """The index of one split.
+
+    Making it may take long, so no rank waits for it in a collective, where Horovod would take it for stalled: each
+    asks for it, and a file lock lets the first one of a host do the work.
+    """
+    with comm.together(f"opening {config.data.path}"):
+        return open_source(config.data.path, split=split).for_classes(config.model.num_classes)
 
 
 def build_model(config: TrainConfig) -> nn.Module:

@@ -52,7 +52,7 @@ class Communicator:
         self._refuse_lonely_ranks()
 
     def _refuse_lonely_ranks(self) -> None:
-        announced = {name: os.environ[name] for name in LAUNCHER_SIZES if os.environ.get(name, "1") != "1"}
+        announced = {name: os.environ[name] for name in LAUNCHER_SIZES if os.environ.get(name, "") not in ("", "1")}
         if self.size == 1 and announced:
             seen = ", ".join(f"{name}={value}" for name, value in announced.items())
             raise RuntimeError(

@@ -8,6 +8,7 @@ of ranks computes the same update.
 
 import logging
 import math
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
@@ -95,7 +96,7 @@ class Trainer:
     base_lr: float
     schedule: Callable[[int], float]  # step -> fraction of base_lr
     plan: Plan
-    open_batches: Callable[[int], Iterator[Any]]  # first step -> this rank's micro-batches, in plan order
+    open_batches: Callable[[int], Any]  # first step -> iterator of this rank's micro-batches, to be closed
     eval_batches: Iterable[Any]
     augment: Augment
     seed: int
@@ -169,7 +170,11 @@ class Trainer:
         """Train from the present state to step `max_steps` (0: to the end of the run)."""
         last_step = min(max_steps or self.num_steps, self.num_steps)
         self._each("before_fit")
-        batches = self.open_batches(self.state.step)
+        with closing(self.open_batches(self.state.step)) as batches:
+            self._train_until(last_step, batches)
+        self._each("after_fit")
+
+    def _train_until(self, last_step: int, batches: Iterator[Any]) -> None:
         losses = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum and images since the last evaluation
         while self.state.step < last_step:
             self.model.train()
@@ -182,7 +187,6 @@ class Trainer:
                 self._each("after_evaluate", {"train_loss": self.mean_loss(losses)} | self.evaluate())
                 losses.zero_()
             self._each("after_step")
-        self._each("after_fit")
 
     def due(self, interval_images: int) -> bool:
         """Whether the step just done passed a multiple of `interval_images`, or was the last of the run."""

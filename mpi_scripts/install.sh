@@ -2,7 +2,7 @@
 # What:     makes .venv in the repository: torch, DALI, an MPI, and Horovod built against exactly that torch.
 #           Needs no root: Python 3.11-3.13 (with venv and headers), a C++17 compiler and a package registry.
 # Hardware: any x86-64 Linux machine; a GPU is used when torch has CUDA and a matching nvcc is there.
-# Time:     about 6 minutes on two cores the first time (2.5 of them build Horovod), 3 with a cached Horovod,
+# Time:     about 3 minutes on two idle cores the first time (2 of them build Horovod), 1 with a cached Horovod,
 #           a second when .venv is already whole.
 # Prints:   one line per step, then what was installed and how to activate it. When something is missing: one
 #           sentence with the remedy, and an exit code other than 0. The full output is in .venv/install.log.
