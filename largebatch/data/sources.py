@@ -1,19 +1,18 @@
-"""What `--data` may name: the embedded digits, synthetic images, a folder of TFRecords, or a folder of
-images.
+"""What `--data` may name: embedded digits, synthetic images, a folder of TFRecords, or a folder of images.
 
 `open_source` turns each into an `Index`. The two built-in sources are written once as JPEG TFRecords into the
 user's cache, so that training on them uses the very path that ImageNet takes. Everything that is written
 appears under its name only when it is whole, and the first of several processes does the work; the user's
 data folder is never written to.
 
-    digits      scikit-learn's 1,797 handwritten digits of 8 x 8 pixels: 1,437 for training, 360 (36 of each)
-    held out.
-                Stored as grey JPEGs of 64 x 64 (bicubic, quality 95): enlarged 8 times, nothing of them is
-                lost.
+    digits      scikit-learn's 1,797 handwritten digits of 8 x 8 pixels: 1,437 for training, 360 held out, 36
+                of each digit. Stored as grey JPEGs of 64 x 64 (bicubic, quality 95): enlarged 8 times,
+                nothing of them is lost.
     synthetic   1,000 generated JPEGs of about 500 x 375 per split, one of each of 1,000 classes: for
-    measuring speed. TFRecords   train-* and validation-* in the folder itself or in its folders train and
-    validation. images      train/<class>/*.JPEG and validation/<class>/* (or val/): sorted class names are
-    the labels 0, 1, ...
+                measuring speed.
+    TFRecords   train-* and validation-* in the folder itself or in its folders train and validation.
+    images      train/<class>/*.JPEG and validation/<class>/* (or val/): sorted class names are the labels
+                0, 1, ...
 """
 
 from __future__ import annotations
