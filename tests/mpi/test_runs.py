@@ -118,7 +118,8 @@ def test_a_launcher_that_announces_more_than_horovod_sees(tmp_path):
     assert code != 0 and "SLURM_NTASKS=4" in output and "Horovod sees 1" in output
 
 
-def test_a_failing_rank_ends_the_run_and_is_named(tmp_path):
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_a_failing_rank_ends_the_run_and_is_named(tmp_path, launcher):
     """One rank alone loses its images in the middle of the run."""
     program = (
         "import sys; from largebatch import engine, train\n"
@@ -129,5 +130,5 @@ def test_a_failing_rank_ends_the_run_and_is_named(tmp_path):
         "engine.Trainer.train_step = failing\n"
         f"train.main({[*SMALL, *BATCH, '--run.folder', str(tmp_path)]!r})"
     )
-    code, output = launch(["-c", program], ranks=2, timeout_s=60)
+    code, output = launch(["-c", program], ranks=2, launcher=launcher, timeout_s=60)
     assert code != 0 and "rank 1 of 2" in output and "RuntimeError: planted" in output
