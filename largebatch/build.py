@@ -19,8 +19,8 @@ from largebatch.augment import Augment
 from largebatch.comm import Communicator, session
 from largebatch.config import DataConfig, TrainConfig, accumulation_passes, dump, duration_images
 from largebatch.data.dali import EvalLoader, TrainLoader
+from largebatch.data.index import Index
 from largebatch.data.order import Plan
-from largebatch.data.records import Index
 from largebatch.data.sources import open_source
 from largebatch.engine import Hook, Trainer
 from largebatch.losses import classification

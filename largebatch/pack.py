@@ -28,7 +28,7 @@ import numpy as np
 from PIL import Image
 
 from largebatch.data import sources
-from largebatch.data.records import Index
+from largebatch.data.index import Index
 from largebatch.data.sources import Images
 
 SHARD_IMAGES = {"train": 1252, "validation": 391}  # ceil(1,281,167 / 1024), ceil(50,000 / 128)

@@ -15,6 +15,7 @@ from PIL import Image
 import zoo  # noqa: F401  # lets torchvision be imported beside any build of torch
 from largebatch.data import order, records
 from largebatch.data.dali import EvalLoader, TrainLoader
+from largebatch.data.index import index_images, index_shards
 from largebatch.data.order import Plan
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -73,7 +74,7 @@ def images(tmp_path_factory):
     for path, data in zip(files, encoded):
         with open(path, "wb") as file:
             file.write(data)
-    return records.index_images(files, [k % 7 for k in range(NUM_IMAGES)], class_names=list("abcdefg"))
+    return index_images(files, [k % 7 for k in range(NUM_IMAGES)], class_names=list("abcdefg"))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def tiny(tmp_path_factory):
         flat = [encode(Image.new("RGB", (8, 8), (6 * k, 6 * k, 6 * k)), quality=100) for k in numbers]
         pairs = [(data, k % 5 + 1) for data, k in zip(flat, numbers)]
         records.write_records(path, [example(data, label) for data, label in pairs])
-    return records.index_shards(files).number_labels()
+    return index_shards(files).number_labels()
 
 
 def train_loader(index, plan, *, shard=0, num_shards=1, img_size=8, start_step=0, **changes):
@@ -241,7 +242,7 @@ def spoiled(folder, sample, spoil):
     for path in files:
         data = [encode(picture(rng, 64, 48), quality=95) for _ in range(15)]
         records.write_records(path, [example(encoded, 1 + k % 3) for k, encoded in enumerate(data)])
-    index = records.index_shards(files)
+    index = index_shards(files)
     with open(files[index.file[sample]], "r+b") as file:
         spoil(file, int(index.offset[sample]), int(index.length[sample]))
     return index

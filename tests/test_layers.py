@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 GROUND = {"largebatch.config", "largebatch.comm"}
-DATA = {"largebatch.data." + name for name in ("records", "order", "dali", "sources")}
+DATA = {"largebatch.data." + name for name in ("records", "index", "order", "dali", "sources")}
 PARTS = {"largebatch." + name for name in ("optim", "schedules", "augment", "losses")} | DATA
 RUN = {"largebatch." + name for name in ("engine", "hooks", "checkpoint", "curves")}
 ASSEMBLY = {"largebatch.build", "largebatch.recipes"}
@@ -33,8 +33,9 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.data": set(),
     "largebatch.data.records": set(),
     "largebatch.data.order": set(),
-    "largebatch.data.sources": {"largebatch.data.records"},
-    "largebatch.data.dali": {"largebatch.data.records", "largebatch.data.order"},
+    "largebatch.data.index": {"largebatch.data.records"},
+    "largebatch.data.sources": {"largebatch.data.records", "largebatch.data.index"},
+    "largebatch.data.dali": {"largebatch.data.index", "largebatch.data.order"},
     # the run
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},

@@ -13,7 +13,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from PIL import Image
 
 from largebatch.data import records
-from largebatch.data.records import IMAGE, LABEL, Index
+from largebatch.data.index import Index, index_images, index_shards, label_base
+from largebatch.data.records import IMAGE, LABEL
 
 
 def jpeg(width, height, *, value=128, orientation=1):
@@ -147,7 +148,7 @@ def test_flipped_bit_names_file_and_record(tmp_path, place, message):
     data[starts[1] + place] ^= 4
     path.write_bytes(data)
     with pytest.raises(ValueError, match=f"{path}: record 1 .at byte {starts[1]}. has a {message}"):
-        records.index_shards([str(path)])
+        index_shards([str(path)])
 
 
 def test_every_truncation_is_noticed(tmp_path):
@@ -197,7 +198,7 @@ def test_dali_reads_our_files(tmp_path):
 def test_index_points_at_the_images(tmp_path):
     files = [str(tmp_path / f"train-{k:05d}-of-00003") for k in range(3)]
     images = make_shard(files[0], [1, 2, 3]) + make_shard(files[1], [3]) + make_shard(files[2], [2, 1], extra=True)
-    index = records.index_shards(files).number_labels()
+    index = index_shards(files).number_labels()
     assert len(index) == 6 and index.shard_sizes == (3, 1, 2) and index.num_classes == 3
     assert index.label.tolist() == [0, 1, 2, 2, 1, 0] and index.label_base == 1
     assert index.width.tolist() == [10, 11, 12, 10, 10, 11] and index.height.tolist() == [20, 21, 22, 20, 20, 21]
@@ -212,7 +213,7 @@ def test_index_points_at_the_images(tmp_path):
 def test_exif_orientation_is_not_applied(tmp_path):
     path = tmp_path / "a.jpg"
     path.write_bytes(jpeg(30, 20, orientation=6))
-    index = records.index_images([str(path)], [0], class_names=["a"])
+    index = index_images([str(path)], [0], class_names=["a"])
     assert (index.width[0], index.height[0]) == (30, 20)
     assert (index.offset[0], index.length[0]) == (0, path.stat().st_size)
 
@@ -232,16 +233,16 @@ def test_exif_orientation_is_not_applied(tmp_path):
 )
 def test_label_base(label_range, expected):
     if isinstance(expected, int):
-        assert records.label_base(*label_range, num_classes=1000, name="x") == expected
+        assert label_base(*label_range, num_classes=1000, name="x") == expected
         return
     with pytest.raises(ValueError, match=f"The labels of x run from .*{expected}"):
-        records.label_base(*label_range, num_classes=1000, name="x")
+        label_base(*label_range, num_classes=1000, name="x")
 
 
 def test_index_for_a_models_classes(tmp_path):
     path = str(tmp_path / "train-0")
     make_shard(path, [1, 2, 4])
-    index = records.index_shards([path]).number_labels()
+    index = index_shards([path]).number_labels()
     assert (index.num_classes, index.label.tolist()) == (4, [0, 1, 3])
     assert index.for_classes(4).label.tolist() == [0, 1, 3]
     with pytest.raises(ValueError, match="run from 1 to 4, expected 0 to 4 or 1 to 5 .* the first class never"):
@@ -249,13 +250,13 @@ def test_index_for_a_models_classes(tmp_path):
     with pytest.raises(ValueError, match="label 4 is too large"):
         index.for_classes(3)
     make_shard(path, [0, 2, 4])
-    index = records.index_shards([path]).number_labels()
+    index = index_shards([path]).number_labels()
     assert (index.num_classes, index.for_classes(9).num_classes) == (5, 9)
     assert index.for_classes(9).label.tolist() == [0, 2, 4]
     with pytest.raises(ValueError, match="label 4 is too large"):
         index.for_classes(4)
     make_shard(path, [3, 4])
-    index = records.index_shards([path])
+    index = index_shards([path])
     with pytest.raises(ValueError, match="the first class never occurs"):
         index.number_labels()
 
@@ -265,13 +266,13 @@ def test_held_out_split_is_numbered_like_training(tmp_path):
     make_shard(held_out, [2, 3])
     for labels, expected in [([1, 2, 3, 4], [1, 2]), ([0, 2, 3, 4], [2, 3])]:
         make_shard(train, labels)
-        like = records.index_shards([train])
-        index = records.index_shards([held_out]).number_labels(like=like)
+        like = index_shards([train])
+        index = index_shards([held_out]).number_labels(like=like)
         assert index.label.tolist() == expected and index.num_classes == like.number_labels().num_classes
         assert index.for_classes(index.num_classes).label.tolist() == expected
     make_shard(train, [1, 2])
     with pytest.raises(ValueError, match="has labels that the training split has not, which run from 1 to 2"):
-        records.index_shards([held_out]).number_labels(like=records.index_shards([train]))
+        index_shards([held_out]).number_labels(like=index_shards([train]))
 
 
 def test_bad_records_are_named(tmp_path):
@@ -289,10 +290,10 @@ def test_bad_records_are_named(tmp_path):
     ]:
         records.write_records(path, [records.encode_example(features) for features in (good, bad)])
         with pytest.raises(ValueError, match=f"{path}: record 1 .*{message}"):
-            records.index_shards([path])
+            index_shards([path])
     records.write_records(path, [])
     with pytest.raises(ValueError, match="hold no records"):
-        records.index_shards([path])
+        index_shards([path])
 
 
 @pytest.fixture
@@ -301,7 +302,7 @@ def saved(tmp_path):
     files = [str(tmp_path / "data" / f"train-0000{k}-of-00002") for k in range(2)]
     for file in files:
         make_shard(file, [1, 2, 3])
-    index = records.index_shards(files)
+    index = index_shards(files)
     index.save(tmp_path / "index.npz")
     return index, tmp_path / "index.npz"
 

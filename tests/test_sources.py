@@ -167,8 +167,8 @@ def test_image_folder(image_folder, tmp_path):
 def test_index_is_kept_and_built_again(image_folder, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     cache, built = str(tmp_path / "cache"), []
-    real = records.index_images
-    monkeypatch.setattr(records, "index_images", lambda *a, **k: built.append(1) or real(*a, **k))
+    real = sources.index_images
+    monkeypatch.setattr(sources, "index_images", lambda *a, **k: built.append(1) or real(*a, **k))
 
     def open_again():
         return sources.open_source(str(image_folder), split="train", cache=cache)

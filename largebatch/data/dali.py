@@ -30,8 +30,8 @@ from nvidia.dali import Pipeline, fn, types
 from PIL import Image
 
 from largebatch.data import order
+from largebatch.data.index import Index
 from largebatch.data.order import MicroBatch, Plan
-from largebatch.data.records import Index
 
 READ_THREADS = 4  # threads that read files
 READ_AHEAD = 4  # batches being read or waiting for DALI

@@ -35,7 +35,8 @@ import numpy as np
 from PIL import Image
 
 from largebatch.data import records
-from largebatch.data.records import IMAGE, LABEL, Index
+from largebatch.data.index import Index, index_images, index_shards
+from largebatch.data.records import IMAGE, LABEL
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +88,11 @@ def _open_folder(folder: Path, split: str, root: Path) -> Index:
     key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
     saved = root / "index" / f"{folder.resolve().name}-{split}-{key}.npz"
     if shards := find_shards(folder, split):
-        index = _cached_index(saved, shards, lambda: records.index_shards(shards))
+        index = _cached_index(saved, shards, lambda: index_shards(shards))
         known = split == "train" or index.label_range[0] == 0 or not find_shards(folder, "train")
         return index.number_labels(like=None if known else _open_folder(folder, "train", root))
     files, labels, names = find_images(folder, split)
-    return _cached_index(saved, files, lambda: records.index_images(files, labels, class_names=names))
+    return _cached_index(saved, files, lambda: index_images(files, labels, class_names=names))
 
 
 def _cached_index(path: Path, files: Sequence[str], build: Callable[[], Index]) -> Index:

@@ -1,0 +1,280 @@
+"""The index of a data set: where the bytes of every image lie, its size and its label.
+
+Per image it holds the file, the offset and length of the encoded bytes (not of the record around them), the
+label, and the size from the image's header, since crop windows are drawn before anything is decoded. The same
+arrays describe TFRecords and a folder of image files (offset 0), so what reads images knows one kind of
+source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from largebatch.data.records import (
+    IMAGE,
+    LABEL,
+    atomic_file,
+    bytes_spans,
+    feature_spans,
+    int64_values,
+    read_records,
+)
+
+logger = logging.getLogger(__name__)
+
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP")  # what the decoder reads, by PIL's names
+_VERSION = 1  # of the index files
+_CHUNK = 1000  # image files per task of the thread pool
+
+
+def label_base(low: int, high: int, *, num_classes: int, name: str) -> int:
+    """0 if labels from `low` to `high` are those of `num_classes` classes counted from 0, 1 if from 1.
+
+    Raises ValueError, naming the data `name`, if they are neither, or might be both: 1 to num_classes - 1.
+    """
+    if (low == 0 and high < num_classes) or (low == 1 and high == num_classes):
+        return low
+    reason = "the first class never occurs"
+    if high - min(low, 1) >= num_classes:
+        reason = f"label {high} is too large"
+    raise ValueError(
+        f"The labels of {name} run from {low} to {high}, expected 0 to {num_classes - 1} or 1 to "
+        f"{num_classes} for {num_classes} classes: {reason}. Check the data or the model's num_classes."
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Index:
+    """Where each of N images lies and what it shows; samples are in the order of the files and inside each file.
+
+    Per image: the number of its file, width and height (int32), offset and length of its encoded bytes, label
+    (int64). Labels are zero-based once `number_labels` has subtracted `label_base`; `label_range` are the lowest
+    and highest as they stand in the files. Per file: size and modification time when the index was built.
+    `class_names` are known for image folders only.
+    """
+
+    files: tuple[str, ...]
+    file: np.ndarray
+    offset: np.ndarray
+    length: np.ndarray
+    label: np.ndarray
+    width: np.ndarray
+    height: np.ndarray
+    num_classes: int
+    file_size: np.ndarray
+    file_mtime_ns: np.ndarray
+    label_range: tuple[int, int]
+    label_base: int = 0
+    class_names: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Images per file."""
+        return tuple(np.bincount(self.file, minlength=len(self.files)).tolist())
+
+    def where(self, sample: int) -> str:
+        """File and record of a sample, for messages."""
+        first = int(np.searchsorted(self.file, self.file[sample]))
+        return f"{self.files[self.file[sample]]}, record {sample - first} (at byte {self.offset[sample]})"
+
+    def number_labels(self, *, num_classes: int = 0, like: Index | None = None) -> Index:
+        """The same index with zero-based labels; ValueError if they do not fit `num_classes` (0: as many as seen).
+
+        Labels of records may count from 0 or from 1. The lowest and highest label of the data set decide; those of
+        `like`, the training split, if they are known, since a small held-out split may lack the first class.
+        """
+        low, high = (like or self).label_range
+        num_classes = num_classes or (high if low else high + 1)
+        name = os.path.dirname(self.files[0])
+        base = label_base(low, high, num_classes=num_classes, name=name)
+        label = self.label + (self.label_base - base)
+        if label.min() < 0 or label.max() >= num_classes:
+            raise ValueError(f"{name} has labels that the training split has not, which run from {low} to {high}.")
+        return dataclasses.replace(
+            self, label=label, label_base=base, label_range=(low, high), num_classes=num_classes
+        )
+
+    def for_classes(self, num_classes: int) -> Index:
+        """The same index for a model with `num_classes` outputs; ValueError if its labels do not fit."""
+        if not self.class_names:
+            return self.number_labels(num_classes=num_classes)
+        if len(self.class_names) != num_classes:
+            raise ValueError(
+                f"{os.path.dirname(os.path.dirname(self.files[0]))} has {len(self.class_names)} classes, the "
+                f"model {num_classes}: set the model's num_classes to {len(self.class_names)}."
+            )
+        return self
+
+    def stale(self, files: Sequence[str]) -> str:
+        """Why this index does not describe `files` as they are now; empty if it does."""
+        if tuple(files) != self.files:
+            return f"it lists {len(self.files)} files, there are {len(files)}, or their names differ"
+        for path, size, mtime in zip(self.files, self.file_size.tolist(), self.file_mtime_ns.tolist()):
+            status = os.stat(path)
+            if (status.st_size, status.st_mtime_ns) != (size, mtime):
+                return f"{path} has changed"
+        return ""
+
+    def verify(self) -> None:
+        """Raises ValueError if the index is damaged or a file has changed since it was built."""
+        reason = self._damage() or self.stale(self.files)
+        if reason:
+            raise ValueError(f"The index of {os.path.dirname(self.files[0])} is out of date: {reason}.")
+
+    def _damage(self) -> str:
+        arrays = (self.file, self.offset, self.length, self.label, self.width, self.height)
+        if len({len(array) for array in arrays}) != 1 or not len(self.file):
+            return "its columns have different lengths or are empty"
+        if len({len(self.files), len(self.file_size), len(self.file_mtime_ns)}) != 1:
+            return "its list of files is incomplete"
+        steps = np.diff(self.file)
+        if (steps < 0).any() or self.file[0] < 0 or self.file[-1] >= len(self.files):
+            return "its file numbers are out of order"
+        ends = self.offset + self.length
+        if (self.offset < 0).any() or (self.length < 1).any() or (ends > self.file_size[self.file]).any():
+            return "an image lies outside its file"
+        if ((self.offset[1:] < ends[:-1]) & (steps == 0)).any():
+            return "its offsets are not in order"
+        return ""
+
+    def save(self, path: str | Path) -> None:
+        """Writes the index as .npz, atomically."""
+        arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in ("files", "class_names"):  # as bytes: an array of strings would be as wide as its longest
+            arrays[name] = np.frombuffer("\0".join(arrays[name]).encode(), dtype=np.uint8)
+        with atomic_file(path) as file:
+            np.savez(file, version=np.int64(_VERSION), **{f"index_{name}": arrays[name] for name in arrays})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Index:
+        """Reads what `save` wrote; ValueError naming the file if it is truncated or damaged."""
+        try:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as data:
+                arrays = {name.removeprefix("index_"): data[name] for name in data.files}
+            version = int(arrays.pop("version"))
+            for name in ("files", "class_names"):
+                text = arrays[name].tobytes().decode()
+                arrays[name] = tuple(text.split("\0")) if text else ()
+            for name in ("num_classes", "label_base"):
+                arrays[name] = int(arrays[name])
+            arrays["label_range"] = tuple(arrays["label_range"].tolist())
+            index = cls(**arrays)
+            reason = index._damage() if version == _VERSION else f"its version is {version}, not {_VERSION}"
+        except Exception as error:  # whatever a damaged archive may raise
+            reason = str(error)
+        if reason:
+            raise ValueError(f"The index {path} is damaged ({reason}): delete it, it is built again.")
+        return index
+
+
+Rows = tuple[np.ndarray, ...]  # offset, length, label, width, height of the images of a file
+
+
+def image_size(file: io.BytesIO | str, *, where: str) -> tuple[int, int]:
+    """Width and height from the header, as stored: an EXIF orientation is not applied."""
+    try:
+        with Image.open(file) as image:
+            kind, size = image.format, image.size
+    except (OSError, SyntaxError, ValueError) as error:  # a damaged header may raise any of these
+        raise ValueError(f"{where} is not a readable image: {error}") from error
+    if kind not in FORMATS:
+        raise ValueError(f"{where} is a {kind} image, expected {', '.join(FORMATS)}: convert it first.")
+    return size
+
+
+def scan_shard(path: str) -> Rows:
+    """The rows of one TFRecord file, with labels as they stand there; every CRC is checked."""
+    rows = []
+    for number, (start, payload) in enumerate(read_records(path)):
+        where = f"{path}: record {number} (at byte {start - 12})"
+        try:
+            spans = feature_spans(payload)
+            ((a, b),) = bytes_spans(payload, spans[IMAGE])
+            (label,) = int64_values(payload, spans[LABEL])
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{where} lacks one {IMAGE} and one {LABEL}: {error}") from error
+        rows.append((start + a, b - a, label, *image_size(io.BytesIO(payload[a:b]), where=where)))
+    return tuple(np.array(rows, dtype=np.int64).reshape(-1, 5).T)
+
+
+def index_shards(files: Sequence[str]) -> Index:
+    """Scans TFRecord files. Labels are as they stand there: `number_labels` makes them zero-based."""
+    status = [os.stat(path) for path in files]  # before reading: a change in between makes the index stale
+    tables = _parallel(scan_shard, files, unit="shards")
+    counts = [len(rows[0]) for rows in tables]
+    if not sum(counts):
+        raise ValueError(f"{os.path.dirname(files[0])}: the TFRecord files hold no records.")
+    rows = tuple(np.concatenate(column) for column in zip(*tables))
+    file = np.repeat(np.arange(len(files), dtype=np.int32), counts)
+    return _make_index(files, status, file, rows)
+
+
+def index_images(files: Sequence[str], labels: Sequence[int], *, class_names: Sequence[str]) -> Index:
+    """Reads the headers of image files; `labels` are zero-based and `class_names` lists all classes."""
+    status = [os.stat(path) for path in files]
+    chunks = [files[at : at + _CHUNK] for at in range(0, len(files), _CHUNK)]
+
+    def image_sizes(chunk: Sequence[str]) -> list[tuple[int, int]]:
+        return [image_size(path, where=path) for path in chunk]
+
+    sizes = _parallel(image_sizes, chunks, unit="thousand images")
+    width, height = np.array([size for chunk in sizes for size in chunk], dtype=np.int64).T
+    length = np.array([entry.st_size for entry in status], dtype=np.int64)
+    rows = (np.zeros_like(length), length, np.asarray(labels, dtype=np.int64), width, height)
+    file = np.arange(len(files), dtype=np.int32)
+    return _make_index(files, status, file, rows, class_names)
+
+
+def _make_index(
+    files: Sequence[str],
+    status: Sequence[os.stat_result],
+    file: np.ndarray,
+    rows: Rows,
+    class_names: Sequence[str] = (),
+) -> Index:
+    offset, length, label, width, height = rows
+    low, high = (0, len(class_names) - 1) if class_names else (int(label.min()), int(label.max()))
+    index = Index(
+        files=tuple(files),
+        file=file,
+        offset=offset,
+        length=length,
+        label=label,
+        width=width.astype(np.int32),
+        height=height.astype(np.int32),
+        num_classes=high + 1,
+        file_size=np.array([entry.st_size for entry in status], dtype=np.int64),
+        file_mtime_ns=np.array([entry.st_mtime_ns for entry in status], dtype=np.int64),
+        label_range=(low, high),
+        class_names=tuple(class_names),
+    )
+    assert not index._damage(), index._damage()
+    return index
+
+
+def _parallel(function: Callable, items: Sequence, *, unit: str) -> list:
+    """[function(item) for item in items], in threads: reading and CRC release the interpreter."""
+    results = []
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        futures = [pool.submit(function, item) for item in items]
+        try:
+            for number, future in enumerate(futures, start=1):
+                results.append(future.result())
+                if number % max(1, len(items) // 10) == 0 and len(items) >= 10:
+                    logger.info("indexed %d of %d %s", number, len(items), unit)
+        finally:
+            for future in futures:
+                future.cancel()
+    return results
