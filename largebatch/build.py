@@ -62,6 +62,8 @@ def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
     asks for it, and a file lock lets the first one of a host do the work.
     """
     with comm.together(f"opening {config.data.path}"):
+        if not config.data.path:
+            raise ValueError(f"Recipe {config.recipe} has no images of its own: give --data FOLDER or synthetic.")
         return open_source(config.data.path, split=split).for_classes(config.model.num_classes)
 
 

@@ -217,12 +217,6 @@ def duration_images(text: str, *, option: str, num_samples: int, batch_size: int
     return math.ceil(round(count * unit, 6))
 
 
-def duration_steps(text: str, *, option: str, num_samples: int, batch_size: int, run_images: int = 0) -> int:
-    """`duration_images`, in optimizer steps, rounded up."""
-    images = duration_images(text, option=option, num_samples=num_samples, batch_size=batch_size, run_images=run_images)
-    return -(-images // batch_size)
-
-
 def accumulation_passes(*, global_batch_size: int, micro_batch_size: int, num_ranks: int) -> int:
     """Micro-batches that each rank sums into one step; ValueError names the nearest exact batches if not whole."""
     passes, rest = divmod(global_batch_size, micro_batch_size * num_ranks)

@@ -50,8 +50,8 @@ def test_the_32k_recipe_is_the_published_one():
     assert (config.data.global_batch_size, config.optim.lr, config.optim.weight_decay) == (32768, 1.8e-2, 0.1)
     assert (config.optim.preset, config.optim.clip_norm, config.augment.mixup_alpha) == ("colossal", 1.0, 0.2)
     assert (config.run.duration, config.schedule.warmup, config.schedule.name) == ("300 epochs", "150 epochs", "linear")
-    length = {"num_samples": 1281167, "batch_size": 32768}
-    assert c.duration_steps(config.run.duration, option="run.duration", **length) == 11730
+    images = c.duration_images(config.run.duration, option="run.duration", num_samples=1281167, batch_size=32768)
+    assert -(-images // 32768) == 11730
     assert c.accumulation_passes(global_batch_size=32768, micro_batch_size=256, num_ranks=4) == 32
 
 

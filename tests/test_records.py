@@ -1,5 +1,6 @@
 """TFRecords against protobuf's, TensorBoard's and DALI's own code; indexes against damage of every kind."""
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -133,10 +134,8 @@ def test_random_bytes_are_refused_politely():
         for _ in range(rng.randint(1, 5)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         data = bytes(data[: rng.randint(0, len(data))])
-        try:
+        with contextlib.suppress(ValueError):  # UnicodeDecodeError is one; anything else fails the test
             records.decode_example(data)
-        except ValueError:
-            pass  # UnicodeDecodeError is one; anything else fails the test
 
 
 @pytest.mark.parametrize("place, message", [(3, "wrong length CRC"), (9, "wrong length CRC"), (40, "wrong CRC")])

@@ -104,6 +104,7 @@ def test_validation_from_the_command_line(uninterrupted):
             ["--data.global_batch_size", "50"],
             "A global batch of 50 is not a whole number of passes of 2 ranks × micro-batch 4",
         ),
+        (["--recipe", "vit_b32"], "Recipe vit_b32 has no images of its own: give --data FOLDER"),
         (["--data", "/no/such/folder", "--recipe", "quickstart"], "There is no folder /no/such/folder: expected"),
     ],
 )
