@@ -26,7 +26,7 @@ from largebatch.engine import Hook, Trainer
 from largebatch.losses import classification
 from largebatch.optim import build_optimizer, can_compile, init_state
 from largebatch.schedules import Schedule, make_schedule, scale_lr
-from zoo import create_model
+from zoo import create_model, set_fused_attn
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,12 @@ def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
         return open_source(config.data.path, split=split).for_classes(config.model.num_classes)
 
 
-def build_model(config: TrainConfig) -> nn.Module:
-    """The zoo model with this config's rates and weights, initialised from the run's seed."""
+def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
+    """The zoo model with this config's rates and weights, initialised from the run's seed, on its device."""
     torch.manual_seed(config.run.seed)
     options = asdict(config.model)
-    return create_model(options.pop("name"), weights=options.pop("weights") or None, **options)
+    model = create_model(options.pop("name"), weights=options.pop("weights") or None, **options)
+    return set_fused_attn(model, device.type != "cpu").to(device)
 
 
 class Geometry(NamedTuple):
@@ -141,7 +142,7 @@ def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
     train, held_out = open_data(config, comm, "train"), open_data(config, comm, "validation")
     impl = lamb_impl(comm, device)
     with comm.together("building"):
-        model = build_model(config).to(device)
+        model = build_model(config, device)
         optimizer = comm.wrap(_optimizer(config, model, impl=impl), model, passes=passes)
         init_state(optimizer)
         trainer = _assemble(config, comm, model=model, optimizer=optimizer, train=train, held_out=held_out)

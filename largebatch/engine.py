@@ -20,7 +20,7 @@ from largebatch.augment import Augment, Augmented, seed_for
 from largebatch.comm import Communicator
 from largebatch.data.order import Plan
 from largebatch.losses import COUNTS, SoftBatch, count_correct
-from largebatch.optim import scale_gradients
+from largebatch.optim import clip_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -150,19 +150,11 @@ class Trainer:
             loss_sum += loss.detach()
         self.comm.synchronize(self.optimizer)  # from here on all ranks hold the same gradients,
         self.scaler.unscale_(self.optimizer)  # so a local check of them decides alike everywhere
-        grad_norm = self.clip()
+        grad_norm = clip_gradients(self.optimizer, self.clip_norm)  # applied as the optimizer reads them
         applied = self.comm.apply(self.optimizer, self.scaler, grad_norm)  # skipped if the norm is not finite
         self.model.zero_grad(set_to_none=True)
         self.state.advance(window_images, applied=applied)  # the schedule moves on even if the weights did not
         return StepOutput(loss_sum, grad_norm, applied, window_images)
-
-    def clip(self) -> Tensor:
-        """Norm of the reduced gradient, once; the factor is applied as the optimizer reads the gradient."""
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        if self.clip_norm is not None:
-            scale_gradients(self.optimizer, torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0))
-        return norm
 
     # -- the loop ----------------------------------------------------------------------------------------------
 

@@ -297,6 +297,17 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"Lamb's {name} must be {expected}, got {options[name]!r}")
 
 
+def clip_gradients(optimizer: Optimizer, max_norm: float | None) -> Tensor:
+    """Clip the gradients of the coming step to a global norm; returns their norm before, 0-d.
+
+    Read once: the factor is applied as the optimizer reads them. None measures and does not clip.
+    """
+    norm = nn.utils.get_total_norm([p.grad for p in _parameters(optimizer) if p.grad is not None])
+    if max_norm is not None:
+        scale_gradients(optimizer, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
 def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
     """Make the next step of ``optimizer`` use its gradients times ``factor``, a 0-d tensor.
 
@@ -306,9 +317,13 @@ def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
     if isinstance(optimizer, Lamb):
         optimizer.clip_factor = factor
         return
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    grads = [p.grad for p in _parameters(optimizer) if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def init_state(optimizer: Optimizer) -> None:

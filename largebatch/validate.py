@@ -55,7 +55,7 @@ def validate(config: TrainConfig, comm: Communicator) -> dict[str, float]:
     with comm.together("building"):
         set_up_torch(config, comm)
         device = comm.device(config.run.device)
-        model = build_model(config).to(device)
+        model = build_model(config, device)
         batches = build_eval_loader(config, comm, model=model, index=held_out, device=device)
     return evaluate(model, batches, comm=comm, device=device, precision=config.run.precision)
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from torch import nn
 
 import zoo._torchvision  # noqa: F401
-from zoo.vit import build_vit
+from zoo.vit import build_vit, set_fused_attn
 from zoo.weights import load_weights, save_weights
 
-__all__ = ["MODELS", "create_model", "load_weights", "save_weights"]
+__all__ = ["MODELS", "create_model", "load_weights", "save_weights", "set_fused_attn"]
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "vit_b32": partial(build_vit, "vit_b32"),

@@ -1,0 +1,55 @@
+"""Measure ours beside its peers: minimum, median and maximum, ratio, peak memory, hardware and versions.
+
+    python -m largebatch.benchmark optimizer [--model vit_b32] [--vs timm torch]    a LAMB step
+    python -m largebatch.benchmark loader    [--data FOLDER] [--vs timm]            images out of JPEGs
+    python -m largebatch.benchmark model     [--model vit_b32] [--vs timm]          forward and backward
+    mpirun -np 2 python -m largebatch.benchmark step [--model vit_b32] [--vs timm] [options of largebatch.train]
+
+A table is printed; NAME.csv and NAME.png are written into --output (runs/benchmark).
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Sequence
+
+import torch
+
+BENCHMARKS = ("optimizer", "loader", "model", "step")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: this process's)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] not in BENCHMARKS:
+        sys.exit(f"{(__doc__ or '').strip()}\n\nThe first argument is one of {', '.join(BENCHMARKS)}.")
+    name = argv.pop(0)
+    benchmark = importlib.import_module(f"largebatch.benchmark.{name}")  # the others' libraries stay out
+    parser = argparse.ArgumentParser(
+        prog=f"python -m largebatch.benchmark {name}",
+        description=benchmark.__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    benchmark.add_options(parser)
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmark"), help="folder of NAME.csv and NAME.png")
+    if name == "step":
+        options, rest = parser.parse_known_args(argv)
+        report = benchmark.run(options, rest)
+    else:
+        parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads that compute")
+        parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+        options = parser.parse_args(argv)
+        torch.set_num_threads(options.threads)
+        try:
+            report = benchmark.run(options, torch.device(options.device))
+        except ValueError as error:
+            sys.exit(f"largebatch: {error}")
+    if report is not None:
+        report.write(options.output)
+
+
+if __name__ == "__main__":
+    main()

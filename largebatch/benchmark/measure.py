@@ -1,0 +1,251 @@
+"""The instrument: contenders take turns in one run, and what is claimed is a ratio.
+
+Absolute times on a machine that others use too mean little, and a peer measured on another day means nothing. So every
+round runs each contender once, in an order that is turned round every time, and the ratio of two contenders is the median
+of their ratios round by round: what slows the machine for a while slows both. Before that each contender runs alone, for
+the memory that it adds, and once more all together to warm up.
+"""
+
+import ctypes
+import csv
+import datetime
+import gc
+import importlib.metadata
+import os
+import platform
+import statistics
+import sys
+import time
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable, Iterator, Sequence
+
+import torch
+from rich import progress
+from rich.console import Console
+
+Round = Callable[[], None]
+PACKAGES = ("torch", "timm", "horovod", "nvidia-dali-cuda120", "apex")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way of doing the work. `open` makes all that it needs and gives what one round calls."""
+
+    name: str
+    open: Callable[[], AbstractContextManager[Round]]
+
+
+@dataclass
+class Result:
+    """What was measured of one contender."""
+
+    name: str
+    peak_bytes: int = 0
+    """memory that it added at its peak, on this rank"""
+    seconds: list[float] = field(default_factory=list)
+    """of each round"""
+
+
+def compare(
+    contenders: Sequence[Contender],
+    *,
+    device: torch.device,
+    rounds: int,
+    warmup: int = 1,
+    barrier: Callable[[], None] = lambda: None,
+    quiet: bool = False,
+) -> list[Result]:
+    """Measure every contender. `barrier` brings the ranks together before a round, if there are several."""
+    results = [Result(contender.name, peak_bytes=_peak(contender, device)) for contender in contenders]
+    with ExitStack() as stack:
+        turns = [stack.enter_context(contender.open()) for contender in contenders]
+        for number in _bar(range(-warmup, rounds), quiet=quiet):
+            order = list(zip(turns, results))
+            for run, result in order if number % 2 else reversed(order):
+                barrier()
+                began = now(device)
+                run()
+                if number >= 0:
+                    result.seconds.append(now(device) - began)
+    return results
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _bar(numbers: range, *, quiet: bool) -> Iterator[int]:
+    """A bar on a terminal, nothing in a log file."""
+    console = Console(stderr=True)
+    hidden = quiet or not console.is_terminal
+    yield from progress.track(numbers, description="measuring", console=console, transient=True, disable=hidden)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# memory
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def _peak(contender: Contender, device: torch.device) -> int:
+    """Bytes that the contender adds at its peak, opened alone and run twice."""
+    before = _start_peak(device)
+    with contender.open() as run:
+        run()
+        run()
+        now(device)
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status_bytes("VmHWM")
+    return peak - before
+
+
+def _start_peak(device: torch.device) -> int:
+    """Bytes in use now; the peak is counted from here."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system, and is not used again unseen
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# what the hardware could do
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def matmul_flops(device: torch.device, precision: str, *, repeats: int = 20) -> float:
+    """FLOP/s of the fastest large matrix product, the ceiling of a model's; one thread pool or one GPU."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(repeats):
+        began = now(device)
+        torch.mm(a, b)
+        best = min(best, now(device) - began)
+    return 2 * size**3 / best
+
+
+def hardware(device: torch.device) -> str:
+    """The processor that computes, in words."""
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, {cores} CPU cores"
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {cores} cores, {threads} threads per rank"
+
+
+def versions() -> str:
+    """Python and the packages that matter to speed, where installed. None of them is imported for it."""
+    found = [f"python {platform.python_version()}"]
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# the report
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Report:
+    """A benchmark's results in three forms: a table in the terminal, NAME.csv and NAME.png. The first result is ours."""
+
+    name: str
+    """of the files"""
+    title: str
+    results: Sequence[Result]
+    device: torch.device
+    images: int = 0
+    """per round on this rank; 0: rounds have no images"""
+    notes: Sequence[str] = ()
+    """further findings, a line each"""
+
+    def ratios(self, peer: Result) -> list[float]:
+        """Of each round: how many times as fast as `peer` ours was."""
+        return [theirs / ours for ours, theirs in zip(self.results[0].seconds, peer.seconds)]
+
+    def lines(self) -> list[str]:
+        """The table, the ratios and the notes."""
+        rate = " img/s per rank" if self.images else ""
+        width = max(len(result.name) for result in self.results) + 2
+        rows = [f"{'':{width}}{'min':>10}{'median':>10}{'max':>10}{rate:>16}{'peak memory':>14}"]
+        for result in self.results:
+            low, middle, high = _spread(result.seconds)
+            speed = f"{self.images / middle:16.1f}" if self.images else " " * len(f"{rate:>16}")
+            memory = f"{result.peak_bytes / 2**20:.0f} MiB"
+            rows.append(f"{result.name:{width}}{low:8.4g} s{middle:8.4g} s{high:8.4g} s{speed}{memory:>14}")
+        ours = self.results[0]
+        for peer in self.results[1:]:
+            ratio, share = statistics.median(self.ratios(peer)), peer.peak_bytes / max(ours.peak_bytes, 1)
+            rows.append(
+                f"{ours.name} takes {1 / ratio:.3f} × the time of {peer.name} ({ratio:.2f} × its speed), "
+                f"{1 / share:.2f} × its memory" if share else ""
+            )
+        return [self.title, *rows, *self.notes, f"{hardware(self.device)}; {versions()}; {datetime.date.today()}"]
+
+    def write(self, folder: Path) -> None:
+        """Print the table, and write the files into `folder`."""
+        print("\n".join(self.lines()), flush=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._write_csv(folder / f"{self.name}.csv")
+        self._draw(folder / f"{self.name}.png")
+
+    def _write_csv(self, path: Path) -> None:
+        """A row per contender and round; what is the same in all rows stands in each."""
+        same = {
+            "benchmark": self.title,
+            "images": self.images,
+            "command": " ".join(["python -m largebatch.benchmark", *sys.argv[1:]]),
+            "hardware": hardware(self.device),
+            "versions": versions(),
+            "date": str(datetime.date.today()),
+        }
+        columns = ["contender", "round", "seconds", "peak_mib", *same]
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            for result in self.results:
+                for number, seconds in enumerate(result.seconds):
+                    row = {"contender": result.name, "round": number, "seconds": f"{seconds:.6g}"}
+                    writer.writerow(row | {"peak_mib": round(result.peak_bytes / 2**20)} | same)
+
+    def _draw(self, path: Path) -> None:
+        """Every round as a dot, the median as a line; from zero, so that lengths compare."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 1.9 + 0.5 * len(self.results)), dpi=120, layout="constrained")
+        axes = figure.subplots()
+        for row, result in enumerate(self.results):
+            colour = "#c8442f" if row == 0 else "#2463a6"
+            middle = statistics.median(result.seconds)
+            axes.barh(row, middle, color=colour, alpha=0.25, height=0.6)
+            axes.plot(result.seconds, [row] * len(result.seconds), "o", color=colour, markersize=4, alpha=0.6)
+            axes.text(middle, row, f"  {middle:.3g} s", va="center", ha="left", fontsize=10)
+        axes.set_yticks(range(len(self.results)), [result.name for result in self.results])
+        axes.invert_yaxis()
+        axes.set_xlim(left=0, right=1.15 * max(max(result.seconds) for result in self.results))
+        axes.set_xlabel("seconds per round; bar: median")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(f"{self.title}\n{hardware(self.device)}", fontsize=10, loc="left")
+        figure.savefig(path, format="png")
+
+
+def _spread(seconds: Sequence[float]) -> tuple[float, float, float]:
+    return min(seconds), statistics.median(seconds), max(seconds)

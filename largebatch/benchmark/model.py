@@ -1,0 +1,103 @@
+"""Forward and backward of a zoo model beside timm's model of the same name, one process."""
+
+import argparse
+from contextlib import contextmanager
+from functools import partial
+from typing import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from largebatch.benchmark.measure import Contender, Report, Round, compare, matmul_flops
+from zoo import create_model, set_fused_attn
+from zoo.vit import STRUCTURES
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PASSES = 2  # per round, so that the second one adds to gradients, as accumulation does
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--model", default="vit_b32", help="zoo model")
+    parser.add_argument("--img-size", type=int, default=224, help="image side in pixels")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per pass")
+    parser.add_argument("--precision", default="bf16", choices=list(PRECISIONS), help="autocast type")
+    parser.add_argument("--vs", nargs="+", default=["timm"], choices=["timm", "none"])
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each contender, 2 passes each")
+
+
+def run(options: argparse.Namespace, device: torch.device) -> Report:
+    """Measure forward and backward passes."""
+    makers: dict[str, Callable[[], nn.Module]] = {"largebatch": partial(ours, options, device)}
+    if "timm" in options.vs:
+        makers["timm"] = partial(timms, options)
+    contenders = [Contender(name, partial(_opened, make, options, device)) for name, make in makers.items()]
+    results = compare(contenders, device=device, rounds=options.rounds)
+    images = PASSES * options.batch_size
+    flops, ceiling = training_flops(options.model, options.img_size), matmul_flops(device, options.precision)
+    notes = [
+        f"{result.name}: {mfu(images / sorted(result.seconds)[len(result.seconds) // 2], flops, ceiling)}"
+        for result in results
+    ]
+    title = f"{options.model} at {options.img_size} px, forward and backward, {options.precision}, batch {options.batch_size}"
+    return Report("model", title, results, device, images=images, notes=notes)
+
+
+@contextmanager
+def _opened(make: Callable[[], nn.Module], options: argparse.Namespace, device: torch.device) -> Iterator[Round]:
+    torch.manual_seed(0)
+    model = make().to(device).train()
+    images = torch.randn(options.batch_size, 3, options.img_size, options.img_size, device=device)
+    labels = torch.randint(0, 1000, (options.batch_size,), device=device)
+    dtype = PRECISIONS[options.precision]
+
+    def passes() -> None:
+        for _ in range(PASSES):
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                loss = F.cross_entropy(model(images).float(), labels)
+            loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    yield passes
+
+
+def ours(options: argparse.Namespace, device: torch.device) -> nn.Module:
+    """The zoo's model as training builds it."""
+    model = create_model(options.model, img_size=options.img_size)
+    set_fused_attn(model, device.type != "cpu")
+    return model
+
+
+def timms(options: argparse.Namespace) -> nn.Module:
+    """The same model from timm, as its own training script would make it."""
+    import timm
+
+    return timm.create_model(timm_name(options.model), img_size=options.img_size)
+
+
+def timm_name(model: str) -> str:
+    """What timm calls a model of the zoo."""
+    if model not in STRUCTURES:
+        raise ValueError(f"--vs timm: timm's name of {model} is not known here; use --vs none.")
+    return STRUCTURES[model].timm_name
+
+
+def training_flops(model: str, img_size: int) -> float:
+    """FLOPs of one image forward and backward, counted as three times the forward pass; no recomputation.
+
+    Products alone, as in the usual MFU; 26.5 GFLOP for ViT-B/32 at 224 px.
+    """
+    with torch.device("meta"):
+        module = set_fused_attn(create_model(model, img_size=img_size), False).eval()
+        counter = FlopCounterMode(display=False)
+        with counter:
+            module(torch.empty(1, 3, img_size, img_size))
+    return 3 * counter.get_total_flops()
+
+
+def mfu(images_per_s: float, flops: float, ceiling: float) -> str:
+    """Model FLOP utilisation, in words; all three of one rank."""
+    achieved = images_per_s * flops
+    return f"{achieved / 1e9:.0f} GFLOP/s, MFU {100 * achieved / ceiling:.1f} % of a measured {ceiling / 1e9:.0f} GFLOP/s"

@@ -1,0 +1,86 @@
+"""One optimizer step on the shapes of a model, clip by global norm included.
+
+Every contender has parameters of its own, with the same values and the same random gradients, so its step finds them as a
+real one does: not in the cache.
+"""
+
+import argparse
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Callable, Iterator
+
+import torch
+from torch import nn
+
+from largebatch.benchmark.measure import Contender, Report, Round, compare
+from largebatch.optim import build_optimizer, clip_gradients
+from zoo import create_model
+
+CLIP_NORM = 1.0
+LR, WEIGHT_DECAY = 1e-3, 0.1
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--model", default="vit_b32", help="zoo model whose parameters are updated")
+    parser.add_argument("--impl", default="auto", help="auto, compile, eager or plain (largebatch.optim.Lamb)")
+    parser.add_argument("--vs", nargs="+", default=["timm", "torch"], choices=["timm", "torch", "apex", "none"])
+    parser.add_argument("--rounds", type=int, default=20, help="measured steps of each contender")
+
+
+def run(options: argparse.Namespace, device: torch.device) -> Report:
+    """Measure LAMB's step beside those of its peers."""
+    peers = {"timm": ("timm Lamb", timm_lamb), "torch": ("torch AdamW, no clip", adamw), "apex": ("apex", apex_lamb)}
+    chosen = [("largebatch", partial(ours, impl=options.impl)), *(peers[name] for name in options.vs if name != "none")]
+    contenders = [Contender(name, partial(_opened, options.model, device, make)) for name, make in chosen]
+    results = compare(contenders, device=device, rounds=options.rounds, warmup=3)
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in create_model(options.model).parameters())
+    return Report("optimizer", f"optimizer step, {options.model}, {count / 1e6:.1f} M parameters, fp32", results, device)
+
+
+@contextmanager
+def _opened(model: str, device: torch.device, make: Callable[[nn.Module], Round]) -> Iterator[Round]:
+    """Parameters with gradients whose norm is above the clip, as in the first epochs."""
+    torch.manual_seed(0)
+    module = create_model(model).to(device)
+    for parameter in module.parameters():
+        parameter.grad = 1e-3 * torch.randn_like(parameter)
+    yield make(module)
+
+
+def ours(model: nn.Module, *, impl: str) -> Round:
+    """largebatch.optim.Lamb, with the engine's clip."""
+    optimizer = build_optimizer(model, lr=LR, weight_decay=WEIGHT_DECAY, impl=impl)
+
+    def step() -> None:
+        clip_gradients(optimizer, CLIP_NORM)
+        optimizer.step()
+
+    return step
+
+
+def timm_lamb(model: nn.Module) -> Round:
+    """timm's, which clips by itself."""
+    from timm.optim import Lamb, param_groups_weight_decay
+
+    groups = param_groups_weight_decay(model, weight_decay=WEIGHT_DECAY, no_weight_decay_list=model.no_weight_decay())
+    return Lamb(groups, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=CLIP_NORM).step
+
+
+def adamw(model: nn.Module) -> Round:
+    """torch's fused AdamW: no clip and no norms, so the least that memory allows."""
+    return build_optimizer(model, name="adamw", lr=LR, weight_decay=WEIGHT_DECAY).step
+
+
+def apex_lamb(model: nn.Module) -> Round:
+    """NVIDIA apex's FusedLAMB, which clips by itself."""
+    try:
+        from apex.optimizers import FusedLAMB
+    except ImportError:
+        raise ValueError(
+            "--vs apex: NVIDIA's apex is not installed; see https://github.com/NVIDIA/apex (the package of that name in "
+            "the Python registry is something else)."
+        ) from None
+    return FusedLAMB(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=CLIP_NORM).step

@@ -1,0 +1,223 @@
+"""Whole training steps, on every rank of a launch, beside timm's model and LAMB in torch's DistributedDataParallel.
+
+Ours is the Trainer that `largebatch.train` would run, with its loader. The peer trains on the same micro-batches from the
+same loader, augmented by the same function, with gradients accumulated under `no_sync`: what differs is the model's
+code, the reduction and the optimizer.
+"""
+
+import argparse
+import socket
+from collections import Counter
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
+from statistics import median
+from typing import Any, Iterator
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from largebatch.augment import Augmented
+from largebatch.benchmark.measure import Contender, Report, Round, compare, matmul_flops, now
+from largebatch.benchmark.model import mfu, timm_name, training_flops
+from largebatch.build import build_trainer, program
+from largebatch.comm import Communicator
+from largebatch.config import TrainConfig, parse
+from largebatch.engine import Trainer, autocast
+from largebatch.losses import soft_target_cross_entropy
+from largebatch.recipes import choose
+
+DEFAULTS = ["--data=synthetic", "--data.micro_batch_size=32", "--data.global_batch_size=256", "--data.num_threads=1"]
+DEFAULTS += ["--run.precision=bf16", "--run.folder=runs/benchmark/step"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark; all those of largebatch.train follow."""
+    parser.add_argument("--vs", nargs="+", default=["timm"], choices=["timm", "none"])
+    parser.add_argument("--rounds", type=int, default=5, help="measured steps of each contender")
+
+
+def run(options: argparse.Namespace, argv: list[str]) -> Report | None:
+    """Measure steps of the run that `argv` describes; the report on rank 0."""
+    with program(lambda: parse(DEFAULTS + argv, choose_recipe=choose, prog="python -m largebatch.benchmark step")) as (
+        config,
+        comm,
+    ):
+        first = build_trainer(config, comm)  # for its plan and its loader, which all share
+        with closing(Feed(first)) as feed:
+            del first
+            return measure(options, config, comm, feed)
+
+
+class Feed:
+    """The stream of micro-batches, one step after the other, whoever takes it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.plan, self.augment, self.device = trainer.plan, trainer.augment, trainer.device
+        self.batches = trainer.open_batches(0)
+        self.step = 0
+
+    def close(self) -> None:
+        self.batches.close()
+
+
+def measure(options: argparse.Namespace, config: TrainConfig, comm: Communicator, feed: Feed) -> Report | None:
+    """Alternate, then gather what the ranks saw."""
+    watch = Stopwatch(feed.device)
+    contenders = [Contender("largebatch", partial(ours, config, comm, feed, watch))]
+    if "timm" in options.vs:
+        contenders.append(Contender("timm + DDP", partial(timm_ddp, config, comm, feed)))
+    results = compare(
+        contenders,
+        device=feed.device,
+        rounds=options.rounds,
+        barrier=partial(comm.barrier, name="benchmark/barrier"),
+        quiet=comm.rank > 0,
+    )
+    comm.barrier(name="benchmark/ceiling")
+    ceiling = matmul_flops(feed.device, config.run.precision)
+    shares = watch.shares(results[0].seconds)
+    seen = comm.allgather_object(([result.peak_bytes for result in results], shares), name="benchmark/seen")
+    if comm.rank > 0:
+        return None
+    for result, peaks in zip(results, zip(*(peaks for peaks, _ in seen))):
+        result.peak_bytes = max(peaks)
+    mean = {part: sum(share[part] for _, share in seen) / comm.size for part in shares}
+    images, flops = feed.plan.global_batch_size // comm.size, training_flops(config.model.name, config.model.img_size)
+    notes = [f"{result.name}: {mfu(images / median(result.seconds), flops, ceiling)}" for result in results]
+    notes.append("largebatch's step: " + ", ".join(f"{100 * share:.1f} % {part}" for part, share in mean.items()))
+    batch, passes = config.data.micro_batch_size, images // config.data.micro_batch_size
+    title = (
+        f"training step, {config.model.name} at {config.model.img_size} px, {config.run.precision}, "
+        f"{feed.plan.global_batch_size} = {comm.size} ranks × {batch} micro-batch × {passes} passes"
+    )
+    return Report("step", title, results, feed.device, images=images, notes=notes)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# ours
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """Seconds that each part of a step took, step by step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.steps: list[Counter[str]] = []
+
+    @contextmanager
+    def timing(self, part: str) -> Iterator[None]:
+        """Add the time of a block to a part of the present step."""
+        began = now(self.device)
+        yield
+        self.steps[-1][part] += now(self.device) - began  # type: ignore[assignment]  # seconds, not counts
+
+    def shares(self, seconds: list[float]) -> dict[str, float]:
+        """Share of each part in the last steps, which took `seconds`."""
+        steps = self.steps[-len(seconds) :]
+        parts = ("waiting for data", "exposed communication", "optimizer")
+        return {part: sum(step[part] for step in steps) / sum(seconds) for part in parts}
+
+
+class TimedCommunicator:
+    """A Communicator whose share in a step is timed, and that of the optimizer, which steps inside it."""
+
+    def __init__(self, comm: Communicator, watch: Stopwatch) -> None:
+        self._comm, self._watch = comm, watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def synchronize(self, optimizer: Any) -> None:
+        """Communicator.synchronize, timed: what is left of the reduction when the last backward pass is over."""
+        with self._watch.timing("exposed communication"):
+            self._comm.synchronize(optimizer)
+
+    def apply(self, *arguments: Any) -> bool:
+        """Communicator.apply, timed."""
+        with self._watch.timing("optimizer"):
+            return self._comm.apply(*arguments)
+
+
+@contextmanager
+def ours(config: TrainConfig, comm: Communicator, feed: Feed, watch: Stopwatch) -> Iterator[Round]:
+    """The Trainer's own step."""
+    trainer = build_trainer(config, comm)
+    trainer.comm = TimedCommunicator(comm, watch)  # type: ignore[assignment]
+
+    def timed_batches() -> Iterator[Any]:
+        while True:
+            with watch.timing("waiting for data"):
+                batch = next(feed.batches)
+            yield batch
+
+    batches = timed_batches()
+
+    def step() -> None:
+        watch.steps.append(Counter())
+        trainer.state.step = feed.step
+        trainer.model.train()
+        trainer.train_step(batches)
+        feed.step += 1
+
+    yield step
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# the peer
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def timm_ddp(config: TrainConfig, comm: Communicator, feed: Feed) -> Iterator[Round]:
+    """timm's model and Lamb in DistributedDataParallel, accumulating under no_sync."""
+    import timm
+    from timm.optim import Lamb, param_groups_weight_decay
+
+    with process_group(comm, feed.device):
+        c = config.model
+        model = timm.create_model(
+            timm_name(c.name),
+            img_size=c.img_size,
+            num_classes=c.num_classes,
+            drop_rate=c.drop_rate,
+            pos_drop_rate=c.pos_drop_rate,
+            proj_drop_rate=c.proj_drop_rate,
+            attn_drop_rate=c.attn_drop_rate,
+            drop_path_rate=c.drop_path_rate,
+        ).to(feed.device)
+        parallel = DistributedDataParallel(model)
+        groups = param_groups_weight_decay(model, config.optim.weight_decay, model.no_weight_decay())
+        optimizer = Lamb(groups, lr=1e-3, max_grad_norm=config.optim.clip_norm)
+
+        def step() -> None:
+            planned = feed.plan.micro_batches(feed.step, comm.rank, comm.size)
+            for number, _ in enumerate(planned, start=1):
+                batch = next(feed.batches)
+                mixed: Augmented = feed.augment(batch.images, batch.labels, torch.Generator().manual_seed(number))
+                with nullcontext() if number == len(planned) else parallel.no_sync():
+                    with autocast(feed.device, config.run.precision):
+                        loss = soft_target_cross_entropy(parallel(mixed.images), mixed.targets)
+                    (loss * (comm.size / feed.plan.global_batch_size)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            feed.step += 1
+
+        yield step
+
+
+@contextmanager
+def process_group(comm: Communicator, device: torch.device) -> Iterator[None]:
+    """torch's process group beside Horovod's, at an address that Horovod broadcasts."""
+    address = None
+    if comm.rank == 0:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            address = (socket.gethostname(), free.getsockname()[1])
+    host, port = comm.broadcast_object(address, name="benchmark/address")
+    store = dist.TCPStore(host, port, comm.size, is_master=comm.rank == 0)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=comm.rank, world_size=comm.size)
+    yield
+    dist.barrier()  # else a thread of the group may outlive the interpreter
+    dist.destroy_process_group()
