@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 import zoo  # noqa: F401  lets timm be imported beside torch's CPU build
-from largebatch import optim
-from largebatch.optim import Lamb, build_optimizer, init_state, param_groups, scale_gradients
+from largebatch.optim import Lamb, build_optimizer, init_state, lamb, param_groups, scale_gradients
 
 SHAPES = ((7, 5), (11,), (3, 2, 2), (1,), (12, 1), (), (700, 500))  # the last is longer than a chunk
-needs_compiler = pytest.mark.skipif(not optim.can_compile("cpu"), reason="no C++ compiler or no Python.h")
+needs_compiler = pytest.mark.skipif(not lamb.can_compile("cpu"), reason="no C++ compiler or no Python.h")
 COMPILE = pytest.param("compile", marks=needs_compiler)
 
 
@@ -159,14 +158,14 @@ def test_one_graph_and_the_plain_numbers():
 
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    optim.compiled.cache_clear()
+    lamb.compiled.cache_clear()
     counters.clear()
     try:
         with torch._inductor.config.patch(force_disable_caches=True):
             (params, ratios), codes = run_and_get_code(scheduled_run, "compile")
     finally:
         torch.set_num_threads(threads)
-        optim.compiled.cache_clear()
+        lamb.compiled.cache_clear()
     assert counters["stats"]["unique_graphs"] == 1 and len(codes) == 1
     assert "#pragma omp parallel" in codes[0]  # though the first tensor that it saw is short
     expected_params, expected_ratios = scheduled_run("plain")
@@ -178,11 +177,11 @@ def test_one_graph_and_the_plain_numbers():
 def test_list_of_tensors_is_one_graph():
     """What a GPU runs, captured here without code generation: one graph, the same numbers."""
     runs = []
-    for update in (optim.lamb_list_, torch.compile(optim.lamb_list_, backend="aot_eager", fullgraph=True)):
+    for update in (lamb.lamb_list_, torch.compile(lamb.lamb_list_, backend="aot_eager", fullgraph=True)):
         torch.manual_seed(0)
         tensors = [tuple(torch.rand(n, dtype=torch.float64) for _ in range(4)) for n in (5, 1, 8)]
-        s = optim.scalars(Lamb([torch.zeros(1)], weight_decay=0.1).param_groups[0], 3)
-        numbers = optim.Scalars(*torch.tensor(s, dtype=torch.float64).unbind())
+        s = lamb.scalars(Lamb([torch.zeros(1)], weight_decay=0.1).param_groups[0], 3)
+        numbers = lamb.Scalars(*torch.tensor(s, dtype=torch.float64).unbind())
         ratios = update(tensors, numbers, torch.tensor(0.5, dtype=torch.float64))
         runs.append([*ratios, *(t for four in tensors for t in four)])
     for ours, theirs in zip(*runs):
@@ -481,7 +480,7 @@ def test_broken_compiler_names_the_way_out(monkeypatch):
     def broken(*_):
         raise torch._dynamo.exc.BackendCompilerFailed(lambda: None, OSError("no space left"), None)
 
-    monkeypatch.setattr(optim, "compiled", lambda device_type: broken)
+    monkeypatch.setattr(lamb, "compiled", lambda device_type: broken)
     params = make_params(shapes=((2, 2),))
     set_grads(params, 0)
     with pytest.raises(RuntimeError, match="set its impl to eager"):
@@ -489,8 +488,8 @@ def test_broken_compiler_names_the_way_out(monkeypatch):
 
 
 def test_auto_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(optim, "can_compile", lambda device_type: False)
-    monkeypatch.setattr(optim, "compiled", None)
+    monkeypatch.setattr(lamb, "can_compile", lambda device_type: False)
+    monkeypatch.setattr(lamb, "compiled", None)
     params, twins = make_params(), make_params()
     train(Lamb(params), params, range(2))
     train(Lamb(twins, impl="eager"), twins, range(2))

@@ -1,0 +1,15 @@
+"""Optimizers for large batches: ours, torch's beside them, and how a run builds one."""
+
+from largebatch.optim.factory import PRESETS, Preset, build_optimizer, init_state, param_groups, scale_gradients
+from largebatch.optim.lamb import Lamb, can_compile
+
+__all__ = [
+    "PRESETS",
+    "Lamb",
+    "Preset",
+    "build_optimizer",
+    "can_compile",
+    "init_state",
+    "param_groups",
+    "scale_gradients",
+]
