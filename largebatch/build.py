@@ -139,7 +139,7 @@ def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
     for line in comm.placement(device):
         logger.info("%s", line)
     train, held_out = open_data(config, comm, "train"), open_data(config, comm, "validation")
-    impl = lamb_impl(comm, device)
+    impl = lamb_impl(comm, device) if config.optim.name == "lamb" else None
     with comm.together("building"):
         model = build_model(config).to(device)
         optimizer = comm.wrap(_optimizer(config, model, impl=impl), model, passes=passes)
@@ -234,7 +234,7 @@ def _images(config: TrainConfig, option: str, num_samples: int, run_images: int 
     return images
 
 
-def _optimizer(config: TrainConfig, model: nn.Module, *, impl: str) -> Optimizer:
+def _optimizer(config: TrainConfig, model: nn.Module, *, impl: str | None) -> Optimizer:
     o = config.optim
     return build_optimizer(
         model,
@@ -244,7 +244,9 @@ def _optimizer(config: TrainConfig, model: nn.Module, *, impl: str) -> Optimizer
         betas=o.betas,
         eps=o.eps,
         preset=o.preset,
-        impl=impl if o.name == "lamb" else "auto",
+        impl=impl,
+        momentum=o.momentum,
+        trust_coefficient=o.trust_coefficient,
     )
 
 

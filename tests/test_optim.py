@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zoo  # noqa: F401  lets timm be imported beside torch's CPU build
-from largebatch.optim import Lamb, build_optimizer, init_state, lamb, param_groups, scale_gradients
+from largebatch.optim import Lamb, Lars, build_optimizer, init_state, lamb, param_groups, scale_gradients
 
 SHAPES = ((7, 5), (11,), (3, 2, 2), (1,), (12, 1), (), (700, 500))  # the last is longer than a chunk
 needs_compiler = pytest.mark.skipif(not lamb.can_compile("cpu"), reason="no C++ compiler or no Python.h")
@@ -356,6 +356,8 @@ MAKERS = {
     "adamw amsgrad": lambda params: torch.optim.AdamW(params, amsgrad=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "sgd momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "sgd fused": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    "lars": lambda params: Lars(params, lr=0.1, weight_decay=0.1),
 }
 
 
@@ -443,11 +445,24 @@ def test_adamw_by_one_field():
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        (dict(name="adam"), "unknown optimizer 'adam'; choose lamb or adamw"),
+        (dict(name="adam"), "unknown optimizer 'adam'; choose one of lamb, apex_lamb, adamw, sgd, lars"),
         (dict(preset="apex"), "unknown LAMB preset 'apex'; choose one of paper, colossal"),
         (dict(preset=""), "unknown LAMB preset ''"),
-        (dict(name="adamw", preset="paper"), "preset='paper' has no effect on adamw"),
-        (dict(name="adamw", impl="eager"), "impl='eager' has no effect on adamw"),
+        (dict(name="adamw", preset="paper"), "preset='paper' has no effect on adamw; .* one of lamb, apex_lamb"),
+        (dict(name="adamw", impl="eager"), "impl='eager' has no effect on adamw; remove it or choose one of lamb"),
+        (dict(name="adamw", momentum=0.9), "momentum=0.9 has no effect on adamw; .* choose one of sgd, lars"),
+        (dict(trust_coefficient=1e-3), "trust_coefficient=0.001 has no effect on lamb; .* choose one of lars"),
+        (dict(name="sgd", betas=(0.9, 0.999)), "betas=.* has no effect on sgd; .* one of lamb, apex_lamb, adamw"),
+        (dict(name="lars", betas=(0.9, 0.999)), "betas=.* has no effect on lars"),
+        (dict(name="sgd", eps=1e-8), "eps=1e-08 has no effect on sgd"),
+        (dict(name="sgd", trust_coefficient=1e-3), "trust_coefficient=0.001 has no effect on sgd"),
+        (dict(name="lars", preset="paper"), "preset='paper' has no effect on lars"),
+        (dict(name="sgd", momentum=1.0), "momentum must be a number in \\[0, 1\\), got 1.0"),
+        (dict(name="lars", momentum=-0.1), "momentum must be a number in"),
+        (dict(name="lars", trust_coefficient=0.0), "Lars's trust_coefficient must be a number above 0, got 0.0"),
+        (dict(name="apex_lamb", preset="lambc"), "apex_lamb has no bound on trust ratios, which preset lambc needs"),
+        (dict(name="apex_lamb", weight_decay=0.0), "apex_lamb adapts nothing without decay under preset paper"),
+        (dict(name="apex_lamb"), "apex_lamb works on GPUs only; choose lamb"),
         (dict(impl="fast"), "Lamb's impl must be one of auto, compile, eager, plain, got 'fast'"),
         (dict(lr=-1.0), "Lamb's lr must be a number >= 0, got -1.0"),
         (dict(betas=(0.9, 1.0)), "Lamb's betas must be two numbers in \\[0, 1\\)"),

@@ -2,10 +2,12 @@
 
 from largebatch.optim.factory import PRESETS, Preset, build_optimizer, init_state, param_groups, scale_gradients
 from largebatch.optim.lamb import Lamb, can_compile
+from largebatch.optim.lars import Lars
 
 __all__ = [
     "PRESETS",
     "Lamb",
+    "Lars",
     "Preset",
     "build_optimizer",
     "can_compile",

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from largebatch.optim.apex_lamb import apex_lamb
 from largebatch.optim.lamb import Lamb
+from largebatch.optim.lars import Lars
 
 
 def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
@@ -30,16 +32,18 @@ def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
 def init_state(optimizer: Optimizer) -> None:
     """Give every trainable parameter without state what it would have before its first step: zeros.
 
-    Never by stepping: a step with zero gradients moves decayed weights. Lamb, torch's Adam, AdamW and SGD.
+    Never by stepping: a step with zero gradients moves decayed weights. For what `build_optimizer` builds.
     """
-    if not isinstance(optimizer, (Lamb, torch.optim.Adam, torch.optim.SGD)):
-        raise ValueError(f"the initial state of {type(optimizer).__name__} is not known; use lamb or adamw")
+    init_param = getattr(optimizer, "init_param", None)  # ours have it
+    if init_param is None and not isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):
+        known = ", ".join(DEFAULTS)
+        raise ValueError(f"the initial state of {type(optimizer).__name__} is not known; use one of {known}")
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not p.requires_grad or optimizer.state.get(p):
                 continue
-            if isinstance(optimizer, Lamb):
-                optimizer.init_param(p)
+            if init_param is not None:
+                init_param(p)
             elif isinstance(optimizer, torch.optim.Adam):
                 optimizer.state[p].update(_adam_state(p, group))
             elif group["momentum"]:
@@ -88,7 +92,7 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups: decayed, and not decayed (1-D, biases, names in ``model.no_weight_decay()``).
 
-    With ``exclude=False`` there is only the first; ``adapt_excluded`` is Lamb's ``adapt`` in the second.
+    With ``exclude=False`` there is only the first; ``adapt_excluded`` is the second's ``adapt``, of Lamb and Lars.
     Frozen parameters are kept: they have no gradient, so no state and no update, and unfreezing one renumbers
     nothing in a saved state.
     """
@@ -104,53 +108,80 @@ def param_groups(
     return [group for group in (decayed, excluded) if group["params"]]
 
 
+DEFAULTS: dict[str, dict[str, Any]] = {  # the optimizers, and the options that not every one of them has
+    "lamb": {"preset": "paper", "betas": (0.9, 0.999), "eps": 1e-6, "impl": "auto"},
+    "apex_lamb": {"preset": "paper", "betas": (0.9, 0.999), "eps": 1e-6},
+    "adamw": {"betas": (0.9, 0.999), "eps": 1e-8},
+    "sgd": {"momentum": 0.9},
+    "lars": {"momentum": 0.9, "eps": 1e-8, "trust_coefficient": 1e-3},
+}
+
+
 def build_optimizer(
     model: nn.Module,
     *,
     name: str = "lamb",
     lr: float,
     weight_decay: float,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: tuple[float, float] | None = None,
     eps: float | None = None,
     preset: str | None = None,
-    impl: str = "auto",
+    impl: str | None = None,
+    momentum: float | None = None,
+    trust_coefficient: float | None = None,
 ) -> Optimizer:
     """The optimizer of a run.
 
     Args:
         model: its parameters, frozen ones included, see `param_groups`.
-        name: "lamb", or "adamw" (torch's, fused).
-        eps: 1e-6 for lamb and 1e-8 for adamw unless given.
-        preset: a name in `PRESETS`, "paper" unless given; lamb only.
-        impl: see `Lamb`; lamb only.
+        name: "lamb"; torch's "adamw" or "sgd" (Nesterov), fused; "lars"; "apex_lamb" (NVIDIA's, on GPUs).
+        weight_decay: decoupled for adamw, added to the gradient for sgd and lars, in the update for LAMB.
+        betas, eps, preset, impl, momentum, trust_coefficient: see `DEFAULTS`, `PRESETS`, `Lamb` and `Lars`.
 
     Raises:
         ValueError: an unknown name, a value out of range, or an option that the optimizer would not use.
     """
-    if name == "adamw":
-        _refuse_lamb_options(preset, impl)
-        groups = param_groups(model, weight_decay=weight_decay)
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8 if eps is None else eps, fused=True)
-    if name != "lamb":
-        raise ValueError(f"unknown optimizer {name!r}; choose lamb or adamw")
-    preset = "paper" if preset is None else preset
+    if name not in DEFAULTS:
+        raise ValueError(f"unknown optimizer {name!r}; choose one of {', '.join(DEFAULTS)}")
+    options: dict[str, Any] = dict(preset=preset, betas=betas, eps=eps, impl=impl)
+    options |= dict(momentum=momentum, trust_coefficient=trust_coefficient)
+    given = {option: value for option, value in options.items() if value is not None}
+    _refuse_unused(name, given)
+    chosen = {"lr": lr} | DEFAULTS[name] | given
+    if "preset" in chosen:
+        return _build_lamb(model, name, weight_decay, chosen)
+    if not 0 <= chosen.get("momentum", 0) < 1:
+        raise ValueError(f"momentum must be a number in [0, 1), got {momentum}")
+    if name == "lars":
+        return Lars(param_groups(model, weight_decay=weight_decay, adapt_excluded=False), **chosen)
+    groups = param_groups(model, weight_decay=weight_decay)
+    if name == "sgd":
+        return torch.optim.SGD(groups, **chosen, nesterov=chosen["momentum"] > 0, fused=True)
+    return torch.optim.AdamW(groups, **chosen, fused=True)
+
+
+def _refuse_unused(name: str, given: Mapping[str, Any]) -> None:
+    for option, value in given.items():
+        if option not in DEFAULTS[name]:
+            users = ", ".join(other for other in DEFAULTS if option in DEFAULTS[other])
+            raise ValueError(f"{option}={value!r} has no effect on {name}; remove it or choose one of {users}")
+
+
+def _build_lamb(model: nn.Module, name: str, weight_decay: float, options: dict[str, Any]) -> Optimizer:
+    preset = options.pop("preset")
     if preset not in PRESETS:
         raise ValueError(f"unknown LAMB preset {preset!r}; choose one of {', '.join(PRESETS)}")
     chosen = PRESETS[preset]
-    return Lamb(
-        param_groups(
-            model, weight_decay=weight_decay, exclude=chosen.exclude, adapt_excluded=chosen.adapt_excluded
-        ),
-        lr,
-        betas=betas,
-        eps=1e-6 if eps is None else eps,
-        bias_correction=chosen.bias_correction,
-        max_trust_ratio=chosen.max_trust_ratio,
-        impl=impl,
-    )
-
-
-def _refuse_lamb_options(preset: str | None, impl: str) -> None:
-    for option, value, unset in (("preset", preset, None), ("impl", impl, "auto")):
-        if value != unset:
-            raise ValueError(f"{option}={value!r} has no effect on adamw; remove it or choose lamb")
+    adapt = chosen.adapt_excluded if name == "lamb" else None
+    groups = param_groups(model, weight_decay=weight_decay, exclude=chosen.exclude, adapt_excluded=adapt)
+    options["bias_correction"] = chosen.bias_correction
+    if name == "lamb":
+        return Lamb(groups, max_trust_ratio=chosen.max_trust_ratio, **options)
+    if chosen.max_trust_ratio < math.inf:
+        raise ValueError(f"apex_lamb has no bound on trust ratios, which preset {preset} needs; choose lamb")
+    use_nvlamb = chosen.adapt_excluded is not False
+    if not use_nvlamb and not weight_decay:
+        raise ValueError(f"apex_lamb adapts nothing without decay under preset {preset}; choose lamb or preset nvlamb")
+    if any(not p.is_cuda for p in model.parameters()):
+        raise ValueError("apex_lamb works on GPUs only; choose lamb, which works everywhere")
+    return apex_lamb(groups, use_nvlamb=use_nvlamb, **options)

@@ -1,6 +1,7 @@
 """What surprises in Horovod, shown not to be reachable through our API. Run on two and three ranks."""
 
 import copy
+from functools import partial
 
 import horovod.torch as hvd
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from largebatch.comm import Stopped
 from largebatch.data.order import Plan
-from largebatch.optim import PRESETS, Lamb, build_optimizer, init_state
+from largebatch.optim import PRESETS, Lamb, Lars, build_optimizer, init_state
 
 
 def plan_for(comm, *, passes: int = 2, steps: int = 4) -> Plan:
@@ -38,7 +39,7 @@ def test_wrapping_keeps_every_option(comm, preset):
     assert isinstance(wrapped, Lamb)
 
 
-@pytest.mark.parametrize("kind", [Lamb, torch.optim.AdamW])
+@pytest.mark.parametrize("kind", [Lamb, Lars, torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
 def test_broadcast_moves_nothing(comm, kind):
     """Resumed on rank 0 alone: everybody ends with rank 0's bits, and no step is taken anywhere."""
     model = small_model(seed=comm.rank)
