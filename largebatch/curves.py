@@ -12,7 +12,8 @@ from typing import Any, Sequence
 
 Row = dict[str, float]
 
-STEP_COLUMNS = ("step", "epoch", "images", "lr", "loss", "grad_norm", "images_per_s", "skipped")
+TRUST = ("trust_min", "trust_median", "trust_max")
+STEP_COLUMNS = ("step", "epoch", "images", "lr", "loss", "grad_norm", "images_per_s", "skipped", *TRUST)
 EPOCH_COLUMNS = (
     "step",
     "epoch",
@@ -91,15 +92,22 @@ RED = {"color": "#c8442f", "linewidth": 1.8}
 
 
 def draw_curves(folder: Path, *, title: str) -> None:
-    """Draw RUN/curves.png from RUN/steps.csv and RUN/epochs.csv: loss, accuracy, learning rate and gradient norm."""
+    """Draw RUN/curves.png from RUN/steps.csv and RUN/epochs.csv.
+
+    Loss, accuracy, learning rate, gradient norm and, if the optimizer has them, trust ratios.
+    """
     from matplotlib.figure import Figure  # half a second, and on rank 0 only
-    from matplotlib.ticker import LogLocator
 
     steps, epochs = read_rows(folder / STEPS), read_rows(folder / EPOCHS)
     figure = Figure(figsize=(10.5, 6.6), dpi=120, layout="constrained")
-    loss, accuracy, lr, grad_norm = figure.subplots(2, 2, sharex=True).flat
+    below = ["lr", "grad_norm", "trust"] if _has(steps, "trust_median") else ["lr", "grad_norm"]
+    width = 6 // len(below)
+    rows: list[Any] = [["loss"] * 3 + ["accuracy"] * 3, [name for name in below for _ in range(width)]]
+    panels = figure.subplot_mosaic(rows, sharex=True)
+    for name in ("loss", "accuracy"):
+        panels[name].tick_params(labelbottom=len(below) > 2)  # else the axes below have the same place and numbers
     _draw(
-        loss,
+        panels["loss"],
         "loss",
         [
             ("training, single steps", steps, "loss", THIN),
@@ -107,15 +115,17 @@ def draw_curves(folder: Path, *, title: str) -> None:
             ("held out", epochs, "eval_loss", RED),
         ],
     )
-    _draw(accuracy, "held-out accuracy (%)", [("top-5", epochs, "top5", PALE), ("top-1", epochs, "top1", RED)])
-    _draw(lr, "learning rate", [("", steps, "lr", BLUE)])
-    _draw(grad_norm, "gradient norm before clipping", [("", steps, "grad_norm", BLUE | {"linewidth": 1.0})])
-    grad_norm.set_yscale("log")
-    grad_norm.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-    grad_norm.yaxis.set_major_formatter("{x:g}")
-    grad_norm.yaxis.set_minor_formatter("{x:g}")
-    for axes in (lr, grad_norm):
-        axes.set_xlabel("epoch")
+    lines: Lines = [("top-5", epochs, "top5", PALE), ("top-1", epochs, "top1", RED)]
+    _draw(panels["accuracy"], "held-out accuracy (%)", lines)
+    _draw(panels["lr"], "learning rate", [("", steps, "lr", BLUE)])
+    _draw(panels["grad_norm"], "gradient norm before clipping", [("", steps, "grad_norm", BLUE | {"linewidth": 1.0})])
+    _log_scale(panels["grad_norm"])
+    if "trust" in panels:
+        lines = [("", steps, column, style) for column, style in zip(TRUST, (THIN, BLUE | {"linewidth": 1.0}, THIN))]
+        _draw(panels["trust"], "trust ratios: smallest, median, largest", lines)
+        _log_scale(panels["trust"])
+    for name in below:
+        panels[name].set_xlabel("epoch")
     result = f"\ntop-1 {epochs[-1]['top1']:.2f} % after {epochs[-1]['epoch']:.4g} epochs" if epochs else ""
     figure.suptitle(title + result, fontsize=12)
     unfinished = folder / (CURVES + ".tmp")
@@ -123,10 +133,23 @@ def draw_curves(folder: Path, *, title: str) -> None:
     os.replace(unfinished, folder / CURVES)
 
 
+def _has(rows: list[Row], column: str) -> bool:
+    return any(math.isfinite(row.get(column, math.nan)) for row in rows)
+
+
+def _log_scale(axes: Any) -> None:
+    from matplotlib.ticker import LogLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+
+
 def _draw(axes: Any, name: str, lines: Lines) -> None:
     """One panel: each line over the epochs, points that are not finite left out."""
     for label, rows, column, style in lines:
-        points = [(row["epoch"], row[column]) for row in rows if math.isfinite(row[column])]
+        points = [(row["epoch"], row[column]) for row in rows if math.isfinite(row.get(column, math.nan))]
         marker = "o" if len(points) < 40 and style is not THIN else ""
         axes.plot(*zip(*points) if points else ((), ()), label=label, marker=marker, markersize=3, **style)
     axes.set_title(name, loc="left", fontsize=10)

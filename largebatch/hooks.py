@@ -23,8 +23,9 @@ from rich.console import Console
 
 from largebatch import checkpoint
 from largebatch.comm import Stopped
-from largebatch.curves import EPOCH_COLUMNS, EPOCHS, STEP_COLUMNS, STEPS, Row, Table, draw_curves
+from largebatch.curves import EPOCH_COLUMNS, EPOCHS, STEP_COLUMNS, STEPS, TRUST, Row, Table, draw_curves
 from largebatch.engine import Hook, StepOutput, Trainer
+from largebatch.optim import trust_summary
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +157,7 @@ class Log(Hook):
                 "grad_norm": float(output.grad_norm),
                 "images_per_s": self.since_row.take(),
             }
+            row |= trust_ratios(trainer, output)
             self.tell(trainer, lambda sink: sink.write_step(row))
 
     def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
@@ -189,6 +191,13 @@ class Log(Hook):
                 call(sink)
             except OSError as error:
                 logger.warning("%s failed at step %d: %s", type(sink).__name__, trainer.state.step, error)
+
+
+def trust_ratios(trainer: Trainer, output: StepOutput) -> Row:
+    """Smallest, median and largest ratio of the step just done: one wait for the device; nan where there are none."""
+    summary = trust_summary(trainer.optimizer) if output.applied else None  # a skipped step left those of another
+    values = [math.nan] * len(TRUST) if summary is None else summary.tolist()
+    return dict(zip(TRUST, values))
 
 
 class Throughput:
@@ -292,7 +301,7 @@ class TensorBoard(Sink):
         self.writer = SummaryWriter(str(self.folder), purge_step=trainer.state.step + 1)
 
     def write_step(self, row: Row) -> None:
-        self.add("train", row, ("loss", "lr", "grad_norm", "images_per_s", "skipped"))
+        self.add("train", row, ("loss", "lr", "grad_norm", "images_per_s", "skipped", *TRUST))
 
     def write_epoch(self, row: Row) -> None:
         self.add("epoch", row, ("train_loss", "eval_loss", "top1", "top5"))
@@ -302,9 +311,9 @@ class TensorBoard(Sink):
         self.writer.close()
 
     def add(self, section: str, row: Row, names: Sequence[str]) -> None:
-        """One point per name."""
+        """One point per name that the row has a number for."""
         for name in names:
-            if not math.isnan(row[name]):
+            if not math.isnan(row.get(name, math.nan)):
                 self.writer.add_scalar(f"{section}/{name}", row[name], int(row["step"]))
 
 

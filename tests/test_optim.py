@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zoo  # noqa: F401  lets timm be imported beside torch's CPU build
-from largebatch.optim import Lamb, Lars, build_optimizer, init_state, lamb, param_groups, scale_gradients
+from largebatch.optim import Lamb, Lars, build_optimizer, init_state, lamb, param_groups, scale_gradients, trust_summary
 
 SHAPES = ((7, 5), (11,), (3, 2, 2), (1,), (12, 1), (), (700, 500))  # the last is longer than a chunk
 needs_compiler = pytest.mark.skipif(not lamb.can_compile("cpu"), reason="no C++ compiler or no Python.h")
@@ -335,6 +335,21 @@ def test_deepcopy():
     train(optimizer, params, range(2, 4))
     train(optimizer_copy, params_copy, range(2, 4))
     assert all(torch.equal(p, q) for p, q in zip(params, params_copy))
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+def test_trust_summary_is_of_the_adapted_tensors_of_the_last_step(name):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5), nn.Linear(5, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+    optimizer = build_optimizer(model, name=name, lr=0.01, weight_decay=0.1)
+    assert trust_summary(optimizer) is None
+    for step in range(2):
+        set_grads(model.parameters(), step)
+        model[4].weight.grad = None
+        optimizer.step()
+        ratios = sorted(float(optimizer.trust_ratios[model[layer].weight]) for layer in range(3))
+        assert len(set(ratios)) == 3 and 1.0 not in ratios  # as those of biases and norms are
+        assert trust_summary(optimizer).tolist() == ratios
+    assert trust_summary(build_optimizer(model, name="sgd", lr=0.1, weight_decay=0.1)) is None
 
 
 def test_closure():

@@ -1,6 +1,14 @@
 """Optimizers for large batches: ours, torch's beside them, and how a run builds one."""
 
-from largebatch.optim.factory import PRESETS, Preset, build_optimizer, init_state, param_groups, scale_gradients
+from largebatch.optim.factory import (
+    PRESETS,
+    Preset,
+    build_optimizer,
+    init_state,
+    param_groups,
+    scale_gradients,
+    trust_summary,
+)
 from largebatch.optim.lamb import Lamb, can_compile
 from largebatch.optim.lars import Lars
 
@@ -14,4 +22,5 @@ __all__ = [
     "init_state",
     "param_groups",
     "scale_gradients",
+    "trust_summary",
 ]

@@ -29,6 +29,19 @@ def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
         torch._foreach_mul_(grads, factor)
 
 
+def trust_summary(optimizer: Optimizer) -> Tensor | None:
+    """Minimum, median and maximum of the trust ratios of the last step: (3,), on the device of the parameters.
+
+    Over the tensors that are adapted, each a whole one; None if there are none, or the optimizer has no such ratios.
+    """
+    ratios: Mapping[Tensor, Tensor] = getattr(optimizer, "trust_ratios", {})
+    groups = (group["params"] for group in optimizer.param_groups if group.get("adapt"))
+    adapted = [ratios[p] for params in groups for p in params if p in ratios]
+    if not adapted:
+        return None
+    return torch.stack(adapted).quantile(adapted[0].new_tensor([0.0, 0.5, 1.0]))
+
+
 def init_state(optimizer: Optimizer) -> None:
     """Give every trainable parameter without state what it would have before its first step: zeros.
 
