@@ -105,6 +105,8 @@ class OptimConfig:
     """momentum of sgd and lars; null: 0.9; refused for the others"""
     trust_coefficient: float | None = None
     """length of a step of lars at learning rate 1, in parts of the weights' norm; null: 1e-3; lars only"""
+    ema_half_life: str = ""
+    """half-life of an average of the weights, evaluated and saved beside them, such as "5 epochs"; empty: none"""
 
 
 @dataclass(kw_only=True)

@@ -14,6 +14,7 @@ Row = dict[str, float]
 
 TRUST = ("trust_min", "trust_median", "trust_max")
 STEP_COLUMNS = ("step", "epoch", "images", "lr", "loss", "grad_norm", "images_per_s", "skipped", *TRUST)
+EMA = ("ema_loss", "ema_top1")
 EPOCH_COLUMNS = (
     "step",
     "epoch",
@@ -25,6 +26,7 @@ EPOCH_COLUMNS = (
     "top5",
     "images_per_s",
     "skipped",
+    *EMA,
 )
 STEPS, EPOCHS, CURVES = "steps.csv", "epochs.csv", "curves.png"
 
@@ -89,6 +91,7 @@ THIN = {"color": "#9bbbe0", "linewidth": 1.0}
 PALE = {"color": "#e6a89c", "linewidth": 1.8}
 BLUE = {"color": "#2463a6", "linewidth": 1.8}
 RED = {"color": "#c8442f", "linewidth": 1.8}
+GREEN = {"color": "#3b8f5c", "linewidth": 1.8}
 
 
 def draw_curves(folder: Path, *, title: str) -> None:
@@ -106,17 +109,20 @@ def draw_curves(folder: Path, *, title: str) -> None:
     panels = figure.subplot_mosaic(rows, sharex=True)
     for name in ("loss", "accuracy"):
         panels[name].tick_params(labelbottom=len(below) > 2)  # else the axes below have the same place and numbers
-    _draw(
-        panels["loss"],
-        "loss",
-        [
-            ("training, single steps", steps, "loss", THIN),
-            ("training, mean", epochs, "train_loss", BLUE),
-            ("held out", epochs, "eval_loss", RED),
-        ],
-    )
-    lines: Lines = [("top-5", epochs, "top5", PALE), ("top-1", epochs, "top1", RED)]
-    _draw(panels["accuracy"], "held-out accuracy (%)", lines)
+    averaged = _has(epochs, "ema_top1")
+    lines: Lines = [
+        ("training, single steps", steps, "loss", THIN),
+        ("training, mean", epochs, "train_loss", BLUE),
+        ("held out", epochs, "eval_loss", RED),
+        ("held out, averaged weights", epochs, "ema_loss", GREEN),
+    ]
+    _draw(panels["loss"], "loss", lines if averaged else lines[:-1])
+    lines = [
+        ("top-5", epochs, "top5", PALE),
+        ("top-1", epochs, "top1", RED),
+        ("top-1, averaged weights", epochs, "ema_top1", GREEN),
+    ]
+    _draw(panels["accuracy"], "held-out accuracy (%)", lines if averaged else lines[:-1])
     _draw(panels["lr"], "learning rate", [("", steps, "lr", BLUE)])
     _draw(panels["grad_norm"], "gradient norm before clipping", [("", steps, "grad_norm", BLUE | {"linewidth": 1.0})])
     _log_scale(panels["grad_norm"])
@@ -126,11 +132,15 @@ def draw_curves(folder: Path, *, title: str) -> None:
         _log_scale(panels["trust"])
     for name in below:
         panels[name].set_xlabel("epoch")
-    result = f"\ntop-1 {epochs[-1]['top1']:.2f} % after {epochs[-1]['epoch']:.4g} epochs" if epochs else ""
-    figure.suptitle(title + result, fontsize=12)
+    figure.suptitle(title + (f"\n{_result(epochs[-1])}" if epochs else ""), fontsize=12)
     unfinished = folder / (CURVES + ".tmp")
     figure.savefig(unfinished, format="png")
     os.replace(unfinished, folder / CURVES)
+
+
+def _result(row: Row) -> str:
+    averaged = "" if math.isnan(row.get("ema_top1", math.nan)) else f" (averaged weights {row['ema_top1']:.2f} %)"
+    return f"top-1 {row['top1']:.2f} %{averaged} after {row['epoch']:.4g} epochs"
 
 
 def _has(rows: list[Row], column: str) -> bool:

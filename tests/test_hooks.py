@@ -455,6 +455,22 @@ def test_the_picture_shows_the_curves(tmp_path):
     assert path.stat().st_mtime_ns > drawn
 
 
+def test_averaged_weights_are_shown_where_there_are_some(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    for row, words, is_there in (
+        (epoch_row(5), "", False),
+        (epoch_row(5, ema_loss=0.25, ema_top1=72.5), "  averaged weights: loss 0.2500  top-1 72.50 %", True),
+    ):
+        csv, line = hooks.Csv(tmp_path), hooks.Progress()
+        for sink in (csv, line):
+            sink.open(trainer_at(0))
+            sink.write_epoch(row)
+        curves.draw_curves(tmp_path, title="a run")
+        assert (share_of(tmp_path / "curves.png", curves.GREEN["color"]) > 1e-4) is is_there
+        assert f"top-5 90.00 %{words}  lr" in caplog.messages[-1]
+        assert read(tmp_path / "epochs.csv")[0]["ema_top1"] == ("72.5" if is_there else "")
+
+
 def test_the_picture_shows_trust_ratios_where_there_are_some(tmp_path):
     shares = []
     for values in ({}, {"trust_min": 0.01, "trust_median": 1.0, "trust_max": 50.0}):

@@ -17,7 +17,7 @@ GROUND = {"largebatch.config", "largebatch.comm"}
 DATA = {"largebatch.data." + name for name in ("records", "index", "order", "dali", "sources")}
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".lars", ".apex_lamb", ".factory")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
-RUN = {"largebatch." + name for name in ("engine", "hooks", "checkpoint", "curves")}
+RUN = {"largebatch." + name for name in ("engine", "ema", "hooks", "checkpoint", "curves")}
 ASSEMBLY = {"largebatch.build", "largebatch.recipes"}
 BELOW_PROGRAMS = GROUND | PARTS | RUN | ASSEMBLY | {"zoo"}
 
@@ -45,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
     "largebatch.curves": set(),
+    "largebatch.ema": {"largebatch.engine"},
     "largebatch.hooks": GROUND | PARTS | RUN,
     # assembly
     "largebatch.recipes": {"largebatch.config", "largebatch.recipes.*"},
