@@ -22,6 +22,7 @@ from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.index import Index
 from largebatch.data.order import Plan
 from largebatch.data.sources import open_source
+from largebatch.ema import Ema, check_half_life
 from largebatch.engine import Hook, Trainer
 from largebatch.losses import classification
 from largebatch.optim import build_optimizer, can_compile, init_state
@@ -140,13 +141,14 @@ def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
     for line in comm.placement(device):
         logger.info("%s", line)
     train, held_out = open_data(config, comm, "train"), open_data(config, comm, "validation")
-    impl = lamb_impl(comm, device)
+    impl = lamb_impl(comm, device) if config.optim.name == "lamb" else None
     with comm.together("building"):
         model = build_model(config, device)
         optimizer = comm.wrap(_optimizer(config, model, impl=impl), model, passes=passes)
         init_state(optimizer)
         trainer = _assemble(config, comm, model=model, optimizer=optimizer, train=train, held_out=held_out)
-    if not checkpoint.resume(config, trainer):
+    average = next((hook.model for hook in trainer.hooks if isinstance(hook, Ema)), None)
+    if not checkpoint.resume(config, trainer, average=average):
         comm.broadcast_model(trainer.model)
     return trainer
 
@@ -205,23 +207,37 @@ def _assemble(
         clip_norm=config.optim.clip_norm,
         eval_images=_images(config, "run.eval_every", plan.num_samples, plan.num_images),
         device=device,
-        hooks=_hooks(config, plan),
+        hooks=_hooks(config, plan, model),
     )
 
 
-def _hooks(config: TrainConfig, plan: Plan) -> list[Hook]:
-    """In the order of hooks.py: what may stop the run, what saves it, what writes it down."""
+def _hooks(config: TrainConfig, plan: Plan, model: nn.Module) -> list[Hook]:
+    """In the order of hooks.py: what may stop the run, what averages it, what saves it, what writes it down."""
     folder, log_images = config.folder, _images(config, "log.every", plan.num_samples, plan.num_images)
     sinks: list[hooks.Sink] = [hooks.Progress(), hooks.Csv(folder)]
     if config.log.tensorboard:
         sinks.append(hooks.TensorBoard(folder))
     sinks.append(hooks.Curves(folder, title=f"{config.model.name}, recipe {config.recipe or 'custom'}"))
     save_images = _images(config, "checkpoint.every", plan.num_samples, plan.num_images)
-    return [
-        hooks.Guards(max_skipped_steps=config.run.max_skipped_steps),
-        hooks.Checkpoint(folder, every_images=save_images, keep=config.checkpoint.keep, config_text=dump(config)),
-        hooks.Log(sinks, every_images=log_images),
-    ]
+    ema = _ema(config, plan, model)
+    saving = hooks.Checkpoint(
+        folder,
+        every_images=save_images,
+        keep=config.checkpoint.keep,
+        config_text=dump(config),
+        average=ema.model if ema else None,
+    )
+    guards = hooks.Guards(max_skipped_steps=config.run.max_skipped_steps)
+    return [guards, *([ema] if ema else []), saving, hooks.Log(sinks, every_images=log_images)]
+
+
+def _ema(config: TrainConfig, plan: Plan, model: nn.Module) -> Ema | None:
+    """The average of the weights, if the run has one."""
+    if not config.optim.ema_half_life:
+        return None
+    half_life_images = _images(config, "optim.ema_half_life", plan.num_samples, plan.num_images)
+    check_half_life(half_life_images, run_images=plan.num_images, epoch_images=plan.num_samples)
+    return Ema(model, half_life_images=half_life_images)
 
 
 def _images(config: TrainConfig, option: str, num_samples: int, run_images: int = 0) -> int:
@@ -235,7 +251,7 @@ def _images(config: TrainConfig, option: str, num_samples: int, run_images: int 
     return images
 
 
-def _optimizer(config: TrainConfig, model: nn.Module, *, impl: str) -> Optimizer:
+def _optimizer(config: TrainConfig, model: nn.Module, *, impl: str | None) -> Optimizer:
     o = config.optim
     return build_optimizer(
         model,
@@ -245,7 +261,9 @@ def _optimizer(config: TrainConfig, model: nn.Module, *, impl: str) -> Optimizer
         betas=o.betas,
         eps=o.eps,
         preset=o.preset,
-        impl=impl if o.name == "lamb" else "auto",
+        impl=impl,
+        momentum=o.momentum,
+        trust_coefficient=o.trust_coefficient,
     )
 
 

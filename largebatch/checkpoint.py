@@ -3,8 +3,9 @@
     RUN/checkpoints/
         00000100/                 the step, in eight digits or more
             model.safetensors     the model's weights under its own names; zoo.create_model(weights=...) reads it
+            model_ema.safetensors likewise the average of the weights, in a run with optim.ema_half_life
             state.pt              optimizer, loss scaler, TrainState, config and versions; weights_only is enough
-            manifest.json         the step, and size and SHA-256 of the two: written last
+            manifest.json         the step, and size and SHA-256 of these: written last
         00000200/
         00000300.tmp/             one being written, or what a kill left of it; removed by the next save
 
@@ -23,6 +24,7 @@ import os
 import platform
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,9 @@ from zoo import load_weights, save_weights
 logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
-WEIGHTS, STATE, MANIFEST = "model.safetensors", "state.pt", "manifest.json"
-PARTS = (WEIGHTS, STATE)
+WEIGHTS, AVERAGE, STATE = "model.safetensors", "model_ema.safetensors", "state.pt"
+MANIFEST = "manifest.json"
+PARTS = (WEIGHTS, AVERAGE, STATE)  # the second only where there is one
 UNFINISHED = ".tmp"
 SPARE_BYTES = 2**20  # names, headers and scalars beside the tensors
 
@@ -62,11 +65,12 @@ MAY_DIFFER_SECTIONS = ("log.", "checkpoint.")
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def resume(config: TrainConfig, trainer: Trainer) -> bool:
+def resume(config: TrainConfig, trainer: Trainer, *, average: nn.Module | None = None) -> bool:
     """Bring `trainer` to the newest valid checkpoint in the run folder of `config`; False if there is none.
 
-    Call it on every rank, with the optimizer's state created (`optim.init_state`): rank 0 reads, the others get
-    what it found. comm.Stopped, on every rank, if the checkpoint was made with other options.
+    Call it on every rank, with the optimizer's state created (`optim.init_state`): rank 0 reads, the others get what
+    it found, the average of the weights included if the run has one. comm.Stopped, on every rank, if the checkpoint was
+    made with other options.
     """
     comm = trainer.comm
     found: dict[str, Any] | None = None
@@ -79,6 +83,7 @@ def resume(config: TrainConfig, trainer: Trainer) -> bool:
                 optimizer=trainer.optimizer,
                 scaler=trainer.scaler,
                 config=config,
+                average=average,
             )
             found = {"path": str(path), "state": asdict(state), "scaler": trainer.scaler.state_dict()}
     found = comm.broadcast_object(found, name="resume/found")
@@ -87,6 +92,8 @@ def resume(config: TrainConfig, trainer: Trainer) -> bool:
     trainer.state = TrainState(**found["state"])
     trainer.scaler.load_state_dict(found["scaler"])
     comm.broadcast_state(trainer.model, trainer.optimizer)
+    if average is not None:
+        comm.broadcast_model(average)
     if comm.rank == 0:
         logger.info("resumed at step %d from %s", trainer.state.step, found["path"])
     return True
@@ -106,6 +113,7 @@ def save(
     state: TrainState,
     config_text: str,
     keep: int = 2,
+    average: nn.Module | None = None,
 ) -> Path:
     """Write the checkpoint of `state.step` into run folder `folder`, keep the `keep` newest valid ones; its path.
 
@@ -125,10 +133,11 @@ def save(
         "config": config_text,
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
     }
+    models = {WEIGHTS: model} | ({} if average is None else {AVERAGE: average})
     unfinished = root / (path.name + UNFINISHED)
     try:
-        _check_space(root, model, optimizer)
-        _write(unfinished, model, content, step=state.step)
+        _check_space(root, models, optimizer)
+        _write(unfinished, models, content, step=state.step)
         _remove(path)  # there only if it is damaged
         unfinished.rename(path)
         _sync(root)
@@ -158,12 +167,12 @@ def latest(folder: str | Path) -> Path | None:
     return None
 
 
-def newest_weights(folder: str | Path) -> Path:
-    """The weights file of the newest valid checkpoint of run folder `folder`; ValueError if there is none."""
+def newest_weights(folder: str | Path, *, average: bool = False) -> Path:
+    """The weights file, or their average's, of the newest valid checkpoint of a run folder; ValueError without one."""
     path = latest(folder)
     if path is None:
         raise ValueError(f"{folder} has no valid checkpoint: expected one in {Path(folder) / FOLDER}.")
-    return path / WEIGHTS
+    return path / (AVERAGE if average else WEIGHTS)
 
 
 def load(
@@ -173,6 +182,7 @@ def load(
     optimizer: Optimizer,
     scaler: torch.amp.GradScaler,
     config: TrainConfig | None = None,
+    average: nn.Module | None = None,
 ) -> TrainState:
     """Load a checkpoint that `latest` found; the state it was saved with.
 
@@ -182,6 +192,8 @@ def load(
     if config is not None:
         check_config(content["config"], config, path=path)
     load_weights(model, path / WEIGHTS)
+    if average is not None:
+        load_weights(average, path / AVERAGE)
     optimizer.load_state_dict(content["optimizer"])
     scaler.load_state_dict(content["scaler"])
     return TrainState(**content["state"])
@@ -203,7 +215,7 @@ def fault(path: Path) -> str | None:
     try:
         text = (path / MANIFEST).read_text(encoding="ascii")
         recorded = json.loads(text)["parts"]
-        for name in PARTS:
+        for name in _parts(recorded):
             num_bytes, sha256 = recorded[name]["bytes"], recorded[name]["sha256"]
             if (path / name).stat().st_size != num_bytes:
                 return f"{name} has {(path / name).stat().st_size} of {num_bytes} bytes"
@@ -243,17 +255,19 @@ def check_config(text: str, config: TrainConfig, *, path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def _write(folder: Path, model: nn.Module, content: dict[str, Any], *, step: int) -> None:
+def _write(folder: Path, models: dict[str, nn.Module], content: dict[str, Any], *, step: int) -> None:
     """A complete checkpoint in `folder`, on the disk when this returns."""
     folder.mkdir()
     try:
-        save_weights(model, folder / WEIGHTS)
+        for name, model in models.items():
+            save_weights(model, folder / name)
         torch.save(content, folder / STATE)
     except (SafetensorError, RuntimeError) as error:  # how the two libraries report a failed write
         raise OSError(errno.EIO, f"writing failed, is the disk full? ({error})") from error
-    for name in PARTS:
+    parts = {}
+    for name in (*models, STATE):
         _sync(folder / name)
-    parts = {name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in PARTS}
+        parts[name] = {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
     (folder / MANIFEST).write_text(_manifest(parts, step=step), encoding="ascii")
     _sync(folder / MANIFEST)
     _sync(folder)
@@ -261,8 +275,13 @@ def _write(folder: Path, model: nn.Module, content: dict[str, Any], *, step: int
 
 def _manifest(parts: dict[str, dict[str, Any]], *, step: int) -> str:
     """The one text of manifest.json for these parts, so that a change anywhere in it shows."""
-    known = {name: {"bytes": parts[name]["bytes"], "sha256": parts[name]["sha256"]} for name in PARTS}
+    known = {name: {"bytes": parts[name]["bytes"], "sha256": parts[name]["sha256"]} for name in _parts(parts)}
     return json.dumps({"step": step, "parts": known}, indent=2) + "\n"
+
+
+def _parts(recorded: Collection[str]) -> list[str]:
+    """The names that a checkpoint with these in its manifest must have."""
+    return [name for name in PARTS if name != AVERAGE or name in recorded]
 
 
 def _sha256(path: Path) -> str:
@@ -279,10 +298,11 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _check_space(root: Path, model: nn.Module, optimizer: Optimizer) -> None:
+def _check_space(root: Path, models: dict[str, nn.Module], optimizer: Optimizer) -> None:
     """OSError before anything is written, if it cannot fit."""
     moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    needed = sum(tensor.nbytes for tensor in (*model.state_dict().values(), *moments)) + SPARE_BYTES
+    weights = [tensor for model in models.values() for tensor in model.state_dict().values()]
+    needed = sum(tensor.nbytes for tensor in (*weights, *moments)) + SPARE_BYTES
     free = shutil.disk_usage(root).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{root} has {free / 1e9:.3g} GB free, a checkpoint needs {needed / 1e9:.3g} GB")

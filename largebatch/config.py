@@ -87,20 +87,26 @@ class AugmentConfig:
 class OptimConfig:
     """The optimizer and the clip in front of it."""
 
-    name: Literal["lamb", "adamw"] = "lamb"
-    """lamb (ours) or adamw (torch's)"""
+    name: Literal["lamb", "adamw", "sgd", "lars", "apex_lamb"] = "lamb"
+    """lamb and lars (ours), adamw and sgd with Nesterov momentum (torch's), apex_lamb (NVIDIA's, if installed)"""
     preset: Literal["paper", "colossal", "nvlamb", "lambc"] | None = None
-    """which LAMB (see largebatch.optim.PRESETS); null: paper, and with adamw"""
+    """which LAMB (see largebatch.optim.PRESETS); null: paper; refused for what is no LAMB"""
     lr: float = 1e-3
     """peak learning rate at schedule.reference_batch_size"""
     weight_decay: float = 0.01
-    """decoupled weight decay"""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """decay of the two moments"""
+    """weight decay: decoupled for adamw, part of the update for lamb, coupled (added to the gradient) for sgd, lars"""
+    betas: tuple[float, float] | None = None
+    """decay of the two moments; null: 0.9 and 0.999; refused for sgd and lars"""
     eps: float | None = None
-    """added to the root of the second moment; null: 1e-6 for lamb, 1e-8 for adamw"""
+    """added to the divisor; null: 1e-6 for lamb and apex_lamb, 1e-8 for adamw and lars; refused for sgd"""
     clip_norm: float | None = 1.0
     """global norm to which the averaged gradient is clipped; null: no clip"""
+    momentum: float | None = None
+    """momentum of sgd and lars; null: 0.9; refused for the others"""
+    trust_coefficient: float | None = None
+    """length of a step of lars at learning rate 1, in parts of the weights' norm; null: 1e-3; lars only"""
+    ema_half_life: str = ""
+    """half-life of an average of the weights, evaluated and saved beside them, such as "5 epochs"; empty: none"""
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,9 @@ from typing import Any, Sequence
 
 Row = dict[str, float]
 
-STEP_COLUMNS = ("step", "epoch", "images", "lr", "loss", "grad_norm", "images_per_s", "skipped")
+TRUST = ("trust_min", "trust_median", "trust_max")
+STEP_COLUMNS = ("step", "epoch", "images", "lr", "loss", "grad_norm", "images_per_s", "skipped", *TRUST)
+EMA = ("ema_loss", "ema_top1")
 EPOCH_COLUMNS = (
     "step",
     "epoch",
@@ -24,6 +26,7 @@ EPOCH_COLUMNS = (
     "top5",
     "images_per_s",
     "skipped",
+    *EMA,
 )
 STEPS, EPOCHS, CURVES = "steps.csv", "epochs.csv", "curves.png"
 
@@ -88,45 +91,75 @@ THIN = {"color": "#9bbbe0", "linewidth": 1.0}
 PALE = {"color": "#e6a89c", "linewidth": 1.8}
 BLUE = {"color": "#2463a6", "linewidth": 1.8}
 RED = {"color": "#c8442f", "linewidth": 1.8}
+GREEN = {"color": "#3b8f5c", "linewidth": 1.8}
 
 
 def draw_curves(folder: Path, *, title: str) -> None:
-    """Draw RUN/curves.png from RUN/steps.csv and RUN/epochs.csv: loss, accuracy, learning rate and gradient norm."""
+    """Draw RUN/curves.png from RUN/steps.csv and RUN/epochs.csv.
+
+    Loss, accuracy, learning rate, gradient norm and, if the optimizer has them, trust ratios.
+    """
     from matplotlib.figure import Figure  # half a second, and on rank 0 only
-    from matplotlib.ticker import LogLocator
 
     steps, epochs = read_rows(folder / STEPS), read_rows(folder / EPOCHS)
     figure = Figure(figsize=(10.5, 6.6), dpi=120, layout="constrained")
-    loss, accuracy, lr, grad_norm = figure.subplots(2, 2, sharex=True).flat
-    _draw(
-        loss,
-        "loss",
-        [
-            ("training, single steps", steps, "loss", THIN),
-            ("training, mean", epochs, "train_loss", BLUE),
-            ("held out", epochs, "eval_loss", RED),
-        ],
-    )
-    _draw(accuracy, "held-out accuracy (%)", [("top-5", epochs, "top5", PALE), ("top-1", epochs, "top1", RED)])
-    _draw(lr, "learning rate", [("", steps, "lr", BLUE)])
-    _draw(grad_norm, "gradient norm before clipping", [("", steps, "grad_norm", BLUE | {"linewidth": 1.0})])
-    grad_norm.set_yscale("log")
-    grad_norm.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-    grad_norm.yaxis.set_major_formatter("{x:g}")
-    grad_norm.yaxis.set_minor_formatter("{x:g}")
-    for axes in (lr, grad_norm):
-        axes.set_xlabel("epoch")
-    result = f"\ntop-1 {epochs[-1]['top1']:.2f} % after {epochs[-1]['epoch']:.4g} epochs" if epochs else ""
-    figure.suptitle(title + result, fontsize=12)
+    below = ["lr", "grad_norm", "trust"] if _has(steps, "trust_median") else ["lr", "grad_norm"]
+    width = 6 // len(below)
+    rows: list[Any] = [["loss"] * 3 + ["accuracy"] * 3, [name for name in below for _ in range(width)]]
+    panels = figure.subplot_mosaic(rows, sharex=True)
+    for name in ("loss", "accuracy"):
+        panels[name].tick_params(labelbottom=len(below) > 2)  # else the axes below have the same place and numbers
+    averaged = _has(epochs, "ema_top1")
+    lines: Lines = [
+        ("training, single steps", steps, "loss", THIN),
+        ("training, mean", epochs, "train_loss", BLUE),
+        ("held out", epochs, "eval_loss", RED),
+        ("held out, averaged weights", epochs, "ema_loss", GREEN),
+    ]
+    _draw(panels["loss"], "loss", lines if averaged else lines[:-1])
+    lines = [
+        ("top-5", epochs, "top5", PALE),
+        ("top-1", epochs, "top1", RED),
+        ("top-1, averaged weights", epochs, "ema_top1", GREEN),
+    ]
+    _draw(panels["accuracy"], "held-out accuracy (%)", lines if averaged else lines[:-1])
+    _draw(panels["lr"], "learning rate", [("", steps, "lr", BLUE)])
+    _draw(panels["grad_norm"], "gradient norm before clipping", [("", steps, "grad_norm", BLUE | {"linewidth": 1.0})])
+    _log_scale(panels["grad_norm"])
+    if "trust" in panels:
+        lines = [("", steps, column, style) for column, style in zip(TRUST, (THIN, BLUE | {"linewidth": 1.0}, THIN))]
+        _draw(panels["trust"], "trust ratios: smallest, median, largest", lines)
+        _log_scale(panels["trust"])
+    for name in below:
+        panels[name].set_xlabel("epoch")
+    figure.suptitle(title + (f"\n{_result(epochs[-1])}" if epochs else ""), fontsize=12)
     unfinished = folder / (CURVES + ".tmp")
     figure.savefig(unfinished, format="png")
     os.replace(unfinished, folder / CURVES)
 
 
+def _result(row: Row) -> str:
+    averaged = "" if math.isnan(row.get("ema_top1", math.nan)) else f" (averaged weights {row['ema_top1']:.2f} %)"
+    return f"top-1 {row['top1']:.2f} %{averaged} after {row['epoch']:.4g} epochs"
+
+
+def _has(rows: list[Row], column: str) -> bool:
+    return any(math.isfinite(row.get(column, math.nan)) for row in rows)
+
+
+def _log_scale(axes: Any) -> None:
+    from matplotlib.ticker import LogLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+
+
 def _draw(axes: Any, name: str, lines: Lines) -> None:
     """One panel: each line over the epochs, points that are not finite left out."""
     for label, rows, column, style in lines:
-        points = [(row["epoch"], row[column]) for row in rows if math.isfinite(row[column])]
+        points = [(row["epoch"], row[column]) for row in rows if math.isfinite(row.get(column, math.nan))]
         marker = "o" if len(points) < 40 and style is not THIN else ""
         axes.plot(*zip(*points) if points else ((), ()), label=label, marker=marker, markersize=3, **style)
     axes.set_title(name, loc="left", fontsize=10)

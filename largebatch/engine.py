@@ -75,7 +75,10 @@ class Hook:
         """One optimizer step is done and counted in trainer.state."""
 
     def after_evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        """An evaluation is done; metrics as `Trainer.evaluate` returns them, and train_loss since the last one."""
+        """An evaluation is done; metrics as `Trainer.evaluate` returns them, and train_loss since the last one.
+
+        A hook may add to them, for the hooks that follow it.
+        """
 
     def after_step(self, trainer: "Trainer") -> None:
         """Everything that belongs to this step has happened."""
@@ -194,9 +197,10 @@ class Trainer:
         for hook in self.hooks:
             getattr(hook, event)(self, *arguments)
 
-    def evaluate(self) -> dict[str, float]:
-        """`evaluate` of the model as it is now."""
-        return evaluate(self.model, self.eval_batches, comm=self.comm, device=self.device, precision=self.precision)
+    def evaluate(self, model: nn.Module | None = None) -> dict[str, float]:
+        """`evaluate` of the model as it is now, or of another one."""
+        model = self.model if model is None else model
+        return evaluate(model, self.eval_batches, comm=self.comm, device=self.device, precision=self.precision)
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

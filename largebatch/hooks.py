@@ -4,8 +4,8 @@
     RUN/curves.png                both, drawn
     RUN/tensorboard/              the same numbers as event files
 
-`build` puts the hooks into the order Guards, Checkpoint, Log. Log computes each number once, on all ranks, and
-hands it to sinks, which exist on rank 0 and cannot communicate. A row holds the numbers of its own step, not
+`build` puts the hooks into the order Guards, Ema (in ema.py), Checkpoint, Log. Log computes each number once, on all
+ranks, and hands it to sinks, which exist on rank 0 and cannot communicate. A row holds the numbers of its own step, not
 means since an earlier row, so an interrupted run leaves the same rows as one that was not.
 """
 
@@ -20,11 +20,13 @@ from typing import Callable, Sequence, TextIO
 import torch
 from rich import progress
 from rich.console import Console
+from torch import nn
 
 from largebatch import checkpoint
 from largebatch.comm import Stopped
-from largebatch.curves import EPOCH_COLUMNS, EPOCHS, STEP_COLUMNS, STEPS, Row, Table, draw_curves
+from largebatch.curves import EMA, EPOCH_COLUMNS, EPOCHS, STEP_COLUMNS, STEPS, TRUST, Row, Table, draw_curves
 from largebatch.engine import Hook, StepOutput, Trainer
+from largebatch.optim import trust_summary
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +65,25 @@ class Guards(Hook):
 
 
 class Checkpoint(Hook):
-    """Saves every `every_images` and at the end. A save that fails is a warning: older ones stay, the run goes on."""
+    """Saves every `every_images` and at the end. A save that fails is a warning: older ones stay, the run goes on.
 
-    def __init__(self, folder: str | Path, *, every_images: int, keep: int, config_text: str) -> None:
+    average: a model to be saved beside the trainer's, `Ema`'s.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        every_images: int,
+        keep: int,
+        config_text: str,
+        average: nn.Module | None = None,
+    ) -> None:
         self.folder = Path(folder)
         self.every_images = every_images
         self.keep = keep
         self.config_text = config_text
+        self.average = average
         self.saved_step = 0
 
     def before_fit(self, trainer: Trainer) -> None:
@@ -99,6 +113,7 @@ class Checkpoint(Hook):
                 state=trainer.state,
                 config_text=self.config_text,
                 keep=self.keep,
+                average=self.average,
             )
         except OSError as error:
             logger.warning("the checkpoint of step %d failed: %s; older ones are kept", trainer.state.step, error)
@@ -156,6 +171,7 @@ class Log(Hook):
                 "grad_norm": float(output.grad_norm),
                 "images_per_s": self.since_row.take(),
             }
+            row |= trust_ratios(trainer, output)
             self.tell(trainer, lambda sink: sink.write_step(row))
 
     def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
@@ -165,6 +181,8 @@ class Log(Hook):
             "eval_loss": metrics["loss"],
             "top1": metrics["top1"],
             "top5": metrics["top5"],
+            "ema_loss": metrics.get("ema_loss", math.nan),
+            "ema_top1": metrics.get("ema_top1", math.nan),
             "images_per_s": self.since_epoch.take(),
         }
         self.tell(trainer, lambda sink: sink.write_epoch(row))
@@ -189,6 +207,13 @@ class Log(Hook):
                 call(sink)
             except OSError as error:
                 logger.warning("%s failed at step %d: %s", type(sink).__name__, trainer.state.step, error)
+
+
+def trust_ratios(trainer: Trainer, output: StepOutput) -> Row:
+    """Smallest, median and largest ratio of the step just done: one wait for the device; nan where there are none."""
+    summary = trust_summary(trainer.optimizer) if output.applied else None  # a skipped step left those of another
+    values = [math.nan] * len(TRUST) if summary is None else summary.tolist()
+    return dict(zip(TRUST, values))
 
 
 class Throughput:
@@ -241,6 +266,8 @@ class Progress(Sink):
         place = f"epoch {row['epoch']:.4g}/{self.num_epochs:.4g}"
         loss = f"train loss {row['train_loss']:.4f}  held-out loss {row['eval_loss']:.4f}"
         accuracy = f"top-1 {row['top1']:.2f} %  top-5 {row['top5']:.2f} %"
+        if not math.isnan(row.get("ema_top1", math.nan)):
+            accuracy += f"  averaged weights: loss {row['ema_loss']:.4f}  top-1 {row['ema_top1']:.2f} %"
         logger.info("%s  %s  %s  lr %.3g  %s", place, loss, accuracy, row["lr"], _rate(row))
 
     def close(self) -> None:
@@ -292,19 +319,19 @@ class TensorBoard(Sink):
         self.writer = SummaryWriter(str(self.folder), purge_step=trainer.state.step + 1)
 
     def write_step(self, row: Row) -> None:
-        self.add("train", row, ("loss", "lr", "grad_norm", "images_per_s", "skipped"))
+        self.add("train", row, ("loss", "lr", "grad_norm", "images_per_s", "skipped", *TRUST))
 
     def write_epoch(self, row: Row) -> None:
-        self.add("epoch", row, ("train_loss", "eval_loss", "top1", "top5"))
+        self.add("epoch", row, ("train_loss", "eval_loss", "top1", "top5", *EMA))
         self.writer.flush()
 
     def close(self) -> None:
         self.writer.close()
 
     def add(self, section: str, row: Row, names: Sequence[str]) -> None:
-        """One point per name."""
+        """One point per name that the row has a number for."""
         for name in names:
-            if not math.isnan(row[name]):
+            if not math.isnan(row.get(name, math.nan)):
                 self.writer.add_scalar(f"{section}/{name}", row[name], int(row["step"]))
 
 

@@ -50,11 +50,18 @@ def make_parts(*, seed: int = 0, steps: int = 3, optimizer: str = "Lamb", scaler
     return model, ours, torch.amp.GradScaler("cpu", init_scale=512.0 + seed, enabled=scaler_enabled)
 
 
-def save(folder: Path, step: int, *, parts: Parts | None = None, keep: int = 2) -> Path:
+def save(folder: Path, step: int, *, parts: Parts | None = None, keep: int = 2, **options) -> Path:
     model, optimizer, scaler = parts or make_parts(seed=step)
     state = TrainState(step=step, images=100 * step, skipped=2)
     return checkpoint.save(
-        folder, model=model, optimizer=optimizer, scaler=scaler, state=state, config_text=CONFIG_TEXT, keep=keep
+        folder,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        state=state,
+        config_text=CONFIG_TEXT,
+        keep=keep,
+        **options,
     )
 
 
@@ -129,6 +136,26 @@ def test_the_zoo_reads_the_weights(tmp_path):
     weights = checkpoint.newest_weights(tmp_path)
     ours = zoo.create_model("vit_ti16", img_size=32, num_classes=10, weights=weights)
     assert_equal(dict(ours.state_dict()), dict(model.state_dict()))
+
+
+def test_averaged_weights_are_a_part_like_the_others(tmp_path, caplog):
+    """Read back to the last bit, by the zoo too, counted when space is, and refused when they are damaged."""
+    models = [zoo.create_model("vit_ti16", img_size=32, num_classes=10) for _ in range(3)]
+    parts = (models[0], torch.optim.SGD(models[0].parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=False))
+    save(tmp_path, 1, parts=parts)
+    path = save(tmp_path, 2, parts=parts, average=models[1])
+    load(path, parts, average=models[2])
+    assert_equal(dict(models[2].state_dict()), dict(models[1].state_dict()))
+    weights = checkpoint.newest_weights(tmp_path, average=True)
+    assert weights == path / "model_ema.safetensors" and checkpoint.newest_weights(tmp_path) != weights
+    ours = zoo.create_model("vit_ti16", img_size=32, num_classes=10, weights=weights)
+    assert_equal(dict(ours.state_dict()), dict(models[1].state_dict()))
+    content = weights.read_bytes()
+    for damaged in (content[:-1], content[:-1] + bytes([content[-1] ^ 1])):
+        weights.write_bytes(damaged)
+        assert_falls_back(path, caplog, why="model_ema.safetensors")
+    weights.unlink()
+    assert_falls_back(path, caplog, why="model_ema.safetensors cannot be read")
 
 
 def test_newest_weights_of_an_empty_folder(tmp_path):
@@ -319,6 +346,10 @@ def test_too_little_space_is_seen_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "save_weights", lambda *arguments: pytest.fail("it began to write"))
     with pytest.raises(OSError, match="1e-06 GB free") as caught:
         save(tmp_path, 2)
+    free = 2**20 + 3 * 5 * 1000  # enough for weights and moments, of 1,194 numbers each, but not for another model
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+    with pytest.raises(OSError, match="GB free"):
+        save(tmp_path, 2, average=make_parts()[0])
     assert caught.value.errno == errno.ENOSPC
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000001"]
 

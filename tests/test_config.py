@@ -62,6 +62,16 @@ def test_yaml_then_options(tmp_path):
     assert (config.recipe, config.optim.lr, config.optim.weight_decay) == ("quickstart", 2.0, 0.25)
 
 
+def test_betas_of_an_earlier_version(tmp_path):
+    """They were written out into every config.yaml; now null stands for each optimizer's own."""
+    file = tmp_path / "run.yaml"
+    file.write_text("optim:\n  name: lamb\n  betas:\n  - 0.9\n  - 0.999\n")
+    config = parse("--config", str(file))
+    assert config.optim.betas == (0.9, 0.999) and parse().optim.betas is None
+    file.write_text(c.dump(config))
+    assert c.load(str(file)) == config
+
+
 @pytest.mark.parametrize(
     "text, images",
     [

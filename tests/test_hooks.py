@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -59,6 +60,7 @@ def test_a_run_writes_every_row_once(runs):
         assert float(row["lr"]) == pytest.approx(0.01 / step)  # of the step that the row is about
         assert float(row["loss"]) == pytest.approx(report["losses"][step - 1], rel=1e-6)
         assert float(row["grad_norm"]) == pytest.approx(report["grad_norms"][step - 1], rel=1e-6)
+        assert [float(row[name]) for name in curves.TRUST] == pytest.approx(report["trust"][step - 1], rel=1e-6)
 
 
 def test_an_interrupted_run_leaves_the_same_rows(runs):
@@ -110,6 +112,8 @@ def test_guards_count_what_is_skipped(runs):
     assert "Training stopped at step 6: 3 steps in a row" in report["guard"]["message"]
     assert "not finite on rank 0" in report["guard"]["message"]
     assert sum("skipped" in line for line in report["log"]) == 5
+    trust = {row["step"]: row["trust_median"] for row in read(runs[0] / "guard" / "steps.csv")}
+    assert trust == {"2": "", "4": ""}, "a step that was skipped has no ratios"
 
 
 def test_throughput_is_that_of_training_alone(runs):
@@ -139,10 +143,15 @@ class Record(Hook):
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
+        self.trust: list[tuple[float, float, float]] = []
 
     def after_train_step(self, trainer: Trainer, output: Any) -> None:
         self.losses.append(float(output.loss_sum))
         self.grad_norms.append(float(output.grad_norm))
+        optimizer = trainer.optimizer
+        adapted = [p for group in optimizer.param_groups if group["adapt"] for p in group["params"]]
+        ratios = [float(optimizer.trust_ratios[p]) for p in adapted]
+        self.trust.append((min(ratios), statistics.median(ratios), max(ratios)))
 
 
 class Failing(hooks.Sink):
@@ -195,7 +204,8 @@ def main(folder: Path) -> dict[str, Any]:
         record = Record()
         trainer = build("whole", record, sinks=(hooks.Curves(folder / "whole", title="whole"),))
         trainer.fit()
-        report.update(losses=record.losses, grad_norms=record.grad_norms, saved=saved("whole")[::-1])
+        report.update(losses=record.losses, grad_norms=record.grad_norms, trust=record.trust)
+        report["saved"] = saved("whole")[::-1]
 
     def resumed() -> None:
         def die(trainer: Trainer) -> None:
@@ -443,6 +453,50 @@ def test_the_picture_shows_the_curves(tmp_path):
     assert path.stat().st_mtime_ns == drawn, "it was drawn a moment ago"
     sink.close()
     assert path.stat().st_mtime_ns > drawn
+
+
+def test_averaged_weights_are_shown_where_there_are_some(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    for row, words, is_there in (
+        (epoch_row(5), "", False),
+        (epoch_row(5, ema_loss=0.25, ema_top1=72.5), "  averaged weights: loss 0.2500  top-1 72.50 %", True),
+    ):
+        csv, line = hooks.Csv(tmp_path), hooks.Progress()
+        for sink in (csv, line):
+            sink.open(trainer_at(0))
+            sink.write_epoch(row)
+        curves.draw_curves(tmp_path, title="a run")
+        assert (share_of(tmp_path / "curves.png", curves.GREEN["color"]) > 1e-4) is is_there
+        assert f"top-5 90.00 %{words}  lr" in caplog.messages[-1]
+        assert read(tmp_path / "epochs.csv")[0]["ema_top1"] == ("72.5" if is_there else "")
+
+
+def test_the_picture_shows_trust_ratios_where_there_are_some(tmp_path):
+    shares = []
+    for values in ({}, {"trust_min": 0.01, "trust_median": 1.0, "trust_max": 50.0}):
+        sink = hooks.Csv(tmp_path)
+        sink.open(trainer_at(0))
+        for step in range(1, 60):
+            sink.write_step(step_row(step, loss=math.nan, grad_norm=math.nan, **values))
+        curves.draw_curves(tmp_path, title="a run")
+        shares.append(share_of(tmp_path / "curves.png", curves.THIN["color"]))
+    assert shares[1] > 2 * shares[0]  # smallest and largest, in the colour of single steps
+
+
+def test_rows_of_an_earlier_version(tmp_path):
+    """Without the columns that came later: resumed and drawn."""
+    steps = "step,epoch,images,lr,loss,grad_norm,images_per_s,skipped\n1,0.2,10,1,2,3,4,0\n"
+    epochs = "step,epoch,images,lr,train_loss,eval_loss,top1,top5,images_per_s,skipped\n1,0.2,10,1,2,3,60,90,4,0\n"
+    (tmp_path / "steps.csv").write_text(steps)
+    (tmp_path / "epochs.csv").write_text(epochs)
+    curves.draw_curves(tmp_path, title="an old run")
+    sink = hooks.Csv(tmp_path)
+    sink.open(trainer_at(1))
+    sink.write_step(step_row(2, trust_median=0.5))
+    sink.write_epoch(epoch_row(2))
+    rows = read(tmp_path / "steps.csv")
+    assert [(row["loss"], row["trust_median"]) for row in rows] == [("2", ""), ("1", "0.5")]
+    curves.draw_curves(tmp_path, title="an old run, resumed")
 
 
 def test_a_picture_of_nothing(tmp_path):

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 import zoo  # noqa: F401  lets timm be imported beside torch's CPU build
-from largebatch import optim
-from largebatch.optim import Lamb, build_optimizer, init_state, param_groups, scale_gradients
+from largebatch.optim import Lamb, Lars, build_optimizer, init_state, lamb, param_groups, scale_gradients, trust_summary
 
 SHAPES = ((7, 5), (11,), (3, 2, 2), (1,), (12, 1), (), (700, 500))  # the last is longer than a chunk
-needs_compiler = pytest.mark.skipif(not optim.can_compile("cpu"), reason="no C++ compiler or no Python.h")
+needs_compiler = pytest.mark.skipif(not lamb.can_compile("cpu"), reason="no C++ compiler or no Python.h")
 COMPILE = pytest.param("compile", marks=needs_compiler)
 
 
@@ -159,14 +158,14 @@ def test_one_graph_and_the_plain_numbers():
 
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    optim.compiled.cache_clear()
+    lamb.compiled.cache_clear()
     counters.clear()
     try:
         with torch._inductor.config.patch(force_disable_caches=True):
             (params, ratios), codes = run_and_get_code(scheduled_run, "compile")
     finally:
         torch.set_num_threads(threads)
-        optim.compiled.cache_clear()
+        lamb.compiled.cache_clear()
     assert counters["stats"]["unique_graphs"] == 1 and len(codes) == 1
     assert "#pragma omp parallel" in codes[0]  # though the first tensor that it saw is short
     expected_params, expected_ratios = scheduled_run("plain")
@@ -178,11 +177,11 @@ def test_one_graph_and_the_plain_numbers():
 def test_list_of_tensors_is_one_graph():
     """What a GPU runs, captured here without code generation: one graph, the same numbers."""
     runs = []
-    for update in (optim.lamb_list_, torch.compile(optim.lamb_list_, backend="aot_eager", fullgraph=True)):
+    for update in (lamb.lamb_list_, torch.compile(lamb.lamb_list_, backend="aot_eager", fullgraph=True)):
         torch.manual_seed(0)
         tensors = [tuple(torch.rand(n, dtype=torch.float64) for _ in range(4)) for n in (5, 1, 8)]
-        s = optim.scalars(Lamb([torch.zeros(1)], weight_decay=0.1).param_groups[0], 3)
-        numbers = optim.Scalars(*torch.tensor(s, dtype=torch.float64).unbind())
+        s = lamb.scalars(Lamb([torch.zeros(1)], weight_decay=0.1).param_groups[0], 3)
+        numbers = lamb.Scalars(*torch.tensor(s, dtype=torch.float64).unbind())
         ratios = update(tensors, numbers, torch.tensor(0.5, dtype=torch.float64))
         runs.append([*ratios, *(t for four in tensors for t in four)])
     for ours, theirs in zip(*runs):
@@ -338,6 +337,21 @@ def test_deepcopy():
     assert all(torch.equal(p, q) for p, q in zip(params, params_copy))
 
 
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+def test_trust_summary_is_of_the_adapted_tensors_of_the_last_step(name):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5), nn.Linear(5, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+    optimizer = build_optimizer(model, name=name, lr=0.01, weight_decay=0.1)
+    assert trust_summary(optimizer) is None
+    for step in range(2):
+        set_grads(model.parameters(), step)
+        model[4].weight.grad = None
+        optimizer.step()
+        ratios = sorted(float(optimizer.trust_ratios[model[layer].weight]) for layer in range(3))
+        assert len(set(ratios)) == 3 and 1.0 not in ratios  # as those of biases and norms are
+        assert trust_summary(optimizer).tolist() == ratios
+    assert trust_summary(build_optimizer(model, name="sgd", lr=0.1, weight_decay=0.1)) is None
+
+
 def test_closure():
     p = nn.Parameter(torch.ones(3))
     optimizer = Lamb([p], impl="eager")
@@ -357,6 +371,8 @@ MAKERS = {
     "adamw amsgrad": lambda params: torch.optim.AdamW(params, amsgrad=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "sgd momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "sgd fused": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    "lars": lambda params: Lars(params, lr=0.1, weight_decay=0.1),
 }
 
 
@@ -444,11 +460,24 @@ def test_adamw_by_one_field():
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        (dict(name="adam"), "unknown optimizer 'adam'; choose lamb or adamw"),
+        (dict(name="adam"), "unknown optimizer 'adam'; choose one of lamb, apex_lamb, adamw, sgd, lars"),
         (dict(preset="apex"), "unknown LAMB preset 'apex'; choose one of paper, colossal"),
         (dict(preset=""), "unknown LAMB preset ''"),
-        (dict(name="adamw", preset="paper"), "preset='paper' has no effect on adamw"),
-        (dict(name="adamw", impl="eager"), "impl='eager' has no effect on adamw"),
+        (dict(name="adamw", preset="paper"), "preset='paper' has no effect on adamw; .* one of lamb, apex_lamb"),
+        (dict(name="adamw", impl="eager"), "impl='eager' has no effect on adamw; remove it or choose one of lamb"),
+        (dict(name="adamw", momentum=0.9), "momentum=0.9 has no effect on adamw; .* choose one of sgd, lars"),
+        (dict(trust_coefficient=1e-3), "trust_coefficient=0.001 has no effect on lamb; .* choose one of lars"),
+        (dict(name="sgd", betas=(0.9, 0.999)), "betas=.* has no effect on sgd; .* one of lamb, apex_lamb, adamw"),
+        (dict(name="lars", betas=(0.9, 0.999)), "betas=.* has no effect on lars"),
+        (dict(name="sgd", eps=1e-8), "eps=1e-08 has no effect on sgd"),
+        (dict(name="sgd", trust_coefficient=1e-3), "trust_coefficient=0.001 has no effect on sgd"),
+        (dict(name="lars", preset="paper"), "preset='paper' has no effect on lars"),
+        (dict(name="sgd", momentum=1.0), "momentum must be a number in \\[0, 1\\), got 1.0"),
+        (dict(name="lars", momentum=-0.1), "momentum must be a number in"),
+        (dict(name="lars", trust_coefficient=0.0), "Lars's trust_coefficient must be a number above 0, got 0.0"),
+        (dict(name="apex_lamb", preset="lambc"), "apex_lamb has no bound on trust ratios, which preset lambc needs"),
+        (dict(name="apex_lamb", weight_decay=0.0), "apex_lamb adapts nothing without decay under preset paper"),
+        (dict(name="apex_lamb"), "apex_lamb works on GPUs only; choose lamb"),
         (dict(impl="fast"), "Lamb's impl must be one of auto, compile, eager, plain, got 'fast'"),
         (dict(lr=-1.0), "Lamb's lr must be a number >= 0, got -1.0"),
         (dict(betas=(0.9, 1.0)), "Lamb's betas must be two numbers in \\[0, 1\\)"),
@@ -481,7 +510,7 @@ def test_broken_compiler_names_the_way_out(monkeypatch):
     def broken(*_):
         raise torch._dynamo.exc.BackendCompilerFailed(lambda: None, OSError("no space left"), None)
 
-    monkeypatch.setattr(optim, "compiled", lambda device_type: broken)
+    monkeypatch.setattr(lamb, "compiled", lambda device_type: broken)
     params = make_params(shapes=((2, 2),))
     set_grads(params, 0)
     with pytest.raises(RuntimeError, match="set its impl to eager"):
@@ -489,8 +518,8 @@ def test_broken_compiler_names_the_way_out(monkeypatch):
 
 
 def test_auto_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(optim, "can_compile", lambda device_type: False)
-    monkeypatch.setattr(optim, "compiled", None)
+    monkeypatch.setattr(lamb, "can_compile", lambda device_type: False)
+    monkeypatch.setattr(lamb, "compiled", None)
     params, twins = make_params(), make_params()
     train(Lamb(params), params, range(2))
     train(Lamb(twins, impl="eager"), twins, range(2))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 SMALL = ["--model", "vit_ti16", "--img-size", "32", "--run.precision", "fp32", "--run.deterministic", "true"]
 BATCH = ["--data.global_batch_size", "48", "--data.micro_batch_size", "4", "--log.tensorboard", "false"]
-LENGTH = ["--run.duration", "6 steps", "--run.eval_every", "4 steps"]
+LENGTH = ["--run.duration", "6 steps", "--run.eval_every", "4 steps", "--optim.ema_half_life", "40 images"]
 RANDOM = ["--augment.mixup_alpha", "0.2", "--model.proj_drop_rate", "0.1", "--model.drop_path_rate", "0.1"]
 
 
@@ -28,8 +28,8 @@ def trained(folder: Path, *options: str, ranks: int, launcher: str = "mpirun") -
     return weights(folder)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(max((folder / "checkpoints").glob("[0-9]*")) / "model.safetensors")
+def weights(folder: Path, name: str = "model") -> dict[str, torch.Tensor]:
+    return load_file(max((folder / "checkpoints").glob("[0-9]*")) / f"{name}.safetensors")
 
 
 def rows(folder: Path, name: str) -> list[dict[str, str]]:
@@ -70,9 +70,12 @@ def test_every_launch_form_trains_the_same(tmp_path, uninterrupted, ranks, launc
 
 def test_resumed_equals_uninterrupted(tmp_path, interrupted, uninterrupted):
     folder = shutil.copytree(interrupted, tmp_path / "run")
-    ours = trained(folder, ranks=3)
-    for key, tensor in weights(uninterrupted).items():
-        assert torch.equal(ours[key], tensor), key
+    trained(folder, ranks=3)
+    for name in ("model", "model_ema"):
+        ours = weights(folder, name)
+        for key, tensor in weights(uninterrupted, name).items():
+            assert torch.equal(ours[key], tensor), (name, key)
+    assert distance(weights(folder), weights(folder, "model_ema")) > 1e-3
     for name in ("steps.csv", "epochs.csv"):
         assert reproducible(folder, name) == reproducible(uninterrupted, name)
     assert [row["step"] for row in rows(folder, "steps.csv")] == [str(step) for step in range(1, 7)]
@@ -82,18 +85,21 @@ def test_resumed_on_two_ranks_of_three(tmp_path, interrupted, uninterrupted):
     """The batches and every draw stay; only the order of sums changes."""
     folder = shutil.copytree(interrupted, tmp_path / "run")
     assert distance(weights(uninterrupted), trained(folder, ranks=2)) < 1e-4
+    assert distance(weights(uninterrupted, "model_ema"), weights(folder, "model_ema")) < 1e-4
     losses = [[float(row["loss"]) for row in rows(run, "steps.csv")] for run in (folder, uninterrupted)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_validation_from_the_command_line(uninterrupted):
-    lines = set()
-    for ranks in (1, 3):  # every number of ranks is in ranks/test_data.py
-        code, output = launch(["-m", "largebatch.validate", str(uninterrupted)], ranks=ranks)
+    lines = []
+    for ranks, options in ((1, []), (3, []), (2, ["--ema"])):  # every number of ranks is in ranks/test_data.py
+        code, output = launch(["-m", "largebatch.validate", str(uninterrupted), *options], ranks=ranks)
         assert code == 0, output
-        lines.add(re.search(r"top-1 .* images 360", output)[0])
-    assert len(lines) == 1
-    assert f"top-1 {float(rows(uninterrupted, 'epochs.csv')[-1]['top1']):.2f} %" in lines.pop()
+        lines.append(re.search(r"top-1 (.*) %  top-5 .*  loss (.*)  images 360  .*/(.*)\)", output).groups())
+    last = {column: float(cell) for column, cell in rows(uninterrupted, "epochs.csv")[-1].items() if cell}
+    raw = (f"{last['top1']:.2f}", f"{last['eval_loss']:.4f}", "model.safetensors")
+    averaged = (f"{last['ema_top1']:.2f}", f"{last['ema_loss']:.4f}", "model_ema.safetensors")
+    assert lines == [raw, raw, averaged] and last["ema_loss"] != last["eval_loss"]
 
 
 @pytest.mark.parametrize(

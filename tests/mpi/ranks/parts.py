@@ -48,14 +48,14 @@ def small_trainer(
     dtype: torch.dtype = torch.float32,
     precision: str = "fp32",
     mixup_alpha: float = 0.2,
-    preset: str = "paper",
+    optimizer_name: str = "lamb",
     lr: float = 0.01,
     clip_norm: float | None = 1.0,
 ) -> Trainer:
     model = (model or small_model()).to(dtype)
-    optimizer = comm.wrap(
-        build_optimizer(model, lr=lr, weight_decay=0.1, preset=preset, impl="eager"), model, passes=passes
-    )
+    impl = "eager" if optimizer_name == "lamb" else None
+    plain = build_optimizer(model, name=optimizer_name, lr=lr, weight_decay=0.1, impl=impl)
+    optimizer = comm.wrap(plain, model, passes=passes)
     init_state(optimizer)
 
     def open_batches(start: int) -> Iterator[Batch]:

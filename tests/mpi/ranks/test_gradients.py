@@ -3,19 +3,20 @@
 import pytest
 import torch
 from parts import CLASSES, batch_of, small_model, small_trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from largebatch.augment import Augment, Augmented, seed_for
 from largebatch.data.order import Plan
 from largebatch.losses import classification
+from largebatch.optim import build_optimizer
 
 MICRO = 4
 BOUND = {torch.float64: 1e-12, torch.float32: 5e-6}  # of ||difference|| / ||gradient||, per tensor
 
 
-def reference(plan: Plan, step: int, *, dtype: torch.dtype) -> list[Tensor]:
+def reference(plan: Plan, step: int, *, dtype: torch.dtype, model: nn.Module | None = None) -> list[Tensor]:
     """One backward pass over the whole global batch, mixed as its micro-batches are."""
-    augment, model = Augment(CLASSES, mixup_alpha=0.2), small_model().to(dtype)
+    augment, model = Augment(CLASSES, mixup_alpha=0.2), model or small_model().to(dtype)
     mixed = []
     for micro in plan.micro_batches(step, 0, 1):
         batch = batch_of(plan, micro, dtype=dtype)
@@ -57,6 +58,36 @@ def test_equal_to_one_big_batch(comm, passes, left_over, dtype):
         assert (ours - theirs).norm() <= BOUND[dtype] * theirs.norm()
     whole = torch.stack([gradient.norm() for gradient in expected]).norm()
     assert abs(norm - whole) <= BOUND[dtype] * whole  # logged and clipped: the reduced gradient's norm
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lars"])
+def test_every_optimizer_moves_as_on_one_big_batch(comm, name):
+    """Three steps of two passes; then rank 0's state is given to ranks that have lost theirs, and the fourth step."""
+    batch_size = comm.size * 2 * MICRO
+    plan = Plan(num_samples=37, global_batch_size=batch_size, micro_batch_size=MICRO, num_images=4 * batch_size, seed=1)
+    trainer = small_trainer(comm, plan, passes=2, dtype=torch.float64, optimizer_name=name, clip_norm=0.1)
+    batches, model = trainer.open_batches(0), small_model().double()
+    optimizer = build_optimizer(model, name=name, lr=0.01, weight_decay=0.1)
+    for step in range(4):
+        if step == 3:
+            if comm.rank:
+                for state in trainer.optimizer.state.values():
+                    for key, value in state.items():
+                        state[key] = torch.full_like(value, 7.0)
+                nn.init.ones_(trainer.model[0].weight)
+                trainer.optimizer.param_groups[0]["weight_decay"] = 5.0
+            comm.broadcast_state(trainer.model, trainer.optimizer)
+        trainer.train_step(batches)
+        reference(plan, step, dtype=torch.float64, model=model)
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + step)
+        optimizer.step()
+        optimizer.zero_grad()
+        for ours, theirs in zip(trainer.model.parameters(), model.parameters()):
+            assert (ours - theirs).norm() <= 1e-12 * theirs.norm(), f"step {step}"
+    replicas = comm.allgather_object([p.tolist() for p in trainer.model.parameters()], name=f"replicas/{name}")
+    assert all(one == replicas[0] for one in replicas)
 
 
 def test_windows_of_unequal_passes_follow_each_other(comm):

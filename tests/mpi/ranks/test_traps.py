@@ -1,6 +1,8 @@
 """What surprises in Horovod, shown not to be reachable through our API. Run on two and three ranks."""
 
 import copy
+import math
+from functools import partial
 
 import horovod.torch as hvd
 import pytest
@@ -8,9 +10,13 @@ import torch
 from parts import serial_run, small_model, small_trainer
 from torch import nn
 
+from largebatch import checkpoint
 from largebatch.comm import Stopped
+from largebatch.config import RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
-from largebatch.optim import PRESETS, Lamb, build_optimizer, init_state
+from largebatch.ema import Ema
+from largebatch.engine import Hook
+from largebatch.optim import PRESETS, Lamb, Lars, build_optimizer, init_state
 
 
 def plan_for(comm, *, passes: int = 2, steps: int = 4) -> Plan:
@@ -38,7 +44,7 @@ def test_wrapping_keeps_every_option(comm, preset):
     assert isinstance(wrapped, Lamb)
 
 
-@pytest.mark.parametrize("kind", [Lamb, torch.optim.AdamW])
+@pytest.mark.parametrize("kind", [Lamb, Lars, torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
 def test_broadcast_moves_nothing(comm, kind):
     """Resumed on rank 0 alone: everybody ends with rank 0's bits, and no step is taken anywhere."""
     model = small_model(seed=comm.rank)
@@ -162,6 +168,57 @@ def test_dropout_follows_the_micro_batch_not_the_rank(comm):
         trainer.model.parameters(), serial_run(plan, small_model(dropout=0.5).double()).parameters()
     ):
         assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
+
+
+def test_the_average_does_not_depend_on_ranks(comm):
+    """A short last step and a skipped one included: the weights after each step, weighted by the images since."""
+    plan = Plan(num_samples=50, global_batch_size=48, micro_batch_size=4, num_images=48 * 4 + 10, seed=0)
+    model = small_model(dropout=0.5)
+    trainer = small_trainer(comm, plan, passes=12 // comm.size, model=model, dtype=torch.float64)
+    ema = Ema(small_model(seed=7 + comm.rank).double(), half_life_images=30)  # begins with the weights of the run
+    recorded: list[tuple[int, bool, list[torch.Tensor]]] = []
+
+    class Record(Hook):
+        def after_train_step(self, trainer, output):
+            weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+            recorded.append((output.images, output.applied, weights))
+
+    healthy = trainer.objective
+    trainer.objective = lambda model, batch: healthy(model, batch) * (math.nan if trainer.state.step == 2 else 1.0)
+    trainer.hooks = [ema, Record()]
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    trainer.fit()
+    assert [images for images, *_ in recorded] == [48, 48, 48, 48, 10]
+    assert [applied for _, applied, _ in recorded] == [True, True, False, True, True]
+    for images, applied, weights in recorded:
+        decay = 0.5 ** (images / 30) if applied else 1.0
+        expected = [decay * one + (1 - decay) * other for one, other in zip(expected, weights)]
+    for ours, theirs in zip(ema.model.parameters(), expected):
+        assert (ours - theirs).norm() <= 1e-14 * theirs.norm() and not ours.requires_grad
+    assert replicas_agree(comm, ema.model, "average")
+    metrics = {"top1": 1.0}
+    ema.after_evaluate(trainer, metrics)
+    own = trainer.evaluate(ema.model)
+    assert metrics == {"top1": 1.0, "ema_top1": own["top1"], "ema_loss": own["loss"]}
+    assert own["loss"] != trainer.evaluate()["loss"]
+
+
+def test_the_average_that_rank_0_found_is_given_to_all(comm, tmp_path):
+    """Resumed on every rank alike, from a file that only rank 0 can see."""
+    config = TrainConfig(run=RunConfig(folder=str(tmp_path)))  # a folder for each rank
+    averages = []
+    for seed, saving in ((1, True), (2, False)):
+        trainer = small_trainer(comm, plan_for(comm), passes=2)
+        averages.append(small_model(seed=seed + comm.rank))
+        if saving and comm.rank == 0:
+            checkpoint.save(
+                tmp_path, model=trainer.model, optimizer=trainer.optimizer, scaler=trainer.scaler,
+                state=trainer.state, config_text=dump(config), average=averages[0],
+            )  # fmt: skip
+    assert checkpoint.resume(config, trainer, average=averages[1])
+    assert replicas_agree(comm, averages[1], "resumed average")
+    if comm.rank == 0:
+        assert all(torch.equal(p, q) for p, q in zip(averages[0].parameters(), averages[1].parameters()))
 
 
 def test_failures_of_setting_up_stop_all_ranks_with_the_cause(comm):

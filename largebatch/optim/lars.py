@@ -1,0 +1,124 @@
+"""LARS: SGD with momentum whose step is scaled to the norm of each tensor (arXiv:1708.03888).
+
+One step for one parameter tensor x with gradient g:
+
+    ratio = trust_coefficient |x| / (|g| + weight_decay |x| + eps)
+    d = ratio (g + weight_decay x)
+    m = momentum m + d
+    x = x - lr m                        nesterov: x = x - lr (d + momentum m)
+
+|.| is the L2 norm of the whole tensor, added up in double precision. The ratio is 1 where a group says adapt=False
+and where a norm is zero or not finite. The learning rate stands outside of the momentum, as in torch's SGD; in the
+paper it stands inside, which is the same while it does not change.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Lars(Optimizer):
+    """LARS; the formulas are at the top of this file. All options can be set per parameter group.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        momentum: decay of the sum of past steps.
+        weight_decay: decay, added to the gradient before the ratio.
+        trust_coefficient: how far, in parts of the norm of the tensor, a step of rate 1 goes.
+        eps: added to the divisor of the ratio.
+        nesterov: look ahead by one step.
+        adapt: multiply by the ratio; else the group takes SGD's steps.
+
+    ``trust_ratios`` holds each parameter's ratio in the last step, as 0-d tensors: free until they are read.
+    """
+
+    trust_ratios: Mapping[Tensor, Tensor] = MappingProxyType({})  # a class default: copies skip the constructor
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1.0,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 1e-3,
+        eps: float = 1e-8,
+        nesterov: bool = False,
+        adapt: bool = True,
+    ) -> None:
+        options = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
+        super().__init__(params, options | dict(trust_coefficient=trust_coefficient, eps=eps, adapt=adapt))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        check_options(self.defaults | param_group)
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns what the closure returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        ratios: dict[Tensor, Tensor] = {}
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                grads = [p.grad.to(p.dtype) for p in params]
+                ratios |= zip(params, trust_ratios(params, grads, group))
+                for p, g in zip(params, grads):
+                    lars_(p, g, self.init_param(p)["momentum_buffer"], ratios[p], group)
+        self.trust_ratios = MappingProxyType(ratios)
+        return loss
+
+    def init_param(self, p: Tensor) -> dict[str, Any]:
+        """The state of one parameter; zeros if it had none."""
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        return state
+
+
+def trust_ratios(params: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]) -> list[Tensor]:
+    """The ratio of each tensor of a group, 0-d, of its dtype and on its device."""
+    if not group["adapt"]:
+        return [p.new_ones(()) for p in params]
+    norms = (torch._foreach_norm(tensors, 2, torch.float64) for tensors in (params, grads))
+    ratios = []
+    for p, x_norm, g_norm in zip(params, *norms):
+        ratio = group["trust_coefficient"] * x_norm / (g_norm + group["weight_decay"] * x_norm + group["eps"])
+        usable = (x_norm > 0) & (g_norm > 0) & (x_norm < math.inf) & (g_norm < math.inf)
+        ratios.append(torch.where(usable, ratio, 1.0).to(p.dtype))
+    return ratios
+
+
+def lars_(x: Tensor, g: Tensor, m: Tensor, ratio: Tensor, group: Mapping[str, Any]) -> None:
+    """The update of one tensor; x and m change in place, and nothing as long as they are is made."""
+    lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"] * ratio
+    m.mul_(momentum).addcmul_(g, ratio).addcmul_(x, decay)
+    if group["nesterov"]:
+        x.mul_(1 - lr * decay).addcmul_(g, ratio, value=-lr)  # d, without an array for it
+        x.sub_(m, alpha=lr * momentum)
+    else:
+        x.sub_(m, alpha=lr)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise a ValueError for an option of a Lars group that is out of range."""
+    rules = {
+        "lr": (options["lr"] >= 0, "a number >= 0"),
+        "momentum": (0 <= options["momentum"] < 1, "a number in [0, 1)"),
+        "weight_decay": (options["weight_decay"] >= 0, "a number >= 0"),
+        "trust_coefficient": (options["trust_coefficient"] > 0, "a number above 0"),
+        "eps": (options["eps"] >= 0, "a number >= 0"),
+        "nesterov": (options["momentum"] > 0 or not options["nesterov"], "false without momentum"),
+    }
+    for name, (holds, expected) in rules.items():
+        if not holds:
+            raise ValueError(f"Lars's {name} must be {expected}, got {options[name]!r}")
