@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from largebatch import checkpoint, hooks
 from largebatch.augment import Augment
 from largebatch.comm import Communicator, session
-from largebatch.config import DataConfig, TrainConfig, accumulation_passes, dump, duration_images
+from largebatch.config import DataConfig, TrainConfig, accumulation_passes, dump, duration_images, options
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.index import Index
 from largebatch.data.order import Plan
@@ -56,6 +56,17 @@ def set_up_torch(config: TrainConfig, comm: Communicator) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def set_up(config: TrainConfig, comm: Communicator) -> torch.device:
+    """The device of this rank, after all ranks were found to run the same program on devices of their own."""
+    logger.info("%s", comm.agree(options(config)))
+    with comm.together("set-up"):
+        device = comm.device(config.run.device)
+        set_up_torch(config, comm)
+    for line in comm.placement(device):
+        logger.info("%s", line)
+    return device
+
+
 def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
     """The index of one split.
 
@@ -71,8 +82,8 @@ def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
 def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
     """The zoo model with this config's rates and weights, initialised from the run's seed, on its device."""
     torch.manual_seed(config.run.seed)
-    options = asdict(config.model)
-    model = create_model(options.pop("name"), weights=options.pop("weights") or None, **options)
+    values = asdict(config.model)
+    model = create_model(values.pop("name"), weights=values.pop("weights") or None, **values)
     return set_fused_attn(model, device.type != "cpu").to(device)
 
 
@@ -123,14 +134,13 @@ def build_eval_loader(
 
 def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
     """Everything of a run, resumed from its folder if there is a checkpoint."""
-    with comm.together("set-up"):
+    device = set_up(config, comm)
+    with comm.together("batch"):
         passes = accumulation_passes(
             global_batch_size=config.data.global_batch_size,
             micro_batch_size=config.data.micro_batch_size,
             num_ranks=comm.size,
         )
-        device = comm.device(config.run.device)
-        set_up_torch(config, comm)
         logger.info(
             "global batch %d = %d ranks × %d micro-batch × %d passes",
             config.data.global_batch_size,
@@ -138,8 +148,6 @@ def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
             config.data.micro_batch_size,
             passes,
         )
-    for line in comm.placement(device):
-        logger.info("%s", line)
     train, held_out = open_data(config, comm, "train"), open_data(config, comm, "validation")
     impl = lamb_impl(comm, device) if config.optim.name == "lamb" else None
     with comm.together("building"):

@@ -13,12 +13,14 @@ import sys
 import traceback
 import types
 from contextlib import contextmanager
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from largebatch import agreement
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +79,28 @@ class Communicator:
         torch.cuda.set_device(self.local_rank)
         return torch.device("cuda", self.local_rank)
 
+    def agree(self, options: Mapping[str, object]) -> str:
+        """Compare what every rank runs, versions, sources and options; one line of what they share.
+
+        All ranks raise Stopped if one differs, which is named with its value and the others'.
+        """
+        with self.together("reporting"):
+            mine = agreement.report_rank(options)
+        difference = agreement.disagreement(self.allgather_object(mine, name="agree"))
+        if difference:
+            raise Stopped(difference)
+        return agreement.versions(mine)
+
     def placement(self, device: torch.device) -> list[str]:
-        """Where the ranks are, a line per host: "node1: rank 0 cuda:0, rank 1 cuda:1"; rank r reads shard r."""
-        hosts: dict[str, list[str]] = {}
-        places = self.allgather_object((socket.gethostname(), str(device)), name="placement")
-        for rank, (host, place) in enumerate(places):
-            hosts.setdefault(host, []).append(f"rank {rank} {place}")
-        return [f"{host}: {', '.join(ranks)}" for host, ranks in hosts.items()]
+        """Where the ranks are, a line per host; rank r reads shard r. All raise Stopped if two would use one GPU."""
+        with self.together("looking at the GPU"):
+            host, pid = socket.gethostname(), os.getpid()
+            mine = agreement.Place(host, pid, self.local_rank, str(device), _uuid(device))
+        places = self.allgather_object(mine, name="placement")
+        shared = agreement.shared_gpus(places)
+        if shared:
+            raise Stopped(shared)
+        return agreement.by_host(places)
 
     # -- collectives -------------------------------------------------------------------------------------------
 
@@ -244,6 +261,11 @@ def session(*, deterministic: bool = False) -> Iterator[Communicator]:
         sys.stderr.write(f"largebatch: rank {comm.rank} of {comm.size} on {socket.gethostname()}: {cause}\n")
         comm.abort(1)
     comm.shutdown()
+
+
+def _uuid(device: torch.device) -> str:
+    """What tells one GPU from another across hosts and CUDA_VISIBLE_DEVICES; empty for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

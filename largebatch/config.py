@@ -303,11 +303,7 @@ def make_parser(*, prog: str, description: str = "") -> jsonargparse.ArgumentPar
 
 def set_defaults(parser: jsonargparse.ArgumentParser, config: TrainConfig) -> None:
     """Make the values of `config` the parser's defaults."""
-    for name, section in asdict(config).items():
-        values = (
-            {f"{name}.{key}": value for key, value in section.items()} if isinstance(section, dict) else {name: section}
-        )
-        parser.set_defaults(values)
+    parser.set_defaults(options(config))
 
 
 def expand_aliases(argv: Sequence[str]) -> list[str]:
@@ -373,13 +369,16 @@ def load(path: str) -> TrainConfig:
     return parse(["--config", path], choose_recipe=lambda *_: TrainConfig(), prog="largebatch.train")
 
 
+def options(config: TrainConfig) -> dict[str, Any]:
+    """Every option by its dotted name."""
+    return {
+        f"{section}.{key}" if key else section: value
+        for section, values in asdict(config).items()
+        for key, value in (values.items() if isinstance(values, dict) else [("", values)])
+    }
+
+
 def differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """The dotted options in which two configs differ, each with both values."""
-    left, right = asdict(one), asdict(other)
-    return {
-        f"{section}.{key}": (value, right[section][key])
-        for section, values in left.items()
-        if isinstance(values, dict)
-        for key, value in values.items()
-        if value != right[section][key]
-    }
+    left, right = options(one), options(other)
+    return {name: (value, right[name]) for name, value in left.items() if "." in name and value != right[name]}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Sequence
 
 from largebatch import checkpoint
-from largebatch.build import build_eval_loader, build_model, open_data, program, set_up_torch
+from largebatch.build import build_eval_loader, build_model, open_data, program, set_up
 from largebatch.comm import Communicator
 from largebatch.config import TrainConfig, parse
 from largebatch.engine import evaluate
@@ -60,14 +60,13 @@ def validate(config: TrainConfig, comm: Communicator, *, ema: bool = False) -> d
 
     Without config.model.weights: those of the newest checkpoint in the run folder, or their average.
     """
+    device = set_up(config, comm)
     with comm.together("looking for weights"):
         if comm.rank == 0 and not config.model.weights:
             config.model.weights = str(checkpoint.newest_weights(config.folder, average=ema))
     config.model.weights = comm.broadcast_object(config.model.weights, name="validate/weights")
     held_out = open_data(config, comm, "validation")
     with comm.together("building"):
-        set_up_torch(config, comm)
-        device = comm.device(config.run.device)
         model = build_model(config, device)
         batches = build_eval_loader(config, comm, model=model, index=held_out, device=device)
     return evaluate(model, batches, comm=comm, device=device, precision=config.run.precision)

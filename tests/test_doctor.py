@@ -1,24 +1,34 @@
 """The doctor against installations that are broken on purpose: it must name the cause and one command.
 
-What is broken is put in front of the real thing, as it happens to users: a package that shadows Horovod
-through PYTHONPATH, another program called mpirun on PATH. The launches at the end are real.
+What is broken is put in front of the real thing, as it happens to users: a copy of Horovod whose compiled part
+was made for something else, a package that shadows another through PYTHONPATH, another program called mpirun on
+PATH, a limit of the shell, a variable that some other job left behind. The launches at the end are real.
 """
 
 import importlib.metadata
 import os
+import shutil
 import socket
 import stat
+import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
-from largebatch import doctor
+from largebatch.doctor import __main__ as command_line
+from largebatch.doctor import installation, launches, machine
+from largebatch.doctor.result import Result
+
+ROOT = Path(__file__).parents[1]
 
 GOOD = {
     "version": "0.28.1",
     "built_for": "2.13.0",
+    "horovod_abi": True,
     "torch": "2.13.0",
+    "torch_abi": True,
     "cuda": None,
     "gpus": 0,
     "mpi": True,
@@ -46,24 +56,39 @@ def programs(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def fake_horovod(tmp_path, monkeypatch):
-    """A function that shadows Horovod with a package whose torch part holds the given code."""
-
-    def shadow(torch_code: str, metadata: str = '{"pytorch": "2.13.0"}') -> None:
-        package = tmp_path / "shadow" / "horovod"
-        package.mkdir(parents=True)
-        (package / "__init__.py").write_text("__version__ = '0.28.1'\n")
-        (package / "torch.py").write_text(torch_code)
-        (package / "metadata.json").write_text(metadata)
-        monkeypatch.setenv("PYTHONPATH", str(package.parent))
-
-    return shadow
+def horovod(tmp_path, monkeypatch) -> Path:
+    """A copy of the installed Horovod, in front of it through PYTHONPATH, to be broken."""
+    installed = Path(importlib.metadata.distribution("horovod").locate_file("horovod"))
+    copy = tmp_path / "in front" / "horovod"
+    shutil.copytree(installed, copy, copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setenv("PYTHONPATH", str(copy.parent))
+    return copy
 
 
-def assert_failed(result: doctor.Result, *, cause: str, fix: str) -> None:
+def rewrite(file: Path, text: str) -> None:
+    """In place of a link to the installed file."""
+    file.unlink()
+    file.write_text(text)
+
+
+def compile_extension(horovod: Path, source: str, *options: str) -> None:
+    """Put a library of this C++ source in place of Horovod's compiled part."""
+    library = horovod / "torch" / f"mpi_lib_v2{sysconfig.get_config_var('EXT_SUFFIX')}"
+    library.unlink()
+    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library), *options]
+    subprocess.run(command, input=source, text=True, check=True)
+
+
+def assert_failed(result: Result, *, cause: str, fix: str) -> None:
     assert not result.ok
-    assert cause in result.cause and "\n" not in result.cause
-    assert fix in result.fix and "\n" not in result.fix
+    assert cause in result.cause and "\n" not in result.cause, result
+    assert fix in result.fix and "\n" not in result.fix, result
+
+
+def assert_noted(result: Result, *, cause: str, fix: str) -> None:
+    """Training works, with something to improve."""
+    assert result.ok and cause in result.cause and fix in result.fix, result
+    assert str(result).startswith("note  ")
 
 
 # ---- versions and imports ------------------------------------------------------------------------
@@ -83,19 +108,19 @@ def fake_distributions(monkeypatch, versions: dict[str, str]) -> None:
 
 def test_versions_as_pinned(monkeypatch):
     fake_distributions(monkeypatch, {"aa": "1.0+cpu", "bb": "2.0"})
-    assert doctor.check_versions() == doctor.Result("package versions", True, "2 packages as pinned")
+    assert installation.check_versions() == Result("package versions", True, "2 packages as pinned")
 
 
 def test_version_differs(monkeypatch):
     fake_distributions(monkeypatch, {"aa": "1.0", "bb": "2.1"})
     assert_failed(
-        doctor.check_versions(), cause="bb==2.0 is needed, 2.1 is installed", fix="pip install 'bb==2.0'"
+        installation.check_versions(), cause="bb==2.0 is needed, 2.1 is installed", fix="pip install 'bb==2.0'"
     )
 
 
 def test_package_missing(monkeypatch):
     fake_distributions(monkeypatch, {"aa": "1.0"})
-    assert_failed(doctor.check_versions(), cause="bb==2.0 is not installed", fix="mpi_scripts/install.sh")
+    assert_failed(installation.check_versions(), cause="bb==2.0 is not installed", fix="mpi_scripts/install.sh")
 
 
 def test_project_not_installed(monkeypatch):
@@ -103,80 +128,141 @@ def test_project_not_installed(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    assert_failed(doctor.check_versions(), cause="not installed for", fix="mpi_scripts/install.sh")
+    assert_failed(installation.check_versions(), cause="not installed for", fix="mpi_scripts/install.sh")
 
 
 def test_import_fails(tmp_path, monkeypatch):
     (tmp_path / "broken_part.py").write_text("raise OSError('libodd.so: file too short')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    result = doctor.check_imports(("json", "broken_part", "math"))
+    result = installation.check_imports(("json", "broken_part", "math"))
     assert_failed(
         result, cause="importing broken_part failed: OSError: libodd.so: file too short", fix="--force"
     )
-    assert doctor.check_imports(("json", "math")).ok
+    assert installation.check_imports(("json", "math")).ok
+
+
+@pytest.mark.parametrize("through", ["PYTHONPATH", "working folder"])
+def test_package_is_shadowed(tmp_path, monkeypatch, through):
+    (tmp_path / "packaging.py").write_text("")
+    if through == "PYTHONPATH":
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    else:
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+        monkeypatch.chdir(tmp_path)
+    result = installation.check_imports(("json", "packaging", "math"))
+    fix = "unset PYTHONPATH" if through == "PYTHONPATH" else "export PYTHONSAFEPATH=1"
+    assert_failed(result, cause=f"packaging is imported from {tmp_path}/packaging.py, which stands in front", fix=fix)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("PYTHONSAFEPATH", "" if through == "PYTHONPATH" else "1")
+    assert installation.check_imports(("json", "packaging", "math")).ok
+
+
+def test_import_kills_the_process(tmp_path, monkeypatch):
+    (tmp_path / "deadly.py").write_text("import os; os.kill(os.getpid(), 11)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = installation.check_imports(("json", "deadly"))
+    assert_failed(result, cause="importing deadly was killed by SIGSEGV", fix="install.sh --force")
+
+
+def test_import_hangs(tmp_path, monkeypatch):
+    (tmp_path / "stuck.py").write_text("import signal; signal.pause()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = installation.check_imports(("stuck",), limit_s=2)
+    assert_failed(result, cause="importing stuck did not end within 2 s", fix="-X importtime -c 'import stuck'")
 
 
 # ---- Horovod -------------------------------------------------------------------------------------
 
-
-def horovod_result() -> doctor.Result:
-    return doctor.check_horovod(*doctor.horovod_facts())
-
-
-@pytest.mark.parametrize(
-    "code, cause, fix",
-    [
-        (
-            "raise ImportError('/x/mpi_lib_v2.so: undefined symbol: _ZN3c105ErrorE')",
-            "compiled for another torch than the one installed (undefined symbol _ZN3c105ErrorE)",
-            "install.sh --force",
-        ),
-        (
-            "raise ModuleNotFoundError(\"No module named 'horovod'\")",
-            "Horovod is not installed for",
-            "install.sh",
-        ),
-        (
-            "raise ImportError('libmpi.so.40: cannot open shared object file: No such file or directory')",
-            "libmpi.so.40, which Horovod was linked with, is not found",
-            "install.sh --force",
-        ),
-        (
-            "raise ImportError('Extension horovod.torch has not been built: x not found')",
-            "without its torch extension",
-            "install.sh --force",
-        ),
-        (
-            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
-            "was killed by SIGSEGV",
-            "install.sh --force",
-        ),
-        ("raise RuntimeError('something else')", "RuntimeError: something else", "install.sh --force"),
-    ],
-)
-def test_horovod_does_not_load(fake_horovod, code, cause, fix):
-    fake_horovod(code)
-    assert_failed(horovod_result(), cause=cause, fix=fix)
+ABI_OF = """
+#include <string>
+namespace horovod { namespace common {
+enum StatusType { OK };
+struct Status { Status(StatusType, std::string); };
+Status::Status(StatusType, std::string) {}
+} }
+"""
 
 
-def test_horovod_built_for_another_torch(fake_horovod):
-    flags = "def mpi_built(): return True\ngloo_built = nccl_built = mpi_built\n"
-    fake_horovod(flags, metadata='{"pytorch": "1.0.0"}')
-    facts, output = doctor.horovod_facts()
-    assert doctor.check_horovod(facts, output).ok
-    assert_failed(
-        doctor.check_built_for(facts), cause="built for torch 1.0.0, torch 2.", fix="install.sh --force"
-    )
+def horovod_result() -> Result:
+    return installation.check_horovod(*installation.horovod_facts())
 
 
-def test_controllers_missing():
-    assert doctor.check_controllers(GOOD).ok
-    result = doctor.check_controllers(GOOD | {"gloo": False})
-    assert_failed(result, cause="built without Gloo", fix="install.sh --force")
-    assert "MPI and Gloo" in doctor.check_controllers(GOOD | {"mpi": False, "gloo": False}).cause
+def test_horovod_as_it_is(horovod):
+    """The copy that the next tests break is whole."""
+    facts, output = installation.horovod_facts()
+    assert installation.check_horovod(facts, output).ok, output.stderr
+    assert installation.check_built_for(facts).ok and installation.check_controllers(facts).ok
+    assert facts["horovod_abi"] is facts["torch_abi"] is True
 
 
-# ---- launchers, host name, GPU -------------------------------------------------------------------
+def test_horovod_not_installed(horovod):
+    """As for a Python of elsewhere that has torch: the name leads nowhere."""
+    rewrite(horovod / "__init__.py", "raise ModuleNotFoundError(\"No module named 'horovod'\")")
+    assert_failed(horovod_result(), cause="Horovod is not installed for", fix="mpi_scripts/install.sh")
+
+
+def test_horovod_without_its_compiled_part(horovod):
+    next((horovod / "torch").glob("mpi_lib_v2*.so")).unlink()
+    assert_failed(horovod_result(), cause="without its torch extension", fix="install.sh --force")
+
+
+def test_a_symbol_is_missing(horovod):
+    compile_extension(horovod, "namespace c10 { void gone(); } void use() { c10::gone(); }")
+    cause = "compiled for another torch than the one installed (undefined symbol _ZN3c104goneEv)"
+    assert_failed(horovod_result(), cause=cause, fix="install.sh --force")
+
+
+def test_a_library_is_missing(horovod, tmp_path):
+    subprocess.run(["g++", "-shared", "-x", "c++", "/dev/null", "-o", f"{tmp_path}/libgoing.so"], check=True)
+    compile_extension(horovod, "", f"-L{tmp_path}", "-Wl,--no-as-needed", "-lgoing")
+    assert_failed(horovod_result(), cause="libgoing.so, which Horovod was linked with, is not found", fix="--force")
+
+
+def test_the_compiled_part_crashes(horovod):
+    compile_extension(horovod, "#include <csignal>\nstatic int crash = raise(SIGSEGV);")
+    assert_failed(horovod_result(), cause="importing Horovod was killed by SIGSEGV", fix="install.sh --force")
+
+
+def test_another_error(horovod):
+    rewrite(horovod / "torch" / "mpi_ops.py", "raise RuntimeError('something else')")
+    assert_failed(horovod_result(), cause="RuntimeError: something else", fix="install.sh --force")
+
+
+def test_horovod_does_not_answer(horovod):
+    rewrite(horovod / "torch" / "mpi_ops.py", "import signal; signal.pause()")
+    facts, output = installation.horovod_facts(limit_s=8)
+    assert_failed(installation.check_horovod(facts, output), cause="did not end in time", fix="install.sh --force")
+
+
+def test_built_for_another_torch(horovod):
+    """Known before it is loaded, which may fail for just that reason."""
+    rewrite(horovod / "metadata.json", '{"pytorch": "1.0.0"}')
+    compile_extension(horovod, "namespace c10 { void gone(); } void use() { c10::gone(); }")
+    facts, _ = installation.horovod_facts()
+    result = installation.check_built_for(facts)
+    assert_failed(result, cause="built for torch 1.0.0, torch 2.", fix="install.sh --force")
+    (horovod / "metadata.json").unlink()
+    result = installation.check_built_for(installation.horovod_facts()[0])
+    assert_failed(result, cause="built for torch an unknown version", fix="install.sh --force")
+
+
+def test_built_with_another_abi(horovod):
+    compile_extension(horovod, ABI_OF, "-D_GLIBCXX_USE_CXX11_ABI=0")
+    result = installation.check_built_for(installation.horovod_facts()[0])
+    assert_failed(result, cause="Horovod was built with _GLIBCXX_USE_CXX11_ABI=0, torch 2.", fix="env -u CXXFLAGS")
+    compile_extension(horovod, ABI_OF)
+    assert installation.check_built_for(installation.horovod_facts()[0]).ok
+
+
+@pytest.mark.parametrize("flag, label", [("gloo_built", "Gloo"), ("mpi_built", "MPI")])
+def test_a_controller_is_missing(horovod, flag, label):
+    torch_part = horovod / "torch" / "__init__.py"
+    rewrite(torch_part, f"{torch_part.read_text()}\n{flag} = lambda: False\n")
+    result = installation.check_controllers(installation.horovod_facts()[0])
+    assert_failed(result, cause=f"Horovod was built without {label}", fix="install.sh --force")
+
+
+# ---- launchers and compiler ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -193,18 +279,18 @@ def our_bin(tmp_path, monkeypatch):
 
 def test_no_mpirun(our_bin, monkeypatch):
     monkeypatch.setenv("PATH", str(our_bin))
-    assert_failed(doctor.check_launchers(GOOD), cause="mpirun is not on PATH", fix="/bin/activate")
+    assert_failed(installation.check_launchers(GOOD), cause="mpirun is not on PATH", fix="/bin/activate")
 
 
 def test_no_horovodrun(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert_failed(doctor.check_launchers(GOOD), cause="horovodrun is not on PATH", fix="/bin/activate")
+    assert_failed(installation.check_launchers(GOOD), cause="horovodrun is not on PATH", fix="/bin/activate")
 
 
 def test_horovodrun_of_another_python(our_bin, programs):
     programs("horovodrun", "exit 0")
     programs("mpirun", "echo 'mpirun (Open MPI) 4.1.8'")
-    assert_failed(doctor.check_launchers(GOOD), cause="belongs to another Python", fix="/bin/activate")
+    assert_failed(installation.check_launchers(GOOD), cause="belongs to another Python", fix="/bin/activate")
 
 
 @pytest.mark.parametrize(
@@ -223,42 +309,143 @@ def test_horovodrun_of_another_python(our_bin, programs):
 def test_mpirun_is_not_horovods(our_bin, script, cause):
     (our_bin / "mpirun").write_text(f"#!/bin/sh\n{script}\n")
     (our_bin / "mpirun").chmod(0o755)
-    assert_failed(doctor.check_launchers(GOOD), cause=cause, fix="i")
+    assert_failed(installation.check_launchers(GOOD), cause=cause, fix="i")
 
 
 def test_mpirun_is_horovods(our_bin):
     (our_bin / "mpirun").write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.8'\n")
     (our_bin / "mpirun").chmod(0o755)
-    assert doctor.check_launchers(GOOD).ok
+    assert installation.check_launchers(GOOD).ok
 
 
-def test_host_name_does_not_resolve(monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    assert_failed(doctor.check_hostname(), cause="no-such-host.invalid, does not resolve", fix="/etc/hosts")
+def test_no_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert_noted(installation.check_compiler(), cause="no-such-compiler is not found", fix="unset CXX")
+    monkeypatch.delenv("CXX")
+    assert installation.check_compiler() == Result("compiler", True, f"{shutil.which('g++')} compiles")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert_noted(installation.check_compiler(), cause="g++ is not found", fix="apt-get install g++")
 
 
-def test_gpu(programs):
+def test_no_python_header(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert_noted(installation.check_compiler(), cause=f"no Python.h in {tmp_path}", fix="apt-get install python3.")
+
+
+def test_compiler_does_not_compile(programs):
+    programs("g++", "echo 'x.cpp:2:10: fatal error: omp.h: No such file or directory' >&2; exit 1")
+    result = installation.check_compiler()
+    assert_failed(result, cause="exit code 1: omp.h: No such file or directory", fix="apt-get install g++")
+
+
+# ---- machine -------------------------------------------------------------------------------------
+
+
+def under_limit(limit: str, check: str) -> str:
+    """What a check prints in a process that has been given less of something. limit: an option of prlimit."""
+    program = f"from largebatch.doctor import machine; print(machine.{check}())"
+    command = ["prlimit", limit, sys.executable, "-c", program]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+
+
+def test_few_open_files():
+    printed = under_limit("--nofile=64", "check_open_files")
+    assert "FAIL" in printed and "may have 64 files open, 256 are needed" in printed
+    assert "fix:   sudo prlimit --pid $$ --nofile=65536" in printed
+    printed = under_limit("--nofile=64:4096", "check_open_files")
+    assert "fix:   ulimit -n $(ulimit -H -n)" in printed
+    assert machine.check_open_files().ok
+
+
+def test_little_address_space():
+    printed = under_limit("--as=1073741824", "check_memory")
+    assert "FAIL" in printed and "is limited to 1024 MiB" in printed and "fix:   ulimit -v unlimited" in printed
+
+
+def test_little_memory(monkeypatch):
+    assert machine.check_memory().ok
+    monkeypatch.setattr(machine, "NEEDED_MEMORY_BYTES", 2**60)
+    assert_failed(machine.check_memory(), cause="GiB available, two ranks of the quick start need", fix="ps aux")
+
+
+def test_little_disk(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert machine.check_disk().ok
+    monkeypatch.setattr(machine, "NEEDED_DISK_BYTES", 2**60)
+    assert_failed(machine.check_disk(), cause=f"GiB free in {tmp_path}, checkpoints need", fix=f"df -h {tmp_path}")
+
+
+def test_shared_memory(tmp_path, monkeypatch):
+    assert machine.check_shared_memory().ok
+    result = machine.check_shared_memory(f"{tmp_path}/shm")
+    assert_failed(result, cause="is not a folder in which files can be made", fix=f"tmpfs {tmp_path}/shm")
+    monkeypatch.setattr(machine, "NEEDED_SHM_BYTES", 2**60)
+    assert_failed(machine.check_shared_memory(), cause="(docker: --shm-size=1g)", fix="remount,size=1g /dev/shm")
+
+
+@pytest.mark.parametrize(
+    "host, cause",
+    [("no-such-host.invalid", "does not resolve"), ("192.0.2.7", "resolves to 192.0.2.7, an address of another")],
+)
+def test_host_name_does_not_lead_here(monkeypatch, host, cause):
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    assert_failed(machine.check_hostname(), cause=cause, fix=f"echo '127.0.0.1 {host}' | sudo tee -a /etc/hosts")
+
+
+def test_host_name_leads_here(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.1")
+    assert machine.check_hostname().ok
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "WORLD_SIZE", "SLURM_NTASKS"])
+def test_a_launcher_variable_was_left_over(monkeypatch, name):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert machine.check_launcher_variables().ok
+    monkeypatch.setenv(name, "4")
+    assert_failed(machine.check_launcher_variables(), cause=f"{name}=4 is set", fix=f"unset {name}")
+
+
+def test_an_allocation_is_no_leftover(monkeypatch):
+    """In salloc and sbatch the number of tasks is there for mpirun to read."""
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    assert machine.check_launcher_variables().ok
+
+
+def test_number_of_threads(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert machine.check_threads().cause == ""
+    monkeypatch.setenv("OMP_NUM_THREADS", "all")
+    assert_failed(machine.check_threads(), cause="OMP_NUM_THREADS is 'all'", fix="unset OMP_NUM_THREADS")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5000")
+    assert_noted(machine.check_threads(), cause="OMP_NUM_THREADS is 5000 for each rank", fix="unset OMP_NUM_THREADS")
+
+
+def test_gpu(programs, monkeypatch):
     programs("nvidia-smi", "echo 'GPU 0: some (UUID: GPU-1)'; echo 'GPU 1: some (UUID: GPU-2)'")
-    assert_failed(doctor.check_gpu(GOOD, "auto"), cause="built without CUDA", fix="install.sh --force")
+    assert_failed(machine.check_gpu(GOOD, "auto"), cause="built without CUDA", fix="install.sh --force")
     blind = GOOD | {"cuda": "13.0"}
-    assert_failed(doctor.check_gpu(blind, "auto"), cause="torch (CUDA 13.0) sees none", fix="nvidia-smi")
+    assert_failed(machine.check_gpu(blind, "auto"), cause="torch (CUDA 13.0) sees none", fix="nvidia-smi")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert_failed(machine.check_gpu(blind, "auto"), cause="CUDA_VISIBLE_DEVICES hides", fix="unset CUDA_VISIBLE")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     seeing = blind | {"gpus": 2}
-    assert_failed(doctor.check_gpu(seeing, "auto"), cause="built without NCCL", fix="OPERATIONS=nccl")
-    assert doctor.check_gpu(seeing | {"nccl": True}, "auto").ok
-    assert doctor.check_gpu(GOOD, "cpu").ok
-    assert doctor.device_for_launches(seeing | {"nccl": True}, "auto") == "cuda"
-    assert doctor.device_for_launches(seeing, "auto") == "cpu"
+    assert_failed(machine.check_gpu(seeing, "auto"), cause="built without NCCL", fix="OPERATIONS=nccl")
+    assert machine.check_gpu(seeing | {"nccl": True}, "auto").ok
+    assert machine.check_gpu(GOOD, "cpu").ok
+    assert launches.device_for_launches(seeing | {"nccl": True}, "auto") == "cuda"
+    assert launches.device_for_launches(seeing, "auto") == "cpu"
 
 
 def test_no_gpu(programs):
     programs("nvidia-smi", "echo 'No devices were found'; exit 6")
-    assert doctor.check_gpu(GOOD, "auto").ok
-    assert_failed(doctor.check_gpu(GOOD, "cuda"), cause="no GPU is visible", fix="nvidia-smi -L")
+    assert machine.check_gpu(GOOD, "auto").ok
+    assert_failed(machine.check_gpu(GOOD, "cuda"), cause="no GPU is visible", fix="nvidia-smi -L")
 
 
 # ---- launches ------------------------------------------------------------------------------------
 
-EXACT = doctor.EXPECTED_TOTAL
+EXACT = launches.EXPECTED_TOTAL
 
 
 @pytest.mark.parametrize(
@@ -285,35 +472,74 @@ EXACT = doctor.EXPECTED_TOTAL
 )
 def test_launch_goes_wrong(programs, script, cause, fix):
     programs("mpirun", script)
-    assert_failed(doctor.check_allreduce("mpirun"), cause=cause, fix=fix)
+    assert_failed(launches.check_allreduce("mpirun"), cause=cause, fix=fix)
 
 
 def test_launch_hangs(programs):
     programs("mpirun", "sleep 600 & wait")
-    result = doctor.check_allreduce("mpirun", limit_s=0.2)
+    result = launches.check_allreduce("mpirun", limit_s=0.2)
     assert_failed(result, cause="no answer within 0.2 s", fix="HOROVOD_LOG_LEVEL=debug mpirun -np 2")
 
 
-def test_main_stops_where_horovod_does_not_load(fake_horovod, monkeypatch, capsys):
-    fake_horovod("raise ImportError('undefined symbol: _ZN5torch')")
-    monkeypatch.setattr(doctor, "check_imports", lambda: doctor.Result("package imports", True))
-    assert doctor.main(["--device", "cpu"]) == 1
+@pytest.mark.parametrize("works_up_to, count", [(0, 1), (0, 5), (3, 5), (4, 5), (6, 20)])
+def test_last_working(works_up_to, count):
+    assert launches.last_working(lambda given: given <= works_up_to, count) == works_up_to
+
+
+@pytest.mark.parametrize(
+    "launch, variable, value",
+    [
+        ("mpirun", "HOROVOD_CPU_OPERATIONS", "gloo"),  # kills both ranks
+        ("mpirun", "OMPI_MCA_btl", "nope"),
+    ],
+)
+def test_a_variable_is_to_blame(monkeypatch, launch, variable, value):
+    """Really launched: each of these stops real ranks. Two innocent variables stand beside it."""
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2")
+    monkeypatch.setenv("UCX_LOG_LEVEL", "error")
+    monkeypatch.setenv(variable, value)
+    result = launches.check_allreduce(launch)
+    assert_failed(result, cause=f"; without {variable}={value} it works", fix=f"unset {variable}")
+
+
+def test_several_variables_are_to_blame(monkeypatch):
+    """Left over from an allocation that has ended: none alone does harm, without the last of them it works."""
+    leftover = {"JOBID": "1", "NODELIST": "node1", "TASKS_PER_NODE": "4", "JOB_ID": "1", "JOB_NODELIST": "node1"}
+    for name, value in leftover.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    result = launches.check_allreduce("mpirun")
+    assert_failed(result, cause="; without SLURM_", fix="unset SLURM_")
+    monkeypatch.delenv(result.fix.removeprefix("unset "))
+    assert launches.check_allreduce("mpirun").ok
+
+
+def test_main_stops_where_horovod_does_not_load(horovod, monkeypatch, capsys):
+    rewrite(horovod / "torch" / "mpi_ops.py", "raise ImportError('undefined symbol: _ZN5torch')")
+    monkeypatch.setattr(installation, "check_imports", lambda **options: Result("package imports", True))
+    assert command_line.main(["--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert "FAIL  Horovod imports" in printed and "fix:   mpi_scripts/install.sh --force" in printed
-    assert "allreduce" not in printed and "ready to train" not in printed
+    assert "not tried, as a check above failed" in printed and "ready to train" not in printed
+    assert "launchers" not in printed
 
 
-def test_main_does_not_launch_after_a_failure(monkeypatch, capsys):
-    monkeypatch.setattr(
-        doctor, "check_imports", lambda: doctor.Result("package imports", False, cause="c", fix="f")
-    )
-    assert doctor.main(["--device", "cpu"]) == 1
-    assert "not tried, as a check above failed" in capsys.readouterr().out
-
-
-def test_this_installation_can_train(capsys):
-    """The real thing: both launchers and Gloo, two processes each."""
-    assert doctor.main(["--device", "cpu"]) == 0, capsys.readouterr().out
+def test_what_ails_mpirun_is_said_once(programs, monkeypatch, capsys):
+    """horovodrun would start the same mpirun; Gloo does not need it."""
+    monkeypatch.setattr(command_line, "before_launching", lambda *arguments, **options: iter(()))
+    programs("mpirun", "exit 3")
+    assert command_line.main(["--device", "cpu"]) == 1
     printed = capsys.readouterr().out
-    assert printed.count(f"the sum is exactly {EXACT} on cpu") == len(doctor.LAUNCHES) == 3
-    assert "FAIL" not in printed and "ready to train" in printed
+    assert printed.count("FAIL") == 1 and "mpirun ended with exit code 3" in printed
+    assert "ok    2-process allreduce, horovodrun --gloo" in printed
+
+
+def test_this_installation_can_train():
+    """The real thing, as a user calls it: both launchers and Gloo, two processes each; one line for each check."""
+    command = [sys.executable, "-m", "largebatch.doctor", "--device", "cpu"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count(f"the sum is exactly {EXACT} on cpu") == len(launches.LAUNCHES) == 3
+    *lines, last = result.stdout.splitlines()
+    assert all(line.startswith("ok    ") for line in lines) and last == "all checks passed: ready to train"
+    assert result.stderr == ""

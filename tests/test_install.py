@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from largebatch import doctor
+from largebatch.doctor import installation
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [*sorted((ROOT / "mpi_scripts").glob("*.sh")), ROOT / ".ci" / "run"]
@@ -190,8 +190,8 @@ def test_horovod_takes_the_mpi_of_its_venv(tmp_path, monkeypatch):
     (tmp_path / "libmpi.so.40").write_text("not a library")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(ROOT / ".venv" / "bin" / "python"))
-    facts, output = doctor.horovod_facts()
-    assert facts, output.stderr
+    facts, output = installation.horovod_facts()
+    assert "version" in facts, output.stderr
     assert Path(facts["libmpi"]).is_relative_to(ROOT / ".venv")
 
 

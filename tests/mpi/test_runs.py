@@ -68,6 +68,12 @@ def test_every_launch_form_trains_the_same(tmp_path, uninterrupted, ranks, launc
     assert distance(weights(uninterrupted), trained(tmp_path, ranks=ranks, launcher=launcher)) < 1e-4
 
 
+def test_the_log_says_what_ran_and_where(uninterrupted):
+    log = (uninterrupted / "log.txt").read_text()
+    assert re.search(r"Python 3\.\d+.*, the sources of largebatch [0-9a-f]{8}, torch 2\..*, timm 1\.", log)
+    assert len(re.findall(r"rank \d \w+ \(pid \d+\)", log)) == 3
+
+
 def test_resumed_equals_uninterrupted(tmp_path, interrupted, uninterrupted):
     folder = shutil.copytree(interrupted, tmp_path / "run")
     trained(folder, ranks=3)

@@ -1,0 +1,240 @@
+"""Checks of what was installed: packages, Horovod and what it was built for, launchers, the compiler."""
+
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from largebatch.doctor.result import INSTALL, REINSTALL, Output, Result, run
+
+MODULES = (
+    "torch",
+    "numpy",
+    "PIL",
+    "nvidia.dali",
+    "mpi4py",
+    "zoo",  # before timm, which imports beside torch's CPU build only after it
+    "timm",
+    "jsonargparse",
+    "rich",
+    "tensorboard",
+    "matplotlib",
+    "sklearn",
+    "safetensors",
+    "yaml",
+)
+
+# Run in a child: the last name printed is the culprit when it fails. With each, the file that it came from, if that
+# lies in the working folder or on PYTHONPATH, from where a namesake can stand in front of what was installed.
+IMPORT_EACH = """
+import importlib, os, sys
+path = [folder for folder in os.environ.get("PYTHONPATH", "").split(":") if folder]
+in_front = [os.path.realpath(folder) + os.sep for folder in [".", *path]]
+installed = [os.path.realpath(folder) + os.sep for folder in sys.path if "-packages" in folder]
+for module in sys.argv[1:]:
+    print(module, flush=True)
+    file = os.path.realpath(getattr(importlib.import_module(module), "__file__", None) or "")
+    if file.startswith(tuple(in_front)) and not file.startswith(tuple(installed)):
+        print("shadow", module, file, flush=True)
+"""
+
+# Run in a child: what Horovod was built for, read from its files, since one built for another torch may not load;
+# then what it was built with, and which MPI library came with it. "abi" tells how std::string is laid out: the name
+# of a constructor of Horovod's that takes one shows it. That all symbols are found is known once it is imported,
+# as Python asks the loader for all of them at once.
+HOROVOD_FACTS = """
+import ctypes, importlib.util, json, pathlib, re
+import torch
+def tell(**facts): print("facts " + json.dumps(facts), flush=True)
+tell(torch=torch.__version__, torch_abi=bool(torch.compiled_with_cxx11_abi()))
+spec = importlib.util.find_spec("horovod")
+if spec and spec.origin:
+    home = pathlib.Path(spec.origin).parent
+    metadata = home / "metadata.json"
+    tell(built_for=json.loads(metadata.read_text()).get("pytorch") if metadata.exists() else None)
+    for extension in home.glob("torch/mpi_lib_v2*.so"):
+        text = re.search(rb"6StatusC[12]ENS0_10StatusTypeE(Ss|NSt7__cxx11)", extension.read_bytes())
+        tell(horovod_abi=text[1] != b"Ss" if text else None)
+import horovod, horovod.torch as hvd
+tell(
+    version=horovod.__version__, cuda=torch.version.cuda, gpus=torch.cuda.device_count(), libmpi=None, mpi_version=None,
+    mpi=bool(hvd.mpi_built()), gloo=bool(hvd.gloo_built()), nccl=bool(hvd.nccl_built()),
+)
+libraries = re.findall(r"(/\\S*/libmpi\\.so\\S*)", pathlib.Path("/proc/self/maps").read_text())
+if libraries:
+    text = ctypes.create_string_buffer(8192)
+    ctypes.CDLL(libraries[0]).MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))
+    tell(libmpi=libraries[0], mpi_version=text.value.decode(errors="replace"))
+"""
+
+# Compiled as torch.compile would: a library with OpenMP that includes Python's header.
+COMPILED = "#include <Python.h>\n#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n"
+
+
+def pinned() -> Iterator[Requirement]:
+    """The requirements of this project as installed, optional ones left out."""
+    for text in importlib.metadata.requires("largebatch") or []:
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield requirement
+
+
+def check_versions() -> Result:
+    """Every pinned package is installed in the pinned version."""
+    name = "package versions"
+    try:
+        requirements = list(pinned())
+    except importlib.metadata.PackageNotFoundError:
+        return Result(name, False, cause=f"this project is not installed for {sys.executable}", fix=INSTALL)
+    for requirement in requirements:
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            return Result(name, False, cause=f"{requirement} is not installed", fix=INSTALL)
+        if not requirement.specifier.contains(version, prereleases=True):
+            cause = f"{requirement} is needed, {version} is installed"
+            return Result(name, False, cause=cause, fix=f"{sys.executable} -m pip install '{requirement}'")
+    return Result(name, True, f"{len(requirements)} packages as pinned")
+
+
+def check_imports(modules: tuple[str, ...] = MODULES, *, limit_s: float = 120) -> Result:
+    """Every package imports, each after the other in one child, and from where it was installed."""
+    name = "package imports"
+    output = run([sys.executable, "-c", IMPORT_EACH, *modules], limit_s=limit_s)
+    shadow = re.search(r"^shadow (?!zoo)(\S+) (.+)$", output.stdout, re.MULTILINE)
+    culprit = re.findall(r"^(?!shadow )(\S+)$", output.stdout, re.MULTILINE)[-1:] or ["the first package"]
+    if shadow:
+        # without the working folder in front the editable installation still finds this project
+        of_path = any(entry and Path(shadow[2]).is_relative_to(Path(entry).resolve()) for entry in python_path())
+        cause = f"{shadow[1]} is imported from {shadow[2]}, which stands in front of the installed one"
+        return Result(name, False, cause=cause, fix="unset PYTHONPATH" if of_path else "export PYTHONSAFEPATH=1")
+    if output.code == 0:
+        return Result(name, True, f"{len(modules)} packages import")
+    if output.code is None:
+        cause = f"importing {culprit[0]} did not end within {limit_s:g} s"
+        return Result(name, False, cause=cause, fix=f"{sys.executable} -X importtime -c 'import {culprit[0]}'")
+    ended = f" {output.how_it_ended}:" if output.code < 0 else " failed:"
+    return Result(name, False, cause=f"importing {culprit[0]}{ended} {output.last_error}", fix=REINSTALL)
+
+
+def python_path() -> list[str]:
+    """The folders of PYTHONPATH."""
+    return os.environ.get("PYTHONPATH", "").split(os.pathsep)
+
+
+def horovod_facts(*, limit_s: float = 120) -> tuple[dict, Output]:
+    """What HOROVOD_FACTS told until it ended (with "version" if Horovod loads), and the child's output."""
+    output = run([sys.executable, "-c", HOROVOD_FACTS], limit_s=limit_s)
+    facts: dict = {}
+    for line in output.stdout.splitlines():
+        if line.startswith("facts "):
+            facts |= json.loads(line.removeprefix("facts "))
+    return facts, output
+
+
+def check_horovod(facts: dict, output: Output) -> Result:
+    """Horovod and its compiled part load, with every symbol that it needs."""
+    name, error = "Horovod imports", output.stderr
+    if "version" in facts:
+        return Result(name, True, f"Horovod {facts['version']}")
+    if re.search(r"No module named 'horovod'", error):
+        return Result(name, False, cause=f"Horovod is not installed for {sys.executable}", fix=INSTALL)
+    if "built_for" in facts and "horovod_abi" not in facts:  # horovod.torch then imports, as an empty shell
+        return Result(name, False, cause="Horovod was installed without its torch extension", fix=REINSTALL)
+    symbol = re.search(r"undefined symbol: (\w+)", error)
+    if symbol:
+        cause = (
+            f"Horovod was compiled for another torch than the one installed (undefined symbol {symbol[1]})"
+        )
+        return Result(name, False, cause=cause, fix=REINSTALL)
+    library = re.search(r"(lib\S+): cannot open shared object file", error)
+    if library:
+        cause = f"{library[1]}, which Horovod was linked with, is not found"
+        return Result(name, False, cause=cause, fix=REINSTALL)
+    if output.code is None:
+        return Result(name, False, cause="importing Horovod did not end in time", fix=REINSTALL)
+    cause = f"importing Horovod {output.how_it_ended}: {output.last_error}"
+    return Result(name, False, cause=cause, fix=REINSTALL)
+
+
+def check_built_for(facts: dict) -> Result:
+    """Horovod was compiled against this very torch, version and C++ ABI: a near one may load and still be wrong."""
+    name = "Horovod's torch"
+    if facts["built_for"] != facts["torch"]:
+        built_for = facts["built_for"] or "an unknown version"
+        cause = f"Horovod was built for torch {built_for}, torch {facts['torch']} is installed"
+        return Result(name, False, cause=cause, fix=REINSTALL)
+    ours, theirs = facts.get("horovod_abi"), facts["torch_abi"]
+    if ours is not None and ours != theirs:
+        cause = f"Horovod was built with _GLIBCXX_USE_CXX11_ABI={ours:d}, torch {facts['torch']} with {theirs:d}"
+        return Result(name, False, cause=cause, fix=f"env -u CXXFLAGS {REINSTALL}")
+    return Result(name, True, f"built for torch {facts['torch']}, C++ ABI {theirs:d}")
+
+
+def check_controllers(facts: dict) -> Result:
+    """horovodrun and mpirun need MPI, horovodrun --gloo needs Gloo."""
+    name = "MPI and Gloo"
+    missing = [label for label, key in (("MPI", "mpi"), ("Gloo", "gloo")) if not facts[key]]
+    if missing:
+        cause = f"Horovod was built without {' and '.join(missing)}"
+        return Result(name, False, cause=cause, fix=REINSTALL)
+    return Result(name, True, "both built")
+
+
+def mpi_number(text: str) -> str:
+    """The first thing in the text that looks like a version: "Open MPI v4.1.8, package: ..." gives 4.1.8."""
+    found = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return found[0] if found else "of unknown version"
+
+
+def check_launchers(facts: dict, *, limit_s: float = 60) -> Result:
+    """mpirun and horovodrun are found, are this installation's, and start the MPI that Horovod loads."""
+    name, activate = "launchers", f". {shlex.quote(str(Path(sys.prefix, 'bin', 'activate')))}"
+    horovodrun, mpirun = shutil.which("horovodrun"), shutil.which("mpirun")
+    if horovodrun is None or mpirun is None:
+        missing = "mpirun" if horovodrun else "horovodrun"
+        return Result(name, False, cause=f"{missing} is not on PATH", fix=activate)
+    if Path(horovodrun).parent.resolve() != Path(sys.executable).parent.resolve():
+        cause = f"horovodrun on PATH is {horovodrun}, which belongs to another Python than {sys.executable}"
+        return Result(name, False, cause=cause, fix=activate)
+    output = run([mpirun, "--version"], limit_s=limit_s)
+    if output.code != 0:
+        cause = f"{mpirun} --version {output.how_it_ended}: {output.last_error}"
+        return Result(name, False, cause=cause, fix=REINSTALL)
+    started, loaded = mpi_number(output.stdout + output.stderr), mpi_number(facts["mpi_version"] or "")
+    if started != loaded:
+        cause = (
+            f"{mpirun} starts MPI {started}, but Horovod loads {facts['libmpi']}, MPI {loaded}: "
+            "every process would believe that it is alone"
+        )
+        return Result(name, False, cause=cause, fix=activate)
+    return Result(name, True, f"MPI {started}, {mpirun}")
+
+
+def check_compiler(*, limit_s: float = 60) -> Result:
+    """The C++ compiler that LAMB's fast path is built with; without one training works, slower."""
+    name, include = "compiler", sysconfig.get_path("include")
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        cause = f"{os.environ.get('CXX', 'g++')} is not found, so LAMB is not compiled and its steps take longer"
+        return Result(name, True, cause=cause, fix="unset CXX" if "CXX" in os.environ else "sudo apt-get install g++")
+    if not Path(include, "Python.h").exists():
+        cause = f"there is no Python.h in {include}, so LAMB is not compiled and its steps take longer"
+        fix = f"sudo apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-dev"
+        return Result(name, True, cause=cause, fix=fix)
+    options = ["-std=c++17", "-shared", "-fPIC", "-fopenmp", f"-I{include}"]
+    output = run([compiler, *options, "-x", "c++", "-", "-o", "/dev/null"], limit_s=limit_s, stdin=COMPILED)
+    if output.code != 0:
+        found = re.search(r"error: (.*)", output.stderr)
+        error = found[1] if found else output.last_error
+        cause = f"{compiler}, which is to compile LAMB, {output.how_it_ended}: {error}"
+        return Result(name, False, cause=cause, fix="unset CXX" if "CXX" in os.environ else "sudo apt-get install g++")
+    return Result(name, True, f"{compiler} compiles")

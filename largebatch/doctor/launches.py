@@ -1,0 +1,110 @@
+"""The check that counts: two real processes under each launcher; and where they fail, which variable is to blame."""
+
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+
+from largebatch.doctor.result import REINSTALL, Output, Result, run
+
+# Run by each of the two ranks. Integers in float64: the sum is exact whatever the order of adding.
+ALLREDUCE = """
+import sys
+import torch
+import horovod.torch as hvd
+hvd.init()
+device = torch.device(sys.argv[1], hvd.local_rank()) if sys.argv[1] == "cuda" else torch.device("cpu")
+mine = torch.arange(1000, dtype=torch.float64, device=device) + 1000 * hvd.rank()
+total = hvd.allreduce(mine, op=hvd.Sum, name="largebatch.doctor").sum().item()
+print(f"rank={hvd.rank()} size={hvd.size()} total={total:.0f}.", flush=True)
+hvd.shutdown()
+"""
+RANKS = 2
+EXPECTED_TOTAL = sum(value + 1000 * rank for rank in range(RANKS) for value in range(1000))
+
+LAUNCHES: dict[str, list[str]] = {
+    "mpirun": ["mpirun", "-np", str(RANKS)],
+    "horovodrun": ["horovodrun", "-np", str(RANKS)],
+    "horovodrun --gloo": ["horovodrun", "--gloo", "-np", str(RANKS)],
+}
+
+# Variables that launchers, MPI, Gloo, NCCL and Horovod obey, but for those that installing set or a site needs.
+OBEYED = re.compile(r"(HOROVOD|OMPI|OPAL|ORTE|PRTE|PMIX?|SLURM|UCX|FI|NCCL|GLOO|HYDRA)_|LD_PRELOAD$|TMPDIR$")
+WANTED = re.compile(r"ALLOW_RUN_AS_ROOT|oversubscribe|_policy$|yield_when_idle|OPAL_PREFIX$")
+
+
+def check_allreduce(launch: str, *, device: str = "cpu", limit_s: float = 120) -> Result:
+    """Two real processes reduce a tensor, and both must print the exact sum."""
+    name = f"{RANKS}-process allreduce, {launch}"
+    command = [*LAUNCHES[launch], sys.executable, "-c", ALLREDUCE, device]
+    output = run(command, limit_s=limit_s)
+    if summed(output):
+        return Result(name, True, f"the sum is exactly {EXPECTED_TOTAL} on {device}")
+    cause, fix = explain(output, launch, limit_s=limit_s)
+    culprit = blame(command, limit_s=limit_s)
+    if culprit:
+        cause, fix = f"{cause}; without {culprit}={os.environ[culprit]} it works", f"unset {culprit}"
+    return Result(name, False, cause=cause, fix=fix)
+
+
+def answers(output: Output) -> list[tuple[int, int, int]]:
+    """(rank, size, total) as printed by each process."""
+    found = re.findall(r"rank=(\d+) size=(\d+) total=(\d+)\.", output.stdout)
+    return [(int(rank), int(size), int(total)) for rank, size, total in found]
+
+
+def summed(output: Output) -> bool:
+    """Whether the launch ended well and every rank had the exact sum."""
+    return output.code == 0 and sorted(answers(output)) == [(rank, RANKS, EXPECTED_TOTAL) for rank in range(RANKS)]
+
+
+def explain(output: Output, launch: str, *, limit_s: float) -> tuple[str, str]:
+    """Cause and fix of a launch that went wrong, by what it printed."""
+    by_hand = shlex.join([*LAUNCHES[launch], sys.executable, "-c", "import horovod.torch as hvd; hvd.init()"])
+    if output.code is None:
+        return f"no answer within {limit_s:.3g} s", f"HOROVOD_LOG_LEVEL=debug {by_hand}"
+    got = answers(output)
+    if {size for _, size, _ in got} == {1}:
+        cause = f"{RANKS} processes were started, but each sees a size of 1: it is not its MPI that started them"
+        return cause, REINSTALL
+    if output.code != 0:
+        return f"{launch} {output.how_it_ended}: {output.last_error}", by_hand
+    if {rank for rank, _, _ in got} != set(range(RANKS)):
+        return f"{len(got)} of {RANKS} processes answered", by_hand
+    totals = ", ".join(str(total) for total in sorted({total for _, _, total in got}))
+    return f"the sum should be {EXPECTED_TOTAL}, it is {totals}", REINSTALL
+
+
+def blame(command: list[str], *, limit_s: float) -> str:
+    """The variable without which a failing launch works, or an empty text.
+
+    All are taken away first. If that helps, they are given back by halves: the first so many work, one more fails.
+    """
+    names = sorted(name for name in os.environ if OBEYED.match(name) and not WANTED.search(name))
+
+    def works(given: int, *, limit_s: float) -> bool:
+        taken = names[given:]
+        environment = {name: value for name, value in os.environ.items() if name not in taken}
+        return summed(run(command, limit_s=limit_s, environment=environment))
+
+    began = time.monotonic()
+    if not names or not works(0, limit_s=limit_s):
+        return ""
+    enough_s = min(limit_s, 2 + 3 * (time.monotonic() - began))
+    return names[last_working(lambda given: works(given, limit_s=enough_s), len(names))]
+
+
+def last_working(works: Callable[[int], bool], too_many: int) -> int:
+    """The largest count below `too_many` that works, given that 0 works and `too_many` does not."""
+    low, high = 0, too_many
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if works(middle) else (low, middle)
+    return low
+
+
+def device_for_launches(facts: dict, device: str) -> str:
+    """cuda where both ranks can have a GPU of their own, as NCCL asks for; otherwise cpu."""
+    return "cuda" if device != "cpu" and facts["nccl"] and facts["gpus"] >= RANKS else "cpu"

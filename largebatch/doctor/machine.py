@@ -1,0 +1,169 @@
+"""Checks of this host and shell: what fails here looks like a fault of MPI or Horovod later."""
+
+import os
+import resource
+import shutil
+import socket
+from pathlib import Path
+
+from largebatch.doctor.result import REINSTALL, Result, run
+
+# As in comm.LAUNCHER_SIZES: with more than 1 in one of these a program started by itself refuses to run.
+LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "WORLD_SIZE")
+MIB, GIB = 2**20, 2**30
+NEEDED_SHM_BYTES = 64 * MIB  # the ranks of a host exchange messages there: Open MPI 4 MB per rank, NCCL more
+NEEDED_DISK_BYTES = 2 * GIB  # two checkpoints of ViT-B/32 and a third being written
+NEEDED_MEMORY_BYTES = 4 * GIB  # two ranks that train the quick start
+NEEDED_FILES = 256  # Open MPI hangs or crashes below about 50; a loader holds a quarter of the limit
+
+
+def check_launcher_variables() -> Result:
+    """No variable says that this shell is one rank of a launch."""
+    name = "launcher variables"
+    leftover = [name for name in LAUNCHER_SIZES if os.environ.get(name, "") not in ("", "1")]
+    if "SLURM_JOB_ID" not in os.environ and os.environ.get("SLURM_NTASKS", "") not in ("", "1"):
+        leftover.append("SLURM_NTASKS")
+    if not leftover:
+        return Result(name, True, "none left over")
+    seen = ", ".join(f"{name}={os.environ[name]}" for name in leftover)
+    cause = f"{seen} is set, as in a rank of a launch, so a program started by itself would refuse to train alone"
+    return Result(name, False, cause=cause, fix=f"unset {' '.join(leftover)}")
+
+
+def check_hostname() -> Result:
+    """Gloo connects to the address of this machine's own name: it crashes without one and waits for a wrong one."""
+    name, host = "host name", socket.gethostname()
+    fix = f"echo '127.0.0.1 {host}' | sudo tee -a /etc/hosts"
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return Result(name, False, cause=f"the name of this machine, {host}, does not resolve", fix=fix)
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            cause = f"the name of this machine, {host}, resolves to {address}, an address of another machine"
+            return Result(name, False, cause=cause, fix=f"sudo sed -i '/\\b{host}\\b/d' /etc/hosts; {fix}")
+    return Result(name, True, f"{host} is {address}")
+
+
+def check_shared_memory(folder: str = "/dev/shm") -> Result:
+    """The ranks of one host exchange messages through files in /dev/shm."""
+    name = "shared memory"
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        fix = f"sudo mkdir -p {folder} && sudo mount -t tmpfs -o mode=1777 tmpfs {folder}"
+        return Result(name, False, cause=f"{folder} is not a folder in which files can be made", fix=fix)
+    free = shutil.disk_usage(folder).free
+    if free < NEEDED_SHM_BYTES:
+        cause = f"{folder} has {free // MIB} MiB free, {NEEDED_SHM_BYTES // MIB} are needed (docker: --shm-size=1g)"
+        return Result(name, False, cause=cause, fix=f"sudo mount -o remount,size=1g {folder}")
+    return Result(name, True, f"{free / GIB:.1f} GiB free in {folder}")
+
+
+def check_disk(folder: str = ".") -> Result:
+    """Where this was started, under which run folders are made, there is room for checkpoints."""
+    name, free = "disk", shutil.disk_usage(folder).free
+    if free < NEEDED_DISK_BYTES:
+        cause = f"{free / GIB:.1f} GiB free in {os.path.abspath(folder)}, checkpoints need {NEEDED_DISK_BYTES // GIB}"
+        return Result(name, False, cause=cause, fix=f"df -h {os.path.abspath(folder)}")
+    return Result(name, True, f"{free / GIB:.0f} GiB free")
+
+
+def check_open_files() -> Result:
+    """MPI opens pipes and sockets for each rank, the loader a file per shard."""
+    name, (soft, hard) = "open files", resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < NEEDED_FILES:
+        may_raise = hard < 0 or hard >= NEEDED_FILES
+        fix = "ulimit -n $(ulimit -H -n)" if may_raise else f"sudo prlimit --pid $$ --nofile={2**16}"
+        return Result(name, False, cause=f"a process may have {soft} files open, {NEEDED_FILES} are needed", fix=fix)
+    return Result(name, True, f"{soft} allowed per process")
+
+
+def available_memory() -> int:
+    """Bytes: what the kernel says is available, and at most what the cgroup of this process allows."""
+    meminfo = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            available = min(available, int(Path(path).read_text()))
+        except (OSError, ValueError):  # another version of cgroups, or "max"
+            pass
+    return available
+
+
+def check_memory() -> Result:
+    """Enough for two ranks, and no limit on address space, of which torch reserves far more than it uses."""
+    name, limit = "memory", resource.getrlimit(resource.RLIMIT_AS)[0]
+    if 0 <= limit < NEEDED_MEMORY_BYTES:
+        cause = f"the address space of a process is limited to {limit // MIB} MiB"
+        return Result(name, False, cause=cause, fix="ulimit -v unlimited")
+    available = available_memory()
+    if available < NEEDED_MEMORY_BYTES:
+        cause = f"{available / GIB:.1f} GiB available, two ranks of the quick start need {NEEDED_MEMORY_BYTES // GIB}"
+        return Result(name, False, cause=cause, fix="ps aux --sort=-rss | head")
+    return Result(name, True, f"{available / GIB:.0f} GiB available")
+
+
+def check_threads() -> Result:
+    """OMP_NUM_THREADS counts for each rank; torch shares the cores well where it is not set."""
+    name, text, cores = "threads", os.environ.get("OMP_NUM_THREADS", ""), len(os.sched_getaffinity(0))
+    if not text:
+        return Result(name, True, f"{cores} cores, shared by the ranks")
+    first = text.split(",")[0]
+    if not first.isdigit() or not int(first):
+        cause = f"OMP_NUM_THREADS is {text!r}, which is no number of threads"
+        return Result(name, False, cause=cause, fix="unset OMP_NUM_THREADS")
+    if int(first) > cores:
+        cause = f"OMP_NUM_THREADS is {first} for each rank, but there are {cores} cores: ranks will slow one another"
+        return Result(name, True, cause=cause, fix="unset OMP_NUM_THREADS")
+    return Result(name, True, f"{first} per rank on {cores} cores")
+
+
+def visible_gpus(*, limit_s: float = 60) -> int:
+    """Number of GPUs that the driver shows, torch not asked: torch without CUDA sees none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    return sum(line.startswith("GPU ") for line in run([tool, "-L"], limit_s=limit_s).stdout.splitlines())
+
+
+def check_gpu(facts: dict, device: str) -> Result:
+    """On a machine with GPUs, torch sees them and Horovod reduces them with NCCL."""
+    name = "GPU and NCCL"
+    if device == "cpu":
+        return Result(name, True, "not looked at (--device cpu)")
+    gpus = visible_gpus()
+    if gpus == 0:
+        if device == "cuda":
+            cause = "--device cuda was given, but no GPU is visible"
+            return Result(name, False, cause=cause, fix="nvidia-smi -L")
+        return Result(name, True, "no GPU is visible, training uses the CPU")
+    if facts["cuda"] is None:
+        cause = (
+            f"{gpus} GPUs are visible, but torch {facts['torch']} was built without CUDA "
+            "(pip's own settings may point to a CPU build)"
+        )
+        return Result(name, False, cause=cause, fix=f"PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= {REINSTALL}")
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        cause = f"{gpus} GPUs are there, but CUDA_VISIBLE_DEVICES hides them all"
+        return Result(name, False, cause=cause, fix="unset CUDA_VISIBLE_DEVICES")
+    if facts["gpus"] == 0:
+        cause = (
+            f"{gpus} GPUs are visible, but torch (CUDA {facts['cuda']}) sees none: the driver may be too old"
+        )
+        return Result(name, False, cause=cause, fix="nvidia-smi")
+    if not facts["nccl"]:
+        cause = f"{gpus} GPUs are visible, but Horovod was built without NCCL"
+        return Result(name, False, cause=cause, fix=f"CUDA_HOME=/usr/local/cuda OPERATIONS=nccl {REINSTALL}")
+    return Result(name, True, f"{facts['gpus']} GPUs, CUDA {facts['cuda']}, NCCL")
+
+
+CHECKS = (
+    check_launcher_variables,
+    check_hostname,
+    check_shared_memory,
+    check_disk,
+    check_open_files,
+    check_memory,
+    check_threads,
+)

@@ -1,0 +1,79 @@
+"""The answer of a check, and how a program is run to get it."""
+
+import os
+import signal
+import subprocess
+from dataclasses import dataclass
+
+INSTALL = "mpi_scripts/install.sh"
+REINSTALL = "mpi_scripts/install.sh --force"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of one check. `detail` says what was found; `cause` and `fix` what is wrong and one command against it.
+
+    A check that passed with a cause is a note: training works, but not as well as it could.
+    """
+
+    name: str
+    ok: bool
+    detail: str = ""
+    cause: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        """One line, or three where there is something to do."""
+        if not self.cause:
+            return f"ok    {self.name}: {self.detail}"
+        return f"{'note' if self.ok else 'FAIL'}  {self.name}\n      cause: {self.cause}\n      fix:   {self.fix}"
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a child process left. `code` is negative for a signal and None when it ran out of time."""
+
+    code: int | None
+    stdout: str
+    stderr: str
+
+    @property
+    def last_error(self) -> str:
+        """The last line with a word in it: of what was said on stderr, if anything was."""
+        for text in (self.stderr, self.stdout):
+            lines = [line.strip() for line in text.splitlines() if line.strip(" -*")]
+            if lines:
+                return lines[-1][:300]
+        return "no message"
+
+    @property
+    def how_it_ended(self) -> str:
+        if self.code is None:
+            return "did not end in time"
+        signum = -self.code if self.code < 0 else self.code - 128
+        if 0 < signum < signal.NSIG:
+            return f"was killed by {signal.Signals(signum).name}"
+        return f"ended with exit code {self.code}"
+
+
+def run(
+    command: list[str], *, limit_s: float, environment: dict[str, str] | None = None, stdin: str = ""
+) -> Output:
+    """Run a command in its own process group, which is killed as a whole when the time is up."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        env=environment,
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(stdin, timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            stdout, stderr = process.communicate()
+            return Output(None, stdout, stderr)
+    return Output(process.returncode, stdout, stderr)
