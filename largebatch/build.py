@@ -39,7 +39,10 @@ def program(read: Callable[[], TrainConfig]) -> Iterator[tuple[TrainConfig, Comm
         config = read()
     except ValueError as error:
         mistake = error
-    with session(deterministic=config.run.deterministic) as comm:
+    run = config.run
+    with session(
+        deterministic=run.deterministic, fusion_threshold_mb=run.fusion_threshold_mb, cycle_time_ms=run.cycle_time_ms
+    ) as comm:
         with comm.together("command line"):
             if mistake:
                 raise mistake
@@ -142,7 +145,9 @@ def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
     impl = lamb_impl(comm, device)
     with comm.together("building"):
         model = build_model(config).to(device)
-        optimizer = comm.wrap(_optimizer(config, model, impl=impl), model, passes=passes)
+        optimizer = comm.wrap(
+            _optimizer(config, model, impl=impl), model, passes=passes, compression=config.run.compression
+        )
         init_state(optimizer)
         trainer = _assemble(config, comm, model=model, optimizer=optimizer, train=train, held_out=held_out)
     if not checkpoint.resume(config, trainer):
@@ -188,7 +193,7 @@ def _assemble(
         model=model,
         objective=classification,
         optimizer=optimizer,
-        scaler=torch.amp.GradScaler(device.type, enabled=config.run.precision == "fp16"),
+        scaler=torch.amp.GradScaler(device.type, enabled="fp16" in (config.run.precision, config.run.compression)),
         base_lr=_peak_lr(config),
         schedule=_schedule(config, plan),
         plan=plan,

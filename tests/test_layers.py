@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-GROUND = {"largebatch.config", "largebatch.comm"}
+GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}
 DATA = {"largebatch.data." + name for name in ("records", "index", "order", "dali", "sources")}
 PARTS = {"largebatch." + name for name in ("optim", "schedules", "augment", "losses")} | DATA
 RUN = {"largebatch." + name for name in ("engine", "hooks", "checkpoint", "curves")}
@@ -24,7 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     # ground
     "largebatch": set(),
     "largebatch.config": set(),
-    "largebatch.comm": set(),
+    "largebatch.comm": {"largebatch.compression"},
+    "largebatch.compression": set(),
     # parts: they know one process; only the files of data know each other
     "largebatch.optim": set(),
     "largebatch.schedules": set(),

@@ -75,12 +75,14 @@ def small_trainer(
     preset: str = "paper",
     lr: float = 0.01,
     clip_norm: float | None = 1.0,
+    compression: str = "none",
 ) -> Trainer:
     model = (model or small_model()).to(dtype)
     optimizer = comm.wrap(
         build_optimizer(model, lr=lr, weight_decay=0.1, preset=preset, impl="eager"),
         model,
         passes=passes,
+        compression=compression,
     )
     init_state(optimizer)
 
@@ -94,7 +96,7 @@ def small_trainer(
         model=model,
         objective=classification,
         optimizer=optimizer,
-        scaler=torch.amp.GradScaler("cpu", enabled=precision == "fp16"),
+        scaler=torch.amp.GradScaler("cpu", enabled="fp16" in (precision, compression)),
         base_lr=lr,
         schedule=lambda step: 1 / (1 + step),
         plan=plan,
