@@ -40,7 +40,10 @@ def program(read: Callable[[], TrainConfig]) -> Iterator[tuple[TrainConfig, Comm
         config = read()
     except ValueError as error:
         mistake = error
-    with session(deterministic=config.run.deterministic) as comm:
+    run = config.run
+    with session(
+        deterministic=run.deterministic, fusion_threshold_mb=run.fusion_threshold_mb, cycle_time_ms=run.cycle_time_ms
+    ) as comm:
         with comm.together("command line"):
             if mistake:
                 raise mistake
@@ -152,7 +155,9 @@ def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
     impl = lamb_impl(comm, device) if config.optim.name == "lamb" else None
     with comm.together("building"):
         model = build_model(config, device)
-        optimizer = comm.wrap(_optimizer(config, model, impl=impl), model, passes=passes)
+        optimizer = comm.wrap(
+            _optimizer(config, model, impl=impl), model, passes=passes, compression=config.run.compression
+        )
         init_state(optimizer)
         trainer = _assemble(config, comm, model=model, optimizer=optimizer, train=train, held_out=held_out)
     average = next((hook.model for hook in trainer.hooks if isinstance(hook, Ema)), None)
@@ -199,7 +204,7 @@ def _assemble(
         model=model,
         objective=classification,
         optimizer=optimizer,
-        scaler=torch.amp.GradScaler(device.type, enabled=config.run.precision == "fp16"),
+        scaler=torch.amp.GradScaler(device.type, enabled="fp16" in (config.run.precision, config.run.compression)),
         base_lr=_peak_lr(config),
         schedule=_schedule(config, plan),
         plan=plan,

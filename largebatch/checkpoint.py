@@ -54,6 +54,9 @@ MAY_DIFFER = {  # options that change how a run is watched, not what it computes
     "run.eval_every",
     "run.max_skipped_steps",
     "run.device",
+    "run.fusion_threshold_mb",
+    "run.cycle_time_ms",
+    "model.grad_checkpointing",
     "data.num_threads",
     "data.eval_batch_size",
 }

@@ -13,7 +13,7 @@ import sys
 import traceback
 import types
 from contextlib import contextmanager
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Iterator, Literal, Mapping, Sequence
 
 import horovod.torch as hvd
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch import agreement
+from largebatch.compression import Fp16
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +37,22 @@ class Stopped(Exception):
 class Communicator:
     """Rank, size and collectives of one process. Every collective has a name, the same on all ranks."""
 
-    def __init__(self, *, deterministic: bool = False) -> None:
+    def __init__(
+        self, *, deterministic: bool = False, fusion_threshold_mb: int | None = None, cycle_time_ms: float | None = None
+    ) -> None:
         """Start Horovod. deterministic: reduce each tensor by itself, so that sums repeat to the last bit.
 
-        RuntimeError if a launcher announced several processes and Horovod sees only this one.
+        The other two are Horovod's, in MiB and ms; None leaves them to the environment.
+        ValueError for settings that contradict each other, RuntimeError if a launcher announced several processes and
+        Horovod sees only this one.
         """
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_SHUTDOWN_S))
+        if fusion_threshold_mb is not None:
+            if deterministic:
+                raise ValueError("--run.deterministic reduces each gradient by itself: drop --run.fusion_threshold_mb.")
+            _set_variable("HOROVOD_FUSION_THRESHOLD", fusion_threshold_mb * 2**20, option="run.fusion_threshold_mb")
+        if cycle_time_ms is not None:
+            _set_variable("HOROVOD_CYCLE_TIME", cycle_time_ms, option="run.cycle_time_ms")
         if deterministic:
             if os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
                 raise ValueError("--run.deterministic cannot be kept with HOROVOD_AUTOTUNE: unset one of them.")
@@ -151,28 +162,45 @@ class Communicator:
 
     # -- the step ----------------------------------------------------------------------------------------------
 
-    def wrap(self, optimizer: Optimizer, model: nn.Module, *, passes: int) -> Optimizer:
+    def wrap(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        passes: int,
+        compression: Literal["none", "fp16"] | None = None,
+    ) -> Optimizer:
         """Horovod's DistributedOptimizer: gradients are summed over `passes` and averaged over ranks.
 
         It is a new instance of the optimizer's class made from the param groups alone: state starts empty, so
         wrap first and load afterwards. Wrap again (the instance or its wrapper) after unfreezing parameters.
+        compression: the type on the wire; None means none, and when wrapping again, as before. With fp16, train with
+        an enabled GradScaler: without one, small gradients lose digits.
         ValueError for parameters that Horovod cannot reduce.
         """
         for name, parameter in model.named_parameters():
             if parameter.dtype not in (torch.float32, torch.float64):
                 raise ValueError(
-                    f"Parameter {name} is {parameter.dtype}, which is not reduced here: keep parameters in float32 and "
-                    "set --run.precision for the compute type."
+                    f"Parameter {name} is {parameter.dtype}, which is not reduced here: keep parameters in float32 "
+                    "(model.float()) and let autocast compute in another type, with --run.precision or "
+                    "Trainer(precision=...)."
                 )
             if not parameter.is_contiguous():
                 raise ValueError(f"Parameter {name} is not contiguous: channels-last may be used for activations only.")
         state = optimizer.state
+        if compression is None:
+            compression = "fp16" if isinstance(getattr(optimizer, "_compression", None), Fp16) else "none"
         if hasattr(optimizer, "_grad_accs"):  # drops the hooks of an earlier wrapper
             optimizer._grad_accs.clear()
             optimizer.__class__ = type(optimizer).__mro__[1]
         wrapped = hvd.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=passes
+            optimizer,
+            named_parameters=model.named_parameters(),
+            backward_passes_per_step=passes,
+            compression=Fp16(self.size) if compression == "fp16" else hvd.Compression.none,
+            op=hvd.Sum if compression == "fp16" else hvd.Average,  # ours divides before it casts
         )
+        wrapped.peak = None
         wrapped.state.update(state)
         wrapped.reduced = {parameter for parameter in _parameters(wrapped) if parameter.requires_grad}
         wrapped.zero_grad = types.MethodType(_zero_grad, wrapped)
@@ -191,6 +219,14 @@ class Communicator:
                 "reduced: call Communicator.wrap again after changing requires_grad."
             )
         optimizer.synchronize()  # type: ignore[attr-defined]
+        compression = getattr(optimizer, "_compression")
+        setattr(optimizer, "peak", compression.take_peak() if isinstance(compression, Fp16) else None)
+
+    def peak_sent(self, optimizer: Optimizer) -> float | None:
+        """Largest absolute value of this rank's gradient in the last window, before it was compressed, loss scale
+        included; None where nothing is compressed, as on one rank."""
+        peak: Tensor | None = getattr(optimizer, "peak", None)
+        return None if peak is None else float(peak)
 
     def apply(self, optimizer: Optimizer, scaler: torch.amp.GradScaler, grad_norm: Tensor) -> bool:
         """Step with the gradients as they are, unless their norm is not finite; say whether it was done.
@@ -239,13 +275,17 @@ class Communicator:
 
 
 @contextmanager
-def session(*, deterministic: bool = False) -> Iterator[Communicator]:
+def session(
+    *, deterministic: bool = False, fusion_threshold_mb: int | None = None, cycle_time_ms: float | None = None
+) -> Iterator[Communicator]:
     """A Communicator for one program. Whatever goes wrong ends all ranks with a non-zero exit and its cause.
 
     Exit code 2 for `Stopped` (all ranks agreed), 1 for a failure of this rank alone.
     """
     try:
-        comm = Communicator(deterministic=deterministic)
+        comm = Communicator(
+            deterministic=deterministic, fusion_threshold_mb=fusion_threshold_mb, cycle_time_ms=cycle_time_ms
+        )
     except (RuntimeError, ValueError) as error:  # every rank sees the same environment
         sys.exit(f"largebatch: {error}")
     try:
@@ -266,6 +306,17 @@ def session(*, deterministic: bool = False) -> Iterator[Communicator]:
 def _uuid(device: torch.device) -> str:
     """What tells one GPU from another across hosts and CUDA_VISIBLE_DEVICES; empty for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def _set_variable(name: str, value: float, *, option: str) -> None:
+    """Set a variable that Horovod reads when it starts; ValueError if the environment says something else."""
+    present = os.environ.setdefault(name, str(value))
+    try:
+        same = float(present) == value
+    except ValueError:
+        same = False
+    if not same:
+        raise ValueError(f"--{option} means {name}={value}, and the environment has {present}: unset one of them.")
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -51,17 +51,32 @@ class Guards(Hook):
         self.in_a_row = 0 if output.applied else self.in_a_row + 1
         if output.applied:
             return
-        finite = trainer.comm.allgather_object(bool(torch.isfinite(output.loss_sum)), name="guards/finite")
-        ranks = ", ".join(str(rank) for rank, is_finite in enumerate(finite) if not is_finite)
-        cause = f"the loss is not finite on rank {ranks}" if ranks else "the loss is finite on every rank"
+        cause, advice = self.explain(trainer, output)
         norm, step = float(output.grad_norm), trainer.state.step
         if trainer.comm.rank == 0:
             logger.warning("step %d skipped: the norm of its gradient is %s; %s", step, norm, cause)
         if self.in_a_row >= self.max_skipped_steps:
             raise Stopped(
                 f"Training stopped at step {step}: {self.in_a_row} steps in a row had a gradient that is not finite "
-                f"(--run.max_skipped_steps), and {cause}; lower --optim.lr, or use --run.precision bf16 or fp32."
+                f"(--run.max_skipped_steps), and {cause}; {advice}."
             )
+
+    def explain(self, trainer: Trainer, output: StepOutput) -> tuple[str, str]:
+        """Why the gradient is not finite, the model or the cast to fp16 on the wire, and what to change."""
+        advice = "lower --optim.lr, or use --run.precision bf16 or fp32"
+        mine = bool(torch.isfinite(output.loss_sum)), trainer.comm.peak_sent(trainer.optimizer)
+        finite, peaks = zip(*trainer.comm.allgather_object(mine, name="guards/finite"))
+        ranks = ", ".join(str(rank) for rank, is_finite in enumerate(finite) if not is_finite)
+        if ranks:
+            return f"the loss is not finite on rank {ranks}", advice
+        if not all(peak is not None and math.isfinite(peak) for peak in peaks):
+            return "the loss is finite on every rank", advice
+        scale = f"loss scale now {trainer.scaler.get_scale():g}" if trainer.scaler.is_enabled() else "no loss scale"
+        return (
+            f"every rank's own was finite, at most {max(peaks):.3g}, and overflowed in fp16 on the wire ({scale}), "
+            "which --run.compression none avoids",
+            "set that",
+        )
 
 
 class Checkpoint(Hook):

@@ -128,6 +128,10 @@ def test_a_batch_that_does_not_divide_names_the_nearest(ranks, batch, micro, wor
         (["--schedule.scaling", "sqrt"], "linear and sqrt need a reference batch"),
         (["--model.drop_rate", "1"], "--model.drop_rate is 1.0: expected 0 <= rate < 1."),
         (["--optim.clip_norm", "0"], "--optim.clip_norm is 0.0: expected a positive norm, or null for no clip."),
+        (["--run.cycle_time_ms", "0"], "--run.cycle_time_ms is 0.0: expected a time above 0, or null."),
+        (["--run.fusion_threshold_mb", "-1"], "--run.fusion_threshold_mb is -1: expected 0 or more, or null."),
+        (["--run.fusion_threshold_mb", "8", "--run.deterministic", "true"], "what is fused depends on timing"),
+        (["--run.compression", "adasum"], "run.compression"),
     ],
 )
 def test_a_mistake_is_one_sentence(argv, sentence):

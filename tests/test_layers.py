@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-GROUND = {"largebatch.config", "largebatch.comm"}  # agreement is comm's own
+GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # agreement is comm's own
 DATA = {"largebatch.data." + name for name in ("records", "index", "order", "dali", "sources")}
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".lars", ".apex_lamb", ".factory")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
@@ -26,7 +26,8 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch": set(),
     "largebatch.config": set(),
     "largebatch.agreement": set(),
-    "largebatch.comm": {"largebatch.agreement"},
+    "largebatch.compression": set(),
+    "largebatch.comm": {"largebatch.agreement", "largebatch.compression"},
     # parts: they know one process; only the files of one package know each other
     "largebatch.optim": OPTIM,
     "largebatch.optim.lamb": set(),

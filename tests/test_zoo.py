@@ -115,6 +115,36 @@ def test_timms_interface_is_there():
     assert {"pos_embed", "cls_token"} <= model.no_weight_decay()
 
 
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_recomputed_blocks_draw_what_they_drew(compute):
+    """With every kind of dropout the loss and each gradient keep their bits."""
+    rates = dict.fromkeys(RATES, 0.1)
+    results = []
+    for grad_checkpointing in (False, True):
+        torch.manual_seed(0)
+        options = {"img_size": 32, "num_classes": 5, "grad_checkpointing": grad_checkpointing, **rates}
+        model = create_model("vit_ti16", **options).train()
+        nn.init.normal_(model.head.weight)
+        assert model.grad_checkpointing == grad_checkpointing
+        runs = count_forwards(model.blocks[3])
+        torch.manual_seed(1)
+        with torch.autocast("cpu", compute, enabled=compute != torch.float32):
+            loss = model(torch.randn(6, 3, 32, 32)).square().sum()
+        drawn_before = torch.get_rng_state()
+        loss.backward()
+        assert torch.equal(torch.get_rng_state(), drawn_before)  # the next micro-batch draws as it would
+        assert len(runs) == 1 + grad_checkpointing
+        results.append([loss, *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(kept, recomputed) and kept.any() for kept, recomputed in zip(*results))
+
+
+def count_forwards(module: nn.Module) -> list[None]:
+    """A list that grows with every forward pass of a module."""
+    runs: list[None] = []
+    module.register_forward_pre_hook(lambda *_: runs.append(None))
+    return runs
+
+
 @pytest.mark.parametrize("img_size, nearest", [(250, "224 or 256"), (20, "32"), (0, "32"), (-32, "32")])
 def test_an_img_size_between_patches_is_refused(img_size, nearest):
     with pytest.raises(ValueError, match=f"img_size {img_size} .*vit_b32.*size 32.*nearest being {nearest}$"):

@@ -39,6 +39,7 @@ def create_model(
     proj_drop_rate: float = 0.0,
     attn_drop_rate: float = 0.0,
     drop_path_rate: float = 0.0,
+    grad_checkpointing: bool = False,
 ) -> nn.Module:
     """Build a model of the zoo: images (B, 3, img_size, img_size) -> logits (B, num_classes).
 
@@ -46,6 +47,8 @@ def create_model(
     `load_weights`); without it the model is initialised from torch's global random state.
     The rates are timm's: drop_rate is before the head only; dropout as in the ViT paper, after the position
     embedding, the projections and the MLP, is pos_drop_rate and proj_drop_rate.
+    grad_checkpointing: keep only the blocks' inputs for the backward pass and compute the rest again, with the same
+    random draws; `set_grad_checkpointing` of the model switches it later.
 
     Raises ValueError for an unknown name, a size that the model cannot take, a rate outside [0, 1) and
     weights that do not fit.
@@ -67,6 +70,9 @@ def create_model(
     if num_classes < 0:
         raise ValueError(f"num_classes of {name} is {num_classes}, expected 1 or more, or 0 for features")
     model = MODELS[name](img_size=img_size, num_classes=num_classes, **rates)
+    if grad_checkpointing:
+        set_grad_checkpointing: Callable[[bool], None] = getattr(model, "set_grad_checkpointing")
+        set_grad_checkpointing(True)
     if weights is not None:
         load_weights(model, weights)
     return model

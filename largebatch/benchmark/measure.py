@@ -6,8 +6,8 @@ of their ratios round by round: what slows the machine for a while slows both. B
 the memory that it adds, and once more all together to warm up.
 """
 
-import ctypes
 import csv
+import ctypes
 import datetime
 import gc
 import importlib.metadata

@@ -14,6 +14,11 @@ def test_traps(ranks, launcher):
     check_on_ranks("test_traps.py", ranks=ranks, launcher=launcher)
 
 
+@pytest.mark.parametrize("ranks, launcher", [(1, "mpirun"), (2, "mpirun"), (3, "mpirun"), (2, "horovodrun --gloo")])
+def test_levers(ranks, launcher):
+    check_on_ranks("test_levers.py", ranks=ranks, launcher=launcher)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_data(ranks):
     check_on_ranks("test_data.py", ranks=ranks)

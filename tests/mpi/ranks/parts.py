@@ -12,6 +12,7 @@ from largebatch.data.order import MicroBatch, Plan
 from largebatch.engine import Trainer
 from largebatch.losses import classification
 from largebatch.optim import build_optimizer, init_state
+from zoo.vit import VisionTransformer
 
 CLASSES = 7
 
@@ -26,6 +27,29 @@ def small_model(*, dropout: float = 0.0, seed: int = 0) -> nn.Sequential:
         nn.Dropout(dropout),
         nn.Linear(32, CLASSES),
     )
+
+
+def tiny_vit(**rates: float) -> nn.Module:
+    """timm's class with three blocks, for images (B, 3, 8, 8)."""
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        img_size=8, patch_size=4, embed_dim=16, depth=3, num_heads=2, num_classes=CLASSES, **rates
+    )
+    nn.init.normal_(model.head.weight)
+    return model
+
+
+def seen_by_optimizer(trainer: Trainer, batches: Iterator[Batch]) -> tuple[list[Tensor], float]:
+    """Gradients and their norm in one step of the trainer."""
+    gradients: list[Tensor] = []
+
+    def keep(*_) -> None:  # Horovod's wrapper runs the hooks of step() twice
+        gradients[:] = [parameter.grad.clone() for parameter in trainer.model.parameters()]
+
+    handle = trainer.optimizer.register_step_pre_hook(keep)
+    output = trainer.train_step(batches)
+    handle.remove()
+    return gradients, float(output.grad_norm)
 
 
 def images(samples: list[int], *, dtype: torch.dtype) -> Tensor:
@@ -51,11 +75,12 @@ def small_trainer(
     optimizer_name: str = "lamb",
     lr: float = 0.01,
     clip_norm: float | None = 1.0,
+    compression: str = "none",
 ) -> Trainer:
     model = (model or small_model()).to(dtype)
     impl = "eager" if optimizer_name == "lamb" else None
     plain = build_optimizer(model, name=optimizer_name, lr=lr, weight_decay=0.1, impl=impl)
-    optimizer = comm.wrap(plain, model, passes=passes)
+    optimizer = comm.wrap(plain, model, passes=passes, compression=compression)
     init_state(optimizer)
 
     def open_batches(start: int) -> Iterator[Batch]:
@@ -68,7 +93,7 @@ def small_trainer(
         model=model,
         objective=classification,
         optimizer=optimizer,
-        scaler=torch.amp.GradScaler("cpu", enabled=precision == "fp16"),
+        scaler=torch.amp.GradScaler("cpu", enabled="fp16" in (precision, compression)),
         base_lr=lr,
         schedule=lambda step: 1 / (1 + step),
         plan=plan,

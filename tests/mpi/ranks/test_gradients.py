@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parts import CLASSES, batch_of, small_model, small_trainer
+from parts import CLASSES, batch_of, seen_by_optimizer, small_model, small_trainer
 from torch import Tensor, nn
 
 from largebatch.augment import Augment, Augmented, seed_for
@@ -26,19 +26,6 @@ def reference(plan: Plan, step: int, *, dtype: torch.dtype, model: nn.Module | N
     whole = Augmented(torch.cat([part.images for part in mixed]), torch.cat([part.targets for part in mixed]))
     (classification(model, whole) / plan.window_images(step)).backward()
     return [parameter.grad for parameter in model.parameters()]
-
-
-def seen_by_optimizer(trainer, batches) -> tuple[list[Tensor], float]:
-    """Gradients and their norm in one step of the trainer."""
-    gradients: list[Tensor] = []
-
-    def keep(*_) -> None:  # Horovod's wrapper runs the hooks of step() twice
-        gradients[:] = [parameter.grad.clone() for parameter in trainer.model.parameters()]
-
-    handle = trainer.optimizer.register_step_pre_hook(keep)
-    output = trainer.train_step(batches)
-    handle.remove()
-    return gradients, float(output.grad_norm)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

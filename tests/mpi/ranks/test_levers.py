@@ -1,0 +1,136 @@
+"""What saves memory, time or bandwidth computes the same: recomputation, compilation, compression."""
+
+import logging
+
+import pytest
+import torch
+from parts import CLASSES, batch_of, seen_by_optimizer, small_model, small_trainer, tiny_vit
+from torch import nn
+
+from largebatch.augment import Augment, seed_for
+from largebatch.comm import Stopped
+from largebatch.data.order import Plan
+from largebatch.hooks import Guards
+from largebatch.losses import classification
+
+DROPOUT = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.1, "attn_drop_rate": 0.1, "drop_path_rate": 0.1}
+PASSES = 2
+
+
+def plan_for(comm, *, steps: int = 1, left_over: int = 0) -> Plan:
+    batch = comm.size * PASSES * 4
+    return Plan(
+        num_samples=50, global_batch_size=batch, micro_batch_size=4, num_images=steps * batch + left_over, seed=0
+    )
+
+
+def gradients_of(comm, model: nn.Module, **options) -> list[torch.Tensor]:
+    """What the optimizer sees in the first step."""
+    trainer = small_trainer(comm, plan_for(comm), passes=PASSES, model=model, **options)
+    return seen_by_optimizer(trainer, trainer.open_batches(0))[0]
+
+
+# -- recomputation -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recomputed_blocks_give_the_same_reduced_gradient(comm, precision):
+    """To the last bit, over two passes with every kind of dropout."""
+    kept, recomputed = tiny_vit(**DROPOUT), tiny_vit(**DROPOUT)
+    recomputed.set_grad_checkpointing()
+    one, other = (gradients_of(comm, model, precision=precision) for model in (kept, recomputed))
+    assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+# -- compression -------------------------------------------------------------------------------------------------
+
+FP16_BOUND = 1e-3  # of ||difference|| / ||gradient||, per tensor; fp16 rounds by at most 2**-11 = 4.9e-4
+
+
+def float64_gradients(plan: Plan) -> list[torch.Tensor]:
+    """Of the first step, from the same fp32 images, in one process."""
+    model, augment = small_model().double(), Augment(CLASSES, mixup_alpha=0.2)
+    for micro in plan.micro_batches(0, 0, 1):
+        batch = batch_of(plan, micro, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(seed_for(3, 0, micro.number))
+        mixed = augment(batch.images.double(), batch.labels, generator)
+        (classification(model, mixed) / plan.window_images(0)).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("weight, scale", [(1.0, 2.0**10), (1e-6, 2.0**16)])
+def test_compressed_gradients_keep_three_digits(comm, weight, scale):
+    """Small ones too, which fp16 would round to nothing without a loss scale."""
+    trainer = small_trainer(comm, plan_for(comm), passes=PASSES, compression="fp16", clip_norm=None)
+    trainer.objective = lambda model, batch: weight * classification(model, batch)
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    gradients, norm = seen_by_optimizer(trainer, trainer.open_batches(0))
+    expected = [weight * gradient for gradient in float64_gradients(trainer.plan)]
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).norm() <= FP16_BOUND * theirs.norm()
+    whole = torch.stack([gradient.norm() for gradient in expected]).norm()
+    assert abs(norm - whole) <= FP16_BOUND * whole
+    exact = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in zip(gradients, expected)) < 5e-6
+    assert exact == (comm.size == 1)  # what is sent is compressed
+
+
+def reduced(comm, values: list[float], *, compression: str) -> tuple[torch.Tensor, float | None]:
+    """The mean over ranks of one gradient, rank r's being values[r]."""
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = comm.wrap(torch.optim.SGD(model.parameters(), lr=1.0), model, passes=1, compression=compression)
+    (values[comm.rank] * model.weight.sum()).backward()
+    comm.synchronize(optimizer)
+    return model.weight.grad, comm.peak_sent(optimizer)
+
+
+def test_the_sum_does_not_overflow_where_the_mean_fits(comm):
+    for values in ([6e4] * comm.size, [1e5 if comm.size > 1 else 6e4] + [0.0] * (comm.size - 1)):
+        gradient, peak = reduced(comm, values, compression="fp16")
+        assert torch.allclose(gradient, torch.full((1, 3), sum(values) / comm.size), rtol=FP16_BOUND)
+        assert peak == (None if comm.size == 1 else torch.tensor(values[comm.rank]))
+    assert reduced(comm, values, compression="none")[1] is None
+
+
+def test_wrapping_again_keeps_the_compression(comm):
+    model = small_model()
+    optimizer = comm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, passes=1, compression="fp16")
+    again = comm.wrap(optimizer, model, passes=1)
+    model(torch.ones(2, 3, 8, 8)).sum().backward()
+    comm.synchronize(again)
+    assert (comm.peak_sent(again) is None) == (comm.size == 1)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_an_overflow_of_the_wire_skips_the_step_and_is_told_from_the_models(comm, scaled, caplog):
+    """One rank's gradient is finite in fp32 and its share of the mean beyond 65504; then one's loss overflows."""
+    caplog.set_level(logging.WARNING)
+    trainer = small_trainer(comm, plan_for(comm, steps=4), passes=PASSES, compression="fp16")
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1.0 if not scaled else 4.0, enabled=scaled)
+    trainer.hooks = [Guards(max_skipped_steps=2)]
+    last, spoilt = comm.rank == comm.size - 1, {0: 1e8, 2: 1e8, 3: float("inf")}
+
+    def objective(model, batch):
+        extra = spoilt.get(trainer.state.step, 0.0) if last else 0.0
+        loss = classification(model, batch)
+        return loss + extra * model[5].bias.sum() if extra else loss
+
+    trainer.objective = objective
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    if comm.size == 1:  # nothing is sent, nothing is cast
+        trainer.fit(max_steps=1)
+        assert trainer.state.skipped == 0
+        return
+    trainer.fit(max_steps=1)
+    assert trainer.state.skipped == 1
+    assert all(torch.equal(*pair) for pair in zip(before, trainer.model.parameters()))
+    assert trainer.scaler.get_scale() == (2.0 if scaled else 1.0)
+    if comm.rank == 0:
+        message = caplog.messages[-1]
+        assert "step 1 skipped" in message and "overflowed in fp16 on the wire" in message
+        assert "--run.compression none" in message and ("loss scale now 2" in message) == scaled
+    trainer.fit(max_steps=2)
+    assert trainer.state.skipped == 1  # finite again
+    with pytest.raises(Stopped, match=f"the loss is not finite on rank {comm.size - 1}"):
+        trainer.fit()
+    assert trainer.state.skipped == 3

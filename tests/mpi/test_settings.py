@@ -1,0 +1,52 @@
+"""Horovod's own settings, from our options, as its timeline shows them."""
+
+from pathlib import Path
+
+import pytest
+from launch import launch
+
+PROGRAM = """
+import sys
+
+import horovod.torch as hvd
+import torch
+
+from largebatch.comm import session
+
+with session(fusion_threshold_mb=int(sys.argv[1]), cycle_time_ms=200.0):
+    handles = [hvd.allreduce_async(torch.ones(1000), name=f"gradient {k}", op=hvd.Sum) for k in range(50)]
+    assert all(torch.equal(hvd.synchronize(handle), torch.full((1000,), 2.0)) for handle in handles)
+"""
+
+
+@pytest.mark.parametrize("threshold_mb, fused", [(0, False), (8, True)])
+def test_what_waits_together_is_fused_up_to_the_threshold(tmp_path, threshold_mb, fused):
+    """All fifty wait: a cycle is far longer than it takes to hand them over."""
+    timeline = tmp_path / "timeline.json"
+    environment = {"HOROVOD_TIMELINE": str(timeline), "HOROVOD_CYCLE_TIME": "200"}  # the option says the same
+    code, output = launch(["-c", PROGRAM, str(threshold_mb)], ranks=2, environment=environment)
+    assert code == 0, output
+    events = timeline.read_text()
+    assert "gradient 49" in events and ("MEMCPY_IN_FUSION_BUFFER" in events) == fused
+
+
+@pytest.mark.parametrize(
+    "options, environment, sentence",
+    [
+        (
+            ["--run.cycle_time_ms", "5"],
+            {"HOROVOD_CYCLE_TIME": "2.5"},
+            "--run.cycle_time_ms means HOROVOD_CYCLE_TIME=5.0, and the environment has 2.5: unset one of them.",
+        ),
+        (
+            ["--run.fusion_threshold_mb", "64"],
+            {"HOROVOD_FUSION_THRESHOLD": "64 MB"},
+            "--run.fusion_threshold_mb means HOROVOD_FUSION_THRESHOLD=67108864, and the environment has 64 MB",
+        ),
+        (["--run.deterministic", "true"], {"HOROVOD_AUTOTUNE": "1"}, "cannot be kept with HOROVOD_AUTOTUNE"),
+    ],
+)
+def test_a_setting_that_contradicts_the_environment(tmp_path: Path, options, environment, sentence):
+    arguments = ["-m", "largebatch.train", "--run.folder", str(tmp_path), *options]
+    code, output = launch(arguments, ranks=1, launcher="python", environment=environment)
+    assert code == 1 and output.count(sentence) == 1 and "Traceback" not in output, output
