@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # agreement is comm's own
 DATA = {"largebatch.data." + name for name in ("records", "index", "order", "dali", "sources")}
-OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".lars", ".apex_lamb", ".factory")}
+OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
 RUN = {"largebatch." + name for name in ("engine", "ema", "hooks", "checkpoint", "curves")}
 ASSEMBLY = {"largebatch.build", "largebatch.recipes"}
@@ -30,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.comm": {"largebatch.agreement", "largebatch.compression"},
     # parts: they know one process; only the files of one package know each other
     "largebatch.optim": OPTIM,
-    "largebatch.optim.lamb": set(),
+    "largebatch.optim.lamb": {"largebatch.optim.native"},
+    "largebatch.optim.native": set(),
     "largebatch.optim.lars": set(),
     "largebatch.optim.apex_lamb": set(),
     "largebatch.optim.factory": {"largebatch.optim." + name for name in ("lamb", "lars", "apex_lamb")},

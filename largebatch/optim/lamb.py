@@ -19,9 +19,7 @@ The step counter is per parameter, so that one that is unfrozen late gets its ow
 
 import functools
 import math
-import os
-import shutil
-import sysconfig
+import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -30,6 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from largebatch.optim import native
 
 IMPLS = ("auto", "compile", "eager", "plain")
 CHUNK = 2**18  # elements that the eager path works on at a time: arrays of 1 MiB, which stay in cache
@@ -97,7 +97,7 @@ def _square_sum(t: Tensor) -> Tensor:
 
 
 def lamb_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: Tensor) -> Tensor:
-    """The specification, and what is compiled. Returns the trust ratio.
+    """The specification, and what a GPU compiles; lamb.cpp is the same for a CPU. Returns the trust ratio.
 
     Returned, the ratio is stored once by compiled code, which else works it out anew for every few elements.
     """
@@ -139,35 +139,31 @@ def lamb_list_(tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> list[T
 
 @functools.cache
 def can_compile(device_type: str) -> bool:
-    """Whether torch.compile can build for this device: a C++ compiler and Python.h, or Triton on a GPU."""
-    if device_type != "cpu":
-        from torch.utils._triton import has_triton
+    """Whether LAMB can be compiled for this device: by a C++ compiler, which is tried, or by Triton on a GPU."""
+    if device_type == "cpu":
+        return native.available()
+    from torch.utils._triton import has_triton
 
-        return has_triton()
-    header = os.path.join(sysconfig.get_path("include"), "Python.h")
-    return shutil.which(os.environ.get("CXX", "g++")) is not None and os.path.exists(header)
+    return has_triton()
 
 
 @functools.cache
-def compiled(device_type: str) -> Callable[..., Any]:
-    """The compiled update. With fullgraph, torch's silent return to eager past its limit becomes an error."""
-    if device_type == "cpu":
-        # One graph serves all lengths: it must not be made serial because the first tensor it sees is short.
-        return torch.compile(lamb_, dynamic=True, fullgraph=True, options={"cpp.min_chunk_size": 0})
+def compiled() -> Callable[..., Any]:
+    """The update of a GPU. With fullgraph, torch's silent return to eager past its limit becomes an error."""
     return torch.compile(lamb_list_, dynamic=False, fullgraph=True)
 
 
 def lamb_compiled_(tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> list[Tensor]:
-    """The compiled update of many tensors. Numbers are 0-d tensors: a new learning rate compiles nothing."""
-    numbers = Scalars(*torch.tensor(s, dtype=factor.dtype).to(factor.device).unbind())
-    fast = compiled(factor.device.type)
+    """The compiled update of many tensors."""
     try:
-        if factor.device.type != "cpu":
-            return fast(tensors, numbers, factor)
-        # dynamic=True makes one graph for all lengths but 0 and 1, which would each compile another.
-        return [(fast if four[0].numel() > 1 else lamb_)(*four, numbers, factor) for four in tensors]
-    except torch._dynamo.exc.BackendCompilerFailed as error:
-        raise RuntimeError("torch.compile could not build LAMB here; set its impl to eager") from error
+        if factor.device.type == "cpu":
+            same_dtype = [(x, g.to(x.dtype), m, v) for x, g, m, v in tensors]
+            return native.lamb_native_(same_dtype, s, float(factor))
+        # Numbers are 0-d tensors: a new learning rate compiles nothing.
+        numbers = Scalars(*torch.tensor(s, dtype=factor.dtype).to(factor.device).unbind())
+        return compiled()(tensors, numbers, factor)
+    except (OSError, subprocess.CalledProcessError, torch._dynamo.exc.BackendCompilerFailed) as error:
+        raise RuntimeError("LAMB could not be compiled here; set its impl to eager") from error
 
 
 def update(impl: str, tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> list[Tensor]:

@@ -1,0 +1,65 @@
+// LAMB's update on a CPU: the formulas of lamb.py, each array read and written as few times as they allow.
+//
+// A tensor is the work of one thread, so its norms are added up in one order and do not depend on how many threads there
+// are. The update u goes into scratch memory, as a second division and root per element would take longer than reading it.
+
+#include <cmath>
+#include <cstdint>
+
+template <typename T> struct Scalars {  // in the order of lamb.Scalars
+    T lr, beta1, new1, beta2, new2, root, eps, weight_decay, norm_min, norm_max, ratio_max, adapt;
+};
+
+template <typename T> struct Tensor {
+    T *x, *g, *m, *v;
+    int64_t size;
+};
+
+// One element: moments, update, and both squares in double precision.
+template <typename T>
+static inline void update(const Tensor<T> &t, T *u, int64_t i, const Scalars<T> &s, T factor, double &xx, double &uu) {
+    const T g = t.g[i] * factor, x = t.x[i];
+    const T m = s.beta1 * t.m[i] + s.new1 * g;
+    const T v = s.beta2 * t.v[i] + s.new2 * g * g;
+    t.m[i] = m;
+    t.v[i] = v;
+    u[i] = m / (s.root * std::sqrt(v) + s.eps) + s.weight_decay * x;
+    xx += double(x) * x;
+    uu += double(u[i]) * u[i];
+}
+
+template <typename T> static T trust_ratio(double xx, double uu, const Scalars<T> &s) {
+    const double x_norm = std::sqrt(xx), u_norm = std::sqrt(uu);
+    if (!(x_norm > 0 && u_norm > 0 && std::isfinite(x_norm) && std::isfinite(u_norm) && s.adapt > 0)) return 1;
+    return std::fmin(std::fmin(std::fmax(x_norm, s.norm_min), s.norm_max) / u_norm, s.ratio_max);
+}
+
+template <typename T> static T lamb(const Tensor<T> &t, T *__restrict u, const Scalars<T> &s, T factor) {
+    constexpr int LANES = 16;  // sums side by side: a compiler may not reorder one sum, so could not use vectors for it
+    double xx[LANES] = {}, uu[LANES] = {};
+    const int64_t whole = t.size - t.size % LANES;
+    for (int64_t i = 0; i < whole; i += LANES)
+#pragma GCC ivdep
+        for (int lane = 0; lane < LANES; lane++) update(t, u, i + lane, s, factor, xx[lane], uu[lane]);
+    for (int64_t i = whole; i < t.size; i++) update(t, u, i, s, factor, xx[0], uu[0]);
+    for (int lane = 1; lane < LANES; lane++) xx[0] += xx[lane], uu[0] += uu[lane];
+
+    const T ratio = trust_ratio(xx[0], uu[0], s), step = s.lr * ratio;
+    T *__restrict x = t.x;
+    for (int64_t i = 0; i < t.size; i++) x[i] -= step * u[i];
+    return ratio;
+}
+
+template <typename T>
+static void lamb_list(const Tensor<T> *tensors, int64_t count, T *u, const Scalars<T> *s, T factor, T *ratios) {
+    for (int64_t k = 0; k < count; k++) ratios[k] = lamb(tensors[k], u, *s, factor);
+}
+
+extern "C" {
+void lamb_float32(const Tensor<float> *t, int64_t n, float *u, const Scalars<float> *s, double f, float *ratios) {
+    lamb_list(t, n, u, s, float(f), ratios);
+}
+void lamb_float64(const Tensor<double> *t, int64_t n, double *u, const Scalars<double> *s, double f, double *ratios) {
+    lamb_list(t, n, u, s, f, ratios);
+}
+}
