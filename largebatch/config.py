@@ -9,7 +9,7 @@ because only a run knows how many images its data has.
 import difflib
 import math
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Callable, Literal, Sequence
 
 import jsonargparse
@@ -351,13 +351,22 @@ def parse(
     try:
         given = parser.parse_args([word for word in argv if word not in ("-h", "--help")], defaults=False)
         said = [given.get(key) or "" for key in ("recipe", "model.name", "data.path")]
-        set_defaults(parser, choose_recipe(*said))
+        recipe = choose_recipe(*said)
+        set_defaults(parser, replace(recipe, optim=for_optimizer(recipe.optim, given.get("optim.name"))))
         values = parser.parse_args(argv)
     except (jsonargparse.ArgumentError, TypeError) as error:
         raise ValueError(explain(error, parser)) from None
     config = to_config(parser, values)
     check(config)
     return config
+
+
+def for_optimizer(optim: OptimConfig, name: str | None) -> OptimConfig:
+    """A recipe's section when the command line chooses optimizer `name`: without what only the recipe's own can use."""
+    lambs = ("lamb", "apex_lamb")
+    if name is None or name == optim.name or (name in lambs and optim.name in lambs):
+        return optim
+    return replace(optim, preset=None, betas=None, eps=None, momentum=None, trust_coefficient=None)
 
 
 def to_config(parser: jsonargparse.ArgumentParser, values: jsonargparse.Namespace) -> TrainConfig:

@@ -62,6 +62,20 @@ def test_yaml_then_options(tmp_path):
     assert (config.recipe, config.optim.lr, config.optim.weight_decay) == ("quickstart", 2.0, 0.25)
 
 
+def test_another_optimizer_by_one_field():
+    """What the recipe says for its own is left out; what is said beside the name is not, and is refused if it must."""
+    recipe = ("--model", "vit_b16", "--data", "/imagenet")
+    for name, options, preset in (
+        ("adamw", (), None),
+        ("sgd", (), None),
+        ("apex_lamb", (), "colossal"),
+        ("lamb", (), "colossal"),
+        ("lars", ("--optim.preset", "paper"), "paper"),
+    ):
+        optim = parse(*recipe, "--optim.name", name, *options).optim
+        assert (optim.name, optim.preset, optim.lr, optim.weight_decay) == (name, preset, 1.8e-2, 0.1)
+
+
 def test_betas_of_an_earlier_version(tmp_path):
     """They were written out into every config.yaml; now null stands for each optimizer's own."""
     file = tmp_path / "run.yaml"

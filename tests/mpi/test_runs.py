@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 SMALL = ["--model", "vit_ti16", "--img-size", "32", "--run.precision", "fp32", "--run.deterministic", "true"]
 BATCH = ["--data.global_batch_size", "48", "--data.micro_batch_size", "4", "--log.tensorboard", "false"]
-LENGTH = ["--run.duration", "6 steps", "--run.eval_every", "4 steps", "--optim.ema_half_life", "40 images"]
+LENGTH = ["--run.duration", "6 steps", "--run.eval_every", "4 steps"]
+AVERAGED = ["--optim.ema_half_life", "40 images"]
 RANDOM = ["--augment.mixup_alpha", "0.2", "--model.proj_drop_rate", "0.1", "--model.drop_path_rate", "0.1"]
 
 
@@ -51,20 +52,20 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    trained(folder, ranks=3)
+    trained(folder, *AVERAGED, ranks=3)
     return folder
 
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "interrupted"
-    trained(folder, "--run.max_steps", "3", ranks=3)
+    trained(folder, *AVERAGED, "--run.max_steps", "3", ranks=3)
     return folder
 
 
 @pytest.mark.parametrize("ranks, launcher", [(1, "python"), (2, "horovodrun --gloo"), (4, "horovodrun")])
 def test_every_launch_form_trains_the_same(tmp_path, uninterrupted, ranks, launcher):
-    """With mixup, dropout and stochastic depth: other ranks and launchers only change the order of sums."""
+    """With mixup, dropout and stochastic depth: ranks, launchers and an average only change the order of sums."""
     assert distance(weights(uninterrupted), trained(tmp_path, ranks=ranks, launcher=launcher)) < 1e-4
 
 
@@ -76,7 +77,7 @@ def test_the_log_says_what_ran_and_where(uninterrupted):
 
 def test_resumed_equals_uninterrupted(tmp_path, interrupted, uninterrupted):
     folder = shutil.copytree(interrupted, tmp_path / "run")
-    trained(folder, ranks=3)
+    trained(folder, *AVERAGED, ranks=3)
     for name in ("model", "model_ema"):
         ours = weights(folder, name)
         for key, tensor in weights(uninterrupted, name).items():
@@ -90,7 +91,7 @@ def test_resumed_equals_uninterrupted(tmp_path, interrupted, uninterrupted):
 def test_resumed_on_two_ranks_of_three(tmp_path, interrupted, uninterrupted):
     """The batches and every draw stay; only the order of sums changes."""
     folder = shutil.copytree(interrupted, tmp_path / "run")
-    assert distance(weights(uninterrupted), trained(folder, ranks=2)) < 1e-4
+    assert distance(weights(uninterrupted), trained(folder, *AVERAGED, ranks=2)) < 1e-4
     assert distance(weights(uninterrupted, "model_ema"), weights(folder, "model_ema")) < 1e-4
     losses = [[float(row["loss"]) for row in rows(run, "steps.csv")] for run in (folder, uninterrupted)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
