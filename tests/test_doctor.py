@@ -230,7 +230,7 @@ def test_another_error(horovod):
 
 def test_horovod_does_not_answer(horovod):
     rewrite(horovod / "torch" / "mpi_ops.py", "import signal; signal.pause()")
-    facts, output = installation.horovod_facts(limit_s=8)
+    facts, output = installation.horovod_facts(limit_s=3)
     assert_failed(installation.check_horovod(facts, output), cause="did not end in time", fix="install.sh --force")
 
 
@@ -468,6 +468,7 @@ EXACT = launches.EXPECTED_TOTAL
             "mpirun -np 2",
         ),
         ("kill -SEGV $$", "was killed by SIGSEGV", "mpirun -np 2"),
+        ("echo 'the cause'; echo '[n:1] PMIX ERROR: UNREACHABLE'; exit 1", "exit code 1: the cause", "mpirun -np 2"),
     ],
 )
 def test_launch_goes_wrong(programs, script, cause, fix):

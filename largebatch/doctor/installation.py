@@ -145,6 +145,8 @@ def check_horovod(facts: dict, output: Output) -> Result:
     name, error = "Horovod imports", output.stderr
     if "version" in facts:
         return Result(name, True, f"Horovod {facts['version']}")
+    if output.code is None:
+        return Result(name, False, cause="importing Horovod did not end in time", fix=REINSTALL)
     if re.search(r"No module named 'horovod'", error):
         return Result(name, False, cause=f"Horovod is not installed for {sys.executable}", fix=INSTALL)
     if "built_for" in facts and "horovod_abi" not in facts:  # horovod.torch then imports, as an empty shell
@@ -159,8 +161,6 @@ def check_horovod(facts: dict, output: Output) -> Result:
     if library:
         cause = f"{library[1]}, which Horovod was linked with, is not found"
         return Result(name, False, cause=cause, fix=REINSTALL)
-    if output.code is None:
-        return Result(name, False, cause="importing Horovod did not end in time", fix=REINSTALL)
     cause = f"importing Horovod {output.how_it_ended}: {output.last_error}"
     return Result(name, False, cause=cause, fix=REINSTALL)
 
