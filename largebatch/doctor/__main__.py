@@ -31,6 +31,7 @@ def before_launching(facts: dict, output: Output, *, device: str, limit_s: float
     """What can be known without starting ranks; what needs Horovod only where it loads."""
     for check in machine.CHECKS:
         yield check()
+    yield installation.check_shadowing()
     yield installation.check_versions()
     yield installation.check_imports(limit_s=limit_s)
     if "built_for" in facts:
