@@ -141,20 +141,29 @@ def test_import_fails(tmp_path, monkeypatch):
     assert installation.check_imports(("json", "math")).ok
 
 
+@pytest.mark.parametrize("entry", ["packaging.py", "yaml/__init__.py", "random.py"])
 @pytest.mark.parametrize("through", ["PYTHONPATH", "working folder"])
-def test_package_is_shadowed(tmp_path, monkeypatch, through):
-    (tmp_path / "packaging.py").write_text("")
+def test_package_is_shadowed(tmp_path, monkeypatch, through, entry):
+    """By a file of somebody's own; of installed packages and of Python's library."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / entry).parent.mkdir(exist_ok=True)
+    (tmp_path / entry).write_text("")
+    name, fix = entry.partition("/")[0].removesuffix(".py"), ("PYTHONSAFEPATH", "export PYTHONSAFEPATH=1")
     if through == "PYTHONPATH":
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        fix = ("PYTHONPATH", "unset PYTHONPATH")
     else:
-        monkeypatch.delenv("PYTHONPATH", raising=False)
         monkeypatch.chdir(tmp_path)
-    result = installation.check_imports(("json", "packaging", "math"))
-    fix = "unset PYTHONPATH" if through == "PYTHONPATH" else "export PYTHONSAFEPATH=1"
-    assert_failed(result, cause=f"packaging is imported from {tmp_path}/packaging.py, which stands in front", fix=fix)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.setenv("PYTHONSAFEPATH", "" if through == "PYTHONPATH" else "1")
-    assert installation.check_imports(("json", "packaging", "math")).ok
+    result = installation.check_shadowing()
+    assert_failed(result, cause=f"{name} of {tmp_path} would be imported in place of what is installed", fix=fix[1])
+    monkeypatch.setenv(fix[0], "1" if fix[0] == "PYTHONSAFEPATH" else "")
+    assert installation.check_shadowing().ok
+
+
+def test_nothing_of_ours_shadows(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(ROOT)
+    assert installation.check_shadowing().ok
 
 
 def test_import_kills_the_process(tmp_path, monkeypatch):
@@ -230,7 +239,7 @@ def test_another_error(horovod):
 
 def test_horovod_does_not_answer(horovod):
     rewrite(horovod / "torch" / "mpi_ops.py", "import signal; signal.pause()")
-    facts, output = installation.horovod_facts(limit_s=8)
+    facts, output = installation.horovod_facts(limit_s=3)
     assert_failed(installation.check_horovod(facts, output), cause="did not end in time", fix="install.sh --force")
 
 
@@ -468,6 +477,7 @@ EXACT = launches.EXPECTED_TOTAL
             "mpirun -np 2",
         ),
         ("kill -SEGV $$", "was killed by SIGSEGV", "mpirun -np 2"),
+        ("echo 'the cause'; echo '[n:1] PMIX ERROR: UNREACHABLE'; exit 1", "exit code 1: the cause", "mpirun -np 2"),
     ],
 )
 def test_launch_goes_wrong(programs, script, cause, fix):

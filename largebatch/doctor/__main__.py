@@ -20,7 +20,7 @@ def examine(*, device: str = "auto", limit_s: float = 120) -> Iterator[Result]:
         all_ok &= result.ok
         yield result
     if all_ok:
-        limit_s = min(limit_s, 10 + 5 * import_s)  # where importing is slow, so is launching
+        limit_s = min(limit_s, 10 + 7 * import_s)  # where importing is slow, so is launching
         yield from launch_each(device=launches.device_for_launches(facts, device), limit_s=limit_s)
     else:
         cause = "not tried, as a check above failed"
@@ -31,6 +31,7 @@ def before_launching(facts: dict, output: Output, *, device: str, limit_s: float
     """What can be known without starting ranks; what needs Horovod only where it loads."""
     for check in machine.CHECKS:
         yield check()
+    yield installation.check_shadowing()
     yield installation.check_versions()
     yield installation.check_imports(limit_s=limit_s)
     if "built_for" in facts:

@@ -45,7 +45,7 @@ def check_allreduce(launch: str, *, device: str = "cpu", limit_s: float = 120) -
     cause, fix = explain(output, launch, limit_s=limit_s)
     culprit = blame(command, limit_s=limit_s)
     if culprit:
-        cause, fix = f"{cause}; without {culprit}={os.environ[culprit]} it works", f"unset {culprit}"
+        cause, fix = f"{cause.rstrip('.')}; without {culprit}={os.environ[culprit]} it works", f"unset {culprit}"
     return Result(name, False, cause=cause, fix=fix)
 
 

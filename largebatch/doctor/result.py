@@ -1,12 +1,16 @@
 """The answer of a check, and how a program is run to get it."""
 
 import os
+import re
 import signal
 import subprocess
 from dataclasses import dataclass
 
 INSTALL = "mpi_scripts/install.sh"
 REINSTALL = "mpi_scripts/install.sh --force"
+
+# What Open MPI says after the cause: about its own parts, and how to have more said.
+AFTERMATH = re.compile(r"PMIX ERROR|ORTE_ERROR_LOG|sent help message|orte_base_help_aggregate|job has been aborted")
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,9 @@ class Output:
 
     @property
     def last_error(self) -> str:
-        """The last line with a word in it: of what was said on stderr, if anything was."""
+        """The last line that tells something: of what was said on stderr, if anything was."""
         for text in (self.stderr, self.stdout):
-            lines = [line.strip() for line in text.splitlines() if line.strip(" -*")]
+            lines = [line.strip() for line in text.splitlines() if line.strip(" -*=") and not AFTERMATH.search(line)]
             if lines:
                 return lines[-1][:300]
         return "no message"
