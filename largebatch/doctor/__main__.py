@@ -73,7 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
     for result in examine(device=options.device, limit_s=options.limit_s):
         failed += not result.ok
         print(result, flush=True)
-    print("all checks passed: ready to train" if failed == 0 else f"{failed} checks failed")
+    some_failed = f"{failed} check{'s' if failed > 1 else ''} failed"
+    print(some_failed if failed else "all checks passed: ready to train")
     return 0 if failed == 0 else 1
 
 
