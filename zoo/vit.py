@@ -68,12 +68,12 @@ def build_vit(
 def set_fused_attn(model: nn.Module, enabled: bool) -> nn.Module:
     """Choose how timm's attention layers compute: torch's fused kernel, or products around a softmax; the model.
 
-    The same up to rounding. On CPUs the products are faster: ViT-B/32 at 224 px, batch 32, bf16, forward and backward of
-    one attention 18 against 73 ms (one core of an AMD EPYC, torch 2.13.0, 2026-11-21); they keep the attention maps.
+    The same up to rounding. On CPUs the products are faster: ViT-B/32 at 224 px, batch 32, bf16, forward and backward
+    of one attention 18 against 73 ms (one core of an AMD EPYC, torch 2.13.0, 2026-11-21); they keep the attention maps.
     """
     for module in model.modules():
         if hasattr(module, "fused_attn"):
-            module.fused_attn = enabled
+            setattr(module, "fused_attn", enabled)
     return model
 
 

@@ -1,9 +1,9 @@
 """The instrument: contenders take turns in one run, and what is claimed is a ratio.
 
-Absolute times on a machine that others use too mean little, and a peer measured on another day means nothing. So every
-round runs each contender once, in an order that is turned round every time, and the ratio of two contenders is the median
-of their ratios round by round: what slows the machine for a while slows both. Before that each contender runs alone, for
-the memory that it adds, and once more all together to warm up.
+Absolute times on a machine that others use too mean little, and a peer measured on another day means nothing. So
+every round runs each contender once, in an order that is turned round every time, and the ratio of two contenders is
+the median of their ratios round by round: what slows the machine for a while slows both. Before that each contender
+runs alone, for the memory that it adds, and all together once more to warm up.
 """
 
 import csv
@@ -19,11 +19,9 @@ import time
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Iterator, Sequence
+from typing import Callable, Sequence
 
 import torch
-from rich import progress
-from rich.console import Console
 
 Round = Callable[[], None]
 PACKAGES = ("torch", "timm", "horovod", "nvidia-dali-cuda120", "apex")
@@ -58,18 +56,33 @@ def compare(
     quiet: bool = False,
 ) -> list[Result]:
     """Measure every contender. `barrier` brings the ranks together before a round, if there are several."""
-    results = [Result(contender.name, peak_bytes=_peak(contender, device)) for contender in contenders]
+    say = print_nothing if quiet else print_line
+    results = []
+    for contender in contenders:
+        say(f"memory: {contender.name}")
+        results.append(Result(contender.name, peak_bytes=_peak(contender, device)))
     with ExitStack() as stack:
-        turns = [stack.enter_context(contender.open()) for contender in contenders]
-        for number in _bar(range(-warmup, rounds), quiet=quiet):
-            order = list(zip(turns, results))
-            for run, result in order if number % 2 else reversed(order):
+        turns = list(zip([stack.enter_context(contender.open()) for contender in contenders], results))
+        for number in range(-warmup, rounds):
+            for run, result in turns if number % 2 else reversed(turns):
                 barrier()
                 began = now(device)
                 run()
                 if number >= 0:
                     result.seconds.append(now(device) - began)
+            if number >= 0:
+                times = ", ".join(f"{result.name} {result.seconds[-1]:.4g} s" for result in results)
+                say(f"round {number + 1} of {rounds}: {times}")
     return results
+
+
+def print_line(text: str) -> None:
+    """Progress, a line at a time, beside the results on stdout."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_nothing(text: str) -> None:
+    """What the other ranks say."""
 
 
 def now(device: torch.device) -> float:
@@ -79,23 +92,15 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _bar(numbers: range, *, quiet: bool) -> Iterator[int]:
-    """A bar on a terminal, nothing in a log file."""
-    console = Console(stderr=True)
-    hidden = quiet or not console.is_terminal
-    yield from progress.track(numbers, description="measuring", console=console, transient=True, disable=hidden)
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # memory
 # ---------------------------------------------------------------------------------------------------------------
 
 
 def _peak(contender: Contender, device: torch.device) -> int:
-    """Bytes that the contender adds at its peak, opened alone and run twice."""
+    """Bytes that the contender adds at its peak, opened alone and run once."""
     before = _start_peak(device)
     with contender.open() as run:
-        run()
         run()
         now(device)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status_bytes("VmHWM")
@@ -165,7 +170,7 @@ def versions() -> str:
 
 @dataclass
 class Report:
-    """A benchmark's results in three forms: a table in the terminal, NAME.csv and NAME.png. The first result is ours."""
+    """A benchmark's results in three forms: a printed table, NAME.csv and NAME.png. The first result is ours."""
 
     name: str
     """of the files"""
@@ -188,15 +193,15 @@ class Report:
         rows = [f"{'':{width}}{'min':>10}{'median':>10}{'max':>10}{rate:>16}{'peak memory':>14}"]
         for result in self.results:
             low, middle, high = _spread(result.seconds)
-            speed = f"{self.images / middle:16.1f}" if self.images else " " * len(f"{rate:>16}")
-            memory = f"{result.peak_bytes / 2**20:.0f} MiB"
-            rows.append(f"{result.name:{width}}{low:8.4g} s{middle:8.4g} s{high:8.4g} s{speed}{memory:>14}")
+            images_per_s = f"{self.images / middle:.1f}" if self.images else ""
+            peak = f"{result.peak_bytes / 2**20:.0f} MiB"
+            rows.append(f"{result.name:{width}}{low:8.4g} s{middle:8.4g} s{high:8.4g} s{images_per_s:>16}{peak:>14}")
         ours = self.results[0]
         for peer in self.results[1:]:
-            ratio, share = statistics.median(self.ratios(peer)), peer.peak_bytes / max(ours.peak_bytes, 1)
+            speed, memory = statistics.median(self.ratios(peer)), ours.peak_bytes / max(peer.peak_bytes, 1)
             rows.append(
-                f"{ours.name} takes {1 / ratio:.3f} × the time of {peer.name} ({ratio:.2f} × its speed), "
-                f"{1 / share:.2f} × its memory" if share else ""
+                f"{ours.name} takes {1 / speed:.3f} × the time of {peer.name} ({speed:.2f} × its speed) "
+                f"and {memory:.2f} × its memory"
             )
         return [self.title, *rows, *self.notes, f"{hardware(self.device)}; {versions()}; {datetime.date.today()}"]
 

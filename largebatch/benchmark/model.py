@@ -41,7 +41,8 @@ def run(options: argparse.Namespace, device: torch.device) -> Report:
         f"{result.name}: {mfu(images / sorted(result.seconds)[len(result.seconds) // 2], flops, ceiling)}"
         for result in results
     ]
-    title = f"{options.model} at {options.img_size} px, forward and backward, {options.precision}, batch {options.batch_size}"
+    title = f"{options.model} at {options.img_size} px, forward and backward, {options.precision}"
+    title += f", batch {options.batch_size}"
     return Report("model", title, results, device, images=images, notes=notes)
 
 
@@ -100,4 +101,5 @@ def training_flops(model: str, img_size: int) -> float:
 def mfu(images_per_s: float, flops: float, ceiling: float) -> str:
     """Model FLOP utilisation, in words; all three of one rank."""
     achieved = images_per_s * flops
-    return f"{achieved / 1e9:.0f} GFLOP/s, MFU {100 * achieved / ceiling:.1f} % of a measured {ceiling / 1e9:.0f} GFLOP/s"
+    share = f"{100 * achieved / ceiling:.1f} %"
+    return f"{achieved / 1e9:.0f} GFLOP/s per rank, MFU {share} of the {ceiling / 1e9:.0f} GFLOP/s of a matrix product"

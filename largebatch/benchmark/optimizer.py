@@ -1,13 +1,12 @@
 """One optimizer step on the shapes of a model, clip by global norm included.
 
-Every contender has parameters of its own, with the same values and the same random gradients, so its step finds them as a
-real one does: not in the cache.
+Every contender has parameters of its own, with the same values and the same random gradients, so its step finds them
+as a real one does: not in the cache.
 """
 
 import argparse
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Callable, Iterator
 
 import torch
@@ -31,13 +30,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, device: torch.device) -> Report:
     """Measure LAMB's step beside those of its peers."""
-    peers = {"timm": ("timm Lamb", timm_lamb), "torch": ("torch AdamW, no clip", adamw), "apex": ("apex", apex_lamb)}
-    chosen = [("largebatch", partial(ours, impl=options.impl)), *(peers[name] for name in options.vs if name != "none")]
-    contenders = [Contender(name, partial(_opened, options.model, device, make)) for name, make in chosen]
+    makers: dict[str, Callable[[nn.Module], Round]] = {"largebatch": partial(ours, impl=options.impl)}
+    makers |= {name: make for choice, (name, make) in PEERS.items() if choice in options.vs}
+    contenders = [Contender(name, partial(_opened, options.model, device, make)) for name, make in makers.items()]
     results = compare(contenders, device=device, rounds=options.rounds, warmup=3)
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in create_model(options.model).parameters())
-    return Report("optimizer", f"optimizer step, {options.model}, {count / 1e6:.1f} M parameters, fp32", results, device)
+    title = f"optimizer step, {options.model}, {count / 1e6:.1f} M parameters, fp32"
+    return Report("optimizer", title, results, device)
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def timm_lamb(model: nn.Module) -> Round:
     """timm's, which clips by itself."""
     from timm.optim import Lamb, param_groups_weight_decay
 
-    groups = param_groups_weight_decay(model, weight_decay=WEIGHT_DECAY, no_weight_decay_list=model.no_weight_decay())
+    groups = param_groups_weight_decay(model, WEIGHT_DECAY, getattr(model, "no_weight_decay")())
     return Lamb(groups, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=CLIP_NORM).step
 
 
@@ -80,7 +80,14 @@ def apex_lamb(model: nn.Module) -> Round:
         from apex.optimizers import FusedLAMB
     except ImportError:
         raise ValueError(
-            "--vs apex: NVIDIA's apex is not installed; see https://github.com/NVIDIA/apex (the package of that name in "
-            "the Python registry is something else)."
+            "--vs apex: NVIDIA's apex is not installed; see https://github.com/NVIDIA/apex (the package of that name "
+            "in the Python registry is something else)."
         ) from None
     return FusedLAMB(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=CLIP_NORM).step
+
+
+PEERS: dict[str, tuple[str, Callable[[nn.Module], Round]]] = {
+    "timm": ("timm Lamb", timm_lamb),
+    "torch": ("torch AdamW, no clip", adamw),
+    "apex": ("apex FusedLAMB", apex_lamb),
+}

@@ -1,8 +1,8 @@
 """Whole training steps, on every rank of a launch, beside timm's model and LAMB in torch's DistributedDataParallel.
 
-Ours is the Trainer that `largebatch.train` would run, with its loader. The peer trains on the same micro-batches from the
-same loader, augmented by the same function, with gradients accumulated under `no_sync`: what differs is the model's
-code, the reduction and the optimizer.
+Ours is the Trainer that `largebatch.train` would run, with its loader. The peer trains on the same micro-batches from
+the same loader, augmented by the same function, with gradients accumulated under `no_sync`: what differs is the
+model's code, the reduction and the optimizer.
 """
 
 import argparse
@@ -29,12 +29,13 @@ from largebatch.recipes import choose
 
 DEFAULTS = ["--data=synthetic", "--data.micro_batch_size=32", "--data.global_batch_size=256", "--data.num_threads=1"]
 DEFAULTS += ["--run.precision=bf16", "--run.folder=runs/benchmark/step"]
+DEFAULTS += ["--model.pos_drop_rate=0", "--model.proj_drop_rate=0"]  # drawing them costs both the same
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark; all those of largebatch.train follow."""
     parser.add_argument("--vs", nargs="+", default=["timm"], choices=["timm", "none"])
-    parser.add_argument("--rounds", type=int, default=5, help="measured steps of each contender")
+    parser.add_argument("--rounds", type=int, default=3, help="measured steps of each contender")
 
 
 def run(options: argparse.Namespace, argv: list[str]) -> Report | None:
@@ -43,8 +44,9 @@ def run(options: argparse.Namespace, argv: list[str]) -> Report | None:
         config,
         comm,
     ):
-        first = build_trainer(config, comm)  # for its plan and its loader, which all share
+        first = build_trainer(config, comm)
         with closing(Feed(first)) as feed:
+            feed.train(first)  # what the loader and the libraries keep is then there before memory is measured
             del first
             return measure(options, config, comm, feed)
 
@@ -54,17 +56,33 @@ class Feed:
 
     def __init__(self, trainer: Trainer) -> None:
         self.plan, self.augment, self.device = trainer.plan, trainer.augment, trainer.device
-        self.batches = trainer.open_batches(0)
+        self.loader = trainer.open_batches(0)
+        self.watch = Stopwatch(trainer.device)
         self.step = 0
 
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with self.watch.timing("waiting for data"):
+            return next(self.loader)
+
+    def train(self, trainer: Trainer) -> None:
+        """The trainer's own step, on the next global batch."""
+        self.watch.steps.append(Counter())
+        trainer.state.step = self.step
+        trainer.model.train()
+        trainer.train_step(self)
+        self.step += 1
+
     def close(self) -> None:
-        self.batches.close()
+        """End the loader."""
+        self.loader.close()
 
 
 def measure(options: argparse.Namespace, config: TrainConfig, comm: Communicator, feed: Feed) -> Report | None:
     """Alternate, then gather what the ranks saw."""
-    watch = Stopwatch(feed.device)
-    contenders = [Contender("largebatch", partial(ours, config, comm, feed, watch))]
+    contenders = [Contender("largebatch", partial(ours, config, comm, feed))]
     if "timm" in options.vs:
         contenders.append(Contender("timm + DDP", partial(timm_ddp, config, comm, feed)))
     results = compare(
@@ -76,7 +94,7 @@ def measure(options: argparse.Namespace, config: TrainConfig, comm: Communicator
     )
     comm.barrier(name="benchmark/ceiling")
     ceiling = matmul_flops(feed.device, config.run.precision)
-    shares = watch.shares(results[0].seconds)
+    shares = feed.watch.shares(results[0].seconds)
     seen = comm.allgather_object(([result.peak_bytes for result in results], shares), name="benchmark/seen")
     if comm.rank > 0:
         return None
@@ -104,7 +122,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.steps: list[Counter[str]] = []
+        self.steps: list[Counter[str]] = [Counter()]
 
     @contextmanager
     def timing(self, part: str) -> Iterator[None]:
@@ -141,27 +159,12 @@ class TimedCommunicator:
 
 
 @contextmanager
-def ours(config: TrainConfig, comm: Communicator, feed: Feed, watch: Stopwatch) -> Iterator[Round]:
+def ours(config: TrainConfig, comm: Communicator, feed: Feed) -> Iterator[Round]:
     """The Trainer's own step."""
     trainer = build_trainer(config, comm)
-    trainer.comm = TimedCommunicator(comm, watch)  # type: ignore[assignment]
+    trainer.comm = TimedCommunicator(comm, feed.watch)  # type: ignore[assignment]
 
-    def timed_batches() -> Iterator[Any]:
-        while True:
-            with watch.timing("waiting for data"):
-                batch = next(feed.batches)
-            yield batch
-
-    batches = timed_batches()
-
-    def step() -> None:
-        watch.steps.append(Counter())
-        trainer.state.step = feed.step
-        trainer.model.train()
-        trainer.train_step(batches)
-        feed.step += 1
-
-    yield step
+    yield partial(feed.train, trainer)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -188,13 +191,13 @@ def timm_ddp(config: TrainConfig, comm: Communicator, feed: Feed) -> Iterator[Ro
             drop_path_rate=c.drop_path_rate,
         ).to(feed.device)
         parallel = DistributedDataParallel(model)
-        groups = param_groups_weight_decay(model, config.optim.weight_decay, model.no_weight_decay())
+        groups = param_groups_weight_decay(model, config.optim.weight_decay, getattr(model, "no_weight_decay")())
         optimizer = Lamb(groups, lr=1e-3, max_grad_norm=config.optim.clip_norm)
 
         def step() -> None:
             planned = feed.plan.micro_batches(feed.step, comm.rank, comm.size)
             for number, _ in enumerate(planned, start=1):
-                batch = next(feed.batches)
+                batch = next(feed.loader)
                 mixed: Augmented = feed.augment(batch.images, batch.labels, torch.Generator().manual_seed(number))
                 with nullcontext() if number == len(planned) else parallel.no_sync():
                     with autocast(feed.device, config.run.precision):
@@ -217,7 +220,8 @@ def process_group(comm: Communicator, device: torch.device) -> Iterator[None]:
             address = (socket.gethostname(), free.getsockname()[1])
     host, port = comm.broadcast_object(address, name="benchmark/address")
     store = dist.TCPStore(host, port, comm.size, is_master=comm.rank == 0)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=comm.rank, world_size=comm.size)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size)
     yield
     dist.barrier()  # else a thread of the group may outlive the interpreter
     dist.destroy_process_group()

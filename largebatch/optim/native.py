@@ -96,10 +96,11 @@ def lamb_native_(tensors: Sequence[Tensors], scalars: Sequence[float], factor: f
 
     def work(number: int) -> None:
         chosen = [tensors[k] for k in shares[number]]
-        table = (_Tensor * len(chosen))(*((*(t.data_ptr() for t in four), four[0].numel()) for four in chosen))
+        rows = [_Tensor(*(t.data_ptr() for t in four), four[0].numel()) for four in chosen]
+        table = (_Tensor * len(rows))(*rows)
         memory = ctypes.c_void_p(scratch[number].data_ptr())
         results = ctypes.c_void_p(ratios[number].data_ptr())
-        update(table, ctypes.c_int64(len(chosen)), memory, numbers, ctypes.c_double(factor), results)
+        update(table, ctypes.c_int64(len(rows)), memory, numbers, ctypes.c_double(factor), results)
 
     list(_pool(len(shares)).map(work, range(len(shares))))
     by_tensor = {k: ratio for share, part in zip(shares, ratios) for k, ratio in zip(share, part.unbind())}

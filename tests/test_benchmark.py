@@ -1,0 +1,112 @@
+"""The instrument against contenders of known behaviour, and each benchmark once, on a tiny model."""
+
+import csv
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from largebatch.benchmark import measure
+from largebatch.benchmark.measure import Contender, Report, Result, compare
+from largebatch.benchmark.model import mfu, training_flops
+
+CPU = torch.device("cpu")
+
+
+def run_benchmark(*arguments: str, code: int = 0) -> str:
+    """What `python -m largebatch.benchmark` prints in a process of its own, which then must not have Horovod or DALI."""
+    program = (
+        "import sys; from largebatch.benchmark.__main__ import main; main(sys.argv[1:]); "
+        "loaded = {'horovod', 'nvidia.dali', 'mpi4py', 'torch.utils.tensorboard'} & set(sys.modules); "
+        "assert not loaded, loaded"
+    )
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_contenders_alternate_and_the_order_turns_round():
+    calls = []
+
+    def contender(name):
+        @contextmanager
+        def opened():
+            calls.append(f"open {name}")
+            yield lambda: calls.append(name)
+            calls.append(f"close {name}")
+
+        return Contender(name, opened)
+
+    results = compare([contender("a"), contender("b")], device=CPU, rounds=3, warmup=1, quiet=True)
+    alone = ["open a", "a", "close a", "open b", "b", "close b"]
+    together = ["open a", "open b", "a", "b", "b", "a", "a", "b", "b", "a", "close b", "close a"]
+    assert calls == alone + together
+    assert [result.name for result in results] == ["a", "b"]
+    assert all(len(result.seconds) == 3 for result in results)  # the warm-up is not among them
+
+
+def test_memory_is_what_each_adds():
+    """Also when the one before it has freed more."""
+
+    def contender(mib):
+        @contextmanager
+        def opened():
+            kept = torch.ones(mib * 2**18)
+            yield lambda: kept.add_(1)
+
+        return Contender(str(mib), opened)
+
+    results = compare([contender(300), contender(64), contender(128)], device=CPU, rounds=1, quiet=True)
+    for result in results:
+        assert int(result.name) <= result.peak_bytes / 2**20 < int(result.name) + 32
+
+
+def test_ratios_are_taken_round_by_round(tmp_path, capsys):
+    """A machine that was slow for one round changes no ratio."""
+    ours, theirs = Result("ours", 100 * 2**20, [1.0, 10.0, 1.0]), Result("theirs", 200 * 2**20, [2.0, 20.0, 3.0])
+    report = Report("speed", "a title", [ours, theirs], CPU, images=8, notes=["a note"])
+    assert report.ratios(theirs) == [2.0, 2.0, 3.0]
+    report.write(tmp_path)
+    printed = capsys.readouterr().out
+    assert "ours takes 0.500 × the time of theirs (2.00 × its speed) and 0.50 × its memory" in printed
+    assert "a title" in printed and "a note" in printed and f"torch {torch.__version__}" in printed
+    with open(tmp_path / "speed.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["contender"], float(row["seconds"])) for row in rows] == [
+        *(("ours", seconds) for seconds in ours.seconds),
+        *(("theirs", seconds) for seconds in theirs.seconds),
+    ]
+    assert rows[0]["versions"] == measure.versions() and rows[0]["peak_mib"] == "100"
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("model, gflops", [("vit_b32", 26.46), ("vit_b16", 105.38), ("vit_l32", 92.27)])
+def test_flops_are_those_of_the_published_runs(model, gflops):
+    """6 x MACs per image, as the utilisation of the published runs is computed."""
+    assert training_flops(model, 224) == pytest.approx(gflops * 1e9, rel=0.002)
+    assert mfu(1831, training_flops("vit_b32", 224), 312e12).startswith("48434 GFLOP/s per rank, MFU 15.5 %")
+
+
+def test_optimizer_and_model_need_neither_horovod_nor_dali(tmp_path):
+    folder = ("--output", str(tmp_path))
+    printed = run_benchmark("optimizer", "--model", "vit_ti16", "--rounds", "2", "--threads", "1", *folder)
+    assert "largebatch takes" in printed and "timm Lamb" in printed and "torch AdamW" in printed
+    small = ("--model", "vit_ti16", "--img-size", "32", "--batch-size", "2", "--precision", "fp32", "--rounds", "1")
+    printed = run_benchmark("model", *small, *folder)
+    assert "largebatch takes" in printed and "MFU" in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "model.csv",
+        "model.png",
+        "optimizer.csv",
+        "optimizer.png",
+    ]
+
+
+def test_mistakes_are_one_sentence():
+    assert "The first argument is one of optimizer, loader, model, step." in run_benchmark("speed", code=1)
+    assert "NVIDIA's apex is not installed" in run_benchmark("optimizer", "--vs", "apex", "--model", "vit_ti16", code=1)
+    assert "there is no model 'vit_x'" in run_benchmark("model", "--model", "vit_x", code=1)
