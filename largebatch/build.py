@@ -155,6 +155,8 @@ def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
     impl = lamb_impl(comm, device) if config.optim.name == "lamb" else None
     with comm.together("building"):
         model = build_model(config, device)
+        if config.run.compile:
+            compile_model(model, device, comm)
         optimizer = comm.wrap(
             _optimizer(config, model, impl=impl), model, passes=passes, compression=config.run.compression
         )
@@ -172,6 +174,20 @@ def lamb_impl(comm: Communicator, device: torch.device) -> str:
     if not all(able) and comm.rank == 0:
         logger.warning("no compiler on rank %d: LAMB runs eagerly, which is slower", able.index(False))
     return "compile" if all(able) else "eager"
+
+
+def compile_model(model: nn.Module, device: torch.device, comm: Communicator) -> None:
+    """Compile the model's forward and backward pass at its first calls; its names and state_dict stay as they are.
+
+    ValueError without a compiler. The compiled backward pass is one piece to autograd: it hands out all gradients at
+    its end, and only then Horovod's hooks run.
+    """
+    if not can_compile(device.type):
+        needed = "a C++ compiler (g++, or CXX) and Python.h" if device.type == "cpu" else "Triton and a GPU it supports"
+        raise ValueError(f"--run.compile is true, and there is no compiler for {device.type}: expected {needed}.")
+    model.compile()
+    if comm.size > 1:
+        logger.info("compiled: gradients are reduced after the backward pass, no longer during it")
 
 
 def _assemble(

@@ -161,7 +161,8 @@ class RunConfig:
     max_skipped_steps: int = 25
     """give up after this many steps in a row with a non-finite gradient"""
     compile: bool = False
-    """TODO"""
+    """compile the model: 7 % faster after 31 s of compiling (ViT-B/32, micro-batch 32, bf16, 2 CPU cores); dropout then
+    draws other masks than without, a function of the seed all the same; reduction no longer overlaps with backward"""
     compression: Literal["none", "fp16"] = "none"
     """type of gradients on the wire; fp16 halves the bytes, rounds the reduced gradient by 4e-4 (3 CPU ranks), and
     trains with a loss scale in every precision; an overflow on the wire skips the step"""

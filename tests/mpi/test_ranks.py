@@ -19,6 +19,10 @@ def test_levers(ranks, launcher):
     check_on_ranks("test_levers.py", ranks=ranks, launcher=launcher)
 
 
+def test_compile():
+    check_on_ranks("test_compile.py", ranks=2)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_data(ranks):
     check_on_ranks("test_data.py", ranks=ranks)
