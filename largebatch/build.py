@@ -6,8 +6,10 @@ fail on one rank alone (files, memory, a GPU) happens inside `comm.together`, so
 
 import logging
 import os
+import sysconfig
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
@@ -182,8 +184,10 @@ def compile_model(model: nn.Module, device: torch.device, comm: Communicator) ->
     ValueError without a compiler. The compiled backward pass is one piece to autograd: it hands out all gradients at
     its end, and only then Horovod's hooks run.
     """
-    if not can_compile(device.type):
-        needed = "a C++ compiler (g++, or CXX) and Python.h" if device.type == "cpu" else "Triton and a GPU it supports"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not can_compile(device.type) or device.type == "cpu" and not header.exists():
+        on_cpu, on_gpu = f"a C++ compiler (g++, or CXX) and {header}", "Triton and a GPU it supports"
+        needed = on_cpu if device.type == "cpu" else on_gpu
         raise ValueError(f"--run.compile is true, and there is no compiler for {device.type}: expected {needed}.")
     model.compile()
     if comm.size > 1:

@@ -17,14 +17,15 @@ CPU = torch.device("cpu")
 
 
 def run_benchmark(*arguments: str, code: int = 0) -> str:
-    """What `python -m largebatch.benchmark` prints in a process of its own, which then must not have Horovod or DALI."""
+    """What `python -m largebatch.benchmark` prints in a process of its own, which must not load Horovod or DALI."""
     program = (
         "import sys; from largebatch.benchmark.__main__ import main; main(sys.argv[1:]); "
         "loaded = {'horovod', 'nvidia.dali', 'mpi4py', 'torch.utils.tensorboard'} & set(sys.modules); "
         "assert not loaded, loaded"
     )
     command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, text=True, capture_output=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, text=True, capture_output=True, timeout=300, env=environment)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -42,7 +43,7 @@ def test_contenders_alternate_and_the_order_turns_round():
         return Contender(name, opened)
 
     results = compare([contender("a"), contender("b")], device=CPU, rounds=3, warmup=1, quiet=True)
-    alone = ["open a", "a", "close a", "open b", "b", "close b"]
+    alone = ["open a", "a", "a", "close a", "open b", "b", "b", "close b"]
     together = ["open a", "open b", "a", "b", "b", "a", "a", "b", "b", "a", "close b", "close a"]
     assert calls == alone + together
     assert [result.name for result in results] == ["a", "b"]

@@ -24,6 +24,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--img-size", type=int, default=224, help="image side in pixels")
     parser.add_argument("--batch-size", type=int, default=32, help="images per pass")
     parser.add_argument("--precision", default="bf16", choices=list(PRECISIONS), help="autocast type")
+    parser.add_argument("--compile", action="store_true", help="as --run.compile; ours alone")
+    parser.add_argument("--grad-checkpointing", action="store_true", help="as --model.grad_checkpointing; ours alone")
     parser.add_argument("--vs", nargs="+", default=["timm"], choices=["timm", "none"])
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each contender, 2 passes each")
 
@@ -66,9 +68,10 @@ def _opened(make: Callable[[], nn.Module], options: argparse.Namespace, device: 
 
 def ours(options: argparse.Namespace, device: torch.device) -> nn.Module:
     """The zoo's model as training builds it."""
-    model = create_model(options.model, img_size=options.img_size)
-    set_fused_attn(model, device.type != "cpu")
-    return model
+    model = create_model(options.model, img_size=options.img_size, grad_checkpointing=options.grad_checkpointing)
+    if options.compile:
+        model.compile()
+    return set_fused_attn(model, device.type != "cpu")
 
 
 def timms(options: argparse.Namespace) -> nn.Module:

@@ -71,7 +71,7 @@ if libraries:
     tell(libmpi=libraries[0], mpi_version=text.value.decode(errors="replace"))
 """
 
-# Compiled as torch.compile would: a library with OpenMP that includes Python's header.
+# Compiled as torch.compile does for --run.compile: a library with OpenMP that includes Python's header.
 COMPILED = "#include <Python.h>\n#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n"
 
 
@@ -232,14 +232,14 @@ def check_launchers(facts: dict, *, limit_s: float = 60) -> Result:
 
 
 def check_compiler(*, limit_s: float = 60) -> Result:
-    """The C++ compiler that LAMB's fast path is built with; without one training works, slower."""
+    """The C++ compiler that LAMB and --run.compile are built with; without one training works, slower."""
     name, include = "compiler", sysconfig.get_path("include")
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         cause = f"{os.environ.get('CXX', 'g++')} is not found, so LAMB is not compiled and its steps take longer"
         return Result(name, True, cause=cause, fix="unset CXX" if "CXX" in os.environ else "sudo apt-get install g++")
     if not Path(include, "Python.h").exists():
-        cause = f"there is no Python.h in {include}, so LAMB is not compiled and its steps take longer"
+        cause = f"there is no Python.h in {include}, so --run.compile does not work"
         fix = f"sudo apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-dev"
         return Result(name, True, cause=cause, fix=fix)
     options = ["-std=c++17", "-shared", "-fPIC", "-fopenmp", f"-I{include}"]
