@@ -43,9 +43,10 @@ def test_contenders_alternate_and_the_order_turns_round():
         return Contender(name, opened)
 
     results = compare([contender("a"), contender("b")], device=CPU, rounds=3, warmup=1, quiet=True)
+    first = ["open a", "a", "a", "close a"]  # what it finds in memory afterwards belongs to libraries
     alone = ["open a", "a", "a", "close a", "open b", "b", "b", "close b"]
     together = ["open a", "open b", "a", "b", "b", "a", "a", "b", "b", "a", "close b", "close a"]
-    assert calls == alone + together
+    assert calls == first + alone + together
     assert [result.name for result in results] == ["a", "b"]
     assert all(len(result.seconds) == 3 for result in results)  # the warm-up is not among them
 
@@ -89,7 +90,7 @@ def test_ratios_are_taken_round_by_round(tmp_path, capsys):
 def test_flops_are_those_of_the_published_runs(model, gflops):
     """6 x MACs per image, as the utilisation of the published runs is computed."""
     assert training_flops(model, 224) == pytest.approx(gflops * 1e9, rel=0.002)
-    assert mfu(1831, training_flops("vit_b32", 224), 312e12).startswith("48434 GFLOP/s per rank, MFU 15.5 %")
+    assert mfu(1831, training_flops("vit_b32", 224), 312e12).startswith("48439 GFLOP/s per rank, MFU 15.5 %")
 
 
 def test_optimizer_and_model_need_neither_horovod_nor_dali(tmp_path):

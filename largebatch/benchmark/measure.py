@@ -57,6 +57,7 @@ def compare(
 ) -> list[Result]:
     """Measure every contender. `barrier` brings the ranks together before a round, if there are several."""
     say = print_nothing if quiet else print_line
+    _peak(contenders[0], device)  # what libraries make at first use and keep is nobody's
     results = []
     for contender in contenders:
         say(f"memory: {contender.name}")
@@ -150,7 +151,7 @@ def hardware(device: torch.device) -> str:
         return f"{torch.cuda.get_device_name(device)}, {cores} CPU cores"
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {cores} cores, {threads} threads per rank"
+    return f"{names[0] if names else platform.machine()}, {cores} cores, threads per rank: {threads}"
 
 
 def versions() -> str:
@@ -243,7 +244,7 @@ class Report:
             middle = statistics.median(result.seconds)
             axes.barh(row, middle, color=colour, alpha=0.25, height=0.6)
             axes.plot(result.seconds, [row] * len(result.seconds), "o", color=colour, markersize=4, alpha=0.6)
-            axes.text(middle, row, f"  {middle:.3g} s", va="center", ha="left", fontsize=10)
+            axes.text(0, row, f"  {middle:.3g} s", va="center", ha="left", fontsize=10)
         axes.set_yticks(range(len(self.results)), [result.name for result in self.results])
         axes.invert_yaxis()
         axes.set_xlim(left=0, right=1.15 * max(max(result.seconds) for result in self.results))

@@ -44,15 +44,12 @@ def run(options: argparse.Namespace, argv: list[str]) -> Report | None:
         config,
         comm,
     ):
-        first = build_trainer(config, comm)
-        with closing(Feed(first)) as feed:
-            feed.train(first)  # what the loader and the libraries keep is then there before memory is measured
-            del first
+        with closing(Feed(build_trainer(config, comm))) as feed:
             return measure(options, config, comm, feed)
 
 
 class Feed:
-    """The stream of micro-batches, one step after the other, whoever takes it."""
+    """The stream of micro-batches that a trainer would take, one step after the other, whoever takes it."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.plan, self.augment, self.device = trainer.plan, trainer.augment, trainer.device
