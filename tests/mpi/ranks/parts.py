@@ -29,11 +29,11 @@ def small_model(*, dropout: float = 0.0, seed: int = 0) -> nn.Sequential:
     )
 
 
-def tiny_vit(**rates: float) -> nn.Module:
-    """timm's class with three blocks, for images (B, 3, 8, 8)."""
+def tiny_vit(*, depth: int = 3, **rates: float) -> nn.Module:
+    """timm's class with few blocks, for images (B, 3, 8, 8)."""
     torch.manual_seed(0)
     model = VisionTransformer(
-        img_size=8, patch_size=4, embed_dim=16, depth=3, num_heads=2, num_classes=CLASSES, **rates
+        img_size=8, patch_size=4, embed_dim=16, depth=depth, num_heads=2, num_classes=CLASSES, **rates
     )
     nn.init.normal_(model.head.weight)
     return model

@@ -41,8 +41,13 @@ def plan_for(comm, *, steps: int = 1, left_over: int = 0) -> Plan:
     )
 
 
+def eager_vit(**rates: float) -> nn.Module:
+    """One block: a kernel takes about a second to compile."""
+    return tiny_vit(depth=1, **rates)
+
+
 def compiled_vit(comm, **rates: float) -> nn.Module:
-    model = tiny_vit(**rates)
+    model = eager_vit(**rates)
     build.compile_model(model, CPU, comm)
     return model
 
@@ -59,7 +64,7 @@ def distance(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 def test_gradients_names_and_copies_are_those_of_the_eager_model(comm, caplog):
     caplog.set_level(logging.INFO)
-    model, eager = compiled_vit(comm), tiny_vit()
+    model, eager = compiled_vit(comm), eager_vit()
     assert caplog.messages == ["compiled: gradients are reduced after the backward pass, no longer during it"]
     theirs = gradients_of(comm, eager, dtype=torch.float64)
     assert graphs() == 0
@@ -74,12 +79,6 @@ def test_gradients_names_and_copies_are_those_of_the_eager_model(comm, caplog):
     assert graphs() == 1
 
 
-def test_with_recomputed_blocks(comm):
-    model = compiled_vit(comm)
-    model.set_grad_checkpointing()
-    assert distance(gradients_of(comm, model), gradients_of(comm, tiny_vit())) <= BOUND[torch.float32]
-
-
 def test_dropout_follows_the_micro_batch_not_the_rank(comm):
     """Its masks are others than the eager model's, but the ranks together draw what one process would."""
     ours = gradients_of(comm, compiled_vit(comm, **DROPOUT))
@@ -91,13 +90,13 @@ def test_dropout_follows_the_micro_batch_not_the_rank(comm):
         mixed = augment(batch.images, batch.labels, generator)
         (classification(model, mixed) / plan.window_images(0)).backward()
     assert distance(ours, [parameter.grad for parameter in model.parameters()]) <= BOUND[torch.float32]
-    assert distance(ours, gradients_of(comm, tiny_vit())) > 0.1  # there was something to draw
+    assert distance(ours, gradients_of(comm, eager_vit())) > 0.1  # there was something to draw
 
 
 def test_short_batches_and_evaluation_add_few_graphs_once(comm):
     """A short last window, evaluations of two batch sizes; every number is the eager model's."""
     results = []
-    for model in (tiny_vit(), compiled_vit(comm)):
+    for model in (eager_vit(), compiled_vit(comm)):
         plan = plan_for(comm, steps=4, left_over=5)
         trainer = small_trainer(comm, plan, passes=PASSES, model=model)
         batch = trainer.eval_batches[0]
@@ -119,7 +118,7 @@ def test_short_batches_and_evaluation_add_few_graphs_once(comm):
 
 def test_gradients_are_reduced_only_after_the_compiled_backward_pass(comm):
     """Why the log says that the overlap is lost; the eager model reduces meanwhile."""
-    for model in (tiny_vit(), compiled_vit(comm)):
+    for model in (eager_vit(), compiled_vit(comm)):
         optimizer = comm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, passes=1)
         handed_over: list[int] = []
         images = torch.randn(4, 3, 8, 8, requires_grad=True)
@@ -127,7 +126,7 @@ def test_gradients_are_reduced_only_after_the_compiled_backward_pass(comm):
         model(images).sum().backward()
         comm.synchronize(optimizer)
         eager = model._compiled_call_impl is None
-        assert (handed_over[0] > 40) if eager else (handed_over[0] == 0)
+        assert (handed_over[0] > 15) if eager else (handed_over[0] == 0)
 
 
 def test_without_a_compiler_on_one_rank_all_stop(comm, monkeypatch):
@@ -135,4 +134,4 @@ def test_without_a_compiler_on_one_rank_all_stop(comm, monkeypatch):
         monkeypatch.setattr(build, "can_compile", lambda device_type: False)
     with pytest.raises(Stopped, match="rank 1 of 2, building: --run.compile is true, and there is no compiler for cpu"):
         with comm.together("building"):
-            build.compile_model(tiny_vit(), CPU, comm)
+            build.compile_model(eager_vit(), CPU, comm)
