@@ -59,6 +59,12 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.train": BELOW_PROGRAMS,
     "largebatch.validate": BELOW_PROGRAMS,
     "largebatch.pack": BELOW_PROGRAMS,
+    "largebatch.benchmark": set(),
+    "largebatch.benchmark.__main__": set(),
+    "largebatch.benchmark.measure": set(),
+    "largebatch.benchmark.optimizer": {"largebatch.benchmark.measure", "largebatch.optim", "zoo"},
+    "largebatch.benchmark.model": {"largebatch.benchmark.measure", "zoo", "zoo.vit"},
+    "largebatch.benchmark.step": BELOW_PROGRAMS | {"largebatch.benchmark.measure", "largebatch.benchmark.model"},
     # the doctor imports nothing that could be broken
     "largebatch.doctor": set(),
     "largebatch.doctor.result": set(),
@@ -73,17 +79,19 @@ ALLOWED: dict[str, set[str]] = {
     "zoo.weights": {"zoo.vit"},
 }
 
+PEERS = {"largebatch.benchmark." + name for name in ("optimizer", "model", "step", "loader")}
+
 OWNERS = {
     "horovod": {"largebatch.comm"},
     "nvidia": {"largebatch.data.dali"},
     "tensorboard": {"largebatch.hooks"},
     "torch.utils.tensorboard": {"largebatch.hooks"},
     "mpi4py": {"largebatch.comm", "largebatch.pack"},
-    "torch.distributed": set(),
-    "timm": {"zoo.vit", "zoo.weights"},
+    "torch.distributed": {"largebatch.benchmark.step"},
+    "timm": {"zoo.vit", "zoo.weights"} | PEERS,
     "torchvision": set(),
     "jsonargparse": {"largebatch.config"},
-    "apex": {"largebatch.optim.apex_lamb"},
+    "apex": {"largebatch.optim.apex_lamb", "largebatch.benchmark.optimizer"},
 }
 
 ZOO_LIBRARIES = {"torch", "timm", "safetensors"}
