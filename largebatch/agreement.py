@@ -45,10 +45,11 @@ def installed_version(package: str) -> str:
 
 
 def sources_digest() -> str:
-    """Eight digits for the contents of all Python files of largebatch and zoo, wherever they lie."""
+    """Eight digits for the contents of all Python and C++ files of largebatch and zoo, wherever they lie."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]
-    for path in sorted(path for package in ("largebatch", "zoo") for path in (root / package).rglob("*.py")):
+    folders = (root / package for package in ("largebatch", "zoo"))
+    for path in sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cpp")):
         digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:8]
 

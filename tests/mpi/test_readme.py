@@ -21,6 +21,7 @@ COMMANDS = [
     for line in block.splitlines()
     if line.strip() and not line.startswith("#")
 ]
+BENCHMARKS = re.findall(r"^\| `([^`]*largebatch.benchmark[^`]*)`", README, re.MULTILINE)
 SHORT = "--run.max_steps 1 --log.tensorboard false"
 TINY = "--data.global_batch_size 8 --data.micro_batch_size 1 --model.num_classes 2 --model.img_size 32"
 
@@ -97,3 +98,19 @@ def test_packing_training_and_validating(tmp_path):
 
 def test_the_doctor():
     succeeds(readme("python -m largebatch.doctor"))
+
+
+@pytest.mark.parametrize("command", BENCHMARKS)
+def test_the_benchmarks(command, tmp_path):
+    """Each on a tiny model, or a few images."""
+    vit = "--model vit_ti16 --img-size 32"
+    shorter = {
+        "step": f"{vit} --data digits {TINY.replace('_classes 2', '_classes 10')} --run.folder {tmp_path / 'run'}",
+        "model": f"{vit} --batch-size 2",
+        "optimizer": "--model vit_ti16",
+        "loader": "--images 32 --batch-size 8",
+    }
+    (name,) = [name for name in shorter if f"benchmark {name}" in command]
+    output = succeeds(f"{command} {shorter[name]} --rounds 1 --output {tmp_path}")
+    assert "× the time of timm" in output
+    assert (tmp_path / f"{name}.csv").exists() and (tmp_path / f"{name}.png").exists()

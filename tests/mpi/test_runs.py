@@ -165,16 +165,3 @@ def test_a_failing_rank_ends_the_run_and_is_named(tmp_path, launcher):
     )
     code, output = launch(["-c", program], ranks=2, launcher=launcher, timeout_s=60)
     assert code != 0 and "rank 1 of 2" in output and "RuntimeError: planted" in output
-
-
-def test_the_benchmark_of_a_step_runs_on_two_ranks(tmp_path):
-    """Ours and the peer on one stream of micro-batches, torch's process group beside Horovod's."""
-    options = ["--model", "vit_ti16", "--img-size", "32", "--data=digits", "--model.num_classes=10", "--rounds", "2"]
-    options += ["--data.global_batch_size=16", "--data.micro_batch_size=4", f"--run.folder={tmp_path / 'run'}"]
-    code, output = launch(["-m", "largebatch.benchmark", "step", *options, "--output", str(tmp_path)], ranks=2)
-    assert code == 0, output
-    assert "16 = 2 ranks × 4 micro-batch × 2 passes" in output and "× the time of timm + DDP" in output
-    assert "exposed communication" in output and "MFU" in output
-    rows = (tmp_path / "step.csv").read_text().splitlines()
-    assert len(rows) == 1 + 2 * 2 and (tmp_path / "step.png").exists()
-    assert not (tmp_path / "run" / "checkpoints").exists()
