@@ -24,6 +24,7 @@ import io
 import math
 import os
 import resource
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ class _Encoded:
 
     job: MicroBatch
     samples: np.ndarray
-    encoded: list[np.ndarray]  # uint8 views of one buffer
+    buffer: np.ndarray
+    encoded: list[np.ndarray]  # uint8 views of the buffer
     arguments: tuple[np.ndarray, ...]
 
 
@@ -115,7 +117,7 @@ class TrainLoader(Iterator[Batch]):
         if plan.num_samples != len(index):
             raise ValueError(f"The plan is for {plan.num_samples} samples, the index has {len(index)}.")
         on_cpu, resize = _finishes_on_cpu(device), _resize(interpolation)
-        to_floats = _Normalise(mean, std)
+        to_floats, memory = _Normalise(mean, std), _Memory()
 
         def encode(job: MicroBatch) -> _Encoded:
             epochs, samples = plan.samples(job.start, job.stop)
@@ -126,7 +128,7 @@ class TrainLoader(Iterator[Batch]):
             corners = np.stack([draws.x, draws.y], axis=-1)
             sizes = np.stack([draws.width, draws.height], axis=-1)
             arguments = (corners, sizes, draws.flip.astype(np.int32))
-            return _Encoded(job, samples, _buffers(index, samples), arguments)
+            return _Encoded(job, samples, *_buffers(index, samples, memory), arguments)
 
         def decode(jpegs: Any, corners: Any, sizes: Any, flips: Any = None) -> Any:  # nodes of DALI's graph
             pixels: dict[str, Any] = {"normalized_anchor": False, "normalized_shape": False}
@@ -192,7 +194,7 @@ class EvalLoader:
         plan = Plan(len(index), len(index), min(batch_size, len(index)), len(index), seed=0)
         self._jobs = plan.micro_batches(0, shard, num_shards)
         on_cpu, resize = _finishes_on_cpu(device), _resize(interpolation)
-        to_floats = _Normalise(mean, std)
+        to_floats, memory = _Normalise(mean, std), _Memory()
 
         def encode(job: MicroBatch) -> _Encoded:
             samples = np.arange(job.start, job.stop, dtype=np.int64)
@@ -200,7 +202,7 @@ class EvalLoader:
                 index.width[samples], index.height[samples], img_size=img_size, crop_pct=crop_pct
             )
             arguments = (sizes.astype(np.float32), corners.astype(np.int32))
-            return _Encoded(job, samples, _buffers(index, samples), arguments)
+            return _Encoded(job, samples, *_buffers(index, samples, memory), arguments)
 
         def decode(jpegs: Any, sizes: Any = None, corners: Any = None) -> Any:
             images: Any = fn.decoders.image(jpegs, **_decoder(device))
@@ -309,10 +311,30 @@ class _Normalise:
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-def _buffers(index: Index, samples: np.ndarray) -> list[np.ndarray]:
-    """Room for the encoded bytes of each sample: uint8 views of one new buffer."""
+class _Memory:
+    """Memory that is used again when nobody holds it any more: on a CPU, fresh pages cost as much as the resize."""
+
+    def __init__(self) -> None:
+        self._free: collections.deque[np.ndarray] = collections.deque(maxlen=READ_THREADS)
+
+    def take(self, size: int) -> np.ndarray:
+        """`size` bytes, free again when this very array is gone, with what holds it: not a view, but a tensor of it."""
+        try:
+            block = self._free.popleft()
+        except IndexError:
+            block = np.empty(0, dtype=np.uint8)
+        if len(block) < size:
+            block = np.empty(size + size // 8, dtype=np.uint8)
+        taken = block[:size]
+        weakref.finalize(taken, self._free.append, block).atexit = False
+        return taken
+
+
+def _buffers(index: Index, samples: np.ndarray, memory: _Memory) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Room for the encoded bytes of each sample: a uint8 buffer and its views."""
     stops = np.cumsum(index.length[samples])
-    return np.split(np.empty(int(stops[-1]), dtype=np.uint8), stops[:-1])
+    buffer = memory.take(int(stops[-1]))
+    return buffer, np.split(buffer, stops[:-1])
 
 
 class _File:
@@ -381,7 +403,7 @@ class _Stream(Iterator[Batch]):
     ) -> None:
         self._index, self._jobs, self._encode, self._device = index, jobs, encode, device
         self._num_arguments, self._finish, self._img_size = num_arguments, finish, img_size
-        self._reader = _Reader(index, preadv)
+        self._reader, self._floats = _Reader(index, preadv), _Memory()
         self._waiting: collections.deque[Future[tuple[_Encoded, list[Future[None]]]]] = collections.deque()
         self._inside: collections.deque[_Encoded] = collections.deque()  # what DALI holds, oldest first
         self._decoded: collections.deque[_Decoded] = collections.deque()
@@ -467,7 +489,8 @@ class _Stream(Iterator[Batch]):
 
     def _finished(self, batch: _Encoded, images: Any) -> _Decoded:
         count, side = len(batch.samples), self._img_size
-        out = torch.empty(count, 3, side, side)
+        out = torch.from_numpy(self._floats.take(4 * 3 * count * side * side)).view(torch.float32)
+        out = out.view(count, 3, side, side)
         floats = out.numpy()
 
         def finish(part: range) -> None:
