@@ -59,6 +59,8 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.train": BELOW_PROGRAMS,
     "largebatch.validate": BELOW_PROGRAMS,
     "largebatch.pack": BELOW_PROGRAMS,
+    # benchmarks: each is a program, with one instrument
+    "largebatch.benchmark.loader": DATA | {"largebatch.benchmark.measure", "zoo._torchvision"},
     # the doctor imports nothing that could be broken
     "largebatch.doctor": set(),
     "largebatch.doctor.result": set(),
@@ -80,7 +82,7 @@ OWNERS = {
     "torch.utils.tensorboard": {"largebatch.hooks"},
     "mpi4py": {"largebatch.comm", "largebatch.pack"},
     "torch.distributed": set(),
-    "timm": {"zoo.vit", "zoo.weights"},
+    "timm": {"zoo.vit", "zoo.weights", "largebatch.benchmark.loader"},
     "torchvision": set(),
     "jsonargparse": {"largebatch.config"},
     "apex": {"largebatch.optim.apex_lamb"},
