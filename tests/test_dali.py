@@ -1,10 +1,14 @@
 """The DALI loaders: timm's and torchvision's pixels, every sample once in our order, and errors that name the image.
 
 Differences are in units of 1/255. DALI and PIL decode these JPEGs to the same bits; what differs is the rounding
-between the two passes of the resize: 0.2 on average, 9 at single pixels with strong contrast.
+between the two passes of DALI's resize, 0.2 on average, 9 at single pixels with strong contrast. torch's resize rounds as
+PIL does: 0.04 on average.
 """
 
+import gc
 import io
+import itertools
+import os
 import threading
 
 import numpy as np
@@ -13,7 +17,7 @@ import torch
 from PIL import Image
 
 import zoo  # noqa: F401  # lets torchvision be imported beside any build of torch
-from largebatch.data import order, records
+from largebatch.data import dali, order, records
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.index import index_images, index_shards
 from largebatch.data.order import Plan
@@ -117,7 +121,14 @@ def difference(ours, theirs):
 # -- pixels ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["DALI", "threads"])
+def finished_by(request, monkeypatch):
+    """Who resizes and normalises: DALI, as on a GPU, or our threads, as on a CPU."""
+    monkeypatch.setattr(dali, "_finishes_on_cpu", lambda device: request.param == "threads")
+
+
 @pytest.mark.parametrize("crop_pct, interpolation", [(0.9, "bicubic"), (0.875, "bilinear"), (1.15, "bicubic")])
+@pytest.mark.usefixtures("finished_by")
 def test_evaluation_equals_timms(images, crop_pct, interpolation):
     from timm.data import create_transform
 
@@ -133,6 +144,7 @@ def test_evaluation_equals_timms(images, crop_pct, interpolation):
     assert delta.max() < MAX_BOUND
 
 
+@pytest.mark.usefixtures("finished_by")
 def test_training_crops_equal_torchvisions(images):
     from torchvision.transforms import InterpolationMode, functional
 
@@ -195,6 +207,28 @@ def test_batches_are_not_overwritten(images):
     assert len(kept) == 10 and all(torch.equal(a, b) for a, b in zip(kept, copies))
 
 
+def test_a_part_that_is_kept_is_not_overwritten(images):
+    plan = Plan(NUM_IMAGES, 8, 8, 160, seed=0)
+    kept, copies = [], []
+    for batch in train_loader(images, plan, img_size=32):
+        kept.append(batch.images[3, 1:].flatten())  # the batch itself goes, and its memory may be wanted
+        copies.append(kept[-1].clone())
+    assert len(kept) == 20 and all(torch.equal(a, b) for a, b in zip(kept, copies))
+
+
+def test_memory_is_used_again_once_nobody_holds_it():
+    memory = dali._Memory()
+    tensor = torch.from_numpy(memory.take(1000))[10:20]
+    place = tensor.data_ptr() - 10
+    assert memory.take(1000).ctypes.data != place
+    del tensor
+    gc.collect()
+    places = [memory.take(900), memory.take(1000)]
+    assert place in [array.ctypes.data for array in places]
+    assert len({array.ctypes.data for array in places}) == 2
+    assert len(memory.take(5000)) == 5000
+
+
 def test_pixels_depend_on_neither_shards_nor_threads_nor_start(images):
     plan = Plan(NUM_IMAGES, 24, 6, 72, seed=5)
     whole = {(b.step, b.number): b.images for b in train_loader(images, plan, img_size=48)}
@@ -231,8 +265,8 @@ def test_evaluation_covers_each_sample_once(tiny, num_shards, batch_size):
 # -- errors and ends -------------------------------------------------------------------------------------------------
 
 
-def reading_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("largebatch-read")]
+def our_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("largebatch-")]
 
 
 def spoiled(folder, sample, spoil):
@@ -265,8 +299,47 @@ def test_bad_image_is_named_and_nothing_hangs(tmp_path, kind, evaluation):
     with pytest.raises(ValueError, match=where):
         for _ in loader:
             pass
-    assert reading_threads() == []
+    assert our_threads() == []
     assert evaluation or next(loader, None) is None  # closed
+
+
+@pytest.mark.parametrize("micro, together", [(32, 8), (4, 10)])
+def test_many_threads_wait_for_storage_at_once(tiny, micro, together):
+    """Inside a batch of 32, and over small batches: no read gets its bytes before all of them have asked."""
+    calls, barrier = itertools.count(), threading.Barrier(together)
+
+    def preadv(*arguments):
+        if next(calls) < together:
+            barrier.wait(timeout=60)  # breaks, and so fails the test, if reads come one after the other
+        return os.preadv(*arguments)
+
+    plan = Plan(len(tiny), micro, micro, 40 if micro == 4 else 32, seed=3)
+    seen = [sample for batch in train_loader(tiny, plan, preadv=preadv) for sample in batch.samples.tolist()]
+    assert seen == plan.samples(0, plan.num_images)[1].tolist() and not barrier.broken
+
+
+def test_reads_that_give_less_than_asked_are_continued(tiny):
+    def short(descriptor, buffers, offset):
+        return os.preadv(descriptor, [buffer[:100] for buffer in buffers], offset)
+
+    plan = Plan(len(tiny), 10, 10, 40, seed=0)
+    pairs = list(zip(train_loader(tiny, plan), train_loader(tiny, plan, preadv=short)))
+    assert len(pairs) == 4 and all(torch.equal(whole.images, parts.images) for whole, parts in pairs)
+
+
+def test_a_read_that_fails_beside_others_is_named(tiny):
+    bad = int(tiny.offset[33])
+
+    def preadv(descriptor, buffers, offset):
+        if offset == bad and tiny.length[33] == len(buffers[0]):
+            raise OSError(5, "Input/output error")
+        return os.preadv(descriptor, buffers, offset)
+
+    plan = Plan(len(tiny), 40, 40, 400, seed=0)
+    where = f"{tiny.files[tiny.file[33]]}, record 13 .at byte {bad}. cannot be read: .*Input/output error"
+    with pytest.raises(ValueError, match=where):
+        list(train_loader(tiny, plan, preadv=preadv))
+    assert our_threads() == []
 
 
 def test_missing_file_is_named(tmp_path):
@@ -279,13 +352,13 @@ def test_missing_file_is_named(tmp_path):
 def test_close_ends_the_threads(tiny):
     loader = train_loader(tiny, Plan(len(tiny), 8, 4, 10_000, seed=0))
     next(loader)
-    assert reading_threads() != []
+    assert our_threads() != []
     loader.close()
     loader.close()
-    assert reading_threads() == [] and next(loader, None) is None
+    assert our_threads() == [] and next(loader, None) is None
     for _ in eval_loader(tiny, batch_size=2):
         break
-    assert reading_threads() == []
+    assert our_threads() == []
 
 
 def test_wrong_settings(tiny):
@@ -293,4 +366,4 @@ def test_wrong_settings(tiny):
         eval_loader(tiny, interpolation="cubic")
     with pytest.raises(ValueError, match="The plan is for 41 samples, the index has 40"):
         train_loader(tiny, Plan(41, 8, 4, 80, seed=0))
-    assert reading_threads() == []
+    assert our_threads() == []

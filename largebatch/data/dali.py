@@ -3,8 +3,12 @@
 DALI's own readers shuffle in a small buffer and keep an opaque position, so they are not used. The order,
 crop window and flip of every sample come from `order`, the place of its bytes from the `Index`, and both
 enter DALI through `external_source`. DALI calls that source in the thread that runs the pipeline, so the
-source itself must never read: a few threads read whole batches ahead, and the source takes the next finished
-one.
+source itself must never read: many threads read ahead, several at one batch so that a slow file system is waited
+for by all at once, and the source takes the next finished batch.
+
+On a GPU, DALI also resizes and normalises. On a CPU its resize takes twice as long as its decoder, and six times
+as long as torch's kernel for bytes, which is closer to PIL too. There DALI only decodes, and `num_threads`
+threads of ours finish the images one batch behind it.
 
 An error in a reading thread is raised where the batch is taken, one in DALI is traced to its file and record
 by decoding the batch again with PIL; in both cases the consumer gets a ValueError, and nothing waits for
@@ -17,8 +21,10 @@ import collections
 import contextlib
 import functools
 import io
+import math
 import os
 import resource
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,14 +34,17 @@ import numpy as np
 import torch
 from nvidia.dali import Pipeline, fn, types
 from PIL import Image
+from torch.nn import functional
 
 from largebatch.data import order
 from largebatch.data.index import Index
 from largebatch.data.order import MicroBatch, Plan
 
-READ_THREADS = 4  # threads that read files
-READ_AHEAD = 4  # batches being read or waiting for DALI
+READ_THREADS = 32  # threads that read files, most of them asleep
+READ_IMAGES = 4  # images that a thread reads in one go
+READ_AHEAD = 256  # images being read or waiting for DALI; but at least two batches
 PREFETCH = 2  # batches inside DALI
+FINISH_IMAGES = 8  # images that a thread resizes in one go
 INTERPOLATIONS = {
     "bilinear": types.DALIInterpType.INTERP_LINEAR,
     "bicubic": types.DALIInterpType.INTERP_CUBIC,
@@ -63,8 +72,18 @@ class _Encoded:
 
     job: MicroBatch
     samples: np.ndarray
-    encoded: list[np.ndarray]  # uint8 views of one buffer
+    buffer: np.ndarray
+    encoded: list[np.ndarray]  # uint8 views of the buffer
     arguments: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Decoded:
+    """A batch of which `images` is filled as soon as `parts` are done."""
+
+    batch: _Encoded
+    images: torch.Tensor
+    parts: list[Future[None]]
 
 
 class TrainLoader(Iterator[Batch]):
@@ -73,7 +92,7 @@ class TrainLoader(Iterator[Batch]):
     Order: that of `plan.micro_batches(step, shard, num_shards)`, step by step. Each image is cut to its
     random window while it is decoded, resized to `img_size` square with antialiasing, maybe flipped, then
     normalised with `mean` and `std` (of RGB in [0, 1]). `scale`, `ratio`, `hflip` are those of a random
-    resized crop. `num_threads` decode.
+    resized crop. `num_threads` decode, and on a CPU as many more resize. `preadv` reads, as os.preadv does.
     """
 
     def __init__(
@@ -93,10 +112,12 @@ class TrainLoader(Iterator[Batch]):
         device: torch.device,
         num_threads: int,
         start_step: int = 0,
+        preadv: Callable[[int, list, int], int] = os.preadv,
     ) -> None:
         if plan.num_samples != len(index):
             raise ValueError(f"The plan is for {plan.num_samples} samples, the index has {len(index)}.")
-        reader, resize = _Reader(index), _resize(interpolation)
+        on_cpu, resize = _finishes_on_cpu(device), _resize(interpolation)
+        to_floats, memory = _Normalise(mean, std), _Memory()
 
         def encode(job: MicroBatch) -> _Encoded:
             epochs, samples = plan.samples(job.start, job.stop)
@@ -106,15 +127,22 @@ class TrainLoader(Iterator[Batch]):
             )
             corners = np.stack([draws.x, draws.y], axis=-1)
             sizes = np.stack([draws.width, draws.height], axis=-1)
-            return _Encoded(job, samples, reader.read(samples), (corners, sizes, draws.flip.astype(np.int32)))
+            arguments = (corners, sizes, draws.flip.astype(np.int32))
+            return _Encoded(job, samples, *_buffers(index, samples, memory), arguments)
 
-        def decode(jpegs: Any, corners: Any, sizes: Any, flips: Any) -> Any:  # nodes of DALI's graph
+        def decode(jpegs: Any, corners: Any, sizes: Any, flips: Any = None) -> Any:  # nodes of DALI's graph
             pixels: dict[str, Any] = {"normalized_anchor": False, "normalized_shape": False}
             images = fn.decoders.image_slice(
                 jpegs, corners, sizes, axis_names="WH", **pixels, **_decoder(device)
             )
+            if on_cpu:
+                return images
             images = fn.resize(images, size=(img_size, img_size), **resize)
             return _normalise(images, mean, std, mirror=flips)
+
+        def finish(window: np.ndarray, out: np.ndarray, corner: Any, size: Any, flip: int) -> None:
+            pixels = _resized(window, (img_size, img_size), interpolation)
+            to_floats(pixels[:, :, ::-1] if flip else pixels, out)
 
         steps = range(start_step, plan.num_steps)
         jobs = (job for step in steps for job in plan.micro_batches(step, shard, num_shards))
@@ -123,7 +151,10 @@ class TrainLoader(Iterator[Batch]):
             jobs,
             encode=encode,
             decode=decode,
-            num_arguments=3,
+            num_arguments=2 if on_cpu else 3,
+            finish=finish if on_cpu else None,
+            img_size=img_size,
+            preadv=preadv,
             max_batch_size=plan.micro_batch_size,
             device=device,
             num_threads=num_threads,
@@ -162,7 +193,8 @@ class EvalLoader:
     ) -> None:
         plan = Plan(len(index), len(index), min(batch_size, len(index)), len(index), seed=0)
         self._jobs = plan.micro_batches(0, shard, num_shards)
-        reader, resize = _Reader(index), _resize(interpolation)
+        on_cpu, resize = _finishes_on_cpu(device), _resize(interpolation)
+        to_floats, memory = _Normalise(mean, std), _Memory()
 
         def encode(job: MicroBatch) -> _Encoded:
             samples = np.arange(job.start, job.stop, dtype=np.int64)
@@ -170,21 +202,30 @@ class EvalLoader:
                 index.width[samples], index.height[samples], img_size=img_size, crop_pct=crop_pct
             )
             arguments = (sizes.astype(np.float32), corners.astype(np.int32))
-            return _Encoded(job, samples, reader.read(samples), arguments)
+            return _Encoded(job, samples, *_buffers(index, samples, memory), arguments)
 
-        def decode(jpegs: Any, sizes: Any, corners: Any) -> Any:
+        def decode(jpegs: Any, sizes: Any = None, corners: Any = None) -> Any:
             images: Any = fn.decoders.image(jpegs, **_decoder(device))
+            if on_cpu:
+                return images
             images = fn.resize(images, size=sizes, **resize)
             outside: dict[str, Any] = {"out_of_bounds_policy": "pad", "fill_values": 0}
             images = fn.slice(images, start=corners, shape=(img_size, img_size), axis_names="WH", **outside)
             return _normalise(images, mean, std)
+
+        def finish(image: np.ndarray, out: np.ndarray, size: np.ndarray, corner: np.ndarray) -> None:
+            pixels = _resized(image, (int(size[0]), int(size[1])), interpolation)
+            to_floats(_square(pixels, int(corner[0]), int(corner[1]), img_size), out)
 
         self._stream = functools.partial(
             _Stream,
             index,
             encode=encode,
             decode=decode,
-            num_arguments=2,
+            num_arguments=0 if on_cpu else 2,
+            finish=finish if on_cpu else None,
+            img_size=img_size,
+            preadv=os.preadv,
             max_batch_size=plan.micro_batch_size,
             device=device,
             num_threads=num_threads,
@@ -231,7 +272,69 @@ def _normalise(images: Any, mean: tuple[float, ...], std: tuple[float, ...], *, 
     )
 
 
+# -- the same in threads of ours, on a CPU ---------------------------------------------------------------------
+
+
+def _finishes_on_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _resized(image: np.ndarray, size: tuple[int, int], interpolation: str) -> np.ndarray:
+    """(H, W, 3) to (3, *size), all uint8. torch's kernel runs in one thread and lets go of the interpreter."""
+    pixels = torch.from_numpy(image).permute(2, 0, 1)[None]
+    return functional.interpolate(pixels, size=size, mode=interpolation, antialias=True)[0].numpy()
+
+
+def _square(pixels: np.ndarray, x: int, y: int, side: int) -> np.ndarray:
+    """The square (3, side, side) whose corner is (x, y), black outside of `pixels` (3, H, W)."""
+    left, top = max(x, 0), max(y, 0)
+    inside = pixels[:, top : y + side, left : x + side]
+    if inside.shape[1:] == (side, side):
+        return inside
+    square = np.zeros((3, side, side), dtype=np.uint8)
+    square[:, top - y : top - y + inside.shape[1], left - x : left - x + inside.shape[2]] = inside
+    return square
+
+
+class _Normalise:
+    """Bytes (3, H, W) to normalised floats. NumPy, since torch would start a team of threads in each of ours."""
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        self._mean = np.array([[[255 * value]] for value in mean], dtype=np.float32)
+        self._scale = np.array([[[1 / (255 * value)]] for value in std], dtype=np.float32)
+
+    def __call__(self, pixels: np.ndarray, out: np.ndarray) -> None:
+        np.subtract(pixels, self._mean, out=out)
+        np.multiply(out, self._scale, out=out)
+
+
 # -- reading -------------------------------------------------------------------------------------------------
+
+
+class _Memory:
+    """Memory that is used again when nobody holds it any more: on a CPU, fresh pages cost as much as the resize."""
+
+    def __init__(self) -> None:
+        self._free: collections.deque[np.ndarray] = collections.deque(maxlen=READ_THREADS)
+
+    def take(self, size: int) -> np.ndarray:
+        """`size` bytes, free again when this very array is gone, with what holds it: not a view, but a tensor of it."""
+        try:
+            block = self._free.popleft()
+        except IndexError:
+            block = np.empty(0, dtype=np.uint8)
+        if len(block) < size:
+            block = np.empty(size + size // 8, dtype=np.uint8)
+        taken = block[:size]
+        weakref.finalize(taken, self._free.append, block).atexit = False
+        return taken
+
+
+def _buffers(index: Index, samples: np.ndarray, memory: _Memory) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Room for the encoded bytes of each sample: a uint8 buffer and its views."""
+    stops = np.cumsum(index.length[samples])
+    buffer = memory.take(int(stops[-1]))
+    return buffer, np.split(buffer, stops[:-1])
 
 
 class _File:
@@ -249,36 +352,39 @@ class _File:
 class _Reader:
     """Reads the encoded bytes of samples; used by several threads at once."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, preadv: Callable[[int, list, int], int]) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         kept = min(len(index.files), 4096, limit // 4)  # a global shuffle visits all shards all the time
-        self._index = index
+        self._index, self._preadv = index, preadv
         self._open = functools.lru_cache(maxsize=kept)(_File)
 
-    def read(self, samples: np.ndarray) -> list[np.ndarray]:
-        """One uint8 view per sample, all of one new buffer."""
-        stops = np.cumsum(self._index.length[samples])
-        buffer = np.empty(int(stops[-1]), dtype=np.uint8)
-        views = np.split(buffer, stops[:-1])
+    def read(self, samples: np.ndarray, views: list[np.ndarray]) -> None:
+        """Fills each view with the encoded bytes of its sample."""
         for sample, view in zip(samples.tolist(), views):
             try:
                 self._fill(view, self._open(self._index.files[self._index.file[sample]]), sample)
             except OSError as error:
                 raise ValueError(f"{self._index.where(sample)} cannot be read: {error}") from error
-        return views
 
     def _fill(self, view: np.ndarray, file: _File, sample: int) -> None:
         offset, done = int(self._index.offset[sample]), 0
         while done < len(view):
-            count = os.preadv(file.fd, [view[done:].data], offset + done)
+            count = self._preadv(file.fd, [view[done:].data], offset + done)
             if not count:
                 where = self._index.where(sample)
                 raise ValueError(f"{where} is cut off: the file has changed since it was indexed.")
             done += count
 
 
+Finish = Callable[..., None]  # of (image (H, W, 3) uint8, out (3, S, S) float32, *arguments of the sample)
+
+
 class _Stream(Iterator[Batch]):
-    """Runs one pipeline over `jobs`: `encode` in the reading threads, `decode` as the graph inside DALI."""
+    """Runs one pipeline over `jobs`: `encode` in the reading threads, `decode` as the graph inside DALI.
+
+    `encode` leaves room for the bytes, which other reading threads fill. The graph takes the bytes and the first
+    `num_arguments` of the arguments. `finish`, if given, makes a sample of the batch from what the graph gave.
+    """
 
     def __init__(
         self,
@@ -288,13 +394,20 @@ class _Stream(Iterator[Batch]):
         encode: Callable[[MicroBatch], _Encoded],
         decode: Callable,
         num_arguments: int,
+        finish: Finish | None,
+        img_size: int,
+        preadv: Callable[[int, list, int], int],
         max_batch_size: int,
         device: torch.device,
         num_threads: int,
     ) -> None:
         self._index, self._jobs, self._encode, self._device = index, jobs, encode, device
-        self._waiting: collections.deque[Future[_Encoded]] = collections.deque()
+        self._num_arguments, self._finish, self._img_size = num_arguments, finish, img_size
+        self._reader, self._floats = _Reader(index, preadv), _Memory()
+        self._waiting: collections.deque[Future[tuple[_Encoded, list[Future[None]]]]] = collections.deque()
         self._inside: collections.deque[_Encoded] = collections.deque()  # what DALI holds, oldest first
+        self._decoded: collections.deque[_Decoded] = collections.deque()
+        self._end: Exception | None = None  # why DALI gives no more
         # On a GPU the copies of a batch may still be running when its images are handed out.
         self._used: collections.deque[_Encoded] = collections.deque(maxlen=PREFETCH)
         device_id = None  # no GPU is touched
@@ -311,45 +424,82 @@ class _Stream(Iterator[Batch]):
             inputs = fn.external_source(self._take, num_outputs=1 + num_arguments, batch=True, no_copy=True)
             self._pipe.set_outputs(decode(*inputs))
         self._pipe.build()
-        self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="largebatch-read")
-        for _ in range(READ_AHEAD):
+        self._finishers = ThreadPoolExecutor(num_threads, thread_name_prefix="largebatch-resize")
+        self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="largebatch-read")
+        for _ in range(max(2, math.ceil(READ_AHEAD / max_batch_size))):
             self._submit()
 
     def _submit(self) -> None:
         job = next(self._jobs, None)
         if job is not None:
-            self._waiting.append(self._pool.submit(self._encode, job))
+            self._waiting.append(self._readers.submit(self._start_reading, job))
+
+    def _start_reading(self, job: MicroBatch) -> tuple[_Encoded, list[Future[None]]]:
+        """The batch, and what fills its buffer: tasks of other threads, for which none of these threads waits."""
+        batch = self._encode(job)
+        parts = [slice(at, at + READ_IMAGES) for at in range(0, len(batch.samples), READ_IMAGES)]
+        read, submit = self._reader.read, self._readers.submit
+        return batch, [submit(read, batch.samples[part], batch.encoded[part]) for part in parts]
 
     def _take(self) -> tuple:
         """DALI's source: the next finished batch. Raises what went wrong while it was read."""
         if not self._waiting:
             raise StopIteration
-        batch = self._waiting.popleft().result()
+        batch, parts = self._waiting.popleft().result()
+        for part in parts:
+            part.result()
         self._submit()
         self._inside.append(batch)  # no_copy: the bytes must live until DALI has used them
-        return (batch.encoded, *batch.arguments)
+        return (batch.encoded, *batch.arguments[: self._num_arguments])
 
     def __next__(self) -> Batch:
         if self._pipe is None:
             raise StopIteration
         try:
-            stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-            (images,) = self._pipe.run(stream)
-        except StopIteration:
-            self.close()
-            raise
-        except RuntimeError as error:
-            message = self._explain(error)
-            self.close()
-            raise ValueError(message) from error
+            behind = 1 if self._finish else 0  # while DALI decodes the next batch, this one is finished
+            while self._end is None and len(self._decoded) <= behind:
+                self._advance(self._pipe)
+            if not self._decoded:
+                assert self._end is not None
+                raise self._end
+            done = self._decoded.popleft()
+            for part in done.parts:
+                part.result()
         except BaseException:
             self.close()
             raise
-        done = self._inside.popleft()
-        self._used.append(done)
-        labels = torch.from_numpy(self._index.label[done.samples]).to(self._device, non_blocking=True)
-        tensor = torch.from_dlpack(images.as_tensor())
-        return Batch(tensor, labels, done.job.step, done.job.number, done.samples)
+        batch = done.batch
+        labels = torch.from_numpy(self._index.label[batch.samples]).to(self._device, non_blocking=True)
+        return Batch(done.images, labels, batch.job.step, batch.job.number, batch.samples)
+
+    def _advance(self, pipe: Pipeline) -> None:
+        """Takes the next batch from DALI and lets the threads finish it, or remembers why there is none."""
+        try:
+            stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+            (images,) = pipe.run(stream)
+        except RuntimeError as error:
+            self._end = ValueError(self._explain(error))
+            self._end.__cause__ = error
+        except Exception as error:  # StopIteration, or what the source raised
+            self._end = error
+        else:
+            batch = self._inside.popleft()
+            self._used.append(batch)
+            self._decoded.append(self._finished(batch, images) if self._finish else _whole(batch, images))
+
+    def _finished(self, batch: _Encoded, images: Any) -> _Decoded:
+        count, side = len(batch.samples), self._img_size
+        out = torch.from_numpy(self._floats.take(4 * 3 * count * side * side)).view(torch.float32)
+        out = out.view(count, 3, side, side)
+        floats = out.numpy()
+
+        def finish(part: range) -> None:
+            assert self._finish is not None
+            for k in part:
+                self._finish(np.asarray(images[k]), floats[k], *(argument[k] for argument in batch.arguments))
+
+        parts = [range(count)[at : at + FINISH_IMAGES] for at in range(0, count, FINISH_IMAGES)]
+        return _Decoded(batch, out, [self._finishers.submit(finish, part) for part in parts])
 
     def _explain(self, error: RuntimeError) -> str:
         """Names the first image that PIL cannot decode in the batches that DALI was working on."""
@@ -364,8 +514,14 @@ class _Stream(Iterator[Batch]):
 
     def close(self) -> None:
         """Ends the threads and frees the pipeline; safe to call twice."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._readers, self._finishers):
+            pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
+        self._decoded.clear()
         self._pipe = None
         self._inside.clear()
         self._used.clear()
+
+
+def _whole(batch: _Encoded, images: Any) -> _Decoded:
+    return _Decoded(batch, torch.from_dlpack(images.as_tensor()), [])

@@ -1,0 +1,290 @@
+"""Training images out of JPEGs: our loader beside timm's, and beside itself on storage that answers late.
+
+Decode, random resized crop, flip and normalise on a CPU, for a consumer that does nothing. A round takes a number of
+images out of a loader that is already running. It begins when nothing runs any more and no file is left in the page
+cache. What a loader has ready by then belongs to the round: three batches of ours, two of each of timm's workers.
+
+The peer reads the same images as files in folders of classes, the way timm's training script does, with as many worker
+processes as ours has threads.
+"""
+
+import argparse
+import hashlib
+import itertools
+import multiprocessing
+import os
+import threading
+import time
+from collections import Counter
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Iterable, Iterator
+
+import numpy as np
+import torch
+
+from largebatch.benchmark.measure import Contender, Report, Result, Round, compare
+from largebatch.data.dali import TrainLoader
+from largebatch.data.index import Index
+from largebatch.data.order import Plan
+from largebatch.data.sources import default_cache, open_source, written_once
+from zoo import _torchvision  # noqa: F401  # lets timm import torchvision beside any build of torch
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SCALE, RATIO, HFLIP = (0.08, 1.0), (3 / 4, 4 / 3), 0.5
+MOST = 4000  # images of the data set that are used: the peer needs a copy of them
+DELAY_S = 0.005
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--data", default="synthetic", help="what largebatch.train's --data takes")
+    parser.add_argument("--img-size", type=int, default=224, help="image side in pixels")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per batch")
+    parser.add_argument("--interpolation", default="bicubic", choices=["bicubic", "bilinear"], help="of both sides")
+    parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)), help="and timm's workers")
+    parser.add_argument("--images", type=int, default=4096, help="images per round, in whole batches")
+    parser.add_argument("--vs", nargs="+", default=["timm"], choices=["timm", "none"])
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each contender")
+
+
+def run(options: argparse.Namespace, device: torch.device) -> Report:
+    """Measure the loaders."""
+    if device.type != "cpu":
+        raise ValueError(f"--device is {device}, but this benchmark compares loaders on a CPU: use --device cpu.")
+    index = some(open_source(options.data, split="train"), MOST)
+    if not 0 < options.batch_size <= min(len(index), options.images):
+        raise ValueError(
+            f"--batch-size is {options.batch_size}, expected 1 to {min(len(index), options.images)}: no more than the "
+            "images of the data set and of a round."
+        )
+    watch = Stopwatch()
+    late = f"largebatch, {1000 * DELAY_S:.0f} ms late"
+    contenders = [
+        Contender("largebatch", partial(ours, options, index, watch=watch)),
+        Contender(late, partial(ours, options, index, preadv=late_preadv)),
+    ]
+    files, notes = list(index.files), []
+    if "timm" in options.vs:
+        folder = as_folders(index)
+        files += [str(path) for path in folder.rglob("*.JPEG")]
+        prefetcher = faster_with_prefetcher(options, folder)
+        contenders.append(Contender("timm", partial(timms, options, folder, use_prefetcher=prefetcher)))
+        notes.append(f"timm: use_prefetcher={prefetcher} is the faster; its workers' memory is not counted")
+    results = compare(contenders, device=device, rounds=options.rounds, barrier=partial(settle, files))
+    batches = options.images // options.batch_size
+    images = batches * options.batch_size
+    title = (
+        f"{options.img_size} px crops of {len(index)} JPEGs ({index.length.mean() / 1000:.0f} kB on average, "
+        f"{len(index.files)} files), {options.interpolation}, batch {options.batch_size}, {options.num_threads} threads"
+    )
+    notes += findings(results, watch, images=images, rounds=options.rounds)
+    return Report("loader", title, results, device, images=images, notes=notes)
+
+
+def findings(results: list[Result], watch: "Stopwatch", *, images: int, rounds: int) -> list[str]:
+    """What the table does not say, a line each."""
+    first, late = results[:2]
+    own_rate = median(a / b for a, b in zip(first.seconds, late.seconds))
+    cores, rate = len(os.sched_getaffinity(0)), images / median(first.seconds)
+    parts = {part: 1e6 * seconds / (images * rounds) for part, seconds in watch.measured(rounds).items()}
+    ours_alone = ", ".join(f"{part} {cost:.0f}" for part, cost in sorted(parts.items(), key=lambda item: -item[1]))
+    return [
+        f"{1000 * DELAY_S:.0f} ms in every read: {100 * own_rate:.1f} % of its own rate",
+        f"largebatch: {rate / cores:.0f} img/s per core",
+        f"CPU time per image in µs: {ours_alone}",
+        f"Python time per image: at most {python_cost(parts):.0f} µs (all threads without kernels of DALI or torch)",
+    ]
+
+
+def python_cost(parts: dict[str, float]) -> float:
+    """Of the threads that hold no kernels of DALI or torch."""
+    return parts.get("reading", 0.0) + parts.get("consumer and source", 0.0)
+
+
+def some(index: Index, most: int) -> Index:
+    """The index of at most `most` of its images, from all over the data set."""
+    chosen = np.unique(np.linspace(0, len(index) - 1, min(most, len(index)), dtype=np.int64))
+    columns = ("file", "offset", "length", "label", "width", "height")
+    return replace(index, **{name: getattr(index, name)[chosen] for name in columns})
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# before and during a round
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def settle(files: Iterable[str]) -> None:
+    """Wait until all loaders have filled their queues and rest, then drop the files from the page cache."""
+    spent = -1.0
+    while (now := cpu_seconds()) - spent > 0.005:
+        spent = now
+        time.sleep(0.1)
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and its children."""
+    pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
+    return sum(sum(thread_seconds(pid).values()) for pid in pids if pid is not None)
+
+
+def thread_seconds(pid: int) -> dict[int, float]:
+    """CPU time of each thread of a process."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        try:
+            found[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
+        except FileNotFoundError:  # it has ended in the meantime
+            continue
+    return found
+
+
+class Stopwatch:
+    """CPU time of our loader's threads, by what they do."""
+
+    def __init__(self) -> None:
+        self.rounds: list[Counter[str]] = []
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Measure a round."""
+        before = thread_seconds(os.getpid())
+        yield
+        after, spent = thread_seconds(os.getpid()), Counter[str]()
+        names = {thread.native_id: thread.name for thread in threading.enumerate()}
+        for thread, seconds in after.items():
+            spent[self.part(thread, names.get(thread))] += seconds - before.get(thread, 0.0)  # type: ignore[assignment]
+        self.rounds.append(spent)
+
+    @staticmethod
+    def part(thread: int, name: str | None) -> str:
+        """What a thread is for; DALI's are not known to Python."""
+        if thread == os.getpid():
+            return "consumer and source"
+        known = {"largebatch-read": "reading", "largebatch-resize": "resize, flip, normalise"}
+        return known.get((name or "").rpartition("_")[0], "DALI (decode)" if name is None else "other")
+
+    def measured(self, count: int) -> Counter[str]:
+        """Seconds in the last `count` rounds together."""
+        return sum(self.rounds[-count:], Counter())
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# ours
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def late_preadv(descriptor: int, buffers: list, offset: int) -> int:
+    """os.preadv on storage that takes its time."""
+    time.sleep(DELAY_S)
+    return os.preadv(descriptor, buffers, offset)
+
+
+@contextmanager
+def ours(
+    options: argparse.Namespace, index: Index, *, preadv: Any = os.preadv, watch: Stopwatch | None = None
+) -> Iterator[Round]:
+    """The loader that training uses, on a run without an end."""
+    plan = Plan(len(index), options.batch_size, options.batch_size, 2**40, seed=0)
+    loader = TrainLoader(
+        index,
+        plan,
+        shard=0,
+        num_shards=1,
+        img_size=options.img_size,
+        mean=MEAN,
+        std=STD,
+        interpolation=options.interpolation,
+        scale=SCALE,
+        ratio=RATIO,
+        hflip=HFLIP,
+        device=torch.device("cpu"),
+        num_threads=options.num_threads,
+        preadv=preadv,
+    )
+    with closing(loader):
+        take = partial(consume, loader, options.images // options.batch_size)
+
+        def timed() -> None:
+            with (watch or Stopwatch()).timing():
+                take()
+
+        yield timed
+
+
+def consume(batches: Iterator[Any], count: int) -> None:
+    """Take `count` batches and do nothing with them."""
+    for _ in range(count):
+        next(batches)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# the peer
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def as_folders(index: Index) -> Path:
+    """The images of the index as files <class>/<number>.JPEG, written once into the cache."""
+    known = (index.files, index.file_size.tolist(), index.file_mtime_ns.tolist(), len(index))
+    folder = default_cache() / f"benchmark-{hashlib.sha256(repr(known).encode()).hexdigest()[:12]}"
+    return written_once(folder, partial(_write_folders, index=index))
+
+
+def _write_folders(folder: Path, *, index: Index) -> None:
+    for number, (file, offset, length, label) in enumerate(zip(index.file, index.offset, index.length, index.label)):
+        with open(index.files[file], "rb") as source:
+            data = os.pread(source.fileno(), int(length), int(offset))
+        path = folder / f"{label:05d}" / f"{number:06d}.JPEG"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    os.sync()  # pages that are not on disk yet cannot be dropped
+
+
+def faster_with_prefetcher(options: argparse.Namespace, folder: Path) -> bool:
+    """Whether timm is faster when the main process normalises whole batches than when the workers do it."""
+    seconds = {}
+    for choice in (True, False):
+        with timms(options, folder, use_prefetcher=choice) as take:
+            take()
+            began = time.perf_counter()
+            take()
+            seconds[choice] = time.perf_counter() - began
+    return seconds[True] <= seconds[False]
+
+
+@contextmanager
+def timms(options: argparse.Namespace, folder: Path, *, use_prefetcher: bool) -> Iterator[Round]:
+    """timm's loader with workers that live on from epoch to epoch."""
+    from timm.data import ImageDataset, create_loader
+
+    loader = create_loader(
+        ImageDataset(str(folder)),
+        input_size=(3, options.img_size, options.img_size),
+        batch_size=options.batch_size,
+        is_training=True,
+        scale=SCALE,
+        ratio=RATIO,
+        hflip=HFLIP,
+        color_jitter=None,  # type: ignore[arg-type]  # 0 would cost it a transform that changes nothing
+        interpolation=options.interpolation,
+        mean=MEAN,
+        std=STD,
+        num_workers=options.num_threads,
+        device=torch.device("cpu"),
+        use_prefetcher=use_prefetcher,
+        use_multi_epochs_loader=True,
+    )
+    inner: Any = loader.loader if use_prefetcher else loader
+    # This process has threads, so it must not be copied.
+    inner.multiprocessing_context = multiprocessing.get_context("forkserver")
+    inner.multiprocessing_context.set_forkserver_preload(["zoo", "timm.data"])
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    yield partial(consume, batches, options.images // options.batch_size)
+    inner.iterator._shutdown_workers()

@@ -1,0 +1,66 @@
+"""`python -m largebatch.benchmark loader`, on a few small images."""
+
+import csv
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from largebatch.benchmark import loader
+
+COMMAND = """
+import sys
+from largebatch.benchmark.__main__ import main
+main(sys.argv[1:])
+assert "largebatch.data.dali" in sys.modules
+assert not [name for name in sys.modules if name.partition(".")[0] in ("horovod", "mpi4py")]
+"""
+SMALL = ["--img-size=32", "--batch-size=4", "--num-threads=1", "--images=16", "--rounds=2"]
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Ten images of two classes as files, and a cache of our own."""
+    rng = np.random.default_rng(0)
+    for k in range(10):
+        path = tmp_path / "data" / "train" / "ab"[k % 2] / f"{k}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (40, 50 + k, 3), dtype=np.uint8)).save(path)
+    return tmp_path / "data"
+
+
+def start(images, *options):
+    command = [sys.executable, "-c", COMMAND, "loader", f"--data={images}", "--device=cpu", *SMALL, *options]
+    command.append(f"--output={images.parent / 'out'}")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(images.parent / "cache")}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def test_ours_and_timms_are_measured_and_horovod_stays_out(images):
+    done = start(images, "--vs=timm")
+    assert done.returncode == 0, done.stderr
+    for words in ("of its own rate", "img/s per core", "CPU time per image", "Python time per image", "use_prefetcher"):
+        assert words in done.stdout
+    with open(images.parent / "out" / "loader.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = [name for row in rows for name in row.values() if name in ("largebatch", "largebatch, 5 ms late", "timm")]
+    assert [names.count(name) for name in ("largebatch", "largebatch, 5 ms late", "timm")] == [2, 2, 2]
+    assert (images.parent / "out" / "loader.png").read_bytes().startswith(b"\x89PNG")
+    copies = list((images.parent / "cache" / "largebatch").glob("benchmark-*/*/*.JPEG"))
+    assert sorted(path.read_bytes() for path in copies) == sorted(path.read_bytes() for path in images.rglob("*.JPEG"))
+
+
+def test_wrong_options_end_with_a_sentence(images):
+    done = start(images, "--vs=none", "--batch-size=11")
+    assert done.returncode == 1 and "--batch-size is 11, expected 1 to 10" in done.stderr
+
+
+def test_the_late_read_gives_the_same_bytes(tmp_path):
+    (tmp_path / "file").write_bytes(b"0123456789")
+    buffer = bytearray(4)
+    with open(tmp_path / "file", "rb") as file:
+        assert loader.late_preadv(file.fileno(), [buffer], 3) == 4
+    assert buffer == b"3456"
