@@ -10,6 +10,7 @@ import io
 import itertools
 import os
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import torch
 from PIL import Image
 
 import zoo  # noqa: F401  # lets torchvision be imported beside any build of torch
-from largebatch.data import dali, order, records
+from largebatch.data import dali, order, reader, records
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.index import index_images, index_shards
 from largebatch.data.order import Plan
@@ -217,7 +218,7 @@ def test_a_part_that_is_kept_is_not_overwritten(images):
 
 
 def test_memory_is_used_again_once_nobody_holds_it():
-    memory = dali._Memory()
+    memory = reader.Memory()
     tensor = torch.from_numpy(memory.take(1000))[10:20]
     place = tensor.data_ptr() - 10
     assert memory.take(1000).ctypes.data != place
@@ -323,7 +324,8 @@ def test_reads_that_give_less_than_asked_are_continued(tiny):
         return os.preadv(descriptor, [buffer[:100] for buffer in buffers], offset)
 
     plan = Plan(len(tiny), 10, 10, 40, seed=0)
-    pairs = list(zip(train_loader(tiny, plan), train_loader(tiny, plan, preadv=short)))
+    with closing(train_loader(tiny, plan)) as one, closing(train_loader(tiny, plan, preadv=short)) as other:
+        pairs = list(zip(one, other))
     assert len(pairs) == 4 and all(torch.equal(whole.images, parts.images) for whole, parts in pairs)
 
 

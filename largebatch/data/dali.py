@@ -23,8 +23,6 @@ import functools
 import io
 import math
 import os
-import resource
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,9 +32,8 @@ import numpy as np
 import torch
 from nvidia.dali import Pipeline, fn, types
 from PIL import Image
-from torch.nn import functional
 
-from largebatch.data import order
+from largebatch.data import order, pixels, reader
 from largebatch.data.index import Index
 from largebatch.data.order import MicroBatch, Plan
 
@@ -117,7 +114,7 @@ class TrainLoader(Iterator[Batch]):
         if plan.num_samples != len(index):
             raise ValueError(f"The plan is for {plan.num_samples} samples, the index has {len(index)}.")
         on_cpu, resize = _finishes_on_cpu(device), _resize(interpolation)
-        to_floats, memory = _Normalise(mean, std), _Memory()
+        to_floats, memory = pixels.Normalise(mean, std), reader.Memory()
 
         def encode(job: MicroBatch) -> _Encoded:
             epochs, samples = plan.samples(job.start, job.stop)
@@ -128,12 +125,12 @@ class TrainLoader(Iterator[Batch]):
             corners = np.stack([draws.x, draws.y], axis=-1)
             sizes = np.stack([draws.width, draws.height], axis=-1)
             arguments = (corners, sizes, draws.flip.astype(np.int32))
-            return _Encoded(job, samples, *_buffers(index, samples, memory), arguments)
+            return _Encoded(job, samples, *reader.buffers(index, samples, memory), arguments)
 
         def decode(jpegs: Any, corners: Any, sizes: Any, flips: Any = None) -> Any:  # nodes of DALI's graph
-            pixels: dict[str, Any] = {"normalized_anchor": False, "normalized_shape": False}
+            in_pixels: dict[str, Any] = {"normalized_anchor": False, "normalized_shape": False}
             images = fn.decoders.image_slice(
-                jpegs, corners, sizes, axis_names="WH", **pixels, **_decoder(device)
+                jpegs, corners, sizes, axis_names="WH", **in_pixels, **_decoder(device)
             )
             if on_cpu:
                 return images
@@ -141,8 +138,8 @@ class TrainLoader(Iterator[Batch]):
             return _normalise(images, mean, std, mirror=flips)
 
         def finish(window: np.ndarray, out: np.ndarray, corner: Any, size: Any, flip: int) -> None:
-            pixels = _resized(window, (img_size, img_size), interpolation)
-            to_floats(pixels[:, :, ::-1] if flip else pixels, out)
+            resized = pixels.resize(window, (img_size, img_size), interpolation)
+            to_floats(resized[:, :, ::-1] if flip else resized, out)
 
         steps = range(start_step, plan.num_steps)
         jobs = (job for step in steps for job in plan.micro_batches(step, shard, num_shards))
@@ -194,7 +191,7 @@ class EvalLoader:
         plan = Plan(len(index), len(index), min(batch_size, len(index)), len(index), seed=0)
         self._jobs = plan.micro_batches(0, shard, num_shards)
         on_cpu, resize = _finishes_on_cpu(device), _resize(interpolation)
-        to_floats, memory = _Normalise(mean, std), _Memory()
+        to_floats, memory = pixels.Normalise(mean, std), reader.Memory()
 
         def encode(job: MicroBatch) -> _Encoded:
             samples = np.arange(job.start, job.stop, dtype=np.int64)
@@ -202,7 +199,7 @@ class EvalLoader:
                 index.width[samples], index.height[samples], img_size=img_size, crop_pct=crop_pct
             )
             arguments = (sizes.astype(np.float32), corners.astype(np.int32))
-            return _Encoded(job, samples, *_buffers(index, samples, memory), arguments)
+            return _Encoded(job, samples, *reader.buffers(index, samples, memory), arguments)
 
         def decode(jpegs: Any, sizes: Any = None, corners: Any = None) -> Any:
             images: Any = fn.decoders.image(jpegs, **_decoder(device))
@@ -214,8 +211,8 @@ class EvalLoader:
             return _normalise(images, mean, std)
 
         def finish(image: np.ndarray, out: np.ndarray, size: np.ndarray, corner: np.ndarray) -> None:
-            pixels = _resized(image, (int(size[0]), int(size[1])), interpolation)
-            to_floats(_square(pixels, int(corner[0]), int(corner[1]), img_size), out)
+            resized = pixels.resize(image, (int(size[0]), int(size[1])), interpolation)
+            to_floats(pixels.square(resized, int(corner[0]), int(corner[1]), img_size), out)
 
         self._stream = functools.partial(
             _Stream,
@@ -245,6 +242,11 @@ class EvalLoader:
 # -- the graph -----------------------------------------------------------------------------------------------
 
 
+def _finishes_on_cpu(device: torch.device) -> bool:
+    """Whether threads of ours make the images out of what DALI has decoded (`pixels`), or the graph does."""
+    return device.type == "cpu"
+
+
 def _decoder(device: torch.device) -> dict[str, Any]:
     # An EXIF orientation is ignored, as timm does, and as the sizes in the index assume.
     return {
@@ -272,109 +274,7 @@ def _normalise(images: Any, mean: tuple[float, ...], std: tuple[float, ...], *, 
     )
 
 
-# -- the same in threads of ours, on a CPU ---------------------------------------------------------------------
-
-
-def _finishes_on_cpu(device: torch.device) -> bool:
-    return device.type == "cpu"
-
-
-def _resized(image: np.ndarray, size: tuple[int, int], interpolation: str) -> np.ndarray:
-    """(H, W, 3) to (3, *size), all uint8. torch's kernel runs in one thread and lets go of the interpreter."""
-    pixels = torch.from_numpy(image).permute(2, 0, 1)[None]
-    return functional.interpolate(pixels, size=size, mode=interpolation, antialias=True)[0].numpy()
-
-
-def _square(pixels: np.ndarray, x: int, y: int, side: int) -> np.ndarray:
-    """The square (3, side, side) whose corner is (x, y), black outside of `pixels` (3, H, W)."""
-    left, top = max(x, 0), max(y, 0)
-    inside = pixels[:, top : y + side, left : x + side]
-    if inside.shape[1:] == (side, side):
-        return inside
-    square = np.zeros((3, side, side), dtype=np.uint8)
-    square[:, top - y : top - y + inside.shape[1], left - x : left - x + inside.shape[2]] = inside
-    return square
-
-
-class _Normalise:
-    """Bytes (3, H, W) to normalised floats. NumPy, since torch would start a team of threads in each of ours."""
-
-    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        self._mean = np.array([[[255 * value]] for value in mean], dtype=np.float32)
-        self._scale = np.array([[[1 / (255 * value)]] for value in std], dtype=np.float32)
-
-    def __call__(self, pixels: np.ndarray, out: np.ndarray) -> None:
-        np.subtract(pixels, self._mean, out=out)
-        np.multiply(out, self._scale, out=out)
-
-
-# -- reading -------------------------------------------------------------------------------------------------
-
-
-class _Memory:
-    """Memory that is used again when nobody holds it any more: on a CPU, fresh pages cost as much as the resize."""
-
-    def __init__(self) -> None:
-        self._free: collections.deque[np.ndarray] = collections.deque(maxlen=READ_THREADS)
-
-    def take(self, size: int) -> np.ndarray:
-        """`size` bytes, free again when this very array is gone, with what holds it: not a view, but a tensor of it."""
-        try:
-            block = self._free.popleft()
-        except IndexError:
-            block = np.empty(0, dtype=np.uint8)
-        if len(block) < size:
-            block = np.empty(size + size // 8, dtype=np.uint8)
-        taken = block[:size]
-        weakref.finalize(taken, self._free.append, block).atexit = False
-        return taken
-
-
-def _buffers(index: Index, samples: np.ndarray, memory: _Memory) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Room for the encoded bytes of each sample: a uint8 buffer and its views."""
-    stops = np.cumsum(index.length[samples])
-    buffer = memory.take(int(stops[-1]))
-    return buffer, np.split(buffer, stops[:-1])
-
-
-class _File:
-    """A descriptor that closes when its last user lets go: a thread may still read what the cache dropped."""
-
-    def __init__(self, path: str) -> None:
-        self.fd = -1
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-
-
-class _Reader:
-    """Reads the encoded bytes of samples; used by several threads at once."""
-
-    def __init__(self, index: Index, preadv: Callable[[int, list, int], int]) -> None:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        kept = min(len(index.files), 4096, limit // 4)  # a global shuffle visits all shards all the time
-        self._index, self._preadv = index, preadv
-        self._open = functools.lru_cache(maxsize=kept)(_File)
-
-    def read(self, samples: np.ndarray, views: list[np.ndarray]) -> None:
-        """Fills each view with the encoded bytes of its sample."""
-        for sample, view in zip(samples.tolist(), views):
-            try:
-                self._fill(view, self._open(self._index.files[self._index.file[sample]]), sample)
-            except OSError as error:
-                raise ValueError(f"{self._index.where(sample)} cannot be read: {error}") from error
-
-    def _fill(self, view: np.ndarray, file: _File, sample: int) -> None:
-        offset, done = int(self._index.offset[sample]), 0
-        while done < len(view):
-            count = self._preadv(file.fd, [view[done:].data], offset + done)
-            if not count:
-                where = self._index.where(sample)
-                raise ValueError(f"{where} is cut off: the file has changed since it was indexed.")
-            done += count
-
+# -- the stream -------------------------------------------------------------------------------------------------
 
 Finish = Callable[..., None]  # of (image (H, W, 3) uint8, out (3, S, S) float32, *arguments of the sample)
 
@@ -403,7 +303,7 @@ class _Stream(Iterator[Batch]):
     ) -> None:
         self._index, self._jobs, self._encode, self._device = index, jobs, encode, device
         self._num_arguments, self._finish, self._img_size = num_arguments, finish, img_size
-        self._reader, self._floats = _Reader(index, preadv), _Memory()
+        self._reader, self._floats = reader.Reader(index, preadv), reader.Memory()
         self._waiting: collections.deque[Future[tuple[_Encoded, list[Future[None]]]]] = collections.deque()
         self._inside: collections.deque[_Encoded] = collections.deque()  # what DALI holds, oldest first
         self._decoded: collections.deque[_Decoded] = collections.deque()
