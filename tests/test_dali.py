@@ -1,7 +1,8 @@
 """The DALI loaders: timm's and torchvision's pixels, every sample once in our order, and errors that name the image.
 
 Differences are in units of 1/255. DALI and PIL decode these JPEGs to the same bits; what differs is the rounding
-between the two passes of DALI's resize, 0.2 on average, 9 at single pixels with strong contrast; 0.04 on average in torch's.
+between the two passes of DALI's resize: 0.2 on average, 9 at single pixels with strong contrast. torch's resize
+rounds as PIL's does: 0.04 on average.
 """
 
 import gc
