@@ -323,7 +323,7 @@ def test_reads_that_give_less_than_asked_are_continued(tiny):
         return os.preadv(descriptor, [buffer[:100] for buffer in buffers], offset)
 
     plan = Plan(len(tiny), 10, 10, 40, seed=0)
-    pairs = list(zip(train_loader(tiny, plan), train_loader(tiny, plan, preadv=short)))
+    pairs = list(zip(train_loader(tiny, plan), train_loader(tiny, plan, preadv=short), strict=True))
     assert len(pairs) == 4 and all(torch.equal(whole.images, parts.images) for whole, parts in pairs)
 
 
