@@ -171,7 +171,8 @@ class RunConfig:
     HOROVOD_FUSION_THRESHOLD, or Horovod's 128"""
     cycle_time_ms: float | None = None
     """Horovod looks for ready gradients once in this many milliseconds: longer fuses more of them, shorter begins
-    earlier; null: HOROVOD_CYCLE_TIME, or Horovod's 1 on GPUs and 5 on CPUs, where looking takes a core's time"""
+    earlier. null: HOROVOD_CYCLE_TIME, or Horovod's 1 on GPUs and 5 on CPUs, where its thread shares a rank's core and
+    takes 1 % of it instead of 3.8 % (ViT-B/32, 2 ranks × 1 thread)"""
 
 
 @dataclass(kw_only=True)
