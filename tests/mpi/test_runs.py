@@ -117,7 +117,7 @@ def test_every_lever_at_once_trains_the_same(tmp_path):
     for folder, options in ((tmp_path / "plain", calm), (tmp_path / "levers", calm + levers)):
         program = (
             "from largebatch import train; from zoo import vit\n"
-            "vit.STRUCTURES['vit_ti16'] = vit.Structure(patch_size=16, embed_dim=32, depth=1, num_heads=2)\n"
+            "vit.STRUCTURES['vit_ti16'] = vit.Structure(16, embed_dim=32, depth=1, num_heads=2, timm_name='')\n"
             f"train.main({[*SMALL, *BATCH, *LENGTH, '--run.folder', str(folder), *options]!r})"
         )
         code, output = launch(["-c", program], ranks=2)
