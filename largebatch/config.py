@@ -168,8 +168,8 @@ class RunConfig:
     trains with a loss scale in every precision; an overflow on the wire skips the step"""
     fusion_threshold_mb: int | None = None
     """gradients that become ready together are reduced in one message up to this many MiB, 0: each by itself; null:
-    HOROVOD_FUSION_THRESHOLD, or Horovod's 128. No difference where messages are cheap: 5.16 s per step with 0, 5.26 with
-    128 (ViT-B/32, batch 64, 2 CPU ranks on one host)"""
+    HOROVOD_FUSION_THRESHOLD, or Horovod's 128. No difference where messages are cheap: 5.16 s per step with 0, 5.26
+    with 128 (ViT-B/32, batch 64, 2 CPU ranks on one host)"""
     cycle_time_ms: float | None = None
     """Horovod looks for ready gradients once in this many milliseconds: longer fuses more of them, shorter begins
     earlier. null: HOROVOD_CYCLE_TIME, or Horovod's 1 on GPUs and 5 on CPUs, where its thread shares a rank's core and
