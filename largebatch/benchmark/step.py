@@ -136,7 +136,7 @@ class Stopwatch:
 
 
 class TimedCommunicator:
-    """A Communicator whose share in a step is timed, and that of the optimizer, which steps inside it."""
+    """A Communicator whose share in a step is timed, and that of the optimizer's step, which it makes."""
 
     def __init__(self, comm: Communicator, watch: Stopwatch) -> None:
         self._comm, self._watch = comm, watch
@@ -150,7 +150,7 @@ class TimedCommunicator:
             self._comm.synchronize(optimizer)
 
     def apply(self, *arguments: Any) -> bool:
-        """Communicator.apply, timed."""
+        """Communicator.apply, timed: the optimizer's step, without the norm for the clip that the engine takes before."""
         with self._watch.timing("optimizer"):
             return self._comm.apply(*arguments)
 
