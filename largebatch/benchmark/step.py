@@ -150,7 +150,7 @@ class TimedCommunicator:
             self._comm.synchronize(optimizer)
 
     def apply(self, *arguments: Any) -> bool:
-        """Communicator.apply, timed: the optimizer's step, without the norm for the clip that the engine takes before."""
+        """Communicator.apply, timed: the optimizer's step, without the norm for the clip, taken before it."""
         with self._watch.timing("optimizer"):
             return self._comm.apply(*arguments)
 
