@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from largebatch import checkpoint, hooks
 from largebatch.augment import Augment
+from largebatch.batch_norm import BatchNormStatistics, batch_norms
 from largebatch.comm import Communicator, session
 from largebatch.config import DataConfig, TrainConfig, accumulation_passes, dump, duration_images, options
 from largebatch.data.dali import EvalLoader, TrainLoader
@@ -261,7 +262,8 @@ def _hooks(config: TrainConfig, plan: Plan, model: nn.Module) -> list[Hook]:
         average=ema.model if ema else None,
     )
     guards = hooks.Guards(max_skipped_steps=config.run.max_skipped_steps)
-    return [guards, *([ema] if ema else []), saving, hooks.Log(sinks, every_images=log_images)]
+    statistics = [BatchNormStatistics(model)] if batch_norms(model) else []
+    return [guards, *statistics, *([ema] if ema else []), saving, hooks.Log(sinks, every_images=log_images)]
 
 
 def _ema(config: TrainConfig, plan: Plan, model: nn.Module) -> Ema | None:

@@ -17,7 +17,7 @@ GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # a
 DATA = {"largebatch.data." + name for name in ("records", "index", "order", "pixels", "reader", "dali", "sources")}
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
-RUN = {"largebatch." + name for name in ("engine", "ema", "hooks", "checkpoint", "curves")}
+RUN = {"largebatch." + name for name in ("engine", "ema", "batch_norm", "hooks", "checkpoint", "curves")}
 ASSEMBLY = {"largebatch.build", "largebatch.recipes"}
 BELOW_PROGRAMS = GROUND | PARTS | RUN | ASSEMBLY | {"zoo"}
 
@@ -51,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
     "largebatch.curves": set(),
     "largebatch.ema": {"largebatch.engine"},
+    "largebatch.batch_norm": {"largebatch.engine"},
     "largebatch.hooks": GROUND | PARTS | RUN,
     # assembly
     "largebatch.recipes": {"largebatch.config", "largebatch.recipes.*"},

@@ -26,3 +26,8 @@ def test_compile():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_data(ranks):
     check_on_ranks("test_data.py", ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_batch_norm(ranks):
+    check_on_ranks("test_batch_norm.py", ranks=ranks)
