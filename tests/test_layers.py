@@ -84,10 +84,11 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.doctor.launches": {"largebatch.doctor.result"},
     "largebatch.doctor.__main__": {"largebatch", "largebatch.doctor", "largebatch.doctor.*"},
     # the zoo stands alone
-    "zoo": {"zoo._torchvision", "zoo.vit", "zoo.weights"},
+    "zoo": {"zoo._torchvision", "zoo.vit", "zoo.volo", "zoo.weights"},
     "zoo._torchvision": set(),
     "zoo.vit": set(),
-    "zoo.weights": {"zoo.vit"},
+    "zoo.volo": set(),
+    "zoo.weights": {"zoo.vit", "zoo.volo"},
 }
 
 PEERS = {"largebatch.benchmark." + name for name in ("optimizer", "model", "step", "loader")}
@@ -99,7 +100,7 @@ OWNERS = {
     "torch.utils.tensorboard": {"largebatch.hooks"},
     "mpi4py": {"largebatch.comm", "largebatch.pack"},
     "torch.distributed": {"largebatch.benchmark.step"},
-    "timm": {"zoo.vit", "zoo.weights"} | PEERS,
+    "timm": {"zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),
     "jsonargparse": {"largebatch.config"},
     "apex": {"largebatch.optim.apex_lamb", "largebatch.benchmark.optimizer"},
