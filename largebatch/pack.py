@@ -165,7 +165,7 @@ def _digest(images: Mapping[str, Images]) -> str:
     digest = hashlib.sha256()
     for split, here in images.items():
         digest.update(repr((split, list(here.labels), list(here.names))).encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()
+    return digest.hexdigest()[:16]
 
 
 def _begin(folder: Path, plan: Mapping) -> None:
@@ -175,7 +175,7 @@ def _begin(folder: Path, plan: Mapping) -> None:
     if begun == plan:
         return
     if any(any(folder.glob(f"{split}-*")) for split in sources.SPLITS):
-        differing = [f"{name} {begun[name]}, now {plan[name]}" for name in plan if begun.get(name) != plan[name]]
+        differing = [f"{name} {begun.get(name)}, now {plan[name]}" for name in plan if begun.get(name) != plan[name]]
         was = f"shards of another packing ({'; '.join(differing)})" if begun else f"shards, and no {PLAN} of them"
         raise ValueError(f"{folder} already has {was}: choose another folder, or delete them.")
     folder.mkdir(parents=True, exist_ok=True)
