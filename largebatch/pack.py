@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from largebatch.data import originals, quarantine, records, sources
-from largebatch.data.shards import Images, write_split
+from largebatch.data.shards import Images, shard_images, write_split
 
 SHARD_IMAGES = {"train": 1252, "validation": 391}  # ceil(1,281,167 / 1024), ceil(50,000 / 128)
 PLAN = "packing.json"
@@ -141,7 +141,8 @@ def pack(
     for split, here in images.items():
         ordered = originals.shuffled(here, seed) if split == "train" else here
         mine = range(world.rank, shards[split], world.size)
-        progress = Progress(f"packing {split}", counts[split] // world.size, quiet=world.rank > 0)
+        sizes = [len(shard_images(shard, count=counts[split], num_shards=shards[split])) for shard in mine]
+        progress = Progress(f"packing {split}", sum(sizes), quiet=world.rank > 0)
         for done in write_split(folder, split, ordered, num_shards=shards[split], num_threads=threads, mine=mine):
             progress(done)
     world.barrier()

@@ -364,3 +364,14 @@ def test_progress_fills_a_terminal_line_and_not_a_log(monkeypatch):
             progress(done)
         assert stream.getvalue().count("\n") == lines and stream.getvalue().endswith("packing: 1000 of 1000 images\n")
         assert terminal == ("[===" in stream.getvalue())
+
+
+def test_shares_of_several_processes_are_disjoint(tmp_path, image_folder):
+    options = {"num_shards": {"train": 5, "validation": 2}, "seed": 0, "threads": 1}
+    seen = []
+    for rank in (1, 2, 0):
+        before = set(tmp_path.glob("out/*-of-*"))
+        pack.pack(str(image_folder), str(tmp_path / "out"), **options, world=pack.World(rank, 3))
+        new = sorted(path.name for path in set(tmp_path.glob("out/*-of-*")) - before)
+        seen.append([int(name.split("-")[1]) for name in new])
+    assert seen == [[1, 4, 1], [2], [0, 3, 0]]
