@@ -21,7 +21,7 @@ packing with its name.
 `check` decodes all images of a folder of TFRecords or images and writes the bad ones into quarantine.csv beside them.
 Training, validation and packing from then on leave these out; a record with a wrong CRC may be among them. If the
 folder cannot be written, `--out FILE` says where, and `--data.quarantine FILE` lets training know. `check` returns 1
-if it found any.
+if it found any. Where nothing is bad any more, the list is removed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         return _main_check(argv[1:]) if argv[:1] == ["check"] else _main_pack(argv)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # a mistake; or a full disk, a file that cannot be read
         sys.exit(str(error))
 
 
@@ -114,7 +114,7 @@ def processes() -> Iterator[World]:
     try:
         yield World(world.rank, world.size, world.Barrier)
     except BaseException as error:
-        cause = error if isinstance(error, ValueError) else traceback.format_exc()
+        cause = error if isinstance(error, (ValueError, OSError)) else traceback.format_exc()
         sys.stderr.write(f"rank {world.rank} of {world.size}: {cause}\n")
         sys.stderr.flush()
         world.Abort(1)

@@ -287,6 +287,22 @@ def test_image_folder_with_bad_files(image_folder, capsys):
         sources.open_source(str(image_folder), split="train")
 
 
+def test_image_that_can_be_read_again(image_folder):
+    """The disk failed while it was indexed; the file is what it always was."""
+    path = image_folder / "train" / "cat" / "0.jpg"
+    data, status = path.read_bytes(), path.stat()
+    path.write_bytes(headless(data))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(ValueError, match="0.jpg, record 0 .* is not a readable image"):
+        sources.open_source(str(image_folder), split="train")
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(ValueError, match="0.jpg, record 0 .* could not be read .*, and can be now: touch it"):
+        sources.open_source(str(image_folder), split="train")
+    path.touch()
+    assert len(sources.open_source(str(image_folder), split="train")) == 8
+
+
 def test_digest_tells_which_images_there_are(shards):
     index = sources.open_source(str(shards), split="train")
     moved = shutil.copytree(shards, shards.parent / "moved")

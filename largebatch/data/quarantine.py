@@ -203,8 +203,13 @@ def _refuse(index: Index, sample: int, count: int, *, folder: Path) -> None:
         (reason,) = _faults(index, number, sample)
     else:
         reason = list(_faults(index, number, 0))[index.record(sample)]
+    if not reason:
+        raise ValueError(
+            f"{index.where(sample)} could not be read when it was indexed, and can be now: touch it, so that it is "
+            "indexed again."
+        )
     more = f" ({count - 1} more cannot be read)" if count > 1 else ""
     raise ValueError(
-        f"{index.where(sample)} {reason or 'has changed since it was indexed'}{more}; to train without what is bad, "
-        f"list it by `python -m largebatch.pack check {folder}`."
+        f"{index.where(sample)} {reason}{more}; to train without what is bad, list it by `python -m largebatch.pack "
+        f"check {folder}`."
     )

@@ -59,6 +59,13 @@ def test_a_bad_image_on_one_rank_ends_them_all(tmp_path, packed):
     assert code != 0 and index.where(50) in output and " of 2: " in output and "Traceback" not in output, output
 
 
+def test_a_launcher_of_another_mpi_is_refused(tmp_path, digits):
+    """Each process would pack everything."""
+    command = [*COMMAND, str(digits), str(tmp_path / "out")]
+    code, output = launch(command, ranks=1, launcher="python", environment={"PMI_SIZE": "2"})
+    assert code == 1 and "The launcher announced 2 processes, but mpi4py sees 1" in output, output
+
+
 def spoil(index: sources.Index, sample: int) -> None:
     """Give the second half of an image's bytes to zeros and keep the CRC; the file looks as old as before."""
     path, offset, length = index.files[index.file[sample]], int(index.offset[sample]), int(index.length[sample])
