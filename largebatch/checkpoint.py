@@ -58,6 +58,7 @@ MAY_DIFFER = {  # options that change how a run is watched, not what it computes
     "run.cycle_time_ms",
     "model.grad_checkpointing",
     "data.num_threads",
+    "data.quarantine",  # which images there are is compared by itself
     "data.eval_batch_size",
 }
 MAY_DIFFER_SECTIONS = ("log.", "checkpoint.")
@@ -92,7 +93,16 @@ def resume(config: TrainConfig, trainer: Trainer, *, average: nn.Module | None =
     found = comm.broadcast_object(found, name="resume/found")
     if found is None:
         return False
+    present = trainer.state.data
     trainer.state = TrainState(**found["state"])
+    if trainer.state.data != present and comm.rank == 0:
+        logger.warning(
+            "the training images are not those of %s any more, and %d now: epochs are drawn from these, so the present "
+            "one has some images twice and misses others",
+            found["path"],
+            trainer.plan.num_samples,
+        )
+    trainer.state.data = present
     trainer.scaler.load_state_dict(found["scaler"])
     comm.broadcast_state(trainer.model, trainer.optimizer)
     if average is not None:

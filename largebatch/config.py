@@ -55,7 +55,9 @@ class DataConfig:
     """Images, the batch, and the geometry of crops."""
 
     path: str = "digits"
-    """folder of TFRecords, image folder, "synthetic", or "digits" (embedded)"""
+    """folder of TFRecords, image folder, CIFAR-10's files, "synthetic", or "digits" (embedded)"""
+    quarantine: str = ""
+    """list of images to leave out (pack check --out); empty: quarantine.csv in the data folder, if there is one"""
     global_batch_size: int = 32768
     """images per optimizer step, over all ranks and passes"""
     micro_batch_size: int = 256

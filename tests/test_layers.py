@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # agreement is comm's own
-_READING = ("records", "index", "order", "pixels", "reader", "dali", "quarantine", "sources")
-DATA = {"largebatch.data." + name for name in (*_READING, "shards", "archives", "originals")}
+DATA_FILES = "records index order pixels reader dali quarantine shards archives sources originals"
+DATA = {"largebatch.data." + name for name in DATA_FILES.split()}
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
 RUN = {"largebatch." + name for name in ("engine", "ema", "batch_norm", "hooks", "checkpoint", "curves")}
