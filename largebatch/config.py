@@ -42,7 +42,7 @@ class ModelConfig:
     outlook_drop_path: bool = False
     """stochastic depth in VOLO's outlookers too; the published models have none there"""
     global_pool: Literal["", "avg"] = ""
-    """what a ViT's head acts on: empty, the class token; avg, the mean of the other tokens (needed to give token labels)"""
+    """what a ViT's head acts on: empty, the class token; avg, the mean of the others, as a teacher of labels needs"""
     weight_init: Literal["", "jax"] = ""
     """initialisation of a ViT: timm's usual one, or the one it calls jax, with a head of zeros"""
     grad_checkpointing: bool = False
