@@ -55,12 +55,12 @@ def operations(*arrays):
 
 
 def one_by_one(images, ops, fill=FILL):
-    return np.stack([with_pillow(i, c, a, m, fill) for i, c, a, m in zip(images, ops.codes, ops.arguments, ops.affine)])
+    return np.stack([with_pillow(i, fill, *drawn) for i, *drawn in zip(images, ops.codes, ops.arguments, ops.affine)])
 
 
 def together(images, ops, fill=FILL):
     batch = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
-    return with_torch(batch, ops, fill).permute(0, 2, 3, 1).numpy()
+    return with_torch(batch, fill, ops).permute(0, 2, 3, 1).numpy()
 
 
 def timms(image, steps, fill=FILL):

@@ -53,7 +53,7 @@ _PILLOW: dict[str, Callable[[Image.Image, float], Image.Image]] = {
 
 
 def with_pillow(
-    pixels: np.ndarray, codes: np.ndarray, arguments: np.ndarray, affine: np.ndarray, fill: tuple[int, ...]
+    pixels: np.ndarray, fill: tuple[int, ...], codes: np.ndarray, arguments: np.ndarray, affine: np.ndarray
 ) -> np.ndarray:
     """An image (S, S, 3) uint8 after its operations: codes and arguments (k,), affine (k, 2, 3)."""
     drawn = np.flatnonzero(codes != NONE)
@@ -204,7 +204,7 @@ _TORCH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def with_torch(images: Tensor, operations: Operations, fill: tuple[int, ...]) -> Tensor:
+def with_torch(images: Tensor, fill: tuple[int, ...], operations: Operations) -> Tensor:
     """A batch uint8 (n, 3, S, S) after its operations, on its device and in place. The host never waits for it."""
     colour = torch.tensor(fill, dtype=torch.uint8).to(images.device, non_blocking=True).view(1, 3, 1, 1)
     affine = _in_pixels(operations.affine, images.shape[-1])

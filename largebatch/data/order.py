@@ -199,7 +199,7 @@ def draw_padded(
     padding: int,
     hflip: float,
 ) -> Draws:
-    """A window of the image's own size, moved by up to `padding` pixels, and a flip: torchvision's padded RandomCrop."""
+    """A window of the image's own size, moved by up to `padding` pixels as by torchvision's RandomCrop, and a flip."""
     x, y = (
         np.floor(uniform(seed, epochs, samples, number) * (2 * padding + 1)).astype(np.int32) - padding
         for number in (2, 3)
