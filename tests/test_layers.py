@@ -14,8 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # agreement is comm's own
-DATA_FILES = "records index order pixels reader dali quarantine shards archives sources originals"
-DATA = {"largebatch.data." + name for name in DATA_FILES.split()}
+PREPARATION = {"largebatch.data." + name for name in ("order", "pixels", "reader", "randaugment", "operations")}
+DATA_FILES = "records index dali quarantine shards archives sources originals"
+DATA = {"largebatch.data." + name for name in DATA_FILES.split()} | PREPARATION
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
 RUN = {"largebatch." + name for name in ("engine", "ema", "batch_norm", "hooks", "checkpoint", "curves")}
@@ -52,7 +53,9 @@ ALLOWED: dict[str, set[str]] = {
     },
     "largebatch.data.pixels": set(),
     "largebatch.data.reader": {"largebatch.data.index"},
-    "largebatch.data.dali": {"largebatch.data." + name for name in ("index", "order", "pixels", "reader")},
+    "largebatch.data.randaugment": {"largebatch.data.order"},
+    "largebatch.data.operations": {"largebatch.data.randaugment"},
+    "largebatch.data.dali": {"largebatch.data.index"} | PREPARATION,
     # the run
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
