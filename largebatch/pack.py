@@ -1,38 +1,50 @@
 """Packs images into TFRecord shards, and checks that everything can be decoded.
 
     python -m largebatch.pack imagenet/ shards/              # train/<class>/*, validation/<class>/* (or val/)
-    python -m largebatch.pack digits shards/ --shards 4
+    python -m largebatch.pack tars/ shards/                  # ILSVRC2012_img_train.tar, _val.tar, devkit_t12.tar.gz
+    python -m largebatch.pack cifar-10-batches-bin/ shards/  # or -py, or the .tar.gz of either
+    python -m largebatch.pack shards/ other/ --shards 64     # TFRecords again: another order, another number
+    mpirun -np 8 python -m largebatch.pack tars/ shards/     # the shards are shared out among the processes
     python -m largebatch.pack check shards/                  # lists every image that cannot be decoded
 
 The shards look like the published ImageNet records: train-00000-of-01024, labels from 1 in the sorted order
-of the class names, training images shuffled by a fixed seed. JPEG files are copied byte for byte; what is not
-an RGB or grey JPEG (ImageNet has a PNG and 22 CMYK files under JPEG names) is stored as an RGB JPEG. Every
-image is decoded on the way: a bad one stops the packing with its name, and `check` on the source lists them
-all. A few images per shard are no gain, so by default there are as many shards as give ImageNet its 1024 and
-128.
+of the class names, training images shuffled by a fixed seed. Beside the two published features a record has
+`image/filename`, where its image comes from a file, and records that are packed again keep all they have. JPEG files
+are copied byte for byte; what is not an RGB or grey JPEG (ImageNet has a PNG and 22 CMYK files under JPEG names) is
+stored as an RGB JPEG; CIFAR-10 becomes PNG, which loses nothing. Tars are not unpacked. A few images per shard are no
+gain, so by default there are as many shards as give ImageNet its 1024 and 128.
+
+Packing that was interrupted goes on when the same command is given again: packing.json in the folder says what it was,
+whole shards are kept, and the bytes are those of one run. Every image is decoded on the way; a bad one stops the
+packing with its name.
+
+`check` decodes all images of a folder of TFRecords or images and writes the bad ones into quarantine.csv beside them.
+Training, validation and packing from then on leave these out; a record with a wrong CRC may be among them. If the
+folder cannot be written, `--out FILE` says where, and `--data.quarantine FILE` lets training know. `check` returns 1
+if it found any.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
+import contextlib
+import dataclasses
+import hashlib
+import json
 import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
-from largebatch.data import sources
-from largebatch.data.index import Index
-from largebatch.data.sources import Images
+from largebatch.data import originals, quarantine, records, sources
+from largebatch.data.shards import Images, write_split
 
 SHARD_IMAGES = {"train": 1252, "validation": 391}  # ceil(1,281,167 / 1024), ceil(50,000 / 128)
-_AT_ONCE = 256  # images per round of `check`
+PLAN = "packing.json"
+_BAR = 30  # characters
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,111 +57,195 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(str(error))
 
 
+# -- packing -----------------------------------------------------------------------------------------------------
+
+
 def _main_pack(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m largebatch.pack")
-    parser.add_argument("source", help='image folder or "digits"; "check" checks instead')
+    description, _, _ = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m largebatch.pack",
+        description=description,
+        epilog="The same command goes on where it was interrupted. `check FOLDER --help`: the other command.",
+    )
+    parser.add_argument("source", help="folder of images, of ImageNet's tars, of CIFAR-10 or of TFRecords, or digits")
     parser.add_argument("out", help="folder for the shards")
     parser.add_argument("--shards", type=int, default=0, help="training shards (default: 1252 images each)")
     parser.add_argument("--validation-shards", type=int, default=0, help="(default: 391 images each)")
     parser.add_argument("--seed", type=int, default=0, help="order of the training images (default 0)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="(default: one per core)")
+    parser.add_argument("--threads", type=int, default=_cores(), help="shards at once (default: one per core)")
     args = parser.parse_args(argv)
     num_shards = {"train": args.shards, "validation": args.validation_shards}
-    done = pack(args.source, args.out, num_shards=num_shards, seed=args.seed, threads=args.threads)
-    for split, count in done.items():
-        print(f"{split}: {count} images")
+    with processes() as world:
+        done = pack(args.source, args.out, num_shards=num_shards, seed=args.seed, threads=args.threads, world=world)
+        if world.rank == 0:
+            for split, count in done.items():
+                print(f"{split}: {count} images")
     return 0
 
 
-def pack(source: str, out: str, *, num_shards: dict[str, int], seed: int, threads: int) -> dict[str, int]:
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """The processes that share the shards of one packing."""
+
+    rank: int = 0
+    size: int = 1
+    barrier: Callable[[], None] = lambda: None
+
+
+@contextlib.contextmanager
+def processes() -> Iterator[World]:
+    """MPI's processes, if its launcher started this one. What goes wrong on one of them ends them all."""
+    names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"] + (["SLURM_NTASKS"] if "PMIX_RANK" in os.environ else [])
+    announced = next((os.environ[name] for name in names if name in os.environ), "1")
+    if announced == "1":
+        yield World()
+        return
+    from mpi4py import MPI  # starts MPI
+
+    world = MPI.COMM_WORLD
+    if world.size == 1:
+        raise ValueError(
+            f"The launcher announced {announced} processes, but mpi4py sees 1: use the launcher of its MPI."
+        )
+    try:
+        yield World(world.rank, world.size, world.Barrier)
+    except BaseException as error:
+        cause = error if isinstance(error, ValueError) else traceback.format_exc()
+        sys.stderr.write(f"rank {world.rank} of {world.size}: {cause}\n")
+        sys.stderr.flush()
+        world.Abort(1)
+
+
+def pack(
+    source: str, out: str, *, num_shards: Mapping[str, int], seed: int, threads: int, world: World = World()
+) -> dict[str, int]:
     """Writes each split of `source` into the folder `out` and indexes it; returns the number of images of each.
 
-    0 shards of a split stand for the default. Raises ValueError for a bad image, naming it, and if `out` is in use.
+    0 shards of a split stand for the default. What an interrupted call has written is kept. Raises ValueError for a bad
+    image, naming it, and if `out` holds anything else.
     """
     folder = Path(out).expanduser()
-    splits = sources.available_splits(source) or ["train"]  # without any, opening says what was looked for
-    images = {split: _open(source, split) for split in splits}
-    for split in splits:
-        if sources.find_shards(folder, split):
-            raise ValueError(f"{folder} already has {split} shards: choose another folder or delete them.")
+    images = {split: originals.open_images(source, split) for split in originals.splits(source)}
+    counts = {split: len(images[split].labels) for split in images}
+    shards = {split: _number_of_shards(split, counts[split], wanted=num_shards[split]) for split in images}
+    plan = {"images": counts, "digest": _digest(images), "shards": shards, "seed": seed}
+    if world.rank == 0:
+        _begin(folder, plan)
+    world.barrier()
+    if world.rank > 0:
+        _begin(folder, plan)  # finds rank 0's, or says that this rank sees other images
+    for split, here in images.items():
+        ordered = originals.shuffled(here, seed) if split == "train" else here
+        mine = range(world.rank, shards[split], world.size)
+        progress = Progress(f"packing {split}", counts[split] // world.size, quiet=world.rank > 0)
+        for done in write_split(folder, split, ordered, num_shards=shards[split], num_threads=threads, mine=mine):
+            progress(done)
+    world.barrier()
+    if world.rank == 0:
+        for split in images:
+            for left in folder.glob(f".{split}-*"):  # by one that was killed
+                left.unlink()
+            sources.open_source(str(folder), split=split)
+    return counts
+
+
+def _number_of_shards(split: str, count: int, *, wanted: int) -> int:
+    shards = wanted or math.ceil(count / SHARD_IMAGES[split])
+    if not 1 <= shards <= count:
+        raise ValueError(f"{count} {split} images cannot fill {shards} shards, expected 1 to {count}.")
+    return shards
+
+
+def _digest(images: Mapping[str, Images]) -> str:
+    """For the names and labels of all images. Not for their bytes: a bad one may be mended before packing goes on."""
+    digest = hashlib.sha256()
+    for split, here in images.items():
+        digest.update(repr((split, list(here.labels), list(here.names))).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _begin(folder: Path, plan: Mapping) -> None:
+    """Writes the plan down. ValueError if the folder has shards of another one."""
+    file = folder / PLAN
+    begun = json.loads(file.read_text()) if file.is_file() else {}
+    if begun == plan:
+        return
+    if any(any(folder.glob(f"{split}-*")) for split in sources.SPLITS):
+        differing = [f"{name} {begun[name]}, now {plan[name]}" for name in plan if begun.get(name) != plan[name]]
+        was = f"shards of another packing ({'; '.join(differing)})" if begun else f"shards, and no {PLAN} of them"
+        raise ValueError(f"{folder} already has {was}: choose another folder, or delete them.")
     folder.mkdir(parents=True, exist_ok=True)
-    for split in splits:
-        count = len(images[split].labels)
-        shards = num_shards[split] or math.ceil(count / SHARD_IMAGES[split])
-        ordered = _shuffled(images[split], seed) if split == "train" else images[split]
-        for done in sources.write_split(folder, split, ordered, num_shards=shards, num_threads=threads):
-            _progress(f"packing {split}", done, count)
-        sources.open_source(str(folder), split=split)
-    return {split: len(images[split].labels) for split in splits}
+    with records.atomic_file(file) as opened:
+        opened.write(json.dumps(plan, indent=2).encode() + b"\n")
 
 
-def _open(source: str, split: str) -> Images:
-    if source in sources.BUILT_IN:
-        return {"digits": sources.digits, "synthetic": sources.synthetic}[source](split)
-    files, labels, _ = sources.find_images(Path(source).expanduser(), split)
-    return Images(labels, lambda k: as_jpeg(Path(files[k]).read_bytes(), where=files[k]))
-
-
-def _shuffled(images: Images, seed: int) -> Images:
-    words = np.random.Philox(key=[seed, 0]).random_raw(len(images.labels))
-    order = np.argsort(words, kind="stable").tolist()
-    return Images([images.labels[k] for k in order], lambda k: images.encoded(order[k]))
-
-
-def as_jpeg(data: bytes, *, where: str) -> bytes:
-    """`data` itself if it is an RGB or grey JPEG, else the same image as an RGB JPEG."""
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            image.load()
-            if image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):
-                return data
-            file = io.BytesIO()
-            image.convert("RGB").save(file, "JPEG", quality=100, subsampling=0)
-            return file.getvalue()
-    except Exception as error:  # a damaged file may raise nearly anything
-        raise ValueError(f"{where} cannot be decoded: {error}") from error
+# -- check -------------------------------------------------------------------------------------------------------
 
 
 def _main_check(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m largebatch.pack check")
+    parser = argparse.ArgumentParser(
+        prog="python -m largebatch.pack check", description="Decodes all images and lists the bad ones."
+    )
     parser.add_argument("data", help='folder of TFRecords or images, or "digits"')
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="(default: one per core)")
+    parser.add_argument("--out", default="", help=f"file for the list (default: {quarantine.NAME} in the folder)")
+    parser.add_argument("--threads", type=int, default=_cores(), help="files at once (default: one per core)")
     args = parser.parse_args(argv)
-    bad = []
+    lists: dict[Path, list[quarantine.Entry]] = {}
+    lines = []
     for split in sources.available_splits(args.data) or ["train"]:
-        index = sources.open_source(args.data, split=split)
-        found = check(index, threads=args.threads)
+        folder, index = sources.open_everything(args.data, split=split)
+        progress, found = Progress(f"checking {split}", len(index)), []
+        for done, bad in quarantine.find_bad(index, folder=folder, split=split, num_threads=args.threads):
+            found += bad
+            progress(done)
         print(f"{split}: {len(index)} images, {len(found)} bad")
-        bad += found
-    for line in bad:
+        for entry in sorted(found, key=dataclasses.astuple):
+            lines.append(f"{folder / entry.file}, record {entry.record} (at byte {entry.offset}): {entry.reason}")
+        file = Path(args.out).expanduser() if args.out else folder / quarantine.NAME
+        lists[file] = lists.get(file, []) + found
+    for line in lines:
         print(line)
-    return 1 if bad else 0
+    for file, found in lists.items():
+        _keep_list(file, found)
+    return 1 if lines else 0
 
 
-def check(index: Index, *, threads: int) -> list[str]:
-    """Decodes every image; for each that fails, a line with its file, record and the reason."""
-
-    def reason(sample: int) -> str:
-        try:
-            with open(index.files[index.file[sample]], "rb") as file:
-                data = os.pread(file.fileno(), int(index.length[sample]), int(index.offset[sample]))
-            Image.open(io.BytesIO(data)).load()
-        except Exception as error:
-            return f"{index.where(sample)}: {error}"
-        return ""
-
-    found = []
-    with ThreadPoolExecutor(threads) as pool:
-        for start in range(0, len(index), _AT_ONCE):
-            stop = min(start + _AT_ONCE, len(index))
-            found += [line for line in pool.map(reason, range(start, stop)) if line]
-            _progress("checking", stop, len(index))
-    return found
+def _keep_list(file: Path, bad: Sequence[quarantine.Entry]) -> None:
+    """Writes a list; where nothing is bad, an old one is removed."""
+    try:
+        if bad:
+            quarantine.save(file, bad)
+            print(f"listed in {file}: training leaves them out")
+        else:
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{file} cannot be written ({error.strerror}): give --out FILE, and train with --data.quarantine FILE."
+        ) from error
 
 
-def _progress(what: str, done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{what}: {done} of {total} images" + ("\n" if done == total else ""))
+class Progress:
+    """One line that grows on a terminal; elsewhere, as in a log, a line about every tenth."""
+
+    def __init__(self, what: str, total: int, *, quiet: bool = False) -> None:
+        self._what, self._total, self._quiet = what, total, quiet
+        self._tenths = 0
+
+    def __call__(self, done: int) -> None:
+        if self._quiet:
+            return
+        share = min(1.0, done / max(1, self._total))
+        text = f"{self._what}: {done} of {self._total} images"
+        if sys.stderr.isatty():
+            bar = "=" * round(_BAR * share)
+            sys.stderr.write(f"\r[{bar:{_BAR}}] {text}" + ("\n" if done >= self._total else ""))
+        elif int(10 * share) > self._tenths:
+            self._tenths = int(10 * share)
+            sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
 

@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # agreement is comm's own
-DATA = {"largebatch.data." + name for name in ("records", "index", "order", "pixels", "reader", "dali", "sources")}
+_READING = ("records", "index", "order", "pixels", "reader", "dali", "quarantine", "sources")
+DATA = {"largebatch.data." + name for name in (*_READING, "shards", "archives", "originals")}
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
 RUN = {"largebatch." + name for name in ("engine", "ema", "batch_norm", "hooks", "checkpoint", "curves")}
@@ -42,7 +43,13 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.data.records": set(),
     "largebatch.data.order": set(),
     "largebatch.data.index": {"largebatch.data.records"},
-    "largebatch.data.sources": {"largebatch.data.records", "largebatch.data.index"},
+    "largebatch.data.quarantine": {"largebatch.data.records", "largebatch.data.index"},
+    "largebatch.data.shards": {"largebatch.data.records"},
+    "largebatch.data.archives": {"largebatch.data.records", "largebatch.data.shards"},
+    "largebatch.data.sources": {"largebatch.data." + name for name in ("index", "quarantine", "shards", "archives")},
+    "largebatch.data.originals": {
+        "largebatch.data." + name for name in ("records", "quarantine", "shards", "archives", "sources")
+    },
     "largebatch.data.pixels": set(),
     "largebatch.data.reader": {"largebatch.data.index"},
     "largebatch.data.dali": {"largebatch.data." + name for name in ("index", "order", "pixels", "reader")},

@@ -13,7 +13,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from PIL import Image
 
-from largebatch.data import records
+from largebatch.data import quarantine, records
 from largebatch.data.index import Index, index_images, index_shards, label_base
 from largebatch.data.records import IMAGE, LABEL
 
@@ -66,6 +66,13 @@ def example_class():
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("t.Example"))
+
+
+def opened(path):
+    """The index of one shard, as training gets it."""
+    folder = path.parent
+    index = index_shards([str(path)])
+    return quarantine.leave_out(index, [], folder=folder, split="train", listed_in=folder / quarantine.NAME)
 
 
 FEATURES = {
@@ -147,7 +154,10 @@ def test_flipped_bit_names_file_and_record(tmp_path, place, message):
     data[starts[1] + place] ^= 4
     path.write_bytes(data)
     with pytest.raises(ValueError, match=f"{path}: record 1 .at byte {starts[1]}. has a {message}"):
-        index_shards([str(path)])
+        list(records.read_records(str(path)))
+    at = starts[1] + (12 if message == "wrong CRC" else 0)  # the payload, or the record
+    with pytest.raises(ValueError, match=f"{path}.* record 1 .at byte {at}. has a {message}"):
+        opened(path)
 
 
 def test_every_truncation_is_noticed(tmp_path):
@@ -275,7 +285,7 @@ def test_held_out_split_is_numbered_like_training(tmp_path):
 
 
 def test_bad_records_are_named(tmp_path):
-    path = str(tmp_path / "shard")
+    path = tmp_path / "shard"
     good = {IMAGE: [jpeg(9, 9)], LABEL: [1]}
     gif = io.BytesIO()
     Image.new("L", (5, 5)).save(gif, "GIF")
@@ -288,11 +298,11 @@ def test_bad_records_are_named(tmp_path):
         ({IMAGE: [gif.getvalue()], LABEL: [1]}, "is a GIF image, expected JPEG"),
     ]:
         records.write_records(path, [records.encode_example(features) for features in (good, bad)])
-        with pytest.raises(ValueError, match=f"{path}: record 1 .*{message}"):
-            index_shards([path])
+        with pytest.raises(ValueError, match=f"{path}, record 1 .*{message}"):
+            opened(path)
     records.write_records(path, [])
     with pytest.raises(ValueError, match="hold no records"):
-        index_shards([path])
+        opened(path)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from largebatch import pack
-from largebatch.data import records, sources
+from largebatch.data import records, shards, sources
 
 FIRST_HELD_OUT = [2, 4, 5, 4, 8, 2, 0, 6, 3, 3, 2, 6]  # the split must never change
 
@@ -105,7 +105,7 @@ def test_synthetic_covers_its_classes(tmp_path, monkeypatch):
 def test_many_may_start_at_once(tmp_path, monkeypatch, locks):
     started, barrier = [], threading.Barrier(4)
     if not locks:
-        monkeypatch.setattr(sources.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError("no locks")))
+        monkeypatch.setattr(shards.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError("no locks")))
 
     def fill(folder):
         started.append(folder)
@@ -115,7 +115,7 @@ def test_many_may_start_at_once(tmp_path, monkeypatch, locks):
 
     def run():
         barrier.wait()
-        assert (sources.written_once(tmp_path / "data", fill) / "file").read_text() == "whole"
+        assert (shards.written_once(tmp_path / "data", fill) / "file").read_text() == "whole"
         second.set()
         done.append(1)
 
@@ -135,7 +135,7 @@ def test_failed_writing_leaves_nothing(tmp_path):
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
-        sources.written_once(tmp_path / "data", fill)
+        shards.written_once(tmp_path / "data", fill)
     assert os.listdir(tmp_path) == [".data.lock"]
 
 
@@ -191,8 +191,8 @@ def test_record_folder(image_folder, tmp_path, folders):
     out = tmp_path / "out"
     for split, name, labels in zip(sources.SPLITS, folders, ([0, 1, 2, 1, 2], [2, 0])):
         (out / name).mkdir(parents=True, exist_ok=True)
-        images = sources.Images(labels, lambda k: (image_folder / "val" / "n02" / "a.jpg").read_bytes())
-        assert list(sources.write_split(out / name, split, images, num_shards=2))[-1] == len(labels)
+        images = shards.Images(labels, lambda k: (image_folder / "val" / "n02" / "a.jpg").read_bytes())
+        assert list(shards.write_split(out / name, split, images, num_shards=2))[-1] == len(labels)
         (out / name / f"{split}-00000-of-00002.idx").write_text("0 100")  # other people's index files
     train = sources.open_source(str(out), split="train", cache=str(tmp_path / "cache"))
     assert train.label.tolist() == [0, 1, 2, 1, 2] and train.shard_sizes == (2, 3)
@@ -214,7 +214,7 @@ def test_missing_shards_are_announced(tmp_path, caplog):
 
 def test_wrong_folders_say_what_was_looked_for(tmp_path, image_folder):
     cache = str(tmp_path / "cache")
-    with pytest.raises(ValueError, match="There is no folder /no/where: expected digits, synthetic, or a folder"):
+    with pytest.raises(ValueError, match="There is no folder /no/where: expected digits, synthetic, .* or a folder"):
         sources.open_source("/no/where", split="train", cache=cache)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"looked for TFRecords validation-\* .*in validation/<class>/ or val/"):
@@ -241,7 +241,11 @@ def test_pack_an_image_folder(image_folder, tmp_path, cache_home, capsys):
     out = tmp_path / "shards"
     assert pack.main([str(image_folder), str(out), "--shards", "3", "--threads", "2"]) == 0
     assert capsys.readouterr().out == "train: 14 images\nvalidation: 2 images\n"
-    assert sorted(os.listdir(out)) == [f"train-0000{k}-of-00003" for k in range(3)] + ["validation-00000-of-00001"]
+    assert sorted(os.listdir(out)) == [
+        "packing.json",
+        *(f"train-0000{k}-of-00003" for k in range(3)),
+        "validation-00000-of-00001",
+    ]
 
     index = sources.open_source(str(out), split="train").for_classes(3)
     original = sources.open_source(str(image_folder), split="train")
@@ -262,7 +266,7 @@ def test_pack_an_image_folder(image_folder, tmp_path, cache_home, capsys):
             reference = np.asarray(picture(51), dtype=int)  # was a PNG, now a JPEG of high quality
             assert np.abs(np.asarray(image, dtype=int) - reference).mean() < 1.0
     assert index.label.tolist() != sorted(index.label.tolist())  # shuffled
-    with pytest.raises(SystemExit, match="already has train shards"):
+    with pytest.raises(SystemExit, match="already has shards of another packing .*: 3.*, now .*: 1.*choose another"):
         pack.main([str(image_folder), str(out)])
 
 
@@ -271,7 +275,7 @@ def test_packing_twice_gives_the_same_files(image_folder, tmp_path, cache_home):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         options = {"num_shards": {"train": 2, "validation": 0}, "seed": seed, "threads": 3}
         assert pack.pack(str(image_folder), str(tmp_path / name), **options) == {"train": 14, "validation": 2}
-        contents.append([path.read_bytes() for path in sorted((tmp_path / name).iterdir())])
+        contents.append([path.read_bytes() for path in sorted((tmp_path / name).glob("*-of-*"))])
     assert contents[0] == contents[1] and contents[0][2] == contents[2][2]  # validation is not shuffled
     assert contents[0][0] != contents[2][0]
 
@@ -281,7 +285,7 @@ def test_bad_image_stops_packing_with_its_name(image_folder, tmp_path, cache_hom
     bad.write_bytes(bad.read_bytes()[:300])
     with pytest.raises(SystemExit, match=f"{bad} cannot be decoded"):
         pack.main([str(image_folder), str(tmp_path / "out"), "--shards", "1"])
-    assert os.listdir(tmp_path / "out") == []
+    assert os.listdir(tmp_path / "out") == ["packing.json"]
     with pytest.raises(SystemExit, match="14 train images cannot fill 15 shards"):
         pack.main([str(image_folder), str(tmp_path / "out"), "--shards", "15"])
     with pytest.raises(SystemExit, match="There is no folder|has no train split"):
@@ -296,8 +300,9 @@ def test_check_lists_exactly_the_bad_images(image_folder, tmp_path, cache_home, 
         path.write_bytes(path.read_bytes()[:-200])
     assert pack.main(["check", str(image_folder), "--threads", "2"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "train: 14 images, 3 bad" and len(lines) == 5
+    assert lines[0] == "train: 14 images, 3 bad" and len(lines) == 6
     assert all(line.startswith(f"{path}, record 0") for line, path in zip(lines[2:], bad))
+    assert lines[5] == f"listed in {image_folder}/quarantine.csv: training leaves them out"
 
 
 def test_pack_digits(tmp_path, cache_home):

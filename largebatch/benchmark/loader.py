@@ -28,9 +28,10 @@ import torch
 
 from largebatch.benchmark.measure import Contender, Report, Result, Round, compare
 from largebatch.data.dali import TrainLoader
-from largebatch.data.index import Index
+from largebatch.data.index import COLUMNS, Index
 from largebatch.data.order import Plan
-from largebatch.data.sources import default_cache, open_source, written_once
+from largebatch.data.shards import written_once
+from largebatch.data.sources import default_cache, open_source
 from zoo import _torchvision  # noqa: F401  # lets timm import torchvision beside any build of torch
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -108,8 +109,7 @@ def python_cost(parts: dict[str, float]) -> float:
 def some(index: Index, most: int) -> Index:
     """The index of at most `most` of its images, from all over the data set."""
     chosen = np.unique(np.linspace(0, len(index) - 1, min(most, len(index)), dtype=np.int64))
-    columns = ("file", "offset", "length", "label", "width", "height")
-    return replace(index, **{name: getattr(index, name)[chosen] for name in columns})
+    return replace(index, **{name: getattr(index, name)[chosen] for name in COLUMNS})
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -4,11 +4,16 @@ Per image it holds the file, the offset and length of the encoded bytes (not of 
 label, and the size from the image's header, since crop windows are drawn before anything is decoded. The same
 arrays describe TFRecords and a folder of image files (offset 0), so what reads images knows one kind of
 source.
+
+What cannot be read has its row too, with the size 0 x 0, so that `quarantine` can say what is wrong with it, or
+leave it out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import io
 import logging
 import os
@@ -26,12 +31,13 @@ from largebatch.data.records import (
     bytes_spans,
     feature_spans,
     int64_values,
-    read_records,
+    scan_records,
 )
 
 logger = logging.getLogger(__name__)
 
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP")  # what the decoder reads, by PIL's names
+COLUMNS = ("file", "offset", "length", "label", "width", "height")  # what an index has of each image
 _VERSION = 1  # of the index files
 _CHUNK = 1000  # image files per task of the thread pool
 
@@ -59,7 +65,8 @@ class Index:
     Per image: the number of its file, width and height (int32), offset and length of its encoded bytes, label
     (int64). Labels are zero-based once `number_labels` has subtracted `label_base`; `label_range` are the lowest
     and highest as they stand in the files. Per file: size and modification time when the index was built.
-    `class_names` are known for image folders only.
+    `class_names` are known for image folders only. `left_out` (M, 2) are file and offset of what `without` removed.
+    What could not be read is 0 pixels wide, and spans its record or file; its label means nothing.
     """
 
     files: tuple[str, ...]
@@ -75,6 +82,7 @@ class Index:
     label_range: tuple[int, int]
     label_base: int = 0
     class_names: tuple[str, ...] = ()
+    left_out: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.file)
@@ -86,8 +94,28 @@ class Index:
 
     def where(self, sample: int) -> str:
         """File and record of a sample, for messages."""
-        first = int(np.searchsorted(self.file, self.file[sample]))
-        return f"{self.files[self.file[sample]]}, record {sample - first} (at byte {self.offset[sample]})"
+        return f"{self.files[self.file[sample]]}, record {self.record(sample)} (at byte {self.offset[sample]})"
+
+    def record(self, sample: int) -> int:
+        """The number of a sample in its file, counting what was left out."""
+        file, offset = self.file[sample], self.offset[sample]
+        before = (self.left_out[:, 0] == file) & (self.left_out[:, 1] < offset)
+        return sample - int(np.searchsorted(self.file, file)) + int(before.sum())
+
+    def without(self, samples: Sequence[int]) -> Index:
+        """The same index without these samples."""
+        kept = np.ones(len(self), dtype=bool)
+        kept[np.asarray(samples, dtype=np.int64)] = False
+        columns = {name: getattr(self, name)[kept] for name in COLUMNS}
+        removed = np.stack([self.file[~kept], self.offset[~kept]], axis=1).astype(np.int64)
+        return dataclasses.replace(self, **columns, left_out=np.concatenate([self.left_out, removed]))
+
+    def digest(self) -> str:
+        """Sixteen digits for which images these are, in which order and with which labels, wherever they lie."""
+        digest = hashlib.sha256()
+        for column in (self.file, self.offset, self.length, self.label):
+            digest.update(column.tobytes())
+        return digest.hexdigest()[:16]
 
     def number_labels(self, *, num_classes: int = 0, like: Index | None = None) -> Index:
         """The same index with zero-based labels; ValueError if they do not fit `num_classes` (0: as many as seen).
@@ -134,16 +162,15 @@ class Index:
             raise ValueError(f"The index of {os.path.dirname(self.files[0])} is out of date: {reason}.")
 
     def _damage(self) -> str:
-        arrays = (self.file, self.offset, self.length, self.label, self.width, self.height)
-        if len({len(array) for array in arrays}) != 1 or not len(self.file):
+        if len({len(getattr(self, name)) for name in COLUMNS}) != 1 or not len(self.file):
             return "its columns have different lengths or are empty"
         if len({len(self.files), len(self.file_size), len(self.file_mtime_ns)}) != 1:
             return "its list of files is incomplete"
         steps = np.diff(self.file)
         if (steps < 0).any() or self.file[0] < 0 or self.file[-1] >= len(self.files):
             return "its file numbers are out of order"
-        ends = self.offset + self.length
-        if (self.offset < 0).any() or (self.length < 1).any() or (ends > self.file_size[self.file]).any():
+        ends, shortest = self.offset + self.length, self.width > 0
+        if (self.offset < 0).any() or (self.length < shortest).any() or (ends > self.file_size[self.file]).any():
             return "an image lies outside its file"
         if ((self.offset[1:] < ends[:-1]) & (steps == 0)).any():
             return "its offsets are not in order"
@@ -182,35 +209,47 @@ class Index:
 Rows = tuple[np.ndarray, ...]  # offset, length, label, width, height of the images of a file
 
 
-def image_size(file: io.BytesIO | str, *, where: str) -> tuple[int, int]:
-    """Width and height from the header, as stored: an EXIF orientation is not applied."""
+def image_size(file: io.BytesIO | str) -> tuple[int, int]:
+    """Width and height from the header, as stored: an EXIF orientation is not applied. ValueError saying why not."""
     try:
         with Image.open(file) as image:
             kind, size = image.format, image.size
     except (OSError, SyntaxError, ValueError) as error:  # a damaged header may raise any of these
-        raise ValueError(f"{where} is not a readable image: {error}") from error
+        raise ValueError(f"is not a readable image: {error}") from error
     if kind not in FORMATS:
-        raise ValueError(f"{where} is a {kind} image, expected {', '.join(FORMATS)}: convert it first.")
+        raise ValueError(f"is a {kind} image, expected {', '.join(FORMATS)}: convert it first")
     return size
+
+
+def find_image(payload: bytes) -> tuple[int, int, int]:
+    """Start and stop of the image in a record, and the label as it stands there. ValueError if it lacks one."""
+    try:
+        spans = feature_spans(payload)
+        ((start, stop),) = bytes_spans(payload, spans[IMAGE])
+        (label,) = int64_values(payload, spans[LABEL])
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"lacks one {IMAGE} and one {LABEL}: {error}") from error
+    return start, stop, label
 
 
 def scan_shard(path: str) -> Rows:
     """The rows of one TFRecord file, with labels as they stand there; every CRC is checked."""
     rows = []
-    for number, (start, payload) in enumerate(read_records(path)):
-        where = f"{path}: record {number} (at byte {start - 12})"
-        try:
-            spans = feature_spans(payload)
-            ((a, b),) = bytes_spans(payload, spans[IMAGE])
-            (label,) = int64_values(payload, spans[LABEL])
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{where} lacks one {IMAGE} and one {LABEL}: {error}") from error
-        rows.append((start + a, b - a, label, *image_size(io.BytesIO(payload[a:b]), where=where)))
+    for start, payload, intact in scan_records(path):
+        row = (start, len(payload), 0, 0, 0)
+        with contextlib.suppress(ValueError):
+            if intact:
+                a, b, label = find_image(payload)
+                row = (start + a, b - a, label, *image_size(io.BytesIO(payload[a:b])))
+        rows.append(row)
     return tuple(np.array(rows, dtype=np.int64).reshape(-1, 5).T)
 
 
 def index_shards(files: Sequence[str]) -> Index:
-    """Scans TFRecord files. Labels are as they stand there: `number_labels` makes them zero-based."""
+    """Scans TFRecord files; ValueError where a file ends early or its records cannot be told apart.
+
+    Labels are as they stand there: `number_labels` makes them zero-based.
+    """
     status = [os.stat(path) for path in files]  # before reading: a change in between makes the index stale
     tables = _parallel(scan_shard, files, unit="shards")
     counts = [len(rows[0]) for rows in tables]
@@ -227,7 +266,13 @@ def index_images(files: Sequence[str], labels: Sequence[int], *, class_names: Se
     chunks = [files[at : at + _CHUNK] for at in range(0, len(files), _CHUNK)]
 
     def image_sizes(chunk: Sequence[str]) -> list[tuple[int, int]]:
-        return [image_size(path, where=path) for path in chunk]
+        sizes = []
+        for path in chunk:
+            size = (0, 0)
+            with contextlib.suppress(ValueError):
+                size = image_size(path)
+            sizes.append(size)
+        return sizes
 
     sizes = _parallel(image_sizes, chunks, unit="thousand images")
     width, height = np.array([size for chunk in sizes for size in chunk], dtype=np.int64).T
@@ -245,13 +290,14 @@ def _make_index(
     class_names: Sequence[str] = (),
 ) -> Index:
     offset, length, label, width, height = rows
-    low, high = (0, len(class_names) - 1) if class_names else (int(label.min()), int(label.max()))
+    known = label[width > 0] if (width > 0).any() else label
+    low, high = (0, len(class_names) - 1) if class_names else (int(known.min()), int(known.max()))
     index = Index(
         files=tuple(files),
         file=file,
         offset=offset,
         length=length,
-        label=label,
+        label=np.where(width > 0, label, low) if not class_names else label,
         width=width.astype(np.int32),
         height=height.astype(np.int32),
         num_classes=high + 1,

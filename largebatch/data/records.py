@@ -3,7 +3,7 @@
 A record is framed as length (u64), masked CRC-32C of the length (u32), payload, masked CRC-32C of the payload
 (u32), all little-endian; the payload is a `tf.train.Example`, whose few protobuf messages are read and
 written by hand. The field names are those of the published ImageNet records, `image/encoded` and
-`image/class/label`; others are ignored.
+`image/class/label`, and that of the file an image comes from, `image/filename`; others are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 
 import google_crc32c
 
-IMAGE, LABEL = "image/encoded", "image/class/label"
+IMAGE, LABEL, FILENAME = "image/encoded", "image/class/label", "image/filename"
+WRONG_CRC = "has a wrong CRC: the file is damaged, copy it again"
 
 
 # -- record framing ------------------------------------------------------------------------------------------
@@ -39,6 +40,14 @@ def frame(payload: bytes) -> bytes:
 
 def read_records(path: str) -> Iterator[tuple[int, bytes]]:
     """Offset in the file and bytes of each payload; both CRCs are checked. Errors name file and record."""
+    for number, (start, payload, intact) in enumerate(scan_records(path)):
+        if not intact:
+            raise ValueError(f"{path}: record {number} (at byte {start - 12}) {WRONG_CRC}.")
+        yield start, payload
+
+
+def scan_records(path: str) -> Iterator[tuple[int, bytes, bool]]:
+    """Offset and bytes of each payload, and whether its CRC is right. ValueError where the next record is lost."""
     with open(path, "rb") as file:
         size, number = os.fstat(file.fileno()).st_size, 0
         while head := file.read(12):
@@ -47,15 +56,35 @@ def read_records(path: str) -> Iterator[tuple[int, bytes]]:
                 raise ValueError(f"{where} is cut off: copy the file again.")
             length, crc = struct.unpack("<QI", head)
             if crc != masked_crc(head[:8]):
-                raise ValueError(f"{where} has a wrong length CRC: the file is damaged or no TFRecord file.")
+                raise ValueError(
+                    f"{where} has a wrong length CRC, so what follows cannot be found or left out: the file is damaged "
+                    "or no TFRecord file, copy it again."
+                )
             start = file.tell()
             if start + length + 4 > size:
                 raise ValueError(f"{where} is cut off: copy the file again.")
             payload = file.read(length)
-            if struct.unpack("<I", file.read(4))[0] != masked_crc(payload):
-                raise ValueError(f"{where} has a wrong CRC: the file is damaged, copy it again.")
-            yield start, payload
+            yield start, payload, struct.unpack("<I", file.read(4))[0] == masked_crc(payload)
             number += 1
+
+
+def record_spans(path: str) -> list[tuple[int, int]]:
+    """Offset and length of each payload; only the framing is read."""
+    spans = []
+    with open(path, "rb") as file:
+        while head := file.read(8):
+            spans.append((file.tell() + 4, struct.unpack("<Q", head)[0]))
+            file.seek(4 + spans[-1][1] + 4, os.SEEK_CUR)
+    return spans
+
+
+def read_span(path: str | Path, offset: int, length: int) -> bytes:
+    """`length` bytes of a file; OSError if it has fewer."""
+    with open(path, "rb", buffering=0) as file:
+        data = os.pread(file.fileno(), length, offset)
+    if len(data) < length:
+        raise OSError(f"{path} ends before byte {offset + length}")
+    return data
 
 
 def write_records(path: str | Path, payloads: Iterable[bytes]) -> int:

@@ -13,30 +13,27 @@ data folder is never written to.
     TFRecords   train-* and validation-* in the folder itself or in its folders train and validation.
     images      train/<class>/*.JPEG and validation/<class>/* (or val/): sorted class names are the labels
                 0, 1, ...
+    CIFAR-10    the folder or tar.gz of its binary or python version; written once into the cache, too, as PNG.
+
+What quarantine.csv in the data folder lists (`largebatch.pack check` writes it) is left out.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
 import hashlib
 import io
 import logging
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from largebatch.data import records
+from largebatch.data import archives, quarantine
 from largebatch.data.index import Index, index_images, index_shards
-from largebatch.data.records import IMAGE, LABEL
+from largebatch.data.shards import Images, locked, write_split, written_once
 
 logger = logging.getLogger(__name__)
 
@@ -48,41 +45,49 @@ _SYNTHETIC_CLASSES, _SYNTHETIC_SHARDS = 1000, {"train": 64, "validation": 4}
 _SYNTHETIC_IMAGES = {"train": 4, "validation": 1}  # of each class
 
 
-@dataclass(frozen=True, eq=False)
-class Images:
-    """Images that are not packed yet: `encoded(k)` gives the bytes of image k, `labels` are zero-based."""
-
-    labels: Sequence[int]
-    encoded: Callable[[int], bytes]
-
-
 def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "largebatch"
 
 
-def open_source(path: str, *, split: str, cache: str = "") -> Index:
-    """The index of one split of "digits", "synthetic", a folder of TFRecords or an image folder.
+def open_source(path: str, *, split: str, cache: str = "", listed: str = "") -> Index:
+    """The index of one split of what `--data` may name, without the images that are in quarantine.
 
     It is kept in `cache` (default: $XDG_CACHE_HOME or ~/.cache, folder largebatch) and built again when a
     file of the source has changed. The label base of TFRecords is detected, from the training split if there
-    is one; `Index.for_classes` makes it certain. Raises ValueError saying what was looked for, or which file
-    is damaged.
+    is one; `Index.for_classes` makes it certain. `listed` is the file of the quarantine, if it is not the one in the
+    data folder. Raises ValueError saying what was looked for, which file is damaged, or which image is.
     """
+    folder, index = open_everything(path, split=split, cache=cache)
+    file = Path(listed).expanduser() if listed else folder / quarantine.NAME
+    if listed and not file.is_file():
+        raise ValueError(f"There is no quarantine list {listed}: expected what `largebatch.pack check --out` wrote.")
+    entries = quarantine.load(file) if file.is_file() else []
+    kept = quarantine.leave_out(index, entries, folder=folder, split=split, listed_in=file)
+    if len(kept) < len(index):
+        logger.info("%d of %d %s images are left out: %s", len(index) - len(kept), len(index), split, file)
+    return kept
+
+
+def open_everything(path: str, *, split: str, cache: str = "") -> tuple[Path, Index]:
+    """The folder that holds the data, and its index with what cannot be read (see `open_source`)."""
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, expected train or validation.")
     root = Path(cache).expanduser() if cache else default_cache()
+    folder = Path(path).expanduser()
     if path == "digits":
         folder = written_once(root / "digits-v1", _write_digits)
     elif path == "synthetic":
         write = functools.partial(_write_synthetic, split=split)
         folder = written_once(root / f"synthetic-v2-{split}", write)
-    else:
-        folder = Path(path).expanduser()
+    elif archives.is_cifar10(folder):
+        key = archives.cifar10_key(folder)
+        folder = written_once(root / f"cifar10-v1-{key}", functools.partial(_write_cifar10, source=folder))
     if not folder.is_dir():
         raise ValueError(
-            f"There is no folder {path}: expected digits, synthetic, or a folder of TFRecords or images."
+            f"There is no folder {path}: expected digits, synthetic, CIFAR-10's files, or a folder of TFRecords or "
+            "images."
         )
-    return _open_folder(folder, split, root)
+    return folder, _open_folder(folder, split, root)
 
 
 def _open_folder(folder: Path, split: str, root: Path) -> Index:
@@ -98,7 +103,7 @@ def _open_folder(folder: Path, split: str, root: Path) -> Index:
 
 def _cached_index(path: Path, files: Sequence[str], build: Callable[[], Index]) -> Index:
     """The index saved at `path` if it still describes `files`, else a new one, saved there."""
-    with _locked(path):
+    with locked(path):
         if path.exists():
             index = Index.load(path)
             reason = index.stale(files)
@@ -168,9 +173,9 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
 
 def available_splits(path: str) -> list[str]:
     """The splits that `open_source(path, ...)` would find."""
-    if path in BUILT_IN:
-        return list(SPLITS)
     folder = Path(path).expanduser()
+    if path in BUILT_IN or archives.is_cifar10(folder):
+        return list(SPLITS)
     return [split for split in SPLITS if find_shards(folder, split) or _split_folder(folder, split)]
 
 
@@ -185,65 +190,6 @@ def _class_names(folder: Path) -> list[str]:
 
 def _is_image(entry: os.DirEntry) -> bool:
     return entry.name.lower().endswith(EXTENSIONS) and not entry.name.startswith(".") and entry.is_file()
-
-
-# -- writing TFRecords ---------------------------------------------------------------------------------------
-
-
-def write_split(
-    folder: Path, split: str, images: Images, *, num_shards: int, num_threads: int = 1
-) -> Iterator[int]:
-    """Writes <split>-00000-of-0000N ... into `folder`, with labels from 1 as in the published ImageNet
-    records.
-
-    Yields the number of images written so far after each shard, so it must be iterated to the end.
-    """
-    count = len(images.labels)
-    if not 1 <= num_shards <= count:
-        raise ValueError(f"{count} {split} images cannot fill {num_shards} shards, expected 1 to {count}.")
-
-    def payload(k: int) -> bytes:
-        return records.encode_example({IMAGE: [images.encoded(k)], LABEL: [images.labels[k] + 1]})
-
-    with ThreadPoolExecutor(num_threads) as pool:
-        for shard in range(num_shards):
-            start, stop = count * shard // num_shards, count * (shard + 1) // num_shards
-            path = folder / f"{split}-{shard:05d}-of-{num_shards:05d}"
-            records.write_records(path, pool.map(payload, range(start, stop)))
-            yield stop
-
-
-def written_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `write` if it does not exist yet: in a temporary place, then renamed."""
-    if folder.is_dir():
-        return folder
-    with _locked(folder):
-        if folder.is_dir():
-            return folder
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            write(temporary)
-            with contextlib.suppress(FileExistsError):  # without locks another process may be first
-                temporary.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return folder
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lets one process at a time do the work on `path`; the others wait and find it done.
-
-    Only an economy: every write is atomic, so where the file system has no locks all may do the work.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.parent / f".{path.name}.lock", "w") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _jpeg(image: Image.Image, *, quality: int) -> bytes:
@@ -275,6 +221,18 @@ def digits(split: str) -> Images:
 def _write_digits(folder: Path) -> None:
     for split, num_shards in (("train", 4), ("validation", 1)):
         for _ in write_split(folder, split, digits(split), num_shards=num_shards):
+            pass
+
+
+# -- CIFAR-10 -------------------------------------------------------------------------------------------------
+
+
+def _write_cifar10(folder: Path, *, source: Path) -> None:
+    logger.info("writing %s as TFRecords into the cache, once", source)
+    for split, num_shards in (("train", 40), ("validation", 8)):
+        images = archives.cifar10(source, split)
+        num_shards = min(num_shards, len(images.labels))
+        for _ in write_split(folder, split, images, num_shards=num_shards, num_threads=os.cpu_count() or 1):
             pass
 
 

@@ -1,0 +1,250 @@
+"""Data sets in the files that they are published in: ImageNet's tars and CIFAR-10, read without unpacking.
+
+    ILSVRC2012_img_train.tar      1000 tars of JPEGs, nXXXXXXXX.tar
+    ILSVRC2012_img_val.tar        50,000 JPEGs; their classes are in
+    ILSVRC2012_devkit_t12.tar.gz  as numbers of its own, which its meta.mat turns into nXXXXXXXX
+    cifar-10-batches-bin          the binary version: data_batch_1.bin ... test_batch.bin
+    cifar-10-batches-py           the python version, which also has the names of the images
+    cifar-10-{binary,python}.tar.gz
+
+A tar is walked through once; then each image is one read at its offset. Images of ImageNet come in the order of their
+class and name, as they would from an image folder. CIFAR-10 becomes PNG, so that its pixels stay what they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from largebatch.data.records import FILENAME, Values, read_span
+from largebatch.data.shards import Images
+
+TARS = {"train": "ILSVRC2012_img_train.tar", "validation": "ILSVRC2012_img_val.tar"}
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+GROUND_TRUTH, META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
+CIFAR_BATCHES = {"train": [f"data_batch_{k}" for k in range(1, 6)], "validation": ["test_batch"]}
+CIFAR_ROW = 3 * 32 * 32  # bytes of an image: its red, green and blue plane
+Member = tuple[str, int, int]  # name, offset and length in the tar
+
+
+def named(names: Sequence[str]) -> Callable[[int], Mapping[str, Values]]:
+    """The feature that says which file each image comes from."""
+    return lambda k: {FILENAME: [PurePosixPath(names[k]).name.encode("utf-8", "surrogateescape")]}
+
+
+# -- ImageNet ----------------------------------------------------------------------------------------------------
+
+
+def imagenet_splits(folder: Path) -> list[str]:
+    """The splits whose tar is in `folder`."""
+    return [split for split, name in TARS.items() if (folder / name).is_file()]
+
+
+def imagenet(folder: Path, split: str) -> Images:
+    """One split, as JPEGs just as they are in the tar. ValueError for what is missing or does not fit."""
+    path = folder / TARS[split]
+    try:
+        names = _train_classes(folder) if (folder / TARS["train"]).is_file() else []
+        rows = sorted(_train_rows(path, names) if split == "train" else _validation_rows(folder, path, names))
+    except (tarfile.TarError, EOFError) as error:
+        raise ValueError(f"A tar in {folder} is damaged, copy it again: {error}.") from error
+    if not rows:
+        raise ValueError(f"{path} holds no images.")
+    members = [member for _, member in rows]
+
+    def encoded(k: int) -> bytes:
+        return read_span(path, *members[k][1:])
+
+    names_in_tar = [name for name, _, _ in members]
+    return Images([label for label, _ in rows], encoded, named(names_in_tar), names_in_tar)
+
+
+def _members(file: Any) -> list[Member]:
+    """The files in a plain tar, which must not be compressed: their bytes are read in place."""
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        return [(member.name, member.offset_data, member.size) for member in tar if member.isfile()]
+
+
+def _train_classes(folder: Path) -> list[str]:
+    with open(folder / TARS["train"], "rb") as file:
+        return sorted(PurePosixPath(name).stem for name, _, _ in _members(file))
+
+
+def _train_rows(path: Path, names: Sequence[str]) -> list[tuple[int, Member]]:
+    """Label and member of every image."""
+    rows: list[tuple[int, Member]] = []
+    labels = {name: label for label, name in enumerate(names)}
+    with tarfile.open(path, mode="r:") as tar:
+        for member in tar:
+            inner = tar.extractfile(member)
+            assert inner is not None, member.name
+            label, start = labels[PurePosixPath(member.name).stem], member.offset_data
+            rows += [(label, (name, start + offset, length)) for name, offset, length in _members(inner)]
+    return rows
+
+
+def _validation_rows(folder: Path, path: Path, names: Sequence[str]) -> list[tuple[int, Member]]:
+    wnids = _validation_wnids(folder)
+    names = names or _all_wnids(folder)
+    labels = {name: label for label, name in enumerate(names)}
+    with open(path, "rb") as file:
+        members = _members(file)
+    if len(members) != len(wnids):
+        raise ValueError(f"{path} holds {len(members)} images, and {folder / DEVKIT} classes for {len(wnids)}.")
+    unknown = sorted(set(wnids) - set(labels))
+    if unknown:
+        raise ValueError(f"{folder / DEVKIT} gives images to class {unknown[0]}, which {TARS['train']} has not.")
+    # ILSVRC2012_val_00000001.JPEG is the first line of the ground truth
+    numbers = [int(PurePosixPath(name).stem.rpartition("_")[2]) for name, _, _ in members]
+    if sorted(numbers) != list(range(1, len(wnids) + 1)):
+        raise ValueError(f"The images in {path} are not numbered from 1 to {len(wnids)}.")
+    return [(labels[wnids[number - 1]], member) for number, member in zip(numbers, members)]
+
+
+def _validation_wnids(folder: Path) -> list[str]:
+    """The class of each validation image."""
+    ids = [int(line) for line in _devkit(folder, GROUND_TRUTH).split()]
+    wnids = {number: wnid for number, wnid, _ in _synsets(folder)}
+    return [wnids[number] for number in ids]
+
+
+def _all_wnids(folder: Path) -> list[str]:
+    return sorted(wnid for _, wnid, children in _synsets(folder) if not children)
+
+
+def _synsets(folder: Path) -> list[tuple[int, str, int]]:
+    """Number, name and how many children of every synset; images belong to those without children."""
+    from scipy.io import loadmat  # only needed once, when they are packed
+
+    synsets = loadmat(io.BytesIO(_devkit(folder, META)), squeeze_me=True)["synsets"]
+    rows = zip(synsets["ILSVRC2012_ID"], synsets["WNID"], synsets["num_children"])
+    return [(int(number), str(wnid), int(children)) for number, wnid, children in rows]
+
+
+def _devkit(folder: Path, name: str) -> bytes:
+    path = folder / DEVKIT
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: it has the classes of the images in {TARS['validation']}.")
+    return _read_compressed(path, [name])[name]
+
+
+# -- CIFAR-10 ----------------------------------------------------------------------------------------------------
+
+
+def is_cifar10(path: Path) -> bool:
+    """Whether `path` is a folder or tar.gz with the five batches, in one of the two versions."""
+    if path.name in ("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz"):
+        return path.is_file()
+    return (path / "data_batch_1.bin").is_file() or (path / "data_batch_1").is_file()
+
+
+def cifar10_files(path: Path, split: str) -> list[Path]:
+    """What a split is read from."""
+    if path.is_file():
+        return [path]
+    suffix = ".bin" if (path / "data_batch_1.bin").is_file() else ""
+    return [path / (name + suffix) for name in CIFAR_BATCHES[split]]
+
+
+def cifar10_key(path: Path) -> str:
+    """Twelve digits that change when the path or a file of it does."""
+    files = [file for split in CIFAR_BATCHES for file in cifar10_files(path, split) if file.is_file()]
+    seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr(seen).encode()).hexdigest()[:12]
+
+
+def cifar10(path: Path, split: str) -> Images:
+    """One split, as PNGs. ValueError naming the file that is not as published."""
+    files = cifar10_files(path, split)
+    if path.is_file():
+        suffix = ".bin" if path.name == "cifar-10-binary.tar.gz" else ""
+        contents = _read_compressed(path, [name + suffix for name in CIFAR_BATCHES[split]])
+    else:
+        missing = [file for file in files if not file.is_file()]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing: expected CIFAR-10's batches, {path} has others of them.")
+        contents = {file.name: file.read_bytes() for file in files}
+    rows: list[np.ndarray] = []
+    labels: list[int] = []
+    names: list[str] = []
+    for name, data in contents.items():
+        try:
+            batch = _binary_batch(data) if name.endswith(".bin") else _python_batch(data)
+        except (ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path}: {name} is not a batch of CIFAR-10: {error}.") from error
+        rows.append(batch[0])
+        labels += batch[1]
+        names += batch[2]
+    planes = np.concatenate(rows).reshape(-1, 3, 32, 32)
+
+    def encoded(k: int) -> bytes:
+        file = io.BytesIO()
+        Image.fromarray(np.ascontiguousarray(planes[k].transpose(1, 2, 0))).save(file, "PNG")
+        return file.getvalue()
+
+    return Images(labels, encoded, named(names), names) if names else Images(labels, encoded)
+
+
+Batch = tuple[np.ndarray, list[int], list[str]]  # rows of CIFAR_ROW bytes, labels from 0, names if there are any
+
+
+def _binary_batch(data: bytes) -> Batch:
+    rows = np.frombuffer(data, dtype=np.uint8).reshape(-1, 1 + CIFAR_ROW)
+    if rows[:, 0].max() > 9:
+        raise ValueError(f"there is a label {rows[:, 0].max()}")
+    return rows[:, 1:], rows[:, 0].tolist(), []
+
+
+def _python_batch(data: bytes) -> Batch:
+    batch = _Unpickler(io.BytesIO(data), encoding="bytes").load()
+    rows, labels = np.asarray(batch[b"data"], dtype=np.uint8), [int(label) for label in batch[b"labels"]]
+    names = [name.decode() for name in batch[b"filenames"]]
+    if rows.shape != (len(labels), CIFAR_ROW) or len(names) != len(labels):
+        raise ValueError(f"it has {len(labels)} labels, {len(names)} names, and pixels of shape {rows.shape}")
+    return rows, labels, names
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds arrays and Python's own types; a pickle could otherwise call anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = {
+            ("numpy", "ndarray"): np.ndarray,
+            ("numpy", "dtype"): np.dtype,
+            ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
+            ("numpy._core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
+            ("_codecs", "encode"): _latin1,
+        }
+        if (module, name) not in allowed:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch needs")
+        return allowed[module, name]
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    """How Python 3 writes bytes for Python 2."""
+    return text.encode("latin1")
+
+
+def _read_compressed(path: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """Files of a tar.gz by the last part of their names."""
+    found: dict[str, bytes] = {}
+    try:
+        with tarfile.open(path, mode="r:gz") as tar:
+            for member in tar:
+                name, file = PurePosixPath(member.name).name, tar.extractfile(member)
+                if file and name in names:
+                    found[name] = file.read()
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise ValueError(f"{path} is damaged, copy it again: {error}.") from error
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ValueError(f"{path} has no file {missing[0]}.")
+    return {name: found[name] for name in names}

@@ -1,0 +1,108 @@
+"""What can be packed: a folder of images, ImageNet's tars, CIFAR-10's files, TFRecords, and the built-in sources.
+
+Each becomes `Images`. A JPEG stays as it is; whatever else an image folder or a tar holds becomes an RGB JPEG, so that
+the shards are as the published ones. Records keep their bytes. Every image is decoded when it is read, so that nothing
+bad is packed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from largebatch.data import archives, quarantine, records, sources
+from largebatch.data.shards import Images
+
+
+def splits(source: str) -> list[str]:
+    """The splits of a source; the training split if it has none, so that opening says what was looked for."""
+    tars = archives.imagenet_splits(Path(source).expanduser())
+    return tars or sources.available_splits(source) or ["train"]
+
+
+def open_images(source: str, split: str) -> Images:
+    """One split of a source, in its own order, without what is in quarantine.
+
+    ValueError saying what was looked for. Reading a bad image raises ValueError, too, with its name.
+    """
+    folder = Path(source).expanduser()
+    if source in sources.BUILT_IN:
+        return {"digits": sources.digits, "synthetic": sources.synthetic}[source](split)
+    if archives.is_cifar10(folder):
+        return archives.cifar10(folder, split)
+    if split in archives.imagenet_splits(folder):
+        images = archives.imagenet(folder, split)
+        return _as_jpegs(images, where=f"{folder / archives.TARS[split]}, ")
+    if sources.find_shards(folder, split):
+        return _records(source, split)
+    return _as_jpegs(_image_folder(folder, split), where=f"{folder}/")
+
+
+def _image_folder(folder: Path, split: str) -> Images:
+    """The images that are not in quarantine."""
+    files, labels, _ = sources.find_images(folder, split)
+    listed_in = folder / quarantine.NAME
+    entries = quarantine.load(listed_in) if listed_in.is_file() else []
+    spans = quarantine.listed_spans(entries, folder=folder, split=split, listed_in=listed_in)
+    bad = {path for path, _, _ in spans}
+    labels = [label for file, label in zip(files, labels) if file not in bad]
+    names = [os.path.relpath(file, folder) for file in files if file not in bad]
+    return Images(labels, lambda k: (folder / names[k]).read_bytes(), archives.named(names), names)
+
+
+def _records(source: str, split: str) -> Images:
+    """Records as they are, but for the order and for labels that begin with 0."""
+    index = sources.open_source(source, split=split)
+    spans = functools.cache(records.record_spans)
+    places = [f"{os.path.basename(index.files[index.file[k]])} {index.offset[k]}" for k in range(len(index))]
+
+    def others(k: int) -> Mapping[str, records.Values]:
+        path = index.files[index.file[k]]
+        start, length = spans(path)[index.record(k)]
+        payload, crc = records.read_span(path, start, length), records.read_span(path, start + length, 4)
+        if int.from_bytes(crc, "little") != records.masked_crc(payload):
+            raise ValueError(f"{index.where(k)} {records.WRONG_CRC}.")
+        features = records.decode_example(payload)
+        return {name: values for name, values in features.items() if values}
+
+    def encoded(k: int) -> bytes:
+        data = records.read_span(index.files[index.file[k]], int(index.offset[k]), int(index.length[k]))
+        as_jpeg(data, where=index.where(k))  # to see that it can be decoded
+        return data
+
+    return Images(index.label.tolist(), encoded, others, places)
+
+
+def _as_jpegs(images: Images, *, where: str) -> Images:
+    return dataclasses.replace(
+        images, encoded=lambda k: as_jpeg(images.encoded(k), where=where + images.names[k])
+    )
+
+
+def shuffled(images: Images, seed: int) -> Images:
+    """The same images in an order that the seed fixes."""
+    words = np.random.Philox(key=[seed, 0]).random_raw(len(images.labels))
+    order = np.argsort(words, kind="stable").tolist()
+    labels = [images.labels[k] for k in order]
+    return Images(labels, lambda k: images.encoded(order[k]), lambda k: images.others(order[k]))
+
+
+def as_jpeg(data: bytes, *, where: str) -> bytes:
+    """`data` itself if it is an RGB or grey JPEG, else the same image as an RGB JPEG."""
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            image.load()
+            if image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):
+                return data
+            file = io.BytesIO()
+            image.convert("RGB").save(file, "JPEG", quality=100, subsampling=0)
+            return file.getvalue()
+    except Exception as error:  # a damaged file may raise nearly anything
+        raise ValueError(f"{where} cannot be decoded: {error}") from error

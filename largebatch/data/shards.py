@@ -1,0 +1,115 @@
+"""Writing TFRecord shards: whole or not at all, the same bytes whoever writes them and however often it is begun.
+
+A shard is a pure function of its images and its number and appears under its name when it is whole. So several
+processes may share the shards of a split, and one that was interrupted goes on with those that are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from largebatch.data import records
+from largebatch.data.records import IMAGE, LABEL, Values
+
+
+def _nothing(k: int) -> Mapping[str, Values]:
+    return {}
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images that are not packed yet: `encoded(k)` gives the bytes of image k, `labels` are zero-based.
+
+    `others(k)` gives further features for its record. `names` tell the images of one source from those of another.
+    """
+
+    labels: Sequence[int]
+    encoded: Callable[[int], bytes]
+    others: Callable[[int], Mapping[str, Values]] = _nothing
+    names: Sequence[str] = ()
+
+
+def write_split(
+    folder: Path,
+    split: str,
+    images: Images,
+    *,
+    num_shards: int,
+    num_threads: int = 1,
+    mine: Iterable[int] | None = None,
+) -> Iterator[int]:
+    """Writes <split>-00000-of-0000N ... into `folder`, with labels from 1 as in the published ImageNet
+    records; of them only `mine`, if given. A shard that is there is kept.
+
+    Each thread writes a shard of its own. Yields the number of images done so far after each shard, so it must be
+    iterated to the end.
+    """
+    count = len(images.labels)
+    assert 1 <= num_shards <= count, (num_shards, count)
+    stopped = threading.Event()
+
+    def payloads(start: int, stop: int) -> Iterator[bytes]:
+        for k in range(start, stop):
+            if stopped.is_set():
+                raise InterruptedError(f"{split} was not packed to its end")
+            features = {**images.others(k), IMAGE: [images.encoded(k)], LABEL: [images.labels[k] + 1]}
+            yield records.encode_example(features)
+
+    def write(shard: int) -> int:
+        start, stop = count * shard // num_shards, count * (shard + 1) // num_shards
+        path = folder / f"{split}-{shard:05d}-of-{num_shards:05d}"
+        if not path.exists():
+            records.write_records(path, payloads(start, stop))
+        return stop - start
+
+    done = 0
+    with ThreadPoolExecutor(num_threads) as pool:
+        try:
+            tasks = [pool.submit(write, shard) for shard in (range(num_shards) if mine is None else mine)]
+            for task in as_completed(tasks):
+                done += task.result()
+                yield done
+        finally:  # also where one shard has failed, or the consumer stops early: no other is finished
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def written_once(folder: Path, write: Callable[[Path], None]) -> Path:
+    """`folder`, filled by `write` if it does not exist yet: in a temporary place, then renamed."""
+    if folder.is_dir():
+        return folder
+    with locked(folder):
+        if folder.is_dir():
+            return folder
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            write(temporary)
+            with contextlib.suppress(FileExistsError):  # without locks another process may be first
+                temporary.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Lets one process at a time do the work on `path`; the others wait and find it done.
+
+    Only an economy: every write is atomic, so where the file system has no locks all may do the work.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.parent / f".{path.name}.lock", "w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
