@@ -42,6 +42,7 @@ from zoo import load_weights, save_weights
 logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
+WEIGHTS_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".tar")
 WEIGHTS, AVERAGE, STATE = "model.safetensors", "model_ema.safetensors", "state.pt"
 MANIFEST = "manifest.json"
 PARTS = (WEIGHTS, AVERAGE, STATE)  # the second only where there is one
@@ -176,6 +177,27 @@ def newest_weights(folder: str | Path, *, average: bool = False) -> Path:
     if path is None:
         raise ValueError(f"{folder} has no valid checkpoint: expected one in {Path(folder) / FOLDER}.")
     return path / (AVERAGE if average else WEIGHTS)
+
+
+def find_weights(path: str | Path, *, average: bool = False, every: bool = False) -> list[Path]:
+    """The weights files that are meant by a file, or by a run folder: those of its newest valid checkpoint.
+
+    every: of a run folder the weights of all valid checkpoints, of another folder all weights files in it, oldest or
+    alphabetically first. average: of a run folder the averages. ValueError if there are none.
+    """
+    path = Path(path)
+    if not every:
+        return [newest_weights(path, average=average) if path.is_dir() else path]
+    kept = [kept for kept in reversed(checkpoints(path)) if fault(kept) is None]
+    if kept:
+        return [one / (AVERAGE if average else WEIGHTS) for one in kept]
+    files = sorted(file for file in path.glob("*") if file.suffix in WEIGHTS_SUFFIXES and file.is_file())
+    if not files:
+        raise ValueError(
+            f"{path} has nothing to validate: expected a run folder with a valid checkpoint, or a folder of weights "
+            f"files ({', '.join(WEIGHTS_SUFFIXES)})."
+        )
+    return files
 
 
 def load(

@@ -14,11 +14,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # agreement is comm's own
-_READING = ("records", "index", "order", "pixels", "reader", "dali", "quarantine", "sources")
+_READING = ("records", "index", "order", "pixels", "reader", "dali", "quarantine", "real", "sources")
 DATA = {"largebatch.data." + name for name in (*_READING, "shards", "archives", "originals")}
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
-RUN = {"largebatch." + name for name in ("engine", "ema", "batch_norm", "hooks", "checkpoint", "curves")}
+RUN = {"largebatch." + name for name in ("engine", "evaluation", "ema", "batch_norm", "hooks", "checkpoint", "curves")}
 ASSEMBLY = {"largebatch.build", "largebatch.recipes"}
 BELOW_PROGRAMS = GROUND | PARTS | RUN | ASSEMBLY | {"zoo"}
 
@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.data.records": set(),
     "largebatch.data.order": set(),
     "largebatch.data.index": {"largebatch.data.records"},
+    "largebatch.data.real": {"largebatch.data.records", "largebatch.data.index"},
     "largebatch.data.quarantine": {"largebatch.data.records", "largebatch.data.index"},
     "largebatch.data.shards": {"largebatch.data.records"},
     "largebatch.data.archives": {"largebatch.data.records", "largebatch.data.shards"},
@@ -57,6 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
     "largebatch.curves": set(),
+    "largebatch.evaluation": {"largebatch.comm"},
     "largebatch.ema": {"largebatch.engine"},
     "largebatch.batch_norm": {"largebatch.engine"},
     "largebatch.hooks": GROUND | PARTS | RUN,

@@ -24,6 +24,10 @@ def test_freezing(ranks, launcher):
     check_on_ranks("test_freezing.py", ranks=ranks, launcher=launcher)
 
 
+def test_validation():
+    check_on_ranks("test_validation.py", ranks=3)
+
+
 def test_compile():
     check_on_ranks("test_compile.py", ranks=2)
 
