@@ -26,7 +26,7 @@ from largebatch.data.index import Index
 from largebatch.data.order import Plan
 from largebatch.data.sources import open_source
 from largebatch.ema import Ema, check_half_life
-from largebatch.engine import Hook, Trainer
+from largebatch.engine import Hook, Trainer, TrainState
 from largebatch.losses import classification
 from largebatch.optim import build_optimizer, can_compile, init_state
 from largebatch.schedules import Schedule, make_schedule, scale_lr
@@ -74,7 +74,7 @@ def set_up(config: TrainConfig, comm: Communicator) -> torch.device:
 
 
 def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
-    """The index of one split.
+    """The index of one split, which all ranks must share: all raise Stopped if one sees other images.
 
     Making it may take long, so no rank waits for it in a collective, where Horovod would take it for stalled: each
     asks for it, and a file lock lets the first one of a host do the work.
@@ -82,7 +82,10 @@ def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
     with comm.together(f"opening {config.data.path}"):
         if not config.data.path:
             raise ValueError(f"Recipe {config.recipe} has no images of its own: give --data FOLDER or synthetic.")
-        return open_source(config.data.path, split=split).for_classes(config.model.num_classes)
+        index = open_source(config.data.path, split=split, listed=config.data.quarantine)
+        index = index.for_classes(config.model.num_classes)
+    comm.agree_on(index.digest(), name=f"{split} images in {config.data.path}")
+    return index
 
 
 def find_weights(path: str, comm: Communicator, *, average: bool = False, every: bool = False) -> list[str]:
@@ -252,6 +255,7 @@ def _assemble(
         eval_images=_images(config, "run.eval_every", plan.num_samples, plan.num_images),
         device=device,
         hooks=_hooks(config, plan, model),
+        state=TrainState(data=train.digest()),
     )
 
 

@@ -109,6 +109,13 @@ class Communicator:
             raise Stopped(difference)
         return agreement.versions(mine)
 
+    def agree_on(self, value: str, *, name: str) -> None:
+        """All ranks raise Stopped if one has another value, which stands for the things called `name`."""
+        values = self.allgather_object(value, name=f"agree/{name}")
+        others = [str(rank) for rank, theirs in enumerate(values) if theirs != values[0]]
+        if others:
+            raise Stopped(f"rank {', '.join(others)} of {self.size} has other {name} than rank 0: make them the same.")
+
     def placement(self, device: torch.device) -> list[str]:
         """Where the ranks are, a line per host; rank r reads shard r. All raise Stopped if two would use one GPU."""
         with self.together("looking at the GPU"):

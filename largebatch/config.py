@@ -39,6 +39,12 @@ class ModelConfig:
     """dropout before the classifier"""
     drop_path_rate: float = 0.0
     """stochastic depth of the last block; earlier blocks have proportionally less"""
+    outlook_drop_path: bool = False
+    """stochastic depth in VOLO's outlookers too; the published models have none there"""
+    global_pool: Literal["", "avg"] = ""
+    """what a ViT's head acts on: empty, the class token; avg, the mean of the others, as a teacher of labels needs"""
+    weight_init: Literal["", "jax"] = ""
+    """initialisation of a ViT: timm's usual one, or the one it calls jax, with a head of zeros"""
     grad_checkpointing: bool = False
     """compute the blocks anew in the backward pass, with the same draws, instead of keeping what is inside them:
     2313 -> 1306 MiB in all, 16 % slower (ViT-B/32, micro-batch 64, bf16, 2 CPU cores)"""
@@ -49,7 +55,9 @@ class DataConfig:
     """Images, the batch, and the geometry of crops."""
 
     path: str = "digits"
-    """folder of TFRecords, image folder, "synthetic", or "digits" (embedded)"""
+    """folder of TFRecords, image folder, CIFAR-10's files, "synthetic", or "digits" (embedded)"""
+    quarantine: str = ""
+    """list of images to leave out (pack check --out); empty: quarantine.csv in the data folder, if there is one"""
     global_batch_size: int = 32768
     """images per optimizer step, over all ranks and passes"""
     micro_batch_size: int = 256

@@ -34,6 +34,7 @@ class TrainState:
     step: int = 0  # optimizer steps done, skipped ones included
     images: int = 0  # training images seen
     skipped: int = 0  # steps whose gradient was not finite
+    data: str = ""  # Index.digest() of the training images
 
     def advance(self, images: int, *, applied: bool) -> None:
         """Count one step over `images`."""

@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # agreement is comm's own
-_READING = ("records", "index", "order", "pixels", "reader", "dali", "quarantine", "real", "sources")
-DATA = {"largebatch.data." + name for name in (*_READING, "shards", "archives", "originals")}
+DATA_FILES = "records index order pixels reader dali quarantine real shards archives sources originals"
+DATA = {"largebatch.data." + name for name in DATA_FILES.split()}
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
 RUN = {"largebatch." + name for name in ("engine", "evaluation", "ema", "batch_norm", "hooks", "checkpoint", "curves")}
@@ -86,10 +86,11 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.doctor.launches": {"largebatch.doctor.result"},
     "largebatch.doctor.__main__": {"largebatch", "largebatch.doctor", "largebatch.doctor.*"},
     # the zoo stands alone
-    "zoo": {"zoo._torchvision", "zoo.vit", "zoo.weights"},
+    "zoo": {"zoo._torchvision", "zoo.vit", "zoo.volo", "zoo.weights"},
     "zoo._torchvision": set(),
     "zoo.vit": set(),
-    "zoo.weights": {"zoo.vit"},
+    "zoo.volo": set(),
+    "zoo.weights": {"zoo.vit", "zoo.volo"},
 }
 
 PEERS = {"largebatch.benchmark." + name for name in ("optimizer", "model", "step", "loader")}
@@ -101,7 +102,7 @@ OWNERS = {
     "torch.utils.tensorboard": {"largebatch.hooks"},
     "mpi4py": {"largebatch.comm", "largebatch.pack"},
     "torch.distributed": {"largebatch.benchmark.step"},
-    "timm": {"zoo.vit", "zoo.weights"} | PEERS,
+    "timm": {"zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),
     "jsonargparse": {"largebatch.config"},
     "apex": {"largebatch.optim.apex_lamb", "largebatch.benchmark.optimizer"},

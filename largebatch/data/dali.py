@@ -408,7 +408,8 @@ class _Stream(Iterator[Batch]):
                 try:
                     Image.open(io.BytesIO(data.tobytes())).load()
                 except Exception as reason:
-                    return f"{self._index.where(sample)} cannot be decoded: {reason}"
+                    where = self._index.where(sample)
+                    return f"{where} cannot be decoded: {reason}; `python -m largebatch.pack check` lists all such"
         first = self._inside[0].job if self._inside else None
         return f"The pipeline failed at {first}, although PIL can decode its images: {error}"
 

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from largebatch.data.records import (
     IMAGE,
@@ -215,7 +215,8 @@ def image_size(file: io.BytesIO | str) -> tuple[int, int]:
         with Image.open(file) as image:
             kind, size = image.format, image.size
     except (OSError, SyntaxError, ValueError) as error:  # a damaged header may raise any of these
-        raise ValueError(f"is not a readable image: {error}") from error
+        reason = "of no known format" if isinstance(error, UnidentifiedImageError) else error
+        raise ValueError(f"is not a readable image: {reason}") from error
     if kind not in FORMATS:
         raise ValueError(f"is a {kind} image, expected {', '.join(FORMATS)}: convert it first")
     return size
