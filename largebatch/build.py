@@ -88,11 +88,20 @@ def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
     return index
 
 
-def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
-    """The zoo model with this config's rates and weights, initialised from the run's seed, on its device."""
+def find_weights(path: str, comm: Communicator, *, average: bool = False, every: bool = False) -> list[str]:
+    """`checkpoint.find_weights`, the same files on all ranks: only rank 0 looks, and a run may still go on."""
+    found: list[str] = []
+    with comm.together("looking for weights"):
+        if comm.rank == 0:
+            found = [str(file) for file in checkpoint.find_weights(path, average=average, every=every)]
+    return comm.broadcast_object(found, name="build/weights")
+
+
+def build_model(config: TrainConfig, device: torch.device, *, weights: str | None) -> nn.Module:
+    """The zoo model with this config's rates, initialised from a weights file or the run's seed, on its device."""
     torch.manual_seed(config.run.seed)
-    values = asdict(config.model)
-    model = create_model(values.pop("name"), weights=values.pop("weights") or None, **values)
+    values = asdict(config.model) | {"weights": weights}
+    model = create_model(values.pop("name"), **values)
     return set_fused_attn(model, device.type != "cpu").to(device)
 
 
@@ -159,8 +168,9 @@ def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
         )
     train, held_out = open_data(config, comm, "train"), open_data(config, comm, "validation")
     impl = lamb_impl(comm, device) if config.optim.name == "lamb" else None
+    weights = find_weights(config.model.weights, comm)[0] if config.model.weights else None
     with comm.together("building"):
-        model = build_model(config, device)
+        model = build_model(config, device, weights=weights)
         if config.run.compile:
             compile_model(model, device, comm)
         optimizer = comm.wrap(

@@ -28,7 +28,7 @@ class ModelConfig:
     num_classes: int = 1000
     """number of classes"""
     weights: str = ""
-    """file to start from (safetensors or torch); empty: random initialisation"""
+    """file to start from (safetensors or torch), or a run folder: its newest; empty: random initialisation"""
     pos_drop_rate: float = 0.0
     """dropout after the position embedding"""
     proj_drop_rate: float = 0.0

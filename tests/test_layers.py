@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # agreement is comm's own
 PREPARATION = {"largebatch.data." + name for name in ("order", "pixels", "reader", "randaugment", "operations")}
-DATA_FILES = "records index dali quarantine shards archives sources originals"
+DATA_FILES = "records index dali quarantine real shards archives sources originals"
 DATA = {"largebatch.data." + name for name in DATA_FILES.split()} | PREPARATION
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
-RUN = {"largebatch." + name for name in ("engine", "ema", "batch_norm", "hooks", "checkpoint", "curves")}
+RUN = {"largebatch." + name for name in ("engine", "evaluation", "ema", "batch_norm", "hooks", "checkpoint", "curves")}
 ASSEMBLY = {"largebatch.build", "largebatch.recipes"}
 BELOW_PROGRAMS = GROUND | PARTS | RUN | ASSEMBLY | {"zoo"}
 
@@ -44,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.data.records": set(),
     "largebatch.data.order": set(),
     "largebatch.data.index": {"largebatch.data.records"},
+    "largebatch.data.real": {"largebatch.data.records", "largebatch.data.index"},
     "largebatch.data.quarantine": {"largebatch.data.records", "largebatch.data.index"},
     "largebatch.data.shards": {"largebatch.data.records"},
     "largebatch.data.archives": {"largebatch.data.records", "largebatch.data.shards"},
@@ -60,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
     "largebatch.curves": set(),
+    "largebatch.evaluation": {"largebatch.comm"},
     "largebatch.ema": {"largebatch.engine"},
     "largebatch.batch_norm": {"largebatch.engine"},
     "largebatch.hooks": GROUND | PARTS | RUN,

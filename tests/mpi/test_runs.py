@@ -109,6 +109,24 @@ def test_validation_from_the_command_line(uninterrupted):
     assert lines == [raw, raw, averaged] and last["ema_loss"] != last["eval_loss"]
 
 
+def test_every_checkpoint_of_a_run_into_a_table(tmp_path, interrupted, uninterrupted):
+    """All of one run; then from another run's folder, as its newest weights."""
+    table = ["--csv", str(tmp_path / "table.csv")]
+    code, output = launch(["-m", "largebatch.validate", str(uninterrupted), "--all", *table], ranks=2)
+    assert code == 0, output
+    geometry = ["--model", "vit_ti16", "--img-size", "32", "--run.precision", "fp32", "--data.eval_batch_size", "99"]
+    other = ["-m", "largebatch.validate", *geometry, "--init-from", str(interrupted), *table]
+    code, again = launch(other, ranks=1, launcher="python")
+    assert code == 0, again
+    *every, last = rows(tmp_path, "table.csv")
+    kept = sorted(path.name for path in (uninterrupted / "checkpoints").glob("[0-9]*"))
+    assert [Path(row["weights"]).parent.name for row in every] == kept and len(kept) == 2
+    assert float(every[-1]["top1"]) == float(rows(uninterrupted, "epochs.csv")[-1]["top1"])
+    assert output.count("images 360  (") == 2 and every[0]["loss"] != every[1]["loss"]
+    assert (last["ranks"], last["eval_batch_size"], last["img_size"], last["crop_pct"]) == ("1", "99", "32", "0.875")
+    assert "/interrupted/checkpoints/00000003/model.safetensors" in last["weights"]
+
+
 def test_every_lever_at_once_trains_the_same(tmp_path):
     """Recomputed, compiled and compressed, but for rounding; without dropout, whose draws a compiler changes."""
     levers = ["--model.grad_checkpointing", "true", "--run.compile", "true", "--run.compression", "fp16"]
