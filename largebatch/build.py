@@ -24,6 +24,7 @@ from largebatch.config import DataConfig, TrainConfig, accumulation_passes, dump
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.index import Index
 from largebatch.data.order import Plan
+from largebatch.data.randaugment import parse as parse_policy
 from largebatch.data.sources import open_source
 from largebatch.ema import Ema, check_half_life
 from largebatch.engine import Hook, Trainer, TrainState
@@ -154,6 +155,7 @@ def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
     """Everything of a run, resumed from its folder if there is a checkpoint."""
     device = set_up(config, comm)
     with comm.together("batch"):
+        parse_policy(config.augment.auto_augment)  # a mistake in it is said before the data are opened
         passes = accumulation_passes(
             global_batch_size=config.data.global_batch_size,
             micro_batch_size=config.data.micro_batch_size,
@@ -214,6 +216,8 @@ def _assemble(
     device = next(model.parameters()).device
     plan = build_plan(config, train)
     data, geometry = config.data, model_geometry(config.data, model)
+    padding = data.crop_padding if data.train_crop == "pad" else None
+    policy = parse_policy(config.augment.auto_augment)
 
     def open_batches(start_step: int) -> TrainLoader:
         return TrainLoader(
@@ -224,10 +228,12 @@ def _assemble(
             img_size=config.model.img_size,
             mean=geometry.mean,
             std=geometry.std,
-            interpolation=geometry.interpolation,
+            interpolation=data.train_interpolation or geometry.interpolation,
             scale=data.scale,
             ratio=data.ratio,
             hflip=data.hflip,
+            padding=padding,
+            policy=policy,
             device=device,
             num_threads=data.num_threads,
             start_step=start_step,
@@ -244,11 +250,7 @@ def _assemble(
         plan=plan,
         open_batches=open_batches,
         eval_batches=build_eval_loader(config, comm, model=model, index=held_out, device=device),
-        augment=Augment(
-            config.model.num_classes,
-            mixup_alpha=config.augment.mixup_alpha,
-            label_smoothing=config.augment.label_smoothing,
-        ),
+        augment=_augment(config),
         seed=config.run.seed,
         precision=config.run.precision,
         clip_norm=config.optim.clip_norm,
@@ -256,6 +258,19 @@ def _assemble(
         device=device,
         hooks=_hooks(config, plan, model),
         state=TrainState(data=train.digest()),
+    )
+
+
+def _augment(config: TrainConfig) -> Augment:
+    a = config.augment
+    return Augment(
+        config.model.num_classes,
+        mixup_alpha=a.mixup_alpha,
+        cutmix_alpha=a.cutmix_alpha,
+        switch_prob=a.mixup_switch_prob,
+        label_smoothing=a.label_smoothing,
+        erase_prob=a.reprob,
+        erase_mode=a.remode,
     )
 
 

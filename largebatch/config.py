@@ -64,16 +64,23 @@ class DataConfig:
     """images per forward pass of one rank"""
     eval_batch_size: int = 256
     """images per forward pass of one rank in evaluation"""
+    train_crop: Literal["random_resized", "pad"] = "random_resized"
+    """random_resized: a window of random area and aspect ratio; pad: one of the stored image's own size, moved by up to
+    crop_padding pixels, as for CIFAR-10; either is then resized to the model's size"""
+    crop_padding: int = 0
+    """pixels of the stored image by which a padded training crop may reach out of it, into black; pad only"""
     scale: tuple[float, float] = (0.08, 1.0)
-    """area of a training crop, as fractions of the image"""
+    """area of a random_resized training crop, as fractions of the image"""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """aspect ratio of a training crop"""
+    """aspect ratio of a random_resized training crop"""
     hflip: float = 0.5
     """probability of a horizontal flip"""
     crop_pct: float | None = None
     """evaluation crop as a fraction of the resized image; null: the model's own"""
     interpolation: Literal["bilinear", "bicubic"] | None = None
     """resizing filter in training and evaluation; null: the model's own"""
+    train_interpolation: Literal["bilinear", "bicubic", "random"] | None = None
+    """resizing filter in training; random: bilinear or bicubic, drawn for each image; null: that of evaluation"""
     mean: tuple[float, float, float] | None = None
     """mean of the RGB channels in 0..1; null: the model's own"""
     std: tuple[float, float, float] | None = None
@@ -86,10 +93,22 @@ class DataConfig:
 
 @dataclass(kw_only=True)
 class AugmentConfig:
-    """What is drawn per micro-batch."""
+    """What is drawn per image (policy, erasing) and per micro-batch (mixup, cutmix)."""
 
+    auto_augment: str = ""
+    """policy: RandAugment in timm's spelling, such as rand-m9-mstd0.5-inc1 (m magnitude, n number of operations,
+    p probability of each, mstd deviation of the magnitude, mmax its bound, inc1 stronger always means more changed);
+    cifar10: AutoAugment's for CIFAR-10; empty: none"""
+    reprob: float = 0.0
+    """probability of random erasing; 0: off"""
+    remode: Literal["pixel", "const"] = "pixel"
+    """what erased pixels become: pixel: normal noise each; const: the mean (CutOut)"""
     mixup_alpha: float = 0.0
     """Beta(alpha, alpha) of mixup; 0: off"""
+    cutmix_alpha: float = 0.0
+    """Beta(alpha, alpha) of cutmix; 0: off"""
+    mixup_switch_prob: float = 0.5
+    """probability that a micro-batch gets cutmix where both are on; the others get mixup"""
     label_smoothing: float = 0.0
     """share of the target spread over all classes"""
 
@@ -277,7 +296,9 @@ def check(config: TrainConfig) -> None:
         ("data.num_threads", c.data.num_threads, 1),
         ("data.shuffle_window", c.data.shuffle_window, 0),
         ("model.num_classes", c.model.num_classes, 1),
+        ("data.crop_padding", c.data.crop_padding, 0),
         ("augment.mixup_alpha", c.augment.mixup_alpha, 0),
+        ("augment.cutmix_alpha", c.augment.cutmix_alpha, 0),
         ("optim.lr", c.optim.lr, 0),
         ("run.max_steps", c.run.max_steps, 0),
         ("run.seed", c.run.seed, 0),
@@ -297,6 +318,8 @@ def check(config: TrainConfig) -> None:
         raise ValueError(f"--data.ratio is {list(c.data.ratio)}: expected 0 < low <= high.")
     if not 0 <= c.data.hflip <= 1:
         raise ValueError(f"--data.hflip is {c.data.hflip}: expected a probability, 0 to 1.")
+    _check_crop(c.data)
+    _check_augment(c.augment)
     if c.optim.clip_norm is not None and c.optim.clip_norm <= 0:
         raise ValueError(f"--optim.clip_norm is {c.optim.clip_norm}: expected a positive norm, or null for no clip.")
     if c.run.cycle_time_ms is not None and c.run.cycle_time_ms <= 0:
@@ -312,6 +335,38 @@ def check(config: TrainConfig) -> None:
         raise ValueError(
             f"--schedule.scaling is {c.schedule.scaling} and --schedule.reference_batch_size is "
             f"{c.schedule.reference_batch_size}: linear and sqrt need a reference batch, none has no use for it."
+        )
+
+
+def _check_crop(data: DataConfig) -> None:
+    own = DataConfig()
+    if data.train_crop == "pad" and (data.scale, data.ratio) != (own.scale, own.ratio):
+        raise ValueError(
+            f"--data.train_crop is pad, which has no use for --data.scale {list(data.scale)} and --data.ratio "
+            f"{list(data.ratio)}: leave them at {list(own.scale)} and {list(own.ratio)}, or set random_resized."
+        )
+    if data.train_crop != "pad" and data.crop_padding:
+        raise ValueError(
+            f"--data.crop_padding is {data.crop_padding}, which --data.train_crop {data.train_crop} has no use for: "
+            "leave it out, or set pad."
+        )
+
+
+def _check_augment(augment: AugmentConfig) -> None:
+    if not 0 <= augment.reprob <= 1:
+        raise ValueError(f"--augment.reprob is {augment.reprob}: expected a probability, 0 to 1.")
+    if augment.remode != "pixel" and not augment.reprob:
+        raise ValueError(f"--augment.remode is {augment.remode}, but nothing is erased: set --augment.reprob above 0.")
+    if not 0 < augment.mixup_switch_prob < 1:
+        raise ValueError(
+            f"--augment.mixup_switch_prob is {augment.mixup_switch_prob}: expected a probability between 0 and 1; for "
+            "mixup or cutmix alone, set the other's alpha to 0."
+        )
+    both = augment.mixup_alpha > 0 and augment.cutmix_alpha > 0
+    if augment.mixup_switch_prob != AugmentConfig().mixup_switch_prob and not both:
+        raise ValueError(
+            f"--augment.mixup_switch_prob is {augment.mixup_switch_prob}, but there is nothing to choose: set "
+            "--augment.mixup_alpha and --augment.cutmix_alpha both above 0, or leave it out."
         )
 
 

@@ -14,7 +14,11 @@ SMALL = ["--model", "vit_ti16", "--img-size", "32", "--run.precision", "fp32", "
 BATCH = ["--data.global_batch_size", "48", "--data.micro_batch_size", "4", "--log.tensorboard", "false"]
 LENGTH = ["--run.duration", "6 steps", "--run.eval_every", "4 steps"]
 AVERAGED = ["--optim.ema_half_life", "40 images"]
-RANDOM = ["--augment.mixup_alpha", "0.2", "--model.proj_drop_rate", "0.1", "--model.drop_path_rate", "0.1"]
+RATES = ["--model.proj_drop_rate", "0.1", "--model.drop_path_rate", "0.1", "--augment.reprob", "0.3"]
+MIXED = ["--augment.mixup_alpha", "0.2", "--augment.cutmix_alpha", "1", "--augment.mixup_switch_prob", "0.4"]
+DRAWN = ["--augment.auto_augment", "rand-m9-mstd0.5-inc1", "--data.train_interpolation", "random"]
+PADDED = ["--data.train_crop", "pad", "--data.crop_padding", "1", "--data.scale", "[0.08, 1]"]
+RANDOM = [*RATES, *MIXED, *DRAWN, *PADDED]
 
 
 def train(folder: Path, *options: str, ranks: int, launcher: str = "mpirun", **launch_options) -> tuple[int, str]:
@@ -65,7 +69,7 @@ def interrupted(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("ranks, launcher", [(1, "python"), (2, "horovodrun --gloo"), (4, "horovodrun")])
 def test_every_launch_form_trains_the_same(tmp_path, uninterrupted, ranks, launcher):
-    """With mixup, dropout and stochastic depth: ranks, launchers and an average only change the order of sums."""
+    """With every augmentation, dropout, stochastic depth: ranks, launchers, an average change only the order of sums"""
     assert distance(weights(uninterrupted), trained(tmp_path, ranks=ranks, launcher=launcher)) < 1e-4
 
 
