@@ -40,8 +40,9 @@ def start(images, *options):
 
 
 def test_ours_and_timms_are_measured_and_horovod_stays_out(images):
-    done = start(images, "--vs=timm")
+    done = start(images, "--vs=timm", "--auto-augment=rand-m9-mstd0.5-inc1")
     assert done.returncode == 0, done.stderr
+    assert "1 threads, rand-m9-mstd0.5-inc1" in done.stdout
     for words in ("of its own rate", "img/s per core", "CPU time per image", "Python time per image", "use_prefetcher"):
         assert words in done.stdout
     with open(images.parent / "out" / "loader.csv", newline="") as file:
@@ -53,9 +54,16 @@ def test_ours_and_timms_are_measured_and_horovod_stays_out(images):
     assert sorted(path.read_bytes() for path in copies) == sorted(path.read_bytes() for path in images.rglob("*.JPEG"))
 
 
-def test_wrong_options_end_with_a_sentence(images):
-    done = start(images, "--vs=none", "--batch-size=11")
-    assert done.returncode == 1 and "--batch-size is 11, expected 1 to 10" in done.stderr
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (["--vs=none", "--batch-size=11"], "--batch-size is 11, expected 1 to 10"),
+        (["--auto-augment=cifar10"], "--auto-augment is cifar10, a policy that timm does not have: add --vs none."),
+    ],
+)
+def test_wrong_options_end_with_a_sentence(images, options, sentence):
+    done = start(images, *options)
+    assert done.returncode == 1 and sentence in done.stderr
 
 
 def test_the_late_read_gives_the_same_bytes(tmp_path):

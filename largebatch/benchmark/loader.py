@@ -1,8 +1,9 @@
 """Training images out of JPEGs: our loader beside timm's, and beside itself on storage that answers late.
 
-Decode, random resized crop, flip and normalise on a CPU, for a consumer that does nothing. A round takes a number of
-images out of a loader that is already running. It begins when nothing runs any more and no file is left in the page
-cache. What a loader has ready by then belongs to the round: three batches of ours, two of each of timm's workers.
+Decode, random resized crop, flip, RandAugment if asked for, and normalise on a CPU, for a consumer that does nothing. A
+round takes a number of images out of a loader that is already running. It begins when nothing runs any more and no file
+is left in the page cache. What a loader has ready by then belongs to the round: three batches of ours, two of each of
+timm's workers.
 
 The peer reads the same images as files in folders of classes, the way timm's training script does, with as many worker
 processes as ours has threads.
@@ -25,11 +26,13 @@ from typing import Any, Iterable, Iterator
 
 import numpy as np
 import torch
+from PIL import Image
 
 from largebatch.benchmark.measure import Contender, Report, Result, Round, compare
 from largebatch.data.dali import TrainLoader
 from largebatch.data.index import COLUMNS, Index
 from largebatch.data.order import Plan
+from largebatch.data.randaugment import parse
 from largebatch.data.shards import written_once
 from largebatch.data.sources import default_cache, open_source
 from zoo import _torchvision  # noqa: F401  # lets timm import torchvision beside any build of torch
@@ -46,6 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--img-size", type=int, default=224, help="image side in pixels")
     parser.add_argument("--batch-size", type=int, default=64, help="images per batch")
     parser.add_argument("--interpolation", default="bicubic", choices=["bicubic", "bilinear"], help="of both sides")
+    parser.add_argument("--auto-augment", default="", help="policy of both sides, such as rand-m9-mstd0.5-inc1")
     parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)), help="and timm's workers")
     parser.add_argument("--images", type=int, default=4096, help="images per round, in whole batches")
     parser.add_argument("--vs", nargs="+", default=["timm"], choices=["timm", "none"])
@@ -62,6 +66,8 @@ def run(options: argparse.Namespace, device: torch.device) -> Report:
             f"--batch-size is {options.batch_size}, expected 1 to {min(len(index), options.images)}: no more than the "
             "images of the data set and of a round."
         )
+    if options.auto_augment == "cifar10" and "timm" in options.vs:
+        raise ValueError("--auto-augment is cifar10, a policy that timm does not have: add --vs none.")
     watch = Stopwatch()
     late = f"largebatch, {1000 * DELAY_S:.0f} ms late"
     contenders = [
@@ -81,7 +87,7 @@ def run(options: argparse.Namespace, device: torch.device) -> Report:
     title = (
         f"{options.img_size} px crops of {len(index)} JPEGs ({index.length.mean() / 1000:.0f} kB on average, "
         f"{len(index.files)} files), {options.interpolation}, batch {options.batch_size}, {options.num_threads} threads"
-    )
+    ) + (f", {options.auto_augment}" if options.auto_augment else "")
     notes += findings(results, watch, images=images, rounds=options.rounds)
     return Report("loader", title, results, device, images=images, notes=notes)
 
@@ -168,7 +174,7 @@ class Stopwatch:
         """What a thread is for; DALI's are not known to Python."""
         if thread == os.getpid():
             return "consumer and source"
-        known = {"largebatch-read": "reading", "largebatch-resize": "resize, flip, normalise"}
+        known = {"largebatch-read": "reading", "largebatch-resize": "resize, flip, augment, normalise"}
         return known.get((name or "").rpartition("_")[0], "DALI (decode)" if name is None else "other")
 
     def measured(self, count: int) -> Counter[str]:
@@ -207,6 +213,7 @@ def ours(
         hflip=HFLIP,
         device=torch.device("cpu"),
         num_threads=options.num_threads,
+        policy=parse(options.auto_augment),
         preadv=preadv,
     )
     with closing(loader):
@@ -259,6 +266,14 @@ def faster_with_prefetcher(options: argparse.Namespace, folder: Path) -> bool:
     return seconds[True] <= seconds[False]
 
 
+def as_ours(transform: Any) -> None:
+    """Give timm's operations what ours have: bilinear warps. And no posterize to zero bits, which Pillow refuses."""
+    for operation in (operation for step in transform.transforms for operation in getattr(step, "ops", ())):
+        operation.kwargs["resample"] = Image.Resampling.BILINEAR
+        if operation.name == "PosterizeIncreasing":
+            operation.magnitude_max = 9.99
+
+
 @contextmanager
 def timms(options: argparse.Namespace, folder: Path, *, use_prefetcher: bool) -> Iterator[Round]:
     """timm's loader with workers that live on from epoch to epoch."""
@@ -273,6 +288,7 @@ def timms(options: argparse.Namespace, folder: Path, *, use_prefetcher: bool) ->
         ratio=RATIO,
         hflip=HFLIP,
         color_jitter=None,  # type: ignore[arg-type]  # 0 would cost it a transform that changes nothing
+        auto_augment=options.auto_augment or None,
         interpolation=options.interpolation,
         mean=MEAN,
         std=STD,
@@ -282,6 +298,7 @@ def timms(options: argparse.Namespace, folder: Path, *, use_prefetcher: bool) ->
         use_multi_epochs_loader=True,
     )
     inner: Any = loader.loader if use_prefetcher else loader
+    as_ours(inner.dataset.transform)
     # This process has threads, so it must not be copied.
     inner.multiprocessing_context = multiprocessing.get_context("forkserver")
     inner.multiprocessing_context.set_forkserver_preload(["zoo", "timm.data"])
