@@ -16,6 +16,7 @@ EXPORTS = {
     "TrainConfig": "largebatch.config",
     "Trainer": "largebatch.engine",
     "build_trainer": "largebatch.build",
+    "param_groups": "largebatch.optim",
     "session": "largebatch.comm",
 }
 

@@ -54,10 +54,8 @@ def program(read: Callable[[], TrainConfig]) -> Iterator[tuple[TrainConfig, Comm
         yield config, comm
 
 
-def set_up_torch(config: TrainConfig, comm: Communicator) -> None:
-    """Share this host's cores among its ranks, unless OMP_NUM_THREADS says otherwise; choose repeatable kernels."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // comm.local_size))
+def set_up_torch(config: TrainConfig) -> None:
+    """Choose repeatable kernels, if they are asked for."""
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums only with this
         torch.use_deterministic_algorithms(True)
@@ -68,7 +66,7 @@ def set_up(config: TrainConfig, comm: Communicator) -> torch.device:
     logger.info("%s", comm.agree(options(config)))
     with comm.together("set-up"):
         device = comm.device(config.run.device)
-        set_up_torch(config, comm)
+        set_up_torch(config)
     for line in comm.placement(device):
         logger.info("%s", line)
     return device

@@ -46,7 +46,8 @@ class Communicator:
     ) -> None:
         """Start Horovod. deterministic: reduce each tensor by itself, so that sums repeat to the last bit.
 
-        The other two are Horovod's, in MiB and ms; None leaves them to the environment.
+        The other two are Horovod's, in MiB and ms; None leaves them to the environment. The cores of a host are shared
+        among its ranks, unless OMP_NUM_THREADS says otherwise.
         ValueError for settings that contradict each other, RuntimeError if a launcher announced several processes and
         Horovod sees only this one.
         """
@@ -70,6 +71,8 @@ class Communicator:
         self.local_size: int = hvd.local_size()
         self._hooks: Any = WeakTensorKeyDictionary()  # parameter -> RemovableHandle of what reduces its gradient
         self._refuse_lonely_ranks()
+        if "OMP_NUM_THREADS" not in os.environ:  # each rank's torch would take all cores of the host
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.local_size))
 
     def _refuse_lonely_ranks(self) -> None:
         announced = {name: os.environ[name] for name in LAUNCHER_SIZES if os.environ.get(name, "") not in ("", "1")}

@@ -14,6 +14,8 @@ import pytest
 from launch import ROOT, run
 from PIL import Image
 
+import zoo
+
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
     line.split(" # ")[0].strip()
@@ -21,6 +23,7 @@ COMMANDS = [
     for line in block.splitlines()
     if line.strip() and not line.startswith("#")
 ]
+SCRIPTS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 BENCHMARKS = re.findall(r"^\| `([^`]*largebatch.benchmark[^`]*)`", README, re.MULTILINE)
 SHORT = "--run.max_steps 1 --log.tensorboard false"
 TINY = "--data.global_batch_size 8 --data.micro_batch_size 1 --model.num_classes 2 --model.img_size 32"
@@ -70,12 +73,26 @@ def test_the_same_under_mpirun(tmp_path):
 
 
 def test_the_zoo_in_a_script_of_your_own(trained):
-    (script,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    script = SCRIPTS[0]
     weights = next(trained.glob("checkpoints/*/model.safetensors"))
     script, found = re.subn(r'weights="[^"]+"', f'weights="{weights}"', script)
     assert found == 1
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run(["python", "-c", script], check=True, env=environment, cwd=trained)
+
+
+def test_fine_tuning_in_a_loop_of_your_own(tmp_path, monkeypatch):
+    """From weights of another size and other classes, head first, on two ranks."""
+    weights = tmp_path / "vit_ti16.safetensors"
+    zoo.save_weights(zoo.create_model("vit_ti16"), weights)
+    assert len(SCRIPTS[1].splitlines()) < 60
+    (tmp_path / "finetune.py").write_text(SCRIPTS[1])
+    command = readme("horovodrun -np 2 python finetune.py", WEIGHTS=weights)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    output = succeeds(f"env --chdir {tmp_path} {command}")
+    accuracies = [float(found) for found in re.findall(r"epoch \d: ([\d.]+) % of 360 held-out digits", output)]
+    assert len(accuracies) == 3 and accuracies[-1] > 50, output
+    zoo.create_model("vit_ti16", img_size=32, num_classes=10, weights=tmp_path / "finetuned.safetensors")
 
 
 def test_packing_training_and_validating(tmp_path):
@@ -96,6 +113,10 @@ def test_packing_training_and_validating(tmp_path):
     assert "recipe vit_b32: vit_b32 at 32 px" in output and "8 = 4 ranks × 1 micro-batch × 2 passes" in output
     validate = readme("horovodrun -np 4 python -m largebatch.validate", **{"runs/vit_b32": run_folder})
     assert "images 16 " in succeeds(validate)
+    places = {"runs/vit_b32 ": f"{run_folder} ", "TFRECORD_FOLDER": packed}
+    tune = readme("horovodrun -np 4 python -m largebatch.train --init-from", **places)
+    output = succeeds(f"{tune} {SHORT} {TINY} --img-size 64 --run.folder {tmp_path / 'tuned'}")
+    assert "position embedding resized from 1 x 1 to 2 x 2" in output and "step 1 of" in output
 
 
 def test_the_doctor():
