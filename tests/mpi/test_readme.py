@@ -114,7 +114,7 @@ def test_packing_training_and_validating(tmp_path):
     validate = readme("horovodrun -np 4 python -m largebatch.validate", **{"runs/vit_b32": run_folder})
     assert "images 16 " in succeeds(validate)
     places = {"runs/vit_b32 ": f"{run_folder} ", "TFRECORD_FOLDER": packed}
-    tune = readme("horovodrun -np 4 python -m largebatch.train --init-from", **places)
+    tune = readme("horovodrun -np 2 python -m largebatch.train --init-from", **places)
     output = succeeds(f"{tune} {SHORT} {TINY} --img-size 64 --run.folder {tmp_path / 'tuned'}")
     assert "position embedding resized from 1 x 1 to 2 x 2" in output and "step 1 of" in output
 
