@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # agreement is comm's own
 _READING = ("records", "index", "order", "pixels", "reader", "dali", "quarantine", "sources")
-DATA = {"largebatch.data." + name for name in (*_READING, "shards", "archives", "originals")}
+_LABELS = ("label_maps", "token_labels")
+DATA = {"largebatch.data." + name for name in (*_READING, *_LABELS, "shards", "archives", "originals")}
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
 RUN = {"largebatch." + name for name in ("engine", "ema", "batch_norm", "hooks", "checkpoint", "curves")}
@@ -37,12 +38,14 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.optim.apex_lamb": set(),
     "largebatch.optim.factory": {"largebatch.optim." + name for name in ("lamb", "lars", "apex_lamb")},
     "largebatch.schedules": set(),
-    "largebatch.augment": set(),
+    "largebatch.augment": {"largebatch.data.token_labels"},
     "largebatch.losses": set(),
     "largebatch.data": set(),
     "largebatch.data.records": set(),
     "largebatch.data.order": set(),
-    "largebatch.data.index": {"largebatch.data.records"},
+    "largebatch.data.label_maps": {"largebatch.data.records"},
+    "largebatch.data.index": {"largebatch.data.records", "largebatch.data.label_maps"},
+    "largebatch.data.token_labels": {"largebatch.data.order"},
     "largebatch.data.quarantine": {"largebatch.data.records", "largebatch.data.index"},
     "largebatch.data.shards": {"largebatch.data.records"},
     "largebatch.data.archives": {"largebatch.data.records", "largebatch.data.shards"},
@@ -51,8 +54,10 @@ ALLOWED: dict[str, set[str]] = {
         "largebatch.data." + name for name in ("records", "quarantine", "shards", "archives", "sources")
     },
     "largebatch.data.pixels": set(),
-    "largebatch.data.reader": {"largebatch.data.index"},
-    "largebatch.data.dali": {"largebatch.data." + name for name in ("index", "order", "pixels", "reader")},
+    "largebatch.data.reader": {"largebatch.data.index", "largebatch.data.label_maps"},
+    "largebatch.data.dali": {
+        "largebatch.data." + name for name in ("index", "label_maps", "token_labels", "order", "pixels", "reader")
+    },
     # the run
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
