@@ -1,4 +1,4 @@
-"""Augmentation of one numbered micro-batch, on its device: soft targets, a teacher's among them, mixup and MixToken.
+"""Augmentation of one numbered micro-batch, on its device: random erasing, soft targets, mixup, cutmix and MixToken.
 
 The arithmetic is pure functions that are told the draw; `Augment` only draws. What it draws depends on the
 generator alone, and the generator on (seed, step, number of the micro-batch): another number of ranks changes
@@ -74,6 +74,93 @@ def draw_mixup(num_images: int, alpha: float, *, generator: torch.Generator) -> 
     return float(np.random.default_rng(seed).beta(alpha, alpha)), partners
 
 
+class Box(NamedTuple):
+    """Rows top <= y < bottom and columns left <= x < right of an image."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+
+def cutmix(images: Tensor, targets: Tensor, *, box: Box, partners: Tensor) -> tuple[Tensor, Tensor]:
+    """Put the box of sample partners[i] into each sample i; targets mix as the areas do.
+
+    Images (B, 3, H, W), targets (B, K), partners int64 (B,) with values in [0, B)
+    (https://arxiv.org/abs/1905.04899).
+    """
+    mixed, inside = images.clone(), (..., slice(box.top, box.bottom), slice(box.left, box.right))
+    mixed[inside] = images[inside][partners]
+    share = (box.bottom - box.top) * (box.right - box.left) / (images.shape[-2] * images.shape[-1])
+    return mixed, _blend(targets, 1.0 - share, partners)
+
+
+def draw_cutmix(
+    num_images: int, alpha: float, size: tuple[int, int], *, generator: torch.Generator
+) -> tuple[Box, Tensor]:
+    """One box for images of `size` (H, W), and partners as for mixup.
+
+    The box has the part 1 - lambda of the area, lambda ~ Beta(alpha, alpha), and its centre anywhere; what reaches
+    out of the image is cut off.
+    """
+    lam, partners = draw_mixup(num_images, alpha, generator=generator)
+    edges: list[int] = []
+    for side in size:
+        length, centre = int(side * math.sqrt(1.0 - lam)), int(torch.randint(side, (), generator=generator))
+        edges += [max(0, centre - length // 2), min(side, centre + (length + 1) // 2)]
+    return Box(*edges), partners
+
+
+ERASED_AREA, ERASED_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)  # ranges, of https://arxiv.org/abs/1708.04896 and timm
+ATTEMPTS = 10
+
+
+def draw_boxes(num_images: int, size: tuple[int, int], prob: float, *, generator: torch.Generator) -> Tensor:
+    """Boxes to erase, int64 (num_images, 4) as top, bottom, left, right; each with probability `prob`, or empty.
+
+    Area uniform, aspect ratio log-uniform; the first of ten attempts that is smaller than the image `size` (H, W), or
+    none. From a CPU generator.
+    """
+    u = torch.rand(num_images, 1 + 4 * ATTEMPTS, dtype=torch.float64, generator=generator).numpy()
+    area, aspect, down, along = u[:, 1:].reshape(num_images, 4, ATTEMPTS).swapaxes(0, 1)
+    area = size[0] * size[1] * (ERASED_AREA[0] + (ERASED_AREA[1] - ERASED_AREA[0]) * area)
+    low, high = np.log(ERASED_ASPECT)
+    aspect = np.exp(low + (high - low) * aspect)
+    heights, widths = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
+    fits = (heights < size[0]) & (widths < size[1])
+    chosen = np.arange(num_images), fits.argmax(axis=1)
+    height, width = heights[chosen], widths[chosen]
+    top = np.floor(down[chosen] * (size[0] - height + 1))
+    left = np.floor(along[chosen] * (size[1] - width + 1))
+    boxes = np.stack([top, top + height, left, left + width], axis=-1).astype(np.int64)
+    boxes[(u[:, 0] >= prob) | ~fits.any(axis=1)] = 0
+    return torch.from_numpy(boxes)
+
+
+def erase(images: Tensor, *, boxes: Tensor, noise: Tensor | None) -> Tensor:
+    """Images (B, 3, H, W) with their boxes, on the host as of `draw_boxes`, filled with `noise`, or with 0 if None.
+
+    noise: as many numbers as pixels times channels are erased, image by image, channel by channel, row by row.
+    """
+    erased = torch.nonzero(boxes[:, 1] > boxes[:, 0])[:, 0]
+    edges = boxes[erased].to(images.device, non_blocking=True)[:, :, None]
+    samples = erased.to(images.device, non_blocking=True)
+    rows, columns = (torch.arange(side, device=images.device) for side in images.shape[-2:])
+    in_rows = (rows >= edges[:, 0]) & (rows < edges[:, 1])
+    in_columns = (columns >= edges[:, 2]) & (columns < edges[:, 3])
+    inside = (in_rows[:, :, None] & in_columns[:, None, :])[:, None].expand(-1, images.shape[1], -1, -1)
+    old = images[samples]
+    if noise is None:
+        return images.index_copy(0, samples, old.masked_fill(inside, 0.0))
+    return images.index_copy(0, samples, old.masked_scatter(inside, noise.to(images, non_blocking=True)))
+
+
+def draw_noise(boxes: Tensor, num_channels: int, *, generator: torch.Generator) -> Tensor:
+    """What `erase` fills the boxes with: normal numbers, from a CPU generator and only as many as it needs."""
+    pixels = (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2])
+    return torch.randn(num_channels * int(pixels.sum()), generator=generator)
+
+
 def draw_mix_box(grid: int, *, generator: torch.Generator) -> MixBox:
     """MixToken's box among grid x grid output cells, from a CPU generator; it may be empty.
 
@@ -109,14 +196,16 @@ def with_ground_truth(teacher: Tensor, own: Tensor, labels: Tensor, *, rule: str
 
 
 class Augment:
-    """Labels -> soft targets, then mixup: what the 32K recipe does (alpha 0.2, no smoothing).
+    """Erasing, labels -> soft targets, then mixup or cutmix. The 32K recipe has mixup alone (alpha 0.2, no smoothing).
 
-    mixup_alpha: parameter of the Beta distribution, 0 for no mixup; label_smoothing: in [0, 1).
+    mixup_alpha, cutmix_alpha: parameters of the Beta distributions, 0 for none; with both, cutmix has probability
+    `switch_prob` and mixup the rest. label_smoothing: in [0, 1). erase_prob: probability of random erasing, with
+    normal noise (erase_mode pixel) or with 0, the mean (const: CutOut).
 
     Where token labels come with the images, the targets are a teacher's: that of the image what it saw over the whole
     crop (as in ReLabel), with the label's by the rule `ground_truth` (`with_ground_truth`), or the label's alone where
     it saw nothing of the crop. grid: output cells along each side for which there are token targets, 0: none.
-    mix_token: draw a box among them (`draw_mix_box`).
+    mix_token: draw a box among them (`draw_mix_box`), instead of mixup and cutmix.
     """
 
     def __init__(
@@ -124,49 +213,73 @@ class Augment:
         num_classes: int,
         *,
         mixup_alpha: float = 0.0,
+        cutmix_alpha: float = 0.0,
+        switch_prob: float = 0.5,
         label_smoothing: float = 0.0,
+        erase_prob: float = 0.0,
+        erase_mode: str = "pixel",
         grid: int = 0,
         ground_truth: Literal["none", "published", "intended"] = "none",
         mix_token: bool = False,
     ) -> None:
         if num_classes < 1:
             raise ValueError(f"num_classes is {num_classes}, expected 1 or more")
-        if not 0.0 <= mixup_alpha < float("inf"):
-            raise ValueError(f"mixup_alpha is {mixup_alpha}, expected a number from 0 (no mixup) up")
+        for name, alpha in (("mixup_alpha", mixup_alpha), ("cutmix_alpha", cutmix_alpha)):
+            if not 0.0 <= alpha < float("inf"):
+                raise ValueError(f"{name} is {alpha}, expected a number from 0 (none) up")
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"label_smoothing is {label_smoothing}, expected 0 up to, not including, 1")
+        for name, prob in (("switch_prob", switch_prob), ("erase_prob", erase_prob)):
+            if not 0.0 <= prob <= 1.0:
+                raise ValueError(f"{name} is {prob}, expected a probability, 0 to 1")
+        if erase_mode not in ("pixel", "const"):
+            raise ValueError(f"erase_mode is {erase_mode!r}, expected pixel or const")
         self.num_classes = num_classes
-        self.mixup_alpha = mixup_alpha
+        self.mixup_alpha, self.cutmix_alpha, self.switch_prob = mixup_alpha, cutmix_alpha, switch_prob
         self.label_smoothing = label_smoothing
+        self.erase_prob, self.erase_mode = erase_prob, erase_mode
         assert grid or not mix_token
-        self.grid = grid
-        self.ground_truth = ground_truth
-        self.mix_token = mix_token
+        self.grid, self.ground_truth, self.mix_token = grid, ground_truth, mix_token
 
     def __call__(
         self, images: Tensor, labels: Tensor, generator: torch.Generator, token_labels: TokenLabels | None = None
     ) -> Augmented:
         """Images (B, 3, H, W), labels int64 (B,) and token labels on one device; the generator is a CPU one."""
-        batch = Augmented(images, one_hot(labels, self.num_classes, smoothing=self.label_smoothing))
+        targets, taught = one_hot(labels, self.num_classes, smoothing=self.label_smoothing), None
         if token_labels is not None:
-            batch = self._taught(batch, labels, token_labels)
+            targets, taught = self._taught(targets, labels, token_labels)
+        size, device = (images.shape[-2], images.shape[-1]), images.device
+        if self.erase_prob:
+            boxes = draw_boxes(len(images), size, self.erase_prob, generator=generator)
+            const = self.erase_mode == "const"
+            noise = None if const else draw_noise(boxes, images.shape[1], generator=generator)
+            images = erase(images, boxes=boxes, noise=noise)
         if self.mix_token:
-            return batch._replace(mix_box=draw_mix_box(self.grid, generator=generator))
-        if self.mixup_alpha == 0.0:
-            return batch
-        lam, partners = draw_mixup(len(images), self.mixup_alpha, generator=generator)
-        partners = partners.to(images.device)
-        tokens = None if batch.token_targets is None else _blend(batch.token_targets, lam, partners)
-        return Augmented(*mixup(images, batch.targets, lam=lam, partners=partners), tokens)
+            return Augmented(images, targets, taught, draw_mix_box(self.grid, generator=generator))
+        if self._cuts(generator):
+            assert taught is None, "cells of the box would have targets of another image"
+            box, partners = draw_cutmix(len(images), self.cutmix_alpha, size, generator=generator)
+            return Augmented(*cutmix(images, targets, box=box, partners=partners.to(device)))
+        if self.mixup_alpha:
+            lam, partners = draw_mixup(len(images), self.mixup_alpha, generator=generator)
+            partners = partners.to(device)
+            taught = None if taught is None else _blend(taught, lam, partners)
+            return Augmented(*mixup(images, targets, lam=lam, partners=partners), taught)
+        return Augmented(images, targets, taught)
 
-    def _taught(self, batch: Augmented, labels: Tensor, token_labels: TokenLabels) -> Augmented:
-        """The batch with the targets of a teacher."""
+    def _taught(self, own: Tensor, labels: Tensor, token_labels: TokenLabels) -> tuple[Tensor, Tensor | None]:
+        """A teacher's targets (B, K) and (B, N, K), instead of the label's `own`; the latter None without a grid."""
         grids = [1, self.grid] if self.grid else [1]
         taught, seen = token_targets(token_labels, num_classes=self.num_classes, grids=grids)
         taught = smooth(taught, self.label_smoothing)
-        own = with_ground_truth(taught[:, 0], batch.targets, labels, rule=self.ground_truth)
-        targets = torch.where(seen[:, :1], own, batch.targets)
-        return Augmented(batch.images, targets, taught[:, 1:] if self.grid else None)
+        shared = with_ground_truth(taught[:, 0], own, labels, rule=self.ground_truth)
+        return torch.where(seen[:, :1], shared, own), taught[:, 1:] if self.grid else None
+
+    def _cuts(self, generator: torch.Generator) -> bool:
+        """Whether this micro-batch gets cutmix; drawn only where there is a choice."""
+        if self.mixup_alpha and self.cutmix_alpha:
+            return float(torch.rand((), generator=generator)) < self.switch_prob
+        return self.cutmix_alpha > 0
 
 
 def _blend(tensor: Tensor, lam: float, partners: Tensor) -> Tensor:

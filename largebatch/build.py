@@ -25,10 +25,11 @@ from largebatch.config import DataConfig, TrainConfig, accumulation_passes, dump
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.index import Index
 from largebatch.data.order import Plan
+from largebatch.data.randaugment import parse as parse_policy
 from largebatch.data.sources import open_source
 from largebatch.data.token_labels import CELL
 from largebatch.ema import Ema, check_half_life
-from largebatch.engine import Hook, Trainer
+from largebatch.engine import Hook, Trainer, TrainState
 from largebatch.losses import classification, token_labeling
 from largebatch.optim import build_optimizer, can_compile, init_state
 from largebatch.schedules import Schedule, make_schedule, scale_lr
@@ -76,7 +77,7 @@ def set_up(config: TrainConfig, comm: Communicator) -> torch.device:
 
 
 def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
-    """The index of one split.
+    """The index of one split, which all ranks must share: all raise Stopped if one sees other images.
 
     Making it may take long, so no rank waits for it in a collective, where Horovod would take it for stalled: each
     asks for it, and a file lock lets the first one of a host do the work.
@@ -84,17 +85,28 @@ def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
     with comm.together(f"opening {config.data.path}"):
         if not config.data.path:
             raise ValueError(f"Recipe {config.recipe} has no images of its own: give --data FOLDER or synthetic.")
-        index = open_source(config.data.path, split=split).for_classes(config.model.num_classes)
+        index = open_source(config.data.path, split=split, listed=config.data.quarantine)
+        index = index.for_classes(config.model.num_classes)
         if split == "train" and config.data.token_labels:
             index.check_maps(config.model.num_classes)
-        return index
+    comm.agree_on(index.digest(), name=f"{split} images in {config.data.path}")
+    return index
 
 
-def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
-    """The zoo model with this config's rates and weights, initialised from the run's seed, on its device."""
+def find_weights(path: str, comm: Communicator, *, average: bool = False, every: bool = False) -> list[str]:
+    """`checkpoint.find_weights`, the same files on all ranks: only rank 0 looks, and a run may still go on."""
+    found: list[str] = []
+    with comm.together("looking for weights"):
+        if comm.rank == 0:
+            found = [str(file) for file in checkpoint.find_weights(path, average=average, every=every)]
+    return comm.broadcast_object(found, name="build/weights")
+
+
+def build_model(config: TrainConfig, device: torch.device, *, weights: str | None) -> nn.Module:
+    """The zoo model with this config's rates, initialised from a weights file or the run's seed, on its device."""
     torch.manual_seed(config.run.seed)
-    values = asdict(config.model)
-    model = create_model(values.pop("name"), weights=values.pop("weights") or None, **values)
+    values = asdict(config.model) | {"weights": weights}
+    model = create_model(values.pop("name"), **values)
     return set_fused_attn(model, device.type != "cpu").to(device)
 
 
@@ -147,6 +159,7 @@ def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
     """Everything of a run, resumed from its folder if there is a checkpoint."""
     device = set_up(config, comm)
     with comm.together("batch"):
+        parse_policy(config.augment.auto_augment)  # a mistake in it is said before the data are opened
         passes = accumulation_passes(
             global_batch_size=config.data.global_batch_size,
             micro_batch_size=config.data.micro_batch_size,
@@ -161,8 +174,9 @@ def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
         )
     train, held_out = open_data(config, comm, "train"), open_data(config, comm, "validation")
     impl = lamb_impl(comm, device) if config.optim.name == "lamb" else None
+    weights = find_weights(config.model.weights, comm)[0] if config.model.weights else None
     with comm.together("building"):
-        model = build_model(config, device)
+        model = build_model(config, device, weights=weights)
         if config.run.compile:
             compile_model(model, device, comm)
         optimizer = comm.wrap(
@@ -208,6 +222,8 @@ def _assemble(
     device = next(model.parameters()).device
     plan = build_plan(config, train)
     data, geometry = config.data, model_geometry(config.data, model)
+    padding = data.crop_padding if data.train_crop == "pad" else None
+    policy = parse_policy(config.augment.auto_augment)
 
     def open_batches(start_step: int) -> TrainLoader:
         return TrainLoader(
@@ -218,10 +234,12 @@ def _assemble(
             img_size=config.model.img_size,
             mean=geometry.mean,
             std=geometry.std,
-            interpolation=geometry.interpolation,
+            interpolation=data.train_interpolation or geometry.interpolation,
             scale=data.scale,
             ratio=data.ratio,
             hflip=data.hflip,
+            padding=padding,
+            policy=policy,
             device=device,
             num_threads=data.num_threads,
             token_label_axes=data.token_label_axes if data.token_labels else None,
@@ -239,25 +257,30 @@ def _assemble(
         plan=plan,
         open_batches=open_batches,
         eval_batches=build_eval_loader(config, comm, model=model, index=held_out, device=device),
-        augment=build_augment(config),
+        augment=_augment(config),
         seed=config.run.seed,
         precision=config.run.precision,
         clip_norm=config.optim.clip_norm,
         eval_images=_images(config, "run.eval_every", plan.num_samples, plan.num_images),
         device=device,
         hooks=_hooks(config, plan, model),
+        state=TrainState(data=train.digest()),
     )
 
 
-def build_augment(config: TrainConfig) -> Augment:
-    """What is drawn per micro-batch, and the targets."""
+def _augment(config: TrainConfig) -> Augment:
+    a = config.augment
     return Augment(
         config.model.num_classes,
-        mixup_alpha=config.augment.mixup_alpha,
-        label_smoothing=config.augment.label_smoothing,
+        mixup_alpha=a.mixup_alpha,
+        cutmix_alpha=a.cutmix_alpha,
+        switch_prob=a.mixup_switch_prob,
+        label_smoothing=a.label_smoothing,
+        erase_prob=a.reprob,
+        erase_mode=a.remode,
         grid=config.model.img_size // CELL if config.loss.dense_weight else 0,
         ground_truth=config.loss.ground_truth,
-        mix_token=config.augment.mix_token,
+        mix_token=a.mix_token,
     )
 
 

@@ -24,7 +24,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from zoo import load_weights, save_weights
 logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
+WEIGHTS_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".tar")
 WEIGHTS, AVERAGE, STATE = "model.safetensors", "model_ema.safetensors", "state.pt"
 MANIFEST = "manifest.json"
 PARTS = (WEIGHTS, AVERAGE, STATE)  # the second only where there is one
@@ -58,6 +59,7 @@ MAY_DIFFER = {  # options that change how a run is watched, not what it computes
     "run.cycle_time_ms",
     "model.grad_checkpointing",
     "data.num_threads",
+    "data.quarantine",  # which images there are is compared by itself
     "data.eval_batch_size",
 }
 MAY_DIFFER_SECTIONS = ("log.", "checkpoint.")
@@ -92,7 +94,16 @@ def resume(config: TrainConfig, trainer: Trainer, *, average: nn.Module | None =
     found = comm.broadcast_object(found, name="resume/found")
     if found is None:
         return False
+    present = trainer.state.data
     trainer.state = TrainState(**found["state"])
+    if trainer.state.data != present and comm.rank == 0:
+        logger.warning(
+            "the training images are not those of %s any more, and %d now: epochs are drawn from these, so the present "
+            "one has some images twice and misses others",
+            found["path"],
+            trainer.plan.num_samples,
+        )
+    trainer.state.data = present
     trainer.scaler.load_state_dict(found["scaler"])
     comm.broadcast_state(trainer.model, trainer.optimizer)
     if average is not None:
@@ -157,11 +168,8 @@ def latest(folder: str | Path) -> Path | None:
     ValueError if all are damaged: to begin again there would be to give up what can perhaps be rescued.
     """
     paths = checkpoints(folder)
-    for path in paths:
-        reason = fault(path)
-        if reason is None:
-            return path
-        logger.warning("checkpoint %s is refused: %s", path, reason)
+    for path in _valid(paths):
+        return path
     if paths:
         raise ValueError(
             f"None of the {len(paths)} checkpoints in {paths[0].parent} is valid ({paths[0].name}: {fault(paths[0])}): "
@@ -176,6 +184,37 @@ def newest_weights(folder: str | Path, *, average: bool = False) -> Path:
     if path is None:
         raise ValueError(f"{folder} has no valid checkpoint: expected one in {Path(folder) / FOLDER}.")
     return path / (AVERAGE if average else WEIGHTS)
+
+
+def _valid(paths: Iterable[Path]) -> Iterator[Path]:
+    """Those that can be used; warns of the others."""
+    for path in paths:
+        reason = fault(path)
+        if reason is None:
+            yield path
+        else:
+            logger.warning("checkpoint %s is refused: %s", path, reason)
+
+
+def find_weights(path: str | Path, *, average: bool = False, every: bool = False) -> list[Path]:
+    """The weights files that are meant by a file, or by a run folder: those of its newest valid checkpoint.
+
+    every: of a run folder the weights of all valid checkpoints, of another folder all weights files in it, oldest or
+    alphabetically first. average: of a run folder the averages. ValueError if there are none.
+    """
+    path = Path(path)
+    if not every:
+        return [newest_weights(path, average=average) if path.is_dir() else path]
+    kept = [kept / (AVERAGE if average else WEIGHTS) for kept in _valid(reversed(checkpoints(path)))]
+    if kept:
+        return kept
+    files = sorted(file for file in path.glob("*") if file.suffix in WEIGHTS_SUFFIXES and file.is_file())
+    if not files:
+        raise ValueError(
+            f"{path} has nothing to validate: expected a run folder with a valid checkpoint, or a folder of weights "
+            f"files ({', '.join(WEIGHTS_SUFFIXES)})."
+        )
+    return files
 
 
 def load(

@@ -2,8 +2,9 @@
 
 The calls are the same at every size, one included. Horovod's own helpers are avoided where they surprise:
 `broadcast_optimizer_state` takes a real step to create state, `broadcast_parameters` and the wrapper's
-`zero_grad` refuse ordinary arguments, unnamed collectives hang after uneven work, and parameters unfrozen
-after wrapping are silently not reduced. Each has its replacement here and a test in tests/mpi.
+`zero_grad` refuse ordinary arguments, unnamed collectives hang after uneven work, parameters unfrozen after
+wrapping are silently not reduced, frozen ones still are, as zeros that weight decay makes steps of, and a second
+optimizer for the same model reduces each gradient twice. Each has its replacement here and a test in tests/mpi.
 """
 
 import logging
@@ -13,12 +14,14 @@ import sys
 import traceback
 import types
 from contextlib import contextmanager
-from typing import Any, Iterator, Literal, Mapping, Sequence
+from typing import Any, Iterable, Iterator, Literal, Mapping, Sequence
 
 import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from largebatch import agreement
 from largebatch.compression import Fp16
@@ -65,6 +68,7 @@ class Communicator:
         self.size: int = hvd.size()
         self.local_rank: int = hvd.local_rank()
         self.local_size: int = hvd.local_size()
+        self._hooks: Any = WeakTensorKeyDictionary()  # parameter -> RemovableHandle of what reduces its gradient
         self._refuse_lonely_ranks()
 
     def _refuse_lonely_ranks(self) -> None:
@@ -104,6 +108,13 @@ class Communicator:
         if difference:
             raise Stopped(difference)
         return agreement.versions(mine)
+
+    def agree_on(self, value: str, *, name: str) -> None:
+        """All ranks raise Stopped if one has another value, which stands for the things called `name`."""
+        values = self.allgather_object(value, name=f"agree/{name}")
+        others = [str(rank) for rank, theirs in enumerate(values) if theirs != values[0]]
+        if others:
+            raise Stopped(f"rank {', '.join(others)} of {self.size} has other {name} than rank 0: make them the same.")
 
     def placement(self, device: torch.device) -> list[str]:
         """Where the ranks are, a line per host; rank r reads shard r. All raise Stopped if two would use one GPU."""
@@ -170,60 +181,83 @@ class Communicator:
         optimizer: Optimizer,
         model: nn.Module,
         *,
-        passes: int,
-        compression: Literal["none", "fp16"] | None = None,
+        passes: int = 1,
+        compression: Literal["none", "fp16"] = "none",
     ) -> Optimizer:
         """Horovod's DistributedOptimizer: gradients are summed over `passes` and averaged over ranks.
 
-        It is a new instance of the optimizer's class made from the param groups alone: state starts empty, so
-        wrap first and load afterwards. Wrap again (the instance or its wrapper) after unfreezing parameters.
-        compression: the type on the wire; None means none, and when wrapping again, as before. With fp16, train with
-        an enabled GradScaler: without one, small gradients lose digits.
+        It is a new instance of the optimizer's class made from the param groups alone, with the state there was. What
+        is frozen by then is not reduced; `freeze` and `unfreeze` change that in place. The model's optimizer wrapped
+        before, if there was one, no longer sees its gradients.
+        compression: the type on the wire. With fp16, train with an enabled GradScaler: without one, small gradients
+        lose digits.
         ValueError for parameters that Horovod cannot reduce.
         """
-        for name, parameter in model.named_parameters():
-            if parameter.dtype not in (torch.float32, torch.float64):
-                raise ValueError(
-                    f"Parameter {name} is {parameter.dtype}, which is not reduced here: keep parameters in float32 "
-                    "(model.float()) and let autocast compute in another type, with --run.precision or "
-                    "Trainer(precision=...)."
-                )
-            if not parameter.is_contiguous():
-                raise ValueError(f"Parameter {name} is not contiguous: channels-last may be used for activations only.")
-        state = optimizer.state
-        if compression is None:
-            compression = "fp16" if isinstance(getattr(optimizer, "_compression", None), Fp16) else "none"
-        if hasattr(optimizer, "_grad_accs"):  # drops the hooks of an earlier wrapper
-            optimizer._grad_accs.clear()
-            optimizer.__class__ = type(optimizer).__mro__[1]
-        wrapped = hvd.DistributedOptimizer(
-            optimizer,
-            named_parameters=model.named_parameters(),
-            backward_passes_per_step=passes,
-            compression=Fp16(self.size) if compression == "fp16" else hvd.Compression.none,
-            op=hvd.Sum if compression == "fp16" else hvd.Average,  # ours divides before it casts
-        )
+        if hasattr(optimizer, "reduced"):
+            raise ValueError("The optimizer is wrapped already: to freeze and unfreeze, use Communicator's methods.")
+        _refuse_irreducible(model)
+        with _without_gradients(model):  # Horovod's own hooks could not be removed again
+            wrapped = hvd.DistributedOptimizer(
+                optimizer,
+                named_parameters=model.named_parameters(),
+                backward_passes_per_step=passes,
+                compression=Fp16(self.size) if compression == "fp16" else hvd.Compression.none,
+                op=hvd.Sum if compression == "fp16" else hvd.Average,  # ours divides before it casts
+            )
         wrapped.peak = None
-        wrapped.state.update(state)
-        wrapped.reduced = {parameter for parameter in _parameters(wrapped) if parameter.requires_grad}
+        wrapped.reduced = set()
+        wrapped.state.update(optimizer.state)
         wrapped.zero_grad = types.MethodType(_zero_grad, wrapped)
+        wrapped.synchronize = types.MethodType(_synchronize, wrapped)
+        self._reduce(wrapped, (parameter for parameter in _parameters(wrapped) if parameter.requires_grad))
         return wrapped
+
+    def freeze(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """Stop training parameters of a wrapped optimizer, on every rank between the same two steps.
+
+        They are no longer reduced and keep their values to the bit, whatever the weight decay; their moments and
+        step counts wait for `unfreeze`. ValueError for parameters the optimizer does not have, and inside a step.
+        """
+        for parameter in _between_steps(optimizer, parameters):
+            parameter.requires_grad_(False)
+            parameter.grad = None  # or the next step would take it for one of its own
+            optimizer.reduced.discard(parameter)  # type: ignore[attr-defined]
+            optimizer._requires_update.discard(parameter)  # type: ignore[attr-defined]
+            if parameter in self._hooks:
+                self._hooks.pop(parameter).remove()
+
+    def unfreeze(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """Train parameters of a wrapped optimizer from the next step on, on every rank between the same two steps.
+
+        One that was never trained begins as in a new optimizer: moments of zero, a step count of its own. ValueError
+        for parameters the optimizer does not have, and inside a step.
+        """
+        parameters = _between_steps(optimizer, parameters)
+        init_param = getattr(optimizer, "init_param", None)  # torch's own do the same in their first step
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+            if init_param is not None:
+                init_param(parameter)
+        self._reduce(optimizer, parameters)
+
+    def _reduce(self, optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
+        """Let Horovod begin to reduce each of these gradients in the last pass of a step."""
+        for parameter in parameters:
+            optimizer.reduced.add(parameter)
+            if self.size > 1:  # Horovod reduces nothing on one rank
+                optimizer._requires_update.add(parameter)
+                if parameter in self._hooks:  # of this optimizer, or of another one for the same model
+                    self._hooks.pop(parameter).remove()
+                handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(optimizer._make_hook(parameter))
+                self._hooks[parameter] = handle
 
     def synchronize(self, optimizer: Optimizer) -> None:
         """Finish the reduction of this window; afterwards all ranks hold the same gradients.
 
-        Also completes a window in which this rank had fewer passes than others, or none.
+        Also completes a window in which this rank had fewer passes than others, or none. The optimizer's step does it
+        where nobody has. ValueError if parameters were frozen or unfrozen by other means than `freeze` and `unfreeze`.
         """
-        reduced: set[nn.Parameter] = getattr(optimizer, "reduced")
-        changed = reduced ^ {parameter for parameter in _parameters(optimizer) if parameter.requires_grad}
-        if changed:
-            raise ValueError(
-                f"{len(changed)} parameters were frozen or unfrozen after the optimizer was wrapped and would not be "
-                "reduced: call Communicator.wrap again after changing requires_grad."
-            )
         optimizer.synchronize()  # type: ignore[attr-defined]
-        compression = getattr(optimizer, "_compression")
-        setattr(optimizer, "peak", compression.take_peak() if isinstance(compression, Fp16) else None)
 
     def peak_sent(self, optimizer: Optimizer) -> float | None:
         """Largest absolute value of this rank's gradient in the last window, before it was compressed, loss scale
@@ -337,6 +371,60 @@ def _optimizer_parts(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, 
         states.append({key: value for key, value in state.items() if not torch.is_tensor(value)})
         tensors |= {f"{names[parameter]}/{key}": value for key, value in state.items() if torch.is_tensor(value)}
     return {"groups": groups, "states": states}, tensors
+
+
+def _refuse_irreducible(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"Parameter {name} is {parameter.dtype}, which is not reduced here: keep parameters in float32 "
+                "(model.float()) and let autocast compute in another type, with --run.precision or "
+                "Trainer(precision=...)."
+            )
+        if not parameter.is_contiguous():
+            raise ValueError(f"Parameter {name} is not contiguous: channels-last may be used for activations only.")
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Everything frozen, for the time of a block."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
+def _between_steps(optimizer: Any, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters, if they may be frozen or unfrozen now."""
+    parameters = list(parameters)
+    if not hasattr(optimizer, "reduced"):
+        raise ValueError("The optimizer is not wrapped: freeze by requires_grad_, then call Communicator.wrap.")
+    if optimizer._handles:
+        raise ValueError("Parameters were frozen or unfrozen inside a step: do it after it, before the next backward.")
+    strangers = set(parameters) - set(_parameters(optimizer))
+    if strangers:
+        raise ValueError(
+            f"{len(strangers)} of {len(parameters)} parameters are not the optimizer's: give it all that are to be "
+            "trained at any time; frozen ones cost it nothing."
+        )
+    return parameters
+
+
+def _synchronize(optimizer: Any) -> None:
+    """Replaces the wrapper's synchronize, which knows nothing of what was frozen or unfrozen since."""
+    changed = optimizer.reduced ^ {parameter for parameter in _parameters(optimizer) if parameter.requires_grad}
+    if changed:
+        raise ValueError(
+            f"{len(changed)} parameters were frozen or unfrozen by requires_grad after the optimizer was wrapped: use "
+            "Communicator.freeze and unfreeze, which tell Horovod what to reduce."
+        )
+    type(optimizer).synchronize(optimizer)
+    compression = optimizer._compression
+    optimizer.peak = compression.take_peak() if isinstance(compression, Fp16) else None
 
 
 def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:

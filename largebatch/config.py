@@ -28,7 +28,7 @@ class ModelConfig:
     num_classes: int = 1000
     """number of classes"""
     weights: str = ""
-    """file to start from (safetensors or torch); empty: random initialisation"""
+    """file to start from (safetensors or torch), or a run folder: its newest; empty: random initialisation"""
     pos_drop_rate: float = 0.0
     """dropout after the position embedding"""
     proj_drop_rate: float = 0.0
@@ -39,6 +39,12 @@ class ModelConfig:
     """dropout before the classifier"""
     drop_path_rate: float = 0.0
     """stochastic depth of the last block; earlier blocks have proportionally less"""
+    outlook_drop_path: bool = False
+    """stochastic depth in VOLO's outlookers too; the published models have none there"""
+    global_pool: Literal["", "avg"] = ""
+    """what a ViT's head acts on: empty, the class token; avg, the mean of the others, as a teacher of labels needs"""
+    weight_init: Literal["", "jax"] = ""
+    """initialisation of a ViT: timm's usual one, or the one it calls jax, with a head of zeros"""
     grad_checkpointing: bool = False
     """compute the blocks anew in the backward pass, with the same draws, instead of keeping what is inside them:
     2313 -> 1306 MiB in all, 16 % slower (ViT-B/32, micro-batch 64, bf16, 2 CPU cores)"""
@@ -49,23 +55,32 @@ class DataConfig:
     """Images, the batch, and the geometry of crops."""
 
     path: str = "digits"
-    """folder of TFRecords, image folder, "synthetic", or "digits" (embedded)"""
+    """folder of TFRecords, image folder, CIFAR-10's files, "synthetic", or "digits" (embedded)"""
+    quarantine: str = ""
+    """list of images to leave out (pack check --out); empty: quarantine.csv in the data folder, if there is one"""
     global_batch_size: int = 32768
     """images per optimizer step, over all ranks and passes"""
     micro_batch_size: int = 256
     """images per forward pass of one rank"""
     eval_batch_size: int = 256
     """images per forward pass of one rank in evaluation"""
+    train_crop: Literal["random_resized", "pad"] = "random_resized"
+    """random_resized: a window of random area and aspect ratio; pad: one of the stored image's own size, moved by up to
+    crop_padding pixels, as for CIFAR-10; either is then resized to the model's size"""
+    crop_padding: int = 0
+    """pixels of the stored image by which a padded training crop may reach out of it, into black; pad only"""
     scale: tuple[float, float] = (0.08, 1.0)
-    """area of a training crop, as fractions of the image"""
+    """area of a random_resized training crop, as fractions of the image"""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """aspect ratio of a training crop"""
+    """aspect ratio of a random_resized training crop"""
     hflip: float = 0.5
     """probability of a horizontal flip"""
     crop_pct: float | None = None
     """evaluation crop as a fraction of the resized image; null: the model's own"""
     interpolation: Literal["bilinear", "bicubic"] | None = None
     """resizing filter in training and evaluation; null: the model's own"""
+    train_interpolation: Literal["bilinear", "bicubic", "random"] | None = None
+    """resizing filter in training; random: bilinear or bicubic, drawn for each image; null: that of evaluation"""
     mean: tuple[float, float, float] | None = None
     """mean of the RGB channels in 0..1; null: the model's own"""
     std: tuple[float, float, float] | None = None
@@ -83,10 +98,22 @@ class DataConfig:
 
 @dataclass(kw_only=True)
 class AugmentConfig:
-    """What is drawn per micro-batch."""
+    """What is drawn per image (policy, erasing) and per micro-batch (mixup, cutmix)."""
 
+    auto_augment: str = ""
+    """policy: RandAugment in timm's spelling, such as rand-m9-mstd0.5-inc1 (m magnitude, n number of operations,
+    p probability of each, mstd deviation of the magnitude, mmax its bound, inc1 stronger always means more changed);
+    cifar10: AutoAugment's for CIFAR-10; empty: none"""
+    reprob: float = 0.0
+    """probability of random erasing; 0: off"""
+    remode: Literal["pixel", "const"] = "pixel"
+    """what erased pixels become: pixel: normal noise each; const: the mean (CutOut)"""
     mixup_alpha: float = 0.0
     """Beta(alpha, alpha) of mixup; 0: off"""
+    cutmix_alpha: float = 0.0
+    """Beta(alpha, alpha) of cutmix; 0: off"""
+    mixup_switch_prob: float = 0.5
+    """probability that a micro-batch gets cutmix where both are on; the others get mixup"""
     label_smoothing: float = 0.0
     """share of the target spread over all classes"""
     mix_token: bool = False
@@ -290,9 +317,11 @@ def check(config: TrainConfig) -> None:
         ("data.num_threads", c.data.num_threads, 1),
         ("data.shuffle_window", c.data.shuffle_window, 0),
         ("model.num_classes", c.model.num_classes, 1),
+        ("data.crop_padding", c.data.crop_padding, 0),
         ("augment.mixup_alpha", c.augment.mixup_alpha, 0),
         ("loss.dense_weight", c.loss.dense_weight, 0),
         ("loss.cls_weight", c.loss.cls_weight, 0),
+        ("augment.cutmix_alpha", c.augment.cutmix_alpha, 0),
         ("optim.lr", c.optim.lr, 0),
         ("run.max_steps", c.run.max_steps, 0),
         ("run.seed", c.run.seed, 0),
@@ -312,6 +341,8 @@ def check(config: TrainConfig) -> None:
         raise ValueError(f"--data.ratio is {list(c.data.ratio)}: expected 0 < low <= high.")
     if not 0 <= c.data.hflip <= 1:
         raise ValueError(f"--data.hflip is {c.data.hflip}: expected a probability, 0 to 1.")
+    _check_crop(c.data)
+    _check_augment(c.augment)
     if c.optim.clip_norm is not None and c.optim.clip_norm <= 0:
         raise ValueError(f"--optim.clip_norm is {c.optim.clip_norm}: expected a positive norm, or null for no clip.")
     if c.run.cycle_time_ms is not None and c.run.cycle_time_ms <= 0:
@@ -351,15 +382,53 @@ def check_tokens(config: TrainConfig) -> None:
             "--augment.mix_token is true and --loss.dense_weight 0: what makes up for a pasted box is the loss of its "
             "tokens, so set --loss.dense_weight, such as 0.5, with a model that has token logits."
         )
-    if augment.mix_token and augment.mixup_alpha:
+    for option in ("mixup_alpha", "cutmix_alpha"):
+        if augment.mix_token and getattr(augment, option):
+            raise ValueError(
+                f"--augment.mix_token is true and --augment.{option} {getattr(augment, option)}: both mix the images "
+                "of a micro-batch in pairs, and their targets with them, so leave one of them out."
+            )
+    if augment.cutmix_alpha and data.token_labels and loss.dense_weight:
         raise ValueError(
-            f"--augment.mix_token is true and --augment.mixup_alpha {augment.mixup_alpha}: both mix the images of a "
-            "micro-batch in pairs, and their targets with them, so leave one of them out."
+            f"--augment.cutmix_alpha is {augment.cutmix_alpha} with token labels: the tokens of a pasted box would "
+            "have labels of what it covers, so use --augment.mix_token instead."
         )
     if loss.dense_weight and config.model.img_size % 16:
         raise ValueError(
             f"--model.img_size is {config.model.img_size}: --loss.dense_weight needs a multiple of 16, the "
             "pixels along each side of an output cell."
+        )
+
+
+def _check_crop(data: DataConfig) -> None:
+    own = DataConfig()
+    if data.train_crop == "pad" and (data.scale, data.ratio) != (own.scale, own.ratio):
+        raise ValueError(
+            f"--data.train_crop is pad, which has no use for --data.scale {list(data.scale)} and --data.ratio "
+            f"{list(data.ratio)}: leave them at {list(own.scale)} and {list(own.ratio)}, or set random_resized."
+        )
+    if data.train_crop != "pad" and data.crop_padding:
+        raise ValueError(
+            f"--data.crop_padding is {data.crop_padding}, which --data.train_crop {data.train_crop} has no use for: "
+            "leave it out, or set pad."
+        )
+
+
+def _check_augment(augment: AugmentConfig) -> None:
+    if not 0 <= augment.reprob <= 1:
+        raise ValueError(f"--augment.reprob is {augment.reprob}: expected a probability, 0 to 1.")
+    if augment.remode != "pixel" and not augment.reprob:
+        raise ValueError(f"--augment.remode is {augment.remode}, but nothing is erased: set --augment.reprob above 0.")
+    if not 0 < augment.mixup_switch_prob < 1:
+        raise ValueError(
+            f"--augment.mixup_switch_prob is {augment.mixup_switch_prob}: expected a probability between 0 and 1; for "
+            "mixup or cutmix alone, set the other's alpha to 0."
+        )
+    both = augment.mixup_alpha > 0 and augment.cutmix_alpha > 0
+    if augment.mixup_switch_prob != AugmentConfig().mixup_switch_prob and not both:
+        raise ValueError(
+            f"--augment.mixup_switch_prob is {augment.mixup_switch_prob}, but there is nothing to choose: set "
+            "--augment.mixup_alpha and --augment.cutmix_alpha both above 0, or leave it out."
         )
 
 

@@ -34,6 +34,7 @@ class TrainState:
     step: int = 0  # optimizer steps done, skipped ones included
     images: int = 0  # training images seen
     skipped: int = 0  # steps whose gradient was not finite
+    data: str = ""  # Index.digest() of the training images
 
     def advance(self, images: int, *, applied: bool) -> None:
         """Count one step over `images`."""
@@ -208,18 +209,12 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     return torch.autocast(device.type, AUTOCAST[precision], enabled=precision != "fp32")
 
 
-@torch.inference_mode()
 def evaluate(
     model: nn.Module, batches: Iterable[Any], *, comm: Communicator, device: torch.device, precision: str
 ) -> dict[str, float]:
     """top1 and top5 in percent, mean loss in nats, images: exact, each image counted once at any number of ranks."""
-    model.eval()
-    totals = torch.zeros(len(COUNTS), dtype=torch.float64, device=device)
-    for batch in batches:
-        with autocast(device, precision):
-            logits = model(batch.images)
-        totals += count_correct(logits, batch.labels)
-    sums = dict(zip(COUNTS, comm.allreduce(totals.cpu(), name="evaluate").tolist()))
+    totals = tally(model, batches, device=device, precision=precision)
+    sums = dict(zip(COUNTS, comm.allreduce(totals, name="evaluate").tolist()))
     images = sums["images"]
     return {
         "top1": 100 * sums["top1"] / images,
@@ -227,3 +222,28 @@ def evaluate(
         "loss": sums["loss"] / images,
         "images": images,
     }
+
+
+def count_batch(logits: Tensor, batch: Any) -> Tensor:
+    """`count_correct` of a batch."""
+    return count_correct(logits, batch.labels)
+
+
+@torch.inference_mode()
+def tally(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    device: torch.device,
+    precision: str,
+    count: Callable[[Tensor, Any], Tensor] = count_batch,
+    num_counts: int = len(COUNTS),
+) -> Tensor:
+    """What `count(logits, batch)`, (num_counts,), adds up to over the batches of this rank: float64, on the host."""
+    model.eval()
+    totals = torch.zeros(num_counts, dtype=torch.float64, device=device)
+    for batch in batches:
+        with autocast(device, precision):
+            logits = model(batch.images)
+        totals += count(logits, batch)
+    return totals.cpu()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 COUNTS = ("images", "top1", "top5", "loss")
+LISTED_COUNTS = ("real_images", "real_top1", "real_top5")
 
 
 class SoftBatch(Protocol):
@@ -103,6 +104,19 @@ def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
     loss = F.cross_entropy(logits, labels, reduction="none").double().sum()
     hits = [((rank < k) & valid).sum().double() for k in (1, 5)]
     return torch.stack([torch.full_like(loss, len(labels)), *hits, loss])
+
+
+def count_listed(logits: Tensor, listed: Tensor) -> Tensor:
+    """Counts where an image may show several classes, or none that counts: float64 (3,), as `LISTED_COUNTS`.
+
+    listed: int64 (B, L), each row the classes of an image, filled up with -1. Number of images that have one, and of
+    those for which one is among the first 1, and the first 5, of logits (B, K). Ties and NaN as in `count_correct`.
+    """
+    first = _at_least_float32(logits).sort(dim=1, descending=True, stable=True).indices[:, :5]
+    valid = ~logits.isnan().any(dim=1, keepdim=True)
+    found = (first[:, :, None] == listed[:, None, :]).any(dim=2) & valid
+    hits = [found[:, :k].any(dim=1).sum().double() for k in (1, 5)]
+    return torch.stack([(listed >= 0).any(dim=1).sum().double(), *hits])
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:

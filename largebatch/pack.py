@@ -21,7 +21,7 @@ packing with its name.
 `check` decodes all images of a folder of TFRecords or images and writes the bad ones into quarantine.csv beside them.
 Training, validation and packing from then on leave these out; a record with a wrong CRC may be among them. If the
 folder cannot be written, `--out FILE` says where, and `--data.quarantine FILE` lets training know. `check` returns 1
-if it found any.
+if it found any. Where nothing is bad any more, the list is removed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from largebatch.data import originals, quarantine, records, sources
-from largebatch.data.shards import Images, write_split
+from largebatch.data.shards import Images, shard_images, write_split
 
 SHARD_IMAGES = {"train": 1252, "validation": 391}  # ceil(1,281,167 / 1024), ceil(50,000 / 128)
 PLAN = "packing.json"
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         return _main_check(argv[1:]) if argv[:1] == ["check"] else _main_pack(argv)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # a mistake; or a full disk, a file that cannot be read
         sys.exit(str(error))
 
 
@@ -114,7 +114,7 @@ def processes() -> Iterator[World]:
     try:
         yield World(world.rank, world.size, world.Barrier)
     except BaseException as error:
-        cause = error if isinstance(error, ValueError) else traceback.format_exc()
+        cause = error if isinstance(error, (ValueError, OSError)) else traceback.format_exc()
         sys.stderr.write(f"rank {world.rank} of {world.size}: {cause}\n")
         sys.stderr.flush()
         world.Abort(1)
@@ -141,7 +141,8 @@ def pack(
     for split, here in images.items():
         ordered = originals.shuffled(here, seed) if split == "train" else here
         mine = range(world.rank, shards[split], world.size)
-        progress = Progress(f"packing {split}", counts[split] // world.size, quiet=world.rank > 0)
+        sizes = [len(shard_images(shard, count=counts[split], num_shards=shards[split])) for shard in mine]
+        progress = Progress(f"packing {split}", sum(sizes), quiet=world.rank > 0)
         for done in write_split(folder, split, ordered, num_shards=shards[split], num_threads=threads, mine=mine):
             progress(done)
     world.barrier()
@@ -165,7 +166,7 @@ def _digest(images: Mapping[str, Images]) -> str:
     digest = hashlib.sha256()
     for split, here in images.items():
         digest.update(repr((split, list(here.labels), list(here.names))).encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()
+    return digest.hexdigest()[:16]
 
 
 def _begin(folder: Path, plan: Mapping) -> None:
@@ -175,7 +176,7 @@ def _begin(folder: Path, plan: Mapping) -> None:
     if begun == plan:
         return
     if any(any(folder.glob(f"{split}-*")) for split in sources.SPLITS):
-        differing = [f"{name} {begun[name]}, now {plan[name]}" for name in plan if begun.get(name) != plan[name]]
+        differing = [f"{name} {begun.get(name)}, now {plan[name]}" for name in plan if begun.get(name) != plan[name]]
         was = f"shards of another packing ({'; '.join(differing)})" if begun else f"shards, and no {PLAN} of them"
         raise ValueError(f"{folder} already has {was}: choose another folder, or delete them.")
     folder.mkdir(parents=True, exist_ok=True)

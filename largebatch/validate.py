@@ -3,73 +3,232 @@
 python -m largebatch.validate RUN [--ema] [--section.option value ...]
 horovodrun -np 4 python -m largebatch.validate --model vit_b16 --init-from FILE --data FOLDER
 
+Each model brings its own crop, filter, mean and standard deviation (`default_cfg`); a crop_pct above 1 pads. Batches
+that do not fit into memory are halved.
+
+--init-from takes a weights file, or a run folder: its newest. Of a file with several containers plain weights come
+before averaged ones.
 --ema takes the averaged weights of a run that was trained with --optim.ema_half_life.
+--all validates every checkpoint of the run, or every weights file in the folder that --init-from names.
+--real-labels FILE also counts a prediction as right if it is among an image's classes in ReaL's real.json.
+--csv FILE adds a row for each to a table.
 """
 
+import argparse
+import csv
+import functools
+import io
 import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Sequence
+from typing import Any, Sequence
 
-from largebatch import checkpoint
-from largebatch.build import build_eval_loader, build_model, open_data, program, set_up
+import torch
+from torch import Tensor, nn
+
+from largebatch.build import build_eval_loader, build_model, find_weights, model_geometry, open_data, program, set_up
 from largebatch.comm import Communicator
-from largebatch.config import TrainConfig, parse
-from largebatch.engine import evaluate
-from largebatch.recipes import choose
+from largebatch.config import ModelConfig, TrainConfig, parse
+from largebatch.data.index import Index
+from largebatch.data.real import real_labels
+from largebatch.data.records import atomic_file
+from largebatch.engine import count_batch, tally
+from largebatch.evaluation import tally_fitting
+from largebatch.losses import COUNTS, LISTED_COUNTS, count_listed
+from largebatch.recipes import RECIPES, choose
+from zoo import load_weights
 
-EMA = "--ema"
+
+class Flags(argparse.Namespace):
+    """What a validation takes beside the options of a config."""
+
+    ema: bool = False
+    all: bool = False
+    real_labels: str = ""
+    csv: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model's result; percentages, and the mean loss in nats. The two of ReaL are None without its labels."""
+
+    model: str
+    weights: str
+    img_size: int
+    crop_pct: float
+    interpolation: str
+    images: int
+    top1: float
+    top5: float
+    loss: float
+    real_top1: float | None
+    real_top5: float | None
+    ranks: int
+    eval_batch_size: int
+
+    def __str__(self) -> str:
+        real = "" if self.real_top1 is None else f"ReaL {self.real_top1:.2f} % {self.real_top5:.2f} %  "
+        return (
+            f"top-1 {self.top1:.2f} %  top-5 {self.top5:.2f} %  {real}loss {self.loss:.4f}  images {self.images}  "
+            f"({self.weights})"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's)."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    ema = EMA in argv
-    with program(lambda: read([word for word in argv if word != EMA], ema=ema)) as (config, comm):
-        metrics = validate(config, comm, ema=ema)
-        if comm.rank == 0:
-            print(
-                f"top-1 {metrics['top1']:.2f} %  top-5 {metrics['top5']:.2f} %  loss {metrics['loss']:.4f}  "
-                f"images {metrics['images']:.0f}  ({config.model.weights})"
-            )
+    flags = Flags()
+    with program(lambda: read(sys.argv[1:] if argv is None else argv, flags)) as (config, comm):
+        validate(config, comm, flags)
 
 
-def read(argv: list[str], *, ema: bool = False) -> TrainConfig:
-    """The config of the run folder that comes first, if one does, with the options on top.
+def read(argv: Sequence[str], flags: Flags) -> TrainConfig:
+    """The config of a command line, whose other flags go into `flags`.
 
-    model.weights is empty if the newest ones of the run are meant, averaged if `ema`.
+    It is that of the run folder that comes first, if one does, with the options on top; model.weights is then empty
+    unless it is given, too.
     """
-    run = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
+    words = _take_flags(argv, flags)
+    run = Path(words.pop(0)) if words and not words[0].startswith("-") else None
     if run and not (run / "config.yaml").is_file():
         raise ValueError(
             f"{run} is no run folder: expected a config.yaml in it; give the --run.folder of a training run."
         )
     if run:
-        argv = ["--config", str(run / "config.yaml"), "--run.folder", str(run), "--model.weights=", *argv]
-    config = parse(argv, choose_recipe=choose, prog="python -m largebatch.validate", description=__doc__)
+        words = ["--config", str(run / "config.yaml"), "--run.folder", str(run), "--model.weights=", *words]
+    config = parse(words, choose_recipe=defaults, prog="python -m largebatch.validate", description=__doc__)
     if not run and not config.model.weights:
         raise ValueError("There is nothing to validate: give a run folder, or --model, --init-from FILE and --data.")
-    if ema and config.model.weights:
-        raise ValueError(f"{EMA} and --init-from both choose weights: expected one; averages are files like any other.")
-    if ema and not config.optim.ema_half_life:
-        raise ValueError(f"{EMA} finds no averaged weights: {run} was trained without --optim.ema_half_life.")
+    if flags.ema and config.model.weights:
+        raise ValueError("--ema and --init-from both choose weights: expected one; averages are files like any other.")
+    if flags.ema and not config.optim.ema_half_life:
+        raise ValueError(f"--ema finds no averaged weights: {run} was trained without --optim.ema_half_life.")
     return config
 
 
-def validate(config: TrainConfig, comm: Communicator, *, ema: bool = False) -> dict[str, float]:
-    """Evaluate config.model on the held-out images of config.data; see `engine.evaluate` for what comes back.
+def _take_flags(argv: Sequence[str], flags: Flags) -> list[str]:
+    """Read the flags; the rest of the command line."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--ema", action="store_true")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--real-labels", default="")
+    parser.add_argument("--csv", default="")
+    try:
+        return parser.parse_known_args(argv, namespace=flags)[1]
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error}.") from None
 
-    Without config.model.weights: those of the newest checkpoint in the run folder, or their average.
+
+def defaults(recipe: str, model: str, data: str) -> TrainConfig:
+    """As in training; but a model needs no recipe to be validated."""
+    if not recipe and model and model not in RECIPES and data not in ("", "digits"):
+        return TrainConfig(model=ModelConfig(name=model))
+    return choose(recipe, model, data)
+
+
+def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]:
+    """Evaluate config.model on the held-out images of config.data, with each of the weights that are meant.
+
+    Without config.model.weights: those of the newest checkpoint in the run folder. Rank 0 prints, and writes the table.
     """
     device = set_up(config, comm)
-    with comm.together("looking for weights"):
-        if comm.rank == 0 and not config.model.weights:
-            config.model.weights = str(checkpoint.newest_weights(config.folder, average=ema))
-    config.model.weights = comm.broadcast_object(config.model.weights, name="validate/weights")
+    with comm.together("opening the table"):
+        table = _read_table(flags.csv) if comm.rank == 0 and flags.csv else []
+    source = config.model.weights or config.folder
+    paths = find_weights(source, comm, average=flags.ema, every=flags.all)
     held_out = open_data(config, comm, "validation")
+    listed = _real_labels(flags.real_labels, held_out, comm) if flags.real_labels else None
     with comm.together("building"):
-        model = build_model(config, device)
-        batches = build_eval_loader(config, comm, model=model, index=held_out, device=device)
-    return evaluate(model, batches, comm=comm, device=device, precision=config.run.precision)
+        model = build_model(config, device, weights=None)
+    rows = []
+    for path in paths:
+        with comm.together(f"loading {path}"):
+            load_weights(model, path)
+        rows.append(evaluate_weights(path, model, config, comm, held_out=held_out, listed=listed))
+        config = replace(config, data=replace(config.data, eval_batch_size=rows[-1].eval_batch_size))
+        with comm.together("writing the table"):
+            if comm.rank == 0:
+                print(rows[-1], flush=True)
+                if flags.csv:
+                    _write_table(flags.csv, table + [asdict(row) for row in rows])
+    return rows
+
+
+def evaluate_weights(
+    path: str, model: nn.Module, config: TrainConfig, comm: Communicator, *, held_out: Index, listed: Tensor | None
+) -> Row:
+    """The result of a model that holds the weights of `path`."""
+    device = next(model.parameters()).device
+
+    def count(logits: Tensor, batch: Any) -> Tensor:
+        counts = count_batch(logits, batch)
+        if listed is None:
+            return counts
+        return torch.cat([counts, count_listed(logits, listed[batch.samples].to(device))])
+
+    def open_batches(size: int) -> Iterable[Any]:
+        smaller = replace(config, data=replace(config.data, eval_batch_size=size))
+        with comm.together("opening the images"):
+            return build_eval_loader(smaller, comm, model=model, index=held_out, device=device)
+
+    names = COUNTS if listed is None else COUNTS + LISTED_COUNTS
+    totals, batch_size = tally_fitting(
+        functools.partial(
+            tally, model, device=device, precision=config.run.precision, count=count, num_counts=len(names)
+        ),
+        open_batches,
+        num_images=len(held_out),
+        batch_size=config.data.eval_batch_size,
+        comm=comm,
+    )
+    sums = dict(zip(names, comm.allreduce(totals, name="validate/totals").tolist()))
+    images, real_images = sums["images"], sums.get("real_images", 0)
+    geometry = model_geometry(config.data, model)
+    return Row(
+        model=config.model.name,
+        weights=path,
+        img_size=config.model.img_size,
+        crop_pct=geometry.crop_pct,
+        interpolation=geometry.interpolation,
+        images=round(images),
+        top1=100 * sums["top1"] / images,
+        top5=100 * sums["top5"] / images,
+        loss=sums["loss"] / images,
+        real_top1=100 * sums["real_top1"] / real_images if real_images else None,
+        real_top5=100 * sums["real_top5"] / real_images if real_images else None,
+        ranks=comm.size,
+        eval_batch_size=batch_size,
+    )
+
+
+def _real_labels(path: str, held_out: Index, comm: Communicator) -> Tensor:
+    """(N, L), read on rank 0: of records the names are inside, and need not be read on every rank."""
+    labels = None
+    with comm.together(f"reading {path}"):
+        if comm.rank == 0:
+            labels = real_labels(path, held_out)
+    return torch.from_numpy(comm.broadcast_object(labels, name="validate/real"))
+
+
+def _read_table(path: str) -> list[dict[str, Any]]:
+    """The rows of an earlier validation; ValueError if the file is something else."""
+    if not Path(path).exists():
+        return []
+    with open(path, newline="") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+    if reader.fieldnames != [field.name for field in fields(Row)]:
+        raise ValueError(f"{path} is not a table of validations: expected one, or the name of a new file, for --csv.")
+    return rows
+
+
+def _write_table(path: str, rows: Sequence[dict[str, Any]]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    with atomic_file(path) as file:
+        file.write(text.getvalue().encode())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Soft targets and mixup: arithmetic against timm and the published formula, draws by their statistics."""
+"""Soft targets, mixup, cutmix, erasing: arithmetic against timm and plain loops, draws by their statistics."""
+
+import random
 
 import numpy as np
 import pytest
@@ -7,7 +9,19 @@ import torch.nn.functional as F
 from scipy import stats
 
 import zoo  # noqa: F401  (makes timm importable beside a CPU build of torch)
-from largebatch.augment import Augment, draw_mixup, mixup, one_hot, seed_for
+from largebatch.augment import (
+    Augment,
+    Box,
+    cutmix,
+    draw_boxes,
+    draw_cutmix,
+    draw_mixup,
+    draw_noise,
+    erase,
+    mixup,
+    one_hot,
+    seed_for,
+)
 
 from timm.data import Mixup  # isort: skip
 
@@ -91,13 +105,141 @@ def test_small_micro_batches(size):
 
 @pytest.mark.parametrize(
     "options",
-    [{"mixup_alpha": -1}, {"mixup_alpha": float("inf")}, {"label_smoothing": 1.0}, {"label_smoothing": -0.1}],
-)
+    [{"mixup_alpha": -1}, {"mixup_alpha": float("inf")}, {"label_smoothing": 1.0}, {"label_smoothing": -0.1},
+     {"cutmix_alpha": -1}, {"switch_prob": 1.5}, {"erase_prob": -0.1}, {"erase_mode": "rand"}],
+)  # fmt: skip
 def test_options_out_of_range_are_refused_by_name(options):
     with pytest.raises(ValueError, match=f"^{next(iter(options))} is "):
         Augment(10, **options)
     with pytest.raises(ValueError, match="^num_classes is 0"):
         Augment(0)
+
+
+# -- cutmix --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.3, 0.8, 1.0])
+def test_cutmix_equals_timms(lam, monkeypatch):
+    """Its box, clipped at the border, its corrected lambda, its images; the partner is the flipped batch there."""
+    images, labels = torch.randn(6, 3, 13, 10), torch.tensor([0, 1, 2, 3, 4, 5])
+    for seed in range(8):
+        generator = generator_for(seed)
+        monkeypatch.setattr("largebatch.augment.draw_mixup", lambda n, *_, generator: (lam, torch.arange(n)))
+        box, _ = draw_cutmix(6, 1.0, (13, 10), generator=generator)
+        again, centres = generator_for(seed), []
+        for side in (13, 10):
+            centres.append(int(torch.randint(side, (), generator=again)))
+        timms = Mixup(mixup_alpha=0.0, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=10)
+        timms._params_per_batch = lambda: (lam, True)
+        monkeypatch.setattr("numpy.random.randint", lambda low, high, size=None, c=iter(centres): next(c))
+        expected_images, expected_targets = timms(images.clone(), labels)
+        targets = one_hot(labels, 10, smoothing=0.1)
+        mixed, mixed_targets = cutmix(images, targets, box=box, partners=torch.arange(5, -1, -1))
+        assert torch.equal(mixed, expected_images)
+        torch.testing.assert_close(mixed_targets, expected_targets, rtol=0, atol=1e-6)
+
+
+def test_cutmix_is_a_plain_loop_and_leaves_its_input_alone():
+    images, partners = torch.randn(5, 3, 6, 7), torch.tensor([3, 1, 0, 4, 2])
+    before, targets = images.clone(), torch.eye(5)
+    mixed, soft = cutmix(images, targets, box=Box(1, 4, 0, 5), partners=partners)
+    for i, y, x in np.ndindex(5, 6, 7):
+        source = partners[i] if 1 <= y < 4 and x < 5 else i
+        assert torch.equal(mixed[i, :, y, x], images[source, :, y, x])
+    assert torch.equal(images, before)
+    torch.testing.assert_close(soft, targets * (27 / 42) + targets[partners] * (15 / 42))
+
+
+def test_cutmix_boxes_lie_inside_and_have_the_area_of_lambda():
+    boxes = np.array([draw_cutmix(2, 1.0, (40, 60), generator=generator_for(1, *p))[0] for p in PLACES])
+    top, bottom, left, right = boxes.T
+    assert (0 <= boxes).all() and (top <= bottom).all() and (bottom <= 40).all() and (right <= 60).all()
+    whole = (top > 0) & (bottom < 40) & (left > 0) & (right < 60)  # what was not cut off keeps the image's form
+    assert whole.sum() > 200 and np.abs(60 * (bottom - top) - 40 * (right - left))[whole].max() <= 60
+    centre = ((top + bottom) // 2)[whole & (bottom - top < 4)]
+    assert stats.kstest(centre / 40, "uniform").pvalue > 1e-3
+
+
+def test_cutmix_and_mixup_take_turns():
+    images, labels = torch.randn(4, 3, 8, 8), torch.arange(4)
+    augment = Augment(4, mixup_alpha=0.8, cutmix_alpha=1.0, switch_prob=0.3)
+    cut = []
+    for place in PLACES:
+        mixed, targets, *_ = augment(images, labels, generator_for(2, *place))
+        known = (mixed.flatten(2)[:, None] == images.flatten(2)[None]).all(dim=2).any(dim=1)  # pixels of one image
+        cut.append(known.all().item())
+        torch.testing.assert_close(targets.sum(dim=1), torch.ones(4))
+    assert stats.binomtest(sum(cut), len(cut), 0.3).pvalue > 1e-3
+    alone = Augment(4, cutmix_alpha=1.0)(images, labels, generator_for(0))
+    box, partners = draw_cutmix(4, 1.0, (8, 8), generator=generator_for(0))
+    expected = cutmix(images, torch.eye(4), box=box, partners=partners)
+    assert torch.equal(alone.images, expected[0]) and torch.equal(alone.targets, expected[1])
+
+
+# -- erasing -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["pixel", "const"])
+def test_erasing_is_a_plain_loop(mode):
+    images, labels = torch.randn(64, 3, 20, 30), torch.zeros(64, dtype=torch.int64)
+    before = images.clone()
+    erased, targets, *_ = Augment(2, erase_prob=0.5, erase_mode=mode)(images, labels, generator_for(3))
+    generator = generator_for(3)
+    boxes = draw_boxes(64, (20, 30), 0.5, generator=generator)
+    expected, noise = images.clone(), iter(draw_noise(boxes, 3, generator=generator).tolist())
+    for i, (top, bottom, left, right) in enumerate(boxes.tolist()):
+        for channel in range(3):
+            for y in range(top, bottom):
+                for x in range(left, right):
+                    expected[i, channel, y, x] = next(noise) if mode == "pixel" else 0.0
+    assert mode == "const" or next(noise, None) is None
+    assert torch.equal(erased, expected) and torch.equal(images, before)
+    assert torch.equal(targets, one_hot(labels, 2))
+    changed = (erased != images).flatten(1).any(dim=1)
+    assert torch.equal(changed, boxes[:, 1] > boxes[:, 0]) and 16 < changed.sum() < 48
+
+
+def test_nothing_to_erase():
+    images, generator = torch.randn(3, 3, 8, 8), generator_for(0)
+    boxes = draw_boxes(3, (8, 8), 0.0, generator=generator)
+    assert not boxes.any() and draw_noise(boxes, 3, generator=generator).shape == (0,)
+    assert torch.equal(erase(images, boxes=boxes, noise=torch.zeros(0)), images)
+    top, bottom, left, right = draw_boxes(500, (1, 1), 1.0, generator=generator).T
+    assert not ((bottom - top) * (right - left)).any()  # no box is smaller than one pixel
+
+
+def timms_boxes(count, size):
+    """Height, width, top and left of what timm erases."""
+    from timm.data.random_erasing import RandomErasing
+
+    random.seed(0)
+    found, erasing = [], RandomErasing(probability=1.0, mode="const", device="cpu")
+    for _ in range(count):
+        image = torch.ones(1, *size)
+        erasing(image)
+        rows, columns = torch.nonzero(image[0] == 0).unbind(dim=1)
+        top, left = rows.min(), columns.min()
+        found.append([rows.max() - top + 1, columns.max() - left + 1, top, left])
+    return np.array(found)
+
+
+def test_boxes_have_timms_distribution():
+    size = (90, 140)
+    boxes = draw_boxes(20_000, size, 0.3, generator=generator_for(0)).numpy()
+    top, bottom, left, right = boxes[boxes[:, 1] > boxes[:, 0]].T
+    assert stats.binomtest(len(top), 20_000, 0.3).pvalue > 1e-3
+    assert (top >= 0).all() and (left >= 0).all() and (bottom <= size[0]).all() and (right <= size[1]).all()
+    ours = np.stack([bottom - top, right - left, top, left], axis=-1)
+    theirs = timms_boxes(3000, size)
+    for column in range(4):
+        assert stats.ks_2samp(ours[:, column], theirs[:, column]).pvalue > 1e-3, column
+    areas = [columns[:, 0] * columns[:, 1] / (size[0] * size[1]) for columns in (ours, theirs)]
+    assert stats.ks_2samp(*areas).pvalue > 1e-3 and 0.015 < areas[0].min() and areas[0].max() < 0.345
+
+
+def test_noise_is_normal():
+    noise = draw_noise(torch.tensor([[3, 53, 0, 50], [0, 0, 0, 0]]), 3, generator=generator_for(0))
+    assert len(noise) == 7500 and stats.kstest(noise.numpy(), "norm").pvalue > 1e-3
 
 
 # -- draws ---------------------------------------------------------------------------------------------------
@@ -149,7 +291,7 @@ def test_a_draw_depends_on_its_place_alone():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU: there is no GPU")
 def test_a_gpu_gets_the_same_draw():
     images, labels = micro_batch(16)
-    augment = Augment(10, mixup_alpha=0.2, label_smoothing=0.1)
+    augment = Augment(10, mixup_alpha=0.2, label_smoothing=0.1, erase_prob=0.5)
     expected = augment(images, labels, generator_for(3))
     found = augment(images.cuda(), labels.cuda(), generator_for(3))
     torch.testing.assert_close(found.images.cpu(), expected.images)

@@ -163,6 +163,25 @@ def test_newest_weights_of_an_empty_folder(tmp_path):
         checkpoint.newest_weights(tmp_path)
 
 
+def test_weights_that_a_path_means(tmp_path, caplog):
+    """A file is itself, a run folder its newest, and every one is oldest first, without what is damaged."""
+    paths = [save(tmp_path, step, keep=4) for step in (9, 10, 100)]
+    files = [path / "model.safetensors" for path in paths]
+    assert checkpoint.find_weights(files[0]) == [files[0]]
+    assert checkpoint.find_weights(tmp_path) == [files[2]]
+    assert checkpoint.find_weights(tmp_path, every=True) == files
+    files[1].write_bytes(b"")
+    assert checkpoint.find_weights(str(tmp_path), every=True) == [files[0], files[2]]
+    assert f"{paths[1]} is refused: model.safetensors has 0 of" in caplog.text
+    others = tmp_path / "others"
+    others.mkdir()
+    for name in ("b.pth", "a.safetensors", "notes.txt"):
+        (others / name).touch()
+    assert [path.name for path in checkpoint.find_weights(others, every=True)] == ["a.safetensors", "b.pth"]
+    with pytest.raises(ValueError, match="has nothing to validate: expected a run folder with a valid checkpoint, or"):
+        checkpoint.find_weights(tmp_path / "nowhere", every=True)
+
+
 def test_a_step_is_saved_once(tmp_path):
     path = save(tmp_path, 1)
     before = (path / "manifest.json").stat().st_mtime_ns

@@ -146,6 +146,16 @@ def test_a_batch_that_does_not_divide_names_the_nearest(ranks, batch, micro, wor
         (["--run.fusion_threshold_mb", "-1"], "--run.fusion_threshold_mb is -1: expected 0 or more, or null."),
         (["--run.fusion_threshold_mb", "8", "--run.deterministic", "true"], "what is fused depends on timing"),
         (["--run.compression", "adasum"], "run.compression"),
+        (["--data.crop_padding", "4"], "--data.crop_padding is 4, which --data.train_crop random_resized has no use"),
+        (["--data.crop_padding", "-1"], "--data.crop_padding is -1: expected at least 0."),
+        (["--data.train_crop", "pad", "--data.scale", "[0.5, 1]"], "no use for --data.scale [0.5, 1.0]"),
+        (["--data.interpolation", "random"], "data.interpolation"),
+        (["--augment.reprob", "1.5"], "--augment.reprob is 1.5: expected a probability, 0 to 1."),
+        (["--augment.remode", "const"], "--augment.remode is const, but nothing is erased"),
+        (["--augment.cutmix_alpha", "-1"], "--augment.cutmix_alpha is -1.0: expected at least 0."),
+        (["--augment.mixup_switch_prob", "0.3", "--augment.cutmix_alpha", "1", "--augment.mixup_alpha", "0"],
+         "--augment.mixup_switch_prob is 0.3, but there is nothing to choose"),
+        (["--augment.mixup_switch_prob", "1"], "expected a probability between 0 and 1"),
     ],
 )
 def test_a_mistake_is_one_sentence(argv, sentence):

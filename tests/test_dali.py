@@ -18,9 +18,10 @@ import torch
 from PIL import Image
 
 import zoo  # noqa: F401  # lets torchvision be imported beside any build of torch
-from largebatch.data import dali, order, reader, records
+from largebatch.data import dali, order, randaugment, reader, records
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.index import index_images, index_shards
+from largebatch.data.operations import fill_colour, with_pillow
 from largebatch.data.order import Plan
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -176,6 +177,63 @@ def test_training_crops_equal_torchvisions(images):
     assert len(flips) == NUM_IMAGES and 0.3 < np.mean(flips) < 0.7
 
 
+def bytes_of(floats):
+    """The levels (n, H, W, 3) that were normalised to floats (n, 3, H, W)."""
+    levels = (floats * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]) * 255
+    assert (levels - levels.round()).abs().max() < 0.01
+    return levels.round().byte().permute(0, 2, 3, 1).numpy()
+
+
+@pytest.mark.parametrize("text", ["rand-m9-mstd0.5-inc1", "cifar10"])
+@pytest.mark.usefixtures("finished_by")
+def test_a_policy_is_applied_after_the_flip(images, text):
+    """To the bit what Pillow makes of the images that the loader gives without it."""
+    plan, policy = Plan(NUM_IMAGES, 52, 26, NUM_IMAGES, seed=1), randaugment.parse(text)
+    options = {"img_size": 40, "interpolation": "random"}
+    pairs = list(zip(train_loader(images, plan, **options), train_loader(images, plan, policy=policy, **options)))
+    changed = 0
+    for plain, augmented in pairs:
+        ops = randaugment.draw(policy, plan.seed, np.zeros_like(plain.samples), plain.samples)
+        drawn = zip(bytes_of(plain.images), ops.codes, ops.arguments, ops.affine)
+        expected = np.stack([with_pillow(image, fill_colour(MEAN), *operations) for image, *operations in drawn])
+        assert np.array_equal(bytes_of(augmented.images), expected)
+        assert augmented.images.dtype == torch.float32 and augmented.images.is_contiguous()
+        changed += (plain.images != augmented.images).any(dim=(1, 2, 3)).sum().item()
+    assert len(pairs) == 4 and 0.5 * NUM_IMAGES < changed < 0.9 * NUM_IMAGES
+
+
+@pytest.mark.usefixtures("finished_by")
+def test_a_random_filter_is_one_of_two(images):
+    """Each image as it is with the filter that its sample draws."""
+    plan = Plan(NUM_IMAGES, NUM_IMAGES, NUM_IMAGES, NUM_IMAGES, seed=1)
+    names = ("bilinear", "bicubic", "random")
+    batches = [next(train_loader(images, plan, img_size=40, interpolation=name)) for name in names]
+    linear, cubic, either = (batch.images for batch in batches)
+    bicubic = order.draw_bicubic(plan.seed, np.zeros(NUM_IMAGES), batches[0].samples)
+    assert 0.3 < bicubic.mean() < 0.7 and (linear != cubic).flatten(1).any(dim=1).all()
+    assert torch.equal(either, torch.where(torch.from_numpy(bicubic)[:, None, None, None], cubic, linear))
+
+
+@pytest.mark.usefixtures("finished_by")
+def test_padded_crops_equal_torchvisions(images):
+    """Zeros around the stored image, a window of its size, then the resize."""
+    from torchvision.transforms import functional
+
+    plan = Plan(NUM_IMAGES, 52, 26, NUM_IMAGES, seed=1)
+    for batch in train_loader(images, plan, img_size=160, padding=20, interpolation="bilinear"):
+        sizes = {"width": images.width[batch.samples], "height": images.height[batch.samples]}
+        draws = order.draw_padded(1, np.zeros(26), batch.samples, padding=20, hflip=0.5, **sizes)
+        theirs = []
+        for k, sample in enumerate(batch.samples):
+            image = functional.pad(Image.open(images.files[sample]).convert("RGB"), 20)
+            image = functional.crop(image, draws.y[k] + 20, draws.x[k] + 20, draws.height[k], draws.width[k])
+            image = image.resize((160, 160), Image.Resampling.BILINEAR)
+            image = functional.hflip(image) if draws.flip[k] else image
+            theirs.append(functional.normalize(functional.to_tensor(image), MEAN, STD))
+        delta = difference(batch.images, torch.stack(theirs))
+        assert delta.mean(dim=1).max() < MEAN_BOUND and delta.max() < 30  # black beside white is the hardest edge
+
+
 # -- order -----------------------------------------------------------------------------------------------------------
 
 
@@ -230,13 +288,13 @@ def test_memory_is_used_again_once_nobody_holds_it():
     assert len(memory.take(5000)) == 5000
 
 
-def test_pixels_depend_on_neither_shards_nor_threads_nor_start(images):
+@pytest.mark.parametrize("padding, text", [(None, ""), (8, "rand-m9-mstd0.5-inc1")])
+def test_pixels_depend_on_neither_shards_nor_threads_nor_start(images, padding, text):
     plan = Plan(NUM_IMAGES, 24, 6, 72, seed=5)
-    whole = {(b.step, b.number): b.images for b in train_loader(images, plan, img_size=48)}
+    drawn = {"img_size": 48, "interpolation": "random", "padding": padding, "policy": randaugment.parse(text)}
+    whole = {(b.step, b.number): b.images for b in train_loader(images, plan, **drawn)}
     for shard in range(3):
-        for batch in train_loader(
-            images, plan, shard=shard, num_shards=3, img_size=48, start_step=1, num_threads=1
-        ):
+        for batch in train_loader(images, plan, shard=shard, num_shards=3, start_step=1, num_threads=1, **drawn):
             assert batch.step >= 1
             assert torch.equal(batch.images, whole.pop((batch.step, batch.number)))
     assert sorted(whole) == [(0, 0), (0, 1), (0, 2), (0, 3)]

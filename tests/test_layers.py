@@ -14,12 +14,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # agreement is comm's own
-_READING = ("records", "index", "order", "pixels", "reader", "dali", "quarantine", "sources")
-_LABELS = ("label_maps", "token_labels")
-DATA = {"largebatch.data." + name for name in (*_READING, *_LABELS, "shards", "archives", "originals")}
+PREPARATION = {
+    "largebatch.data." + name for name in ("order", "pixels", "reader", "randaugment", "operations", "token_labels")
+}
+DATA_FILES = "records label_maps index dali quarantine real shards archives sources originals"
+DATA = {"largebatch.data." + name for name in DATA_FILES.split()} | PREPARATION
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
-RUN = {"largebatch." + name for name in ("engine", "ema", "batch_norm", "hooks", "checkpoint", "curves")}
+RUN = {"largebatch." + name for name in ("engine", "evaluation", "ema", "batch_norm", "hooks", "checkpoint", "curves")}
 ASSEMBLY = {"largebatch.build", "largebatch.recipes"}
 BELOW_PROGRAMS = GROUND | PARTS | RUN | ASSEMBLY | {"zoo"}
 
@@ -45,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.data.order": set(),
     "largebatch.data.label_maps": {"largebatch.data.records"},
     "largebatch.data.index": {"largebatch.data.records", "largebatch.data.label_maps"},
-    "largebatch.data.token_labels": {"largebatch.data.order"},
+    "largebatch.data.real": {"largebatch.data.records", "largebatch.data.index"},
     "largebatch.data.quarantine": {"largebatch.data.records", "largebatch.data.index"},
     "largebatch.data.shards": {"largebatch.data.records"},
     "largebatch.data.archives": {"largebatch.data.records", "largebatch.data.shards"},
@@ -55,13 +57,15 @@ ALLOWED: dict[str, set[str]] = {
     },
     "largebatch.data.pixels": set(),
     "largebatch.data.reader": {"largebatch.data.index", "largebatch.data.label_maps"},
-    "largebatch.data.dali": {
-        "largebatch.data." + name for name in ("index", "label_maps", "token_labels", "order", "pixels", "reader")
-    },
+    "largebatch.data.randaugment": {"largebatch.data.order"},
+    "largebatch.data.operations": {"largebatch.data.randaugment"},
+    "largebatch.data.token_labels": {"largebatch.data.order"},
+    "largebatch.data.dali": {"largebatch.data.index", "largebatch.data.label_maps"} | PREPARATION,
     # the run
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
     "largebatch.curves": set(),
+    "largebatch.evaluation": {"largebatch.comm"},
     "largebatch.ema": {"largebatch.engine"},
     "largebatch.batch_norm": {"largebatch.engine"},
     "largebatch.hooks": GROUND | PARTS | RUN,
@@ -89,10 +93,11 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.doctor.launches": {"largebatch.doctor.result"},
     "largebatch.doctor.__main__": {"largebatch", "largebatch.doctor", "largebatch.doctor.*"},
     # the zoo stands alone
-    "zoo": {"zoo._torchvision", "zoo.vit", "zoo.weights"},
+    "zoo": {"zoo._torchvision", "zoo.vit", "zoo.volo", "zoo.weights"},
     "zoo._torchvision": set(),
     "zoo.vit": set(),
-    "zoo.weights": {"zoo.vit"},
+    "zoo.volo": set(),
+    "zoo.weights": {"zoo.vit", "zoo.volo"},
 }
 
 PEERS = {"largebatch.benchmark." + name for name in ("optimizer", "model", "step", "loader")}
@@ -104,7 +109,7 @@ OWNERS = {
     "torch.utils.tensorboard": {"largebatch.hooks"},
     "mpi4py": {"largebatch.comm", "largebatch.pack"},
     "torch.distributed": {"largebatch.benchmark.step"},
-    "timm": {"zoo.vit", "zoo.weights"} | PEERS,
+    "timm": {"zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),
     "jsonargparse": {"largebatch.config"},
     "apex": {"largebatch.optim.apex_lamb", "largebatch.benchmark.optimizer"},

@@ -192,6 +192,25 @@ def test_crops_have_torchvisions_distribution(size):
     assert stats.ks_2samp(*areas).pvalue > 1e-3
 
 
+def test_padded_crops_are_uniform_and_of_the_images_own_size():
+    samples, sizes = np.arange(20_000), np.full(20_000, 32)
+    draws = order.draw_padded(3, 0 * samples, samples, width=sizes, height=sizes + 1, padding=4, hflip=0.3)
+    assert (draws.width == 32).all() and (draws.height == 33).all()
+    assert {a.dtype for a in (draws.x, draws.y, draws.width, draws.height)} == {np.dtype(np.int32)}
+    places = np.bincount(9 * (draws.x + 4) + draws.y + 4, minlength=81)  # of both, so they are independent
+    assert len(places) == 81 and stats.chisquare(places).pvalue > 1e-3
+    assert stats.binomtest(int(draws.flip.sum()), 20_000, 0.3).pvalue > 1e-3
+    one = order.draw_padded(3, np.zeros(1), samples[9:10], width=sizes[:1], height=sizes[:1], padding=4, hflip=0.3)
+    assert (one.x[0], one.y[0], one.flip[0]) == (draws.x[9], draws.y[9], draws.flip[9])
+
+
+def test_half_of_the_filters_are_bicubic():
+    bicubic = order.draw_bicubic(3, np.zeros(20_000), np.arange(20_000))
+    assert stats.binomtest(int(bicubic.sum()), 20_000).pvalue > 1e-3
+    flip = order.uniform(3, np.zeros(20_000), np.arange(20_000), order._FLIP) < 0.5
+    assert abs(np.corrcoef(bicubic, flip)[0, 1]) < 0.04
+
+
 @pytest.mark.parametrize("crop_pct", [0.875, 0.9, 1.0, 1.15])
 def test_evaluation_geometry_is_torchvisions(crop_pct):
     from torchvision.transforms import CenterCrop

@@ -8,23 +8,24 @@ The dict `MODELS` is the whole list; nothing registers itself. `zoo._torchvision
 """
 
 import difflib
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 import zoo._torchvision  # noqa: F401
-from zoo.vit import build_vit, set_fused_attn
+from zoo import vit, volo
+from zoo.vit import set_fused_attn
 from zoo.weights import load_weights, save_weights
 
 __all__ = ["MODELS", "create_model", "load_weights", "save_weights", "set_fused_attn"]
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
-    "vit_b32": partial(build_vit, "vit_b32"),
-    "vit_b16": partial(build_vit, "vit_b16"),
-    "vit_l32": partial(build_vit, "vit_l32"),
-    "vit_ti16": partial(build_vit, "vit_ti16"),
+    **{name: partial(vit.build_vit, name) for name in vit.STRUCTURES},
+    **{name: partial(volo.build_volo, name) for name in volo.STRUCTURES},
 }
 
 
@@ -39,6 +40,9 @@ def create_model(
     proj_drop_rate: float = 0.0,
     attn_drop_rate: float = 0.0,
     drop_path_rate: float = 0.0,
+    outlook_drop_path: bool = False,
+    global_pool: str = "",
+    weight_init: str = "",
     grad_checkpointing: bool = False,
 ) -> nn.Module:
     """Build a model of the zoo: images (B, 3, img_size, img_size) -> logits (B, num_classes).
@@ -47,11 +51,14 @@ def create_model(
     `load_weights`); without it the model is initialised from torch's global random state.
     The rates are timm's: drop_rate is before the head only; dropout as in the ViT paper, after the position
     embedding, the projections and the MLP, is pos_drop_rate and proj_drop_rate.
+    outlook_drop_path: stochastic depth in VOLO's outlookers too, which the published models have not.
+    global_pool: "avg" for a ViT whose head acts on the mean of its tokens, as timm does it; "": the class token.
+    weight_init: "jax" for timm's initialisation of that name of a ViT, with a head of zeros; "": timm's usual one.
     grad_checkpointing: keep only the blocks' inputs for the backward pass and compute the rest again, with the same
     random draws; `set_grad_checkpointing` of the model switches it later.
 
-    Raises ValueError for an unknown name, a size that the model cannot take, a rate outside [0, 1) and
-    weights that do not fit.
+    Raises ValueError for an unknown name, a size that the model cannot take, a rate outside [0, 1), an option that the
+    model has no use for and weights that do not fit.
     """
     if name not in MODELS:
         close = difflib.get_close_matches(name, MODELS, n=1)
@@ -69,10 +76,20 @@ def create_model(
             raise ValueError(f"{option} of {name} is {rate}, expected a rate from 0 up to, not including, 1")
     if num_classes < 0:
         raise ValueError(f"num_classes of {name} is {num_classes}, expected 1 or more, or 0 for features")
-    model = MODELS[name](img_size=img_size, num_classes=num_classes, **rates)
+    options = rates | {"outlook_drop_path": outlook_drop_path, "global_pool": global_pool, "weight_init": weight_init}
+    model = MODELS[name](img_size=img_size, num_classes=num_classes, **_used(name, options))
     if grad_checkpointing:
         set_grad_checkpointing: Callable[[bool], None] = getattr(model, "set_grad_checkpointing")
         set_grad_checkpointing(True)
     if weights is not None:
         load_weights(model, weights)
     return model
+
+
+def _used(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that a model's builder takes; ValueError if another one is set."""
+    takes = inspect.signature(MODELS[name]).parameters
+    for option, value in options.items():
+        if option not in takes and value:
+            raise ValueError(f"{option} of {name} is {value!r}, and {name} has no use for it: leave it out")
+    return {option: value for option, value in options.items() if option in takes}

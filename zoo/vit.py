@@ -43,10 +43,15 @@ def build_vit(
     proj_drop_rate: float,
     attn_drop_rate: float,
     drop_path_rate: float,
+    global_pool: str,
+    weight_init: str,
 ) -> VisionTransformer:
     """Build the ViT `name`: images (B, 3, img_size, img_size) -> logits (B, num_classes)."""
     structure = STRUCTURES[name]
     _check_img_size(name, img_size)
+    for option, value, known in (("global_pool", global_pool, "avg"), ("weight_init", weight_init, "jax")):
+        if value not in ("", known):
+            raise ValueError(f"{option} of {name} is {value!r}, expected {known!r} or nothing")
     model = VisionTransformer(
         img_size=img_size,
         num_classes=num_classes,
@@ -59,6 +64,8 @@ def build_vit(
         proj_drop_rate=proj_drop_rate,
         attn_drop_rate=attn_drop_rate,
         drop_path_rate=drop_path_rate,
+        global_pool="avg" if global_pool else "token",
+        weight_init="jax" if weight_init else "",
     )
     cfg: Any = default_cfg(img_size=img_size, num_classes=num_classes)
     model.default_cfg = model.pretrained_cfg = cfg  # timm's data helpers look for the second

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from timm.layers import resample_abs_pos_embed
+from timm.layers import resample_abs_pos_embed, resample_abs_pos_embed_nhwc
 from torch import Tensor, nn
 
-from zoo.vit import recognise
+from zoo import vit, volo
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ Tensors = dict[str, Tensor]
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".tar")
 CONTAINERS = ("state_dict", "model", "state_dict_ema")  # the first one found is taken
 WRAPPERS = ("module", "_orig_mod")  # DistributedDataParallel and averaged models; torch.compile
-HEAD = ("head.weight", "head.bias")
+HEADS = ("head", "aux_head")  # the second one is VOLO's, for its cells
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
@@ -41,7 +41,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
 
     A position embedding of another (square) grid is resized as timm does it: bicubic, antialiased, in fp32.
     A head for another number of classes, or none, is left out and the model's is initialised anew, as timm
-    does it: normal with std 0.02, zero bias, drawn from torch's global random state.
+    does it: normal with std 0.02, zero bias, drawn from torch's global random state; VOLO has two of them.
     Of several containers in one file the first of `CONTAINERS` is taken: plain weights before averaged ones.
 
     Raises ValueError if the file cannot be read or does not fit; the message names each missing, unexpected
@@ -126,49 +126,58 @@ def _standalone(tensor: Tensor) -> Tensor:
 
 
 def _resize_pos_embed(weights: Tensors, target: Tensors, *, path: str | Path) -> Tensors:
-    """Bring the position embedding (1, 1 + old * old, C) to (1, 1 + new * new, C), if it has another grid."""
+    """Bring the position embedding to the model's grid, if it has another: (1, 1 + n * n, C) or VOLO's (1, n, n, C)."""
     name = "pos_embed"
     if name not in weights or name not in target or weights[name].shape == target[name].shape:
         return weights
     found, wanted = weights[name], target[name]
-    if found.ndim != 3 or found.shape[2] != wanted.shape[2]:
+    old, new = _grid(found), _grid(wanted)
+    if not old or not new or found.ndim != wanted.ndim or found.shape[-1] != wanted.shape[-1]:
         return weights  # not a matter of image size: named as a wrong shape
-    old, new = math.isqrt(found.shape[1] - 1), math.isqrt(wanted.shape[1] - 1)
-    if old == 0 or old * old != found.shape[1] - 1:
-        return weights
     logger.info("%s: position embedding resized from %d x %d to %d x %d", path, old, old, new, new)
-    resized = resample_abs_pos_embed(
-        found.float(),
-        new_size=[new, new],
-        old_size=[old, old],
-        num_prefix_tokens=1,
-        interpolation="bicubic",
-        antialias=True,
-    )
+    if found.ndim == 4:
+        return weights | {name: resample_abs_pos_embed_nhwc(found.float(), new_size=[new, new])}
+    resized = resample_abs_pos_embed(found.float(), new_size=[new, new], old_size=[old, old], num_prefix_tokens=1)
     return weights | {name: resized}
 
 
+def _grid(pos_embed: Tensor) -> int:
+    """Cells per side of a position embedding; 0 if its grid is not square."""
+    if pos_embed.ndim == 4:
+        return pos_embed.shape[1] if pos_embed.shape[1] == pos_embed.shape[2] else 0
+    side = math.isqrt(max(pos_embed.shape[1] - 1, 0)) if pos_embed.ndim == 3 else 0
+    return side if side and side * side == pos_embed.shape[1] - 1 else 0
+
+
 def _replace_head(weights: Tensors, target: Tensors, *, path: str | Path) -> Tensors:
-    """Put a new head where the file's is for another number of classes; no head is one for 0 classes."""
-    found, wanted = _num_classes(weights), _num_classes(target)
-    if found is None or found == wanted:
-        return weights
-    logger.warning("%s: head of %d classes left out, one of %d classes initialised anew", path, found, wanted)
-    weights = {name: tensor for name, tensor in weights.items() if name not in HEAD}
-    if wanted:
-        weights["head.weight"] = nn.init.trunc_normal_(torch.empty(target["head.weight"].shape), std=0.02)
-        weights["head.bias"] = torch.zeros(target["head.bias"].shape)
+    """Put new heads where the file's are for another number of classes; no head is one for 0 classes."""
+    for head in HEADS:
+        found, wanted = _num_classes(weights, head), _num_classes(target, head)
+        if found is None or found == wanted or not (found or wanted):
+            continue
+        logger.warning("%s: %s of %d classes left out, one of %d classes initialised anew", path, head, found, wanted)
+        weight, bias = f"{head}.weight", f"{head}.bias"
+        weights = {name: tensor for name, tensor in weights.items() if name not in (weight, bias)}
+        if wanted:
+            weights[weight] = nn.init.trunc_normal_(torch.empty(target[weight].shape), std=0.02)
+            weights[bias] = torch.zeros(target[bias].shape)
     return weights
 
 
-def _num_classes(tensors: Tensors) -> int | None:
+def _num_classes(tensors: Tensors, head: str) -> int | None:
     """The number of classes of a head; 0 without a head, None if what there is is not a whole head."""
-    if not any(name in tensors for name in HEAD):
+    weight, bias = tensors.get(f"{head}.weight"), tensors.get(f"{head}.bias")
+    if weight is None and bias is None:
         return 0
-    weight, bias = (tensors.get(name) for name in HEAD)
     if weight is None or bias is None or weight.ndim != 2 or bias.shape != weight.shape[:1]:
         return None
     return weight.shape[0]
+
+
+def recognise(tensors: Tensors) -> str | None:
+    """The model of the zoo that has such weights, at any image size and number of classes; None if there is none."""
+    shapes = _shapes(tensors)
+    return vit.recognise(shapes) or volo.recognise(shapes)
 
 
 def _shapes(tensors: Tensors) -> dict[str, torch.Size]:
@@ -182,7 +191,7 @@ def _check_suffix(path: Path) -> None:
 
 
 def _check_variant(weights: Tensors, target: Tensors, *, path: str | Path) -> None:
-    found, wanted = recognise(_shapes(weights)), recognise(_shapes(target))
+    found, wanted = recognise(weights), recognise(target)
     if found is not None and found != wanted:
         raise ValueError(f"{path} does not fit {wanted or 'the model'}: it looks like {found}, ask for that")
 
@@ -199,4 +208,4 @@ def _check_fit(weights: Tensors, target: Tensors, *, path: str | Path) -> None:
     }
     if any(problems.values()):
         listed = "; ".join(f"{kind} {', '.join(names)}" for kind, names in problems.items() if names)
-        raise ValueError(f"{path} does not fit {recognise(_shapes(target)) or 'the model'}: {listed}")
+        raise ValueError(f"{path} does not fit {recognise(target) or 'the model'}: {listed}")

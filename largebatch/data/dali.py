@@ -8,7 +8,8 @@ for by all at once, and the source takes the next finished batch.
 
 On a GPU, DALI also resizes and normalises. On a CPU its resize takes twice as long as its decoder, and six times
 as long as torch's kernel for bytes, which is closer to PIL too. There DALI only decodes, and `num_threads`
-threads of ours finish the images one batch behind it.
+threads of ours finish the images one batch behind it. RandAugment's operations, which `randaugment` draws, are
+theirs too, with Pillow; on a GPU they are torch's, on batches of bytes that DALI leaves to be normalised after them.
 
 An error in a reading thread is raised where the batch is taken, one in DALI is traced to its file and record
 by decoding the batch again with PIL; in both cases the consumer gets a ValueError, and nothing waits for
@@ -33,22 +34,25 @@ import torch
 from nvidia.dali import Pipeline, fn, types
 from PIL import Image
 
-from largebatch.data import order, pixels, reader, token_labels
+from largebatch.data import order, pixels, randaugment, reader, token_labels
 from largebatch.data.index import Index
 from largebatch.data.label_maps import decode_maps
+from largebatch.data.operations import fill_colour, with_pillow, with_torch
 from largebatch.data.order import MicroBatch, Plan
+from largebatch.data.randaugment import Operations, Policy
 from largebatch.data.token_labels import Axes, TokenLabels
 
 READ_THREADS = 32  # threads that read files, most of them asleep
 READ_IMAGES = 4  # images that a thread reads in one go
 READ_AHEAD = 256  # images being read or waiting for DALI; but at least two batches
 PREFETCH = 2  # batches inside DALI
-FINISH_IMAGES = 8  # images that a thread resizes in one go
+FINISH_IMAGES = 8  # images that a thread finishes in one go
 INTERPOLATIONS = {
     "bilinear": types.DALIInterpType.INTERP_LINEAR,
     "bicubic": types.DALIInterpType.INTERP_CUBIC,
     "lanczos": types.DALIInterpType.INTERP_LANCZOS3,
 }
+FILTERS = {kind.value: name for name, kind in INTERPOLATIONS.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +75,7 @@ class Batch:
 class _Encoded:
     """A batch before decoding: arguments are per-sample arrays for the operators of the pipeline.
 
-    `placement` and `warp` (n, 2, 3) are those of `TokenLabels`.
+    `placement` and `warp` are those of `TokenLabels`.
     """
 
     job: MicroBatch
@@ -95,9 +99,11 @@ class TrainLoader(Iterator[Batch]):
     """The micro-batches of shard `shard` of `num_shards`, from step `start_step` to the end of the plan.
 
     Order: that of `plan.micro_batches(step, shard, num_shards)`, step by step. Each image is cut to its
-    random window while it is decoded, resized to `img_size` square with antialiasing, maybe flipped, then
-    normalised with `mean` and `std` (of RGB in [0, 1]). `scale`, `ratio`, `hflip` are those of a random
-    resized crop. `num_threads` decode, and on a CPU as many more resize. `preadv` reads, as os.preadv does.
+    random window while it is decoded, resized to `img_size` square with antialiasing, maybe flipped, put through
+    what it draws from `policy`, then normalised with `mean` and `std` (of RGB in [0, 1]). `scale`, `ratio`, `hflip`
+    are those of a random resized crop; with `padding`, a window of the image's own size is moved by up to so many
+    pixels instead. `interpolation` may be random: bilinear or bicubic, drawn for each sample. `num_threads`
+    decode, and on a CPU as many more resize. `preadv` reads, as os.preadv does.
     With `token_label_axes` (see `token_labels.place`) label maps are read, too, which all images must have.
     """
 
@@ -117,43 +123,58 @@ class TrainLoader(Iterator[Batch]):
         hflip: float,
         device: torch.device,
         num_threads: int,
+        padding: int | None = None,
+        policy: Policy | None = None,
         token_label_axes: Axes | None = None,
         start_step: int = 0,
         preadv: Callable[[int, list, int], int] = os.preadv,
     ) -> None:
         if plan.num_samples != len(index):
             raise ValueError(f"The plan is for {plan.num_samples} samples, the index has {len(index)}.")
-        on_cpu, resize = _finishes_on_cpu(device), _resize(interpolation)
-        to_floats, memory = pixels.Normalise(mean, std), reader.Memory()
+        on_cpu, memory = _finishes_on_cpu(device), reader.Memory()
+        to_floats, fill = pixels.Normalise(mean, std), fill_colour(mean)
+        crops: Callable[..., order.Draws] = functools.partial(order.draw, scale=scale, ratio=ratio, hflip=hflip)
+        if padding is not None:
+            crops = functools.partial(order.draw_padded, padding=padding, hflip=hflip)
+        filters_of = _filters(interpolation)
 
         def encode(job: MicroBatch) -> _Encoded:
             epochs, samples = plan.samples(job.start, job.stop)
-            width, height = index.width[samples], index.height[samples]
-            draws = order.draw(
-                plan.seed, epochs, samples, width=width, height=height, scale=scale, ratio=ratio, hflip=hflip
-            )
+            draws = crops(plan.seed, epochs, samples, width=index.width[samples], height=index.height[samples])
+            operations = randaugment.draw(policy, plan.seed, epochs, samples)
             corners = np.stack([draws.x, draws.y], axis=-1)
             sizes = np.stack([draws.width, draws.height], axis=-1)
-            arguments = (corners, sizes, draws.flip.astype(np.int32))
+            filters, flips = filters_of(plan.seed, epochs, samples), draws.flip.astype(np.int32)
+            arguments = (corners, sizes, filters, flips, operations.codes, operations.arguments, operations.affine)
+            room = reader.room(index, samples, memory, with_maps=token_label_axes is not None)
             if token_label_axes is None:
-                return _Encoded(job, samples, reader.room(index, samples, memory), arguments)
-            room = reader.room(index, samples, memory, with_maps=True)
-            placement = token_labels.place(draws, width=width, height=height, axes=token_label_axes)
-            return _Encoded(job, samples, room, arguments, placement)
-
-        def decode(jpegs: Any, corners: Any, sizes: Any, flips: Any = None) -> Any:  # nodes of DALI's graph
-            in_pixels: dict[str, Any] = {"normalized_anchor": False, "normalized_shape": False}
-            images = fn.decoders.image_slice(
-                jpegs, corners, sizes, axis_names="WH", **in_pixels, **_decoder(device)
+                return _Encoded(job, samples, room, arguments)
+            warp = token_labels.warps(operations.affine) if policy else None
+            placement = token_labels.place(
+                draws, width=index.width[samples], height=index.height[samples], axes=token_label_axes, warp=warp
             )
+            return _Encoded(job, samples, room, arguments, placement, warp)
+
+        def decode(jpegs: Any, corners: Any = None, sizes: Any = None, filters: Any = None, flips: Any = None) -> Any:
+            images = _window(jpegs, corners, sizes, device) if padding is None else _decode(jpegs, device)
             if on_cpu:
                 return images
-            images = fn.resize(images, size=(img_size, img_size), **resize)
-            return _normalise(images, mean, std, mirror=flips)
+            if padding is not None:
+                images = _slice(images, corners, sizes)
+            by_sample = fn.cast(filters, dtype=types.DALIDataType.INTERP_TYPE)
+            images = fn.resize(images, size=(img_size, img_size), interp_type=by_sample, antialias=True)
+            return _bytes(images, mirror=flips) if policy else _normalise(images, mean, std, mirror=flips)
 
-        def finish(window: np.ndarray, out: np.ndarray, corner: Any, size: Any, flip: int) -> None:
-            resized = pixels.resize(window, (img_size, img_size), interpolation)
-            to_floats(resized[:, :, ::-1] if flip else resized, out)
+        def augment(images: torch.Tensor, batch: _Encoded) -> torch.Tensor:
+            return to_floats.batch(with_torch(images, fill, Operations(*batch.arguments[-3:])))
+
+        def finish(
+            image: np.ndarray, out: np.ndarray, corner: Any, size: Any, number: int, flip: int, *drawn: np.ndarray
+        ) -> None:
+            if padding is not None:
+                image = pixels.window(image, *corner.tolist(), *size.tolist())
+            resized = pixels.resize(image, (img_size, img_size), FILTERS[number])
+            to_floats(with_pillow(resized[:, ::-1] if flip else resized, fill, *drawn), out)
 
         steps = range(start_step, plan.num_steps)
         jobs = (job for step in steps for job in plan.micro_batches(step, shard, num_shards))
@@ -162,8 +183,9 @@ class TrainLoader(Iterator[Batch]):
             jobs,
             encode=encode,
             decode=decode,
-            num_arguments=2 if on_cpu else 3,
+            num_arguments=4 if not on_cpu else 2 if padding is None else 0,
             finish=finish if on_cpu else None,
+            augment=augment if policy else None,
             img_size=img_size,
             with_maps=token_label_axes is not None,
             preadv=preadv,
@@ -217,17 +239,16 @@ class EvalLoader:
             return _Encoded(job, samples, reader.room(index, samples, memory), arguments)
 
         def decode(jpegs: Any, sizes: Any = None, corners: Any = None) -> Any:
-            images: Any = fn.decoders.image(jpegs, **_decoder(device))
+            images = _decode(jpegs, device)
             if on_cpu:
                 return images
-            images = fn.resize(images, size=sizes, **resize)
-            outside: dict[str, Any] = {"out_of_bounds_policy": "pad", "fill_values": 0}
-            images = fn.slice(images, start=corners, shape=(img_size, img_size), axis_names="WH", **outside)
+            images = _slice(fn.resize(images, size=sizes, **resize), corners, (img_size, img_size))
             return _normalise(images, mean, std)
 
         def finish(image: np.ndarray, out: np.ndarray, size: np.ndarray, corner: np.ndarray) -> None:
             resized = pixels.resize(image, (int(size[0]), int(size[1])), interpolation)
-            to_floats(pixels.square(resized, int(corner[0]), int(corner[1]), img_size), out)
+            x, y = corner.tolist()
+            to_floats(pixels.window(resized, x, y, img_size, img_size), out)
 
         self._stream = functools.partial(
             _Stream,
@@ -236,6 +257,7 @@ class EvalLoader:
             decode=decode,
             num_arguments=0 if on_cpu else 2,
             finish=finish if on_cpu else None,
+            augment=None,
             img_size=img_size,
             with_maps=False,
             preadv=os.preadv,
@@ -263,6 +285,16 @@ def _finishes_on_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def _decode(jpegs: Any, device: torch.device) -> Any:
+    return fn.decoders.image(jpegs, **_decoder(device))
+
+
+def _window(jpegs: Any, corners: Any, sizes: Any, device: torch.device) -> Any:
+    """The window of an image that it is decoded for; inside of it."""
+    in_pixels: dict[str, Any] = {"normalized_anchor": False, "normalized_shape": False}
+    return fn.decoders.image_slice(jpegs, corners, sizes, axis_names="WH", **in_pixels, **_decoder(device))
+
+
 def _decoder(device: torch.device) -> dict[str, Any]:
     # An EXIF orientation is ignored, as timm does, and as the sizes in the index assume.
     return {
@@ -273,10 +305,29 @@ def _decoder(device: torch.device) -> dict[str, Any]:
     }
 
 
+def _slice(images: Any, corners: Any, sizes: Any) -> Any:
+    """A window that may reach out of the image, where it is black."""
+    outside: dict[str, Any] = {"out_of_bounds_policy": "pad", "fill_values": 0}
+    return fn.slice(images, start=corners, shape=sizes, axis_names="WH", **outside)
+
+
+def _filters(interpolation: str) -> Callable[[int, np.ndarray, np.ndarray], np.ndarray]:
+    """What gives DALI's number of the filter of each (seed, epoch, sample)."""
+    if interpolation == "random":
+        either = np.array([INTERPOLATIONS[name].value for name in ("bilinear", "bicubic")], dtype=np.int32)
+        return lambda *place: either[order.draw_bicubic(*place).astype(np.int32)]
+    number = _resize(interpolation)["interp_type"].value
+    return lambda _, epochs, samples: np.full(len(samples), number, dtype=np.int32)
+
+
 def _resize(interpolation: str) -> dict[str, Any]:
     if interpolation not in INTERPOLATIONS:
         raise ValueError(f"interpolation is {interpolation!r}, expected one of {', '.join(INTERPOLATIONS)}.")
     return {"interp_type": INTERPOLATIONS[interpolation], "antialias": True}
+
+
+def _bytes(images: Any, *, mirror: Any) -> Any:
+    return fn.crop_mirror_normalize(images, dtype=types.DALIDataType.UINT8, output_layout="CHW", mirror=mirror)
 
 
 def _normalise(images: Any, mean: tuple[float, ...], std: tuple[float, ...], *, mirror: Any = 0) -> Any:
@@ -299,7 +350,8 @@ class _Stream(Iterator[Batch]):
     """Runs one pipeline over `jobs`: `encode` in the reading threads, `decode` as the graph inside DALI.
 
     `encode` leaves room for the bytes, which other reading threads fill. The graph takes the bytes and the first
-    `num_arguments` of the arguments. `finish`, if given, makes a sample of the batch from what the graph gave.
+    `num_arguments` of the arguments. From what it gave, `finish`, if given, makes a sample of the batch, or else
+    `augment`, if given, the batch on its device.
     """
 
     def __init__(
@@ -311,6 +363,7 @@ class _Stream(Iterator[Batch]):
         decode: Callable,
         num_arguments: int,
         finish: Finish | None,
+        augment: Callable[[torch.Tensor, _Encoded], torch.Tensor] | None,
         img_size: int,
         with_maps: bool,
         preadv: Callable[[int, list, int], int],
@@ -319,7 +372,7 @@ class _Stream(Iterator[Batch]):
         num_threads: int,
     ) -> None:
         self._index, self._jobs, self._encode, self._device = index, jobs, encode, device
-        self._num_arguments, self._finish, self._img_size = num_arguments, finish, img_size
+        self._num_arguments, self._finish, self._augment, self._img_size = num_arguments, finish, augment, img_size
         self._reader, self._floats = reader.Reader(index, preadv, with_maps=with_maps), reader.Memory()
         self._waiting: collections.deque[Future[tuple[_Encoded, list[Future[None]]]]] = collections.deque()
         self._inside: collections.deque[_Encoded] = collections.deque()  # what DALI holds, oldest first
@@ -413,7 +466,7 @@ class _Stream(Iterator[Batch]):
         else:
             batch = self._inside.popleft()
             self._used.append(batch)
-            self._decoded.append(self._finished(batch, images) if self._finish else _whole(batch, images))
+            self._decoded.append(self._finished(batch, images) if self._finish else self._whole(batch, images))
 
     def _finished(self, batch: _Encoded, images: Any) -> _Decoded:
         count, side = len(batch.samples), self._img_size
@@ -429,6 +482,10 @@ class _Stream(Iterator[Batch]):
         parts = [range(count)[at : at + FINISH_IMAGES] for at in range(0, count, FINISH_IMAGES)]
         return _Decoded(batch, out, [self._finishers.submit(finish, part) for part in parts])
 
+    def _whole(self, batch: _Encoded, images: Any) -> _Decoded:
+        tensor = torch.from_dlpack(images.as_tensor())
+        return _Decoded(batch, self._augment(tensor, batch) if self._augment else tensor, [])
+
     def _explain(self, error: RuntimeError) -> str:
         """Names the first image that PIL cannot decode in the batches that DALI was working on."""
         for batch in self._inside:
@@ -436,7 +493,8 @@ class _Stream(Iterator[Batch]):
                 try:
                     Image.open(io.BytesIO(data.tobytes())).load()
                 except Exception as reason:
-                    return f"{self._index.where(sample)} cannot be decoded: {reason}"
+                    where = self._index.where(sample)
+                    return f"{where} cannot be decoded: {reason}; `python -m largebatch.pack check` lists all such"
         first = self._inside[0].job if self._inside else None
         return f"The pipeline failed at {first}, although PIL can decode its images: {error}"
 
@@ -449,7 +507,3 @@ class _Stream(Iterator[Batch]):
         self._pipe = None
         self._inside.clear()
         self._used.clear()
-
-
-def _whole(batch: _Encoded, images: Any) -> _Decoded:
-    return _Decoded(batch, torch.from_dlpack(images.as_tensor()), [])

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from largebatch.data.label_maps import Found, find_map, map_bytes
 from largebatch.data.records import (
@@ -260,7 +260,8 @@ def image_size(file: io.BytesIO | str) -> tuple[int, int]:
         with Image.open(file) as image:
             kind, size = image.format, image.size
     except (OSError, SyntaxError, ValueError) as error:  # a damaged header may raise any of these
-        raise ValueError(f"is not a readable image: {error}") from error
+        reason = "of no known format" if isinstance(error, UnidentifiedImageError) else error
+        raise ValueError(f"is not a readable image: {reason}") from error
     if kind not in FORMATS:
         raise ValueError(f"is a {kind} image, expected {', '.join(FORMATS)}: convert it first")
     return size

@@ -1,4 +1,4 @@
-"""Which sample comes when, with which crop and flip: pure functions of (seed, epoch, position).
+"""Which sample comes when, with which crop, flip and resizing filter: pure functions of (seed, epoch, position).
 
 The order is decided here and not in the image library, so that it is the same for any number of shards, on
 CPU and GPU, and after a resume: the data position of a run is one integer. A run is one endless stream of
@@ -19,6 +19,7 @@ import numpy as np
 
 ATTEMPTS = 10  # tries of a random resized crop before the centre crop, as torchvision and timm do
 _FLIP = 4 * ATTEMPTS  # the draws of attempt a are numbered 4a .. 4a + 3
+_INTERPOLATION = _FLIP + 1  # numbers from 64 up are those of randaugment
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,10 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Per sample: the crop window in pixels of the stored image (int32) and whether to flip it (bool)."""
+    """Per sample: the crop window in pixels of the stored image (int32) and whether to flip it (bool).
+
+    The window may reach out of the image, where all is black.
+    """
 
     x: np.ndarray
     y: np.ndarray
@@ -183,6 +187,30 @@ def draw(
     centre = _centre_crop(width, height, ratio)
     x, y, w, h = (np.where(fits.any(axis=0), a, b).astype(np.int32) for a, b in zip((x, y, w, h), centre))
     return Draws(x, y, w, h, uniform(seed, epochs, samples, _FLIP) < hflip)
+
+
+def draw_padded(
+    seed: int,
+    epochs: np.ndarray,
+    samples: np.ndarray,
+    *,
+    width: np.ndarray,
+    height: np.ndarray,
+    padding: int,
+    hflip: float,
+) -> Draws:
+    """A window of the image's own size, moved by up to `padding` pixels as by torchvision's RandomCrop, and a flip."""
+    x, y = (
+        np.floor(uniform(seed, epochs, samples, number) * (2 * padding + 1)).astype(np.int32) - padding
+        for number in (2, 3)
+    )
+    w, h = (np.asarray(side).astype(np.int32) for side in (width, height))
+    return Draws(x, y, w, h, uniform(seed, epochs, samples, _FLIP) < hflip)
+
+
+def draw_bicubic(seed: int, epochs: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """Whether each sample is resized with the bicubic filter, else with the bilinear one: bool, half of them."""
+    return uniform(seed, epochs, samples, _INTERPOLATION) < 0.5
 
 
 def _centre_crop(width: np.ndarray, height: np.ndarray, ratio: tuple[float, float]) -> tuple[np.ndarray, ...]:

@@ -9,29 +9,39 @@ from torch.nn import functional
 
 
 def resize(image: np.ndarray, size: tuple[int, int], interpolation: str) -> np.ndarray:
-    """(H, W, 3) to (3, *size), all uint8. torch's kernel runs in one thread and lets go of the interpreter."""
+    """(H, W, 3) to (*size, 3), all uint8. torch's kernel runs in one thread and lets go of the interpreter."""
     pixels = torch.from_numpy(image).permute(2, 0, 1)[None]
-    return functional.interpolate(pixels, size=size, mode=interpolation, antialias=True)[0].numpy()
+    resized = functional.interpolate(pixels, size=size, mode=interpolation, antialias=True)
+    return resized[0].permute(1, 2, 0).numpy()
 
 
-def square(pixels: np.ndarray, x: int, y: int, side: int) -> np.ndarray:
-    """The square (3, side, side) whose corner is (x, y), black outside of `pixels` (3, H, W)."""
+def window(image: np.ndarray, x: int, y: int, width: int, height: int) -> np.ndarray:
+    """The window (height, width, 3) whose corner is (x, y), black outside of `image` (H, W, 3)."""
     left, top = max(x, 0), max(y, 0)
-    inside = pixels[:, top : y + side, left : x + side]
-    if inside.shape[1:] == (side, side):
+    inside = image[top : max(y + height, 0), left : max(x + width, 0)]
+    if inside.shape[:2] == (height, width):
         return inside
-    square = np.zeros((3, side, side), dtype=np.uint8)
-    square[:, top - y : top - y + inside.shape[1], left - x : left - x + inside.shape[2]] = inside
-    return square
+    padded = np.zeros((height, width, 3), dtype=np.uint8)
+    padded[top - y : top - y + inside.shape[0], left - x : left - x + inside.shape[1]] = inside
+    return padded
 
 
 class Normalise:
-    """Bytes (3, H, W) to normalised floats. NumPy, since torch would start a team of threads in each of ours."""
+    """Bytes to normalised floats: an image (H, W, 3) to (3, H, W) by call, a batch (n, 3, H, W) by `batch`.
+
+    NumPy for the image, since torch would start a team of threads in each of ours.
+    """
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         self._mean = np.array([[[255 * value]] for value in mean], dtype=np.float32)
         self._scale = np.array([[[1 / (255 * value)]] for value in std], dtype=np.float32)
 
     def __call__(self, pixels: np.ndarray, out: np.ndarray) -> None:
-        np.subtract(pixels, self._mean, out=out)
+        np.subtract(pixels.transpose(2, 0, 1), self._mean, out=out)
         np.multiply(out, self._scale, out=out)
+
+    def batch(self, images: torch.Tensor) -> torch.Tensor:
+        """On the device of the images; the host does not wait for it."""
+        both = (self._mean, self._scale)
+        mean, scale = (torch.from_numpy(array).to(images.device, non_blocking=True) for array in both)
+        return images.float().sub_(mean).mul_(scale)

@@ -151,7 +151,7 @@ def leave_out(index: Index, entries: Sequence[Entry], *, folder: Path, split: st
     numbers = {path: number for number, path in enumerate(index.files)} if listed else {}
     samples = []
     for path, offset, length in listed:
-        found = _sharing(index, numbers[path], offset, length) if path in numbers else []
+        found = _matching(index, numbers[path], offset, length) if path in numbers else []
         if len(found) != 1:
             raise ValueError(f"{listed_in} names byte {offset} of {path}, where no {split} image is: delete the list.")
         samples += found
@@ -172,7 +172,7 @@ def listed_spans(
     for entry in entries:
         path = str(folder / entry.file)
         if entry.split == split:
-            if _sha256(path, entry.offset, entry.length) != entry.sha256:
+            if not _is_as_listed(path, entry):
                 raise ValueError(
                     f"{listed_in} names record {entry.record} of {entry.file}, which has changed since: run "
                     f"`python -m largebatch.pack check {folder}` again."
@@ -181,12 +181,19 @@ def listed_spans(
     return spans
 
 
-def _sharing(index: Index, number: int, offset: int, length: int) -> list[int]:
-    """The samples that share bytes with a span of a file: sample or span may be the whole record of the other."""
+def _is_as_listed(path: str, entry: Entry) -> bool:
+    """Whether the bytes are the same; an image file (records begin later) may also have grown."""
+    whole = entry.offset > 0 or not os.path.exists(path) or os.path.getsize(path) == entry.length
+    return whole and _sha256(path, entry.offset, entry.length) == entry.sha256
+
+
+def _matching(index: Index, number: int, offset: int, length: int) -> list[int]:
+    """The samples of a file at a span: the same bytes, or either is the whole record of the other."""
     first, stop = np.searchsorted(index.file, [number, number + 1]).tolist()
-    starts, lengths = index.offset[first:stop], np.maximum(index.length[first:stop], 1)
-    shared = (starts < offset + max(length, 1)) & (offset < starts + lengths)
-    return (first + np.flatnonzero(shared)).tolist()
+    starts, ends = index.offset[first:stop], index.offset[first:stop] + index.length[first:stop]
+    inside = (offset <= starts) & (ends <= offset + length)
+    around = (starts <= offset) & (offset + length <= ends) & (index.width[first:stop] == 0)
+    return (first + np.flatnonzero(inside | around)).tolist()
 
 
 def _refuse(index: Index, sample: int, count: int, *, folder: Path) -> None:
@@ -196,8 +203,13 @@ def _refuse(index: Index, sample: int, count: int, *, folder: Path) -> None:
         (reason,) = _faults(index, number, sample)
     else:
         reason = list(_faults(index, number, 0))[index.record(sample)]
-    more = f" (and {count - 1} more images are bad)" if count > 1 else ""
+    if not reason:
+        raise ValueError(
+            f"{index.where(sample)} could not be read when it was indexed, and can be now: touch it, so that it is "
+            "indexed again."
+        )
+    more = f" ({count - 1} more cannot be read)" if count > 1 else ""
     raise ValueError(
-        f"{index.where(sample)} {reason or 'has changed since it was indexed'}{more}; to train without what is bad, "
-        f"list it by `python -m largebatch.pack check {folder}`."
+        f"{index.where(sample)} {reason}{more}; to train without what is bad, list it by `python -m largebatch.pack "
+        f"check {folder}`."
     )

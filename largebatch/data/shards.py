@@ -37,6 +37,15 @@ class Images:
     names: Sequence[str] = ()
 
 
+def shard_images(shard: int, *, count: int, num_shards: int) -> range:
+    """Which of `count` images a shard holds."""
+    return range(count * shard // num_shards, count * (shard + 1) // num_shards)
+
+
+class _Stopped(Exception):
+    """Ends a shard because another one has failed."""
+
+
 def write_split(
     folder: Path,
     split: str,
@@ -56,28 +65,34 @@ def write_split(
     assert 1 <= num_shards <= count, (num_shards, count)
     stopped = threading.Event()
 
-    def payloads(start: int, stop: int) -> Iterator[bytes]:
-        for k in range(start, stop):
+    def payloads(share: range) -> Iterator[bytes]:
+        for k in share:
             if stopped.is_set():
-                raise InterruptedError(f"{split} was not packed to its end")
+                raise _Stopped
             features = {**images.others(k), IMAGE: [images.encoded(k)], LABEL: [images.labels[k] + 1]}
             yield records.encode_example(features)
 
     def write(shard: int) -> int:
-        start, stop = count * shard // num_shards, count * (shard + 1) // num_shards
+        share = shard_images(shard, count=count, num_shards=num_shards)
         path = folder / f"{split}-{shard:05d}-of-{num_shards:05d}"
-        if not path.exists():
-            records.write_records(path, payloads(start, stop))
-        return stop - start
+        try:
+            if not path.exists():
+                records.write_records(path, payloads(share))
+        except BaseException:
+            stopped.set()
+            raise
+        return len(share)
 
     done = 0
     with ThreadPoolExecutor(num_threads) as pool:
         try:
             tasks = [pool.submit(write, shard) for shard in (range(num_shards) if mine is None else mine)]
             for task in as_completed(tasks):
+                if isinstance(task.exception(), _Stopped):  # the cause is still to come
+                    continue
                 done += task.result()
                 yield done
-        finally:  # also where one shard has failed, or the consumer stops early: no other is finished
+        finally:  # also where the consumer stops early
             stopped.set()
             pool.shutdown(cancel_futures=True)
 

@@ -42,7 +42,8 @@ class TokenLabels(NamedTuple):
     placement: Tensor
     """float64 (B, 2, 3): from points of the network's input to points of the map, see `place`"""
     warp: Tensor | None = None
-    """float64 (B, 2, 3): from points of the input to points of the crop before the warp; None: nothing was warped"""
+    """float64 (B, S, 2, 3): from points of the network's input to where they were before the last of S warps, the last
+    two, ..., all of them, which is in the crop; None: nothing was warped"""
 
 
 # -- on the host -------------------------------------------------------------------------------------------------
@@ -53,9 +54,8 @@ def place(
 ) -> np.ndarray:
     """(n, 2, 3) float64: from points of the network's input to points of the map, both in the unit square.
 
-    x goes right, y down. `width` and `height` are those of the stored images in pixels, `warp` (n, 2, 3) goes from the
-    input to the image before RandAugment's geometry (`TokenLabels.warp`). In between lie flip, crop, and the step from
-    the image to its centre square, which is what the teacher saw.
+    x goes right, y down. `width` and `height` are those of the stored images in pixels, `warp` is of `warps`. After the
+    warps come the flip, the crop, and the step from the image to its centre square, which is what the teacher saw.
 
     legacy_transposed is what the published code does: it swaps the axes of the crop (its rows are taken from the map's
     columns), after the flip, and takes the map for one of the full image.
@@ -71,7 +71,19 @@ def place(
         x, y, w, h = draws.x / width, draws.y / height, w / width, h / height
         placement[:, 0, 0], placement[:, 0, 2] = np.where(flip, -h, h), np.where(flip, 1 - y, y)
         placement[:, 1, 1], placement[:, 1, 2] = w, np.where(flip, 1 - x - w, x)
-    return placement if warp is None else compose(placement, warp)
+    return placement if warp is None else compose(placement, warp[:, -1])
+
+
+def warps(steps: np.ndarray) -> np.ndarray:
+    """`TokenLabels.warp` of operations (n, S, 2, 3) in the order in which they are applied to the image.
+
+    Each is from points of the unit square after it to points before it. All of them together do not tell what is seen:
+    what one has moved out of the image does not come back with the next.
+    """
+    composed = [steps[:, -1]]
+    for number in range(steps.shape[1] - 2, -1, -1):
+        composed.append(compose(steps[:, number], composed[-1]))
+    return np.stack(composed, axis=1)
 
 
 def compose(outer: np.ndarray, inner: np.ndarray) -> np.ndarray:
@@ -112,7 +124,8 @@ def cell_weights(labels: TokenLabels, *, grid: int) -> tuple[Tensor, Tensor]:
     x, y = _apply(labels.placement, points)
     counted = counted & _inside(x, y)
     if labels.warp is not None:
-        counted = counted & _inside(*_apply(labels.warp, points))
+        for before in labels.warp.unbind(dim=1):
+            counted = counted & _inside(*_apply(before, points))
     number = counted.sum(dim=2)
     in_rows = _interpolation(y, height) * (counted / number.clamp(min=1)[:, :, None])[..., None]
     weights = in_rows.flatten(0, 1).transpose(1, 2) @ _interpolation(x, width).flatten(0, 1)

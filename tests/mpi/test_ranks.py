@@ -19,6 +19,15 @@ def test_levers(ranks, launcher):
     check_on_ranks("test_levers.py", ranks=ranks, launcher=launcher)
 
 
+@pytest.mark.parametrize("ranks, launcher", [(1, "python"), (3, "mpirun"), (2, "horovodrun --gloo")])
+def test_freezing(ranks, launcher):
+    check_on_ranks("test_freezing.py", ranks=ranks, launcher=launcher)
+
+
+def test_validation():
+    check_on_ranks("test_validation.py", ranks=3)
+
+
 def test_compile():
     check_on_ranks("test_compile.py", ranks=2)
 

@@ -87,8 +87,10 @@ def test_packing_training_and_validating(tmp_path):
                 pixels = noise.integers(0, 256, (40, 50, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(tmp_path / "images" / split / name / f"{k}.JPEG")
     packed, run_folder = tmp_path / "records", tmp_path / "run"
-    pack = readme("python -m largebatch.pack", IMAGE_FOLDER=tmp_path / "images", TFRECORD_FOLDER=packed)
+    pack = readme("python -m largebatch.pack IMAGE_FOLDER", IMAGE_FOLDER=tmp_path / "images", TFRECORD_FOLDER=packed)
     succeeds(f"{pack} --shards 2 --validation-shards 1")
+    check = readme("python -m largebatch.pack check", TFRECORD_FOLDER=packed)
+    assert "train: 16 images, 0 bad" in succeeds(check)
     train = readme("horovodrun -np 4 python -m largebatch.train --data", TFRECORD_FOLDER=packed)
     output = succeeds(f"{train} {SHORT} {TINY} --run.folder {run_folder}")
     assert "recipe vit_b32: vit_b32 at 32 px" in output and "8 = 4 ranks × 1 micro-batch × 2 passes" in output

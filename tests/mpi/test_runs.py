@@ -14,7 +14,11 @@ SMALL = ["--model", "vit_ti16", "--img-size", "32", "--run.precision", "fp32", "
 BATCH = ["--data.global_batch_size", "48", "--data.micro_batch_size", "4", "--log.tensorboard", "false"]
 LENGTH = ["--run.duration", "6 steps", "--run.eval_every", "4 steps"]
 AVERAGED = ["--optim.ema_half_life", "40 images"]
-RANDOM = ["--augment.mixup_alpha", "0.2", "--model.proj_drop_rate", "0.1", "--model.drop_path_rate", "0.1"]
+RATES = ["--model.proj_drop_rate", "0.1", "--model.drop_path_rate", "0.1", "--augment.reprob", "0.3"]
+MIXED = ["--augment.mixup_alpha", "0.2", "--augment.cutmix_alpha", "1", "--augment.mixup_switch_prob", "0.4"]
+DRAWN = ["--augment.auto_augment", "rand-m9-mstd0.5-inc1", "--data.train_interpolation", "random"]
+PADDED = ["--data.train_crop", "pad", "--data.crop_padding", "1", "--data.scale", "[0.08, 1]"]
+RANDOM = [*RATES, *MIXED, *DRAWN, *PADDED]
 
 
 def train(folder: Path, *options: str, ranks: int, launcher: str = "mpirun", **launch_options) -> tuple[int, str]:
@@ -65,7 +69,7 @@ def interrupted(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("ranks, launcher", [(1, "python"), (2, "horovodrun --gloo"), (4, "horovodrun")])
 def test_every_launch_form_trains_the_same(tmp_path, uninterrupted, ranks, launcher):
-    """With mixup, dropout and stochastic depth: ranks, launchers and an average only change the order of sums."""
+    """With every augmentation, dropout, stochastic depth: ranks, launchers, an average change only the order of sums"""
     assert distance(weights(uninterrupted), trained(tmp_path, ranks=ranks, launcher=launcher)) < 1e-4
 
 
@@ -107,6 +111,24 @@ def test_validation_from_the_command_line(uninterrupted):
     raw = (f"{last['top1']:.2f}", f"{last['eval_loss']:.4f}", "model.safetensors")
     averaged = (f"{last['ema_top1']:.2f}", f"{last['ema_loss']:.4f}", "model_ema.safetensors")
     assert lines == [raw, raw, averaged] and last["ema_loss"] != last["eval_loss"]
+
+
+def test_every_checkpoint_of_a_run_into_a_table(tmp_path, interrupted, uninterrupted):
+    """All of one run; then from another run's folder, as its newest weights."""
+    table = ["--csv", str(tmp_path / "table.csv")]
+    code, output = launch(["-m", "largebatch.validate", str(uninterrupted), "--all", *table], ranks=2)
+    assert code == 0, output
+    geometry = ["--model", "vit_ti16", "--img-size", "32", "--run.precision", "fp32", "--data.eval_batch_size", "99"]
+    other = ["-m", "largebatch.validate", *geometry, "--init-from", str(interrupted), *table]
+    code, again = launch(other, ranks=1, launcher="python")
+    assert code == 0, again
+    *every, last = rows(tmp_path, "table.csv")
+    kept = sorted(path.name for path in (uninterrupted / "checkpoints").glob("[0-9]*"))
+    assert [Path(row["weights"]).parent.name for row in every] == kept and len(kept) == 2
+    assert float(every[-1]["top1"]) == float(rows(uninterrupted, "epochs.csv")[-1]["top1"])
+    assert output.count("images 360  (") == 2 and every[0]["loss"] != every[1]["loss"]
+    assert (last["ranks"], last["eval_batch_size"], last["img_size"], last["crop_pct"]) == ("1", "99", "32", "0.875")
+    assert "/interrupted/checkpoints/00000003/model.safetensors" in last["weights"]
 
 
 def test_every_lever_at_once_trains_the_same(tmp_path):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from parts import small_model
 
+from largebatch.comm import Stopped
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.order import Plan
 from largebatch.data.sources import open_source
@@ -56,3 +57,12 @@ def test_training_sees_each_image_once_per_epoch(comm):
     assert np.array_equal(stream, plan.samples(0, plan.num_images)[1])
     for epoch in (0, 1):
         assert np.array_equal(np.sort(stream[epoch * len(index) : (epoch + 1) * len(index)]), np.arange(len(index)))
+
+
+def test_ranks_with_other_images_stop_together(comm):
+    index = open_source("digits", split="validation")
+    comm.agree_on(index.digest(), name="images")
+    if comm.size > 1:
+        mine = index.without([3]) if comm.rank == 1 else index
+        with pytest.raises(Stopped, match=f"rank 1 of {comm.size} has other images than rank 0"):
+            comm.agree_on(mine.digest(), name="images")

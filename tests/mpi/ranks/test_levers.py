@@ -92,15 +92,6 @@ def test_the_sum_does_not_overflow_where_the_mean_fits(comm):
     assert reduced(comm, values, compression="none")[1] is None
 
 
-def test_wrapping_again_keeps_the_compression(comm):
-    model = small_model()
-    optimizer = comm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, passes=1, compression="fp16")
-    again = comm.wrap(optimizer, model, passes=1)
-    model(torch.ones(2, 3, 8, 8)).sum().backward()
-    comm.synchronize(again)
-    assert (comm.peak_sent(again) is None) == (comm.size == 1)
-
-
 @pytest.mark.parametrize("scaled", [True, False])
 def test_an_overflow_of_the_wire_skips_the_step_and_is_told_from_the_models(comm, scaled, caplog):
     """One rank's gradient is finite in fp32 and its share of the mean beyond 65504; then one's loss overflows."""

@@ -81,29 +81,6 @@ def test_zero_grad_takes_its_argument(comm, set_to_none):
     assert all(g is None if set_to_none else not g.any() for g in gradients)
 
 
-def test_unfrozen_parameters_are_reduced_again(comm):
-    """Behind our back it is an error at the next step; wrapped again, replicas stay equal."""
-    model = small_model()
-    model[0].requires_grad_(False)
-    trainer = small_trainer(comm, plan_for(comm, steps=6), passes=2, model=model)
-    batches = trainer.open_batches(0)
-    trainer.train_step(batches)
-    frozen = model[0].weight.clone()
-    trainer.train_step(batches)
-    assert torch.equal(model[0].weight, frozen)
-    model[0].requires_grad_(True)
-    with pytest.raises(ValueError, match="call Communicator.wrap again"):
-        comm.synchronize(trainer.optimizer)
-    step_state = {key: value for key, value in trainer.optimizer.state[model[5].weight].items()}
-    trainer.optimizer = comm.wrap(trainer.optimizer, model, passes=2)
-    init_state(trainer.optimizer)
-    assert all(trainer.optimizer.state[model[5].weight][key] is value for key, value in step_state.items())
-    for _ in range(4):
-        trainer.train_step(batches)
-    assert not torch.equal(model[0].weight, frozen)
-    assert replicas_agree(comm, model, "unfrozen")
-
-
 @pytest.mark.parametrize(
     "spoil, reason",
     [

@@ -1,0 +1,218 @@
+"""RandAugment's operations on bytes: with Pillow on a CPU, and the same levels with torch for a batch on a GPU.
+
+`randaugment` draws them. Pillow is what the field trains with, and it lets go of the interpreter, so that threads run
+side by side. On a GPU all samples of a batch that drew one operation go through it together. There the arithmetic is
+Pillow's to the last bit, in its order and its types, since equalize or posterize after a rotation would blow up one
+grey level of difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from PIL import Image, ImageEnhance, ImageOps
+from torch import Tensor
+from torch.nn import functional
+
+from largebatch.data.randaugment import AFFINE, NAMES, NONE, Operations
+
+
+def fill_colour(mean: tuple[float, ...]) -> tuple[int, ...]:
+    """The colour of what a warp leaves empty: the mean of the data, as bytes."""
+    return tuple(min(255, round(255 * value)) for value in mean)
+
+
+# -- one image, with Pillow --------------------------------------------------------------------------------------------
+
+ADD_BELOW = 128  # solarize_add adds to what is darker
+_LEVELS, _MAP = np.arange(256), Image.Transform.AFFINE
+
+
+def _posterized(bits: float) -> np.ndarray:
+    return _LEVELS & ~(2 ** (8 - int(bits)) - 1)  # black with 0 bits, which Pillow refuses
+
+
+def _solarized_added(addend: float) -> np.ndarray:
+    return np.where(_LEVELS < ADD_BELOW, np.minimum(255, _LEVELS + int(addend)), _LEVELS)
+
+
+_PILLOW: dict[str, Callable[[Image.Image, float], Image.Image]] = {
+    "autocontrast": lambda image, _: ImageOps.autocontrast(image),
+    "equalize": lambda image, _: ImageOps.equalize(image),
+    "invert": lambda image, _: ImageOps.invert(image),
+    "posterize": lambda image, bits: image.point(_posterized(bits).tolist() * 3),
+    "solarize": lambda image, threshold: ImageOps.solarize(image, int(threshold)),
+    "solarize_add": lambda image, addend: image.point(_solarized_added(addend).tolist() * 3),
+    "color": lambda image, factor: ImageEnhance.Color(image).enhance(factor),
+    "contrast": lambda image, factor: ImageEnhance.Contrast(image).enhance(factor),
+    "brightness": lambda image, factor: ImageEnhance.Brightness(image).enhance(factor),
+    "sharpness": lambda image, factor: ImageEnhance.Sharpness(image).enhance(factor),
+}
+
+
+def with_pillow(
+    pixels: np.ndarray, fill: tuple[int, ...], codes: np.ndarray, arguments: np.ndarray, affine: np.ndarray
+) -> np.ndarray:
+    """An image (S, S, 3) uint8 after its operations: codes and arguments (k,), affine (k, 2, 3)."""
+    drawn = np.flatnonzero(codes != NONE)
+    if not len(drawn):
+        return pixels
+    image, size = Image.fromarray(pixels), (len(pixels), len(pixels))
+    for k in drawn:
+        name = NAMES[codes[k]]
+        if name in AFFINE:
+            matrix = tuple(_in_pixels(affine[k], len(pixels)).ravel().tolist())
+            image = image.transform(size, _MAP, matrix, Image.Resampling.BILINEAR, fillcolor=fill)
+        else:
+            image = _PILLOW[name](image, float(arguments[k]))
+    return np.asarray(image)
+
+
+def _in_pixels(affine: np.ndarray, side: int) -> np.ndarray:
+    """Maps (..., 2, 3) of the unit square as maps of an image of `side` pixels."""
+    return affine * np.array([1, 1, side])
+
+
+# -- a batch, with torch -----------------------------------------------------------------------------------------------
+# Images are uint8 (n, 3, S, S), arguments float64 (n,), both on the device.
+
+
+def _by_table(images: Tensor, tables: Tensor) -> Tensor:
+    """Each level replaced by its place in `tables` (n, 1 or 3, 256)."""
+    n, channels = images.shape[:2]
+    tables = tables.clamp(0, 255).to(torch.uint8).expand(n, channels, 256)
+    return tables.gather(2, images.flatten(2).long()).view_as(images)
+
+
+def _levels(images: Tensor) -> Tensor:
+    return torch.arange(256, device=images.device).view(1, 1, 256)
+
+
+def _histograms(images: Tensor) -> Tensor:
+    """(n, channels, 256) int64"""
+    n, channels = images.shape[:2]
+    counts = torch.zeros(n, channels, 256, dtype=torch.int64, device=images.device)
+    flat = images.flatten(2).long()
+    return counts.scatter_add_(2, flat, torch.ones((), dtype=torch.int64, device=images.device).expand_as(flat))
+
+
+def _autocontrast(images: Tensor, _: Tensor) -> Tensor:
+    flat, levels = images.flatten(2).double(), _levels(images)
+    low, high = flat.amin(dim=2, keepdim=True), flat.amax(dim=2, keepdim=True)
+    scale = torch.full_like(low, 255.0) / (high - low)  # 255.0 / tensor would multiply by a rounded reciprocal
+    stretched = (levels * scale + -low * scale).trunc()
+    return _by_table(images, torch.where(high > low, stretched, levels))
+
+
+def _equalize(images: Tensor, _: Tensor) -> Tensor:
+    counts, levels = _histograms(images), _levels(images)
+    below = counts.cumsum(dim=2) - counts
+    brightest = counts.gather(2, images.flatten(2).amax(dim=2, keepdim=True).long())
+    step = (images[0, 0].numel() - brightest) // 255
+    spread = (step // 2 + below) // step.clamp(min=1)
+    return _by_table(images, torch.where(step > 0, spread, levels))
+
+
+def _invert(images: Tensor, _: Tensor) -> Tensor:
+    return 255 - images
+
+
+def _posterize(images: Tensor, bits: Tensor) -> Tensor:
+    masks = 256 - 2 ** (8 - bits.to(torch.int16))
+    return (images & masks.view(-1, 1, 1, 1)).to(torch.uint8)
+
+
+def _solarize(images: Tensor, thresholds: Tensor) -> Tensor:
+    return torch.where(images < thresholds.view(-1, 1, 1, 1), images, 255 - images)
+
+
+def _solarize_add(images: Tensor, addends: Tensor) -> Tensor:
+    brighter = (images + addends.to(torch.int16).view(-1, 1, 1, 1)).clamp(max=255).to(torch.uint8)
+    return torch.where(images < ADD_BELOW, brighter, images)
+
+
+def _blend(images: Tensor, degenerate: Tensor, factors: Tensor) -> Tensor:
+    """From `degenerate` (0) through the images (1) and on. Cut, not rounded, as Pillow does."""
+    from_, factor = degenerate.float(), factors.float().view(-1, 1, 1, 1)
+    return ((images.float() - from_) * factor + from_).clamp(0, 255).to(torch.uint8)
+
+
+def _grey(images: Tensor) -> Tensor:
+    """(n, 1, S, S) int32: luma of ITU-R 601-2 in Pillow's fixed point."""
+    red, green, blue = images.int().split(1, dim=1)
+    return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
+
+
+def _color(images: Tensor, factors: Tensor) -> Tensor:
+    return _blend(images, _grey(images), factors)
+
+
+def _contrast(images: Tensor, factors: Tensor) -> Tensor:
+    sums, count = _grey(images).sum(dim=(1, 2, 3), keepdim=True), images[0, 0].numel()
+    return _blend(images, (2 * sums + count) // (2 * count), factors)  # from their mean, rounded
+
+
+def _brightness(images: Tensor, factors: Tensor) -> Tensor:
+    return _blend(images, torch.zeros_like(images), factors)
+
+
+def _sharpness(images: Tensor, factors: Tensor) -> Tensor:
+    """Away from a smoothed image; its border is not smoothed."""
+    wide, size = images.float(), images.shape[-1]
+    smooth = wide.clone()
+    if size > 2:
+        sums = functional.avg_pool2d(wide, 3, stride=1, divisor_override=1) + 4 * wide[:, :, 1:-1, 1:-1]
+        smooth[:, :, 1:-1, 1:-1] = ((2 * sums + 13) / 26).floor()  # the 13th part, rounded; never halfway
+    return _blend(images, smooth, factors)
+
+
+def _warp(images: Tensor, affine: Tensor, fill: Tensor) -> Tensor:
+    """Bilinear, `affine` (n, 2, 3) float64 in pixels, `fill` (1, 3, 1, 1) where nothing is. In float64 as Pillow."""
+    n, channels, size = images.shape[:3]
+    centres = torch.arange(size, dtype=torch.float64, device=images.device) + 0.5
+    column, row = centres.view(1, 1, size), centres.view(1, size, 1)
+    a = affine.view(n, 6, 1, 1).unbind(dim=1)
+    x, y = (a[k] * column + a[k + 1] * row + a[k + 2] for k in (0, 3))  # (n, S, S)
+    inside = (x >= 0) & (x < size) & (y >= 0) & (y < size)
+    left, top = (x - 0.5).floor(), (y - 0.5).floor()
+    dx, dy = (x - 0.5 - left)[:, None], (y - 0.5 - top)[:, None]
+    flat = images.flatten(2)
+
+    def at(row: Tensor, column: Tensor) -> Tensor:
+        place = (row.clamp(0, size - 1) * size + column.clamp(0, size - 1)).long()
+        return flat.gather(2, place.view(n, 1, -1).expand(n, channels, -1)).view_as(images).double()
+
+    upper, upper_right = at(top, left), at(top, left + 1)
+    lower, lower_right = at(top + 1, left), at(top + 1, left + 1)
+    upper, lower = upper + (upper_right - upper) * dx, lower + (lower_right - lower) * dx
+    return torch.where(inside[:, None], (upper + (lower - upper) * dy).to(torch.uint8), fill)
+
+
+_TORCH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "autocontrast": _autocontrast,
+    "equalize": _equalize,
+    "invert": _invert,
+    "posterize": _posterize,
+    "solarize": _solarize,
+    "solarize_add": _solarize_add,
+    "color": _color,
+    "contrast": _contrast,
+    "brightness": _brightness,
+    "sharpness": _sharpness,
+}
+
+
+def with_torch(images: Tensor, fill: tuple[int, ...], operations: Operations) -> Tensor:
+    """A batch uint8 (n, 3, S, S) after its operations, on its device and in place. The host never waits for it."""
+    colour = torch.tensor(fill, dtype=torch.uint8).to(images.device, non_blocking=True).view(1, 3, 1, 1)
+    affine = _in_pixels(operations.affine, images.shape[-1])
+    for layer, codes in enumerate(operations.codes.T):
+        for name in sorted({NAMES[code] for code in codes} - {NAMES[NONE]}):
+            chosen = np.flatnonzero(codes == NAMES.index(name))
+            drawn = (affine if name in AFFINE else operations.arguments)[chosen, layer]
+            samples, values = (torch.from_numpy(a).to(images.device, non_blocking=True) for a in (chosen, drawn))
+            old = images[samples]
+            images[samples] = _warp(old, values, colour) if name in AFFINE else _TORCH[name](old, values)
+    return images

@@ -1,0 +1,247 @@
+"""RandAugment and AutoAugment: which operations, how strong, where to: pure functions of (seed, epoch, sample).
+
+Each sample goes through up to k operations, one layer after the other. What is drawn here is what Pillow's functions
+take (a factor, a threshold, an angle), so `operations` knows no policy, and a GPU gets the draws of a CPU.
+
+Two differences from timm's RandAugment: shears, shifts and turns resample bilinearly always, where timm draws bilinear
+or bicubic, and what keeps no bit of an image makes it black, where timm with Pillow 13 ends in an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from largebatch.data.order import uniform
+
+NAMES = (
+    "none", "autocontrast", "equalize", "invert", "rotate", "posterize", "solarize", "solarize_add", "color",
+    "contrast", "brightness", "sharpness", "shear_x", "shear_y", "translate_x", "translate_y",
+)  # fmt: skip
+NONE = 0
+CODES = {name: code for code, name in enumerate(NAMES)}
+AFFINE = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
+
+FIRST_DRAW = 64  # the draws of layer l are numbered FIRST_DRAW + 8l + 0 .. 7; those below are order's
+_OPERATION, _APPLY, _RADIUS, _ANGLE, _SIGN, _DRAWS = 0, 1, 2, 3, 4, 8
+
+
+@dataclass(frozen=True, eq=False)
+class Operations:
+    """Per sample and layer: what to do."""
+
+    codes: np.ndarray
+    """(n, k) int64, places in NAMES"""
+    arguments: np.ndarray
+    """(n, k) float64: degrees for rotate, pixels per pixel for shears, parts of the image's side for translations; a
+    threshold, an addend or bits to keep for operations on grey levels, a factor for those that blend; else 0"""
+    affine: np.ndarray
+    """(n, k, 2, 3) float64: where the operation takes a point of its output from, see `matrices`"""
+
+
+# -- strength to argument ----------------------------------------------------------------------------------------------
+
+Level = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of the strength, 1 at the scale's end, and of a sign +1 or -1
+
+
+def _signed(most: float) -> Level:
+    return lambda level, sign: level * most * sign
+
+
+_RAND_GEOMETRY: dict[str, Level] = {
+    "rotate": _signed(30.0),
+    "shear_x": _signed(0.3),
+    "shear_y": _signed(0.3),
+    "translate_x": _signed(0.45),
+    "translate_y": _signed(0.45),
+}
+_BLENDS = ("color", "contrast", "brightness", "sharpness")
+RAND_INCREASING: dict[str, Level] = {
+    **_RAND_GEOMETRY,
+    "posterize": lambda level, sign: np.maximum(0, 4 - np.trunc(level * 4)),
+    "solarize": lambda level, sign: 256 - np.minimum(256, np.trunc(level * 256)),
+    "solarize_add": lambda level, sign: np.minimum(128, np.trunc(level * 110)),
+    **{name: lambda level, sign: np.maximum(0.1, 1.0 + sign * (level * 0.9)) for name in _BLENDS},
+}
+RAND_PLAIN: dict[str, Level] = RAND_INCREASING | {  # some get weaker with the level
+    "posterize": lambda level, sign: np.minimum(8, np.trunc(level * 4)),
+    "solarize": lambda level, sign: np.minimum(256, np.trunc(level * 256)),
+    **{name: lambda level, sign: level * 1.8 + 0.1 for name in _BLENDS},
+}
+AUTO: dict[str, Level] = _RAND_GEOMETRY | {
+    "translate_x": _signed(150 / 331),
+    "translate_y": _signed(150 / 331),
+    "posterize": lambda level, sign: 8 - np.rint(level * 4),
+    "solarize": lambda level, sign: np.ceil(255 - level * 255 - 1e-6),  # of whole levels the same are below it
+    **{name: lambda level, sign: 1.0 + sign * (level * 0.9) for name in _BLENDS},
+}
+
+
+def _operations(codes: np.ndarray, levels: np.ndarray, signs: np.ndarray, scales: dict[str, Level]) -> Operations:
+    arguments = np.zeros(codes.shape)
+    for name, scale in scales.items():
+        chosen = codes == CODES[name]
+        arguments[chosen] = scale(levels[chosen], signs[chosen])
+    return Operations(codes, arguments, matrices(codes, arguments))
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RandAugment:
+    """`num_ops` of the 15 operations, each drawn alone and applied with `prob` (https://arxiv.org/abs/1909.13719).
+
+    The strength is drawn from N(magnitude, magnitude_std), cut to 0 .. magnitude_max, on a scale of 10. With
+    `increasing` more strength always changes an image more. As timm does it.
+    """
+
+    magnitude: float = 10.0
+    num_ops: int = 2
+    prob: float = 0.5
+    magnitude_std: float = 0.0
+    magnitude_max: float = 10.0
+    increasing: bool = False
+
+    def draw(self, seed: int, epochs: np.ndarray, samples: np.ndarray) -> Operations:
+        """The operations of each sample."""
+
+        def u(number: int) -> np.ndarray:  # (n, k)
+            draws = [uniform(seed, epochs, samples, FIRST_DRAW + _DRAWS * k + number) for k in range(self.num_ops)]
+            return np.stack(draws, axis=-1)
+
+        codes = 1 + np.floor(u(_OPERATION) * (len(NAMES) - 1)).astype(np.int64)
+        normal = np.sqrt(-2 * np.log1p(-u(_RADIUS))) * np.cos(2 * np.pi * u(_ANGLE))  # Box and Muller, 1958
+        magnitudes = np.clip(self.magnitude + self.magnitude_std * normal, 0.0, self.magnitude_max)
+        codes = np.where(u(_APPLY) < self.prob, codes, NONE)
+        scales = RAND_INCREASING if self.increasing else RAND_PLAIN
+        return _operations(codes, magnitudes / 10, np.where(u(_SIGN) < 0.5, -1.0, 1.0), scales)
+
+
+@dataclass(frozen=True)
+class AutoAugment:
+    """One of the sub-policies for each sample, each of their operations with its own probability.
+
+    `sub_policies` name operation, probability and strength from 0 to 9. Strengths mean what they do in torchvision:
+    ten even steps over the ranges of https://arxiv.org/abs/1805.09501, the sign drawn, blends from 1 outwards, shifts
+    by 150/331 of the side at most (not cut to whole pixels).
+    """
+
+    sub_policies: tuple[tuple[tuple[str, float, int], ...], ...]
+
+    def draw(self, seed: int, epochs: np.ndarray, samples: np.ndarray) -> Operations:
+        """The operations of each sample."""
+        table = self.sub_policies
+        codes = np.array([[CODES[name] for name, _, _ in steps] for steps in table])
+        probs = np.array([[prob for _, prob, _ in steps] for steps in table])
+        levels = np.array([[level / 9 for _, _, level in steps] for steps in table])
+
+        def u(number: int) -> np.ndarray:
+            draws = [uniform(seed, epochs, samples, FIRST_DRAW + _DRAWS * k + number) for k in range(codes.shape[1])]
+            return np.stack(draws, axis=-1)
+
+        chosen = np.floor(uniform(seed, epochs, samples, FIRST_DRAW + _OPERATION) * len(table)).astype(np.int64)
+        applied = np.where(u(_APPLY) < probs[chosen], codes[chosen], NONE)
+        signs = np.where(u(_SIGN) < 0.5, -1.0, 1.0)
+        return _operations(applied, levels[chosen], signs, AUTO)
+
+
+CIFAR10 = AutoAugment(
+    (
+        (("invert", 0.1, 0), ("contrast", 0.2, 6)),
+        (("rotate", 0.7, 2), ("translate_x", 0.3, 9)),
+        (("sharpness", 0.8, 1), ("sharpness", 0.9, 3)),
+        (("shear_y", 0.5, 8), ("translate_y", 0.7, 9)),
+        (("autocontrast", 0.5, 0), ("equalize", 0.9, 0)),
+        (("shear_y", 0.2, 7), ("posterize", 0.3, 7)),
+        (("color", 0.4, 3), ("brightness", 0.6, 7)),
+        (("sharpness", 0.3, 9), ("brightness", 0.7, 9)),
+        (("equalize", 0.6, 0), ("equalize", 0.5, 0)),
+        (("contrast", 0.6, 7), ("sharpness", 0.6, 5)),
+        (("color", 0.7, 7), ("translate_x", 0.5, 8)),
+        (("equalize", 0.3, 0), ("autocontrast", 0.4, 0)),
+        (("translate_y", 0.4, 3), ("sharpness", 0.2, 6)),
+        (("brightness", 0.9, 6), ("color", 0.2, 8)),
+        (("solarize", 0.5, 2), ("invert", 0.0, 0)),
+        (("equalize", 0.2, 0), ("autocontrast", 0.6, 0)),
+        (("equalize", 0.2, 0), ("equalize", 0.6, 0)),
+        (("color", 0.9, 9), ("equalize", 0.6, 0)),
+        (("autocontrast", 0.8, 0), ("solarize", 0.2, 8)),
+        (("brightness", 0.1, 3), ("color", 0.7, 0)),
+        (("solarize", 0.4, 5), ("autocontrast", 0.9, 0)),
+        (("translate_y", 0.9, 9), ("translate_y", 0.7, 9)),
+        (("autocontrast", 0.9, 0), ("solarize", 0.8, 3)),
+        (("equalize", 0.8, 0), ("invert", 0.1, 0)),
+        (("translate_y", 0.7, 9), ("autocontrast", 0.9, 0)),
+    )
+)
+
+Policy = RandAugment | AutoAugment
+
+
+def parse(text: str) -> Policy | None:
+    """The policy that `text` spells: "" none, "cifar10", or timm's "rand-m9-mstd0.5-inc1". ValueError otherwise.
+
+    m: magnitude (10), n: number of operations (2), p: probability of each (0.5), mstd: deviation of the magnitude (0),
+    mmax: its bound (10), inc1: increasing.
+    """
+    if text in ("", "cifar10"):
+        return CIFAR10 if text else None
+    keys = {"m": "magnitude", "n": "num_ops", "p": "prob", "mstd": "magnitude_std", "mmax": "magnitude_max"}
+    name, *parts = text.split("-")
+    matches = [re.fullmatch(r"(m|n|p|mstd|mmax|inc)(\d+\.?\d*)", part) for part in parts]
+    given = {match[1]: float(match[2]) for match in matches if match}
+    known = name == "rand" and all(matches) and len(given) == len(parts)
+    whole = all(given.get(key, 1) % 1 == 0 for key in ("m", "n", "mmax", "inc"))  # timm cuts or refuses others
+    small = given.get("p", 0) <= 1 and given.get("mstd", 0) <= 100 and given.get("inc", 0) <= 1
+    if not (known and whole and small and given.get("n", 1) and given.get("mmax", 1)):
+        raise ValueError(
+            f"--augment.auto_augment is {text!r}: expected cifar10, or rand and any of m, n, p, mstd, mmax and inc "
+            "once, such as rand-m9-mstd0.5-inc1 (m, n, mmax whole, n and mmax above 0, p 0 to 1, mstd up to 100, inc 0 "
+            "or 1)."
+        )
+    increasing, num_ops = bool(given.pop("inc", 0)), int(given.pop("n", 2))
+    return RandAugment(increasing=increasing, num_ops=num_ops, **{keys[key]: value for key, value in given.items()})
+
+
+def draw(policy: Policy | None, seed: int, epochs: np.ndarray, samples: np.ndarray) -> Operations:
+    """The operations of each (epoch, sample); without a policy none, in no layers."""
+    if policy is None:
+        no_layers = np.zeros((len(samples), 0))
+        return _operations(no_layers.astype(np.int64), no_layers, no_layers, {})
+    return policy.draw(seed, epochs, samples)
+
+
+# -- geometry ----------------------------------------------------------------------------------------------------------
+
+
+def matrices(codes: np.ndarray, arguments: np.ndarray) -> np.ndarray:
+    """(..., 2, 3) from points of the output to points of the input: Pillow's affine maps on the unit square, y down.
+
+    (x, y, 1) of the output times it is (x, y) of the input. The identity where the operation moves nothing.
+    """
+    a, angle = arguments, np.radians(arguments)
+    affine = np.zeros((*codes.shape, 2, 3))
+    affine[..., 0, 0] = affine[..., 1, 1] = 1
+    for name, row, column in (("shear_x", 0, 1), ("shear_y", 1, 0), ("translate_x", 0, 2), ("translate_y", 1, 2)):
+        affine[..., row, column] += np.where(codes == CODES[name], a, 0)
+    turned, cos, sin = codes == CODES["rotate"], np.cos(angle), np.sin(angle)
+    turn = np.stack([cos, -sin, (1 - cos + sin) / 2, sin, cos, (1 - cos - sin) / 2], axis=-1)  # about the centre
+    affine[turned] = turn[turned].reshape(-1, 2, 3)
+    return affine
+
+
+def warp(operations: Operations) -> np.ndarray:
+    """(n, 2, 3) float64: from points of the augmented image to points of the image before, over all its operations.
+
+    On the unit square, x right, y down. The identity for a sample whose operations move nothing.
+    """
+    composed = np.tile(np.eye(2, 3), (len(operations.codes), 1, 1))
+    for step in operations.affine.swapaxes(0, 1):
+        offset = composed[:, :, 2]
+        composed = composed[:, :, :2] @ step
+        composed[:, :, 2] += offset
+    return composed

@@ -1,0 +1,168 @@
+"""Validation on any number of ranks: ReaL labels, folders of weights, and memory that one rank lacks."""
+
+import csv
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from largebatch import evaluation, validate
+from largebatch.comm import Stopped
+from zoo import create_model, save_weights, vit
+
+CLASSES, IMAGES, SIDE = 6, 41, 32
+
+
+@pytest.fixture(scope="module")
+def small():
+    with pytest.MonkeyPatch.context() as patch:
+        structure = vit.Structure(16, embed_dim=16, depth=1, num_heads=2, timm_name="")
+        patch.setitem(vit.STRUCTURES, "vit_ti16", structure)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(comm, small, tmp_path_factory):
+    """Made by rank 0: images named as ImageNet's, ReaL labels, and the weights of two models."""
+    place = comm.broadcast_object(tmp_path_factory.mktemp("validation"), name="folder")
+    with comm.together("making images"):
+        if comm.rank == 0:
+            make(place)
+    return place
+
+
+def make(place) -> None:
+    draws = np.random.default_rng(0)
+    for number in range(IMAGES):
+        (place / "val" / f"n{number % CLASSES}").mkdir(parents=True, exist_ok=True)
+        pixels = draws.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(place / "val" / f"n{number % CLASSES}" / f"ILSVRC2012_val_{number + 1:08d}.png")
+    lists = [draws.choice(CLASSES, size=number % 3, replace=False).tolist() for number in range(IMAGES)]
+    (place / "real.json").write_text(json.dumps(lists))
+    (place / "weights").mkdir()
+    for seed, name in enumerate(("one.safetensors", "two.pth")):
+        torch.manual_seed(seed)
+        model = create_model("vit_ti16", img_size=SIDE, num_classes=CLASSES)
+        torch.nn.init.normal_(model.head.weight)
+        save_weights(model, place / "weights" / name)
+
+
+def validated(comm, folder, *words: str, weights: str = "one.safetensors") -> list[validate.Row]:
+    model = ["--model", "vit_ti16", "--img-size", str(SIDE), f"--model.num_classes={CLASSES}", "--run.precision=fp32"]
+    data = ["--data", str(folder), "--data.num_threads=1", "--run.deterministic=true"]
+    flags = validate.Flags()
+    config = validate.read([*model, "--init-from", str(folder / "weights" / weights), *data, *words], flags)
+    return validate.validate(config, comm, flags)
+
+
+def expected(folder, weights: str) -> dict[str, float]:
+    """Image by image with PIL, in this process alone."""
+    model = create_model(
+        "vit_ti16", img_size=SIDE, num_classes=CLASSES, weights=folder / "weights" / weights
+    ).eval()
+    lists, hits = json.loads((folder / "real.json").read_text()), dict.fromkeys(("top1", "top5", "real1", "real5"), 0)
+    for path in sorted(folder.glob("val/*/*")):
+        pixels = torch.from_numpy(np.asarray(Image.open(path).convert("RGB")).copy()).permute(2, 0, 1)
+        with torch.inference_mode():
+            first = model(((pixels / 255 - 0.5) / 0.5)[None])[0].topk(5).indices.tolist()
+        label, listed = int(path.parent.name[1:]), lists[int(path.name[15:23]) - 1]
+        hits["top1"] += first[0] == label
+        hits["top5"] += label in first
+        hits["real1"] += first[0] in listed
+        hits["real5"] += any(one in listed for one in first)
+    counted = sum(map(bool, lists))
+    return {
+        "top1": 100 * hits["top1"] / IMAGES,
+        "top5": 100 * hits["top5"] / IMAGES,
+        "real_top1": 100 * hits["real1"] / counted,
+        "real_top5": 100 * hits["real5"] / counted,
+    }
+
+
+@pytest.mark.parametrize("batch_size", [64, 5])
+def test_a_folder_of_weights_with_real_labels(comm, folder, batch_size):
+    table = folder / f"table{batch_size}.csv"
+    rows = validated(
+        comm, folder, "--all", "--real-labels", str(folder / "real.json"), "--csv", str(table),
+        "--data.crop_pct=1", f"--data.eval_batch_size={batch_size}", weights="",
+    )  # fmt: skip
+    assert [row.weights.rpartition("/")[2] for row in rows] == ["one.safetensors", "two.pth"]
+    for row in rows:
+        reference = expected(folder, row.weights)
+        assert {name: getattr(row, name) for name in reference} == reference
+        assert (row.images, row.ranks, row.eval_batch_size) == (IMAGES, comm.size, min(batch_size, IMAGES))
+    assert rows[0].loss != rows[1].loss and rows[0].real_top1 != rows[0].top1
+    validated(comm, folder, "--csv", str(table))
+    with open(table, newline="") as file:
+        written = list(csv.DictReader(file))
+    assert len(written) == 3 and written[2]["real_top1"] == ""
+    for row, cells in zip(rows, written):
+        assert cells == {name: str(value) for name, value in vars(row).items()}
+
+
+def test_what_the_model_says_of_its_images_is_taken(comm, folder):
+    (row,) = validated(comm, folder)
+    assert (row.model, row.img_size, row.crop_pct, row.interpolation) == ("vit_ti16", SIDE, 0.9, "bicubic")
+
+
+@pytest.fixture(scope="module")
+def single(comm, folder) -> validate.Row:
+    return validated(comm, folder, "--data.eval_batch_size=1")[0]
+
+
+def allocate_too_much(images: torch.Tensor) -> None:
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+def as_on_a_gpu(images: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize(
+    "fail, short, calls", [(allocate_too_much, "last", 0), (allocate_too_much, "last", 1), (as_on_a_gpu, "all", 0)]
+)
+def test_out_of_memory_on_some_ranks_halves_the_batch_on_all(
+    comm, folder, single, monkeypatch, caplog, fail, short, calls
+):
+    """At the first batch or the second; the result is that of the smaller batch to the last bit."""
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(evaluation, "LOOK_EVERY", 2)
+    forward, seen = vit.VisionTransformer.forward, []
+
+    def limited(self, images):
+        seen.append(len(images))
+        if len(images) > 1 and len(seen) > calls and (short == "all" or comm.rank == comm.size - 1):
+            fail(images)
+        return forward(self, images)
+
+    monkeypatch.setattr(vit.VisionTransformer, "forward", limited)
+    (row,) = validated(comm, folder, "--data.eval_batch_size=4")
+    assert row == single and row.eval_batch_size == 1
+    told = [message for message in caplog.messages if "out of memory" in message]
+    assert len(told) == (2 if comm.rank == 0 else 0)
+
+
+def test_not_even_one_image(comm, folder, monkeypatch):
+    monkeypatch.setattr(vit.VisionTransformer, "forward", lambda self, images: as_on_a_gpu(images))
+    with pytest.raises(Stopped, match="Memory does not suffice to evaluate one image at a time"):
+        validated(comm, folder, "--data.eval_batch_size=2")
+
+
+def test_other_errors_are_no_lack_of_memory(comm, folder, monkeypatch):
+    def broken(self, images):
+        raise RuntimeError("the sizes do not match")
+
+    monkeypatch.setattr(vit.VisionTransformer, "forward", broken)
+    with pytest.raises(RuntimeError, match="the sizes do not match"):
+        validated(comm, folder, "--data.eval_batch_size=1")  # so that no rank is without one
+
+
+def test_a_table_that_is_something_else(comm, folder):
+    with comm.together("writing"):
+        if comm.rank == 0:
+            (folder / "notes.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(Stopped, match="notes.csv is not a table of validations"):
+        validated(comm, folder, "--csv", str(folder / "notes.csv"))

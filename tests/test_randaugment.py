@@ -1,0 +1,299 @@
+"""RandAugment and AutoAugment: draws against the published distributions, operations against Pillow and timm.
+
+The torch operations of the GPU path run on the CPU here. They give Pillow's levels to the last bit.
+"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy import stats
+from sklearn.datasets import load_sample_images
+
+import zoo  # noqa: F401  # lets torchvision be imported beside any build of torch
+from largebatch.data import order, randaugment
+from largebatch.data.operations import fill_colour, with_pillow, with_torch
+from largebatch.data.randaugment import AFFINE, CODES, NAMES, NONE, Operations, RandAugment, parse
+
+FILL = fill_colour((0.485, 0.456, 0.406))
+SIDE = 48
+STANDARD = "rand-m9-mstd0.5-inc1"
+GOLDEN_CODES = [[3, 10], [9, 12], [0, 12]]
+GOLDEN_ARGUMENTS = [[0.0, 1.8226553340478402], [0.27206049350209704, -0.28763855965917223], [0.0, 0.25951120166059827]]
+TIMMS = {  # how timm calls the operations of its increasing set
+    "autocontrast": "AutoContrast", "equalize": "Equalize", "invert": "Invert", "rotate": "Rotate",
+    "posterize": "PosterizeIncreasing", "solarize": "SolarizeIncreasing", "solarize_add": "SolarizeAdd",
+    "color": "ColorIncreasing", "contrast": "ContrastIncreasing", "brightness": "BrightnessIncreasing",
+    "sharpness": "SharpnessIncreasing", "shear_x": "ShearX", "shear_y": "ShearY", "translate_x": "TranslateXRel",
+    "translate_y": "TranslateYRel",
+}  # fmt: skip
+SIGNED = {"rotate", "color", "contrast", "brightness", "sharpness", *AFFINE}
+
+
+@pytest.fixture(scope="module")
+def photographs():
+    """Windows of two photographs, flat and dark ones, and noise: (24, SIDE, SIDE, 3) uint8."""
+    rng, found = np.random.default_rng(0), []
+    for photograph in load_sample_images().images:
+        for _ in range(8):
+            y, x = rng.integers(0, [photograph.shape[0] - 5 * SIDE, photograph.shape[1] - 5 * SIDE])
+            window = photograph[y : y + 5 * SIDE, x : x + 5 * SIDE]
+            found.append(np.asarray(Image.fromarray(window).resize((SIDE, SIDE))))
+    flat, dark = np.full_like(found[0], 77), found[0] // 8
+    few = np.where(rng.random((SIDE, SIDE, 3)) < 0.001, 200, 3).astype(np.uint8)
+    one = flat.copy()
+    one[5, 7] = (76, 80, 255)
+    noise = [rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8) for _ in range(4)]
+    return np.stack([*found, flat, dark, few, one, *noise])
+
+
+def operations(*arrays):
+    """Codes, levels and signs (n, k)."""
+    return randaugment._operations(*(np.asarray(array) for array in arrays), randaugment.RAND_INCREASING)
+
+
+def one_by_one(images, ops, fill=FILL):
+    return np.stack([with_pillow(i, fill, *drawn) for i, *drawn in zip(images, ops.codes, ops.arguments, ops.affine)])
+
+
+def together(images, ops, fill=FILL):
+    batch = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+    return with_torch(batch, fill, ops).permute(0, 2, 3, 1).numpy()
+
+
+def timms(image, steps, fill=FILL):
+    """timm's chain of operations at given strengths; it draws a sign by asking whether a uniform number is above .5."""
+    from timm.data.auto_augment import AugmentOp
+
+    for name, level, sign in steps:
+        hparams = {"img_mean": fill, "interpolation": Image.Resampling.BILINEAR}
+        operation = AugmentOp(TIMMS[name], prob=1.0, magnitude=10 * level, hparams=hparams)
+        seed = next(s for s in range(100) if (random.Random(s).random() > 0.5) == (sign < 0))
+        random.seed(seed)
+        image = operation(image)
+    return image
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_each_operation_equals_timms(photographs, name):
+    """At strengths from nothing to nearly the scale's end, with both signs: to the bit."""
+    for level, sign in ((0.0, 1.0), (0.05, -1.0), (0.37, 1.0), (0.37, -1.0), (0.99, 1.0), (0.99, -1.0)):
+        ops = operations([[CODES[name]]] * len(photographs), [[level]] * len(photographs), [[sign]] * len(photographs))
+        expected = np.stack([np.asarray(timms(Image.fromarray(i), [(name, level, sign)])) for i in photographs])
+        pillow = one_by_one(photographs, ops)
+        assert np.array_equal(pillow, expected), (level, np.abs(pillow.astype(int) - expected).max())
+        assert np.array_equal(together(photographs, ops), pillow), level
+        assert level < 0.1 or not np.array_equal(pillow, photographs)
+
+
+def test_nothing_is_left_of_a_posterized_image_without_bits(photographs):
+    ops = operations([[CODES["posterize"]]] * len(photographs), [[1.0]] * len(photographs), [[1.0]] * len(photographs))
+    assert one_by_one(photographs, ops).max() == together(photographs, ops).max() == 0
+
+
+def test_chains_of_two_equal_timms(photographs):
+    """Fifty pairs in their order: timm's own chain, Pillow's and torch's images."""
+    rng = np.random.default_rng(1)
+    codes, levels = rng.integers(1, len(NAMES), (50, 2)), rng.uniform(0, 0.99, (50, 2))
+    signs = rng.choice([-1.0, 1.0], (50, 2))
+    images, ops = photographs[np.arange(50) % len(photographs)], operations(codes, levels, signs)
+    expected = []
+    for image, *steps in zip(images, codes, levels, signs):
+        chain = [(NAMES[code], level, sign) for code, level, sign in zip(*steps)]
+        expected.append(np.asarray(timms(Image.fromarray(image), chain)))
+    ours = one_by_one(images, ops)
+    assert np.array_equal(ours, np.stack(expected))
+    assert np.array_equal(together(images, ops), ours)
+    swapped = Operations(codes[:, ::-1], ops.arguments[:, ::-1], ops.affine[:, ::-1])
+    assert not np.array_equal(one_by_one(images, swapped), ours)
+
+
+def test_a_batch_that_draws_everything_at_once(photographs):
+    images = photographs[np.arange(200) % len(photographs)]
+    for text in (STANDARD, "rand-m20-n3-p0.9-mmax20-mstd3", "cifar10"):
+        ops = randaugment.draw(parse(text), 3, np.zeros(200, dtype=int), np.arange(200))
+        untouched = (ops.codes == NONE).all(axis=1)
+        ours = one_by_one(images, ops)
+        assert np.array_equal(ours, together(images, ops))
+        assert np.array_equal(ours[untouched], images[untouched]) and untouched.any() == ("p0.9" not in text)
+
+
+@pytest.mark.parametrize("side", [1, 2, 3])
+def test_tiny_images(side):
+    images = np.random.default_rng(0).integers(0, 256, (45, side, side, 3), dtype=np.uint8)
+    ops = operations(np.arange(45)[:, None] % 15 + 1, np.full((45, 1), 0.6), np.ones((45, 1)))
+    assert np.array_equal(one_by_one(images, ops), together(images, ops))
+
+
+# -- geometry ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pair", [("rotate", "shear_x"), ("translate_y", "rotate"), ("shear_y", "color"),
+                                  ("translate_x", "shear_y"), ("equalize", "invert")])  # fmt: skip
+def test_the_warp_says_where_pillow_took_a_pixel_from(pair):
+    """Images whose levels are their own coordinates: what timm's operations leave is where each pixel came from."""
+    side, level = 200, np.array([[0.5, 0.4]])
+    ops = operations([[CODES[name] for name in pair]], level, [[1.0, -1.0]])
+    (affine,) = randaugment.warp(ops)
+    moves = [(name, strength, sign) for name, strength, sign in zip(pair, level[0], (1.0, -1.0)) if name in AFFINE]
+    axis = np.arange(side, dtype=np.uint8)
+    coordinates = np.stack([*np.meshgrid(axis, axis), np.full((side, side), 200, np.uint8)], axis=-1)
+    moved = np.asarray(timms(Image.fromarray(coordinates), moves, fill=(0, 0, 0)))
+    y, x = np.nonzero(moved[:, :, 2] == 200)  # inside at both operations
+    points = np.stack([x + 0.5, y + 0.5, np.full(len(x), side)]) / side
+    theirs = (moved[y, x, :2] + 0.5) / side
+    assert len(x) > 0.3 * side**2
+    assert np.abs((affine @ points).T - theirs).max() < 2.5 / side  # two cuts to whole levels, and the border's half
+    assert np.abs((affine @ points).T - theirs).mean() < 1 / side
+    assert any(name in AFFINE for name in pair) or np.array_equal(affine, np.eye(2, 3))
+
+
+def test_the_warp_is_exact():
+    """Against products of 3 x 3 matrices, and Pillow's own matrix of a rotation."""
+    policy = parse(STANDARD)
+    ops = randaugment.draw(policy, 0, np.zeros(300, dtype=int), np.arange(300))
+    whole = np.zeros((300, 2, 3, 3))
+    whole[:, :, :2], whole[:, :, 2, 2] = ops.affine, 1
+    assert np.abs(randaugment.warp(ops) - (whole[:, 0] @ whole[:, 1])[:, :2]).max() < 1e-15
+    resting = ~np.isin(ops.codes, [CODES[name] for name in AFFINE]).any(axis=1)
+    assert resting.any() and (randaugment.warp(ops)[resting] == np.eye(2, 3)).all()
+    assert np.array_equal(randaugment.warp(randaugment.draw(None, 0, np.zeros(2), np.arange(2))), [np.eye(2, 3)] * 2)
+    corner = randaugment.matrices(np.array(CODES["rotate"]), np.array(90.0)) @ [0, 0, 1]
+    assert corner == pytest.approx([1, 0])  # counter-clockwise: the upper right corner comes to the upper left
+
+
+# -- draws -------------------------------------------------------------------------------------------------------------
+
+
+def drawn(text, count=30_000, seed=0):
+    return randaugment.draw(parse(text), seed, np.zeros(count, dtype=int), np.arange(count))
+
+
+def test_operations_are_uniform_with_replacement_and_half_of_them_applied():
+    codes = drawn(STANDARD).codes
+    for layer in (0, 1):
+        counts = np.bincount(codes[:, layer], minlength=16)
+        assert stats.binomtest(int(counts[NONE]), len(codes), 0.5).pvalue > 1e-3
+        assert stats.chisquare(counts[1:]).pvalue > 1e-3
+    both = drawn("rand-p1").codes
+    pairs = np.bincount(16 * both[:, 0] + both[:, 1], minlength=256).reshape(16, 16)
+    assert (pairs[0] == 0).all() and stats.chisquare(pairs[1:, 1:].ravel()).pvalue > 1e-3
+
+
+def test_magnitudes_are_normal_and_cut():
+    ops = drawn(STANDARD, 60_000)
+    angles = ops.arguments[ops.codes == CODES["rotate"]]
+    magnitudes = np.abs(angles) / 3
+    uncut = magnitudes[magnitudes < 10 - 1e-9]
+    assert stats.kstest(uncut, stats.truncnorm(-18, 2, 9, 0.5).cdf).pvalue > 1e-3
+    assert stats.binomtest(int(len(magnitudes) - len(uncut)), len(magnitudes), stats.norm.sf(2)).pvalue > 1e-3
+    assert stats.binomtest(int((angles < 0).sum()), len(angles), 0.5).pvalue > 1e-3
+    factors = ops.arguments[ops.codes == CODES["color"]]
+    assert factors.min() == pytest.approx(0.1) and 1.89 < factors.max() <= 1.9
+    beyond = drawn("rand-m30-mmax40-mstd3-inc1")
+    assert np.abs(beyond.arguments[beyond.codes == CODES["rotate"]]).max() > 100
+
+
+def test_what_is_drawn_is_a_function_of_seed_epoch_and_sample():
+    samples, epochs = np.arange(500), np.arange(500) % 3
+    for policy in (parse(STANDARD), randaugment.CIFAR10):
+        whole = randaugment.draw(policy, 5, epochs, samples)
+        part = randaugment.draw(policy, 5, epochs[77:99], samples[77:99])
+        assert np.array_equal(part.codes, whole.codes[77:99]) and np.array_equal(part.affine, whole.affine[77:99])
+        for other in (randaugment.draw(policy, 6, epochs, samples), randaugment.draw(policy, 5, epochs + 1, samples)):
+            assert 0.2 < (other.codes != whole.codes).mean() < 0.9
+
+
+def test_draws_are_fixed_for_good_and_apart_from_the_crops():
+    # a resumed run needs what it began with: these numbers may never change
+    ops = randaugment.draw(parse(STANDARD), 7, np.array([0, 3, 3]), np.array([5, 5, 8]))
+    assert ops.codes.tolist() == GOLDEN_CODES
+    assert ops.arguments == pytest.approx(np.array(GOLDEN_ARGUMENTS))
+    assert randaugment.FIRST_DRAW > order._INTERPOLATION > order._FLIP
+
+
+def test_strengths_that_do_not_increase_are_timms():
+    from timm.data.auto_augment import LEVEL_TO_ARG
+
+    for name in ("posterize", "solarize", "solarize_add", "color", "sharpness"):
+        call = LEVEL_TO_ARG["SolarizeAdd" if name == "solarize_add" else name.capitalize()]
+        for magnitude in (0, 1, 4.7, 9, 10):
+            ours = randaugment.RAND_PLAIN[name](np.array([magnitude / 10]), np.array([1.0]))
+            assert ours.tolist() == pytest.approx(call(magnitude, {})), (name, magnitude)
+
+
+# -- AutoAugment -------------------------------------------------------------------------------------------------------
+
+
+def test_cifar10_is_torchvisions_table():
+    """Operations, probabilities and arguments; torchvision cuts shifts to whole pixels later."""
+    from torchvision.transforms import AutoAugment, AutoAugmentPolicy
+
+    theirs = AutoAugment(AutoAugmentPolicy.CIFAR10)
+    space = theirs._augmentation_space(10, (331, 331))
+    names = {"".join(part.capitalize() for part in name.split("_")): name for name in NAMES} | {
+        "AutoContrast": "autocontrast"
+    }
+    assert len(randaugment.CIFAR10.sub_policies) == len(theirs.policies) == 25
+    for ours, steps in zip(randaugment.CIFAR10.sub_policies, theirs.policies):
+        assert [step[:2] for step in ours] == [(names[name], prob) for name, prob, _ in steps]
+        for (name, _, level), (their_name, _, their_level) in zip(ours, steps):
+            assert level == (their_level or 0)
+            magnitudes, signed = space[their_name]
+            assert signed == (name in SIGNED)
+            for sign in (1.0, -1.0):
+                ops = randaugment._operations(
+                    np.array([CODES[name]]), np.array([level / 9]), np.array([sign]), randaugment.AUTO
+                )
+                expected = float(magnitudes[their_level]) if their_level is not None else 0.0
+                expected *= sign if signed else 1
+                expected = 1 + expected if name in randaugment._BLENDS else expected
+                expected /= 331 if name.startswith("translate") else 1
+                expected = np.ceil(expected) if name == "solarize" else expected
+                assert ops.arguments[0] == pytest.approx(expected, abs=1e-6), (name, level)
+
+
+def test_sub_policies_are_uniform_and_operations_have_their_probabilities():
+    count, table = 50_000, randaugment.CIFAR10.sub_policies
+    codes = drawn("cifar10", count).codes
+    expected = np.zeros((16, 16))
+    for (first, p, _), (second, q, _) in table:
+        for code, weight in ((CODES[first], p), (NONE, 1 - p)):
+            expected[code, CODES[second]] += weight * q / len(table)
+            expected[code, NONE] += weight * (1 - q) / len(table)
+    found = np.zeros((16, 16))
+    np.add.at(found, (codes[:, 0], codes[:, 1]), 1)
+    assert (found[expected == 0] == 0).all()
+    assert stats.chisquare(found[expected > 0], count * expected[expected > 0]).pvalue > 1e-3
+
+
+# -- spelling ----------------------------------------------------------------------------------------------------------
+
+
+def test_timms_spelling():
+    from timm.data.auto_augment import rand_augment_transform
+
+    assert parse("") is None and parse("cifar10") is randaugment.CIFAR10
+    assert parse(STANDARD) == RandAugment(magnitude=9, magnitude_std=0.5, increasing=True)
+    for text in ("rand", STANDARD, "rand-m7-n3-p0.3-mmax12", "rand-inc0-mstd1"):
+        theirs, ours = rand_augment_transform(text, {}), parse(text)
+        operation = theirs.ops[0]
+        assert (ours.num_ops, ours.prob, ours.magnitude) == (theirs.num_layers, operation.prob, operation.magnitude)
+        assert ours.magnitude_std == operation.magnitude_std
+        assert ours.magnitude_max == (operation.magnitude_max or 10)
+        assert ours.increasing == any(op.name == "ColorIncreasing" for op in theirs.ops)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["rnd-m9", "rand-m9-m8", "rand-x3", "rand-m", "rand-m9.5", "rand-p2", "rand-n0", "rand-mstd101", "rand-inc2",
+     "cifar", "cifar10-m9", "v0", "rand-mmax0", "rand-tweights", "rand-"],
+)  # fmt: skip
+def test_other_spellings_are_refused(text):
+    with pytest.raises(ValueError, match=f"^--augment.auto_augment is '{text}': expected cifar10, or rand and "):
+        parse(text)

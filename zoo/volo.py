@@ -1,0 +1,409 @@
+"""VOLO-D1 to D5 (https://arxiv.org/abs/2106.13112), with the names of its published weights and timm's interface.
+
+    images -> stem, 8 px per cell -> outlookers -> 16 px per cell -> transformer blocks -> class attention -> two heads
+
+Ours differs from timm's where that is wrong or slow for training: `forward_train` gives the logits of class and tokens,
+any image size may be built, and outlook attention is two small products between a gather and its adjoint instead of
+unfold and fold with their transpositions. The published model has no stochastic depth in its outlookers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath, Mlp, trunc_normal_
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+CELL = 16  # pixels per side of a cell of the token grid
+MixBox = tuple[int, int, int, int]  # first row and column, and those behind the last, in cells of the token grid
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What tells one VOLO from another: blocks of outlookers and of the three transformer stages, and widths."""
+
+    depths: tuple[int, int, int, int]
+    dims: tuple[int, int]  # of the outlookers, of the transformer blocks
+    heads: tuple[int, int]
+    mlp_ratio: float
+    stem_dim: int
+    timm_name: str
+
+
+STRUCTURES = {
+    "volo_d1": Structure((4, 4, 8, 2), (192, 384), (6, 12), mlp_ratio=3.0, stem_dim=64, timm_name="volo_d1_224"),
+    "volo_d2": Structure((6, 4, 10, 4), (256, 512), (8, 16), mlp_ratio=3.0, stem_dim=64, timm_name="volo_d2_224"),
+    "volo_d3": Structure((8, 8, 16, 4), (256, 512), (8, 16), mlp_ratio=3.0, stem_dim=64, timm_name="volo_d3_224"),
+    "volo_d4": Structure((8, 8, 16, 4), (384, 768), (12, 16), mlp_ratio=3.0, stem_dim=64, timm_name="volo_d4_224"),
+    "volo_d5": Structure((12, 12, 20, 4), (384, 768), (12, 16), mlp_ratio=4.0, stem_dim=128, timm_name="volo_d5_224"),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# outlook attention
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def gather(x: Tensor, num_heads: int) -> Tensor:
+    """The 3 × 3 pixels around every second one, zero outside: (B, H, W, C) -> (B · h · w · heads, 9, C / heads)."""
+    batch, height, width, channels = x.shape
+    h, w, d = -(-height // 2), -(-width // 2), channels // num_heads
+    padded = x.new_zeros(batch, 2 * h + 1, 2 * w + 1, channels)
+    padded[:, 1 : height + 1, 1 : width + 1] = x
+    image, row, column, _ = padded.stride()
+    shape = (batch, h, w, num_heads, 3, 3, d)
+    return padded.as_strided(shape, (image, 2 * row, 2 * column, d, row, column, 1)).reshape(-1, 9, d)
+
+
+def scatter(cells: Tensor, shape: torch.Size) -> Tensor:
+    """The adjoint of `gather`: every neighbourhood is added where it came from; shape is (B, H, W, C)."""
+    batch, height, width, channels = shape
+    h, w = -(-height // 2), -(-width // 2)
+    cells = cells.view(batch, h, w, -1, 9, cells.shape[-1])
+    padded = cells.new_zeros(batch, 2 * h + 1, 2 * w + 1, *cells.shape[3::2])
+    for k in range(9):
+        row, column = divmod(k, 3)
+        padded[:, row : row + 2 * h - 1 : 2, column : column + 2 * w - 1 : 2] += cells[:, :, :, :, k]
+    return padded[:, 1 : height + 1, 1 : width + 1].reshape(shape)
+
+
+class _Outlook(torch.autograd.Function):
+    """Weights times the neighbourhoods of values, added up; everything in the type of the values."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, values: Tensor) -> Tensor:
+        """Weights (B, h, w, heads, 9, 9) and values (B, H, W, C) -> (B, H, W, C)."""
+        ctx.save_for_backward(weights, values)
+        return scatter(torch.bmm(weights.view(-1, 9, 9), gather(values, weights.shape[3])), values.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of weights and values."""
+        weights, values = ctx.saved_tensors
+        grad = gather(grads[0], weights.shape[3])
+        grad_weights = torch.bmm(grad, gather(values, weights.shape[3]).transpose(1, 2))
+        grad_values = scatter(torch.bmm(weights.view(-1, 9, 9).transpose(1, 2), grad), values.shape)
+        return grad_weights.view_as(weights), grad_values
+
+
+class OutlookAttention(nn.Module):
+    """Mixes the 3 × 3 pixels around every second one by weights that are predicted from its 2 × 2 mean."""
+
+    def __init__(self, dim: int, num_heads: int, *, attn_drop: float) -> None:
+        super().__init__()
+        self.num_heads, self.scale = num_heads, (dim // num_heads) ** -0.5
+        self.v = nn.Linear(dim, dim, bias=False)
+        self.attn = nn.Linear(dim, num_heads * 81)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, W, C) -> (B, H, W, C)"""
+        values = self.v(x)
+        cells = F.avg_pool2d(x.permute(0, 3, 1, 2), 2, ceil_mode=True).permute(0, 2, 3, 1)
+        logits = (self.attn(cells) * self.scale).unflatten(-1, (self.num_heads, 9, 9))
+        weights = self.attn_drop(logits.softmax(dim=-1)).to(values.dtype)
+        return self.proj(_Outlook.apply(weights, values))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# blocks
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Self-attention of all cells; fused_attn chooses torch's fused kernel, or products around a softmax."""
+
+    def __init__(self, dim: int, num_heads: int, *, attn_drop: float) -> None:
+        super().__init__()
+        self.num_heads, self.scale, self.fused_attn = num_heads, (dim // num_heads) ** -0.5, True
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, W, C) -> (B, H, W, C)"""
+        q, k, v = self.qkv(x).flatten(1, 2).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        if self.fused_attn:
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop.p if self.training else 0.0)
+        else:
+            y = self.attn_drop((q * self.scale @ k.transpose(-2, -1)).softmax(dim=-1)) @ v
+        return self.proj(y.transpose(1, 2).reshape(x.shape))
+
+
+class ClassAttention(nn.Module):
+    """Attention of the class token alone to all tokens, itself included."""
+
+    def __init__(self, dim: int, num_heads: int, *, attn_drop: float) -> None:
+        super().__init__()
+        self.num_heads, self.scale = num_heads, (dim // num_heads) ** -0.5
+        self.kv = nn.Linear(dim, 2 * dim, bias=False)
+        self.q = nn.Linear(dim, dim, bias=False)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 1 + N, C) -> (B, 1, C)"""
+        k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q = self.q(x[:, :1]).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        y = self.attn_drop((q * self.scale @ k.transpose(-2, -1)).softmax(dim=-1)) @ v
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A layer of attention and an MLP, each with its norm before it and a residual around it."""
+
+    def __init__(self, attn: nn.Module, dim: int, *, mlp_ratio: float, drop_path: float = 0.0) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(dim), attn
+        self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
+        self.norm2, self.mlp = nn.LayerNorm(dim), Mlp(dim, int(dim * mlp_ratio))
+        self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ..., C) -> the same shape"""
+        x = x + self.drop_path1(self.attn(self.norm1(x)))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
+
+
+class ClassBlock(Block):
+    """A block that moves the class token alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 1 + N, C) -> the same shape"""
+        token = x[:, :1] + self.attn(self.norm1(x))
+        return torch.cat([token + self.mlp(self.norm2(token)), x[:, 1:]], dim=1)
+
+
+class PatchEmbed(nn.Module):
+    """The stem: images to a grid of cells of 8 px."""
+
+    def __init__(self, stem_dim: int, embed_dim: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for channels, kernel, stride in ((3, 7, 2), (stem_dim, 3, 1), (stem_dim, 3, 1)):
+            conv = nn.Conv2d(channels, stem_dim, kernel, stride=stride, padding=kernel // 2, bias=False)
+            layers += [conv, nn.BatchNorm2d(stem_dim), nn.ReLU(inplace=True)]
+        self.conv = nn.Sequential(*layers)
+        self.proj = nn.Conv2d(stem_dim, embed_dim, kernel_size=4, stride=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 3, H, W) -> (B, H / 8, W / 8, C)"""
+        return self.proj(self.conv(x)).permute(0, 2, 3, 1)
+
+
+class Downsample(nn.Module):
+    """Cells of 8 px to cells of 16 px."""
+
+    def __init__(self, dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(dim, out_dim, kernel_size=2, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, W, C) -> (B, H / 2, W / 2, C')"""
+        return self.proj(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# the model
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class VOLO(nn.Module):
+    """See the module. Images (B, 3, H, W), H and W multiples of 16."""
+
+    def __init__(
+        self,
+        structure: Structure,
+        *,
+        img_size: int,
+        num_classes: int,
+        drop_rate: float = 0.0,
+        pos_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        outlook_drop_path: bool = False,
+    ) -> None:
+        super().__init__()
+        s, (outer, inner) = structure, structure.dims
+        self.num_features = self.head_hidden_size = self.embed_dim = inner
+        self.grad_checkpointing = False
+        self.patch_embed = PatchEmbed(s.stem_dim, outer)
+        side = img_size // CELL
+        self.pos_embed = nn.Parameter(torch.zeros(1, side, side, inner))
+        self.pos_drop = nn.Dropout(pos_drop_rate)
+        ramp = iter(drop_path_rate * index / (sum(s.depths) - 1) for index in range(sum(s.depths)))
+
+        def block(attention: type[nn.Module], stage: int) -> Block:
+            level, rate = int(stage > 0), next(ramp)
+            attn = attention(s.dims[level], s.heads[level], attn_drop=attn_drop_rate)
+            drop_path = rate if stage or outlook_drop_path else 0.0
+            return Block(attn, s.dims[level], mlp_ratio=s.mlp_ratio, drop_path=drop_path)
+
+        kinds = (OutlookAttention, Attention, Attention, Attention)
+        stages = [
+            nn.Sequential(*(block(kind, stage) for _ in range(s.depths[stage]))) for stage, kind in enumerate(kinds)
+        ]
+        self.network = nn.ModuleList([stages[0], Downsample(outer, inner), *stages[1:]])
+        self.post_network = nn.ModuleList(
+            ClassBlock(ClassAttention(inner, s.heads[1], attn_drop=attn_drop_rate), inner, mlp_ratio=s.mlp_ratio)
+            for _ in range(2)
+        )
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, inner))
+        self.norm = nn.LayerNorm(inner)
+        self.head_drop = nn.Dropout(drop_rate)
+        self.reset_classifier(num_classes)
+        trunc_normal_(self.cls_token, std=0.02)
+        trunc_normal_(self.pos_embed, std=0.02)
+        self.apply(_init_weights)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """New heads for class and tokens; none for 0 classes. Only the class token is pooled."""
+        if global_pool not in (None, "token"):
+            raise ValueError(f"global_pool is {global_pool!r}: VOLO has a class token, expected 'token'")
+        self.num_classes = num_classes
+        self.head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
+        self.aux_head = nn.Linear(self.num_features, num_classes) if num_classes else None
+        for head in (self.head, self.aux_head):
+            if isinstance(head, nn.Linear):
+                _init_weights(head)
+
+    def get_classifier(self) -> nn.Module:
+        """The head of the class token."""
+        return self.head
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep only the blocks' inputs for the backward pass and compute the rest again, with the same draws."""
+        self.grad_checkpointing = enable
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters without weight decay, beside biases and norms."""
+        return {"pos_embed", "cls_token"}
+
+    def forward_features(self, images: Tensor, mix_box: MixBox | None = None) -> Tensor:
+        """Images (B, 3, H, W) -> normalised tokens (B, 1 + H · W / 256, C), that of the class first."""
+        x = self.patch_embed(images)
+        if mix_box is not None:
+            x = mix(x, mix_box, cells=2)
+        for number, stage in enumerate(self.network):
+            if number == 2:
+                x = self.pos_drop(x + self.pos_embed)
+            x = self._run(stage, x)
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1).to(x.dtype), x.flatten(1, 2)], dim=1)
+        x = self._run(self.post_network, x)
+        return self.norm(x)
+
+    def _run(self, stage: Any, x: Tensor) -> Tensor:
+        blocks = stage if isinstance(stage, (nn.Sequential, nn.ModuleList)) else [stage]
+        for block in blocks:
+            again = self.grad_checkpointing and self.training
+            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
+        return x
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Tokens (B, 1 + N, C) -> logits (B, K): those of the class, and half the largest of the cells'."""
+        token = self.head_drop(x[:, 0])
+        if pre_logits or self.aux_head is None:
+            return token
+        return self.head(token) + 0.5 * self.aux_head(x[:, 1:]).amax(dim=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (B, 3, H, W) -> logits (B, K), in training and evaluation."""
+        return self.forward_head(self.forward_features(images))
+
+    def forward_train(self, images: Tensor, mix_box: MixBox | None = None) -> tuple[Tensor, Tensor]:
+        """Logits of the class (B, K) and of the cells (B, N, K), row by row, with their heads.
+
+        mix_box: MixToken (https://arxiv.org/abs/2104.10858): after the stem the cells in this box are those of the
+        flipped batch, image B - 1 - i for image i. The cells' logits are put back, so that they belong to their
+        own images again; those of the class are of the mixture. ValueError for a model without heads.
+        """
+        if self.aux_head is None:
+            raise ValueError("forward_train needs heads, and this VOLO was built with num_classes=0")
+        x = self.forward_features(images, mix_box)
+        cells = self.aux_head(x[:, 1:])
+        if mix_box is not None:
+            side = images.shape[-1] // CELL
+            cells = mix(cells.unflatten(1, (-1, side)), mix_box).flatten(1, 2)
+        return self.head(self.head_drop(x[:, 0])), cells
+
+
+def mix(grid: Tensor, box: MixBox, *, cells: int = 1) -> Tensor:
+    """Swap a box of (B, H, W, C) with the flipped batch's; `cells` per side of what the box counts in."""
+    top, left, bottom, right = (cells * edge for edge in box)
+    mixed = grid.clone()
+    mixed[:, top:bottom, left:right] = grid.flip(0)[:, top:bottom, left:right]
+    return mixed
+
+
+def _init_weights(module: nn.Module) -> None:
+    """As published; convolutions keep torch's."""
+    if isinstance(module, nn.Linear):
+        trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def build_volo(
+    name: str,
+    *,
+    img_size: int,
+    num_classes: int,
+    drop_rate: float,
+    pos_drop_rate: float,
+    attn_drop_rate: float,
+    drop_path_rate: float,
+    outlook_drop_path: bool,
+) -> VOLO:
+    """Build the VOLO `name`: images (B, 3, img_size, img_size) -> logits (B, num_classes)."""
+    if img_size <= 0 or img_size % CELL:
+        below = max(img_size // CELL, 1) * CELL
+        raise ValueError(f"img_size {img_size} does not fit {name}: expected a multiple of {CELL}, such as {below}")
+    model = VOLO(
+        STRUCTURES[name],
+        img_size=img_size,
+        num_classes=num_classes,
+        drop_rate=drop_rate,
+        pos_drop_rate=pos_drop_rate,
+        attn_drop_rate=attn_drop_rate,
+        drop_path_rate=drop_path_rate,
+        outlook_drop_path=outlook_drop_path,
+    )
+    cfg: Any = default_cfg(name, img_size=img_size, num_classes=num_classes)
+    model.default_cfg = model.pretrained_cfg = cfg
+    return model
+
+
+def default_cfg(name: str, *, img_size: int, num_classes: int) -> dict[str, Any]:
+    """How images are prepared, in timm's keys, as published.
+
+    crop_pct 1.15 (D4, D5, and all at 448 px) makes the image smaller than the crop, with a black frame.
+    """
+    large = name in ("volo_d4", "volo_d5") or img_size >= 448
+    return {
+        "num_classes": num_classes,
+        "input_size": (3, img_size, img_size),
+        "crop_pct": 1.15 if large else 1.0 if img_size >= 384 else 0.96,
+        "interpolation": "bicubic",
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+        "first_conv": "patch_embed.conv.0",
+        "classifier": ("head", "aux_head"),
+    }
+
+
+def recognise(shapes: Mapping[str, torch.Size]) -> str | None:
+    """The name of the VOLO that has parameters of these shapes, at any image size; None if there is none."""
+    depths = tuple(
+        len({key.split(".")[2] for key in shapes if key.startswith(f"network.{stage}.")}) for stage in (0, 2, 3, 4)
+    )
+    stem, hidden = shapes.get("patch_embed.conv.0.weight"), shapes.get("network.2.0.mlp.fc1.weight")
+    if stem is None or hidden is None or len(hidden) != 2:
+        return None
+    for name, s in STRUCTURES.items():
+        if (depths, stem[0], hidden) == (s.depths, s.stem_dim, (int(s.mlp_ratio * s.dims[1]), s.dims[1])):
+            return name
+    return None
