@@ -1,4 +1,4 @@
-"""Augmentation of one numbered micro-batch, on its device: random erasing, soft targets, mixup and cutmix.
+"""Augmentation of one numbered micro-batch, on its device: random erasing, soft targets, mixup, cutmix and MixToken.
 
 The arithmetic is pure functions that are told the draw; `Augment` only draws. What it draws depends on the
 generator alone, and the generator on (seed, step, number of the micro-batch): another number of ranks changes
@@ -9,11 +9,17 @@ for a GPU.
 import hashlib
 import math
 import struct
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from largebatch.data.token_labels import TokenLabels
+from largebatch.data.token_labels import targets as token_targets
+
+TEACHERS_SHARE = {"none": (1.0, 1.0), "published": (0.5, 0.9), "intended": (0.9, 0.5)}  # if right, if wrong
+MixBox = tuple[int, int, int, int]  # first row and column, last row and column plus one, in output cells
 
 
 class Augmented(NamedTuple):
@@ -23,6 +29,10 @@ class Augmented(NamedTuple):
     """(B, 3, H, W)"""
     targets: Tensor
     """float32 (B, K), each row the probabilities of the K classes"""
+    token_targets: Tensor | None = None
+    """float32 (B, N, K), the same for each of N output cells, row by row, or zeros where nothing is known of a cell"""
+    mix_box: MixBox | None = None
+    """the output cells that image i of the batch is to take from image B - 1 - i; the targets are not mixed yet"""
 
 
 def seed_for(seed: int, step: int, number: int, *, purpose: str = "augment") -> int:
@@ -151,12 +161,51 @@ def draw_noise(boxes: Tensor, num_channels: int, *, generator: torch.Generator) 
     return torch.randn(num_channels * int(pixels.sum()), generator=generator)
 
 
+def draw_mix_box(grid: int, *, generator: torch.Generator) -> MixBox:
+    """MixToken's box among grid x grid output cells, from a CPU generator; it may be empty.
+
+    As published: lambda ~ Beta(1, 1), sides of sqrt(1 - lambda) of the grid's, a random cell as the centre, and cut
+    off at the border (https://arxiv.org/abs/2104.10858).
+    """
+    lam = float(torch.rand((), generator=generator, dtype=torch.float64))
+    half = int(grid * math.sqrt(1.0 - lam)) // 2
+    row, column = torch.randint(grid, (2,), generator=generator).tolist()
+    first, last = (max(row - half, 0), max(column - half, 0)), (min(row + half, grid), min(column + half, grid))
+    return (*first, *last)
+
+
+def smooth(targets: Tensor, smoothing: float) -> Tensor:
+    """Probabilities (..., K) with a share `smoothing` of them spread evenly, in place; rows of zeros stay zero.
+
+    They add up to 1. The published code keeps 1 - smoothing + smoothing / K of the teacher's, so that its targets add
+    up to 1 + smoothing / K.
+    """
+    even = targets.sum(dim=-1, keepdim=True) * (smoothing / targets.shape[-1])
+    return targets.mul_(1.0 - smoothing).add_(even)
+
+
+def with_ground_truth(teacher: Tensor, own: Tensor, labels: Tensor, *, rule: str) -> Tensor:
+    """r teacher + (1 - r) own: the class targets (B, K) of a teacher and of the labels int64 (B,), by `TEACHERS_SHARE`.
+
+    r depends on whether the teacher's first class is the label. published: 0.5 if it is, 0.9 if not; intended, which is
+    what the published code says that it does: the wrong teacher gets less, 0.9 if right, 0.5 if not.
+    """
+    right, wrong = TEACHERS_SHARE[rule]
+    share = torch.where(teacher.argmax(dim=1, keepdim=True) == labels[:, None], right, wrong)
+    return torch.lerp(own, teacher, share.to(teacher.dtype))
+
+
 class Augment:
     """Erasing, labels -> soft targets, then mixup or cutmix. The 32K recipe has mixup alone (alpha 0.2, no smoothing).
 
     mixup_alpha, cutmix_alpha: parameters of the Beta distributions, 0 for none; with both, cutmix has probability
     `switch_prob` and mixup the rest. label_smoothing: in [0, 1). erase_prob: probability of random erasing, with
     normal noise (erase_mode pixel) or with 0, the mean (const: CutOut).
+
+    Where token labels come with the images, the targets are a teacher's: that of the image what it saw over the whole
+    crop (as in ReLabel), with the label's by the rule `ground_truth` (`with_ground_truth`), or the label's alone where
+    it saw nothing of the crop. grid: output cells along each side for which there are token targets, 0: none.
+    mix_token: draw a box among them (`draw_mix_box`), instead of mixup and cutmix.
     """
 
     def __init__(
@@ -169,6 +218,9 @@ class Augment:
         label_smoothing: float = 0.0,
         erase_prob: float = 0.0,
         erase_mode: str = "pixel",
+        grid: int = 0,
+        ground_truth: Literal["none", "published", "intended"] = "none",
+        mix_token: bool = False,
     ) -> None:
         if num_classes < 1:
             raise ValueError(f"num_classes is {num_classes}, expected 1 or more")
@@ -186,23 +238,42 @@ class Augment:
         self.mixup_alpha, self.cutmix_alpha, self.switch_prob = mixup_alpha, cutmix_alpha, switch_prob
         self.label_smoothing = label_smoothing
         self.erase_prob, self.erase_mode = erase_prob, erase_mode
+        assert grid or not mix_token
+        self.grid, self.ground_truth, self.mix_token = grid, ground_truth, mix_token
 
-    def __call__(self, images: Tensor, labels: Tensor, generator: torch.Generator) -> Augmented:
-        """Images (B, 3, H, W) and labels int64 (B,) on one device; the generator is a CPU one."""
-        targets = one_hot(labels, self.num_classes, smoothing=self.label_smoothing)
+    def __call__(
+        self, images: Tensor, labels: Tensor, generator: torch.Generator, token_labels: TokenLabels | None = None
+    ) -> Augmented:
+        """Images (B, 3, H, W), labels int64 (B,) and token labels on one device; the generator is a CPU one."""
+        targets, taught = one_hot(labels, self.num_classes, smoothing=self.label_smoothing), None
+        if token_labels is not None:
+            targets, taught = self._taught(targets, labels, token_labels)
         size, device = (images.shape[-2], images.shape[-1]), images.device
         if self.erase_prob:
             boxes = draw_boxes(len(images), size, self.erase_prob, generator=generator)
             const = self.erase_mode == "const"
             noise = None if const else draw_noise(boxes, images.shape[1], generator=generator)
             images = erase(images, boxes=boxes, noise=noise)
+        if self.mix_token:
+            return Augmented(images, targets, taught, draw_mix_box(self.grid, generator=generator))
         if self._cuts(generator):
+            assert taught is None, "cells of the box would have targets of another image"
             box, partners = draw_cutmix(len(images), self.cutmix_alpha, size, generator=generator)
             return Augmented(*cutmix(images, targets, box=box, partners=partners.to(device)))
         if self.mixup_alpha:
             lam, partners = draw_mixup(len(images), self.mixup_alpha, generator=generator)
-            return Augmented(*mixup(images, targets, lam=lam, partners=partners.to(device)))
-        return Augmented(images, targets)
+            partners = partners.to(device)
+            taught = None if taught is None else _blend(taught, lam, partners)
+            return Augmented(*mixup(images, targets, lam=lam, partners=partners), taught)
+        return Augmented(images, targets, taught)
+
+    def _taught(self, own: Tensor, labels: Tensor, token_labels: TokenLabels) -> tuple[Tensor, Tensor | None]:
+        """A teacher's targets (B, K) and (B, N, K), instead of the label's `own`; the latter None without a grid."""
+        grids = [1, self.grid] if self.grid else [1]
+        taught, seen = token_targets(token_labels, num_classes=self.num_classes, grids=grids)
+        taught = smooth(taught, self.label_smoothing)
+        shared = with_ground_truth(taught[:, 0], own, labels, rule=self.ground_truth)
+        return torch.where(seen[:, :1], shared, own), taught[:, 1:] if self.grid else None
 
     def _cuts(self, generator: torch.Generator) -> bool:
         """Whether this micro-batch gets cutmix; drawn only where there is a choice."""

@@ -9,15 +9,16 @@ import os
 import sysconfig
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch import checkpoint, hooks
-from largebatch.augment import Augment
+from largebatch.augment import Augment, Augmented
 from largebatch.batch_norm import BatchNormStatistics, batch_norms
 from largebatch.comm import Communicator, session
 from largebatch.config import DataConfig, TrainConfig, accumulation_passes, dump, duration_images, options
@@ -26,9 +27,10 @@ from largebatch.data.index import Index
 from largebatch.data.order import Plan
 from largebatch.data.randaugment import parse as parse_policy
 from largebatch.data.sources import open_source
+from largebatch.data.token_labels import CELL
 from largebatch.ema import Ema, check_half_life
 from largebatch.engine import Hook, Trainer, TrainState
-from largebatch.losses import classification
+from largebatch.losses import classification, token_labeling
 from largebatch.optim import build_optimizer, can_compile, init_state
 from largebatch.schedules import Schedule, make_schedule, scale_lr
 from zoo import create_model, set_fused_attn
@@ -83,6 +85,8 @@ def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
             raise ValueError(f"Recipe {config.recipe} has no images of its own: give --data FOLDER or synthetic.")
         index = open_source(config.data.path, split=split, listed=config.data.quarantine)
         index = index.for_classes(config.model.num_classes)
+        if split == "train" and config.data.token_labels:
+            index.check_maps(config.model.num_classes)
     comm.agree_on(index.digest(), name=f"{split} images in {config.data.path}")
     return index
 
@@ -204,6 +208,8 @@ def compile_model(model: nn.Module, device: torch.device, comm: Communicator) ->
         needed = on_cpu if device.type == "cpu" else on_gpu
         raise ValueError(f"--run.compile is true, and there is no compiler for {device.type}: expected {needed}.")
     model.compile()
+    if hasattr(model, "forward_train"):  # which is called by its name
+        setattr(model, "forward_train", torch.compile(getattr(model, "forward_train")))
     if comm.size > 1:
         logger.info("compiled: gradients are reduced after the backward pass, no longer during it")
 
@@ -234,13 +240,14 @@ def _assemble(
             policy=policy,
             device=device,
             num_threads=data.num_threads,
+            token_label_axes=data.token_label_axes if data.token_labels else None,
             start_step=start_step,
         )
 
     return Trainer(
         comm=comm,
         model=model,
-        objective=classification,
+        objective=build_objective(config, model),
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled="fp16" in (config.run.precision, config.run.compression)),
         base_lr=_peak_lr(config),
@@ -269,7 +276,23 @@ def _augment(config: TrainConfig) -> Augment:
         label_smoothing=a.label_smoothing,
         erase_prob=a.reprob,
         erase_mode=a.remode,
+        grid=config.model.img_size // CELL if config.loss.dense_weight else 0,
+        ground_truth=config.loss.ground_truth,
+        mix_token=a.mix_token,
     )
+
+
+def build_objective(config: TrainConfig, model: nn.Module) -> Callable[[nn.Module, Augmented], Tensor]:
+    """The loss of the config's section; ValueError if the model has no token logits for it."""
+    loss = config.loss
+    if not loss.dense_weight:
+        return classification
+    if not hasattr(model, "forward_train"):
+        raise ValueError(
+            f"--loss.dense_weight is {loss.dense_weight}: {config.model.name} has no token logits in training, "
+            "expected a model that has them, such as volo_d1, or 0."
+        )
+    return partial(token_labeling, cls_weight=loss.cls_weight, dense_weight=loss.dense_weight)
 
 
 def _hooks(config: TrainConfig, plan: Plan, model: nn.Module) -> list[Hook]:

@@ -89,6 +89,11 @@ class DataConfig:
     """decoding threads per rank"""
     shuffle_window: int = 0
     """shards shuffled together, for storage that needs sequential reads; 0: shuffle over the whole set"""
+    token_labels: bool = False
+    """train on a teacher's label maps, which `python -m largebatch.pack token-labels` adds to the records"""
+    token_label_axes: Literal["exact", "legacy_transposed"] = "exact"
+    """exact: tokens get what the teacher saw there; legacy_transposed: crops are cut out of the maps as the published
+    code does it: with rows and columns swapped, and as if the teacher had seen more than the centre square"""
 
 
 @dataclass(kw_only=True)
@@ -111,6 +116,21 @@ class AugmentConfig:
     """probability that a micro-batch gets cutmix where both are on; the others get mixup"""
     label_smoothing: float = 0.0
     """share of the target spread over all classes"""
+    mix_token: bool = False
+    """paste a box of each image's tokens from another image; needs loss.dense_weight"""
+
+
+@dataclass(kw_only=True)
+class LossConfig:
+    """Class and token logits, for models that have both in training."""
+
+    dense_weight: float = 0.0
+    """weight of the mean cross entropy of the token logits; 0: class logits alone. Published: 0.5 (VOLO), 1 (LV-ViT)"""
+    cls_weight: float = 1.0
+    """weight of the cross entropy of the class logits beside it"""
+    ground_truth: Literal["none", "published", "intended"] = "none"
+    """share of the label in the class target, beside a teacher who is right, or wrong: none 0, 0; published 0.5, 0.1;
+    intended 0.1, 0.5, which is what the published code says that it does"""
 
 
 @dataclass(kw_only=True)
@@ -232,6 +252,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -298,6 +319,8 @@ def check(config: TrainConfig) -> None:
         ("model.num_classes", c.model.num_classes, 1),
         ("data.crop_padding", c.data.crop_padding, 0),
         ("augment.mixup_alpha", c.augment.mixup_alpha, 0),
+        ("loss.dense_weight", c.loss.dense_weight, 0),
+        ("loss.cls_weight", c.loss.cls_weight, 0),
         ("augment.cutmix_alpha", c.augment.cutmix_alpha, 0),
         ("optim.lr", c.optim.lr, 0),
         ("run.max_steps", c.run.max_steps, 0),
@@ -335,6 +358,45 @@ def check(config: TrainConfig) -> None:
         raise ValueError(
             f"--schedule.scaling is {c.schedule.scaling} and --schedule.reference_batch_size is "
             f"{c.schedule.reference_batch_size}: linear and sqrt need a reference batch, none has no use for it."
+        )
+    check_tokens(c)
+
+
+def check_tokens(config: TrainConfig) -> None:
+    """Raise ValueError, one sentence, for what does not fit together about token labels and the dense loss."""
+    data, loss, augment = config.data, config.loss, config.augment
+    if loss.ground_truth != "none" and not data.token_labels:
+        raise ValueError(
+            f"--loss.ground_truth is {loss.ground_truth}: it shares the target with a teacher, so it needs "
+            "--data.token_labels true."
+        )
+    if data.token_label_axes != "exact" and not data.token_labels:
+        raise ValueError(f"--data.token_label_axes is {data.token_label_axes}: it needs --data.token_labels true.")
+    if loss.cls_weight != 1 and not loss.dense_weight:
+        raise ValueError(
+            f"--loss.cls_weight is {loss.cls_weight} and --loss.dense_weight 0: it weighs the class logits against the "
+            "token logits, so set both, or none."
+        )
+    if augment.mix_token and not loss.dense_weight:
+        raise ValueError(
+            "--augment.mix_token is true and --loss.dense_weight 0: what makes up for a pasted box is the loss of its "
+            "tokens, so set --loss.dense_weight, such as 0.5, with a model that has token logits."
+        )
+    for option in ("mixup_alpha", "cutmix_alpha"):
+        if augment.mix_token and getattr(augment, option):
+            raise ValueError(
+                f"--augment.mix_token is true and --augment.{option} {getattr(augment, option)}: both mix the images "
+                "of a micro-batch in pairs, and their targets with them, so leave one of them out."
+            )
+    if augment.cutmix_alpha and data.token_labels and loss.dense_weight:
+        raise ValueError(
+            f"--augment.cutmix_alpha is {augment.cutmix_alpha} with token labels: the tokens of a pasted box would "
+            "have labels of what it covers, so use --augment.mix_token instead."
+        )
+    if loss.dense_weight and config.model.img_size % 16:
+        raise ValueError(
+            f"--model.img_size is {config.model.img_size}: --loss.dense_weight needs a multiple of 16, the "
+            "pixels along each side of an output cell."
         )
 
 

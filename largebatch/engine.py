@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from largebatch.augment import Augment, Augmented, seed_for
 from largebatch.comm import Communicator
 from largebatch.data.order import Plan
-from largebatch.losses import COUNTS, SoftBatch, count_correct
+from largebatch.losses import COUNTS, count_correct
 from largebatch.optim import clip_gradients
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Trainer:
 
     comm: Communicator
     model: nn.Module
-    objective: Callable[[nn.Module, SoftBatch], Tensor]  # sum of the losses of a micro-batch
+    objective: Callable[[nn.Module, Augmented], Tensor]  # sum of the losses of a micro-batch
     optimizer: Optimizer  # wrapped by comm.wrap
     scaler: torch.amp.GradScaler
     base_lr: float
@@ -130,7 +130,7 @@ class Trainer:
     def window(self, batches: Iterator[Any]) -> Iterator[Augmented]:
         """This rank's micro-batches of the coming step, augmented, in the order of their numbers.
 
-        Mixup and everything the model draws are seeded by (seed, step, number): who computes a micro-batch
+        Mixup, boxes and everything the model draws are seeded by (seed, step, number): who computes a micro-batch
         does not matter to it.
         """
         for planned in self.plan.micro_batches(self.state.step, self.comm.rank, self.comm.size):
@@ -138,7 +138,7 @@ class Trainer:
             assert (batch.step, batch.number) == (planned.step, planned.number), "the loader left the plan"
             torch.manual_seed(seed_for(self.seed, planned.step, planned.number, purpose="model"))
             generator = torch.Generator().manual_seed(seed_for(self.seed, planned.step, planned.number))
-            yield self.augment(batch.images, batch.labels, generator)
+            yield self.augment(batch.images, batch.labels, generator, batch.token_labels)
 
     def train_step(self, batches: Iterator[Any]) -> StepOutput:
         """One optimizer step on the global batch."""

@@ -5,7 +5,7 @@ nothing but this, and divides by the images of the whole global batch, so micro-
 right. Every loss is computed in at least float32, whatever the model ran in.
 """
 
-from typing import Protocol
+from typing import Callable, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,18 @@ class SoftBatch(Protocol):
         """(B, K), each row the probabilities of the K classes"""
 
 
+class TokenBatch(SoftBatch, Protocol):
+    """What `token_labeling` reads of a batch; see `augment.Augmented`."""
+
+    @property
+    def token_targets(self) -> Tensor | None:
+        """(B, N, K) or None"""
+
+    @property
+    def mix_box(self) -> tuple[int, int, int, int] | None:
+        """first row and column, last row and column plus one, in cells of the output; or None"""
+
+
 def soft_target_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy of logits (B, K) against probabilities (B, K), summed over the B samples, in nats.
 
@@ -39,6 +51,39 @@ def soft_target_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def classification(model: nn.Module, batch: SoftBatch) -> Tensor:
     """The objective of image classification: soft-target cross entropy of the model's logits, summed."""
     return soft_target_cross_entropy(model(batch.images), batch.targets)
+
+
+def token_labeling(model: nn.Module, batch: TokenBatch, *, cls_weight: float, dense_weight: float) -> Tensor:
+    """The objective of token labelling (https://arxiv.org/abs/2104.10858), summed over the samples:
+
+        cls_weight · CE(class logits, class target) + dense_weight · mean over the N output cells of CE(token)
+
+    for a model whose forward_train(images, mix_box=...) returns class logits (B, K) and token logits (B, N, K). With a
+    mix box, class logits are those of mixed images, so their targets are mixed by the box's share of the cells; token
+    logits come back un-mixed. Without token targets each cell has its image's.
+    Published weights: 1 and 0.5 (VOLO), 1 and 1 (LV-ViT).
+    """
+    forward_train: Callable[..., tuple[Tensor, Tensor]] = getattr(model, "forward_train")
+    logits, token_logits = forward_train(batch.images, mix_box=batch.mix_box)
+    loss = soft_target_cross_entropy(logits, mixed_targets(batch.targets, batch.mix_box, token_logits.shape[1]))
+    token_targets = batch.targets[:, None] if batch.token_targets is None else batch.token_targets
+    if token_targets.shape[1] not in (1, token_logits.shape[1]):
+        raise ValueError(
+            f"The model gives logits of {token_logits.shape[1]} tokens, expected {token_targets.shape[1]}: token "
+            "labels need a model with one for each 16 × 16 pixels."
+        )
+    log_probabilities = _at_least_float32(token_logits).log_softmax(dim=2)
+    dense = -(token_targets.to(log_probabilities.dtype) * log_probabilities).sum() / token_logits.shape[1]
+    return cls_weight * loss + dense_weight * dense
+
+
+def mixed_targets(targets: Tensor, mix_box: tuple[int, int, int, int] | None, num_tokens: int) -> Tensor:
+    """Class targets (B, K) of images of which `mix_box`, out of `num_tokens` cells, is from the flipped batch."""
+    if mix_box is None:
+        return targets
+    first_row, first_column, last_row, last_column = mix_box
+    share = (last_row - first_row) * (last_column - first_column) / num_tokens
+    return torch.lerp(targets, targets.flip(0), share)
 
 
 def count_correct(logits: Tensor, labels: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def test_the_loss_is_the_32k_recipes():
     """lam * CE(label) + (1 - lam) * CE(partner's label), for what `Augment` drew, in float64."""
     images, labels = micro_batch(64)
     augment = Augment(10, mixup_alpha=0.2)
-    mixed, targets = augment(images, labels, generator_for(9))
+    mixed, targets, *_ = augment(images, labels, generator_for(9))
     lam, partners = draw_mixup(64, 0.2, generator=generator_for(9))
     assert 0.01 < lam < 0.99, "this draw would prove nothing"
     torch.testing.assert_close(mixed, lam * images + (1 - lam) * images[partners])
@@ -165,7 +165,7 @@ def test_cutmix_and_mixup_take_turns():
     augment = Augment(4, mixup_alpha=0.8, cutmix_alpha=1.0, switch_prob=0.3)
     cut = []
     for place in PLACES:
-        mixed, targets = augment(images, labels, generator_for(2, *place))
+        mixed, targets, *_ = augment(images, labels, generator_for(2, *place))
         known = (mixed.flatten(2)[:, None] == images.flatten(2)[None]).all(dim=2).any(dim=1)  # pixels of one image
         cut.append(known.all().item())
         torch.testing.assert_close(targets.sum(dim=1), torch.ones(4))
@@ -183,7 +183,7 @@ def test_cutmix_and_mixup_take_turns():
 def test_erasing_is_a_plain_loop(mode):
     images, labels = torch.randn(64, 3, 20, 30), torch.zeros(64, dtype=torch.int64)
     before = images.clone()
-    erased, targets = Augment(2, erase_prob=0.5, erase_mode=mode)(images, labels, generator_for(3))
+    erased, targets, *_ = Augment(2, erase_prob=0.5, erase_mode=mode)(images, labels, generator_for(3))
     generator = generator_for(3)
     boxes = draw_boxes(64, (20, 30), 0.5, generator=generator)
     expected, noise = images.clone(), iter(draw_noise(boxes, 3, generator=generator).tolist())

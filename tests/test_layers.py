@@ -14,8 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # agreement is comm's own
-PREPARATION = {"largebatch.data." + name for name in ("order", "pixels", "reader", "randaugment", "operations")}
-DATA_FILES = "records index dali quarantine real shards archives sources originals"
+PREPARATION = {
+    "largebatch.data." + name for name in ("order", "pixels", "reader", "randaugment", "operations", "token_labels")
+}
+DATA_FILES = "records label_maps index dali quarantine real shards archives sources originals"
 DATA = {"largebatch.data." + name for name in DATA_FILES.split()} | PREPARATION
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
@@ -38,12 +40,13 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.optim.apex_lamb": set(),
     "largebatch.optim.factory": {"largebatch.optim." + name for name in ("lamb", "lars", "apex_lamb")},
     "largebatch.schedules": set(),
-    "largebatch.augment": set(),
+    "largebatch.augment": {"largebatch.data.token_labels"},
     "largebatch.losses": set(),
     "largebatch.data": set(),
     "largebatch.data.records": set(),
     "largebatch.data.order": set(),
-    "largebatch.data.index": {"largebatch.data.records"},
+    "largebatch.data.label_maps": {"largebatch.data.records"},
+    "largebatch.data.index": {"largebatch.data.records", "largebatch.data.label_maps"},
     "largebatch.data.real": {"largebatch.data.records", "largebatch.data.index"},
     "largebatch.data.quarantine": {"largebatch.data.records", "largebatch.data.index"},
     "largebatch.data.shards": {"largebatch.data.records"},
@@ -53,10 +56,11 @@ ALLOWED: dict[str, set[str]] = {
         "largebatch.data." + name for name in ("records", "quarantine", "shards", "archives", "sources")
     },
     "largebatch.data.pixels": set(),
-    "largebatch.data.reader": {"largebatch.data.index"},
+    "largebatch.data.reader": {"largebatch.data.index", "largebatch.data.label_maps"},
     "largebatch.data.randaugment": {"largebatch.data.order"},
     "largebatch.data.operations": {"largebatch.data.randaugment"},
-    "largebatch.data.dali": {"largebatch.data.index"} | PREPARATION,
+    "largebatch.data.token_labels": {"largebatch.data.order"},
+    "largebatch.data.dali": {"largebatch.data.index", "largebatch.data.label_maps"} | PREPARATION,
     # the run
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},

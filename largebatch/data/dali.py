@@ -34,11 +34,13 @@ import torch
 from nvidia.dali import Pipeline, fn, types
 from PIL import Image
 
-from largebatch.data import order, pixels, randaugment, reader
+from largebatch.data import order, pixels, randaugment, reader, token_labels
 from largebatch.data.index import Index
+from largebatch.data.label_maps import decode_maps
 from largebatch.data.operations import fill_colour, with_pillow, with_torch
 from largebatch.data.order import MicroBatch, Plan
 from largebatch.data.randaugment import Operations, Policy
+from largebatch.data.token_labels import Axes, TokenLabels
 
 READ_THREADS = 32  # threads that read files, most of them asleep
 READ_IMAGES = 4  # images that a thread reads in one go
@@ -57,7 +59,8 @@ FILTERS = {kind.value: name for name, kind in INTERPOLATIONS.items()}
 class Batch:
     """One micro-batch: images float32 (B, 3, H, W) normalised and labels int64 (B,) on the loader's device.
 
-    `samples` int64 (B,) are the numbers of the images in the index (on the host).
+    `samples` int64 (B,) are the numbers of the images in the index (on the host). `token_labels` are there if they were
+    asked for.
     """
 
     images: torch.Tensor
@@ -65,17 +68,22 @@ class Batch:
     step: int
     number: int
     samples: np.ndarray
+    token_labels: TokenLabels | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class _Encoded:
-    """A batch before decoding: arguments are per-sample arrays for the operators of the pipeline."""
+    """A batch before decoding: arguments are per-sample arrays for the operators of the pipeline.
+
+    `placement` and `warp` are those of `TokenLabels`.
+    """
 
     job: MicroBatch
     samples: np.ndarray
-    buffer: np.ndarray
-    encoded: list[np.ndarray]  # uint8 views of the buffer
+    room: reader.Room
     arguments: tuple[np.ndarray, ...]
+    placement: np.ndarray | None = None
+    warp: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +104,7 @@ class TrainLoader(Iterator[Batch]):
     are those of a random resized crop; with `padding`, a window of the image's own size is moved by up to so many
     pixels instead. `interpolation` may be random: bilinear or bicubic, drawn for each sample. `num_threads`
     decode, and on a CPU as many more resize. `preadv` reads, as os.preadv does.
+    With `token_label_axes` (see `token_labels.place`) label maps are read, too, which all images must have.
     """
 
     def __init__(
@@ -116,6 +125,7 @@ class TrainLoader(Iterator[Batch]):
         num_threads: int,
         padding: int | None = None,
         policy: Policy | None = None,
+        token_label_axes: Axes | None = None,
         start_step: int = 0,
         preadv: Callable[[int, list, int], int] = os.preadv,
     ) -> None:
@@ -136,7 +146,14 @@ class TrainLoader(Iterator[Batch]):
             sizes = np.stack([draws.width, draws.height], axis=-1)
             filters, flips = filters_of(plan.seed, epochs, samples), draws.flip.astype(np.int32)
             arguments = (corners, sizes, filters, flips, operations.codes, operations.arguments, operations.affine)
-            return _Encoded(job, samples, *reader.buffers(index, samples, memory), arguments)
+            room = reader.room(index, samples, memory, with_maps=token_label_axes is not None)
+            if token_label_axes is None:
+                return _Encoded(job, samples, room, arguments)
+            warp = token_labels.warps(operations.affine) if policy else None
+            placement = token_labels.place(
+                draws, width=index.width[samples], height=index.height[samples], axes=token_label_axes, warp=warp
+            )
+            return _Encoded(job, samples, room, arguments, placement, warp)
 
         def decode(jpegs: Any, corners: Any = None, sizes: Any = None, filters: Any = None, flips: Any = None) -> Any:
             images = _window(jpegs, corners, sizes, device) if padding is None else _decode(jpegs, device)
@@ -170,6 +187,7 @@ class TrainLoader(Iterator[Batch]):
             finish=finish if on_cpu else None,
             augment=augment if policy else None,
             img_size=img_size,
+            with_maps=token_label_axes is not None,
             preadv=preadv,
             max_batch_size=plan.micro_batch_size,
             device=device,
@@ -218,7 +236,7 @@ class EvalLoader:
                 index.width[samples], index.height[samples], img_size=img_size, crop_pct=crop_pct
             )
             arguments = (sizes.astype(np.float32), corners.astype(np.int32))
-            return _Encoded(job, samples, *reader.buffers(index, samples, memory), arguments)
+            return _Encoded(job, samples, reader.room(index, samples, memory), arguments)
 
         def decode(jpegs: Any, sizes: Any = None, corners: Any = None) -> Any:
             images = _decode(jpegs, device)
@@ -241,6 +259,7 @@ class EvalLoader:
             finish=finish if on_cpu else None,
             augment=None,
             img_size=img_size,
+            with_maps=False,
             preadv=os.preadv,
             max_batch_size=plan.micro_batch_size,
             device=device,
@@ -346,6 +365,7 @@ class _Stream(Iterator[Batch]):
         finish: Finish | None,
         augment: Callable[[torch.Tensor, _Encoded], torch.Tensor] | None,
         img_size: int,
+        with_maps: bool,
         preadv: Callable[[int, list, int], int],
         max_batch_size: int,
         device: torch.device,
@@ -353,7 +373,7 @@ class _Stream(Iterator[Batch]):
     ) -> None:
         self._index, self._jobs, self._encode, self._device = index, jobs, encode, device
         self._num_arguments, self._finish, self._augment, self._img_size = num_arguments, finish, augment, img_size
-        self._reader, self._floats = reader.Reader(index, preadv), reader.Memory()
+        self._reader, self._floats = reader.Reader(index, preadv, with_maps=with_maps), reader.Memory()
         self._waiting: collections.deque[Future[tuple[_Encoded, list[Future[None]]]]] = collections.deque()
         self._inside: collections.deque[_Encoded] = collections.deque()  # what DALI holds, oldest first
         self._decoded: collections.deque[_Decoded] = collections.deque()
@@ -389,7 +409,7 @@ class _Stream(Iterator[Batch]):
         batch = self._encode(job)
         parts = [slice(at, at + READ_IMAGES) for at in range(0, len(batch.samples), READ_IMAGES)]
         read, submit = self._reader.read, self._readers.submit
-        return batch, [submit(read, batch.samples[part], batch.encoded[part]) for part in parts]
+        return batch, [submit(read, batch.samples[part], batch.room.spans[part]) for part in parts]
 
     def _take(self) -> tuple:
         """DALI's source: the next finished batch. Raises what went wrong while it was read."""
@@ -400,7 +420,7 @@ class _Stream(Iterator[Batch]):
             part.result()
         self._submit()
         self._inside.append(batch)  # no_copy: the bytes must live until DALI has used them
-        return (batch.encoded, *batch.arguments[: self._num_arguments])
+        return (batch.room.images, *batch.arguments[: self._num_arguments])
 
     def __next__(self) -> Batch:
         if self._pipe is None:
@@ -419,8 +439,19 @@ class _Stream(Iterator[Batch]):
             self.close()
             raise
         batch = done.batch
-        labels = torch.from_numpy(self._index.label[batch.samples]).to(self._device, non_blocking=True)
-        return Batch(done.images, labels, batch.job.step, batch.job.number, batch.samples)
+        labels = self._on_device(self._index.label[batch.samples])
+        token_labels = self._token_labels(batch)
+        return Batch(done.images, labels, batch.job.step, batch.job.number, batch.samples, token_labels)
+
+    def _token_labels(self, batch: _Encoded) -> TokenLabels | None:
+        if batch.placement is None:
+            return None
+        ids, scores = decode_maps(batch.room.maps, self._index.map_shape[0].tolist())
+        warp = None if batch.warp is None else self._on_device(batch.warp)
+        return TokenLabels(self._on_device(ids), self._on_device(scores), self._on_device(batch.placement), warp)
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def _advance(self, pipe: Pipeline) -> None:
         """Takes the next batch from DALI and lets the threads finish it, or remembers why there is none."""
@@ -458,7 +489,7 @@ class _Stream(Iterator[Batch]):
     def _explain(self, error: RuntimeError) -> str:
         """Names the first image that PIL cannot decode in the batches that DALI was working on."""
         for batch in self._inside:
-            for sample, data in zip(batch.samples.tolist(), batch.encoded):
+            for sample, data in zip(batch.samples.tolist(), batch.room.images):
                 try:
                     Image.open(io.BytesIO(data.tobytes())).load()
                 except Exception as reason:

@@ -20,10 +20,12 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from largebatch.data.label_maps import Found, find_map, map_bytes
 from largebatch.data.records import (
     IMAGE,
     LABEL,
@@ -38,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP")  # what the decoder reads, by PIL's names
 COLUMNS = ("file", "offset", "length", "label", "width", "height")  # what an index has of each image
-_VERSION = 1  # of the index files
+MAP_COLUMNS = ("map_offset", "map_shape")  # and of each label map, if there are any
+VERSION = 2  # of the index files
 _CHUNK = 1000  # image files per task of the thread pool
 
 
@@ -67,6 +70,9 @@ class Index:
     and highest as they stand in the files. Per file: size and modification time when the index was built.
     `class_names` are known for image folders only. `left_out` (M, 2) are file and offset of what `without` removed.
     What could not be read is 0 pixels wide, and spans its record or file; its label means nothing.
+
+    Where records have label maps (`label_maps`): the offset of each (int64, 0 for none) and its shape k, h, w (int32,
+    (N, 3)), and the highest class in any, plus one; else these are empty and 0.
     """
 
     files: tuple[str, ...]
@@ -83,6 +89,9 @@ class Index:
     label_base: int = 0
     class_names: tuple[str, ...] = ()
     left_out: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
+    map_offset: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    map_shape: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 3), dtype=np.int32))
+    map_classes: int = 0
 
     def __len__(self) -> int:
         return len(self.file)
@@ -106,9 +115,42 @@ class Index:
         """The same index without these samples."""
         kept = np.ones(len(self), dtype=bool)
         kept[np.asarray(samples, dtype=np.int64)] = False
-        columns = {name: getattr(self, name)[kept] for name in COLUMNS}
+        columns = {name: getattr(self, name)[kept] for name in (*COLUMNS, *self._map_columns)}
         removed = np.stack([self.file[~kept], self.offset[~kept]], axis=1).astype(np.int64)
         return dataclasses.replace(self, **columns, left_out=np.concatenate([self.left_out, removed]))
+
+    @property
+    def _map_columns(self) -> tuple[str, ...]:
+        return MAP_COLUMNS if len(self.map_offset) else ()
+
+    def check_maps(self, num_classes: int) -> None:
+        """ValueError unless each image has a label map, all of one shape, of a teacher with `num_classes` classes."""
+        missing = np.flatnonzero(self.map_offset == 0) if len(self.map_offset) else np.arange(len(self))
+        if len(missing):
+            raise ValueError(
+                f"--data.token_labels is true: labels for {len(self):,} images expected, "
+                f"{len(self) - len(missing):,} found, first missing {self.where(int(missing[0]))}; "
+                "`python -m largebatch.pack token-labels` adds them."
+            )
+        other = np.flatnonzero((self.map_shape != self.map_shape[0]).any(axis=1))
+        if len(other):
+            raise ValueError(
+                f"The label maps have different shapes: {self.map_shape[0].tolist()} in {self.where(0)}, "
+                f"{self.map_shape[other[0]].tolist()} in {self.where(int(other[0]))}: make all with one teacher."
+            )
+        if self.map_classes > num_classes:
+            raise ValueError(
+                f"The label maps have class {self.map_classes - 1}, the model {num_classes} classes: set "
+                "--model.num_classes to those of the teacher."
+            )
+
+    def spans(self, samples: np.ndarray, *, with_maps: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Where the bytes of samples start and stop in their files: those of the image, or of it and its map."""
+        start, stop = self.offset[samples], self.offset[samples] + self.length[samples]
+        if with_maps:
+            start = np.minimum(start, self.map_offset[samples])
+            stop = np.maximum(stop, self.map_offset[samples] + map_bytes(self.map_shape[0].tolist()))
+        return start, stop
 
     def digest(self) -> str:
         """Sixteen digits for which images these are, in which order and with which labels, wherever they lie."""
@@ -164,6 +206,8 @@ class Index:
     def _damage(self) -> str:
         if len({len(getattr(self, name)) for name in COLUMNS}) != 1 or not len(self.file):
             return "its columns have different lengths or are empty"
+        if (len(self.map_offset), len(self.map_shape)) not in ((0, 0), (len(self), len(self))):
+            return "its label maps are not those of its images"
         if len({len(self.files), len(self.file_size), len(self.file_mtime_ns)}) != 1:
             return "its list of files is incomplete"
         steps = np.diff(self.file)
@@ -182,7 +226,7 @@ class Index:
         for name in ("files", "class_names"):  # as bytes: an array of strings would be as wide as its longest
             arrays[name] = np.frombuffer("\0".join(arrays[name]).encode(), dtype=np.uint8)
         with atomic_file(path) as file:
-            np.savez(file, version=np.int64(_VERSION), **{f"index_{name}": arrays[name] for name in arrays})
+            np.savez(file, version=np.int64(VERSION), **{f"index_{name}": arrays[name] for name in arrays})
 
     @classmethod
     def load(cls, path: str | Path) -> Index:
@@ -194,11 +238,11 @@ class Index:
             for name in ("files", "class_names"):
                 text = arrays[name].tobytes().decode()
                 arrays[name] = tuple(text.split("\0")) if text else ()
-            for name in ("num_classes", "label_base"):
+            for name in ("num_classes", "label_base", "map_classes"):
                 arrays[name] = int(arrays[name])
             arrays["label_range"] = tuple(arrays["label_range"].tolist())
             index = cls(**arrays)
-            reason = index._damage() if version == _VERSION else f"its version is {version}, not {_VERSION}"
+            reason = index._damage() if version == VERSION else f"its version is {version}, not {VERSION}"
         except Exception as error:  # whatever a damaged archive may raise
             reason = str(error)
         if reason:
@@ -206,7 +250,8 @@ class Index:
         return index
 
 
-Rows = tuple[np.ndarray, ...]  # offset, length, label, width, height of the images of a file
+# Of the images of a file: offset, length, label, width, height; then of their maps: offset, k, h, w, classes
+Rows = tuple[np.ndarray, ...]
 
 
 def image_size(file: io.BytesIO | str) -> tuple[int, int]:
@@ -237,13 +282,14 @@ def scan_shard(path: str) -> Rows:
     """The rows of one TFRecord file, with labels as they stand there; every CRC is checked."""
     rows = []
     for start, payload, intact in scan_records(path):
-        row = (start, len(payload), 0, 0, 0)
+        row, found = (start, len(payload), 0, 0, 0), Found()
         with contextlib.suppress(ValueError):
             if intact:
                 a, b, label = find_image(payload)
                 row = (start + a, b - a, label, *image_size(io.BytesIO(payload[a:b])))
-        rows.append(row)
-    return tuple(np.array(rows, dtype=np.int64).reshape(-1, 5).T)
+                found = find_map(payload)
+        rows.append((*row, found.offset and start + found.offset, *found[1:]))
+    return tuple(np.array(rows, dtype=np.int64).reshape(-1, 10).T)
 
 
 def index_shards(files: Sequence[str]) -> Index:
@@ -290,7 +336,7 @@ def _make_index(
     rows: Rows,
     class_names: Sequence[str] = (),
 ) -> Index:
-    offset, length, label, width, height = rows
+    offset, length, label, width, height, *maps = rows
     known = label[width > 0] if (width > 0).any() else label
     low, high = (0, len(class_names) - 1) if class_names else (int(known.min()), int(known.max()))
     index = Index(
@@ -306,9 +352,19 @@ def _make_index(
         file_mtime_ns=np.array([entry.st_mtime_ns for entry in status], dtype=np.int64),
         label_range=(low, high),
         class_names=tuple(class_names),
+        **_map_columns(*maps),
     )
     assert not index._damage(), index._damage()
     return index
+
+
+def _map_columns(offset: np.ndarray | None = None, *others: np.ndarray) -> dict[str, Any]:
+    """The fields of an index about label maps, where there are any."""
+    if offset is None or not offset.any():
+        return {}
+    *shape, classes = others
+    shapes = np.stack(shape, axis=1).astype(np.int32)
+    return {"map_offset": offset, "map_shape": shapes, "map_classes": int(classes.max())}
 
 
 def _parallel(function: Callable, items: Sequence, *, unit: str) -> list:

@@ -6,10 +6,12 @@ import os
 import resource
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from largebatch.data.index import Index
+from largebatch.data.label_maps import map_bytes
 
 KEPT_BLOCKS = 32  # blocks of free memory
 
@@ -33,11 +35,31 @@ class Memory:
         return taken
 
 
-def buffers(index: Index, samples: np.ndarray, memory: Memory) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Room for the encoded bytes of each sample: a uint8 buffer and its views."""
-    stops = np.cumsum(index.length[samples])
-    buffer = memory.take(int(stops[-1]))
-    return buffer, np.split(buffer, stops[:-1])
+@dataclass(frozen=True, eq=False)
+class Room:
+    """For the bytes of some samples: a uint8 buffer, and views of it for each sample.
+
+    A span is what is read at once: the image, or all from the image to its label map, which lie side by side.
+    """
+
+    buffer: np.ndarray
+    spans: list[np.ndarray]
+    images: list[np.ndarray]
+    maps: list[np.ndarray]
+
+
+def room(index: Index, samples: np.ndarray, memory: Memory, *, with_maps: bool = False) -> Room:
+    """Room for the encoded bytes of samples, and for those of their label maps if it is `with_maps`."""
+    starts, stops = index.spans(samples, with_maps=with_maps)
+    ends = np.cumsum(stops - starts)
+    buffer = memory.take(int(ends[-1]))
+    spans = np.split(buffer, ends[:-1])
+    if not with_maps:
+        return Room(buffer, spans, spans, [])
+    at, size = (index.offset[samples] - starts).tolist(), index.length[samples].tolist()
+    map_at, map_size = (index.map_offset[samples] - starts).tolist(), map_bytes(index.map_shape[0].tolist())
+    images = [span[a : a + n] for span, a, n in zip(spans, at, size)]
+    return Room(buffer, spans, images, [span[a : a + map_size] for span, a in zip(spans, map_at)])
 
 
 class _File:
@@ -55,22 +77,23 @@ class _File:
 class Reader:
     """Reads the encoded bytes of samples; used by several threads at once."""
 
-    def __init__(self, index: Index, preadv: Callable[[int, list, int], int]) -> None:
+    def __init__(self, index: Index, preadv: Callable[[int, list, int], int], *, with_maps: bool = False) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         kept = min(len(index.files), 4096, limit // 4)  # a global shuffle visits all shards all the time
-        self._index, self._preadv = index, preadv
+        self._index, self._preadv, self._with_maps = index, preadv, with_maps
         self._open = functools.lru_cache(maxsize=kept)(_File)
 
     def read(self, samples: np.ndarray, views: list[np.ndarray]) -> None:
-        """Fills each view with the encoded bytes of its sample."""
-        for sample, view in zip(samples.tolist(), views):
+        """Fills each view, a span of `room`, with the bytes of its sample."""
+        starts, _ = self._index.spans(samples, with_maps=self._with_maps)
+        for sample, start, view in zip(samples.tolist(), starts.tolist(), views):
             try:
-                self._fill(view, self._open(self._index.files[self._index.file[sample]]), sample)
+                self._fill(view, self._open(self._index.files[self._index.file[sample]]), sample, start)
             except OSError as error:
                 raise ValueError(f"{self._index.where(sample)} cannot be read: {error}") from error
 
-    def _fill(self, view: np.ndarray, file: _File, sample: int) -> None:
-        offset, done = int(self._index.offset[sample]), 0
+    def _fill(self, view: np.ndarray, file: _File, sample: int, offset: int) -> None:
+        done = 0
         while done < len(view):
             count = self._preadv(file.fd, [view[done:].data], offset + done)
             if not count:

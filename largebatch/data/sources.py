@@ -32,7 +32,7 @@ import numpy as np
 from PIL import Image
 
 from largebatch.data import archives, quarantine
-from largebatch.data.index import Index, index_images, index_shards
+from largebatch.data.index import VERSION, Index, index_images, index_shards
 from largebatch.data.shards import Images, locked, write_split, written_once
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def open_everything(path: str, *, split: str, cache: str = "") -> tuple[Path, In
 
 def _open_folder(folder: Path, split: str, root: Path) -> Index:
     key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
-    saved = root / "index" / f"{folder.resolve().name}-{split}-{key}.npz"
+    saved = root / "index" / f"{folder.resolve().name}-{split}-{key}-v{VERSION}.npz"  # other versions have theirs
     if shards := find_shards(folder, split):
         index = _cached_index(saved, shards, lambda: index_shards(shards))
         known = split == "train" or index.label_range[0] == 0 or not find_shards(folder, "train")

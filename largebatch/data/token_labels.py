@@ -1,0 +1,167 @@
+"""Token labels: what a teacher saw where in an image, cut to what a network is shown of it.
+
+A label map (`label_maps`) holds, for each cell of a grid over the image's centre square, the teacher's highest scores
+and their classes.
+
+Where a point of the network's input lies in the map is one affine function per sample, composed on the host in
+float64 from crop, flip and warp (`place`). The rest is done on the device for a whole batch at once (`targets`): the
+weight of each cell of the map in each cell of the output, times the map. For a crop inside the map and without a warp
+these are the weights of ROI-align as it was published (torchvision's, aligned=False on coordinates shifted by half a
+cell, adaptive sampling; only its enlarging of crops of less than one cell is left out).
+
+Unlike the published code, which takes the map for one of the full image, this one knows that the teacher saw the
+centre square only. Points that it did not see, outside of the square or empty after a warp, do not count; an output
+cell with no other points has no target: its row is zero and adds nothing to a cross entropy. (Scores of zero would be
+a target that is even over all classes, and that on a fourth of a typical photograph.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from largebatch.data.order import Draws
+
+CELL = 16  # pixels of the network's input per cell of its output, in each direction
+
+Axes = Literal["exact", "legacy_transposed"]
+
+
+class TokenLabels(NamedTuple):
+    """The maps of a batch and where its images lie in them."""
+
+    ids: Tensor
+    """int32 (B, k, h, w), classes"""
+    scores: Tensor
+    """float16 (B, k, h, w), the teacher's logits of these classes"""
+    placement: Tensor
+    """float64 (B, 2, 3): from points of the network's input to points of the map, see `place`"""
+    warp: Tensor | None = None
+    """float64 (B, S, 2, 3): from points of the network's input to where they were before the last of S warps, the last
+    two, ..., all of them, which is in the crop; None: nothing was warped"""
+
+
+# -- on the host -------------------------------------------------------------------------------------------------
+
+
+def place(
+    draws: Draws, *, width: np.ndarray, height: np.ndarray, axes: Axes = "exact", warp: np.ndarray | None = None
+) -> np.ndarray:
+    """(n, 2, 3) float64: from points of the network's input to points of the map, both in the unit square.
+
+    x goes right, y down. `width` and `height` are those of the stored images in pixels, `warp` is of `warps`. After the
+    warps come the flip, the crop, and the step from the image to its centre square, which is what the teacher saw.
+
+    legacy_transposed is what the published code does: it swaps the axes of the crop (its rows are taken from the map's
+    columns), after the flip, and takes the map for one of the full image.
+    """
+    w, h, flip = draws.width / np.float64(1), draws.height / np.float64(1), draws.flip
+    placement = np.zeros((len(w), 2, 3))
+    if axes == "exact":
+        side = np.minimum(width, height) / np.float64(1)
+        x, y = draws.x - (width - side) / 2, draws.y - (height - side) / 2
+        placement[:, 0, 0], placement[:, 0, 2] = np.where(flip, -w, w) / side, np.where(flip, x + w, x) / side
+        placement[:, 1, 1], placement[:, 1, 2] = h / side, y / side
+    else:
+        x, y, w, h = draws.x / width, draws.y / height, w / width, h / height
+        placement[:, 0, 0], placement[:, 0, 2] = np.where(flip, -h, h), np.where(flip, 1 - y, y)
+        placement[:, 1, 1], placement[:, 1, 2] = w, np.where(flip, 1 - x - w, x)
+    return placement if warp is None else compose(placement, warp[:, -1])
+
+
+def warps(steps: np.ndarray) -> np.ndarray:
+    """`TokenLabels.warp` of operations (n, S, 2, 3) in the order in which they are applied to the image.
+
+    Each is from points of the unit square after it to points before it. All of them together do not tell what is seen:
+    what one has moved out of the image does not come back with the next.
+    """
+    composed = [steps[:, -1]]
+    for number in range(steps.shape[1] - 2, -1, -1):
+        composed.append(compose(steps[:, number], composed[-1]))
+    return np.stack(composed, axis=1)
+
+
+def compose(outer: np.ndarray, inner: np.ndarray) -> np.ndarray:
+    """Affine functions (n, 2, 3): `inner` first."""
+    composed = outer[:, :, :2] @ inner
+    composed[:, :, 2] += outer[:, :, 2]
+    return composed
+
+
+# -- on the device -----------------------------------------------------------------------------------------------
+
+
+def targets(labels: TokenLabels, *, num_classes: int, grids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The teacher's probabilities on grids of `grids` x `grids` cells over the network's input.
+
+    Float32 (B, N, num_classes), N the cells of all grids, one after the other and row by row; and bool (B, N): whether
+    the teacher saw any of the cell. Rows that it did not see are zero. As published, classes that are not among the k
+    kept in a cell of the map have the score 0 there, and softmax comes last.
+    """
+    parts = [cell_weights(labels, grid=grid) for grid in grids]
+    weights, seen = (torch.cat(part, dim=1) for part in zip(*parts))
+    ids, scores = labels.ids.flatten(2).transpose(1, 2), labels.scores.flatten(2).transpose(1, 2)
+    maps = torch.zeros(*ids.shape[:2], num_classes, device=ids.device)
+    maps.scatter_(2, ids.long(), scores.float())
+    probabilities = torch.bmm(weights, maps).softmax(dim=2)
+    return probabilities.mul_(seen[:, :, None]), seen
+
+
+def cell_weights(labels: TokenLabels, *, grid: int) -> tuple[Tensor, Tensor]:
+    """Weights float32 (B, grid², h * w) of the map's cells in those of the output; they add up to 1, or all are 0.
+
+    And bool (B, grid²): whether the former. Each output cell is sampled at as many points as ROI-align takes, about
+    one for each cell of the map that it covers, and between the centres of the map's cells it is interpolated.
+    """
+    height, width = labels.ids.shape[2:]
+    most = math.ceil(max(height, width) / grid)
+    points, counted = _points(labels.placement, grid=grid, most=most, size=(width, height))
+    x, y = _apply(labels.placement, points)
+    counted = counted & _inside(x, y)
+    if labels.warp is not None:
+        for before in labels.warp.unbind(dim=1):
+            counted = counted & _inside(*_apply(before, points))
+    number = counted.sum(dim=2)
+    in_rows = _interpolation(y, height) * (counted / number.clamp(min=1)[:, :, None])[..., None]
+    weights = in_rows.flatten(0, 1).transpose(1, 2) @ _interpolation(x, width).flatten(0, 1)
+    return weights.view(len(x), grid * grid, height * width), number > 0
+
+
+def _points(placement: Tensor, *, grid: int, most: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Float64 (B, grid², P, 2), points (x, y) of the input in each output cell, and bool (B, grid², P): which count.
+
+    Along each axis of the input there are as many as cells of the map in an output cell, rounded up, and at most
+    `most`; P is most², whatever the sample, so that nobody waits for the device.
+    """
+    cells = placement[:, :, :2].abs() * placement.new_tensor(size)[:, None]
+    number = (cells.amax(dim=1) / grid).ceil().clamp(1, most)[:, :, None]  # (B, 2, 1)
+    steps = torch.arange(most, device=placement.device)
+    counted = steps < number
+    places = (torch.arange(grid, device=placement.device)[:, None] + ((steps + 0.5) / number)[:, :, None]) / grid
+    u, v = places[:, 0, None, :, None, :], places[:, 1, :, None, :, None]  # (B, rows, columns, in rows, in columns)
+    shape = (len(placement), grid, grid, most, most)
+    points = torch.stack([u.expand(shape), v.expand(shape)], dim=-1).view(len(placement), grid * grid, -1, 2)
+    both = counted[:, 1, None, :, None] & counted[:, 0, None, None, :]
+    return points, both.view(len(placement), 1, -1)
+
+
+def _apply(affine: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+    """x and y (B, N, P) of points (B, N, P, 2) under affine functions (B, 2, 3)."""
+    moved = points.flatten(1, 2) @ affine[:, :, :2].transpose(1, 2) + affine[:, None, :, 2]
+    x, y = moved.view(points.shape).unbind(dim=-1)
+    return x, y
+
+
+def _inside(x: Tensor, y: Tensor) -> Tensor:
+    return (x >= 0) & (x <= 1) & (y >= 0) & (y <= 1)
+
+
+def _interpolation(x: Tensor, size: int) -> Tensor:
+    """Float32 (..., size): the weights of `size` cells at points of [0, 1]; the outermost reach to the border."""
+    at = (x * size - 0.5).clamp(0, size - 1)
+    return (1 - (at[..., None] - torch.arange(size, device=x.device)).abs()).clamp(min=0).float()
