@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Callable, Literal, Sequence
+from typing import Any, Callable, Literal, Mapping, Sequence
 
 import jsonargparse
 
@@ -467,19 +467,18 @@ def expand_aliases(argv: Sequence[str]) -> list[str]:
 
 
 def parse(
-    argv: Sequence[str], *, choose_recipe: Callable[[str, str, str], TrainConfig], prog: str, description: str = ""
+    argv: Sequence[str], *, choose_recipe: Callable[[Mapping[str, Any]], TrainConfig], prog: str, description: str = ""
 ) -> TrainConfig:
     """Read a command line into a checked config.
 
-    choose_recipe(recipe, model, data) returns the defaults, given what was said of the three (empty: nothing).
+    choose_recipe returns the defaults, given the options that were said, by their dotted names.
     ValueError: an unknown option (with the nearest known one) or a value that is not allowed.
     """
     parser = make_parser(prog=prog, description=description)
     argv = expand_aliases(argv)
     try:
         given = parser.parse_args([word for word in argv if word not in ("-h", "--help")], defaults=False)
-        said = [given.get(key) or "" for key in ("recipe", "model.name", "data.path")]
-        recipe = choose_recipe(*said)
+        recipe = choose_recipe(vars(given.as_flat()))
         set_defaults(parser, replace(recipe, optim=for_optimizer(recipe.optim, given.get("optim.name"))))
         values = parser.parse_args(argv)
     except (jsonargparse.ArgumentError, TypeError) as error:
@@ -526,7 +525,7 @@ def dump(config: TrainConfig) -> str:
 
 def load(path: str) -> TrainConfig:
     """Read the YAML file that `dump` made."""
-    return parse(["--config", path], choose_recipe=lambda *_: TrainConfig(), prog="largebatch.train")
+    return parse(["--config", path], choose_recipe=lambda _: TrainConfig(), prog="largebatch.train")
 
 
 def options(config: TrainConfig) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import csv
 import functools
 import io
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Sequence
@@ -119,11 +119,12 @@ def _take_flags(argv: Sequence[str], flags: Flags) -> list[str]:
         raise ValueError(f"{error}.") from None
 
 
-def defaults(recipe: str, model: str, data: str) -> TrainConfig:
+def defaults(given: Mapping[str, Any]) -> TrainConfig:
     """As in training; but a model needs no recipe to be validated."""
-    if not recipe and model and model not in RECIPES and data not in ("", "digits"):
+    model, data = given.get("model.name"), given.get("data.path")
+    if not given.get("recipe") and model and model not in RECIPES and data not in (None, "", "digits"):
         return TrainConfig(model=ModelConfig(name=model))
-    return choose(recipe, model, data)
+    return choose(given)
 
 
 def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]:

@@ -73,6 +73,8 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.recipes": {"largebatch.config", "largebatch.recipes.*"},
     "largebatch.recipes.quickstart": {"largebatch.config"},
     "largebatch.recipes.vit": {"largebatch.config"},
+    "largebatch.recipes.volo": {"largebatch.config"},
+    "largebatch.recipes.cifar": {"largebatch.config"},
     "largebatch.build": GROUND | PARTS | RUN | {"largebatch.recipes", "zoo"},
     # programs: everything below, but not one another
     "largebatch.train": BELOW_PROGRAMS,

@@ -1,31 +1,48 @@
 """Published runs by name. A recipe is a function that returns a complete `TrainConfig`."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 from largebatch.config import TrainConfig
+from largebatch.recipes import volo
+from largebatch.recipes.cifar import cifar10
 from largebatch.recipes.quickstart import quickstart
 from largebatch.recipes.vit import vit_b16, vit_b32, vit_l32
 
+PRETRAINING = (volo.volo_d1, volo.volo_d2, volo.volo_d3, volo.volo_d4, volo.volo_d5)
+FINE_TUNING = (
+    volo.volo_d1_384, volo.volo_d2_384, volo.volo_d3_448, volo.volo_d4_448, volo.volo_d5_448, volo.volo_d5_512,
+)  # fmt: skip
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "quickstart": quickstart,
     "vit_b32": vit_b32,
     "vit_b16": vit_b16,
     "vit_l32": vit_l32,
+    "cifar10": cifar10,
+    "volo_d5_as_run": volo.volo_d5_as_run,
+    **{recipe.__name__: recipe for recipe in PRETRAINING + FINE_TUNING},
+    **{f"{recipe.__name__}_lamb": partial(volo.large_batch, recipe) for recipe in PRETRAINING},
 }
 
 
-def choose(recipe: str, model: str, data: str) -> TrainConfig:
-    """The recipe that was named, or else the model's published one with data and its quickstart without.
+def choose(given: Mapping[str, Any]) -> TrainConfig:
+    """The recipe for what was given by dotted name; what was not is absent or None.
 
-    Empty texts mean that nothing was said; the model is then vit_b32. ValueError for an unknown recipe, and for a model
-    without a published one.
+    The one that was named; or else a quick start without data, and with data the model's published one: its fine-tuning
+    for an image size, where there is one, if there are weights to start from. The model is vit_b32 if none was given.
+    ValueError for an unknown recipe, a model without a published one, and a fine-tuning without weights.
     """
-    if not recipe and data in ("", "digits"):
-        return quickstart(model or "vit_b32")
-    name = recipe or model or "vit_b32"
+    model, weights = given.get("model.name") or "vit_b32", given.get("model.weights")
+    if not given.get("recipe") and given.get("data.path") in (None, "", "digits"):
+        return quickstart(model)
+    finetuning = f"{model}_{given.get('model.img_size')}"
+    name = given.get("recipe") or (finetuning if weights and finetuning in RECIPES else model)
     if name not in RECIPES:
         close = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"There is no recipe {name!r}: {hint}--recipe takes {', '.join(RECIPES)}.")
+    if name in {recipe.__name__ for recipe in FINE_TUNING} and not weights:
+        raise ValueError(f"Recipe {name} is a fine-tuning: give the weights to start from with --init-from.")
     return RECIPES[name]()

@@ -1,0 +1,87 @@
+"""The recipes against the published settings, written down here a second time."""
+
+import math
+
+import pytest
+
+from largebatch import build
+from largebatch.config import TrainConfig, check
+from largebatch.data.order import Plan
+from largebatch.recipes import RECIPES, choose
+
+IMAGENET = 1_281_167
+# global batch, micro-batch, peak lr, stochastic depth, img_size, lowest lr, warm-up and all epochs
+VOLO = {
+    "volo_d1": (1024, 128, 1.6e-3, 0.1, 224, 1e-5, 20, 310),
+    "volo_d2": (1024, 128, 1.0e-3, 0.2, 224, 1e-5, 20, 310),
+    "volo_d3": (1024, 128, 1.0e-3, 0.5, 224, 1e-5, 20, 310),
+    "volo_d4": (1024, 128, 1.0e-3, 0.5, 224, 1e-5, 20, 310),
+    "volo_d5": (1024, 128, 8.0e-4, 0.75, 224, 1e-5, 20, 310),
+    "volo_d5_as_run": (352, 44, 1.0e-4, 0.75, 224, 1e-5, 20, 310),
+    "volo_d1_384": (512, 64, 8e-6, 0.1, 384, 4e-6, 5, 40),
+    "volo_d2_384": (384, 48, 8e-6, 0.2, 384, 4e-6, 5, 40),
+    "volo_d3_448": (240, 30, 8e-6, 0.5, 448, 4e-6, 5, 40),
+    "volo_d4_448": (240, 30, 8e-6, 0.5, 448, 4e-6, 5, 40),
+    "volo_d5_448": (32, 4, 2.3e-5, 0.5, 448, 1e-5, 5, 40),
+    "volo_d5_512": (32, 4, 2.3e-5, 0.5, 512, 1e-5, 5, 40),
+}
+
+
+def learning_rates(config: TrainConfig) -> list[float]:
+    """The rate in the middle of each epoch of ImageNet."""
+    batch = config.data.global_batch_size
+    epochs = int(config.run.duration.split()[0])
+    plan = Plan(IMAGENET, batch, config.data.micro_batch_size, epochs * IMAGENET, seed=0)
+    schedule = build._schedule(config, plan)
+    peak = build._peak_lr(config)
+    return [peak * schedule(round((epoch + 0.5) * IMAGENET / batch)) for epoch in range(epochs)]
+
+
+@pytest.mark.parametrize("name", VOLO)
+def test_a_published_volo(name):
+    batch, micro, peak, drop_path, img_size, lowest, warmup, epochs = VOLO[name]
+    config = RECIPES[name]()
+    check(config)
+    assert (config.data.global_batch_size, config.data.micro_batch_size) == (batch, micro)
+    assert (config.model.img_size, config.model.drop_path_rate) == (img_size, drop_path)
+    decay = epochs - 10  # and ten at the lowest rate; the cosine runs from epoch 0, hidden by the warm-up
+    expected = [1e-6 + epoch / warmup * (peak - 1e-6) for epoch in range(warmup)]
+    expected += [
+        lowest + 0.5 * (peak - lowest) * (1 + math.cos(math.pi * epoch / decay)) for epoch in range(warmup, decay)
+    ]
+    expected += [lowest] * 10
+    assert learning_rates(config) == pytest.approx(expected, rel=1e-9)
+    assert config.optim.weight_decay == (0.05 if img_size == 224 else 1e-8)
+    assert config.loss.ground_truth == ("none" if img_size == 224 else "published")
+    assert (config.loss.cls_weight, config.loss.dense_weight, config.augment.mix_token) == (1.0, 0.5, True)
+
+
+def test_the_rate_follows_the_batch():
+    base, config = RECIPES["volo_d5"](), RECIPES["volo_d5"]()
+    config.data.global_batch_size = 352  # the published command's: 1e-4 there, 2.75e-4 by the published rule
+    assert build._peak_lr(config) == pytest.approx(build._peak_lr(base) * 352 / 1024) == 2.75e-4
+
+
+def test_large_batches_keep_what_is_not_the_optimizer():
+    for name in ("volo_d1", "volo_d5"):
+        ours, base = RECIPES[f"{name}_lamb"](), RECIPES[name]()
+        check(ours)
+        assert ours.data.global_batch_size == 32768 and ours.optim.name == "lamb"
+        assert (ours.model, ours.augment, ours.loss) == (base.model, base.augment, base.loss)
+        assert build._peak_lr(ours) == pytest.approx(3e-3 * math.sqrt(32768 / 2048))
+
+
+def test_which_recipe_fine_tunes():
+    given = {"model.name": "volo_d5", "data.path": "/imagenet", "model.weights": "volo_d5.pth"}
+    assert choose(given | {"model.img_size": 512}).recipe == "volo_d5_512"
+    assert choose(given | {"model.img_size": 224}).recipe == "volo_d5"
+    assert choose(given | {"model.img_size": 512, "model.weights": None}).recipe == "volo_d5"
+    with pytest.raises(ValueError, match="Recipe volo_d5_512 is a fine-tuning: give .* --init-from"):
+        choose({"recipe": "volo_d5_512", "data.path": "/imagenet"})
+
+
+def test_cifar10_trains_and_tests_on_one_geometry():
+    config = RECIPES["cifar10"]()
+    assert (config.data.train_crop, config.data.crop_padding, config.data.crop_pct) == ("pad", 4, 1.0)
+    assert (config.model.name, config.model.num_classes, config.model.weight_init) == ("vit_b16", 10, "jax")
+    assert (config.optim.preset, config.optim.lr, config.optim.weight_decay) == ("colossal", 1.8e-2, 0.1)
