@@ -12,7 +12,9 @@ from torch import nn
 import zoo
 from largebatch import labelling, pack
 from largebatch.data import label_maps, records, sources
+from zoo import teacher
 from zoo.teacher import build_teacher, dense_logits, input_size
+from zoo.volo import VOLO, Structure
 
 import timm  # isort: skip
 from timm.data import create_transform  # isort: skip
@@ -205,7 +207,8 @@ def test_each_place_is_an_image_of_its_own(name, channels):
 
 @torch.inference_mode()
 def test_places_of_volo_are_its_auxiliary_heads():
-    model = zoo.create_model("volo_d1", img_size=32, num_classes=5).eval()
+    small = Structure((1, 1, 1, 1), (12, 24), (2, 4), mlp_ratio=1.0, stem_dim=8, timm_name="")
+    model = VOLO(small, img_size=32, num_classes=5).eval()
     images = torch.randn(2, 3, 32, 32)
     dense, cells = dense_logits(model, images), model.aux_head(model.forward_features(images)[:, 1:])
     assert dense.shape == (2, 5, 2, 2)
@@ -230,7 +233,7 @@ def test_models_that_cannot_teach(tmp_path, name, options, words):
         build_teacher(name, **{"num_classes": 7, "weights": tmp_path / "weights.pt"} | options)
 
 
-def test_another_pool_cannot_teach(tmp_path):
+def test_another_pool_cannot_teach():
     class Maximum(nn.Module):
         num_features, default_cfg = 3, {"input_size": (3, 8, 8)}
 
@@ -239,8 +242,6 @@ def test_another_pool_cannot_teach(tmp_path):
 
         def forward_head(self, features):
             return features.amax(dim=(2, 3))
-
-    from zoo import teacher
 
     with pytest.raises(ValueError, match="or another pool"):
         teacher._check(Maximum(), "maximum")
