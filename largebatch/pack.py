@@ -6,6 +6,7 @@
     python -m largebatch.pack shards/ other/ --shards 64     # TFRecords again: another order, another number
     mpirun -np 8 python -m largebatch.pack tars/ shards/     # the shards are shared out among the processes
     python -m largebatch.pack check shards/                  # lists every image that cannot be decoded
+    python -m largebatch.pack token-labels shards/ ...       # adds a teacher's label maps, see `labelling`
 
 The shards look like the published ImageNet records: train-00000-of-01024, labels from 1 in the sorted order
 of the class names, training images shuffled by a fixed seed. Beside the two published features a record has
@@ -52,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
+        if argv[:1] == ["token-labels"]:
+            from largebatch import labelling  # torch and timm, which packing does without
+
+            with processes() as world:
+                return labelling.main(argv[1:], rank=world.rank, size=world.size, barrier=world.barrier)
         return _main_check(argv[1:]) if argv[:1] == ["check"] else _main_pack(argv)
     except (ValueError, OSError) as error:  # a mistake; or a full disk, a file that cannot be read
         sys.exit(str(error))

@@ -79,7 +79,8 @@ ALLOWED: dict[str, set[str]] = {
     # programs: everything below, but not one another
     "largebatch.train": BELOW_PROGRAMS,
     "largebatch.validate": BELOW_PROGRAMS,
-    "largebatch.pack": BELOW_PROGRAMS,
+    "largebatch.pack": BELOW_PROGRAMS | {"largebatch.labelling"},
+    "largebatch.labelling": DATA | {"zoo.teacher"},
     "largebatch.benchmark": set(),
     "largebatch.benchmark.__main__": set(),
     "largebatch.benchmark.measure": set(),
@@ -97,6 +98,7 @@ ALLOWED: dict[str, set[str]] = {
     # the zoo stands alone
     "zoo": {"zoo._torchvision", "zoo.vit", "zoo.volo", "zoo.weights"},
     "zoo._torchvision": set(),
+    "zoo.teacher": {"zoo", "zoo.volo"},
     "zoo.vit": set(),
     "zoo.volo": set(),
     "zoo.weights": {"zoo.vit", "zoo.volo"},
@@ -111,7 +113,7 @@ OWNERS = {
     "torch.utils.tensorboard": {"largebatch.hooks"},
     "mpi4py": {"largebatch.comm", "largebatch.pack"},
     "torch.distributed": {"largebatch.benchmark.step"},
-    "timm": {"zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
+    "timm": {"zoo.teacher", "zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),
     "jsonargparse": {"largebatch.config"},
     "apex": {"largebatch.optim.apex_lamb", "largebatch.benchmark.optimizer"},

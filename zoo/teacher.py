@@ -1,0 +1,111 @@
+"""A classifier's logits for each place of an image, to make token labels with.
+
+A network whose head acts on the mean over all places can be asked at each place: the head is applied to the features
+there, as if they were the mean. With a head that is linear, the mean over all places gives the logits of the whole
+image again. VOLO has a head for places of its own.
+"""
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from zoo import MODELS, create_model
+from zoo.volo import VOLO
+
+
+def build_teacher(
+    name: str, *, num_classes: int = 1000, weights: str | Path | None = None, img_size: int | None = None
+) -> nn.Module:
+    """A model of the zoo or of timm, in evaluation mode, that `dense_logits` takes.
+
+    weights: a file; without it, those that timm downloads. img_size: of a model of the zoo, which has none of its own.
+    ValueError for an unknown name, for weights that do not fit, or if its logits are not those of a mean over places.
+    """
+    if name in MODELS:
+        if weights is None:
+            raise ValueError(f"{name} has no weights to label with: give a file of them.")
+        model = create_model(name, num_classes=num_classes, weights=weights, img_size=img_size or 224)
+    elif timm.is_model(name.partition(".")[0]):
+        if img_size:
+            raise ValueError(f"img_size is {img_size}, but {name} is timm's and has a size of its own: leave it out.")
+        model = timm.create_model(name, pretrained=weights is None, num_classes=num_classes)
+        if weights is not None:
+            _load(model, weights)
+    else:
+        close = difflib.get_close_matches(name, [*MODELS, *timm.list_models()], n=1)
+        hint = f": did you mean {close[0]}?" if close else "."
+        raise ValueError(f"There is no model {name!r} in the zoo or in timm{hint}")
+    model.eval()
+    _check(model, name)
+    return model
+
+
+def _load(model: nn.Module, weights: str | Path) -> None:
+    try:
+        timm.models.load_checkpoint(model, str(weights))
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"{weights} does not fit the model: {error}") from error
+
+
+def input_size(model: nn.Module) -> int:
+    """The side of the images, in pixels, at which a model is best evaluated."""
+    cfg: dict[str, Any] = getattr(model, "default_cfg")
+    fixed = cfg.get("fixed_input_size") or not cfg.get("test_input_size")
+    return cfg["input_size" if fixed else "test_input_size"][-1]
+
+
+def dense_logits(model: nn.Module, images: Tensor) -> Tensor:
+    """Images (B, 3, H, W) -> logits (B, K, h, w) at the h x w places of the model's last features."""
+    if isinstance(model, VOLO):
+        _, logits = model.forward_train(images)
+        return logits.transpose(1, 2).unflatten(2, model.pos_embed.shape[1:3])
+    forward_features: Callable[[Tensor], Tensor] = getattr(model, "forward_features")
+    features = forward_features(images)
+    cells, (height, width) = _cells(model, features)
+    forward_head: Callable[[Tensor], Tensor] = getattr(model, "forward_head")
+    return forward_head(cells).view(len(images), height, width, -1).permute(0, 3, 1, 2)
+
+
+def _cells(model: nn.Module, features: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """Each place as the features of an image of its own, in the layout of the model; and how many there are."""
+    if features.ndim == 3:  # tokens (B, prefix + N, C); the pool strips the prefix
+        prefix: Any = getattr(model, "num_prefix_tokens", 0)
+        patch_embed: Any = getattr(model, "patch_embed")
+        first, tokens = features[:, :prefix], features[:, prefix:]
+        cells = torch.cat([first.repeat_interleave(tokens.shape[1], dim=0), tokens.flatten(0, 1)[:, None]], dim=1)
+        return cells, patch_embed.grid_size
+    if _channels_last(model, features):
+        return features.flatten(0, 2)[:, None, None], (features.shape[1], features.shape[2])
+    cells = features.permute(0, 2, 3, 1).flatten(0, 2)
+    return cells[:, :, None, None], (features.shape[2], features.shape[3])
+
+
+def _channels_last(model: nn.Module, features: Tensor) -> bool:
+    return features.shape[1] != getattr(model, "num_features")
+
+
+@torch.inference_mode()
+def _check(model: nn.Module, name: str) -> None:
+    """ValueError unless the head sees no more of the last features than their mean over all places."""
+    if isinstance(model, VOLO):
+        return
+    side = input_size(model)
+    model_features: Callable[[Tensor], Tensor] = getattr(model, "forward_features")
+    forward_head: Callable[[Tensor], Tensor] = getattr(model, "forward_head")
+    features = model_features(torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0)))
+    if features.ndim == 3:
+        by_mean = getattr(model, "global_pool", None) == "avg"
+    else:
+        dims = (1, 2) if _channels_last(model, features) else (2, 3)
+        whole, mean = forward_head(features), features.mean(dim=dims, keepdim=True)
+        by_mean = torch.allclose(whole, forward_head(mean), rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
+    if not by_mean:
+        raise ValueError(
+            f"{name} cannot label places: its head does not act on a mean over them (but on a class token, or another "
+            "pool), so take a ConvNet, a ViT with global_pool avg, or a VOLO."
+        )
