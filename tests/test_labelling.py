@@ -233,6 +233,18 @@ def test_models_that_cannot_teach(tmp_path, name, options, words):
         build_teacher(name, **{"num_classes": 7, "weights": tmp_path / "weights.pt"} | options)
 
 
+@torch.inference_mode()
+def test_a_vit_of_the_zoo_that_pools_teaches(tmp_path):
+    """Whether it does is seen from its weights; each place is the norm and the head of its token."""
+    model = zoo.create_model("vit_ti16", img_size=48, num_classes=7, global_pool="avg").eval()
+    zoo.save_weights(model, tmp_path / "weights.pt")
+    again = build_teacher("vit_ti16", num_classes=7, weights=tmp_path / "weights.pt", img_size=48)
+    images = torch.randn(2, 3, 48, 48)
+    token = model.forward_features(images)[:, 1 + 5]
+    dense = dense_logits(again, images)
+    torch.testing.assert_close(dense[:, :, 1, 2], model.head(model.fc_norm(token)), rtol=1e-5, atol=1e-6)
+
+
 def test_another_pool_cannot_teach():
     class Maximum(nn.Module):
         num_features, default_cfg = 3, {"input_size": (3, 8, 8)}

@@ -98,7 +98,7 @@ ALLOWED: dict[str, set[str]] = {
     # the zoo stands alone
     "zoo": {"zoo._torchvision", "zoo.vit", "zoo.volo", "zoo.weights"},
     "zoo._torchvision": set(),
-    "zoo.teacher": {"zoo", "zoo.volo"},
+    "zoo.teacher": {"zoo", "zoo.volo", "zoo.weights"},
     "zoo.vit": set(),
     "zoo.volo": set(),
     "zoo.weights": {"zoo.vit", "zoo.volo"},
