@@ -36,12 +36,13 @@ WRAPPERS = ("module", "_orig_mod")  # DistributedDataParallel and averaged model
 HEADS = ("head", "aux_head")  # the second one is VOLO's, for its cells
 
 
-def load_weights(model: nn.Module, path: str | Path) -> None:
+def load_weights(model: nn.Module, path: str | Path, *, new_heads: bool = True) -> None:
     """Copy the weights of a file into a model of the zoo.
 
     A position embedding of another (square) grid is resized as timm does it: bicubic, antialiased, in fp32.
     A head for another number of classes, or none, is left out and the model's is initialised anew, as timm
-    does it: normal with std 0.02, zero bias, drawn from torch's global random state; VOLO has two of them.
+    does it: normal with std 0.02, zero bias, drawn from torch's global random state; VOLO has two of them. Without
+    new_heads, as for a validation, it is an error.
     Of several containers in one file the first of `CONTAINERS` is taken: plain weights before averaged ones.
 
     Raises ValueError if the file cannot be read or does not fit; the message names each missing, unexpected
@@ -51,7 +52,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     weights = read_weights(path)
     _check_variant(weights, target, path=path)
     weights = _resize_pos_embed(weights, target, path=path)
-    weights = _replace_head(weights, target, path=path)
+    weights = _replace_heads(weights, target, path=path, allowed=new_heads)
     _check_fit(weights, target, path=path)
     with torch.no_grad():
         for name, tensor in target.items():
@@ -149,12 +150,14 @@ def _grid(pos_embed: Tensor) -> int:
     return side if side and side * side == pos_embed.shape[1] - 1 else 0
 
 
-def _replace_head(weights: Tensors, target: Tensors, *, path: str | Path) -> Tensors:
+def _replace_heads(weights: Tensors, target: Tensors, *, path: str | Path, allowed: bool) -> Tensors:
     """Put new heads where the file's are for another number of classes; no head is one for 0 classes."""
     for head in HEADS:
         found, wanted = _num_classes(weights, head), _num_classes(target, head)
         if found is None or found == wanted or not (found or wanted):
             continue
+        if not allowed:
+            raise ValueError(f"{path} has a head of {found} classes, the model one of {wanted}: set its num_classes")
         logger.warning("%s: %s of %d classes left out, one of %d classes initialised anew", path, head, found, wanted)
         weight, bias = f"{head}.weight", f"{head}.bias"
         weights = {name: tensor for name, tensor in weights.items() if name not in (weight, bias)}
