@@ -35,7 +35,8 @@ def choose(given: Mapping[str, Any]) -> TrainConfig:
     ValueError for an unknown recipe, a model without a published one, and a fine-tuning without weights.
     """
     model, weights = given.get("model.name") or "vit_b32", given.get("model.weights")
-    if given.get("recipe") == "quickstart" or not given.get("recipe") and given.get("data.path") in (None, "", "digits"):
+    without_data = given.get("data.path") in (None, "", "digits")
+    if given.get("recipe") == "quickstart" or (without_data and not given.get("recipe")):
         return quickstart(model)
     finetuning = f"{model}_{given.get('model.img_size')}"
     name = given.get("recipe") or (finetuning if weights and finetuning in RECIPES else model)
