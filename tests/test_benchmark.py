@@ -108,6 +108,14 @@ def test_optimizer_and_model_need_neither_horovod_nor_dali(tmp_path):
     ]
 
 
+def test_volo_beside_timms_with_and_without_fused_attention(tmp_path):
+    small = ("--model", "volo_d1", "--img-size", "32", "--rounds", "1", "--output", str(tmp_path))
+    printed = run_benchmark("model", *small)
+    assert "volo_d1 at 32 px, forward and backward, bf16, batch 8" in printed and "MFU" in printed
+    for peer in ("timm", "timm, unfused attention"):
+        assert f"the time of {peer} (" in printed
+
+
 def test_mistakes_are_one_sentence():
     assert "The first argument is one of optimizer, loader, model, step." in run_benchmark("speed", code=1)
     assert "NVIDIA's apex is not installed" in run_benchmark("optimizer", "--vs", "apex", "--model", "vit_ti16", code=1)

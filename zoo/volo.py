@@ -105,7 +105,8 @@ class OutlookAttention(nn.Module):
         values = self.v(x)
         cells = F.avg_pool2d(x.permute(0, 3, 1, 2), 2, ceil_mode=True).permute(0, 2, 3, 1)
         logits = (self.attn(cells) * self.scale).unflatten(-1, (self.num_heads, 9, 9))
-        weights = self.attn_drop(logits.softmax(dim=-1)).to(values.dtype)
+        weights = logits.movedim(-1, 0).contiguous().softmax(dim=0)  # torch is slow where a softmax has nine neighbours
+        weights = self.attn_drop(weights).movedim(0, -1).to(values.dtype).contiguous()
         return self.proj(_Outlook.apply(weights, values))
 
 
@@ -192,7 +193,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 3, H, W) -> (B, H / 8, W / 8, C)"""
-        return self.proj(self.conv(x)).permute(0, 2, 3, 1)
+        return self.proj(self.conv(x.contiguous(memory_format=torch.channels_last))).permute(0, 2, 3, 1)
 
 
 class Downsample(nn.Module):

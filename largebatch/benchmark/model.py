@@ -1,4 +1,9 @@
-"""Forward and backward of a zoo model beside timm's model of the same name, one process."""
+"""Forward and backward of a zoo model beside timm's model of the same name, one process.
+
+Every contender computes `model(images)` in training mode, the cross entropy and all gradients. So it is for VOLO too,
+whose plain forward pass has both heads on either side; timm's own `forward_train` leaves out the class head. On CPUs
+the backward pass of torch's fused attention, timm's default, is slow; timm's model without it is a second contender.
+"""
 
 import argparse
 from contextlib import contextmanager
@@ -11,9 +16,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from largebatch.benchmark.measure import Contender, Report, Round, compare, matmul_flops
-from zoo import create_model, set_fused_attn
-from zoo.vit import STRUCTURES
+from zoo import create_model, set_fused_attn, vit, volo
 
+TIMM_NAMES = {name: structure.timm_name for zoo in (vit, volo) for name, structure in zoo.STRUCTURES.items()}
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = 2  # per round, so that the second one adds to gradients, as accumulation does
 
@@ -22,19 +27,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--model", default="vit_b32", help="zoo model")
     parser.add_argument("--img-size", type=int, default=224, help="image side in pixels")
-    parser.add_argument("--batch-size", type=int, default=32, help="images per pass")
+    parser.add_argument("--batch-size", type=int, help="images per pass; default: 32, and 8 for a VOLO")
     parser.add_argument("--precision", default="bf16", choices=list(PRECISIONS), help="autocast type")
     parser.add_argument("--compile", action="store_true", help="as --run.compile; ours alone")
     parser.add_argument("--grad-checkpointing", action="store_true", help="as --model.grad_checkpointing; ours alone")
-    parser.add_argument("--vs", nargs="+", default=["timm"], choices=["timm", "none"])
+    parser.add_argument("--vs", nargs="+", default=["timm", "timm-unfused"], choices=["timm", "timm-unfused", "none"])
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each contender, 2 passes each")
 
 
 def run(options: argparse.Namespace, device: torch.device) -> Report:
     """Measure forward and backward passes."""
+    if options.batch_size is None:
+        options.batch_size = 8 if options.model in volo.STRUCTURES else 32
     makers: dict[str, Callable[[], nn.Module]] = {"largebatch": partial(ours, options, device)}
     if "timm" in options.vs:
         makers["timm"] = partial(timms, options)
+    if "timm-unfused" in options.vs:
+        makers["timm, unfused attention"] = lambda: set_fused_attn(timms(options), False)
     contenders = [Contender(name, partial(_opened, make, options, device)) for name, make in makers.items()]
     results = compare(contenders, device=device, rounds=options.rounds)
     images = PASSES * options.batch_size
@@ -83,9 +92,9 @@ def timms(options: argparse.Namespace) -> nn.Module:
 
 def timm_name(model: str) -> str:
     """What timm calls a model of the zoo."""
-    if model not in STRUCTURES:
+    if model not in TIMM_NAMES:
         raise ValueError(f"--vs timm: timm's name of {model} is not known here; use --vs none.")
-    return STRUCTURES[model].timm_name
+    return TIMM_NAMES[model]
 
 
 def training_flops(model: str, img_size: int) -> float:
