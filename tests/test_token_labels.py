@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from PIL import Image
 from scipy import stats
 from torch import nn
+from torch._dynamo.utils import counters
 
 from largebatch import augment, build, config, losses
 from largebatch.augment import Augment, Augmented, draw_mix_box, one_hot
@@ -28,6 +29,7 @@ from largebatch.data.order import Draws, Plan
 from largebatch.data.randaugment import AutoAugment
 from largebatch.data.token_labels import TokenLabels, place
 from zoo import _torchvision  # noqa: F401  (makes torchvision importable beside a CPU build of torch)
+from zoo.volo import VOLO, Structure
 
 import torchvision.ops.roi_align  # noqa: F401  # isort: skip
 
@@ -486,6 +488,20 @@ def test_200_steps_without_labels_are_finite_and_learn():
         optimizer.step()
         history.append(float(loss.detach()))
     assert np.mean(history[-20:]) < np.mean(history[:20]) - 0.3
+
+
+def test_boxes_of_all_kinds_share_the_graphs_of_a_compiled_model():
+    """Torch specialises on 0, 1 and equal numbers, and past eight graphs it silently runs eagerly."""
+    torch._dynamo.reset()
+    counters.clear()
+    small = Structure((1, 1, 1, 1), (12, 24), (2, 4), mlp_ratio=1.0, stem_dim=8, timm_name="")
+    model, images = VOLO(small, img_size=64, num_classes=5), torch.randn(4, 3, 64, 64)
+    compiled, graphs = torch.compile(model.forward_train, backend="eager"), set()
+    for box in ((0, 0, 2, 2), (1, 1, 3, 4), (0, 1, 1, 2), (2, 2, 2, 2), (1, 2, 4, 3), (0, 0, 0, 0), (0, 0, 4, 4)):
+        for ours, plain in zip(compiled(images, mix_box=box), model.forward_train(images, mix_box=box)):
+            torch.testing.assert_close(ours, plain, rtol=0, atol=1e-5)
+        graphs.add(counters["stats"]["unique_graphs"])
+    assert len(graphs) == 1 and max(graphs) > 0
 
 
 # -- options ---------------------------------------------------------------------------------------------------------

@@ -332,6 +332,7 @@ class VOLO(nn.Module):
         return self.head(self.head_drop(x[:, 0])), cells
 
 
+@torch.compiler.disable  # a graph for each kind of box would soon be more than torch keeps, and all runs eagerly
 def mix(grid: Tensor, box: MixBox, *, cells: int = 1) -> Tensor:
     """Swap a box of (B, H, W, C) with the flipped batch's; `cells` per side of what the box counts in."""
     top, left, bottom, right = (cells * edge for edge in box)
