@@ -230,16 +230,20 @@ def test_recomputed_blocks_give_the_same_gradient():
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
+@torch.no_grad()
 def test_under_autocast_it_is_as_exact_as_timms():
-    torch.manual_seed(1)
-    peer = timm.create_model("volo_d1_224", img_size=64, num_classes=7).train()
-    model = create_model("volo_d1", img_size=64, num_classes=7).train()
-    model.load_state_dict(peer.state_dict())
-    images, errors = torch.randn(4, 3, 64, 64), []
-    for one in (set_fused_attn(model, False), peer):
-        exact = one(images)
-        with torch.autocast("cpu", torch.bfloat16):
-            errors.append(float((one(images) - exact).norm() / exact.norm()))
+    """In the mean of five random models: of one, either may be the better by a quarter."""
+    errors = torch.zeros(2)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        peer = timm.create_model("volo_d1_224", img_size=64, num_classes=7).train()
+        model = create_model("volo_d1", img_size=64, num_classes=7).train()
+        model.load_state_dict(peer.state_dict())
+        images = torch.randn(4, 3, 64, 64)
+        for number, one in enumerate((set_fused_attn(model, False), peer)):
+            exact = one(images)
+            with torch.autocast("cpu", torch.bfloat16):
+                errors[number] += (one(images) - exact).norm() / exact.norm()
     assert errors[0] < 1.2 * errors[1]
 
 

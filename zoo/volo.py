@@ -104,10 +104,20 @@ class OutlookAttention(nn.Module):
         """(B, H, W, C) -> (B, H, W, C)"""
         values = self.v(x)
         cells = F.avg_pool2d(x.permute(0, 3, 1, 2), 2, ceil_mode=True).permute(0, 2, 3, 1)
-        logits = (self.attn(cells) * self.scale).unflatten(-1, (self.num_heads, 9, 9))
-        weights = logits.movedim(-1, 0).contiguous().softmax(dim=0)  # torch is slow where a softmax has nine neighbours
-        weights = self.attn_drop(weights).movedim(0, -1).to(values.dtype).contiguous()
+        weights = self.attn_drop(self._weights(cells)).to(values.dtype)
         return self.proj(_Outlook.apply(weights, values))
+
+    def _weights(self, cells: Tensor) -> Tensor:
+        """What each of 9 pixels takes from each of the 9: (B, h, w, C) -> (B, h, w, heads, 9, 9).
+
+        The layer's outputs are put in another order, in which a softmax over the nine runs along long rows: over nine
+        numbers that lie together it takes six times as long.
+        """
+        shape = (self.num_heads, 9, 9)
+        weight = self.attn.weight.unflatten(0, shape).permute(2, 0, 1, 3).flatten(0, 2)
+        bias = self.attn.bias.unflatten(0, shape).permute(2, 0, 1).flatten()
+        logits = F.linear(cells, weight * self.scale, bias * self.scale).unflatten(-1, (9, -1))
+        return logits.softmax(dim=-2).transpose(-2, -1).contiguous().unflatten(-2, shape[:2])
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -148,10 +158,13 @@ class ClassAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 1 + N, C) -> (B, 1, C)"""
-        k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        q = self.q(x[:, :1]).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        y = self.attn_drop((q * self.scale @ k.transpose(-2, -1)).softmax(dim=-1)) @ v
-        return self.proj(y.transpose(1, 2).flatten(2))
+        # one query per head: its keys meet it, and its values the weighted mean of x, not every token
+        to_k, to_v = self.kv.weight.unflatten(0, (2, self.num_heads, -1))  # (heads, C / heads, C) each
+        q = self.q(x[:, 0]).unflatten(-1, (self.num_heads, -1)).transpose(0, 1)  # (heads, B, C / heads)
+        weights = (q * self.scale @ to_k).transpose(0, 1) @ x.mT  # (B, heads, 1 + N)
+        mean = self.attn_drop(weights.softmax(dim=-1)) @ x  # (B, heads, C)
+        y = mean.transpose(0, 1) @ to_v.mT  # (heads, B, C / heads)
+        return self.proj(y.transpose(0, 1).flatten(1))[:, None]
 
 
 class Block(nn.Module):
