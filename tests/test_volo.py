@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo import create_model, load_weights, save_weights, set_fused_attn
-from zoo.volo import STRUCTURES, OutlookAttention, gather, mix, recognise, scatter
+from zoo.volo import STRUCTURES, Block, OutlookAttention, gather, mix, recognise, scatter
 
 import timm  # isort: skip  (after zoo, which makes it importable beside a CPU build of torch)
-from timm.layers import DropPath  # isort: skip
 
 PARAMETERS = {
     "volo_d1": 26_632_040,
@@ -210,13 +209,32 @@ def test_mixing_twice_gives_the_grid_back():
 def test_stochastic_depth_is_the_published_one():
     def rates(model: nn.Module) -> list[float]:
         blocks = [block for stage in model.network if isinstance(stage, nn.Sequential) for block in stage]
-        paths = [block.drop_path1 for block in blocks]
-        return [path.drop_prob if isinstance(path, DropPath) else 0.0 for path in paths]
+        return [block.drop_path for block in blocks]
 
     ramp = [0.1 * index / 17 for index in range(18)]
     assert rates(small(drop_path_rate=0.1)) == pytest.approx([0.0] * 4 + ramp[4:])
     assert rates(small(drop_path_rate=0.1, outlook_drop_path=True)) == pytest.approx(ramp)
     assert rates(on_meta("volo_d5", drop_path_rate=0.75))[12] == pytest.approx(0.19, abs=0.005)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.95])  # samples skip hardly ever, often, all of them
+def test_what_is_skipped_is_as_if_it_were_computed_and_masked(rate):
+    """Value and gradients, float64, with the same draws; the mean of what a sample gets is the layer itself."""
+    torch.manual_seed(0)
+    block = Block(OutlookAttention(12, 2, attn_drop=0.0), 12, mlp_ratio=2.0, drop_path=rate).double().train()
+    x = torch.randn(5, 4, 4, 12, dtype=torch.float64, requires_grad=True)
+    for seed in range(12):
+        torch.manual_seed(seed)
+        found = block(x)
+        torch.manual_seed(seed)
+        masks = [(torch.rand(5) >= rate).double().view(5, 1, 1, 1) / (1 - rate) for _ in range(2)]
+        middle = x + block.attn(block.norm1(x)) * masks[0]
+        expected = middle + block.mlp(block.norm2(middle)) * masks[1]
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        direction, places = torch.randn_like(x), [x, *block.parameters()]
+        gradients = (torch.autograd.grad(y, places, direction) for y in (found, expected))
+        for ours, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_recomputed_blocks_give_the_same_gradient():
