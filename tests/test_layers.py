@@ -85,7 +85,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.benchmark.__main__": set(),
     "largebatch.benchmark.measure": set(),
     "largebatch.benchmark.optimizer": {"largebatch.benchmark.measure", "largebatch.optim", "zoo"},
-    "largebatch.benchmark.model": {"largebatch.benchmark.measure", "zoo", "zoo.vit", "zoo.volo"},
+    "largebatch.benchmark.model": {"largebatch.benchmark.measure", "largebatch.recipes", "zoo", "zoo.vit", "zoo.volo"},
     "largebatch.benchmark.step": BELOW_PROGRAMS | {"largebatch.benchmark.measure", "largebatch.benchmark.model"},
     "largebatch.benchmark.loader": DATA | {"largebatch.benchmark.measure", "zoo._torchvision"},
     # the doctor imports nothing that could be broken

@@ -3,6 +3,7 @@
 Every contender computes `model(images)` in training mode, the cross entropy and all gradients. So it is for VOLO too,
 whose plain forward pass has both heads on either side; timm's own `forward_train` leaves out the class head. On CPUs
 the backward pass of torch's fused attention, timm's default, is slow; timm's model without it is a second contender.
+Stochastic depth is that of the model's recipe, on all sides; of a MFU it is not taken off.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from largebatch.benchmark.measure import Contender, Report, Round, compare, matmul_flops
+from largebatch.recipes import RECIPES
 from zoo import create_model, set_fused_attn, vit, volo
 
 TIMM_NAMES = {name: structure.timm_name for zoo in (vit, volo) for name, structure in zoo.STRUCTURES.items()}
@@ -77,7 +79,12 @@ def _opened(make: Callable[[], nn.Module], options: argparse.Namespace, device: 
 
 def ours(options: argparse.Namespace, device: torch.device) -> nn.Module:
     """The zoo's model as training builds it."""
-    model = create_model(options.model, img_size=options.img_size, grad_checkpointing=options.grad_checkpointing)
+    model = create_model(
+        options.model,
+        img_size=options.img_size,
+        drop_path_rate=drop_path_rate(options.model),
+        grad_checkpointing=options.grad_checkpointing,
+    )
     if options.compile:
         model.compile()
     return set_fused_attn(model, device.type != "cpu")
@@ -87,7 +94,13 @@ def timms(options: argparse.Namespace) -> nn.Module:
     """The same model from timm, as its own training script would make it."""
     import timm
 
-    return timm.create_model(timm_name(options.model), img_size=options.img_size)
+    name, rate = timm_name(options.model), drop_path_rate(options.model)
+    return timm.create_model(name, img_size=options.img_size, drop_path_rate=rate)
+
+
+def drop_path_rate(model: str) -> float:
+    """Stochastic depth of the model's recipe; 0 without one."""
+    return RECIPES[model]().model.drop_path_rate if model in RECIPES else 0.0
 
 
 def timm_name(model: str) -> str:
