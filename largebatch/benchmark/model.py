@@ -3,7 +3,7 @@
 Every contender computes `model(images)` in training mode, the cross entropy and all gradients. So it is for VOLO too,
 whose plain forward pass has both heads on either side; timm's own `forward_train` leaves out the class head. On CPUs
 the backward pass of torch's fused attention, timm's default, is slow; timm's model without it is a second contender.
-Stochastic depth is that of the model's recipe, on all sides; of a MFU it is not taken off.
+Stochastic depth is that of the model's recipe, on all sides; MFU counts the work that it saves, too.
 """
 
 import argparse
