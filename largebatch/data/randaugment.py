@@ -232,16 +232,3 @@ def matrices(codes: np.ndarray, arguments: np.ndarray) -> np.ndarray:
     turn = np.stack([cos, -sin, (1 - cos + sin) / 2, sin, cos, (1 - cos - sin) / 2], axis=-1)  # about the centre
     affine[turned] = turn[turned].reshape(-1, 2, 3)
     return affine
-
-
-def warp(operations: Operations) -> np.ndarray:
-    """(n, 2, 3) float64: from points of the augmented image to points of the image before, over all its operations.
-
-    On the unit square, x right, y down. The identity for a sample whose operations move nothing.
-    """
-    composed = np.tile(np.eye(2, 3), (len(operations.codes), 1, 1))
-    for step in operations.affine.swapaxes(0, 1):
-        offset = composed[:, :, 2]
-        composed = composed[:, :, :2] @ step
-        composed[:, :, 2] += offset
-    return composed
