@@ -62,6 +62,7 @@ def horovod(tmp_path, monkeypatch) -> Path:
     copy = tmp_path / "in front" / "horovod"
     shutil.copytree(installed, copy, copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setenv("PYTHONPATH", str(copy.parent))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(installed.parents[2]))  # of the MPI that it finds relative to itself
     return copy
 
 
