@@ -171,7 +171,7 @@ class Block(nn.Module):
     """A layer of attention and an MLP, each with its norm before it and a residual around it.
 
     Stochastic depth (https://arxiv.org/abs/1603.09382) with rate drop_path: samples skip a layer, and are not computed
-    in it. D5, whose rate rises to 0.75, so trains with about half of its blocks' work.
+    in it: 6 % of the transformer blocks' work in D1 (rate 0.1), 47 % in D5 (0.75).
     """
 
     def __init__(self, attn: nn.Module, dim: int, *, mlp_ratio: float, drop_path: float = 0.0) -> None:
