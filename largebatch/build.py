@@ -46,10 +46,7 @@ def program(read: Callable[[], TrainConfig]) -> Iterator[tuple[TrainConfig, Comm
         config = read()
     except ValueError as error:
         mistake = error
-    run = config.run
-    with session(
-        deterministic=run.deterministic, fusion_threshold_mb=run.fusion_threshold_mb, cycle_time_ms=run.cycle_time_ms
-    ) as comm:
+    with session(deterministic=config.run.deterministic, horovod=config.horovod) as comm:
         with comm.together("command line"):
             if mistake:
                 raise mistake

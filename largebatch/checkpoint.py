@@ -55,14 +55,12 @@ MAY_DIFFER = {  # options that change how a run is watched, not what it computes
     "run.eval_every",
     "run.max_skipped_steps",
     "run.device",
-    "run.fusion_threshold_mb",
-    "run.cycle_time_ms",
     "model.grad_checkpointing",
     "data.num_threads",
     "data.quarantine",  # which images there are is compared by itself
     "data.eval_batch_size",
 }
-MAY_DIFFER_SECTIONS = ("log.", "checkpoint.")
+MAY_DIFFER_SECTIONS = ("horovod.", "log.", "checkpoint.")
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from typing import Any, Callable, Literal, Mapping, Sequence
 
 import jsonargparse
 
+from largebatch.tuning import HorovodConfig
+
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
@@ -213,14 +215,6 @@ class RunConfig:
     compression: Literal["none", "fp16"] = "none"
     """type of gradients on the wire; fp16 halves the bytes, rounds the reduced gradient by 4e-4 (3 CPU ranks), and
     trains with a loss scale in every precision; an overflow on the wire skips the step"""
-    fusion_threshold_mb: int | None = None
-    """gradients that become ready together are reduced in one message up to this many MiB, 0: each by itself; null:
-    HOROVOD_FUSION_THRESHOLD, or Horovod's 128. No difference where messages are cheap: 5.16 s per step with 0, 5.26
-    with 128 (ViT-B/32, batch 64, 2 CPU ranks on one host)"""
-    cycle_time_ms: float | None = None
-    """Horovod looks for ready gradients once in this many milliseconds: longer fuses more of them, shorter begins
-    earlier. null: HOROVOD_CYCLE_TIME, or Horovod's 1 on GPUs and 5 on CPUs, where its thread shares a rank's core and
-    takes 1 % of it instead of 3.8 % (ViT-B/32, 2 ranks × 1 thread)"""
 
 
 @dataclass(kw_only=True)
@@ -256,6 +250,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    horovod: HorovodConfig = field(default_factory=HorovodConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
@@ -345,15 +340,7 @@ def check(config: TrainConfig) -> None:
     _check_augment(c.augment)
     if c.optim.clip_norm is not None and c.optim.clip_norm <= 0:
         raise ValueError(f"--optim.clip_norm is {c.optim.clip_norm}: expected a positive norm, or null for no clip.")
-    if c.run.cycle_time_ms is not None and c.run.cycle_time_ms <= 0:
-        raise ValueError(f"--run.cycle_time_ms is {c.run.cycle_time_ms}: expected a time above 0, or null.")
-    if c.run.fusion_threshold_mb is not None and c.run.fusion_threshold_mb < 0:
-        raise ValueError(f"--run.fusion_threshold_mb is {c.run.fusion_threshold_mb}: expected 0 or more, or null.")
-    if c.run.fusion_threshold_mb is not None and c.run.deterministic:
-        raise ValueError(
-            f"--run.fusion_threshold_mb is {c.run.fusion_threshold_mb} and --run.deterministic is true, which reduces "
-            "each gradient by itself, because what is fused depends on timing: leave one of them out."
-        )
+    c.horovod.check(deterministic=c.run.deterministic, device=c.run.device)
     if (c.schedule.scaling == "none") == bool(c.schedule.reference_batch_size):
         raise ValueError(
             f"--schedule.scaling is {c.schedule.scaling} and --schedule.reference_batch_size is "

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # agreement is comm's own
+GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # agreement, watchdog are comm's own
 PREPARATION = {
     "largebatch.data." + name for name in ("order", "pixels", "reader", "randaugment", "operations", "token_labels")
 }
@@ -28,10 +28,12 @@ BELOW_PROGRAMS = GROUND | PARTS | RUN | ASSEMBLY | {"zoo"}
 ALLOWED: dict[str, set[str]] = {
     # ground
     "largebatch": set(),
-    "largebatch.config": set(),
+    "largebatch.tuning": set(),
+    "largebatch.config": {"largebatch.tuning"},
     "largebatch.agreement": set(),
     "largebatch.compression": set(),
-    "largebatch.comm": {"largebatch.agreement", "largebatch.compression"},
+    "largebatch.watchdog": set(),
+    "largebatch.comm": {"largebatch." + name for name in ("agreement", "compression", "tuning", "watchdog")},
     # parts: they know one process; only the files of one package know each other
     "largebatch.optim": OPTIM,
     "largebatch.optim.lamb": {"largebatch.optim.native"},
