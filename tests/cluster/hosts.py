@@ -1,8 +1,8 @@
 """Several real hosts on one machine, joined by a switch whose cables can be cut, slowed and mended.
 
-Each host is a set of namespaces (network, host name, processes, shared memory, mounts) with an sshd on port 22, its own
-/etc/hosts and one network card, eth0. So "ssh h2", "mpirun -H h1:2,h2:2" and "horovodrun -H h1:2,h2:2" work as on a real
-cluster, without any option, and files are shared as on a cluster's file system. It needs root.
+Each host is a set of namespaces (network, host name, processes, shared memory, mounts) with an sshd on port 22, its
+own /etc/hosts and one network card, eth0. So "ssh h2", "mpirun -H h1:2,h2:2" and "horovodrun -H h1:2,h2:2" work as on
+a real cluster, without any option, and files are shared as on a cluster's file system. It needs root.
 
 Namespaces are anonymous and die with their first process, which dies with the test run: nothing is left on the machine
 (no name in /run/netns, no mount, no interface) even after SIGKILL, and two test runs do not see each other.
