@@ -21,19 +21,19 @@ from typing import Any, Iterable, Iterator, Literal, Mapping, Sequence
 
 import horovod.torch as hvd
 import torch
+from horovod.torch import mpi_lib_v2
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from largebatch import agreement
+from largebatch import agreement, launcher
 from largebatch.compression import Fp16
 from largebatch.tuning import HorovodConfig, stall_limit
 from largebatch.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "WORLD_SIZE", "SLURM_NTASKS")
 GRACE_S = 3  # ranks that give up waiting say so together, since they began to wait within a step of each other
 AS_BYTES = (torch.bool, torch.bfloat16)  # not among Horovod's types; sent as their bytes
 
@@ -49,11 +49,14 @@ class Communicator:
         """Start Horovod. deterministic: reduce each tensor by itself, so that sums repeat to the last bit.
 
         The cores of a host are shared among its ranks, unless OMP_NUM_THREADS says otherwise.
-        ValueError for settings that contradict each other, RuntimeError if a launcher announced several processes and
-        Horovod sees only this one.
+        ValueError for settings, or launchers, that contradict each other; RuntimeError if Horovod sees other ranks than
+        the launcher announced, or they do not come.
         """
         on_gpus = torch.cuda.is_available() and bool(hvd.nccl_built())
         (horovod or HorovodConfig()).apply(os.environ, deterministic=deterministic, on_gpus=on_gpus)
+        launch = launcher.recognise(os.environ)
+        mpi = launcher.mpi_version(mpi_lib_v2.__file__) if hvd.mpi_built() else ""
+        self._rendezvous = launcher.prepare(launch, os.environ, mpi=mpi)
         self._watchdog = Watchdog(stall_limit(os.environ), self._give_up)
         with self._watchdog.waiting("start"):
             hvd.init()
@@ -62,18 +65,16 @@ class Communicator:
         self.local_rank: int = hvd.local_rank()
         self.local_size: int = hvd.local_size()
         self._hooks: Any = WeakTensorKeyDictionary()  # parameter -> RemovableHandle of what reduces its gradient
-        self._refuse_lonely_ranks()
+        self._refuse_mismatch(launch)
         if "OMP_NUM_THREADS" not in os.environ:  # each rank's torch would take all cores of the host
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.local_size))
 
-    def _refuse_lonely_ranks(self) -> None:
-        announced = {name: os.environ[name] for name in LAUNCHER_SIZES if os.environ.get(name, "") not in ("", "1")}
-        if self.size == 1 and announced:
-            seen = ", ".join(f"{name}={value}" for name, value in announced.items())
-            raise RuntimeError(
-                f"The launcher announced {seen}, but Horovod sees 1 process: each would train alone. The launcher's "
-                "MPI is not the one Horovod was built with; run `python -m largebatch.doctor`."
-            )
+    def _refuse_mismatch(self, launch: launcher.Launch) -> None:
+        """All ranks that Horovod sees raise RuntimeError if one of them is not where its launcher announced."""
+        here = {"rank": self.rank, "size": self.size, "local_rank": self.local_rank, "local_size": self.local_size}
+        causes = self.allgather_object(launcher.mismatch(launch, **here), name="launch")
+        if any(causes):
+            raise RuntimeError(next(filter(None, causes)))
 
     def device(self, kind: str = "auto") -> torch.device:
         """The device of this rank: `cpu`, or the GPU numbered by the local rank."""
@@ -310,6 +311,7 @@ class Communicator:
         with self._watchdog.waiting("shutdown"):
             hvd.shutdown()
         self._watchdog.stop()
+        self._rendezvous.close()
 
     def _give_up(self, what: str) -> None:
         """End the run: this rank waited too long for the others."""
