@@ -29,7 +29,7 @@ from largebatch.data.randaugment import parse as parse_policy
 from largebatch.data.sources import open_source
 from largebatch.data.token_labels import CELL
 from largebatch.ema import Ema, check_half_life
-from largebatch.engine import Hook, Trainer, TrainState
+from largebatch.engine import Hook, Trainer, TrainState, choose_precision, computes
 from largebatch.losses import classification, token_labeling
 from largebatch.optim import build_optimizer, can_compile, init_state
 from largebatch.schedules import Schedule, make_schedule, scale_lr
@@ -61,11 +61,23 @@ def set_up_torch(config: TrainConfig) -> None:
 
 
 def set_up(config: TrainConfig, comm: Communicator) -> torch.device:
-    """The device of this rank, after all ranks were found to run the same program on devices of their own."""
-    logger.info("%s", comm.agree(options(config)))
+    """The device of this rank, after all ranks were found to run the same program on devices of their own.
+
+    A precision of auto is replaced in `config` by what it means on the device, the same on all ranks.
+    """
     with comm.together("set-up"):
         device = comm.device(config.run.device)
         set_up_torch(config)
+    if config.run.precision == "auto":
+        config.run.precision = choose_precision(device)  # type: ignore[assignment]
+    elif not computes(device, config.run.precision):
+        logger.warning(
+            "--run.precision is %s, for which this %s has no instructions: it will be very slow, and auto would be %s.",
+            config.run.precision,
+            device.type,
+            choose_precision(device),
+        )
+    logger.info("%s", comm.agree(options(config)))
     for line in comm.placement(device):
         logger.info("%s", line)
     return device

@@ -201,8 +201,9 @@ class RunConfig:
     """time between evaluations"""
     seed: int = 0
     """seed of weights, data order, crops, mixup and dropout"""
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """autocast type; parameters and gradients are fp32 always"""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """autocast type; auto: bf16 where the processor computes it, else fp16 on GPUs and fp32 on CPUs, and written so to
+    config.yaml. Parameters and gradients are fp32 always"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU of the local rank where there is one"""
     deterministic: bool = False
