@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch import checkpoint, hooks
+from largebatch.affinity import loader_threads
 from largebatch.augment import Augment, Augmented
 from largebatch.batch_norm import BatchNormStatistics, batch_norms
 from largebatch.comm import Communicator, session
@@ -32,6 +33,7 @@ from largebatch.ema import Ema, check_half_life
 from largebatch.engine import Hook, Trainer, TrainState, choose_precision, computes
 from largebatch.losses import classification, token_labeling
 from largebatch.optim import build_optimizer, can_compile, init_state
+from largebatch.preemption import Signals, StopEarly, end_time
 from largebatch.schedules import Schedule, make_schedule, scale_lr
 from zoo import create_model, set_fused_attn
 
@@ -78,7 +80,7 @@ def set_up(config: TrainConfig, comm: Communicator) -> torch.device:
             choose_precision(device),
         )
     logger.info("%s", comm.agree(options(config)))
-    for line in comm.placement(device):
+    for line in comm.placement(device, loader_threads=config.data.num_threads):
         logger.info("%s", line)
     return device
 
@@ -157,13 +159,13 @@ def build_eval_loader(
         batch_size=config.data.eval_batch_size,
         img_size=config.model.img_size,
         device=device,
-        num_threads=config.data.num_threads,
+        num_threads=config.data.num_threads or loader_threads(comm.num_cores),
         **model_geometry(config.data, model)._asdict(),
     )
 
 
-def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
-    """Everything of a run, resumed from its folder if there is a checkpoint."""
+def build_trainer(config: TrainConfig, comm: Communicator, signals: Signals | None = None) -> Trainer:
+    """Everything of a run, resumed from its folder if there is a checkpoint. signals: what may stop it early."""
     device = set_up(config, comm)
     with comm.together("batch"):
         parse_policy(config.augment.auto_augment)  # a mistake in it is said before the data are opened
@@ -191,6 +193,7 @@ def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
         )
         init_state(optimizer)
         trainer = _assemble(config, comm, model=model, optimizer=optimizer, train=train, held_out=held_out)
+        trainer.hooks = _hooks(config, trainer.plan, model, signals)
     average = next((hook.model for hook in trainer.hooks if isinstance(hook, Ema)), None)
     if not checkpoint.resume(config, trainer, average=average):
         comm.broadcast_model(trainer.model)
@@ -248,7 +251,7 @@ def _assemble(
             padding=padding,
             policy=policy,
             device=device,
-            num_threads=data.num_threads,
+            num_threads=data.num_threads or loader_threads(comm.num_cores),
             token_label_axes=data.token_label_axes if data.token_labels else None,
             start_step=start_step,
         )
@@ -270,7 +273,6 @@ def _assemble(
         clip_norm=config.optim.clip_norm,
         eval_images=_images(config, "run.eval_every", plan.num_samples, plan.num_images),
         device=device,
-        hooks=_hooks(config, plan, model),
         state=TrainState(data=train.digest()),
     )
 
@@ -304,7 +306,7 @@ def build_objective(config: TrainConfig, model: nn.Module) -> Callable[[nn.Modul
     return partial(token_labeling, cls_weight=loss.cls_weight, dense_weight=loss.dense_weight)
 
 
-def _hooks(config: TrainConfig, plan: Plan, model: nn.Module) -> list[Hook]:
+def _hooks(config: TrainConfig, plan: Plan, model: nn.Module, signals: Signals | None) -> list[Hook]:
     """In the order of hooks.py: what may stop the run, what averages it, what saves it, what writes it down."""
     folder, log_images = config.folder, _images(config, "log.every", plan.num_samples, plan.num_images)
     sinks: list[hooks.Sink] = [hooks.Progress(), hooks.Csv(folder)]
@@ -322,7 +324,11 @@ def _hooks(config: TrainConfig, plan: Plan, model: nn.Module) -> list[Hook]:
     )
     guards = hooks.Guards(max_skipped_steps=config.run.max_skipped_steps)
     statistics = [BatchNormStatistics(model)] if batch_norms(model) else []
-    return [guards, *statistics, *([ema] if ema else []), saving, hooks.Log(sinks, every_images=log_images)]
+    early: list[Hook] = []
+    if signals:
+        early = [StopEarly(signals, end=end_time(config.run.end_time), longest_save_s=lambda: saving.longest_s)]
+    averaging = [ema] if ema else []
+    return [guards, *statistics, *averaging, saving, *early, hooks.Log(sinks, every_images=log_images)]
 
 
 def _ema(config: TrainConfig, plan: Plan, model: nn.Module) -> Ema | None:

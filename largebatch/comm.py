@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from largebatch import agreement, launcher
+from largebatch import affinity, agreement, launcher
 from largebatch.compression import Fp16
 from largebatch.tuning import HorovodConfig, stall_limit
 from largebatch.watchdog import Watchdog
@@ -40,6 +40,14 @@ AS_BYTES = (torch.bool, torch.bfloat16)  # not among Horovod's types; sent as th
 
 class Stopped(Exception):
     """Raised on every rank alike when one of them could not go on; the causes are already in the message."""
+
+    exit_code = 2
+
+
+class StoppedEarly(Stopped):
+    """Raised on every rank alike when a run was told to end before it is complete, and can be resumed."""
+
+    exit_code = os.EX_TEMPFAIL  # 75
 
 
 class Communicator:
@@ -66,8 +74,12 @@ class Communicator:
         self.local_size: int = hvd.local_size()
         self._hooks: Any = WeakTensorKeyDictionary()  # parameter -> RemovableHandle of what reduces its gradient
         self._refuse_mismatch(launch)
+        self._cores = affinity.cores_of_process()
+        host = socket.gethostname()
+        all_cores = self.allgather_object((host, self._cores), name="cores")
+        self.num_cores: float = affinity.part(self._cores, [cores for theirs, cores in all_cores if theirs == host])
         if "OMP_NUM_THREADS" not in os.environ:  # each rank's torch would take all cores of the host
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.local_size))
+            torch.set_num_threads(max(1, int(self.num_cores)))
 
     def _refuse_mismatch(self, launch: launcher.Launch) -> None:
         """All ranks that Horovod sees raise RuntimeError if one of them is not where its launcher announced."""
@@ -112,15 +124,29 @@ class Communicator:
         if others:
             raise Stopped(f"rank {', '.join(others)} of {self.size} has other {name} than rank 0: make them the same.")
 
-    def placement(self, device: torch.device) -> list[str]:
-        """Where the ranks are, a line per host; rank r reads shard r. All raise Stopped if two would use one GPU."""
+    def placement(self, device: torch.device, *, loader_threads: int | None) -> list[str]:
+        """Where the ranks are, a line per host; rank r reads shard r. All raise Stopped if two would use one GPU.
+
+        loader_threads: by the config; None: from the rank's cores. Rank 0 warns of ranks with too few cores.
+        """
         with self.together("looking at the GPU"):
-            host, pid = socket.gethostname(), os.getpid()
-            mine = agreement.Place(host, pid, self.local_rank, str(device), _uuid(device))
+            mine = agreement.Place(
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                local_rank=self.local_rank,
+                device=str(device),
+                uuid=_uuid(device),
+                cores=self._cores,
+                torch_threads=torch.get_num_threads(),
+                loader_threads=loader_threads or affinity.loader_threads(self.num_cores),
+            )
         places = self.allgather_object(mine, name="placement")
         shared = agreement.shared_gpus(places)
         if shared:
             raise Stopped(shared)
+        short = agreement.short_of_cores(places, asked=loader_threads)
+        if short and self.rank == 0:
+            logger.warning("%s", short)
         return agreement.by_host(places)
 
     # -- collectives -------------------------------------------------------------------------------------------
@@ -129,6 +155,16 @@ class Communicator:
         """Sum over ranks, as a new tensor of the same shape."""
         with self._watchdog.waiting(name):
             return hvd.allreduce(tensor, name=name, op=hvd.Sum)
+
+    def start_allreduce(self, tensor: Tensor, *, name: str) -> int:
+        """Begin an allreduce; the handle for `finish_allreduce`. Any collectives of other names may come between."""
+        handle: int = hvd.allreduce_async(tensor, name=name, op=hvd.Sum)
+        return handle
+
+    def finish_allreduce(self, handle: int) -> Tensor:
+        """Sum over ranks of what each gave to `start_allreduce`."""
+        with self._watchdog.waiting("an allreduce begun before"):
+            return hvd.synchronize(handle)
 
     def broadcast_object(self, value: Any, *, name: str) -> Any:
         """Rank 0's picklable value, at most a few MB (Horovod cannot send 2 GiB this way)."""
@@ -334,7 +370,7 @@ class Communicator:
 def session(*, deterministic: bool = False, horovod: HorovodConfig | None = None) -> Iterator[Communicator]:
     """A Communicator for one program. Whatever goes wrong ends all ranks with a non-zero exit and its cause.
 
-    Exit code 2 for `Stopped` (all ranks agreed), 1 for a failure of this rank alone.
+    Exit code 2 for `Stopped` (all ranks agreed), 75 for `StoppedEarly`, 1 for a failure of this rank alone.
     """
     try:
         comm = Communicator(deterministic=deterministic, horovod=horovod)
@@ -346,7 +382,7 @@ def session(*, deterministic: bool = False, horovod: HorovodConfig | None = None
         if comm.rank == 0:
             sys.stderr.write(f"largebatch: {error}\n")
         comm.shutdown()
-        sys.exit(2)
+        sys.exit(error.exit_code)
     except BaseException as error:
         lost = isinstance(error, hvd.HorovodInternalError)
         cause = "stopped, because another rank failed" if lost else traceback.format_exc()

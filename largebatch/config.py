@@ -6,6 +6,7 @@ jsonargparse's. Durations stay texts ("300 epochs") in here and become steps in 
 because only a run knows how many images its data has.
 """
 
+import datetime
 import difflib
 import math
 import re
@@ -87,8 +88,8 @@ class DataConfig:
     """mean of the RGB channels in 0..1; null: the model's own"""
     std: tuple[float, float, float] | None = None
     """standard deviation of the RGB channels in 0..1; null: the model's own"""
-    num_threads: int = 4
-    """decoding threads per rank"""
+    num_threads: int | None = None
+    """decoding threads per rank; null: one fewer than the cores it has, 1 to 8"""
     shuffle_window: int = 0
     """shards shuffled together, for storage that needs sequential reads; 0: shuffle over the whole set"""
     token_labels: bool = False
@@ -197,6 +198,9 @@ class RunConfig:
     """length of training"""
     max_steps: int = 0
     """stop after this step, without changing the schedule; 0: the whole duration"""
+    end_time: float | str | None = None
+    """when the job around this run will be ended: seconds since the epoch, or ISO 8601 such as 2026-11-21T18:00; the
+    run stops before it, with a checkpoint and exit code 75. null: SLURM_JOB_END_TIME, if Slurm sets it"""
     eval_every: str = "1 epoch"
     """time between evaluations"""
     seed: int = 0
@@ -284,6 +288,18 @@ def duration_images(text: str, *, option: str, num_samples: int, batch_size: int
     return math.ceil(round(count * unit, 6))
 
 
+def epoch_seconds(value: float | str, *, option: str) -> float:
+    """Seconds since the epoch, given as such or in ISO 8601 (local time, if it names no zone)."""
+    try:
+        if isinstance(value, str) and not re.fullmatch(r"[0-9.]+", value):
+            return datetime.datetime.fromisoformat(value).timestamp()
+        return float(value)
+    except ValueError:
+        raise ValueError(
+            f"{option} is {value!r}: expected seconds since the epoch, or a time such as 2026-11-21T18:00."
+        ) from None
+
+
 def accumulation_passes(*, global_batch_size: int, micro_batch_size: int, num_ranks: int) -> int:
     """Micro-batches that each rank sums into one step; ValueError names the nearest exact batches if not whole."""
     passes, rest = divmod(global_batch_size, micro_batch_size * num_ranks)
@@ -325,7 +341,7 @@ def check(config: TrainConfig) -> None:
         ("checkpoint.keep", c.checkpoint.keep, 2),
     ]
     for option, value, minimum in at_least:
-        if value < minimum:
+        if value is not None and value < minimum:
             raise ValueError(f"--{option} is {value}: expected at least {minimum}.")
     for option in ("pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_rate", "drop_path_rate"):
         if not 0 <= getattr(c.model, option) < 1:
@@ -341,6 +357,8 @@ def check(config: TrainConfig) -> None:
     _check_augment(c.augment)
     if c.optim.clip_norm is not None and c.optim.clip_norm <= 0:
         raise ValueError(f"--optim.clip_norm is {c.optim.clip_norm}: expected a positive norm, or null for no clip.")
+    if c.run.end_time is not None:
+        epoch_seconds(c.run.end_time, option="--run.end_time")
     c.horovod.check(deterministic=c.run.deterministic, device=c.run.device)
     if (c.schedule.scaling == "none") == bool(c.schedule.reference_batch_size):
         raise ValueError(

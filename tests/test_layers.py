@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # some files are comm's own
+GROUND = {"largebatch." + name for name in ("config", "affinity", "compression", "comm")}  # some files are comm's own
 PREPARATION = {
     "largebatch.data." + name for name in ("order", "pixels", "reader", "randaugment", "operations", "token_labels")
 }
@@ -21,7 +21,8 @@ DATA_FILES = "records label_maps index dali quarantine real shards archives sour
 DATA = {"largebatch.data." + name for name in DATA_FILES.split()} | PREPARATION
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
-RUN = {"largebatch." + name for name in ("engine", "evaluation", "ema", "batch_norm", "hooks", "checkpoint", "curves")}
+RUN_FILES = "engine evaluation ema batch_norm hooks checkpoint curves preemption"
+RUN = {"largebatch." + name for name in RUN_FILES.split()}
 ASSEMBLY = {"largebatch.build", "largebatch.recipes"}
 BELOW_PROGRAMS = GROUND | PARTS | RUN | ASSEMBLY | {"zoo"}
 
@@ -30,12 +31,13 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch": set(),
     "largebatch.tuning": set(),
     "largebatch.config": {"largebatch.tuning"},
-    "largebatch.agreement": set(),
+    "largebatch.affinity": set(),
+    "largebatch.agreement": {"largebatch.affinity"},
     "largebatch.compression": set(),
     "largebatch.launcher": set(),
     "largebatch.watchdog": set(),
     "largebatch.comm": {
-        "largebatch." + name for name in ("agreement", "compression", "launcher", "tuning", "watchdog")
+        "largebatch." + name for name in ("affinity", "agreement", "compression", "launcher", "tuning", "watchdog")
     },
     # parts: they know one process; only the files of one package know each other
     "largebatch.optim": OPTIM,
@@ -73,6 +75,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.evaluation": {"largebatch.comm"},
     "largebatch.ema": {"largebatch.engine"},
     "largebatch.batch_norm": {"largebatch.engine"},
+    "largebatch.preemption": {"largebatch.comm", "largebatch.config", "largebatch.engine"},
     "largebatch.hooks": GROUND | PARTS | RUN,
     # assembly
     "largebatch.recipes": {"largebatch.config", "largebatch.recipes.*"},
