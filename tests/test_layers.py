@@ -81,6 +81,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.validate": BELOW_PROGRAMS,
     "largebatch.pack": BELOW_PROGRAMS | {"largebatch.labelling"},
     "largebatch.labelling": DATA | {"zoo.teacher"},
+    "largebatch.binding": set(),
     "largebatch.benchmark": set(),
     "largebatch.benchmark.__main__": set(),
     "largebatch.benchmark.measure": set(),
