@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# What:     installs what the tests of this folder need: several hosts on one machine (iproute2, util-linux, OpenSSH)
+#           and a Slurm with munge. Starts no daemon: the tests start their own, inside their own namespaces.
+# Hardware: any Debian or Ubuntu with root and a package mirror; 120 MB of disk.
+# Time:     about 10 seconds; nothing to do, and no time, when all is there.
+# Prints:   one line: what was there or was installed. Otherwise the reason and the remedy, and an exit code of 1;
+#           the tests are then skipped, each with its reason.
+#
+# Usage:    sudo tests/cluster/install.sh
+
+set -euo pipefail
+
+PATH=$PATH:/usr/sbin:/sbin
+PACKAGES=(iproute2 util-linux openssh-server openssh-client munge
+          slurmctld slurmd slurm-client slurm-wlm-basic-plugins)
+COMMANDS=(ip tc unshare nsenter setpriv sshd ssh ssh-keygen munged slurmctld slurmd srun sbatch)
+POLICY=/usr/sbin/policy-rc.d
+
+say() { printf '%s\n' "tests/cluster/install.sh: $*"; }
+
+missing() {                         # those of COMMANDS that are not there
+    local command
+    for command in "${COMMANDS[@]}"; do
+        command -v "$command" >/dev/null 2>&1 || printf ' %s' "$command"
+    done
+}
+
+lacking=$(missing)
+[ -n "$lacking" ] || { say "everything is here"; exit 0; }
+[ "$(id -u)" = 0 ] || { say "missing:$lacking. Run it as root: sudo tests/cluster/install.sh" >&2; exit 1; }
+command -v apt-get >/dev/null 2>&1 ||
+    { say "missing:$lacking, and there is no apt-get: install them with this system's package manager" >&2; exit 1; }
+
+if [ ! -e $POLICY ]; then           # 101: dpkg starts none of the daemons it installs
+    printf '#!/bin/sh\nexit 101\n' >$POLICY
+    chmod +x $POLICY
+    trap 'rm -f "$POLICY"' EXIT
+fi
+export DEBIAN_FRONTEND=noninteractive
+log=$(mktemp)
+{ timeout 300 apt-get -o DPkg::Lock::Timeout=120 update -q && timeout 300 apt-get -o DPkg::Lock::Timeout=120 install -qy --no-install-recommends "${PACKAGES[@]}"; } \
+    >"$log" 2>&1 </dev/null ||
+    { say "apt-get failed, see $log: check the network and the package mirror (/etc/apt/sources.list)" >&2; exit 1; }
+lacking=$(missing)
+[ -z "$lacking" ] || { say "installed ${PACKAGES[*]}, but still missing:$lacking, see $log" >&2; exit 1; }
+rm -f "$log"
+say "installed ${PACKAGES[*]}"

@@ -1,0 +1,32 @@
+"""Slurm itself: what the other tests of this folder take for granted."""
+
+
+def test_srun_runs_on_every_node(slurm):
+    code, output = slurm.run(["srun", "-N", "3", "hostname"], timeout_s=20)
+    assert code == 0 and sorted(output.split()) == ["h1", "h2", "h3"], output
+
+
+def test_a_batch_job_ends_with_its_exit_code(slurm, tmp_path):
+    job = slurm.sbatch("-N", "2", f"--output={tmp_path}/out", "--wrap", "srun hostname; exit 3")
+    assert slurm.wait(job, timeout_s=30) == ("FAILED", 3)
+    assert sorted((tmp_path / "out").read_text().split()) == ["h1", "h2"]
+
+
+def test_an_urgent_job_signals_preempts_and_requeues(slurm, tmp_path):
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/sh\ntrap 'echo signalled; exit 75' USR1\necho $SLURM_RESTART_COUNT started\n"
+                      "[ -n \"$SLURM_RESTART_COUNT\" ] || while :; do sleep 0.1; done\n")
+    options = ["-N", "3", "--exclusive", "--requeue", "--open-mode=append", "--signal=B:USR1@20", f"--output={tmp_path}/out"]
+    job = slurm.sbatch(*options, str(script))
+    slurm.wait_for_state(job, "RUNNING", timeout_s=20)
+    urgent = slurm.sbatch("-N", "3", "--exclusive", "-p", "urgent", f"--output={tmp_path}/urgent", "--wrap", "true")
+    assert slurm.wait(urgent, timeout_s=60) == ("COMPLETED", 0)
+    assert slurm.wait(job, timeout_s=60) == ("COMPLETED", 0)
+    assert (tmp_path / "out").read_text().split() == ["started", "signalled", "1", "started"]
+
+
+def test_a_killed_host_is_seen_and_comes_back(slurm):
+    slurm.hosts.kill("h3")
+    slurm.hosts.mend()
+    slurm.ready()
+    assert slurm.run(["srun", "-N", "3", "true"], timeout_s=20)[0] == 0
