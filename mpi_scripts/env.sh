@@ -1,51 +1,53 @@
 #!/usr/bin/env bash
 # What:     what the scripts beside it share: activates .venv, sets the few variables that a job on several hosts
-#           needs, each with its reason, and says which variables travel to the other hosts.
+#           needs, each with its reason, and says which of them travel to the other hosts.
 # Hardware: any.
 # Time:     none.
-# Prints:   nothing, but one sentence where .venv or an interface is missing.
+# Prints:   nothing, but one sentence where .venv or the interface is missing.
 #
 # Usage:    . mpi_scripts/env.sh
 #
-# Variables, all optional; nothing else of the caller's environment is used, and none of it travels by itself:
-#   VENV       the environment that install.sh made           (default: .venv in the repository)
-#   INTERFACE  the network interface between the hosts, eth0   (default: the libraries look for one)
-#   TRAVEL     names of further variables for other hosts,     (default: none)
-#              e.g. "NCCL_DEBUG HOROVOD_TIMELINE"
-# What ends a job whose host or cable is lost stands in one place for all launchers: install.sh.
+# Variables, all optional:
+#   VENV       the environment that install.sh made            (default: .venv in the repository)
+#   INTERFACE  the network card between the hosts, e.g. eth0   (default: each library looks for one)
+#   TRAVEL     further variables of yours for all hosts,       (default: none)
+#              e.g. "NCCL_ALGO HOROVOD_TIMELINE"
+# Nothing else of the caller's environment goes to other hosts. What ends a job whose host or cable is lost (keepalives
+# of Open MPI and ssh) is set by install.sh, for every launcher alike.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 fail() { printf '%s\n' "${0##*/}: $*" >&2; exit 1; }
-run() { printf '+ %s\n' "${*@Q}"; "$@"; }
+print() { printf '+'; printf ' %q' "$@"; printf '\n'; }
 
-if [ ! -f "${VENV:=$ROOT/.venv}/bin/activate" ]; then
-    fail "there is no $VENV: make it with mpi_scripts/install.sh, or say where it is with VENV=..."
-fi
+export VENV=${VENV:-$ROOT/.venv}                # bind.sh looks for Python there, on every host
+[ -f "$VENV/bin/activate" ] ||
+    fail "there is no $VENV: make it with mpi_scripts/install.sh, or say with VENV=... where it is"
 # shellcheck disable=SC1091  # made by install.sh
 . "$VENV/bin/activate"
 
-# On hosts with several interfaces (docker0, a management network) libraries try addresses that no other host can
-# reach, and hang. Each library has a variable of its own.
-if [ -n "${INTERFACE:-}" ]; then
+# A rank's last words are there when it dies; otherwise Python keeps up to 8 KB of them back from a pipe.
+export PYTHONUNBUFFERED=1
+# NCCL names the cause of a failure, instead of "unhandled system error" alone.
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+
+# No core is bound by number: bind.sh does it by GPU. Ranks of a host are neighbours.
+MPI_OPTIONS=(--map-by slot --bind-to none)
+if [ -n "${INTERFACE:-}" ]; then                # with several cards, libraries try addresses that no host can reach
     [ -e "/sys/class/net/$INTERFACE" ] ||
-        fail "INTERFACE=$INTERFACE is none of this host's: $(cd /sys/class/net && echo *)"
-    export OMPI_MCA_btl_tcp_if_include=$INTERFACE   # Open MPI: messages; mpirun itself hands on what begins so
-    export OMPI_MCA_oob_tcp_if_include=$INTERFACE   # Open MPI: its own daemons
-    export PRTE_MCA_oob_tcp_if_include=$INTERFACE   # Open MPI 5: the same
-    export HOROVOD_GLOO_IFACE=$INTERFACE            # Horovod's Gloo
-    export NCCL_SOCKET_IFNAME="=$INTERFACE"         # NCCL; without "=" eth1 would stand for eth10, too
+        fail "INTERFACE=$INTERFACE is no network card here, there are: $(cd /sys/class/net && echo *)"
+    MPI_OPTIONS+=(--mca btl_tcp_if_include "$INTERFACE" --mca oob_tcp_if_include "$INTERFACE")
+    export HOROVOD_GLOO_IFACE=$INTERFACE
+    export NCCL_SOCKET_IFNAME="=$INTERFACE"     # without "=" eth1 is eth10, too
 fi
 
-# NCCL says why it fails, instead of "unhandled system error" alone; nothing while all is well.
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
-# What a rank prints is there when it dies, and comes in order; without it Python keeps 8 KB back from a pipe.
-export PYTHONUNBUFFERED=1
-
-# Never the whole environment: secrets would travel, and odd variables break remote shells. A launcher's -x of a
-# variable that is not set is an error for some, so only those that are.
-TRAVELS=(NCCL_DEBUG NCCL_SOCKET_IFNAME HOROVOD_GLOO_IFACE PYTHONUNBUFFERED LD_LIBRARY_PATH)
-EXPORTS=()
+# Never the whole environment, as horovodrun would: secrets travel with it, and odd variables break remote shells.
+# LD_LIBRARY_PATH: a cluster's modules put the system MPI and CUDA there.
 # shellcheck disable=SC2086  # a list of names
-for name in "${TRAVELS[@]}" ${TRAVEL:-}; do
-    [ -z "${!name+set}" ] || EXPORTS+=(-x "$name")
+for name in VENV PYTHONUNBUFFERED NCCL_DEBUG NCCL_SOCKET_IFNAME HOROVOD_GLOO_IFACE LD_LIBRARY_PATH ${TRAVEL:-}; do
+    [ -z "${!name+set}" ] || MPI_OPTIONS+=(-x "$name")
 done
+
+gpus() {                                        # how many this job may use on this host
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
+    else { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true; fi
+}
