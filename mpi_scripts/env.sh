@@ -30,12 +30,14 @@ export PYTHONUNBUFFERED=1
 # NCCL names the cause of a failure, instead of "unhandled system error" alone.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 
-# No core is bound by number: bind.sh does it by GPU. Ranks of a host are neighbours.
-MPI_OPTIONS=(--map-by slot --bind-to none)
+# Called by its full path Open MPI finds its daemon on the other hosts; "mpirun" alone needs it on their PATH.
+mpirun=$(command -v mpirun) || fail "there is no mpirun on PATH, which MPI=system needs: load your MPI module"
+# Ranks of a host are neighbours. No core is bound by number: bind.sh does it by GPU.
+MPIRUN=("$mpirun" --map-by slot --bind-to none)
 if [ -n "${INTERFACE:-}" ]; then                # with several cards, libraries try addresses that no host can reach
     [ -e "/sys/class/net/$INTERFACE" ] ||
         fail "INTERFACE=$INTERFACE is no network card here, there are: $(cd /sys/class/net && echo *)"
-    MPI_OPTIONS+=(--mca btl_tcp_if_include "$INTERFACE" --mca oob_tcp_if_include "$INTERFACE")
+    MPIRUN+=(--mca btl_tcp_if_include "$INTERFACE" --mca oob_tcp_if_include "$INTERFACE")
     export HOROVOD_GLOO_IFACE=$INTERFACE
     export NCCL_SOCKET_IFNAME="=$INTERFACE"     # without "=" eth1 is eth10, too
 fi
@@ -44,7 +46,7 @@ fi
 # LD_LIBRARY_PATH: a cluster's modules put the system MPI and CUDA there.
 # shellcheck disable=SC2086  # a list of names
 for name in VENV PYTHONUNBUFFERED NCCL_DEBUG NCCL_SOCKET_IFNAME HOROVOD_GLOO_IFACE LD_LIBRARY_PATH ${TRAVEL:-}; do
-    [ -z "${!name+set}" ] || MPI_OPTIONS+=(-x "$name")
+    [ -z "${!name+set}" ] || MPIRUN+=(-x "$name")
 done
 
 gpus() {                                        # how many this job may use on this host

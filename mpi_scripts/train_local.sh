@@ -15,7 +15,7 @@ set -euo pipefail
 
 found=$(gpus)
 [ "$found" -gt 0 ] || found=2
-command=(mpirun -np "${RANKS:-$found}" "${MPI_OPTIONS[@]}" "$ROOT/mpi_scripts/bind.sh"
+command=("${MPIRUN[@]}" -np "${RANKS:-$found}" "$ROOT/mpi_scripts/bind.sh"
          "$VENV/bin/python" -m largebatch.train "$@")
 print "${command[@]}"
 exec "${command[@]}"
