@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Mapping, Sequence
 
+from largebatch.affinity import Cores, compact, part
+
 PACKAGES = ("torch", "horovod", "nvidia-dali-cuda120", "timm", "numpy", "torchvision", "safetensors", "pillow")
 SHOWN = 4  # differences in one message; a rank with another recipe has dozens
 SOURCES = "the sources of largebatch"
@@ -121,6 +123,9 @@ class Place:
     local_rank: int
     device: str
     uuid: str
+    cores: Cores
+    torch_threads: int
+    loader_threads: int
 
 
 def shared_gpus(places: Sequence[Place]) -> str:
@@ -141,8 +146,52 @@ def shared_gpus(places: Sequence[Place]) -> str:
 
 
 def by_host(places: Sequence[Place]) -> list[str]:
-    """A line per host: "node1: rank 0 cuda:0 (pid 4711), rank 1 cuda:1 (pid 4712)"."""
+    """A line per host: "n1: rank 0 cuda:0 (pid 4711), rank 1 cuda:1 (pid 4712); ranks 0-1: cores 0-7 ..."."""
     hosts: dict[str, list[str]] = {}
-    for rank, place in enumerate(places):
+    resources: dict[str, dict[str, list[int]]] = {}
+    for rank, (place, cores) in enumerate(zip(places, parts(places))):
         hosts.setdefault(place.host, []).append(f"rank {rank} {place.device} (pid {place.pid})")
-    return [f"{host}: {', '.join(ranks)}" for host, ranks in hosts.items()]
+        shared = "" if cores == len(place.cores.allowed) else f" ({cores:.3g} for each rank)"
+        threads = f"threads: {place.torch_threads} of torch, {place.loader_threads} of the loader"
+        resources.setdefault(place.host, {}).setdefault(f"{place.cores}{shared}, {threads}", []).append(rank)
+    lines = []
+    for host, ranks in hosts.items():
+        each = [f"rank{'s' * (len(of) > 1)} {compact(of)}: {text}" for text, of in resources[host].items()]
+        lines.append(f"{host}: {', '.join(ranks)}; {'; '.join(each)}")
+    return lines
+
+
+def parts(places: Sequence[Place]) -> list[float]:
+    """Cores' worth of time of each rank, those of one host sharing theirs."""
+    of_host: dict[str, list[Cores]] = {}
+    for place in places:
+        of_host.setdefault(place.host, []).append(place.cores)
+    return [part(place.cores, of_host[place.host]) for place in places]
+
+
+def short_of_cores(places: Sequence[Place], *, asked: int | None) -> str:
+    """One sentence naming the ranks that have too few cores for their threads, and what to change; empty if none do.
+
+    asked: loader threads by --data.num_threads, None if their number follows the cores; then a rank on one core has
+    nothing to be told, unless the launcher bound it to that one on a host with others, or it has less than a core.
+    """
+    short: dict[str, list[int]] = {}
+    for rank, (place, cores) in enumerate(zip(places, parts(places))):
+        if place.cores.physical == 1 and len(place.cores.allowed) < place.cores.host_cores:
+            found = f"bound to a single core, of {place.cores.host_cores}: start mpirun with --bind-to none, or with "
+            found += "--map-by slot:PE=N for N cores each (Slurm: --cpus-per-task; a container: its set of CPUs)"
+        elif asked is not None and cores < asked + 1:
+            found = f"given {_count(cores)} for {asked} loader thread{'s' * (asked > 1)} and the training: "
+            found += "leave --data.num_threads out, or start fewer ranks per host"
+        elif cores < 1:
+            found = f"given {_count(cores)} each: start fewer ranks per host, or raise their CPU limit"
+        else:
+            continue
+        short.setdefault(found, []).append(rank)
+    hosts = [place.host for place in places]
+    clauses = [f"{name_ranks(of, hosts)} {'is' if len(of) == 1 else 'are'} {found}" for found, of in short.items()]
+    return f"{'; '.join(clauses[:SHOWN])}." if clauses else ""
+
+
+def _count(cores: float) -> str:
+    return "1 core" if cores == 1 else f"{cores:.3g} cores"

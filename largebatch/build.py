@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch import checkpoint, hooks
+from largebatch.affinity import loader_threads
 from largebatch.augment import Augment, Augmented
 from largebatch.batch_norm import BatchNormStatistics, batch_norms
 from largebatch.comm import Communicator, session
@@ -69,7 +70,7 @@ def set_up(config: TrainConfig, comm: Communicator) -> torch.device:
     with comm.together("set-up"):
         device = comm.device(config.run.device)
         set_up_torch(config)
-    for line in comm.placement(device):
+    for line in comm.placement(device, loader_threads=config.data.num_threads):
         logger.info("%s", line)
     return device
 
@@ -148,7 +149,7 @@ def build_eval_loader(
         batch_size=config.data.eval_batch_size,
         img_size=config.model.img_size,
         device=device,
-        num_threads=config.data.num_threads,
+        num_threads=config.data.num_threads or loader_threads(comm.num_cores),
         **model_geometry(config.data, model)._asdict(),
     )
 
@@ -239,7 +240,7 @@ def _assemble(
             padding=padding,
             policy=policy,
             device=device,
-            num_threads=data.num_threads,
+            num_threads=data.num_threads or loader_threads(comm.num_cores),
             token_label_axes=data.token_label_axes if data.token_labels else None,
             start_step=start_step,
         )

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from largebatch import agreement
+from largebatch import affinity, agreement
 from largebatch.compression import Fp16
 
 logger = logging.getLogger(__name__)
@@ -71,8 +71,12 @@ class Communicator:
         self.local_size: int = hvd.local_size()
         self._hooks: Any = WeakTensorKeyDictionary()  # parameter -> RemovableHandle of what reduces its gradient
         self._refuse_lonely_ranks()
+        self._cores = affinity.cores_of_process()
+        host = socket.gethostname()
+        all_cores = self.allgather_object((host, self._cores), name="cores")
+        self.num_cores: float = affinity.part(self._cores, [cores for theirs, cores in all_cores if theirs == host])
         if "OMP_NUM_THREADS" not in os.environ:  # each rank's torch would take all cores of the host
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.local_size))
+            torch.set_num_threads(max(1, int(self.num_cores)))
 
     def _refuse_lonely_ranks(self) -> None:
         announced = {name: os.environ[name] for name in LAUNCHER_SIZES if os.environ.get(name, "") not in ("", "1")}
@@ -119,15 +123,29 @@ class Communicator:
         if others:
             raise Stopped(f"rank {', '.join(others)} of {self.size} has other {name} than rank 0: make them the same.")
 
-    def placement(self, device: torch.device) -> list[str]:
-        """Where the ranks are, a line per host; rank r reads shard r. All raise Stopped if two would use one GPU."""
+    def placement(self, device: torch.device, *, loader_threads: int | None) -> list[str]:
+        """Where the ranks are, a line per host; rank r reads shard r. All raise Stopped if two would use one GPU.
+
+        loader_threads: by the config; None: from the rank's cores. Rank 0 warns of ranks with too few cores.
+        """
         with self.together("looking at the GPU"):
-            host, pid = socket.gethostname(), os.getpid()
-            mine = agreement.Place(host, pid, self.local_rank, str(device), _uuid(device))
+            mine = agreement.Place(
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                local_rank=self.local_rank,
+                device=str(device),
+                uuid=_uuid(device),
+                cores=self._cores,
+                torch_threads=torch.get_num_threads(),
+                loader_threads=loader_threads or affinity.loader_threads(self.num_cores),
+            )
         places = self.allgather_object(mine, name="placement")
         shared = agreement.shared_gpus(places)
         if shared:
             raise Stopped(shared)
+        short = agreement.short_of_cores(places, asked=loader_threads)
+        if short and self.rank == 0:
+            logger.warning("%s", short)
         return agreement.by_host(places)
 
     # -- collectives -------------------------------------------------------------------------------------------

@@ -85,8 +85,8 @@ class DataConfig:
     """mean of the RGB channels in 0..1; null: the model's own"""
     std: tuple[float, float, float] | None = None
     """standard deviation of the RGB channels in 0..1; null: the model's own"""
-    num_threads: int = 4
-    """decoding threads per rank"""
+    num_threads: int | None = None
+    """decoding threads per rank; null: one fewer than the cores it has, 1 to 8"""
     shuffle_window: int = 0
     """shards shuffled together, for storage that needs sequential reads; 0: shuffle over the whole set"""
     token_labels: bool = False
@@ -329,7 +329,7 @@ def check(config: TrainConfig) -> None:
         ("checkpoint.keep", c.checkpoint.keep, 2),
     ]
     for option, value, minimum in at_least:
-        if value < minimum:
+        if value is not None and value < minimum:
             raise ValueError(f"--{option} is {value}: expected at least {minimum}.")
     for option in ("pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_rate", "drop_path_rate"):
         if not 0 <= getattr(c.model, option) < 1:

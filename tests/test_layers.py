@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # agreement is comm's own
+GROUND = {"largebatch." + name for name in ("config", "affinity", "compression", "comm")}  # agreement is comm's own
 PREPARATION = {
     "largebatch.data." + name for name in ("order", "pixels", "reader", "randaugment", "operations", "token_labels")
 }
@@ -29,9 +29,10 @@ ALLOWED: dict[str, set[str]] = {
     # ground
     "largebatch": set(),
     "largebatch.config": set(),
-    "largebatch.agreement": set(),
+    "largebatch.affinity": set(),
+    "largebatch.agreement": {"largebatch.affinity"},
     "largebatch.compression": set(),
-    "largebatch.comm": {"largebatch.agreement", "largebatch.compression"},
+    "largebatch.comm": {"largebatch.affinity", "largebatch.agreement", "largebatch.compression"},
     # parts: they know one process; only the files of one package know each other
     "largebatch.optim": OPTIM,
     "largebatch.optim.lamb": {"largebatch.optim.native"},

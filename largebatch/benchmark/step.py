@@ -27,7 +27,7 @@ from largebatch.engine import Trainer, autocast
 from largebatch.losses import soft_target_cross_entropy
 from largebatch.recipes import choose
 
-DEFAULTS = ["--data=synthetic", "--data.micro_batch_size=32", "--data.global_batch_size=256", "--data.num_threads=1"]
+DEFAULTS = ["--data=synthetic", "--data.micro_batch_size=32", "--data.global_batch_size=256"]
 DEFAULTS += ["--run.precision=bf16", "--run.folder=runs/benchmark/step"]
 DEFAULTS += ["--model.pos_drop_rate=0", "--model.proj_drop_rate=0"]  # drawing them costs both the same
 

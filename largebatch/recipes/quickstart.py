@@ -35,7 +35,6 @@ def quickstart(model: str = "vit_b32") -> TrainConfig:
             scale=(0.7, 1.0),
             hflip=0.0,  # a mirrored digit is none
             crop_pct=0.875,  # about the size that digits have in training
-            num_threads=1,
         ),
         optim=OptimConfig(preset="paper", lr=2e-3, weight_decay=0.02),
         schedule=ScheduleConfig(name="cosine", warmup="10 %"),

@@ -1,0 +1,58 @@
+"""What a launcher's binding leaves to a rank, its threads, and the one warning about it."""
+
+import os
+import re
+import sys
+
+import pytest
+from launch import run
+
+CORES = len(os.sched_getaffinity(0))
+START = """
+import logging, sys
+from largebatch.build import program, set_up
+from largebatch.train import read
+
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format=f"%(levelname)s %(message)s")
+with program(lambda: read(["--run.device", "cpu", *sys.argv[1:]])) as (config, comm):
+    logging.getLogger().setLevel(logging.INFO if comm.rank == 0 else logging.WARNING)
+    set_up(config, comm)
+"""
+needs_cores = pytest.mark.skipif(CORES < 2, reason=f"{CORES} core: there is nothing to bind apart")
+
+
+def start(*launcher: str, options: tuple[str, ...] = ()) -> tuple[str, list[str]]:
+    """The line of this host, and the warnings of all ranks."""
+    command = ["env", "-u", "OMP_NUM_THREADS", "mpirun", *launcher, sys.executable, "-c", START, *options]
+    code, output = run(command, timeout_s=90)
+    assert code == 0, output
+    (host,) = re.findall(r"^INFO \S+: (rank 0 cpu .*)$", output, re.MULTILINE)
+    return host, re.findall(r"^WARNING (.*)$", output, re.MULTILINE)
+
+
+@needs_cores
+def test_ranks_bound_to_a_core_each_are_told():
+    host, warnings = start("-np", "2", "--bind-to", "core")
+    bound = re.findall(r"rank (\d): cores? ([0-9,-]+)(?: of NUMA node \d+)?, threads: 1 of torch, 1 of", host)
+    assert [rank for rank, _ in bound] == ["0", "1"] and bound[0][1] != bound[1][1], host
+    assert len(warnings) == 1 and "are bound to a single core, of" in warnings[0] and "--bind-to none" in warnings[0]
+    assert warnings[0].startswith(f"ranks 0, 1 on {os.uname().nodename} ")
+
+
+@needs_cores
+def test_ranks_that_share_all_cores_are_not():
+    host, warnings = start("-np", "2", "--bind-to", "none")
+    shared = re.search(r"ranks 0-1: cores \S+ .*\((\S+) for each rank\), threads: (\d+) of torch, (\d+) of", host)
+    assert shared and float(shared[1]) == CORES / 2 and int(shared[2]) == CORES // 2, host
+    assert int(shared[3]) == min(8, max(1, CORES // 2 - 1)) and warnings == []
+
+
+def test_loader_threads_that_do_not_fit():
+    host, warnings = start("-np", "2", "--bind-to", "none", options=("--data.num_threads", str(CORES)))
+    assert f"{CORES} of the loader" in host
+    assert len(warnings) == 1 and f"for {CORES} loader thread" in warnings[0] and "--data.num_threads" in warnings[0]
+
+
+def test_more_ranks_than_cores():
+    _, warnings = start("-np", str(CORES + 1), "--oversubscribe", "--bind-to", "none")
+    assert len(warnings) == 1 and "start fewer ranks per host" in warnings[0]
