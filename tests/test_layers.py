@@ -91,6 +91,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.benchmark.optimizer": {"largebatch.benchmark.measure", "largebatch.optim", "zoo"},
     "largebatch.benchmark.model": {"largebatch.benchmark.measure", "largebatch.recipes", "zoo", "zoo.vit", "zoo.volo"},
     "largebatch.benchmark.step": BELOW_PROGRAMS | {"largebatch.benchmark.measure", "largebatch.benchmark.model"},
+    "largebatch.benchmark.scaling": set(),
     "largebatch.benchmark.loader": DATA | {"largebatch.benchmark.measure", "zoo._torchvision"},
     # the doctor imports nothing that could be broken
     "largebatch.doctor": set(),
