@@ -38,6 +38,7 @@ if [ -n "${INTERFACE:-}" ]; then                # with several cards, libraries 
     [ -e "/sys/class/net/$INTERFACE" ] ||
         fail "INTERFACE=$INTERFACE is no network card here, there are: $(cd /sys/class/net && echo *)"
     MPIRUN+=(--mca btl_tcp_if_include "$INTERFACE" --mca oob_tcp_if_include "$INTERFACE")
+    export PRTE_MCA_prte_if_include=$INTERFACE  # what Open MPI 5 has instead of the second one
     export HOROVOD_GLOO_IFACE=$INTERFACE
     export NCCL_SOCKET_IFNAME="=$INTERFACE"     # without "=" eth1 is eth10, too
 fi

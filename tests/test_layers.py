@@ -99,6 +99,10 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.doctor.installation": {"largebatch.doctor.result"},
     "largebatch.doctor.machine": {"largebatch.doctor.result"},
     "largebatch.doctor.launches": {"largebatch.doctor.result"},
+    "largebatch.doctor.hosts": {"largebatch.doctor.result"},
+    "largebatch.doctor.commands": {"largebatch.doctor.result", "largebatch.doctor.hosts"},
+    "largebatch.doctor.network": {"largebatch.doctor." + name for name in ("result", "hosts", "commands", "launches")},
+    "largebatch.doctor.exchange": set(),  # run by ranks; nothing imports it
     "largebatch.doctor.__main__": {"largebatch", "largebatch.doctor", "largebatch.doctor.*"},
     # the zoo stands alone
     "zoo": {"zoo._torchvision", "zoo.vit", "zoo.volo", "zoo.weights"},
@@ -116,7 +120,7 @@ OWNERS = {
     "nvidia": {"largebatch.data.dali"},
     "tensorboard": {"largebatch.hooks"},
     "torch.utils.tensorboard": {"largebatch.hooks"},
-    "mpi4py": {"largebatch.comm", "largebatch.pack"},
+    "mpi4py": {"largebatch.comm", "largebatch.pack", "largebatch.doctor.exchange"},
     "torch.distributed": {"largebatch.launcher", "largebatch.benchmark.step"},  # launcher: the store alone
     "timm": {"zoo.teacher", "zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),
