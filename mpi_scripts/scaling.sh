@@ -21,15 +21,14 @@ if [ "${1:-}" = -H ]; then
     hosts=(-H "$2")
     shift 2
 fi
-found=$(gpus)
-[ "$found" -gt 0 ] || found=2
+found=$(gpus) bind=("$ROOT/mpi_scripts/bind.sh")   # without a GPU there is nothing to be near
+[ "$found" -gt 0 ] || [ ${#hosts[@]} -gt 0 ] || { found=2 bind=(); }
 numbers=${RANKS:-$(for ((n = 1; n <= found; n *= 2)); do echo "$n"; done)}
 output=${OUTPUT:-runs/scaling}
 files=()
 for ranks in $numbers; do
-    command=("${MPIRUN[@]}" ${hosts[@]+"${hosts[@]}"} -np "$ranks" "$ROOT/mpi_scripts/bind.sh"
-             "$VENV/bin/python" -m largebatch.benchmark step --vs none --output "$output/ranks_$ranks"
-             --data.global_batch_size $((ranks * ${IMAGES:-128})) "$@")
+    command=("${MPIRUN[@]}" "${hosts[@]}" -np "$ranks" "${bind[@]}"
+             "$VENV/bin/python" -m largebatch.benchmark step --vs none --output "$output/ranks_$ranks" --data.global_batch_size $((ranks * ${IMAGES:-128})) "$@")
     print "${command[@]}"
     "${command[@]}"
     files+=("$output/ranks_$ranks/step.csv")
