@@ -33,6 +33,7 @@ from largebatch.ema import Ema, check_half_life
 from largebatch.engine import Hook, Trainer, TrainState
 from largebatch.losses import classification, token_labeling
 from largebatch.optim import build_optimizer, can_compile, init_state
+from largebatch.preemption import Signals, StopEarly, end_time
 from largebatch.schedules import Schedule, make_schedule, scale_lr
 from zoo import create_model, set_fused_attn
 
@@ -154,8 +155,8 @@ def build_eval_loader(
     )
 
 
-def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
-    """Everything of a run, resumed from its folder if there is a checkpoint."""
+def build_trainer(config: TrainConfig, comm: Communicator, signals: Signals | None = None) -> Trainer:
+    """Everything of a run, resumed from its folder if there is a checkpoint. signals: what may stop it early."""
     device = set_up(config, comm)
     with comm.together("batch"):
         parse_policy(config.augment.auto_augment)  # a mistake in it is said before the data are opened
@@ -183,6 +184,7 @@ def build_trainer(config: TrainConfig, comm: Communicator) -> Trainer:
         )
         init_state(optimizer)
         trainer = _assemble(config, comm, model=model, optimizer=optimizer, train=train, held_out=held_out)
+        trainer.hooks = _hooks(config, trainer.plan, model, signals)
     average = next((hook.model for hook in trainer.hooks if isinstance(hook, Ema)), None)
     if not checkpoint.resume(config, trainer, average=average):
         comm.broadcast_model(trainer.model)
@@ -262,7 +264,6 @@ def _assemble(
         clip_norm=config.optim.clip_norm,
         eval_images=_images(config, "run.eval_every", plan.num_samples, plan.num_images),
         device=device,
-        hooks=_hooks(config, plan, model),
         state=TrainState(data=train.digest()),
     )
 
@@ -296,7 +297,7 @@ def build_objective(config: TrainConfig, model: nn.Module) -> Callable[[nn.Modul
     return partial(token_labeling, cls_weight=loss.cls_weight, dense_weight=loss.dense_weight)
 
 
-def _hooks(config: TrainConfig, plan: Plan, model: nn.Module) -> list[Hook]:
+def _hooks(config: TrainConfig, plan: Plan, model: nn.Module, signals: Signals | None) -> list[Hook]:
     """In the order of hooks.py: what may stop the run, what averages it, what saves it, what writes it down."""
     folder, log_images = config.folder, _images(config, "log.every", plan.num_samples, plan.num_images)
     sinks: list[hooks.Sink] = [hooks.Progress(), hooks.Csv(folder)]
@@ -314,7 +315,11 @@ def _hooks(config: TrainConfig, plan: Plan, model: nn.Module) -> list[Hook]:
     )
     guards = hooks.Guards(max_skipped_steps=config.run.max_skipped_steps)
     statistics = [BatchNormStatistics(model)] if batch_norms(model) else []
-    return [guards, *statistics, *([ema] if ema else []), saving, hooks.Log(sinks, every_images=log_images)]
+    early: list[Hook] = []
+    if signals:
+        early = [StopEarly(signals, end=end_time(config.run.end_time), longest_save_s=lambda: saving.longest_s)]
+    averaging = [ema] if ema else []
+    return [guards, *statistics, *averaging, saving, *early, hooks.Log(sinks, every_images=log_images)]
 
 
 def _ema(config: TrainConfig, plan: Plan, model: nn.Module) -> Ema | None:

@@ -37,6 +37,14 @@ AS_BYTES = (torch.bool, torch.bfloat16)  # not among Horovod's types; sent as th
 class Stopped(Exception):
     """Raised on every rank alike when one of them could not go on; the causes are already in the message."""
 
+    exit_code = 2
+
+
+class StoppedEarly(Stopped):
+    """Raised on every rank alike when a run was told to end before it is complete, and can be resumed."""
+
+    exit_code = os.EX_TEMPFAIL  # 75
+
 
 class Communicator:
     """Rank, size and collectives of one process. Every collective has a name, the same on all ranks."""
@@ -154,6 +162,15 @@ class Communicator:
     def allreduce(self, tensor: Tensor, *, name: str) -> Tensor:
         """Sum over ranks, as a new tensor of the same shape."""
         return hvd.allreduce(tensor, name=name, op=hvd.Sum)
+
+    def start_allreduce(self, tensor: Tensor, *, name: str) -> int:
+        """Begin an allreduce; the handle for `finish_allreduce`. Any collectives of other names may come between."""
+        handle: int = hvd.allreduce_async(tensor, name=name, op=hvd.Sum)
+        return handle
+
+    def finish_allreduce(self, handle: int) -> Tensor:
+        """Sum over ranks of what each gave to `start_allreduce`."""
+        return hvd.synchronize(handle)
 
     def broadcast_object(self, value: Any, *, name: str) -> Any:
         """Rank 0's picklable value, at most a few MB (Horovod cannot send 2 GiB this way)."""
@@ -340,7 +357,7 @@ def session(
 ) -> Iterator[Communicator]:
     """A Communicator for one program. Whatever goes wrong ends all ranks with a non-zero exit and its cause.
 
-    Exit code 2 for `Stopped` (all ranks agreed), 1 for a failure of this rank alone.
+    Exit code 2 for `Stopped` (all ranks agreed), 75 for `StoppedEarly`, 1 for a failure of this rank alone.
     """
     try:
         comm = Communicator(
@@ -354,7 +371,7 @@ def session(
         if comm.rank == 0:
             sys.stderr.write(f"largebatch: {error}\n")
         comm.shutdown()
-        sys.exit(2)
+        sys.exit(error.exit_code)
     except BaseException as error:
         lost = isinstance(error, hvd.HorovodInternalError)
         cause = "stopped, because another rank failed" if lost else traceback.format_exc()

@@ -6,6 +6,7 @@ jsonargparse's. Durations stay texts ("300 epochs") in here and become steps in 
 because only a run knows how many images its data has.
 """
 
+import datetime
 import difflib
 import math
 import re
@@ -195,6 +196,9 @@ class RunConfig:
     """length of training"""
     max_steps: int = 0
     """stop after this step, without changing the schedule; 0: the whole duration"""
+    end_time: float | str | None = None
+    """when the job around this run will be ended: seconds since the epoch, or ISO 8601 such as 2026-11-21T18:00; the
+    run stops before it, with a checkpoint and exit code 75. null: SLURM_JOB_END_TIME, if Slurm sets it"""
     eval_every: str = "1 epoch"
     """time between evaluations"""
     seed: int = 0
@@ -288,6 +292,18 @@ def duration_images(text: str, *, option: str, num_samples: int, batch_size: int
     return math.ceil(round(count * unit, 6))
 
 
+def epoch_seconds(value: float | str, *, option: str) -> float:
+    """Seconds since the epoch, given as such or in ISO 8601 (local time, if it names no zone)."""
+    try:
+        if isinstance(value, str) and not re.fullmatch(r"[0-9.]+", value):
+            return datetime.datetime.fromisoformat(value).timestamp()
+        return float(value)
+    except ValueError:
+        raise ValueError(
+            f"{option} is {value!r}: expected seconds since the epoch, or a time such as 2026-11-21T18:00."
+        ) from None
+
+
 def accumulation_passes(*, global_batch_size: int, micro_batch_size: int, num_ranks: int) -> int:
     """Micro-batches that each rank sums into one step; ValueError names the nearest exact batches if not whole."""
     passes, rest = divmod(global_batch_size, micro_batch_size * num_ranks)
@@ -345,6 +361,8 @@ def check(config: TrainConfig) -> None:
     _check_augment(c.augment)
     if c.optim.clip_norm is not None and c.optim.clip_norm <= 0:
         raise ValueError(f"--optim.clip_norm is {c.optim.clip_norm}: expected a positive norm, or null for no clip.")
+    if c.run.end_time is not None:
+        epoch_seconds(c.run.end_time, option="--run.end_time")
     if c.run.cycle_time_ms is not None and c.run.cycle_time_ms <= 0:
         raise ValueError(f"--run.cycle_time_ms is {c.run.cycle_time_ms}: expected a time above 0, or null.")
     if c.run.fusion_threshold_mb is not None and c.run.fusion_threshold_mb < 0:

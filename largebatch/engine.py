@@ -110,6 +110,7 @@ class Trainer:
     device: torch.device
     hooks: Sequence[Hook] = ()
     state: TrainState = field(default_factory=TrainState)
+    stop_reason: str = ""  # a hook that wants no further step says why, on all ranks after the same one
 
     @property
     def num_steps(self) -> int:
@@ -162,17 +163,18 @@ class Trainer:
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
-    def fit(self, *, max_steps: int = 0) -> None:
-        """Train from the present state to step `max_steps` (0: to the end of the run)."""
+    def fit(self, *, max_steps: int = 0) -> str:
+        """Train from the present state to step `max_steps` (0: to the end of the run); why not so far, or nothing."""
         last_step = min(max_steps or self.num_steps, self.num_steps)
         self._each("before_fit")
         with closing(self.open_batches(self.state.step)) as batches:
             self._train_until(last_step, batches)
         self._each("after_fit")
+        return self.stop_reason if self.state.step < last_step else ""
 
     def _train_until(self, last_step: int, batches: Iterator[Any]) -> None:
         losses = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum and images since the last evaluation
-        while self.state.step < last_step:
+        while self.state.step < last_step and not self.stop_reason:
             self.model.train()
             output = self.train_step(batches)
             self._each("after_train_step", output)

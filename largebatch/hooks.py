@@ -4,9 +4,10 @@
     RUN/curves.png                both, drawn
     RUN/tensorboard/              the same numbers as event files
 
-`build` puts the hooks into the order Guards, Ema (in ema.py), Checkpoint, Log. Log computes each number once, on all
-ranks, and hands it to sinks, which exist on rank 0 and cannot communicate. A row holds the numbers of its own step, not
-means since an earlier row, so an interrupted run leaves the same rows as one that was not.
+`build` puts the hooks into the order Guards, Ema (in ema.py), Checkpoint, StopEarly (in preemption.py), Log. Log
+computes each number once, on all ranks, and hands it to sinks, which exist on rank 0 and cannot communicate. A row
+holds the numbers of its own step, not means since an earlier row, so an interrupted run leaves the same rows as one
+that was not.
 """
 
 import datetime
@@ -100,6 +101,7 @@ class Checkpoint(Hook):
         self.config_text = config_text
         self.average = average
         self.saved_step = 0
+        self.longest_s = 0.0  # time of a save, on rank 0
 
     def before_fit(self, trainer: Trainer) -> None:
         """What was resumed need not be saved again."""
@@ -119,6 +121,7 @@ class Checkpoint(Hook):
         """Write a checkpoint, on rank 0."""
         if trainer.comm.rank != 0:
             return
+        began = time.monotonic()
         try:
             checkpoint.save(
                 self.folder,
@@ -134,6 +137,7 @@ class Checkpoint(Hook):
             logger.warning("the checkpoint of step %d failed: %s; older ones are kept", trainer.state.step, error)
         else:
             self.saved_step = trainer.state.step
+        self.longest_s = max(self.longest_s, time.monotonic() - began)
 
 
 class Sink:

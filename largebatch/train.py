@@ -4,6 +4,8 @@
 
 With --data the model's published recipe is taken, without it a quick start on embedded images. Any option of the
 config follows as --section.option; the same command line resumes an interrupted run.
+
+SIGUSR1 or SIGTERM to any rank, or a Slurm job that nears its end, stop it after a step: checkpoint, exit code 75.
 """
 
 import logging
@@ -12,8 +14,9 @@ from pathlib import Path
 from typing import Sequence
 
 from largebatch.build import build_trainer, program
-from largebatch.comm import Communicator
+from largebatch.comm import Communicator, StoppedEarly
 from largebatch.config import TrainConfig, dump, parse
+from largebatch.preemption import Signals
 from largebatch.recipes import RECIPES, choose
 
 logger = logging.getLogger("largebatch.train")
@@ -21,10 +24,10 @@ logger = logging.getLogger("largebatch.train")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's)."""
-    with program(lambda: read(sys.argv[1:] if argv is None else argv)) as (config, comm):
+    with Signals() as signals, program(lambda: read(sys.argv[1:] if argv is None else argv)) as (config, comm):
         with comm.together("opening the run folder"):
             open_folder(config, comm)
-        train(config, comm)
+        train(config, comm, signals)
 
 
 def read(argv: Sequence[str]) -> TrainConfig:
@@ -43,18 +46,21 @@ def open_folder(config: TrainConfig, comm: Communicator) -> None:
     logging.basicConfig(level=level, handlers=handlers, format=f"[{comm.rank}] %(message)s", force=True)
 
 
-def train(config: TrainConfig, comm: Communicator) -> None:
-    """Train as `config` says, from where its folder stands."""
+def train(config: TrainConfig, comm: Communicator, signals: Signals) -> None:
+    """Train as `config` says, from where its folder stands; all ranks raise StoppedEarly if the run was told to end."""
     logger.info("%s", headline(config))
-    trainer = build_trainer(config, comm)
+    trainer = build_trainer(config, comm, signals)
     with comm.together("writing config.yaml"):
         if comm.rank == 0:
             (Path(config.folder) / "config.yaml").write_text(dump(config))
     if trainer.state.step >= trainer.num_steps:
         logger.info("This run is complete; to train again choose another --run.folder.")
         return
-    trainer.fit(max_steps=config.run.max_steps)
+    reason = trainer.fit(max_steps=config.run.max_steps)
     logger.info("%s: step %d of %d, curves in curves.png", config.folder, trainer.state.step, trainer.num_steps)
+    if reason:
+        place = f"step {trainer.state.step} of {trainer.num_steps}"
+        raise StoppedEarly(f"stopped after {place}, because {reason}; the same command resumes (exit code 75).")
 
 
 def headline(config: TrainConfig) -> str:

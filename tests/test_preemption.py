@@ -1,0 +1,98 @@
+"""Signals to one process, and the time a job has; that ranks stop together is in tests/mpi/test_preemption.py."""
+
+import os
+import signal
+import time
+from datetime import datetime
+
+import pytest
+
+from largebatch.config import RunConfig, TrainConfig, check
+from largebatch.preemption import MARGIN_S, SLURM_END, Signals, StopEarly, end_time
+
+
+def wait_for(condition, limit_s: float = 10):
+    limit = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < limit, "not in time"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_the_first_signal_is_noted_and_its_copies_are_not_others(number):
+    before = {each: signal.getsignal(each) for each in (signal.SIGUSR1, signal.SIGTERM)}
+    with Signals() as signals:
+        assert signals.first is None
+        os.kill(os.getpid(), number)
+        wait_for(lambda: signals.first)
+        for other in before:
+            os.kill(os.getpid(), other)
+    assert signals.first == number
+    assert {each: signal.getsignal(each) for each in before} == before
+
+
+def test_other_signals_are_left_alone():
+    with Signals() as signals:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+        assert signals.first is None
+
+
+def test_a_process_that_ends_hears_no_more():
+    before = {each: signal.getsignal(each) for each in (signal.SIGUSR1, signal.SIGTERM)}
+    try:
+        with pytest.raises(SystemExit):
+            with Signals():
+                raise SystemExit(75)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+SOON = time.time() + 1000
+
+
+@pytest.mark.parametrize(
+    "option, slurm, end",
+    [
+        (None, None, None),
+        (None, "", None),
+        (SOON, None, SOON),
+        (str(SOON), None, SOON),
+        (datetime.fromtimestamp(SOON).isoformat(), None, SOON),
+        (datetime.fromtimestamp(SOON).astimezone().isoformat(), None, SOON),
+        (None, str(int(SOON)), int(SOON)),
+        (SOON, str(int(SOON) + 500), SOON),  # the option wins
+        (SOON + 500, str(int(SOON)), SOON + 500),
+        (None, "1700000000", None),  # the limit was raised since the job began
+    ],
+)
+def test_when_the_job_ends(monkeypatch, option, slurm, end):
+    monkeypatch.delenv(SLURM_END, raising=False)
+    if slurm is not None:
+        monkeypatch.setenv(SLURM_END, slurm)
+    assert end_time(option) == (None if end is None else pytest.approx(end, abs=1e-3))
+
+
+def test_a_time_that_cannot_be_meant(monkeypatch):
+    with pytest.raises(ValueError, match=r"^--run.end_time is 17\d+, which has passed: expected a time"):
+        end_time(1700000000)
+    with pytest.raises(ValueError, match=r"^--run.end_time is 'noon': expected seconds since the epoch"):
+        check(TrainConfig(run=RunConfig(end_time="noon")))
+    check(TrainConfig(run=RunConfig(end_time="2020-01-01")))  # as a finished run's config.yaml may have it
+    monkeypatch.setenv(SLURM_END, "Unknown")
+    with pytest.raises(ValueError, match=f"^{SLURM_END} is 'Unknown'"):
+        end_time(None)
+
+
+def test_the_time_to_end_well():
+    """Two steps, an evaluation and a checkpoint on a disk that has become slower."""
+    hook = StopEarly(Signals(), end=None, longest_save_s=lambda: 100.0)
+    hook.steps_s.extend([7.0, 1.0, 2.0])
+    hook.evaluation_s = 1000.0
+    assert hook.needed_s() == 2 * 7 + 1000 + 2 * 100 + MARGIN_S
+    hook.steps_s.extend([3.0] * 50)  # the slow first one is forgotten
+    assert hook.needed_s() == 2 * 3 + 1000 + 2 * 100 + MARGIN_S
