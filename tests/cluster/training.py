@@ -1,0 +1,47 @@
+"""The small training run of the tests in this folder: how it is started across hosts, and what it leaves."""
+
+from pathlib import Path
+
+import torch
+from hosts import Hosts, Job
+from safetensors.torch import load_file
+
+LAUNCHERS = {
+    "mpirun": ["mpirun"],
+    "horovodrun": ["horovodrun"],
+    "horovodrun --gloo": ["horovodrun", "--gloo"],
+}
+MODEL = "--model vit_ti16 --img-size 32 --run.precision fp32 --run.deterministic true".split()
+BATCH = "--data.global_batch_size 16 --data.micro_batch_size 4 --log.tensorboard false".split()
+# every rank shares two cores with all the others
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def launcher_on(launcher: str, where: str) -> list[str]:
+    """The launcher's part of a command for places such as "h1:2,h2:2", as a user would type it."""
+    ranks = sum(int(place.split(":")[1]) for place in where.split(","))
+    return [*LAUNCHERS[launcher], "-np", str(ranks), "-H", where]
+
+
+def training(folder: Path, *options: str) -> list[str]:
+    """The command of one process."""
+    return ["python", "-m", "largebatch.train", *MODEL, *BATCH, "--run.folder", str(folder), *options]
+
+
+def start(hosts: Hosts, launcher: str, where: str, folder: Path, *options: str, **environment: str) -> Job:
+    """Start a training run on h1."""
+    command = [*launcher_on(launcher, where), *training(folder, *options)]
+    return hosts.start("h1", command, environment=ONE_THREAD | environment)
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint: weights and optimizer."""
+    files = sorted(max((folder / "checkpoints").glob("[0-9]*")).glob("*.safetensors"))
+    assert files, folder
+    return {f"{file.stem}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """The names of the tensors that are not equal bit for bit."""
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
