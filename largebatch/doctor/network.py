@@ -6,10 +6,8 @@ they say as they say it, since a launch that hangs must be ended, and the last t
 """
 
 import json
-import os
 import queue
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 from largebatch.doctor import commands, launches
 from largebatch.doctor.commands import Mpi
 from largebatch.doctor.hosts import Host, Network
-from largebatch.doctor.result import Output, Result, run
+from largebatch.doctor.result import Output, Result, kill, run
 
 FAR_SLOWER = 4  # times
 NOTED_LATENCY_S = 0.001  # below it the sums of training do not notice
@@ -79,15 +77,14 @@ class Launch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """First a signal that mpirun hands on to its daemons, then one that nothing outlives."""
-        for signum, patience_s in ((signal.SIGTERM, 5), (signal.SIGKILL, 5)):
+        """First a signal that mpirun hands on to its daemons, then one that nothing here outlives."""
+        if self.process.poll() is None:
+            self.process.terminate()
             try:
-                os.killpg(self.process.pid, signum)
-                self.process.wait(patience_s)
-            except ProcessLookupError:
-                break
+                self.process.wait(5)
             except subprocess.TimeoutExpired:
-                continue
+                pass
+        kill(self.process)
         self.process.wait()
         self.errors.close()
 
@@ -207,7 +204,7 @@ def check_pairs(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
                     break
                 pair = " and ".join(names[rank] for rank in event["pair"])
                 if "found" in event:
-                    yield judge_pair(pair, event["found"], message_s, shlex.join(command))
+                    yield judge_pair(pair, event["found"], message_s)
                     found |= {pair: event["found"]} if "error" not in event["found"] else {}
         except (TimeoutError, RuntimeError) as error:
             cause = f"{pair}: {error}" if pair != "all hosts" else str(error)
@@ -219,11 +216,14 @@ def check_pairs(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
     yield from compare(found)
 
 
-def judge_pair(pair: str, found: dict, limit_s: float, by_hand: str) -> Result:
+def judge_pair(pair: str, found: dict, limit_s: float) -> Result:
     """The result of two hosts that were measured."""
     if "error" in found:
-        reason = "a firewall, or the wrong interface" if found["error"] == "no message" else "MTU, or a bad cable"
-        return Result(pair, False, cause=f"{pair}: {found['error']} within {limit_s:g} s ({reason}?)", fix=by_hand)
+        first, second = pair.split(" and ")
+        at_all = found["error"] == "no message"
+        reason = "a firewall, or the wrong interface" if at_all else "another MTU, or a bad cable"
+        ping = f"ssh {first} ping -c 3 {'' if at_all else '-M do -s 8972 '}{second}"
+        return Result(pair, False, cause=f"{pair}: {found['error']} within {limit_s:g} s ({reason}?)", fix=ping)
     return Result(pair, True, figures(found))
 
 
