@@ -455,7 +455,7 @@ def test_no_gpu(programs):
 
 # ---- launches ------------------------------------------------------------------------------------
 
-EXACT = launches.EXPECTED_TOTAL
+EXACT = launches.expected_total(2)
 
 
 @pytest.mark.parametrize(

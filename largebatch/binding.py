@@ -1,0 +1,280 @@
+"""Bind a rank to the cores, the memory and the network adapter nearest its GPU, then become the given command.
+
+    mpirun -np 8 --bind-to none mpi_scripts/bind.sh [--dry-run] python -m largebatch.train ...
+
+A launcher binds ranks to cores by their number and knows nothing of GPUs; a rank on the wrong socket reaches its GPU,
+its adapter and its images through the link between the sockets. Every rank of a host computes the plan of all of them,
+from the same files, so none has to ask another. What cannot be bound is said and left as it was, never an error.
+
+Ranks on one NUMA node get parts of its cores that do not overlap, the hyperthreads of a core together. UCX takes one
+adapter per rank, the nearest that no other rank has. NCCL gets the same list on all ranks, all
+adapters that are nearest to some GPU: it chooses among them for each GPU itself, but the ranks of a host must agree on
+what there is; adapters meant for storage stay out of it.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+QUERY = ["nvidia-smi", "--query-gpu=index,pci.bus_id,uuid", "--format=csv,noheader"]
+PCI_ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+LOCAL_RANK = {  # of each launcher: local rank -> ranks on this host
+    "OMPI_COMM_WORLD_LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALRANKID": "MPI_LOCALNRANKS",
+    "HOROVOD_LOCAL_RANK": "HOROVOD_LOCAL_SIZE",
+    "SLURM_LOCALID": "SLURM_STEP_TASKS_PER_NODE",
+    "LOCAL_RANK": "LOCAL_WORLD_SIZE",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A host as its files describe it."""
+
+    sysfs: Path
+    allowed: frozenset[int]
+    """CPUs that this process may use"""
+    gpus: tuple[str, ...] = ()
+    """PCI addresses, in the order of the local ranks"""
+
+    def node_of_gpu(self, local_rank: int) -> int:
+        """NUMA node; -1 where there is no such GPU, or the machine does not say."""
+        if local_rank >= len(self.gpus):
+            return -1
+        return int(_read(self.sysfs / "bus/pci/devices" / self.gpus[local_rank] / "numa_node", "-1"))
+
+    def nodes(self) -> dict[int, frozenset[int]]:
+        """The allowed CPUs of each NUMA node."""
+        found = {}
+        for folder in (self.sysfs / "devices/system/node").glob("node[0-9]*"):
+            found[int(folder.name[4:])] = frozenset(numbers(_read(folder / "cpulist", ""))) & self.allowed
+        return found
+
+    def cores(self, cpus: frozenset[int]) -> list[list[int]]:
+        """CPUs grouped by core, in order."""
+        cores: dict[int, list[int]] = {}
+        for cpu in sorted(cpus):
+            topology = self.sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+            cores.setdefault(min(numbers(_read(topology, str(cpu)))), []).append(cpu)
+        return [cores[first] for first in sorted(cores)]
+
+    def nearest_adapters(self, local_rank: int) -> list[str]:
+        """name:port of the working InfiniBand and RoCE adapters behind one PCI bridge with a rank's GPU, nearest first.
+
+        Where there is none, those of the GPU's NUMA node; where there is none of these, all.
+        """
+        if local_rank >= len(self.gpus):
+            return []
+        gpu = (self.sysfs / "bus/pci/devices" / self.gpus[local_rank]).resolve()
+        found: dict[str, tuple[int, int]] = {}
+        for adapter in sorted((self.sysfs / "class/infiniband").glob("*"), key=_natural):
+            active = [port for port in sorted(adapter.glob("ports/*")) if "ACTIVE" in _read(port / "state", "")]
+            if active:
+                there = (adapter / "device").resolve()
+                shared = Path(os.path.commonpath([gpu, there]))
+                same_node = _read(there / "numa_node", "-1") == _read(gpu / "numa_node", "-1")
+                kind = 2 if PCI_ADDRESS.fullmatch(shared.name) else int(same_node)
+                found[f"{adapter.name}:{active[0].name}"] = (kind, len(shared.parts))
+        best = max(found.values(), default=(0, 0))[0]
+        return sorted((name for name in found if found[name][0] == best), key=lambda name: -found[name][1])
+
+
+@dataclass
+class Binding:
+    """What one rank gets."""
+
+    cpus: list[int] = field(default_factory=list)
+    """empty: as it was"""
+    node: int = -1
+    """whose memory; -1: any"""
+    adapter: str = ""
+    """name:port for UCX"""
+    adapters: list[str] = field(default_factory=list)
+    """names for NCCL, alike on all ranks of the host"""
+    notes: list[str] = field(default_factory=list)
+    """what was not bound, and why"""
+
+
+def plan(machine: Machine, rank: int, size: int) -> Binding:
+    """The binding of a local rank of `size` on this host."""
+    binding = Binding()
+    nodes = machine.nodes()
+    wanted = [machine.node_of_gpu(other) for other in range(size)]
+    enough = [len(machine.cores(nodes.get(node, frozenset()))) >= wanted.count(node) for node in wanted]
+    all_cores = machine.cores(machine.allowed)
+    if -1 not in wanted and all(enough):
+        peers = [other for other in range(size) if wanted[other] == wanted[rank]]
+        binding.cpus = share(machine.cores(nodes[wanted[rank]]), peers.index(rank), len(peers))
+    elif len(all_cores) >= size:
+        binding.cpus = share(all_cores, rank, size)
+        why = "too few cores near the GPUs" if -1 not in wanted else "no NUMA node known" if machine.gpus else "no GPU"
+        binding.notes.append(f"{why}, so the ranks share all {len(all_cores)} cores")
+    else:
+        binding.notes.append(f"not bound: {len(all_cores)} cores for {size} ranks")
+    around = [node for node, cpus in nodes.items() if cpus.issuperset(binding.cpus)]
+    if binding.cpus and len(around) == 1 and len(nodes) > 1:
+        binding.node = around[0]
+    _choose_adapters(binding, machine, rank, size)
+    return binding
+
+
+def _choose_adapters(binding: Binding, machine: Machine, rank: int, size: int) -> None:
+    nearest = [machine.nearest_adapters(other) for other in range(size)]
+    used: Counter[str] = Counter()
+    for candidates in nearest[: rank + 1]:  # ranks before this one choose first
+        binding.adapter = min(candidates, key=lambda name: used[name], default="")
+        used[binding.adapter] += 1
+    names = dict.fromkeys(name.partition(":")[0] for adapters in nearest for name in adapters)
+    binding.adapters = sorted(names, key=_natural)
+
+
+def share(cores: Sequence[list[int]], part: int, parts: int) -> list[int]:
+    """The CPUs of one of so many parts of whole cores, which differ by one core at most."""
+    mine = cores[len(cores) * part // parts : len(cores) * (part + 1) // parts]
+    return sorted(cpu for core in mine for cpu in core)
+
+
+def local_rank(environment: Mapping[str, str]) -> tuple[int, int]:
+    """(local rank, ranks on this host) as the launcher says; (0, 1) for a process alone."""
+    for name, size in LOCAL_RANK.items():
+        if name in environment:
+            sizes = numbers(environment.get(size, "").partition("(")[0])  # Slurm: 4(x2),3 is a list of hosts
+            rank = int(environment[name])
+            return rank, max([rank + 1, *sizes[:1]])
+    return 0, 1
+
+
+def visible_gpus(answer: str, visible: str | None) -> tuple[str, ...]:
+    """PCI addresses out of nvidia-smi's answer to QUERY, those of CUDA_VISIBLE_DEVICES in its order."""
+    rows = [[column.strip() for column in line.split(",")] for line in answer.splitlines() if line.count(",") == 2]
+    addresses = {index: bus[-12:].lower() for index, bus, _ in rows}  # its PCI domains have 8 digits, sysfs's have 4
+    if visible is None:
+        return tuple(addresses.values())
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    by_uuid = {name: addresses[index] for name in names for index, _, uuid in rows if uuid.startswith(name)}
+    return tuple(addresses.get(name) or by_uuid.get(name, "") for name in names)
+
+
+def numbers(text: str) -> list[int]:
+    """0-2,8 -> 0, 1, 2, 8."""
+    found: list[int] = []
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def ranges(cpus: Sequence[int]) -> str:
+    """0, 1, 2, 8 -> 0-2,8."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][-1] + 1:
+            runs[-1].append(cpu)
+        else:
+            runs.append([cpu])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def this_machine(environment: Mapping[str, str]) -> Machine:
+    """What /sys and nvidia-smi say here, or the records named by SYSFS and GPUS."""
+    if recorded := environment.get("SYSFS"):
+        allowed = numbers((Path(recorded) / "devices/system/cpu/online").read_text())
+    else:
+        allowed = list(os.sched_getaffinity(0))
+    if recorded_gpus := environment.get("GPUS"):
+        answer = Path(recorded_gpus).read_text()
+    else:
+        answer = subprocess.run(QUERY, capture_output=True, text=True).stdout if shutil.which(QUERY[0]) else ""
+    gpus = visible_gpus(answer, environment.get("CUDA_VISIBLE_DEVICES"))
+    return Machine(Path(recorded or "/sys"), frozenset(allowed), gpus)
+
+
+def describe(binding: Binding, machine: Machine, rank: int, size: int) -> str:
+    """One line for a reader."""
+    parts = []
+    if rank < len(machine.gpus):
+        parts.append(f"GPU {rank} at {machine.gpus[rank]}, NUMA node {machine.node_of_gpu(rank)}")
+    if binding.cpus:
+        parts.append(f"CPUs {ranges(binding.cpus)}")
+    if binding.node >= 0:
+        parts.append(f"memory of node {binding.node}")
+    if binding.adapter:
+        parts.append(f"adapter {binding.adapter} of {','.join(binding.adapters)}")
+    return f"bind.sh: {socket.gethostname()} local rank {rank} of {size}: {'; '.join(parts + binding.notes)}"
+
+
+def memory_command(binding: Binding) -> list[str]:
+    """What has to stand before a command to bind its memory; notes why nothing can."""
+    if binding.node < 0:
+        return []
+    command = ["numactl", f"--membind={binding.node}"]
+    if shutil.which("numactl") is None:
+        binding.notes.append("memory is not bound: there is no numactl")
+    elif subprocess.run([*command, "true"], capture_output=True).returncode:  # containers often forbid it
+        binding.notes.append(f"memory is not bound: {' '.join(command)} is refused here")
+    else:
+        return command
+    binding.node = -1
+    return []
+
+
+def settings(binding: Binding, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables to set; those that the user has set stay."""
+    found = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # nvidia-smi's numbers; CUDA's own put faster GPUs first
+    if binding.adapter:
+        found["UCX_NET_DEVICES"] = binding.adapter
+    if binding.adapters:
+        found["NCCL_IB_HCA"] = "=" + ",".join(binding.adapters)  # without "=" mlx5_1 stands for mlx5_10, too
+    return {name: value for name, value in found.items() if name not in environment}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: this process's); does not return but from a dry run."""
+    parser = argparse.ArgumentParser(prog="bind.sh", description="Bind a rank near its GPU, then run a command.")
+    parser.add_argument("--dry-run", action="store_true", help="print the binding, and run nothing")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run, with its options")
+    options = parser.parse_args(argv)
+    if not options.command and not options.dry_run:
+        parser.error("no command was given: say what to run after the options")
+    if "SYSFS" in os.environ and not options.dry_run:
+        parser.error("SYSFS describes another machine: give --dry-run, or unset it")
+    machine, (rank, size) = this_machine(os.environ), local_rank(os.environ)
+    binding = plan(machine, rank, size)
+    command = [*([] if "SYSFS" in os.environ else memory_command(binding)), *options.command]
+    if options.dry_run:
+        print(describe(binding, machine, rank, size), flush=True)
+        return
+    print(describe(binding, machine, rank, size), file=sys.stderr, flush=True)
+    if binding.cpus:
+        os.sched_setaffinity(0, binding.cpus)
+    os.environ.update(settings(binding, os.environ))
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"bind.sh: {command[0]}: {error.strerror}")
+
+
+def _read(path: Path, otherwise: str) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return otherwise
+
+
+def _natural(name: Path | str) -> tuple[str, int]:
+    """mlx5_2 before mlx5_10."""
+    text = str(name)
+    digits = re.search(r"\d*$", text)
+    number = digits.group() if digits else ""
+    return text.removesuffix(number), int(number or 0)
+
+
+if __name__ == "__main__":
+    main()

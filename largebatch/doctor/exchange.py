@@ -1,0 +1,219 @@
+"""What the ranks run for the doctor: messages between every two of them, or sums over all; started by network.py.
+
+    mpirun -np 3 -H a,b,c python -m largebatch.doctor.exchange pairs 10
+    mpirun -np 6 -H a:2,b:2,c:2 python -m largebatch.doctor.exchange sums
+
+Rank 0 tells two ranks at a time to measure, by messages to each, never by a collective: a barrier would itself use
+the connection that is cut. So a rank that rank 0 does not reach is left out, and every other pair is still measured.
+Each line that starts with "doctor " is for network.py, and says what begins before it begins.
+"""
+
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+ORDER, REPORT, DATA = 1, 2, 3  # tags: do this pair; how it went; what is measured
+TRIPS, WARM_UP_TRIPS, TRIPS_LIMIT_S = 200, 20, 2.0
+FIRST_BYTES, LARGE_BYTES = 2**20, 2**24
+SLOW_S = 0.25  # where the first large message takes longer, a larger one would tell nothing new
+SUMS = {"small": 1, "large": 2**22}  # float32 values
+REPEATS = 5
+
+
+def say(**what: Any) -> None:
+    """One line, in one write, so that those of several ranks do not mix."""
+    os.write(1, f"doctor {json.dumps(what)}\n".encode())
+
+
+def finish(request: Any, deadline: float, *, idle: bool = False) -> None:
+    """Wait for a message with a limit. A rank that idles leaves its core to those that measure."""
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        if idle:
+            time.sleep(0.001)
+
+
+class Line:
+    """The connection to one other rank, with a limit for each message."""
+
+    def __init__(self, comm: Any, peer: int, limit_s: float) -> None:
+        self.comm, self.peer, self.limit_s = comm, peer, limit_s
+
+    def send(self, values: np.ndarray) -> None:
+        finish(self.comm.Isend(values, dest=self.peer, tag=DATA), time.monotonic() + self.limit_s)
+
+    def receive(self, values: np.ndarray) -> None:
+        finish(self.comm.Irecv(values, source=self.peer, tag=DATA), time.monotonic() + self.limit_s)
+
+    def trip(self, num_bytes: int) -> float:
+        """Seconds until a message of this size was there and back; 0 bytes: the small one that says the size."""
+        size, values = np.array([num_bytes]), np.zeros(num_bytes, dtype=np.uint8)
+        back = np.empty_like(values)
+        began = time.perf_counter()
+        self.send(size)
+        self.receive(size)
+        if num_bytes:
+            began = time.perf_counter()
+            self.send(values)
+            self.receive(back)
+        return time.perf_counter() - began
+
+    def echo(self) -> None:
+        """The other side of `trip`, until a negative size."""
+        size = np.empty(1, dtype=np.int64)
+        while True:
+            self.receive(size)
+            self.send(size)
+            if size[0] < 0:
+                return
+            if size[0] > 0:
+                values = np.empty(size[0], dtype=np.uint8)
+                self.receive(values)
+                self.send(values)
+
+    def end_echo(self) -> None:
+        self.send(np.array([-1]))
+        self.receive(np.empty(1, dtype=np.int64))
+
+    def measure(self) -> dict[str, Any]:
+        """Half the median trip of a small message in seconds, and bytes per second of a large one."""
+        stage = "no message"
+        try:
+            self.trip(0)
+            stage = "small messages pass, but not all"
+            latency_s = statistics.median(self.small_trips()) / 2
+            stage = f"small messages pass, one of {FIRST_BYTES // 2**20} MiB did not"
+            num_bytes = FIRST_BYTES
+            took_s = self.trip(num_bytes)
+            if took_s < SLOW_S:
+                num_bytes = LARGE_BYTES
+                took_s = min(self.trip(num_bytes) for _ in range(3))
+            self.end_echo()
+        except TimeoutError:
+            return {"error": stage}
+        return {"latency_s": latency_s, "bytes_per_s": 2 * num_bytes / took_s}
+
+    def small_trips(self) -> list[float]:
+        began = time.monotonic()
+        trips: list[float] = []
+        while len(trips) < WARM_UP_TRIPS + TRIPS and time.monotonic() < began + TRIPS_LIMIT_S:
+            trips.append(self.trip(0))
+        return trips[WARM_UP_TRIPS:] or trips
+
+
+def lead(comm: Any, limit_s: float) -> bool:
+    """Rank 0: every pair in turn, its own first, so that it is known whom it can tell anything. Whether all passed."""
+    unreached: set[int] = set()
+    passed = True
+    for first in range(comm.size):
+        for second in range(first + 1, comm.size):
+            if {first, second} & unreached:
+                continue
+            say(pair=[first, second])
+            if first == 0:
+                found = order_and_measure(comm, second, limit_s)
+                if "error" in found:
+                    unreached.add(second)
+            else:
+                found = order_others(comm, first, second, limit_s)
+            passed &= "error" not in found
+            say(pair=[first, second], found=found)
+    for rank in set(range(1, comm.size)) - unreached:
+        comm.Send(np.array([-1, 0]), dest=rank, tag=ORDER)
+    say(done=True, unreached=sorted(unreached))
+    return passed
+
+
+def order_and_measure(comm: Any, peer: int, limit_s: float) -> dict[str, Any]:
+    """Rank 0 with another rank. What it sends is tried with the limit, too."""
+    try:
+        finish(comm.Isend(np.array([0, 0]), dest=peer, tag=ORDER), time.monotonic() + limit_s)
+    except TimeoutError:
+        return {"error": "no message"}
+    return Line(comm, peer, limit_s).measure()
+
+
+def order_others(comm: Any, first: int, second: int, limit_s: float) -> dict[str, Any]:
+    """Two other ranks: the second echoes what the first sends; both report, and the first one's word is passed on."""
+    comm.Send(np.array([first, 0]), dest=second, tag=ORDER)
+    comm.Send(np.array([second, 1]), dest=first, tag=ORDER)
+    deadline = time.monotonic() + 4 * limit_s + TRIPS_LIMIT_S
+    reports = []
+    for rank in (first, second):
+        report = np.zeros(4096, dtype=np.uint8)
+        try:
+            finish(comm.Irecv(report, source=rank, tag=REPORT), deadline, idle=True)
+        except TimeoutError:
+            return {"error": "no message"}
+        reports.append(json.loads(report.tobytes().rstrip(b"\0")))
+    return reports[0]
+
+
+def follow(comm: Any, limit_s: float) -> bool:
+    """Another rank: does what rank 0 says until it says stop. Whether all passed."""
+    passed = True
+    while True:
+        order = np.empty(2, dtype=np.int64)
+        finish(comm.Irecv(order, source=0, tag=ORDER), time.monotonic() + 3600, idle=True)
+        peer, is_first = (int(value) for value in order)
+        if peer < 0:
+            return passed
+        line, found = Line(comm, peer, limit_s), {}
+        if is_first:
+            found = line.measure()
+        else:
+            try:
+                line.echo()
+            except TimeoutError:
+                found = {"error": "no message"}
+        passed &= "error" not in found
+        if peer != 0:
+            comm.Send(np.frombuffer(json.dumps(found).encode(), dtype=np.uint8).copy(), dest=0, tag=REPORT)
+
+
+def sums(comm: Any) -> None:
+    """A small and a large sum over all ranks, each repeated; every rank checks that its sum is exact."""
+    for name, count in SUMS.items():
+        if comm.rank == 0:
+            say(sum=name)
+        mine, total = np.full(count, comm.rank + 1, dtype=np.float32), np.empty(count, dtype=np.float32)
+        times = []
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            comm.Allreduce(mine, total)
+            times.append(time.perf_counter() - began)
+        exact = bool((total == comm.size * (comm.size + 1) // 2).all())
+        if comm.rank == 0 or not exact:
+            say(sum=name, took_s=statistics.median(times), bytes=mine.nbytes, exact=exact, rank=comm.rank)
+    comm.Barrier()
+    if comm.rank == 0:
+        say(done=True)
+
+
+def main(arguments: list[str]) -> None:
+    say(started=socket.gethostname())
+    from mpi4py import MPI  # which starts MPI: what hangs in there has said before that it was started
+
+    comm = MPI.COMM_WORLD
+    say(ready=comm.rank, size=comm.size, host=socket.gethostname())
+    if arguments[0] == "sums":
+        sums(comm)
+        return
+    limit_s = float(arguments[1])
+    passed = lead(comm, limit_s) if comm.rank == 0 else follow(comm, limit_s)
+    if not passed:  # the end of MPI would wait for messages that never come
+        sys.stdout.flush()
+        if comm.rank == 0:
+            comm.Abort(1)
+        finish(comm.Irecv(np.empty(1), source=0, tag=REPORT), time.monotonic() + 60, idle=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,479 @@
+"""Several hosts looked at before MPI is: can each be reached, and do they agree on what training needs?
+
+One ssh per host, all at the same time, each with its limit. The script that it runs there needs nothing but Python's
+own library, and asks for nothing that could hang for ever without saying at what: its last word is in the cause.
+The other host's clock is read over the same connection: the answer came between question and receipt, so half the
+round trip bounds the error.
+"""
+
+import ipaddress
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import IO
+
+from largebatch.doctor.result import INSTALL, Result
+
+MAX_SKEW_S = 1.0  # what the log lines of two hosts may disagree by, and a checkpoint's age
+NO_FOLDER, NO_INTERPRETER = 91, 92  # exit codes of our own
+SSH_FAILED = 255
+LIMIT_S = 30  # for all that is asked of one host
+CLOCK_QUESTIONS = 8
+
+# Networks within one machine, that other machines cannot reach or that exist there with the same addresses.
+WITHIN_A_MACHINE = re.compile(r"(lo|docker|br-|virbr|veth|cni|flannel|cali|podman|lxc|lxd|tun|tap|tailscale|zt)")
+
+PROBE = r"""
+import fcntl, importlib.metadata, importlib.util, json, os, pathlib, socket, struct, sys, time, zlib
+print("ready", flush=True)
+for line in sys.stdin:
+    print(repr(time.time()), flush=True)
+wanted, facts = json.loads(sys.argv[1]), {}
+def at(what): print("at " + what, flush=True)
+
+at("its own name")
+facts["hostname"] = socket.gethostname()
+try:
+    facts["address"] = socket.gethostbyname(socket.gethostname())
+except OSError:
+    facts["address"] = ""
+
+at("its network interfaces")
+def ask(interface, question):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        return fcntl.ioctl(any_socket, question, struct.pack("256s", interface.encode()[:15]))
+def number(path):
+    try:
+        return int(pathlib.Path(path).read_text())
+    except (OSError, ValueError):
+        return 0
+facts["interfaces"] = []
+for _, interface in socket.if_nameindex():
+    try:
+        address, mask = (socket.inet_ntoa(ask(interface, question)[20:24]) for question in (0x8915, 0x891B))
+        is_up = struct.unpack("H", ask(interface, 0x8913)[16:18])[0] & 1
+    except OSError:
+        continue
+    if is_up:
+        speed = number(f"/sys/class/net/{interface}/speed")
+        facts["interfaces"].append([interface, f"{address}/{mask}", speed])
+
+at("its packages")
+facts["packages"] = {"Python": sys.version.split()[0]}
+for name in wanted["packages"]:
+    try:
+        facts["packages"][name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        facts["packages"][name] = None
+
+at("our sources")
+facts["sources"] = {}
+for package in ("largebatch", "zoo"):
+    spec = importlib.util.find_spec(package)
+    if spec and spec.origin:
+        home = pathlib.Path(spec.origin).parent
+        for path in sorted([*home.rglob("*.py"), *home.rglob("*.cpp")]):
+            facts["sources"][f"{package}/{path.relative_to(home)}"] = zlib.crc32(path.read_bytes())
+
+at("the launcher")
+facts["launcher"] = os.access(wanted["launcher"], os.X_OK) if wanted["launcher"] else True
+
+if wanted["data"]:
+    at("the folder " + wanted["data"])
+    try:
+        names, sizes, times = sorted(os.listdir(wanted["data"])), [], []
+        for name in names[:1000]:
+            status = os.stat(os.path.join(wanted["data"], name))
+            sizes.append(status.st_size if os.path.isfile(os.path.join(wanted["data"], name)) else -1)
+            times.append(status.st_mtime_ns)
+        crc = lambda value: zlib.crc32(json.dumps(value).encode())
+        facts["data"] = {"count": len(names), "listing": crc([names, sizes]), "times": crc(times)}
+    except OSError as error:
+        facts["data"] = {"error": error.strerror}
+print("facts " + json.dumps(facts), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A name as ssh takes it, and how many ranks may run there."""
+
+    name: str
+    slots: int = 1
+
+
+@dataclass(frozen=True)
+class Interface:
+    name: str
+    address: str
+    network: ipaddress.IPv4Network
+    speed_mbit: int = 0
+
+
+@dataclass
+class Answer:
+    """What a host said within the limit: facts, and how far its clock is ahead of ours, give or take `bound_s`."""
+
+    host: Host
+    facts: dict = field(default_factory=dict)
+    ahead_s: float = 0.0
+    bound_s: float = 0.0
+    took_s: float = 0.0
+    cause: str = ""
+    fix: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.host.name
+
+    @property
+    def interfaces(self) -> list[Interface]:
+        """Those with an IPv4 address that are up."""
+        found = []
+        for name, address, speed in self.facts["interfaces"]:
+            whole = ipaddress.ip_interface(address)
+            found.append(Interface(name, str(whole.ip), ipaddress.IPv4Network(whole.network), speed))
+        return found
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the hosts reach one another by: a network, and the interfaces that are in it, by host."""
+
+    cidr: str
+    interfaces: dict[str, str]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the interfaces, each once."""
+        return list(dict.fromkeys(self.interfaces.values()))
+
+    @property
+    def selector(self) -> str:
+        """For MPI: the interface's name where all hosts have the same, otherwise the network."""
+        return self.names[0] if len(self.names) == 1 else self.cidr
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Hosts of "a:2,b:2"; without a number a host has one rank. Raises ValueError for anything else."""
+    hosts: list[Host] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d+))?", part.strip())
+        if not found:
+            raise ValueError(f"--hosts {text}: {part.strip()!r} is not a host; write name:ranks, as in a:2,b:2")
+        name, slots = found[1], int(found[2] or 1)
+        if slots < 1:
+            raise ValueError(f"--hosts {text}: {name} has no rank; leave it out or give it one, as in {name}:1")
+        if name in [host.name for host in hosts]:
+            raise ValueError(f"--hosts {text}: {name} is there twice; write it once, with all its ranks")
+        hosts.append(Host(name, slots))
+    return tuple(hosts)
+
+
+def is_here(name: str) -> bool:
+    """Whether a host is this machine: mpirun starts its ranks there without ssh."""
+    return name in (socket.gethostname(), socket.gethostname().partition(".")[0], "localhost", "127.0.0.1")
+
+
+def examine_hosts(
+    hosts: tuple[Host, ...], *, data: str = "", launcher: str = "", packages: list[str], limit_s: float
+) -> list[Answer]:
+    """Ask all hosts at the same time; each has the limit for itself."""
+    asked = {"packages": packages, "data": os.path.abspath(data) if data else "", "launcher": launcher}
+    with ThreadPoolExecutor(max_workers=min(len(hosts), 64)) as pool:
+        return list(pool.map(lambda host: ask(host, asked, limit_s=limit_s), hosts))
+
+
+def ask(host: Host, wanted: dict, *, limit_s: float) -> Answer:
+    """Run the probe on a host, in this folder and with this interpreter."""
+    here, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
+    script = (
+        f"cd {here} 2>/dev/null || exit {NO_FOLDER}; [ -x {python} ] || exit {NO_INTERPRETER}; "
+        f"exec {python} -c {shlex.quote(PROBE)} {shlex.quote(json.dumps(wanted))}"
+    )
+    if is_here(host.name):
+        command = ["sh", "-c", script]
+    else:
+        options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(limit_s))}"]
+        command = ["ssh", *options, host.name, script]
+    answer, last, began = Answer(host), "", time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        try:
+            last, code = converse(command, answer, errors, limit_s=limit_s)
+        except FileNotFoundError:
+            answer.cause, answer.fix = "there is no ssh here", "sudo apt-get install openssh-client"
+            return answer
+        answer.took_s = time.monotonic() - began
+        errors.seek(0)
+        if not answer.facts:
+            answer.cause, answer.fix = explain(host, code, errors.read(), last, limit_s=limit_s)
+    return answer
+
+
+def converse(command: list[str], answer: Answer, errors: IO[str], *, limit_s: float) -> tuple[str, int | None]:
+    """Fill in the answer; returns what the probe was at last, and its exit code, None when its time ran out."""
+    last, over = "", threading.Event()
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        def end() -> None:
+            over.set()
+            os.killpg(process.pid, signal.SIGKILL)
+
+        assert process.stdin and process.stdout
+        timer = threading.Timer(limit_s, end)
+        timer.start()
+        try:
+            for line in process.stdout:
+                if line == "ready\n":  # what shells say at login comes before
+                    answer.ahead_s, answer.bound_s = compare_clocks(process.stdin, process.stdout)
+                    process.stdin.close()
+                elif line.startswith("at "):
+                    last = line[3:].strip()
+                elif line.startswith("facts "):
+                    answer.facts = json.loads(line.removeprefix("facts "))
+            process.wait()
+        except (BrokenPipeError, ValueError):  # it ended in the middle of a question
+            process.wait()
+        finally:
+            timer.cancel()
+    return last, None if over.is_set() else process.returncode
+
+
+def compare_clocks(questions: IO[str], answers: IO[str]) -> tuple[float, float]:
+    """How far the other clock is ahead, and the bound of that, in seconds: of the quickest of a few questions."""
+    measured = []
+    for _ in range(CLOCK_QUESTIONS):
+        sent = time.time()
+        questions.write("time\n")
+        questions.flush()
+        theirs = float(answers.readline())
+        received = time.time()
+        measured.append(skew(sent, theirs, received))
+    return min(measured, key=lambda pair: pair[1])
+
+
+def skew(sent: float, theirs: float, received: float) -> tuple[float, float]:
+    """(seconds ahead, bound): they read their clock at some moment between our two readings."""
+    return theirs - (sent + received) / 2, (received - sent) / 2
+
+
+def explain(host: Host, code: int | None, errors: str, last: str, *, limit_s: float) -> tuple[str, str]:
+    """Cause and fix of a host that gave no facts, by its exit code and what ssh said."""
+    name, by_hand = host.name, f"ssh -v {host.name} true"
+    said = ([line.strip() for line in errors.splitlines() if line.strip()] or ["no message"])[-1]
+    if code is None:
+        what = f"it stopped at {last}" if last else "ssh has not connected, or the shell there does not start"
+        return f"no answer within {limit_s:g} s: {what}", f"ssh {name} ls" if last else by_hand
+    if code == NO_FOLDER:
+        return f"there is no folder {os.getcwd()}", f"ssh {name} ls -d {shlex.quote(os.getcwd())}"
+    if code == NO_INTERPRETER:
+        fix = f"ssh {name} {shlex.quote(f'cd {shlex.quote(os.getcwd())} && {INSTALL}')}"
+        return f"there is no {sys.executable}", fix
+    if code != SSH_FAILED:
+        return f"{sys.executable} ended with exit code {code}: {said}", f"ssh {name} {sys.executable} --version"
+    for pattern, cause, fix in SSH_FAULTS:
+        if re.search(pattern, errors):
+            return cause.format(name=name, said=said), fix.format(name=name)
+    return f"ssh fails: {said}", by_hand
+
+
+# What ssh says, what that means, and what helps.
+SSH_FAULTS = (
+    ("Could not resolve hostname", "the name {name} does not resolve", "getent hosts {name}"),
+    ("Connection refused", "no sshd answers on {name} ({said})", "sudo systemctl start ssh  # on {name}"),
+    ("timed out|No route to host|unreachable", "{name} cannot be reached ({said})", "ping -c 3 {name}"),
+    ("Host key verification failed", "the key of {name} is not known", "ssh-keyscan {name} >> ~/.ssh/known_hosts"),
+    ("Permission denied", "ssh to {name} asks for a password", "ssh-copy-id {name}"),
+)
+
+
+# ---- what the answers say ------------------------------------------------------------------------
+
+
+def check_answers(answers: list[Answer], *, data: str = "") -> Iterator[Result]:
+    """A result per host, then, of those that answered, what they must agree on."""
+    for answer in answers:
+        yield check_host(answer)
+    known = [answer for answer in answers if answer.facts]
+    if len(known) < len(answers):
+        return
+    yield check_clocks(known)
+    if data:
+        yield check_data(known, data)
+    yield check_packages(known)
+    yield check_sources(known)
+    yield check_names(known)
+    yield check_network(known)
+
+
+def check_host(answer: Answer) -> Result:
+    """The host answered, from this folder and this interpreter, and has the launcher."""
+    if answer.cause:
+        return Result(answer.name, False, cause=answer.cause, fix=answer.fix)
+    if not answer.facts["launcher"]:
+        return Result(answer.name, False, cause="the MPI that starts ranks is not there", fix=f"ssh {answer.name} ls")
+    cards = ", ".join(f"{card.name} {card.address}" for card in answer.interfaces if usable(card))
+    return Result(answer.name, True, f"answers within {answer.took_s:.1f} s; {cards or 'loopback alone'}")
+
+
+def check_clocks(answers: list[Answer]) -> Result:
+    """No clock is surely further from this machine's than a second."""
+    worst = max(answers, key=lambda answer: abs(answer.ahead_s) - answer.bound_s)
+    text = f"{abs(worst.ahead_s):.3g} s {'ahead of' if worst.ahead_s > 0 else 'behind'} this machine's"
+    text = f"the clock of {worst.name} is {text}, give or take {worst.bound_s:.2g} s"
+    if abs(worst.ahead_s) - worst.bound_s > MAX_SKEW_S:
+        return Result("clocks", False, cause=text, fix=f"ssh {worst.name} sudo chronyc makestep")
+    return Result("clocks", True, text)
+
+
+def odd_ones(answers: list[Answer], values: list) -> tuple[Answer, list[Answer]]:
+    """One host that has what most have (the first host's in a draw), and those that have something else."""
+    keys = [json.dumps(value, sort_keys=True) for value in values]
+    usual = Counter(keys).most_common(1)[0][0]
+    odd = [answer for answer, key in zip(answers, keys) if key != usual]
+    return answers[keys.index(usual)], odd
+
+
+def check_data(answers: list[Answer], folder: str) -> Result:
+    """All hosts list the same files and sizes; other times of change alone tell copies, which is a note."""
+    name = "data folder"
+    for answer in answers:
+        if "error" in answer.facts["data"]:
+            cause = f"{answer.name} does not see {folder}: {answer.facts['data']['error']}"
+            return Result(name, False, cause=cause, fix=f"ssh {answer.name} ls {shlex.quote(folder)}")
+    usual, odd = odd_ones(answers, [answer.facts["data"]["listing"] for answer in answers])
+    counts = {answer.name: answer.facts["data"]["count"] for answer in answers}
+    if odd:
+        seen = f"{odd[0].name} {counts[odd[0].name]} entries, {usual.name} {counts[usual.name]}"
+        cause = f"{odd[0].name} and {usual.name} see different files in {folder}: {seen}"
+        return Result(name, False, cause=cause, fix=f"ssh {odd[0].name} df {shlex.quote(folder)}")
+    usual, odd = odd_ones(answers, [answer.facts["data"]["times"] for answer in answers])
+    if odd:
+        cause = f"{folder} holds the same files on all hosts, but changed at other times on {odd[0].name}: a copy?"
+        return Result(name, True, cause=cause, fix=f"ssh {odd[0].name} df {shlex.quote(folder)}")
+    return Result(name, True, f"{folder} is the same on all hosts, {counts[usual.name]} entries")
+
+
+def check_packages(answers: list[Answer]) -> Result:
+    """The same versions of Python, our packages, Horovod and MPI everywhere."""
+    name, packages = "same packages", [answer.facts["packages"] for answer in answers]
+    for package in packages[0]:
+        usual, odd = odd_ones(answers, [installed[package] for installed in packages])
+        if odd:
+            theirs, ours = (one.facts["packages"][package] or "none" for one in (odd[0], usual))
+            cause = f"{odd[0].name} has {package} {theirs}, {usual.name} has {ours}"
+            return Result(name, False, cause=cause, fix=f"ssh {odd[0].name} {shlex.quote(reinstall())}")
+    return Result(name, True, f"{len(packages[0])} versions are the same on all hosts")
+
+
+def reinstall() -> str:
+    return f"cd {shlex.quote(os.getcwd())} && env -u PYTHONPATH {INSTALL} --force"
+
+
+def check_sources(answers: list[Answer]) -> Result:
+    """Our own files are the same everywhere, as found from this folder."""
+    usual, odd = odd_ones(answers, [answer.facts["sources"] for answer in answers])
+    if not odd:
+        return Result("same sources", True, f"{len(usual.facts['sources'])} files are the same on all hosts")
+    ours, theirs = usual.facts["sources"], odd[0].facts["sources"]
+    file = min(path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path))
+    cause = f"{file} differs between {odd[0].name} and {usual.name}"
+    fix = f"rsync -a --delete {' '.join(('largebatch', 'zoo'))} {odd[0].name}:{shlex.quote(os.getcwd())}/"
+    return Result("same sources", False, cause=cause, fix=fix)
+
+
+def check_names(answers: list[Answer]) -> Result:
+    """Each host's own name stands for an address that others can reach: Gloo tells it to them. MPI does not care."""
+    name = "own names"
+    for answer in answers:
+        own, address = answer.facts["hostname"], answer.facts["address"]
+        right = next((card.address for card in answer.interfaces if usable(card)), "ADDRESS")
+        on = f"# on {answer.name}"
+        if not address:
+            cause = f"{answer.name} does not know its own name, {own}, so Horovod on Gloo crashes there"
+            return Result(name, False, cause=cause, fix=f"echo '{right} {own}' | sudo tee -a /etc/hosts  {on}")
+        if ipaddress.ip_address(address).is_loopback and len(answers) > 1 and not one_machine(answers):
+            cause = f"on {answer.name} its own name, {own}, is {address}, so horovodrun --gloo will not connect to it"
+            return Result(name, True, cause=cause, fix=f"sudo sed -i 's/^{address}.*/{right} {own}/' /etc/hosts  {on}")
+    return Result(name, True, "each stands for an address that others can reach")
+
+
+def usable(card: Interface) -> bool:
+    """Whether it may lead to other machines."""
+    return not WITHIN_A_MACHINE.match(card.name)
+
+
+def one_machine(answers: list[Answer]) -> bool:
+    """Whether the hosts are names of one machine: all have the very same addresses."""
+    return len({tuple(sorted(card.address for card in answer.interfaces)) for answer in answers}) == 1
+
+
+def choose_network(answers: list[Answer]) -> Network | None:
+    """The network that all hosts share: the fastest; of those, where their names are; of those, the first."""
+    together = one_machine(answers)
+
+    def shared(wanted: bool) -> list[tuple[int, int, Network]]:
+        found = []
+        for candidate in dict.fromkeys(card.network for card in answers[0].interfaces if usable(card) == wanted):
+            cards = [next((c for c in a.interfaces if c.network == candidate), None) for a in answers]
+            inside = [card for card in cards if card is not None and usable(card) == wanted]
+            if len(inside) < len(answers) or (len({card.address for card in inside}) < len(inside) and not together):
+                continue
+            named = sum(answer.facts["address"] == card.address for answer, card in zip(answers, inside))
+            by_host = {answer.name: card.name for answer, card in zip(answers, inside)}
+            found.append((min(card.speed_mbit for card in inside), named, Network(str(candidate), by_host)))
+        return found
+
+    found = shared(True) or (shared(False) if together else [])
+    return max(found, key=lambda item: item[:2])[2] if found else None
+
+
+def check_network(answers: list[Answer]) -> Result:
+    """There is a network that all hosts are in; without one MPI may be right with routes, or hang."""
+    network = choose_network(answers)
+    if network:
+        unused = sorted({card.name for answer in answers for card in answer.interfaces} - set(network.names))
+        others = f"; left alone: {', '.join(unused)}" if unused else ""
+        return Result("network", True, f"{network.cidr}, {', '.join(network.names)} on all hosts{others}")
+    first, *rest = [
+        f"{answer.name} is in {', '.join(str(card.network) for card in answer.interfaces if usable(card)) or 'none'}"
+        for answer in answers
+    ]
+    cause = f"no network holds all hosts, so MPI has to guess which interface to use: {first}, {rest[-1]}"
+    return Result("network", True, cause=cause, fix=f"ssh {answers[-1].name} ip -br addr")
+
+
+def local_network(hosts: tuple[Host, ...]) -> Network | None:
+    """The network by which this machine reaches the hosts, their names looked up and no host asked.
+
+    None where that cannot be known: a name does not resolve here, or they are in no network of this machine.
+    """
+    try:
+        addresses = [ipaddress.ip_address(socket.gethostbyname(host.name)) for host in hosts]
+    except OSError:
+        return None
+    others = [address for address in addresses if not address.is_loopback]  # as Debian's 127.0.1.1 for one's own name
+    answer = ask(Host("localhost"), {"packages": [], "data": "", "launcher": ""}, limit_s=LIMIT_S)
+    for card in answer.interfaces if answer.facts else []:
+        if usable(card) and all(address in card.network for address in others):
+            return Network(str(card.network), {host.name: card.name for host in hosts})
+    return None

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# What:     fine-tunes a VOLO at its published higher resolution with token labels, then measures it.
+# Hardware: as published, 8 GPUs; fewer work alike (more passes per step), several hosts with HOSTS.
+# Time:     40 epochs of ImageNet-1K (30 and 10 of cooldown); not measured yet.
+# Prints:   the commands, the recipe, one line per epoch, and the exact top-1 and top-5.
+#
+# Usage:    mpi_scripts/finetune_volo.sh RECIPE WEIGHTS TFRECORD_FOLDER [options of largebatch.train]
+# RECIPE:   volo_d1_384 volo_d2_384 volo_d3_448 volo_d4_448 volo_d5_448 volo_d5_512
+# WEIGHTS:  a run folder, or a file of the zoo's, timm's or the authors' weights at 224 px
+# The shards need label maps: python -m largebatch.pack token-labels. The same command again resumes the run.
+#
+# Variables, all optional: HOSTS (a:8,b:8: on several hosts), RANKS, and those of env.sh
+
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=mpi_scripts/env.sh
+. "$here/env.sh"
+
+[ $# -ge 3 ] || fail "give a recipe (volo_d1_384, ...), weights at 224 px, and a folder of TFRecords"
+recipe=$1 weights=$2 data=$3
+shift 3
+options=(--recipe "$recipe" --init-from "$weights" --data "$data" --run.folder "runs/$recipe" "$@")
+if [ -n "${HOSTS:-}" ]; then "$here/train_multinode.sh" -H "$HOSTS" "${options[@]}"
+else "$here/train_local.sh" "${options[@]}"; fi
+folder=runs/$recipe                             # but for a --run.folder among the options
+while [ $# -gt 0 ]; do [ "$1" != --run.folder ] || folder=$2; shift; done
+print python -m largebatch.validate "$folder"
+exec python -m largebatch.validate "$folder"

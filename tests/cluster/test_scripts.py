@@ -1,0 +1,122 @@
+"""The commands of mpi_scripts/README.md for several nodes and for Slurm, on real ones: as they stand there, but for the
+hosts' names and numbers, a small model and few steps."""
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from hosts import Hosts, wait_for
+
+TINY = "--model vit_ti16 --model.img_size 32 --run.precision fp32 --log.tensorboard false"
+SHORT = f"{TINY} --data.global_batch_size 8 --data.micro_batch_size 2 --run.max_steps 2"
+HERE = {"VENV": sys.prefix}
+LIMIT_S = 400
+
+
+def on_hosts(hosts: Hosts, command: str, **environment: str) -> str:
+    """Run a command of the README on h1; its output."""
+    command = command.replace("a:8,b:8", "h1:1,h2:1").replace("-np 16", "-np 2")
+    words = shlex.split(f"env {command}")            # INTERFACE=eth0 may stand before it
+    code, output = hosts.run("h1", words, timeout_s=LIMIT_S, environment=HERE | environment)
+    assert code == 0, output
+    return output
+
+
+def test_the_doctor_first(hosts, scripts_readme):
+    examine, recommend, *_ = scripts_readme("Several nodes")
+    assert "FAIL" not in on_hosts(hosts, examine)
+    assert "-H h1:1,h2:1" in on_hosts(hosts, recommend)
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_several_nodes(hosts, scripts_readme, tmp_path, number):
+    (tmp_path / "hosts.txt").write_text("h1 slots=1\nh2 slots=1\n")
+    assert len(scripts_readme("Several nodes")) == 5
+    command = scripts_readme("Several nodes")[number].replace("hosts.txt", str(tmp_path / "hosts.txt"))
+    output = on_hosts(hosts, f"{command} {SHORT} --run.folder {tmp_path / 'run'}")
+    assert "8 = 2 ranks × 2 micro-batch × 2 passes" in output and "step 2 of" in output, output
+    assert re.search(r"\bh1: rank 0\b", output) and re.search(r"\bh2: rank 1\b", output), output
+
+
+def test_only_the_named_variables_travel(hosts, tmp_path):
+    """What the rank on the other host finds in its environment."""
+    command = f"mpi_scripts/train_multinode.sh -H h1:1,h2:1 {SHORT} --run.folder {tmp_path / 'run'}"
+    ours = {"SECRET": "s3cret", "CHOSEN": "yes", "TRAVEL": "CHOSEN UNSET", "INTERFACE": "eth0"}
+    job = hosts.start("h1", shlex.split(command), environment=HERE | ours)
+
+    def ranks() -> list[int]:
+        return [pid for pid, line in hosts.processes("h2").items() if f"{sys.prefix}/bin/python -m" in line]
+
+    wait_for(ranks, "a rank on h2", 60)
+    words = Path(f"/proc/{ranks()[0]}/environ").read_text().split("\0")
+    found = dict(word.split("=", 1) for word in words if "=" in word)
+    assert found["CHOSEN"] == "yes" and found["NCCL_SOCKET_IFNAME"] == "=eth0" and found["VENV"] == sys.prefix
+    assert "SECRET" not in found and "UNSET" not in found
+    hosts.clear()
+    job.wait(30)
+
+
+def submit(slurm, command: str, *options: str, **environment: str) -> str:
+    """Submit a command of the README, one task on each of two nodes; the job's number."""
+    words = shlex.split(command)
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    assert words[0] == "sbatch"
+    arguments = [word.replace("--ntasks-per-node=8", "--ntasks-per-node=1") for word in words[1:]]
+    return slurm.sbatch(*options, *arguments, environment=HERE | environment)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_slurm(slurm, scripts_readme, tmp_path, number):
+    assert len(scripts_readme("Slurm")) == 2
+    command = f"{scripts_readme('Slurm')[number]} {SHORT} --run.folder {tmp_path / 'run'}"
+    job = submit(slurm, command, f"--output={tmp_path / 'log'}")
+    state = slurm.wait(job, timeout_s=LIMIT_S)
+    log = (tmp_path / "log").read_text()
+    assert state == ("COMPLETED", 0), log
+    assert "8 = 2 ranks × 2 micro-batch × 2 passes" in log and "step 2 of" in log, log
+    assert re.search(r"--run.end_time 20\d\d-\d\d-\d\dT", log), log
+    assert len(re.findall(r"^bind.sh: h[12] local rank 0 of 1: ", log, re.MULTILINE)) == 2, log
+
+
+def test_a_job_that_is_signalled_goes_on_later(slurm, scripts_readme, tmp_path):
+    """As before the time limit: the batch script gets SIGUSR1, every rank stops, the job is queued again and ends."""
+    command = f"{scripts_readme('Slurm')[0]} {SHORT} --run.max_steps 300 --run.folder {tmp_path / 'run'}"
+    job = submit(slurm, command, f"--output={tmp_path / 'log'}")
+    log = tmp_path / "log"
+    wait_for(lambda: log.exists() and "step 2/" in log.read_text(), f"two steps of job {job}", LIMIT_S)
+    assert slurm.run(["scancel", "--batch", "--signal=USR1", job], timeout_s=20)[0] == 0
+    wait_for(lambda: int(slurm.show(job)["Restarts"]) > 0, f"job {job} is queued again", LIMIT_S)
+    state = slurm.wait(job, timeout_s=LIMIT_S)
+    text = log.read_text()
+    assert state == ("COMPLETED", 0), text
+    assert "SIGUSR1 came to " in text and "step 300 of" in text, text
+    assert len(re.findall(r"^\+ ", text, re.MULTILINE)) == 2, text
+
+
+def test_a_job_submitted_from_elsewhere(slurm, tmp_path):
+    script = Path(__file__).parents[2] / "mpi_scripts" / "train_slurm.sbatch"
+    submit_there = f"cd {tmp_path} && sbatch --parsable --output=log -N 1 --ntasks-per-node=1 {script}"
+    code, output = slurm.run(["sh", "-c", submit_there], timeout_s=20, environment=HERE)
+    assert code == 0, output
+    assert slurm.wait(output.strip(), timeout_s=60) == ("FAILED", 1)
+    assert (tmp_path / "log").read_text() == f"submit this job from the repository, not from {tmp_path}\n"
+
+
+@pytest.mark.parametrize("number", [3, 5])
+def test_containers_as_slurm_is_asked_for_them(slurm, scripts_readme, tmp_path, number):
+    """The command of the job; this Slurm has no Pyxis, and the machine no Apptainer, so it ends there."""
+    command = f"{scripts_readme('Containers')[number].replace('$PWD', str(tmp_path))} {SHORT}"
+    job = submit(slurm, command, f"--output={tmp_path / 'log'}")
+    assert slurm.wait(job, timeout_s=60)[0] == "FAILED"
+    (line,) = re.findall(r"^\+ (.*)$", (tmp_path / "log").read_text(), re.MULTILINE)
+    srun = "srun --mpi=pmix --cpu-bind=none"
+    root = os.getcwd()
+    program = "/opt/largebatch/mpi_scripts/bind.sh /opt/largebatch/.venv/bin/python -m largebatch.train --run.end_time"
+    pyxis = f"--container-image={tmp_path}/largebatch.sqsh --container-mounts={root}:{root} --container-workdir={root}"
+    apptainer = f"apptainer exec --nv --bind {root}:{root} --pwd {root} {tmp_path}/largebatch.sif"
+    assert line.startswith(f"{srun} {pyxis if number == 3 else apptainer} {program} "), line

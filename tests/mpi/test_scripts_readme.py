@@ -1,0 +1,130 @@
+"""The commands of mpi_scripts/README.md for one machine, as they stand there, but for a small model and two steps.
+
+Those for several hosts and Slurm are run by tests/cluster/test_scripts.py.
+"""
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from launch import ROOT, run
+
+README = (ROOT / "mpi_scripts" / "README.md").read_text()
+TINY = "--model vit_ti16 --model.img_size 32 --run.precision fp32 --data.micro_batch_size 2"
+SHORT = f"{TINY} --data.global_batch_size 8 --run.max_steps 2 --log.tensorboard false"
+HERE = {"VENV": sys.prefix}
+
+
+def succeeds(command: str, **environment: str) -> str:
+    code, output = run(shlex.split(command), timeout_s=600, environment=HERE | environment)
+    assert code == 0, output
+    return output
+
+
+def trains(command: str, folder: Path) -> str:
+    output = succeeds(f"{command} {SHORT} --run.folder {folder}")
+    assert "8 = 2 ranks × 2 micro-batch × 2 passes" in output and "step 2 of" in output, output
+    return output
+
+
+def test_every_section_is_run_by_a_test():
+    tests = Path(__file__).read_text() + (ROOT / "tests" / "cluster" / "test_scripts.py").read_text()
+    tests += (ROOT / "tests" / "test_container.py").read_text()
+    headings = re.findall(r"^## (.*)$", README, re.MULTILINE)
+    assert headings == ["Laptop", "One node", "Several nodes", "Slurm", "torchrun", "Containers"]
+    for heading in headings:
+        assert f'scripts_readme("{heading}")' in tests
+
+
+def test_every_script_is_in_the_readme():
+    for path in (ROOT / "mpi_scripts").iterdir():
+        assert path.suffix in (".png", ".md") or f"`{path.name}`" in README, path.name
+
+
+def test_laptop(scripts_readme, tmp_path):
+    for number, command in enumerate(scripts_readme("Laptop")):
+        output = trains(command, tmp_path / str(number))
+        assert "bind.sh" not in output or os.path.exists("/dev/nvidia0"), output
+
+
+def test_one_node(scripts_readme, tmp_path):
+    train, dry_run, scaling = scripts_readme("One node")
+    assert train in scripts_readme("Laptop")
+    assert len(re.findall(r"^bind.sh: \S+ local rank \d of 8: ", succeeds(dry_run), re.MULTILINE)) == 8
+    options = f"--rounds 1 --recipe quickstart --data digits {TINY} --run.folder {tmp_path / 'run'}"
+    output = succeeds(f"{scaling} {options}", OUTPUT=str(tmp_path), IMAGES="4", RANKS="1 2")
+    assert re.search(r"^ +1 .* 100.0 %\n +2 ", output, re.MULTILINE), output
+    assert "4 = 1 ranks × 2 micro-batch × 2 passes" in output and "8 = 2 ranks × 2 micro-batch × 2 passes" in output
+    table = (tmp_path / "scaling.csv").read_text().splitlines()
+    assert len(table) == 3 and (tmp_path / "scaling.png").exists()
+
+
+def test_torchrun(scripts_readme, tmp_path):
+    plain, bound = scripts_readme("torchrun")
+    trains(plain, tmp_path / "plain")
+    output = trains(bound, tmp_path / "bound")
+    assert len(re.findall(r"^bind.sh: \S+ local rank [01] of 2: ", output, re.MULTILINE)) == 2, output
+
+
+def test_ranks_are_bound_to_disjoint_parts():
+    """Read back by each rank from the kernel."""
+    output = succeeds("mpirun -np 2 --bind-to none mpi_scripts/bind.sh grep Cpus_allowed_list: /proc/self/status")
+    lists = re.findall(r"Cpus_allowed_list:\s+(\S+)", output)
+    assert len(lists) == 2, output
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) == 1:
+        pytest.skip("one core: there is nothing to bind")
+    from largebatch.binding import numbers
+
+    first, second = (set(numbers(text)) for text in lists)
+    assert first | second == allowed and not first & second
+
+
+def test_packing_and_fine_tuning(tmp_path):
+    """pack_imagenet.sh on a few images, finetune_volo.sh from weights of another size, with its own measurement."""
+    import numpy as np
+    from PIL import Image
+
+    import zoo
+
+    noise = np.random.default_rng(0)
+    for split, name in ((split, name) for split in ("train", "val") for name in ("cat", "dog")):
+        (tmp_path / "images" / split / name).mkdir(parents=True)
+        for k in range(4):
+            pixels = noise.integers(0, 256, (40, 50, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "images" / split / name / f"{k}.JPEG")
+    records, weights, folder = tmp_path / "records", tmp_path / "volo.safetensors", tmp_path / "run"
+    output = succeeds(f"mpi_scripts/pack_imagenet.sh {tmp_path / 'images'} {records} --shards 2 --validation-shards 1")
+    assert "train: 8 images" in output and "mpirun" in output, output
+    zoo.save_weights(zoo.create_model("volo_d1", img_size=64), weights)
+    tiny = "--img-size 96 --model.num_classes 2 --data.token_labels false --run.precision fp32 --run.max_steps 1"
+    small = f"--data.micro_batch_size 2 --data.global_batch_size 4 --log.tensorboard false --run.folder {folder}"
+    output = succeeds(f"mpi_scripts/finetune_volo.sh volo_d1_384 {weights} {records} {tiny} {small}")
+    assert "recipe volo_d1_384" in output and "position embedding resized from 4 x 4 to 6 x 6" in output, output
+    assert "images 8 " in output, output
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("train_multinode.sh --model vit_b32", "give the hosts first, -H a:8,b:8 or --hostfile FILE"),
+        ("train_multinode.sh -H", "-H needs a value, e.g. -H a:8,b:8"),
+        ("pack_imagenet.sh tars", "give the folder of ImageNet's tars or images, then the folder for the shards"),
+        ("finetune_volo.sh volo_d1_384", "give a recipe (volo_d1_384, ...), weights at 224 px, and a folder"),
+        ("scaling.sh -H a:8", 'with -H say which numbers of ranks to measure, e.g. RANKS="8 16 32"'),
+    ],
+)
+def test_mistakes_are_one_sentence(command, sentence):
+    code, output = run(shlex.split(f"mpi_scripts/{command}"), timeout_s=20, environment=HERE)
+    assert code == 1 and output.startswith(f"{command.split()[0]}: {sentence}"), output
+
+
+def test_what_env_sh_refuses(tmp_path):
+    script = ["mpi_scripts/train_local.sh"]
+    code, output = run(script, timeout_s=20, environment=HERE | {"INTERFACE": "nic9"})
+    assert code == 1 and output.startswith("train_local.sh: INTERFACE=nic9 is no network card here, there are: ")
+    code, output = run(script, timeout_s=20, environment={"VENV": str(tmp_path)})
+    assert code == 1 and output.startswith(f"train_local.sh: there is no {tmp_path}: make it with")

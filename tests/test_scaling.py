@@ -1,0 +1,66 @@
+"""The joined table of several numbers of ranks: its figures, and mistakes."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from largebatch.benchmark import scaling
+
+COLUMNS = ["contender", "round", "seconds", "peak_mib", "benchmark", "images", "ranks", "command", "hardware"]
+COLUMNS += ["versions", "date"]
+
+
+def table(folder: Path, *, ranks: int, images: int, seconds: list[float]) -> str:
+    """What `benchmark step` writes, with a peer that takes ten times as long."""
+    folder.mkdir()
+    with open(folder / "step.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for name, times in (("largebatch", seconds), ("timm + DDP", [10 * t for t in seconds])):
+            for number, s in enumerate(times):
+                writer.writerow([name, number, s, 1, f"{ranks} ranks", images, ranks, "c", "h", "v", "2026-11-21"])
+    return str(folder / "step.csv")
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "largebatch.benchmark", "scaling", *arguments]
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=100)
+    return done.returncode, done.stdout
+
+
+def test_tables_are_joined_in_order_of_ranks(tmp_path):
+    four = table(tmp_path / "4", ranks=4, images=64, seconds=[2.0, 2.5, 9.0])
+    one = table(tmp_path / "1", ranks=1, images=64, seconds=[2.0, 1.9, 2.1])
+    code, output = run(four, one, "--output", str(tmp_path / "out"))
+    assert code == 0, output
+    with open(tmp_path / "out" / "scaling.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["ranks"] for row in rows] == ["1", "4"]
+    assert [float(row["images_per_s"]) for row in rows] == [32.0, 102.4]
+    assert [float(row["efficiency"]) for row in rows] == [1.0, 0.8]
+    assert rows[1]["benchmark"] == "4 ranks" and rows[1]["date"] == "2026-11-21"
+    assert "80.0 %" in output and (tmp_path / "out" / "scaling.png").stat().st_size > 10_000
+
+
+def test_the_same_batch_on_more_ranks_counts_alike(tmp_path):
+    """Strong scaling: half the images per rank in half the time is perfect."""
+    files = [table(tmp_path / str(n), ranks=n, images=128 // n, seconds=[4.0 / n]) for n in (1, 2)]
+    rows = [scaling.read(Path(file)) for file in files]
+    assert scaling.Scaling(rows).efficiency(rows[1]) == 1.0
+
+
+def test_two_tables_of_one_number_of_ranks(tmp_path):
+    files = [table(tmp_path / name, ranks=2, images=8, seconds=[1.0]) for name in "ab"]
+    code, output = run(*files)
+    assert code == 1 and "Two tables are of 2 ranks: give one for each number of ranks." in output
+
+
+def test_a_table_of_something_else(tmp_path):
+    (tmp_path / "model.csv").write_text("contender,round,seconds\nlargebatch,0,1\n")
+    with pytest.raises(ValueError, match="is no table of training steps: make it with"):
+        scaling.read(tmp_path / "model.csv")
+    code, output = run(str(tmp_path / "none.csv"))
+    assert code == 1 and "No such file" in output and "Traceback" not in output
