@@ -22,7 +22,15 @@ from largebatch.affinity import loader_threads
 from largebatch.augment import Augment, Augmented
 from largebatch.batch_norm import BatchNormStatistics, batch_norms
 from largebatch.comm import Communicator, session
-from largebatch.config import DataConfig, TrainConfig, accumulation_passes, dump, duration_images, options
+from largebatch.config import (
+    DataConfig,
+    TrainConfig,
+    accumulation_passes,
+    dump,
+    duration_images,
+    options,
+    profiled_steps,
+)
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.index import Index
 from largebatch.data.order import Plan
@@ -34,6 +42,7 @@ from largebatch.engine import Hook, Trainer, TrainState, choose_precision, compu
 from largebatch.losses import classification, token_labeling
 from largebatch.optim import build_optimizer, can_compile, init_state
 from largebatch.preemption import Signals, StopEarly, end_time
+from largebatch.profiling import Profile
 from largebatch.schedules import Schedule, make_schedule, scale_lr
 from zoo import create_model, set_fused_attn
 
@@ -327,8 +336,10 @@ def _hooks(config: TrainConfig, plan: Plan, model: nn.Module, signals: Signals |
     early: list[Hook] = []
     if signals:
         early = [StopEarly(signals, end=end_time(config.run.end_time), longest_save_s=lambda: saving.longest_s)]
-    averaging = [ema] if ema else []
-    return [guards, *statistics, *averaging, saving, *early, hooks.Log(sinks, every_images=log_images)]
+    steps = profiled_steps(config.run.profile_steps)
+    profiling = [Profile(*steps, run=Path(config.folder).resolve().name)] if steps else []
+    averaging, log = [ema] if ema else [], hooks.Log(sinks, every_images=log_images)
+    return [guards, *statistics, *averaging, saving, *early, *profiling, log]
 
 
 def _ema(config: TrainConfig, plan: Plan, model: nn.Module) -> Ema | None:

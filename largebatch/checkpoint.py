@@ -52,6 +52,7 @@ SPARE_BYTES = 2**20  # names, headers and scalars beside the tensors
 MAY_DIFFER = {  # options that change how a run is watched, not what it computes
     "run.max_steps",
     "run.end_time",
+    "run.profile_steps",
     "run.folder",
     "run.eval_every",
     "run.max_skipped_steps",

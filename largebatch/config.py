@@ -201,6 +201,9 @@ class RunConfig:
     end_time: float | str | None = None
     """when the job around this run will be ended: seconds since the epoch, or ISO 8601 such as 2026-11-21T18:00; the
     run stops before it, with a checkpoint and exit code 75. null: SLURM_JOB_END_TIME, if Slurm sets it"""
+    profile_steps: str = ""
+    """record steps a to b - 1 of this process, counted from 1, with torch's profiler on rank 0: "a:b", such as 10:13; a
+    trace for https://ui.perfetto.dev is written to TMPDIR or /tmp; empty: none"""
     eval_every: str = "1 epoch"
     """time between evaluations"""
     seed: int = 0
@@ -300,6 +303,18 @@ def epoch_seconds(value: float | str, *, option: str) -> float:
         ) from None
 
 
+def profiled_steps(text: str) -> tuple[int, int] | None:
+    """The first and the last step of run.profile_steps; None for none. ValueError for what is no range of steps."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if not text:
+        return None
+    if not match or not 1 <= int(match[1]) < int(match[2]):
+        raise ValueError(
+            f"--run.profile_steps is {text!r}: expected a:b with 1 <= a < b, such as 10:13 for steps 10, 11 and 12."
+        )
+    return int(match[1]), int(match[2]) - 1
+
+
 def accumulation_passes(*, global_batch_size: int, micro_batch_size: int, num_ranks: int) -> int:
     """Micro-batches that each rank sums into one step; ValueError names the nearest exact batches if not whole."""
     passes, rest = divmod(global_batch_size, micro_batch_size * num_ranks)
@@ -357,6 +372,7 @@ def check(config: TrainConfig) -> None:
     _check_augment(c.augment)
     if c.optim.clip_norm is not None and c.optim.clip_norm <= 0:
         raise ValueError(f"--optim.clip_norm is {c.optim.clip_norm}: expected a positive norm, or null for no clip.")
+    profiled_steps(c.run.profile_steps)
     if c.run.end_time is not None:
         epoch_seconds(c.run.end_time, option="--run.end_time")
     c.horovod.check(deterministic=c.run.deterministic, device=c.run.device)

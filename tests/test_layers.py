@@ -21,7 +21,7 @@ DATA_FILES = "records label_maps index dali quarantine real shards archives sour
 DATA = {"largebatch.data." + name for name in DATA_FILES.split()} | PREPARATION
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
-RUN_FILES = "engine evaluation ema batch_norm hooks checkpoint curves preemption"
+RUN_FILES = "engine evaluation ema batch_norm hooks checkpoint curves preemption profiling"
 RUN = {"largebatch." + name for name in RUN_FILES.split()}
 ASSEMBLY = {"largebatch.build", "largebatch.recipes"}
 BELOW_PROGRAMS = GROUND | PARTS | RUN | ASSEMBLY | {"zoo"}
@@ -76,6 +76,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.ema": {"largebatch.engine"},
     "largebatch.batch_norm": {"largebatch.engine"},
     "largebatch.preemption": {"largebatch.comm", "largebatch.config", "largebatch.engine"},
+    "largebatch.profiling": {"largebatch.data.records", "largebatch.engine"},
     "largebatch.hooks": GROUND | PARTS | RUN,
     # assembly
     "largebatch.recipes": {"largebatch.config", "largebatch.recipes.*"},
