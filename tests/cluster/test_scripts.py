@@ -55,6 +55,8 @@ def test_only_the_named_variables_travel(hosts, tmp_path):
     found = dict(word.split("=", 1) for word in words if "=" in word)
     assert found["CHOSEN"] == "yes" and found["NCCL_SOCKET_IFNAME"] == "=eth0" and found["VENV"] == sys.prefix
     assert "SECRET" not in found and "UNSET" not in found
+    assert found["OMPI_MCA_btl_tcp_if_include"] == "eth0"
+    assert any("orted" in line and "oob_tcp_if_include" in line for line in hosts.processes("h2").values())
     hosts.clear()
     job.wait(30)
 
