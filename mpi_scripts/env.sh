@@ -19,11 +19,16 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 fail() { printf '%s\n' "${0##*/}: $*" >&2; exit 1; }
 print() { printf '+'; printf ' %q' "$@"; printf '\n'; }
 
-export VENV=${VENV:-$ROOT/.venv}                # bind.sh looks for Python there, on every host
-[ -f "$VENV/bin/activate" ] ||
-    fail "there is no $VENV: make it with mpi_scripts/install.sh, or say with VENV=... where it is"
-# shellcheck disable=SC1091  # made by install.sh
-. "$VENV/bin/activate"
+if [ -z "${IMAGE:-}" ]; then                    # an image (train_slurm.sbatch) has a .venv of its own
+    export VENV=${VENV:-$ROOT/.venv}            # bind.sh looks for Python there, on every host
+    [ -f "$VENV/bin/activate" ] ||
+        fail "there is no $VENV: make it with mpi_scripts/install.sh, or say with VENV=... where it is"
+    # shellcheck disable=SC1091  # made by install.sh
+    . "$VENV/bin/activate"
+    command -v mpirun >/dev/null || fail "there is no mpirun on PATH, which MPI=system needs: load your MPI module"
+else
+    unset VENV
+fi
 
 # A rank's last words are there when it dies; otherwise Python keeps up to 8 KB of them back from a pipe.
 export PYTHONUNBUFFERED=1
@@ -31,16 +36,16 @@ export PYTHONUNBUFFERED=1
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 
 # Called by its full path Open MPI finds its daemon on the other hosts; "mpirun" alone needs it on their PATH.
-mpirun=$(command -v mpirun) || fail "there is no mpirun on PATH, which MPI=system needs: load your MPI module"
 # Ranks of a host are neighbours. No core is bound by number: bind.sh does it by GPU.
-MPIRUN=("$mpirun" --map-by slot --bind-to none)
+MPIRUN=("$(command -v mpirun || true)" --map-by slot --bind-to none)
 if [ -n "${INTERFACE:-}" ]; then                # with several cards, libraries try addresses that no host can reach
     [ -e "/sys/class/net/$INTERFACE" ] ||
         fail "INTERFACE=$INTERFACE is no network card here, there are: $(cd /sys/class/net && echo *)"
-    MPIRUN+=(--mca btl_tcp_if_include "$INTERFACE" --mca oob_tcp_if_include "$INTERFACE")
-    export PRTE_MCA_prte_if_include=$INTERFACE  # what Open MPI 5 has instead of the second one
-    export HOROVOD_GLOO_IFACE=$INTERFACE
-    export NCCL_SOCKET_IFNAME="=$INTERFACE"     # without "=" eth1 is eth10, too
+    export OMPI_MCA_btl_tcp_if_include=$INTERFACE   # Open MPI's messages; mpirun hands on its own variables itself
+    export OMPI_MCA_oob_tcp_if_include=$INTERFACE   # its daemons
+    export PRTE_MCA_prte_if_include=$INTERFACE      # those of Open MPI 5
+    export HOROVOD_GLOO_IFACE=$INTERFACE            # Horovod's Gloo
+    export NCCL_SOCKET_IFNAME="=$INTERFACE"         # NCCL; without "=" eth1 is eth10, too
 fi
 
 # Never the whole environment, as horovodrun would: secrets travel with it, and odd variables break remote shells.
