@@ -213,32 +213,64 @@ def test_a_slow_link_is_a_note_with_both_figures(hosts):
 # ---- the printed commands ------------------------------------------------------------------------
 
 
-def printed(hosts: Hosts, *program: str) -> dict[str, str]:
-    """The commands that --print gives on h1 for four ranks of a program, by name."""
-    arguments = ["-m", "largebatch.doctor", "--print", "-np", "4", "-H", "h1:2,h2:2", "--", *program]
-    code, output = hosts.run("h1", [sys.executable, *arguments], timeout_s=30)
-    assert code == 0, output
-    return {name: command for name, command in re.findall(r"^# (.*)\n(.+)$", output, re.M)}
-
-
-PROGRAM = """
+ENVIRONMENT = """
 import os
 rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["HOROVOD_RANK"]
 here, interface = os.uname().nodename, os.environ.get("NCCL_SOCKET_IFNAME")
 os.write(1, f"rank {rank} {here} {os.getcwd()} {interface} {'MY_SECRET' in os.environ}.\\n".encode())
 """
+ALLREDUCE = """
+import os
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+os.write(1, f"rank {comm.rank} of {comm.size} on {os.uname().nodename}: {comm.allreduce(comm.rank)}.\\n".encode())
+"""
+
+
+def printed(hosts: Hosts, name: str, program: str, folder: Path) -> str:
+    """The command that --print gives on h1, under this name, for four ranks of a program."""
+    file = folder / "program.py"
+    file.write_text(program)
+    arguments = ["-m", "largebatch.doctor", "--print", "-np", "4", "-H", "h1:2,h2:2", "--", sys.executable, str(file)]
+    code, output = hosts.run("h1", [sys.executable, *arguments], timeout_s=30)
+    assert code == 0, output
+    return dict(re.findall(r"^# (.*)\n(.+)$", output, re.M))[name]
 
 
 @pytest.mark.parametrize("name", ["mpirun", "horovodrun", "horovodrun --gloo"])
-def test_a_printed_command_runs_as_it_stands(hosts, name):
+def test_a_printed_command_runs_as_it_stands(hosts, name, tmp_path):
     """The ranks of a host lie together, in this folder; only what was asked for travels to the other host.
 
     Horovod's own launcher hands on the whole environment, and the ranks on h1 inherit it, as any child does.
     """
-    command = printed(hosts, sys.executable, "-c", PROGRAM)[name]
+    command = printed(hosts, name, ENVIRONMENT, tmp_path)
     code, output = hosts.run("h1", ["sh", "-c", command], timeout_s=120, environment={"MY_SECRET": "1"})
     assert code == 0, output
     found = sorted(re.findall(r"rank (\d) (h\d) (\S+) (\S+) (\w+)\.", output))
     assert [rank[:3] for rank in found] == [(str(rank), f"h{1 + rank // 2}", str(ROOT)) for rank in range(4)], output
     if name == "mpirun":
         assert [rank[3:] for rank in found] == [("=eth0", "True")] * 2 + [("=eth0", "False")] * 2, output
+
+
+def sums(output: str) -> list[tuple[str, ...]]:
+    """(rank, size, host, sum) of each rank of ALLREDUCE."""
+    return sorted(re.findall(r"rank (\d) of (\d) on (h\d): (\d)\.", output))
+
+
+IN_ORDER = [("0", "4", "h1", "6"), ("1", "4", "h1", "6"), ("2", "4", "h2", "6"), ("3", "4", "h2", "6")]
+
+
+def test_the_printed_srun_command_runs_as_it_stands(hosts, slurm, tmp_path):
+    command = printed(hosts, "srun", ALLREDUCE, tmp_path)
+    code, output = slurm.run(["sh", "-c", command], timeout_s=90)
+    assert code == 0 and sums(output) == IN_ORDER, output
+
+
+def test_the_printed_sbatch_command_runs_as_it_stands(hosts, slurm, tmp_path):
+    command = printed(hosts, "sbatch", ALLREDUCE, tmp_path)
+    code, output = slurm.run(["sh", "-c", f"cd {tmp_path} && {command}"], timeout_s=30)
+    assert code == 0, output
+    job = re.search(r"Submitted batch job (\d+)", output)[1]
+    slurm.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=120)
+    output = (tmp_path / f"slurm-{job}.out").read_text()
+    assert sums(output) == IN_ORDER, output
