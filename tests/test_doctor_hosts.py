@@ -154,14 +154,14 @@ def test_an_own_name_that_is_loopback_is_a_note():
 
 
 ON_A = {"docker0": "172.17.0.1", "usb0": "10.9.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}
-ON_B = {"docker0": "172.17.0.1", "usb0": "10.9.0.1", "eth0": "10.0.0.2", "ib0": "10.1.0.2", "ens3": "10.0.0.2"}
+ON_B = {"docker0": "172.17.0.2", "usb0": "10.9.0.1", "eth0": "10.0.0.2", "ib0": "10.1.0.2", "ens3": "10.0.0.2"}
 
 
 @pytest.mark.parametrize(
     "of_a, of_b, speeds, chosen",
     [
-        (["docker0", "eth0"], ["docker0", "eth0"], {}, "eth0"),  # docker's leads nowhere, on every machine
-        (["usb0", "eth0"], ["usb0", "eth0"], {}, "eth0"),  # the same address on both is no network between them
+        (["docker0", "eth0"], ["docker0", "eth0"], {"docker0": 10000}, "eth0"),  # docker's leads nowhere
+        (["usb0", "eth0"], ["usb0", "eth0"], {"usb0": 480}, "eth0"),  # the same address on both: no network between
         (["eth0", "ib0"], ["eth0", "ib0"], {"eth0": 1000, "ib0": 100000}, "ib0"),  # the faster; names are in the other
         (["ib0", "eth0"], ["ib0", "eth0"], {}, "eth0"),  # as fast: the one that names are in
         (["eth0"], ["ens3"], {}, "10.0.0.0/24"),  # other names on each host
