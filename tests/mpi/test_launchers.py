@@ -55,7 +55,9 @@ def test_torchrun_starts_ranks_again():
     """The second start does not meet what the first has left in the agent's store."""
     failing = "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and comm.rank == 1: raise RuntimeError"
     program = PLACE.replace("    everyone", "".join(f"    {line}\n" for line in failing.splitlines()) + "    everyone")
-    assert places(["torchrun", "--nproc-per-node", "2", "--max-restarts", "1", "--no-python"], program=program) == TWO
+    agent = ["torchrun", "--nproc-per-node", "2", "--max-restarts", "1", "--no-python"]
+    one_store = ["--master-addr", "127.0.0.1", "--master-port", "29572"]  # otherwise each start has its own
+    assert places([*agent, *one_store], program=program) == TWO
 
 
 def test_torchrun_trains_as_mpirun_does(tmp_path):
