@@ -11,15 +11,12 @@ step that has one task there. Two launchers that each counted other ranks are.
 
 import ctypes
 import json
-import logging
 import os
 import re
 import socket
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Mapping, MutableMapping, Sequence
-
-logger = logging.getLogger(__name__)
 
 JOIN_LIMIT_S = 300  # from the first rank that comes to the last one, which may still be importing torch
 DOCTOR = "run `python -m largebatch.doctor`"

@@ -180,5 +180,5 @@ def test_a_failing_rank_ends_the_run_and_is_named(tmp_path, launcher):
         "engine.Trainer.train_step = failing\n"
         f"train.main({[*SMALL, *BATCH, '--run.folder', str(tmp_path)]!r})"
     )
-    code, output = launch(["-c", program], ranks=2, launcher=launcher, timeout_s=60)
+    code, output = launch(["-c", program], ranks=2, launcher=launcher, timeout_s=120)
     assert code != 0 and "rank 1 of 2" in output and "RuntimeError: planted" in output
