@@ -42,7 +42,8 @@ PasswordAuthentication no
 MaxStartups 200
 """
 # /sys shows the network cards of the namespace it was mounted in, and mounting it anew hides the control groups.
-# ~/.ssh would beat our ssh_config; ~/.horovod is where horovodrun keeps for an hour what it found about "h2".
+# ~/.ssh would beat our ssh_config; ~/.horovod is where horovodrun keeps for an hour what it found about "h2"; what a
+# shell reads under sshd may take locks that a host, when it is killed, never gives back ("pyenv init" does).
 BOOT = """
 set -e
 hostname {name}
@@ -56,6 +57,7 @@ mount --bind {folder}/ssh_config /etc/ssh/ssh_config
 mkdir -p ~/.horovod /run/sshd
 mount -t tmpfs tmpfs ~/.horovod
 [ ! -d ~/.ssh ] || mount -t tmpfs tmpfs ~/.ssh
+for file in ~/.bashrc ~/.zshenv; do [ ! -f $file ] || mount --bind {folder}/empty $file; done
 exec {sshd} -D -f {folder}/{name}.sshd_config -E {folder}/{name}.sshd.log
 """
 
@@ -308,6 +310,7 @@ class Hosts:
         folder = self.folder
         folder.chmod(0o755)                         # Slurm's daemons and sshd may give up root
         (folder / "tmp").mkdir(mode=0o1777)
+        (folder / "empty").touch()
         for key in ["id", *[f"{name}.key" for name in self.names]]:
             self._call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
         addresses = {name: f"10.77.0.{i + 1}" for i, name in enumerate(self.names)}
