@@ -42,7 +42,8 @@ PasswordAuthentication no
 MaxStartups 200
 """
 # /sys shows the network cards of the namespace it was mounted in, and mounting it anew hides the control groups.
-# ~/.ssh would beat our ssh_config; ~/.horovod is where horovodrun keeps for an hour what it found about "h2".
+# ~/.ssh would beat our ssh_config; ~/.horovod is where horovodrun keeps for an hour what it found about "h2"; what a
+# shell reads under sshd may take locks that a host, when it is killed, never gives back ("pyenv init" does).
 BOOT = """
 set -e
 hostname {name}
@@ -56,6 +57,7 @@ mount --bind {folder}/ssh_config /etc/ssh/ssh_config
 mkdir -p ~/.horovod /run/sshd
 mount -t tmpfs tmpfs ~/.horovod
 [ ! -d ~/.ssh ] || mount -t tmpfs tmpfs ~/.ssh
+for file in ~/.bashrc ~/.zshenv; do [ ! -f $file ] || mount --bind {folder}/empty $file; done
 exec {sshd} -D -f {folder}/{name}.sshd_config -E {folder}/{name}.sshd.log
 """
 
@@ -205,6 +207,7 @@ class Hosts:
 
     def clear(self) -> None:
         """Kill everything on all hosts but the residents (sshd, Slurm's daemons), and wait until it is gone."""
+
         def gone() -> bool:
             left = [pid for name in self.names for pid in self.processes(name)]
             for pid in left:
@@ -213,7 +216,8 @@ class Hosts:
                 except ProcessLookupError:
                     pass
             return not left
-        wait_for(gone, "processes of the hosts are gone", 10)
+
+        wait_for(gone, "processes of the hosts are gone", 30)
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
@@ -279,11 +283,13 @@ class Hosts:
 
     def wait_until_up(self, name: str) -> None:
         """Wait until a host can be reached by ssh from the first host."""
+
         def reached() -> bool:
             assert self.outer[name].poll() is None, f"{name} did not start:\n{self._log(name)}"
-            return self.run(self.names[0], ["ssh", "-o", "ConnectTimeout=5", name, "true"], timeout_s=10)[0] == 0
+            return self.run(self.names[0], ["ssh", "-o", "ConnectTimeout=5", name, "true"], timeout_s=60)[0] == 0
+
         try:
-            wait_for(reached, f"ssh {name}", 15)
+            wait_for(reached, f"ssh {name}", 60)
         except AssertionError as error:
             raise AssertionError(f"{error}; what {name} printed:\n{self._log(name)}") from None
 
@@ -304,6 +310,7 @@ class Hosts:
         folder = self.folder
         folder.chmod(0o755)                         # Slurm's daemons and sshd may give up root
         (folder / "tmp").mkdir(mode=0o1777)
+        (folder / "empty").touch()
         for key in ["id", *[f"{name}.key" for name in self.names]]:
             self._call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
         addresses = {name: f"10.77.0.{i + 1}" for i, name in enumerate(self.names)}
