@@ -2,7 +2,8 @@
 
 SIGUSR1 or SIGTERM may reach any rank, at any moment, and the ranks at different ones. So each only notes it; what all
 have noted is summed by a small reduction that runs beside the next step and is read after it: no step waits for it, and
-all ranks stop after the same one. The process ends with exit code 75 then, and the same command line resumes.
+all ranks stop after the same one. The process ends with exit code 75 then, and the same command line resumes. mpirun
+and horovodrun end with 75, too; horovodrun --gloo with 1, and the ranks' 75 in what it prints.
 
 What comes within `ONCE_S` of the first signal is taken for the same request: mpirun under Slurm was seen to deliver it
 twice. A later one ends the process at once, even where it waits for a rank that is lost: a thread hears the signals,

@@ -29,11 +29,10 @@ class Profile(Hook):
     """Records steps `first` to `last` of this process, counted from 1, on rank 0."""
 
     def __init__(self, first: int, last: int, *, run: str) -> None:
-        self.first, self.last = first, last
-        self.path = Path(tempfile.gettempdir()) / f"largebatch-{run}-rank0-steps-{first}-{last}.json"
-        self.step = 0  # of this process
+        self.first, self.last, self.run = first, last, run
+        self.done = 0  # steps of this process
         self.profiler: profile | None = None  # while it records
-        self.restore, self.whole_step = ExitStack(), ExitStack()
+        self.restore = ExitStack()
 
     def before_fit(self, trainer: Trainer) -> None:
         """The first step begins."""
@@ -41,26 +40,25 @@ class Profile(Hook):
 
     def after_step(self, trainer: Trainer) -> None:
         """The next step begins, after what other hooks do."""
-        self.step += 1
-        if trainer.comm.rank == 0 and self.step == self.first:
+        if trainer.comm.rank == 0 and self.done + 1 == self.first:
             self.start(trainer)
-        if self.profiler:
-            self.whole_step.enter_context(record_function(f"step {trainer.state.step + 1}"))
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
         """Before an evaluation, which would be most of the trace."""
-        self.whole_step.close()
-        if self.profiler and self.step == self.last:
+        self.done += 1
+        if self.done == self.last:
             self.finish()
 
     def after_fit(self, trainer: Trainer) -> None:
         """What there is, if the run ends before."""
-        self.whole_step.close()
-        if self.profiler:
+        if self.done >= self.first:
             self.finish()
+        elif trainer.comm.rank == 0:
+            logger.warning("no trace: this process had %d steps, and the first to record was %d", self.done, self.first)
 
     def start(self, trainer: Trainer) -> None:
         """Begin to record, and name the phases."""
+        self.name(trainer, "train_step", "step")
         self.name(trainer, "objective", "forward")
         self.name(trainer.comm, "synchronize", "synchronize")
         self.name(trainer.comm, "apply", "optimizer step")
@@ -70,23 +68,29 @@ class Profile(Hook):
 
     def name(self, owner: object, attribute: str, name: str) -> None:
         """Give the calls of owner.attribute a name in the trace, until the end."""
-        call = getattr(owner, attribute)
+        call, own = getattr(owner, attribute), attribute in vars(owner)
         setattr(owner, attribute, _named(call, name))
-        self.restore.callback(setattr, owner, attribute, call)
+        if own:
+            self.restore.callback(setattr, owner, attribute, call)
+        else:  # a method of its class
+            self.restore.callback(delattr, owner, attribute)
 
     def finish(self) -> None:
-        """End, and write the trace. A full disk costs the trace, not the run."""
-        assert self.profiler is not None
+        """End, and write the trace, if it records. A full disk costs the trace, not the run."""
+        if self.profiler is None:
+            return
         profiler, self.profiler = self.profiler, None
         profiler.stop()
         self.restore.close()
+        steps = f"{self.first}-{self.done}"
+        path = Path(tempfile.gettempdir()) / f"largebatch-{self.run}-rank0-steps-{steps}.json"
         try:
-            with atomic_file(self.path) as file:
+            with atomic_file(path) as file:
                 _export(profiler, Path(file.name))
         except (OSError, RuntimeError) as error:
-            logger.warning("the trace of steps %d to %d could not be written: %s", self.first, self.last, error)
+            logger.warning("the trace of steps %s of this process could not be written: %s", steps, error)
         else:
-            logger.info("trace of steps %d to %d of this process: %s", self.first, min(self.step, self.last), self.path)
+            logger.info("trace of steps %s of this process: %s", steps, path)
 
 
 def _named(call: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -56,11 +56,9 @@ def test_the_phases_of_two_steps(tmp_path):
     (trace,) = traces(tmp_path)
     assert trace.name == "largebatch-my run-rank0-steps-1-2.json" and text.count(f"process: {trace}") == 1, text
     found = spans(trace)
-    assert [len(found[name]) for name in ("step 1", "step 2", "synchronize", "optimizer step")] == [1, 1, 2, 2]
-    assert len(found["forward"]) == 4 and "step 3" not in found
+    assert [len(found[name]) for name in ("step", "forward", "synchronize", "optimizer step")] == [2, 4, 2, 2]
     phases = ["forward", "autograd::engine::evaluate_function: AddmmBackward0", "synchronize", "optimizer step"]
-    for number in (1, 2):
-        ((begin, end),) = found[f"step {number}"]
+    for begin, end in found["step"]:
         first = [next(a for a, b in sorted(found[name]) if begin <= a and b <= end) for name in phases]
         assert first == sorted(first)
 
@@ -69,10 +67,9 @@ def test_a_run_that_ends_before_the_window_does(tmp_path):
     environment = temporary(tmp_path)
     options = ["--run.profile_steps", "2:9", "--run.max_steps", "3"]
     code, text = launch(command(tmp_path, *options), ranks=1, launcher="python", environment=environment)
-    assert code == 0 and "trace of steps 2 to 3 of this process" in text, text
+    assert code == 0 and "trace of steps 2-3 of this process" in text, text
     (trace,) = traces(tmp_path)
-    found = spans(trace)
-    assert [name for name in found if name.startswith("step")] == ["step 2", "step 3"]
+    assert trace.name.endswith("-steps-2-3.json") and len(spans(trace)["step"]) == 2
 
 
 EXPORTING = """
@@ -104,7 +101,7 @@ def test_a_run_that_is_killed_leaves_no_broken_trace(tmp_path, planted, steps, s
             stderr=subprocess.STDOUT,
         )
         try:
-            limit = time.monotonic() + 120
+            limit = time.monotonic() + 200
             while sign not in output.read_text():
                 assert process.poll() is None and time.monotonic() < limit, output.read_text()
                 time.sleep(0.02)
@@ -133,7 +130,7 @@ def test_a_trace_that_cannot_be_written_costs_itself_alone(tmp_path):
     options = ["--run.profile_steps", "1:2", "--run.max_steps", "2"]
     arguments = command(tmp_path, *options, planted=LIMITED)
     code, text = launch(arguments, ranks=1, launcher="python", environment=environment)
-    assert code == 0 and "the trace of steps 1 to 1 could not be written" in text, text
+    assert code == 0 and "the trace of steps 1-1 of this process could not be written" in text, text
     assert traces(tmp_path) == []
 
 
