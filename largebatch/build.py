@@ -22,7 +22,15 @@ from largebatch.affinity import loader_threads
 from largebatch.augment import Augment, Augmented
 from largebatch.batch_norm import BatchNormStatistics, batch_norms
 from largebatch.comm import Communicator, session
-from largebatch.config import DataConfig, TrainConfig, accumulation_passes, dump, duration_images, options
+from largebatch.config import (
+    DataConfig,
+    TrainConfig,
+    accumulation_passes,
+    dump,
+    duration_images,
+    options,
+    profiled_steps,
+)
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.index import Index
 from largebatch.data.order import Plan
@@ -30,10 +38,11 @@ from largebatch.data.randaugment import parse as parse_policy
 from largebatch.data.sources import open_source
 from largebatch.data.token_labels import CELL
 from largebatch.ema import Ema, check_half_life
-from largebatch.engine import Hook, Trainer, TrainState
+from largebatch.engine import Hook, Trainer, TrainState, choose_precision, computes
 from largebatch.losses import classification, token_labeling
 from largebatch.optim import build_optimizer, can_compile, init_state
 from largebatch.preemption import Signals, StopEarly, end_time
+from largebatch.profiling import Profile
 from largebatch.schedules import Schedule, make_schedule, scale_lr
 from zoo import create_model, set_fused_attn
 
@@ -48,10 +57,7 @@ def program(read: Callable[[], TrainConfig]) -> Iterator[tuple[TrainConfig, Comm
         config = read()
     except ValueError as error:
         mistake = error
-    run = config.run
-    with session(
-        deterministic=run.deterministic, fusion_threshold_mb=run.fusion_threshold_mb, cycle_time_ms=run.cycle_time_ms
-    ) as comm:
+    with session(deterministic=config.run.deterministic, horovod=config.horovod) as comm:
         with comm.together("command line"):
             if mistake:
                 raise mistake
@@ -66,11 +72,23 @@ def set_up_torch(config: TrainConfig) -> None:
 
 
 def set_up(config: TrainConfig, comm: Communicator) -> torch.device:
-    """The device of this rank, after all ranks were found to run the same program on devices of their own."""
-    logger.info("%s", comm.agree(options(config)))
+    """The device of this rank, after all ranks were found to run the same program on devices of their own.
+
+    A precision of auto is replaced in `config` by what it means on the device, the same on all ranks.
+    """
     with comm.together("set-up"):
         device = comm.device(config.run.device)
         set_up_torch(config)
+    if config.run.precision == "auto":
+        config.run.precision = choose_precision(device)  # type: ignore[assignment]
+    elif not computes(device, config.run.precision):
+        logger.warning(
+            "--run.precision is %s, for which this %s has no instructions: it will be very slow, and auto would be %s.",
+            config.run.precision,
+            device.type,
+            choose_precision(device),
+        )
+    logger.info("%s", comm.agree(options(config)))
     for line in comm.placement(device, loader_threads=config.data.num_threads):
         logger.info("%s", line)
     return device
@@ -318,8 +336,10 @@ def _hooks(config: TrainConfig, plan: Plan, model: nn.Module, signals: Signals |
     early: list[Hook] = []
     if signals:
         early = [StopEarly(signals, end=end_time(config.run.end_time), longest_save_s=lambda: saving.longest_s)]
-    averaging = [ema] if ema else []
-    return [guards, *statistics, *averaging, saving, *early, hooks.Log(sinks, every_images=log_images)]
+    steps = profiled_steps(config.run.profile_steps)
+    profiling = [Profile(*steps, run=Path(config.folder).resolve().name)] if steps else []
+    averaging, log = [ema] if ema else [], hooks.Log(sinks, every_images=log_images)
+    return [guards, *statistics, *averaging, saving, *early, *profiling, log]
 
 
 def _ema(config: TrainConfig, plan: Plan, model: nn.Module) -> Ema | None:

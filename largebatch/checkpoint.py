@@ -52,18 +52,17 @@ SPARE_BYTES = 2**20  # names, headers and scalars beside the tensors
 MAY_DIFFER = {  # options that change how a run is watched, not what it computes
     "run.max_steps",
     "run.end_time",
+    "run.profile_steps",
     "run.folder",
     "run.eval_every",
     "run.max_skipped_steps",
     "run.device",
-    "run.fusion_threshold_mb",
-    "run.cycle_time_ms",
     "model.grad_checkpointing",
     "data.num_threads",
     "data.quarantine",  # which images there are is compared by itself
     "data.eval_batch_size",
 }
-MAY_DIFFER_SECTIONS = ("log.", "checkpoint.")
+MAY_DIFFER_SECTIONS = ("horovod.", "log.", "checkpoint.")
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -7,13 +7,16 @@ wrapping are silently not reduced, frozen ones still are, as zeros that weight d
 optimizer for the same model reduces each gradient twice. Each has its replacement here and a test in tests/mpi.
 """
 
+import faulthandler
 import logging
 import os
 import socket
 import sys
+import time
 import traceback
 import types
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Iterable, Iterator, Literal, Mapping, Sequence
 
 import horovod.torch as hvd
@@ -26,11 +29,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from largebatch import affinity, agreement, launcher
 from largebatch.compression import Fp16
+from largebatch.tuning import HorovodConfig, stall_limit
+from largebatch.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-STALL_SHUTDOWN_S = 600  # Horovod warns after 60 s of a missing rank and, unless told, never stops
-CPU_CYCLE_TIME_MS = 5  # Horovod's thread takes its time from the ranks' cores: 3.8 % of it at Horovod's own 1 ms
+GRACE_S = 3  # ranks that give up waiting say so together, since they began to wait within a step of each other
 AS_BYTES = (torch.bool, torch.bfloat16)  # not among Horovod's types; sent as their bytes
 
 
@@ -49,33 +53,21 @@ class StoppedEarly(Stopped):
 class Communicator:
     """Rank, size and collectives of one process. Every collective has a name, the same on all ranks."""
 
-    def __init__(
-        self, *, deterministic: bool = False, fusion_threshold_mb: int | None = None, cycle_time_ms: float | None = None
-    ) -> None:
+    def __init__(self, *, deterministic: bool = False, horovod: HorovodConfig | None = None) -> None:
         """Start Horovod. deterministic: reduce each tensor by itself, so that sums repeat to the last bit.
 
-        The other two are Horovod's, in MiB and ms; None leaves them to the environment. The cores of a host are shared
-        among its ranks, unless OMP_NUM_THREADS says otherwise.
+        The cores of a host are shared among its ranks, unless OMP_NUM_THREADS says otherwise.
         ValueError for settings, or launchers, that contradict each other; RuntimeError if Horovod sees other ranks than
         the launcher announced, or they do not come.
         """
-        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_SHUTDOWN_S))
-        if fusion_threshold_mb is not None:
-            if deterministic:
-                raise ValueError("--run.deterministic reduces each gradient by itself: drop --run.fusion_threshold_mb.")
-            _set_variable("HOROVOD_FUSION_THRESHOLD", fusion_threshold_mb * 2**20, option="run.fusion_threshold_mb")
-        if cycle_time_ms is not None:
-            _set_variable("HOROVOD_CYCLE_TIME", cycle_time_ms, option="run.cycle_time_ms")
-        elif not torch.cuda.is_available():
-            os.environ.setdefault("HOROVOD_CYCLE_TIME", str(CPU_CYCLE_TIME_MS))
-        if deterministic:
-            if os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
-                raise ValueError("--run.deterministic cannot be kept with HOROVOD_AUTOTUNE: unset one of them.")
-            os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused depends on timing
+        on_gpus = torch.cuda.is_available() and bool(hvd.nccl_built())
+        (horovod or HorovodConfig()).apply(os.environ, deterministic=deterministic, on_gpus=on_gpus)
         launch = launcher.recognise(os.environ)
         mpi = launcher.mpi_version(mpi_lib_v2.__file__) if hvd.mpi_built() else ""
         self._rendezvous = launcher.prepare(launch, os.environ, mpi=mpi)
-        hvd.init()
+        self._watchdog = Watchdog(stall_limit(os.environ), self._give_up)
+        with self._watchdog.waiting("start"):
+            hvd.init()
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
         self.local_rank: int = hvd.local_rank()
@@ -161,7 +153,8 @@ class Communicator:
 
     def allreduce(self, tensor: Tensor, *, name: str) -> Tensor:
         """Sum over ranks, as a new tensor of the same shape."""
-        return hvd.allreduce(tensor, name=name, op=hvd.Sum)
+        with self._watchdog.waiting(name):
+            return hvd.allreduce(tensor, name=name, op=hvd.Sum)
 
     def start_allreduce(self, tensor: Tensor, *, name: str) -> int:
         """Begin an allreduce; the handle for `finish_allreduce`. Any collectives of other names may come between."""
@@ -170,15 +163,18 @@ class Communicator:
 
     def finish_allreduce(self, handle: int) -> Tensor:
         """Sum over ranks of what each gave to `start_allreduce`."""
-        return hvd.synchronize(handle)
+        with self._watchdog.waiting("an allreduce begun before"):
+            return hvd.synchronize(handle)
 
     def broadcast_object(self, value: Any, *, name: str) -> Any:
         """Rank 0's picklable value, at most a few MB (Horovod cannot send 2 GiB this way)."""
-        return hvd.broadcast_object(value, root_rank=0, name=name)
+        with self._watchdog.waiting(name):
+            return hvd.broadcast_object(value, root_rank=0, name=name)
 
     def allgather_object(self, value: Any, *, name: str) -> list[Any]:
         """Every rank's picklable value, in rank order."""
-        return hvd.allgather_object(value, name=name)
+        with self._watchdog.waiting(name):
+            return hvd.allgather_object(value, name=name)
 
     def barrier(self, *, name: str) -> None:
         """Wait until every rank is here."""
@@ -191,8 +187,9 @@ class Communicator:
             flat = tensor.detach().view(-1)
             flat = flat.view(torch.uint8) if tensor.dtype in AS_BYTES else flat
             handles.append(hvd.broadcast_async_(flat, root_rank=0, name=f"{name}/{key}"))
-        for handle in handles:
-            hvd.synchronize(handle)
+        with self._watchdog.waiting(name):
+            for handle in handles:
+                hvd.synchronize(handle)
 
     def broadcast_state(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Make model and optimizer equal to rank 0's without a step being taken.
@@ -247,7 +244,7 @@ class Communicator:
         wrapped.reduced = set()
         wrapped.state.update(optimizer.state)
         wrapped.zero_grad = types.MethodType(_zero_grad, wrapped)
-        wrapped.synchronize = types.MethodType(_synchronize, wrapped)
+        wrapped.synchronize = partial(_synchronize, wrapped, self._watchdog)
         self._reduce(wrapped, (parameter for parameter in _parameters(wrapped) if parameter.requires_grad))
         return wrapped
 
@@ -347,22 +344,36 @@ class Communicator:
     def shutdown(self) -> None:
         """Leave Horovod after every rank is done."""
         self.barrier(name="shutdown")
-        hvd.shutdown()
+        with self._watchdog.waiting("shutdown"):
+            hvd.shutdown()
+        self._watchdog.stop()
         self._rendezvous.close()
+
+    def _give_up(self, what: str) -> None:
+        """End the run: this rank waited too long for the others."""
+        who = f"rank {self.rank} of {self.size}" if hvd.is_initialized() else "a rank"
+        sys.stderr.write(
+            f"largebatch: {who} on {socket.gethostname()} waited {self._watchdog.limit_s:g} s for the others "
+            f"({what}): one that does not say so hangs, or is lost. --horovod.stall_limit_s is the limit; this rank is "
+            "here:\n"
+        )
+        faulthandler.dump_traceback()
+        sys.stderr.flush()
+        time.sleep(GRACE_S)
+        faulthandler.dump_traceback_later(GRACE_S, exit=True)  # should the way out be blocked as well
+        if hvd.is_initialized():
+            self.abort(1)
+        os._exit(1)
 
 
 @contextmanager
-def session(
-    *, deterministic: bool = False, fusion_threshold_mb: int | None = None, cycle_time_ms: float | None = None
-) -> Iterator[Communicator]:
+def session(*, deterministic: bool = False, horovod: HorovodConfig | None = None) -> Iterator[Communicator]:
     """A Communicator for one program. Whatever goes wrong ends all ranks with a non-zero exit and its cause.
 
     Exit code 2 for `Stopped` (all ranks agreed), 75 for `StoppedEarly`, 1 for a failure of this rank alone.
     """
     try:
-        comm = Communicator(
-            deterministic=deterministic, fusion_threshold_mb=fusion_threshold_mb, cycle_time_ms=cycle_time_ms
-        )
+        comm = Communicator(deterministic=deterministic, horovod=horovod)
     except (RuntimeError, ValueError) as error:  # every rank sees the same environment
         sys.exit(f"largebatch: {error}")
     try:
@@ -383,17 +394,6 @@ def session(
 def _uuid(device: torch.device) -> str:
     """What tells one GPU from another across hosts and CUDA_VISIBLE_DEVICES; empty for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
-def _set_variable(name: str, value: float, *, option: str) -> None:
-    """Set a variable that Horovod reads when it starts; ValueError if the environment says something else."""
-    present = os.environ.setdefault(name, str(value))
-    try:
-        same = float(present) == value
-    except ValueError:
-        same = False
-    if not same:
-        raise ValueError(f"--{option} means {name}={value}, and the environment has {present}: unset one of them.")
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -454,7 +454,7 @@ def _between_steps(optimizer: Any, parameters: Iterable[nn.Parameter]) -> list[n
     return parameters
 
 
-def _synchronize(optimizer: Any) -> None:
+def _synchronize(optimizer: Any, watchdog: Watchdog) -> None:
     """Replaces the wrapper's synchronize, which knows nothing of what was frozen or unfrozen since."""
     changed = optimizer.reduced ^ {parameter for parameter in _parameters(optimizer) if parameter.requires_grad}
     if changed:
@@ -462,7 +462,8 @@ def _synchronize(optimizer: Any) -> None:
             f"{len(changed)} parameters were frozen or unfrozen by requires_grad after the optimizer was wrapped: use "
             "Communicator.freeze and unfreeze, which tell Horovod what to reduce."
         )
-    type(optimizer).synchronize(optimizer)
+    with watchdog.waiting("gradients"):
+        type(optimizer).synchronize(optimizer)
     compression = optimizer._compression
     optimizer.peak = compression.take_peak() if isinstance(compression, Fp16) else None
 

@@ -15,6 +15,8 @@ from typing import Any, Callable, Literal, Mapping, Sequence
 
 import jsonargparse
 
+from largebatch.tuning import HorovodConfig
+
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
@@ -199,12 +201,16 @@ class RunConfig:
     end_time: float | str | None = None
     """when the job around this run will be ended: seconds since the epoch, or ISO 8601 such as 2026-11-21T18:00; the
     run stops before it, with a checkpoint and exit code 75. null: SLURM_JOB_END_TIME, if Slurm sets it"""
+    profile_steps: str = ""
+    """record steps a to b - 1 of this process, counted from 1, with torch's profiler on rank 0: "a:b", such as 10:13; a
+    trace for https://ui.perfetto.dev is written to TMPDIR or /tmp; empty: none"""
     eval_every: str = "1 epoch"
     """time between evaluations"""
     seed: int = 0
     """seed of weights, data order, crops, mixup and dropout"""
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """autocast type; parameters and gradients are fp32 always"""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """autocast type; auto: bf16 where the processor computes it, else fp16 on GPUs and fp32 on CPUs, and written so to
+    config.yaml. Parameters and gradients are fp32 always"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU of the local rank where there is one"""
     deterministic: bool = False
@@ -217,14 +223,6 @@ class RunConfig:
     compression: Literal["none", "fp16"] = "none"
     """type of gradients on the wire; fp16 halves the bytes, rounds the reduced gradient by 4e-4 (3 CPU ranks), and
     trains with a loss scale in every precision; an overflow on the wire skips the step"""
-    fusion_threshold_mb: int | None = None
-    """gradients that become ready together are reduced in one message up to this many MiB, 0: each by itself; null:
-    HOROVOD_FUSION_THRESHOLD, or Horovod's 128. No difference where messages are cheap: 5.16 s per step with 0, 5.26
-    with 128 (ViT-B/32, batch 64, 2 CPU ranks on one host)"""
-    cycle_time_ms: float | None = None
-    """Horovod looks for ready gradients once in this many milliseconds: longer fuses more of them, shorter begins
-    earlier. null: HOROVOD_CYCLE_TIME, or Horovod's 1 on GPUs and 5 on CPUs, where its thread shares a rank's core and
-    takes 1 % of it instead of 3.8 % (ViT-B/32, 2 ranks × 1 thread)"""
 
 
 @dataclass(kw_only=True)
@@ -260,6 +258,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    horovod: HorovodConfig = field(default_factory=HorovodConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
@@ -302,6 +301,18 @@ def epoch_seconds(value: float | str, *, option: str) -> float:
         raise ValueError(
             f"{option} is {value!r}: expected seconds since the epoch, or a time such as 2026-11-21T18:00."
         ) from None
+
+
+def profiled_steps(text: str) -> tuple[int, int] | None:
+    """The first and the last step of run.profile_steps; None for none. ValueError for what is no range of steps."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if not text:
+        return None
+    if not match or not 1 <= int(match[1]) < int(match[2]):
+        raise ValueError(
+            f"--run.profile_steps is {text!r}: expected a:b with 1 <= a < b, such as 10:13 for steps 10, 11 and 12."
+        )
+    return int(match[1]), int(match[2]) - 1
 
 
 def accumulation_passes(*, global_batch_size: int, micro_batch_size: int, num_ranks: int) -> int:
@@ -361,17 +372,10 @@ def check(config: TrainConfig) -> None:
     _check_augment(c.augment)
     if c.optim.clip_norm is not None and c.optim.clip_norm <= 0:
         raise ValueError(f"--optim.clip_norm is {c.optim.clip_norm}: expected a positive norm, or null for no clip.")
+    profiled_steps(c.run.profile_steps)
     if c.run.end_time is not None:
         epoch_seconds(c.run.end_time, option="--run.end_time")
-    if c.run.cycle_time_ms is not None and c.run.cycle_time_ms <= 0:
-        raise ValueError(f"--run.cycle_time_ms is {c.run.cycle_time_ms}: expected a time above 0, or null.")
-    if c.run.fusion_threshold_mb is not None and c.run.fusion_threshold_mb < 0:
-        raise ValueError(f"--run.fusion_threshold_mb is {c.run.fusion_threshold_mb}: expected 0 or more, or null.")
-    if c.run.fusion_threshold_mb is not None and c.run.deterministic:
-        raise ValueError(
-            f"--run.fusion_threshold_mb is {c.run.fusion_threshold_mb} and --run.deterministic is true, which reduces "
-            "each gradient by itself, because what is fused depends on timing: leave one of them out."
-        )
+    c.horovod.check(deterministic=c.run.deterministic, device=c.run.device)
     if (c.schedule.scaling == "none") == bool(c.schedule.reference_batch_size):
         raise ValueError(
             f"--schedule.scaling is {c.schedule.scaling} and --schedule.reference_batch_size is "

@@ -4,10 +4,10 @@
     RUN/curves.png                both, drawn
     RUN/tensorboard/              the same numbers as event files
 
-`build` puts the hooks into the order Guards, Ema (in ema.py), Checkpoint, StopEarly (in preemption.py), Log. Log
-computes each number once, on all ranks, and hands it to sinks, which exist on rank 0 and cannot communicate. A row
-holds the numbers of its own step, not means since an earlier row, so an interrupted run leaves the same rows as one
-that was not.
+`build` puts the hooks into the order Guards, Ema (in ema.py), Checkpoint, StopEarly (in preemption.py), Profile (in
+profiling.py), Log. Log computes each number once, on all ranks, and hands it to sinks, which exist on rank 0 and cannot
+communicate. A row holds the numbers of its own step, not means since an earlier row, so an interrupted run leaves the
+same rows as one that was not.
 """
 
 import datetime

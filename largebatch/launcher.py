@@ -78,13 +78,14 @@ def recognise(environment: Mapping[str, str]) -> Launch:
     Horovod's elastic mode, and a program that was started once where Slurm was asked for several tasks.
     """
     _refuse_elastic(environment)
-    claims = [claim for claim in map(lambda family: _claim(family, environment), _families(environment)) if claim]
+    claims = [claim for family in _families(environment) if (claim := _claim(family, environment))]
     several = [claim for claim in claims if claim.size > 1]
     for claim in several:
-        if all(_agree(claim, other) or _carries(other, claim, environment) for other in several):
+        others = [other for other in several if other is not claim]
+        if all(_agree(claim, other, environment) or _carries(other, claim, environment) for other in others):
             return claim
     if several:
-        raise ValueError(_ambiguous(several, environment))
+        raise ValueError(_ambiguous(several))
     if not claims:
         _refuse_forgotten(environment)
     return claims[0] if claims else Launch("python")
@@ -108,6 +109,11 @@ def _is_step(environment: Mapping[str, str]) -> bool:
     """Whether srun started this process, or one above it; a batch script and salloc's shell are no such steps."""
     step = environment.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < PLAIN_STEPS
+
+
+def _is_slurm_pmix(environment: Mapping[str, str]) -> bool:
+    """Whether srun --mpi=pmix started this process, and no mpirun after it."""
+    return environment.get("PMIX_NAMESPACE", "").startswith("slurm.")
 
 
 def _claim(family: Variables, environment: Mapping[str, str]) -> Launch | None:
@@ -151,8 +157,13 @@ def _step_local_size(environment: Mapping[str, str]) -> int | None:
     return counts[node] if node is not None and node < len(counts) else None
 
 
-def _agree(one: Launch, other: Launch) -> bool:
-    return (one.rank, one.size) == (other.rank, other.size)
+def _agree(one: Launch, other: Launch, environment: Mapping[str, str]) -> bool:
+    """Whether both mean the same rank; not if one started the other, as all ranks then see the same outer one."""
+    launchers = {one.launcher, other.launcher}
+    nested = "torchrun" in launchers and "TORCHELASTIC_RUN_ID" in environment
+    if "srun" in launchers and not launchers.isdisjoint({"mpirun", "mpiexec"}):
+        nested = not _is_slurm_pmix(environment)  # otherwise Open MPI itself set its variables, in a parent
+    return not nested and (one.rank, one.size) == (other.rank, other.size)
 
 
 def _carries(outer: Launch, inner: Launch, environment: Mapping[str, str]) -> bool:
@@ -169,7 +180,7 @@ def _seen(claim: Launch) -> tuple[str, str]:
     return f"{family.rank}={claim.rank} {family.size}={claim.size}", f"{family.rank} {family.size}"
 
 
-def _ambiguous(claims: Sequence[Launch], environment: Mapping[str, str]) -> str:
+def _ambiguous(claims: Sequence[Launch]) -> str:
     said = " and ".join(f"{claim.launcher} ({_seen(claim)[0]})" for claim in claims)
     unset = ", ".join(f"`unset {_seen(claim)[1]}` if {claim.launcher} did not start it" for claim in claims)
     return f"Each of {said} claims to have started this process: use one launcher alone, or {unset}."
@@ -326,7 +337,7 @@ def _needs_gloo(launch: Launch, environment: Mapping[str, str], mpi: str) -> boo
 
 def _speaks(environment: Mapping[str, str], mpi: str) -> bool:
     """Whether Horovod's MPI can ask this srun who it is; in a step Open MPI ends the process where it cannot."""
-    if environment.get("PMIX_NAMESPACE", "").startswith("slurm."):  # srun --mpi=pmix
+    if _is_slurm_pmix(environment):
         return mpi.startswith("Open MPI")
     return "PMI_FD" in environment and mpi.startswith("MPICH")  # srun --mpi=pmi2
 
@@ -334,6 +345,7 @@ def _speaks(environment: Mapping[str, str], mpi: str) -> bool:
 def _meet(launch: Launch, environment: Mapping[str, str], rendezvous: Rendezvous) -> dict[str, str]:
     """Exchange places with all ranks; the variables that Gloo's controller reads."""
     host, port, serves = _store_address(launch, environment)
+    _refuse_unresolved(host)
     is_first = launch.rank == 0
     node = environment.get("GROUP_RANK" if launch.launcher == "torchrun" else "SLURM_NODEID", "")
     mine = Place(
@@ -382,6 +394,16 @@ def _store_address(launch: Launch, environment: Mapping[str, str]) -> tuple[str,
 def first_host(nodes: str) -> str:
     """The first of Slurm's compact list: node07 of node[07-12,31],login."""
     return re.split(r",(?![^\[]*\])", re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes))[0]
+
+
+def _refuse_unresolved(host: str) -> None:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        raise ValueError(
+            f"{socket.gethostname()} cannot resolve {host}, where the ranks are to meet: add a line with its address "
+            "and its name to /etc/hosts, or set MASTER_ADDR to an address of rank 0's host."
+        ) from None
 
 
 def _own_address() -> str:

@@ -333,7 +333,8 @@ def test_what_may_differ(tmp_path):
     path = save(tmp_path, 1)
     run = {"max_steps": 9, "folder": "elsewhere", "eval_every": "2 epochs", "max_skipped_steps": 3, "device": "cpu"}
     config = changed(
-        run=run | {"fusion_threshold_mb": 64, "cycle_time_ms": 5.0},
+        run=run,
+        horovod={"fusion_threshold_mb": 64, "cycle_time_ms": 5.0},
         model={"grad_checkpointing": True},
         data={"num_threads": 9, "eval_batch_size": 7},
         log={"tensorboard": False},

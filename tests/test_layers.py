@@ -13,8 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# agreement and launcher are comm's own
-GROUND = {"largebatch." + name for name in ("config", "affinity", "compression", "comm")}
+GROUND = {"largebatch." + name for name in ("config", "affinity", "compression", "comm")}  # some files are comm's own
 PREPARATION = {
     "largebatch.data." + name for name in ("order", "pixels", "reader", "randaugment", "operations", "token_labels")
 }
@@ -22,7 +21,7 @@ DATA_FILES = "records label_maps index dali quarantine real shards archives sour
 DATA = {"largebatch.data." + name for name in DATA_FILES.split()} | PREPARATION
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
-RUN_FILES = "engine evaluation ema batch_norm hooks checkpoint curves preemption"
+RUN_FILES = "engine evaluation ema batch_norm hooks checkpoint curves preemption profiling"
 RUN = {"largebatch." + name for name in RUN_FILES.split()}
 ASSEMBLY = {"largebatch.build", "largebatch.recipes"}
 BELOW_PROGRAMS = GROUND | PARTS | RUN | ASSEMBLY | {"zoo"}
@@ -30,12 +29,16 @@ BELOW_PROGRAMS = GROUND | PARTS | RUN | ASSEMBLY | {"zoo"}
 ALLOWED: dict[str, set[str]] = {
     # ground
     "largebatch": set(),
-    "largebatch.config": set(),
+    "largebatch.tuning": set(),
+    "largebatch.config": {"largebatch.tuning"},
     "largebatch.affinity": set(),
     "largebatch.agreement": {"largebatch.affinity"},
     "largebatch.compression": set(),
     "largebatch.launcher": set(),
-    "largebatch.comm": {"largebatch." + name for name in ("affinity", "agreement", "compression", "launcher")},
+    "largebatch.watchdog": set(),
+    "largebatch.comm": {
+        "largebatch." + name for name in ("affinity", "agreement", "compression", "launcher", "tuning", "watchdog")
+    },
     # parts: they know one process; only the files of one package know each other
     "largebatch.optim": OPTIM,
     "largebatch.optim.lamb": {"largebatch.optim.native"},
@@ -73,6 +76,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.ema": {"largebatch.engine"},
     "largebatch.batch_norm": {"largebatch.engine"},
     "largebatch.preemption": {"largebatch.comm", "largebatch.config", "largebatch.engine"},
+    "largebatch.profiling": {"largebatch.data.records", "largebatch.engine"},
     "largebatch.hooks": GROUND | PARTS | RUN,
     # assembly
     "largebatch.recipes": {"largebatch.config", "largebatch.recipes.*"},

@@ -5,7 +5,7 @@ Why each option is there:
     mapping      ranks of one host lie together, as the host list says; binding is left to mpi_scripts/bind.sh,
                  since mpirun by itself binds every rank to one core, threads and all
     interface    MPI, NCCL and Gloo each choose one by themselves, often docker0, and then hang
-    keepalives   Open MPI notices a lost host after 8 minutes otherwise; with these after 7 s. ssh's come second
+    keepalives   Open MPI notices a lost host after 8 minutes otherwise, ssh never; with these after 30 s
     -x           only the variables that the ranks need: the whole environment takes secrets and odd settings along
     whole path   with it, mpirun finds its own parts on the other hosts, whatever PATH is there
 """
@@ -26,8 +26,9 @@ TRAVELS = re.compile(
     r"HOROVOD_(?!RANK|SIZE|LOCAL_|CROSS_|HOSTNAME|CONTROLLER|GLOO_RENDEZVOUS)|NCCL_|"
     r"(OMP_NUM_THREADS|LD_LIBRARY_PATH|PYTHONPATH|CUDA_VISIBLE_DEVICES)$"
 )
-KEEPALIVES = {"oob_tcp_keepalive_time": "4", "oob_tcp_keepalive_intvl": "1", "oob_tcp_keepalive_probes": "3"}
-SSH_OPTIONS = "-o BatchMode=yes -o ServerAliveInterval=4 -o ServerAliveCountMax=3"
+# As in mpi_scripts/install.sh, which says why 30 s; an MPI that it did not set up is told here.
+KEEPALIVES = {"oob_tcp_keepalive_time": "10", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "4"}
+SSH_OPTIONS = "-o ServerAliveInterval=10 -o ServerAliveCountMax=3"
 EXCLUDED = "lo,docker0,virbr0"
 BIND = "mpi_scripts/bind.sh"
 

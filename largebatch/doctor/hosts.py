@@ -206,7 +206,7 @@ def ask(host: Host, wanted: dict, *, limit_s: float) -> Answer:
     if is_here(host.name):
         command = ["sh", "-c", script]
     else:
-        options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(limit_s))}"]
+        options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(limit_s * 2 / 3))}"]
         command = ["ssh", *options, host.name, script]
     answer, last, began = Answer(host), "", time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as errors:

@@ -14,11 +14,11 @@ from training import start
 LAUNCHERS = ["mpirun", "horovodrun --gloo"]
 
 
-def training_run(hosts: Hosts, launcher: str, folder, **environment: str) -> Job:
-    """A run of four ranks on h1 and h2 that is in the middle of its steps."""
-    job = start(hosts, launcher, "h1:2,h2:2", folder, **environment)
-    job.wait_for_line("step 1/", 200)
-    assert len(ranks(hosts, "h1")) == len(ranks(hosts, "h2")) == 2
+def training_run(hosts: Hosts, launcher: str, folder, *, ranks_per_host: int = 1, **environment: str) -> Job:
+    """A run on h1 and h2 that is in the middle of its steps."""
+    job = start(hosts, launcher, f"h1:{ranks_per_host},h2:{ranks_per_host}", folder, **environment)
+    job.wait_for_line("step 1/", 300)
+    assert len(ranks(hosts, "h1")) == len(ranks(hosts, "h2")) == ranks_per_host
     return job
 
 
@@ -42,7 +42,7 @@ def assert_ends_everywhere(hosts: Hosts, job: Job, within_s: float) -> None:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_rank_ends_the_job_on_all_hosts(hosts, launcher, tmp_path):
-    job = training_run(hosts, launcher, tmp_path)
+    job = training_run(hosts, launcher, tmp_path, ranks_per_host=2)
     os.kill(ranks(hosts, "h2")[0], signal.SIGKILL)
     assert_ends_everywhere(hosts, job, 30)
 

@@ -87,7 +87,7 @@ def test_slurm(slurm, scripts_readme, tmp_path, number):
 
 def test_a_job_that_is_signalled_goes_on_later(slurm, scripts_readme, tmp_path):
     """As before the time limit: the batch script gets SIGUSR1, every rank stops, the job is queued again and ends."""
-    command = f"{scripts_readme('Slurm')[0]} {SHORT} --run.max_steps 150 --run.folder {tmp_path / 'run'}"
+    command = f"{scripts_readme('Slurm')[0]} {SHORT} --run.max_steps 60 --run.folder {tmp_path / 'run'}"
     job = submit(slurm, command, f"--output={tmp_path / 'log'}")
     log = tmp_path / "log"
     wait_for(lambda: log.exists() and "step 1/" in log.read_text(), f"a step of job {job}", LIMIT_S)
@@ -96,7 +96,7 @@ def test_a_job_that_is_signalled_goes_on_later(slurm, scripts_readme, tmp_path):
     state = slurm.wait(job, timeout_s=LIMIT_S)
     text = log.read_text()
     assert state == ("COMPLETED", 0), text
-    assert "SIGUSR1 came to " in text and "step 150 of" in text, text
+    assert "SIGUSR1 came to " in text and "step 60 of" in text, text
     assert len(re.findall(r"^\+ ", text, re.MULTILINE)) == 2, text
 
 

@@ -12,6 +12,7 @@ LAUNCHERS = {
     "mpirun": lambda ranks: ["mpirun", "-np", str(ranks)],
     "horovodrun": lambda ranks: ["horovodrun", "-np", str(ranks)],
     "horovodrun --gloo": lambda ranks: ["horovodrun", "--gloo", "-np", str(ranks)],
+    "torchrun": lambda ranks: ["torchrun", "--nproc-per-node", str(ranks), "--no-python"],
 }
 
 
@@ -48,10 +49,19 @@ def run(
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+        output = _end(process)
         raise AssertionError(f"{' '.join(command)} was not done after {timeout_s} s; its output:\n{output}") from None
     return process.returncode, output
+
+
+def _end(process: subprocess.Popen) -> str:
+    """Kill a launcher and its ranks, which torchrun puts into sessions of their own; what they had written."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        return process.communicate(timeout=10)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]
 
 
 def check_on_ranks(file: str, *, ranks: int, launcher: str = "mpirun") -> None:

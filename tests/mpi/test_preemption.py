@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 SMALL = ["--model", "vit_ti16", "--img-size", "32", "--run.precision", "fp32", "--run.deterministic", "true"]
 BATCH = ["--data.global_batch_size", "16", "--data.micro_batch_size", "4", "--model.drop_path_rate", "0.1"]
-RUN = ["--run.duration", "60 steps", "--run.eval_every", "25 steps", "--log.tensorboard", "false"]
+RUN = ["--run.duration", "24 steps", "--run.eval_every", "10 steps", "--log.tensorboard", "false"]
 KEPT = ["--checkpoint.every", "1000 steps"]  # only what stopping writes
-STEPS = 60
+STEPS = 24
 PROGRAM = """
 import os, signal, sys
 from largebatch import engine, preemption, train

@@ -12,8 +12,9 @@ import horovod.torch as hvd
 import torch
 
 from largebatch.comm import session
+from largebatch.tuning import HorovodConfig
 
-with session(fusion_threshold_mb=int(sys.argv[1]), cycle_time_ms=200.0):
+with session(horovod=HorovodConfig(fusion_threshold_mb=int(sys.argv[1]), cycle_time_ms=200.0)):
     handles = [hvd.allreduce_async(torch.ones(1000), name=f"gradient {k}", op=hvd.Sum) for k in range(50)]
     assert all(torch.equal(hvd.synchronize(handle), torch.full((1000,), 2.0)) for handle in handles)
 """
@@ -34,16 +35,18 @@ def test_what_waits_together_is_fused_up_to_the_threshold(tmp_path, threshold_mb
     "options, environment, sentence",
     [
         (
-            ["--run.cycle_time_ms", "5"],
+            ["--horovod.cycle_time_ms", "5"],
             {"HOROVOD_CYCLE_TIME": "2.5"},
-            "--run.cycle_time_ms means HOROVOD_CYCLE_TIME=5.0, and the environment has 2.5: unset one of them.",
+            "--horovod.cycle_time_ms means HOROVOD_CYCLE_TIME=5.0, and the environment has 2.5: unset one of them.",
         ),
         (
-            ["--run.fusion_threshold_mb", "64"],
+            ["--horovod.fusion_threshold_mb", "64"],
             {"HOROVOD_FUSION_THRESHOLD": "64 MB"},
-            "--run.fusion_threshold_mb means HOROVOD_FUSION_THRESHOLD=67108864, and the environment has 64 MB",
+            "--horovod.fusion_threshold_mb means HOROVOD_FUSION_THRESHOLD=67108864, and the environment has 64 MB",
         ),
         (["--run.deterministic", "true"], {"HOROVOD_AUTOTUNE": "1"}, "cannot be kept with HOROVOD_AUTOTUNE"),
+        (["--horovod.timeline", "/nowhere/timeline.json"], {}, "there is no folder /nowhere, make it first."),
+        ([], {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "soon"}, "is 'soon': expected a number of seconds."),
     ],
 )
 def test_a_setting_that_contradicts_the_environment(tmp_path: Path, options, environment, sentence):

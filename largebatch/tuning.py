@@ -1,0 +1,150 @@
+"""What Horovod is told before it starts: options of the config, as the variables that it reads.
+
+Horovod takes its settings from the environment, silently: a variable that contradicts another one, or that has no
+effect on this machine, costs speed or correctness unseen. So each has an option here, and what cannot be meant is
+refused with the reason. Nothing of Horovod is imported.
+"""
+
+import os
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Literal
+
+STALL_LIMIT_S = 600  # Horovod warns after 60 s of a missing rank and, unless told, never stops
+STALL_WARNING_S = 60  # its own; it must come before the limit
+NO_HIERARCHY = "--horovod.hierarchical_allreduce is true, which only NCCL does, on GPUs: leave it out on CPUs."
+CPU_CYCLE_TIME_MS = 5  # Horovod's thread takes its time from the ranks' cores: 3.8 % of it at Horovod's own 1 ms
+
+
+@dataclass(kw_only=True)
+class HorovodConfig:
+    """Horovod: what travels when, and what happens when a rank does not answer."""
+
+    reduction: Literal["average", "adasum"] = "average"
+    """how the gradients of the ranks become one; adasum is refused: it joins the steps of the ranks, not their
+    gradients, so nothing is left to clip, and wants a power of two of them"""
+    fusion_threshold_mb: int | None = None
+    """gradients that become ready together are reduced in one message up to this many MiB, 0: each by itself; null:
+    HOROVOD_FUSION_THRESHOLD, or Horovod's 128. More pays on networks with a high latency. No difference where messages
+    are cheap: 5.16 s per step with 0, 5.26 with 128 (ViT-B/32, batch 64, 2 CPU ranks on one host)"""
+    cycle_time_ms: float | None = None
+    """Horovod looks for ready gradients once in this many milliseconds: longer fuses more of them, shorter begins
+    earlier. null: HOROVOD_CYCLE_TIME, or Horovod's 1 on GPUs and 5 on CPUs, where its thread shares a rank's core and
+    takes 1 % of it instead of 3.8 % (ViT-B/32, 2 ranks × 1 thread)"""
+    hierarchical_allreduce: bool = False
+    """reduce among the GPUs of a host first, then between hosts; pays where those are many and the network is far
+    slower than what joins them. GPUs with NCCL only; each host needs the same number of ranks"""
+    autotune: bool = False
+    """let Horovod search for the threshold and cycle time while training; pays in runs of hours on an unknown network:
+    its first steps are slower, and sums change in their last bits whenever it changes its mind"""
+    timeline: str = ""
+    """file for Horovod's timeline, every message of every tensor, for chrome://tracing: some MB per step, so name one
+    on a disk of the host; empty: none. --run.profile_steps records a few steps for the same viewer"""
+    stall_limit_s: float | None = None
+    """end the run when a rank waited this long for the others, so longer than any save or evaluation on one rank takes;
+    null: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 600; 0: wait for ever, as a debugger needs it"""
+
+    def check(self, *, deterministic: bool, device: str = "auto") -> None:
+        """Raise ValueError, one sentence, for what cannot be meant with --run.deterministic and --run.device."""
+        if self.hierarchical_allreduce and device == "cpu":
+            raise ValueError(NO_HIERARCHY)
+        if self.reduction == "adasum":
+            raise ValueError(
+                "--horovod.reduction is adasum, which joins the steps that each rank took by itself: there is no "
+                "gradient of the global batch for --optim.clip_norm and LAMB's trust ratios, so use average."
+            )
+        if self.cycle_time_ms is not None and self.cycle_time_ms <= 0:
+            raise ValueError(f"--horovod.cycle_time_ms is {self.cycle_time_ms}: expected a time above 0, or null.")
+        if self.fusion_threshold_mb is not None and self.fusion_threshold_mb < 0:
+            raise ValueError(
+                f"--horovod.fusion_threshold_mb is {self.fusion_threshold_mb}: expected 0 or more, or null."
+            )
+        if self.stall_limit_s is not None and self.stall_limit_s < 0:
+            raise ValueError(f"--horovod.stall_limit_s is {self.stall_limit_s}: expected 0 or more, or null.")
+        self._check_together(deterministic)
+
+    def _check_together(self, deterministic: bool) -> None:
+        if deterministic and self.fusion_threshold_mb is not None:
+            raise ValueError(
+                f"--horovod.fusion_threshold_mb is {self.fusion_threshold_mb} and --run.deterministic is true, which "
+                "reduces each gradient by itself, because what is fused depends on timing: leave one of them out."
+            )
+        if deterministic and self.autotune:
+            raise ValueError(
+                "--horovod.autotune and --run.deterministic are both true: what autotune tries depends on timing, and "
+                "changes the order of sums, so leave one of them out."
+            )
+        fixed = [name for name in ("fusion_threshold_mb", "cycle_time_ms") if getattr(self, name) is not None]
+        if self.autotune and fixed:
+            raise ValueError(
+                f"--horovod.autotune is true and --horovod.{fixed[0]} {getattr(self, fixed[0])}, which would keep it "
+                "from being tuned: leave one of them out."
+            )
+
+    def apply(self, environment: MutableMapping[str, str], *, deterministic: bool, on_gpus: bool) -> None:
+        """Write the variables of this process; on_gpus: gradients are reduced by NCCL.
+
+        ValueError, one sentence, for an option that contradicts a variable, or has no effect here.
+        """
+        self.check(deterministic=deterministic)
+        if deterministic and environment.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
+            raise ValueError("--run.deterministic cannot be kept with HOROVOD_AUTOTUNE: unset one of them.")
+        if self.hierarchical_allreduce and not on_gpus:
+            raise ValueError(NO_HIERARCHY)
+        folder = os.path.dirname(os.path.abspath(self.timeline))
+        if self.timeline and not os.path.isdir(folder):
+            raise ValueError(f"--horovod.timeline is {self.timeline}: there is no folder {folder}, make it first.")
+        options: dict[str, float | str | None] = {
+            "fusion_threshold_mb": None if self.fusion_threshold_mb is None else self.fusion_threshold_mb * 2**20,
+            "cycle_time_ms": self.cycle_time_ms,
+            "hierarchical_allreduce": 1 if self.hierarchical_allreduce else None,
+            "autotune": 1 if self.autotune else None,
+            "timeline": self.timeline or None,
+            "stall_limit_s": None if self.stall_limit_s is None else round(self.stall_limit_s),
+        }
+        for option, value in options.items():
+            if value is not None:
+                _set_variable(environment, VARIABLES[option], value, option=option)
+        if deterministic:
+            environment["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused depends on timing
+        if not on_gpus:
+            environment.setdefault("HOROVOD_CYCLE_TIME", str(CPU_CYCLE_TIME_MS))
+        environment.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_LIMIT_S))
+        limit_s = stall_limit(environment)
+        if 0 < limit_s <= STALL_WARNING_S:
+            environment.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, round(limit_s / 2))))
+
+
+VARIABLES = {
+    "fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD",
+    "cycle_time_ms": "HOROVOD_CYCLE_TIME",
+    "hierarchical_allreduce": "HOROVOD_HIERARCHICAL_ALLREDUCE",
+    "autotune": "HOROVOD_AUTOTUNE",
+    "timeline": "HOROVOD_TIMELINE",
+    "stall_limit_s": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+}
+
+
+def stall_limit(environment: MutableMapping[str, str]) -> float:
+    """Seconds that a rank may wait for the others, once `HorovodConfig.apply` was called; 0: for ever."""
+    text = environment["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is {text!r}: expected a number of seconds.") from None
+
+
+def _set_variable(environment: MutableMapping[str, str], name: str, value: float | str, *, option: str) -> None:
+    """ValueError if the environment says something else already."""
+    present = environment.setdefault(name, str(value))
+    if not _same(present, value):
+        raise ValueError(
+            f"--horovod.{option} means {name}={value}, and the environment has {present}: unset one of them."
+        )
+
+
+def _same(present: str, value: float | str) -> bool:
+    try:
+        return present == value or float(present) == float(value)
+    except ValueError:
+        return False

@@ -1,0 +1,109 @@
+"""Real launchers: the same places and the same weights under each, one sentence where a start cannot be."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from launch import LAUNCHERS, launch, run
+from safetensors.torch import load_file
+
+PLACE = """
+import os
+from largebatch.comm import session
+before = dict(os.environ)
+with session() as comm:
+    everyone = comm.allgather_object((comm.rank, comm.size, comm.local_rank, comm.local_size), name="places")
+    if comm.rank == 0:
+        print("places", everyone, flush=True)
+left = {name for name, value in os.environ.items() if name.startswith("HOROVOD_") and before.get(name) != value}
+print("left", sorted(left - {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_CYCLE_TIME"}), flush=True)
+"""
+TWO = [(0, 2, 0, 2), (1, 2, 1, 2)]
+
+
+def places(command: list[str], *, program: str = PLACE, **options) -> list[tuple[int, int, int, int]]:
+    """What the ranks of a launch saw; they must leave the environment as it was."""
+    code, output = run([*command, sys.executable, "-c", program], **options)
+    assert code == 0, output
+    (seen,) = re.findall(r"places \[(.*)\]", output)
+    places = [tuple(map(int, place.split(","))) for place in re.findall(r"\(([^)]*)\)", seen)]
+    assert output.count("left []") == len(places), output
+    return places
+
+
+def refusal(command: list[str], **options) -> str:
+    """What a launch says that must fail."""
+    code, output = run([*command, sys.executable, "-c", PLACE], timeout_s=120, **options)
+    assert code != 0 and "places" not in output and "largebatch/" not in output, output  # no traceback of ours
+    return output
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher_gives_the_same_places(launcher):
+    assert places(LAUNCHERS[launcher](2)) == ([(0, 1, 0, 1)] if launcher == "python" else TWO)
+
+
+def test_agents_of_torchrun_started_by_mpirun():
+    """As on two hosts, with one agent on each."""
+    agents = ["mpirun", "-np", "2", "torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    found = places([*agents, "--rdzv-endpoint", "127.0.0.1:29571", "--rdzv-id", "agents", "--no-python"])
+    assert found == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
+
+
+def test_torchrun_starts_ranks_again():
+    """The second start does not meet what the first has left in the agent's store."""
+    failing = "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and comm.rank == 1: raise RuntimeError"
+    program = PLACE.replace("    everyone", "".join(f"    {line}\n" for line in failing.splitlines()) + "    everyone")
+    assert places(["torchrun", "--nproc-per-node", "2", "--max-restarts", "1", "--no-python"], program=program) == TWO
+
+
+def test_torchrun_trains_as_mpirun_does(tmp_path):
+    """To the last bit: a sum of two has one order, in MPI as in Gloo."""
+    model = ["--model", "vit_ti16", "--img-size", "32", "--run.precision", "fp32", "--run.deterministic", "true"]
+    batch = ["--data.global_batch_size", "16", "--data.micro_batch_size", "4", "--log.tensorboard", "false"]
+    weights = []
+    for launcher in ("mpirun", "torchrun"):
+        folder = tmp_path / launcher
+        length = ["--run.duration", "2 steps", "--run.folder", str(folder)]
+        code, output = launch(["-m", "largebatch.train", *model, *batch, *length], ranks=2, launcher=launcher)
+        assert code == 0, output
+        weights.append(load_file(max((folder / "checkpoints").glob("[0-9]*")) / "model.safetensors"))
+    by_mpi, by_gloo = weights
+    assert by_mpi.keys() == by_gloo.keys()
+    assert all(bool((by_mpi[name] == by_gloo[name]).all()) for name in by_mpi)
+
+
+def test_two_launchers_at_once():
+    said = refusal(["mpirun", "-np", "2", "torchrun", "--nproc-per-node", "2", "--no-python"])
+    assert re.search(r"torchrun \(RANK=\d WORLD_SIZE=2\) and mpirun \(OMPI_COMM_WORLD_RANK=\d OMPI_COMM_WORLD_S", said)
+
+
+def test_an_mpi_that_is_not_horovods():
+    """As a rank of MPICH's mpiexec sees it, whose variables Open MPI does not know."""
+    said = refusal([], environment={"PMI_RANK": "1", "PMI_SIZE": "2"})
+    assert "mpiexec announced rank 1 of 2, but Horovod sees 1 process: each would train alone" in said
+    assert "python -m largebatch.doctor" in said
+
+
+def test_a_rank_in_another_place_than_announced_stops_all():
+    wrong = 'if [ $OMPI_COMM_WORLD_RANK = 1 ]; then export OMPI_COMM_WORLD_LOCAL_SIZE=3; fi; exec "$@"'
+    said = refusal(["mpirun", "-np", "2", "sh", "-c", wrong, "sh"])
+    sentence = "largebatch: mpirun announced rank 1 of 2, local rank 1 of 3, but Horovod sees rank 1 of 2, local rank 1"
+    assert said.count(sentence) == 2, said
+
+
+def test_one_process_where_slurm_was_asked_for_four():
+    assert "SLURM_NTASKS=4 tasks were asked for" in refusal([], environment={"SLURM_NTASKS": "4"})
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun --gloo", "torchrun"])
+def test_a_host_that_does_not_know_its_own_name(launcher):
+    """Gloo would end it by a signal."""
+    elsewhere = ["unshare", "--uts", "sh", "-c", 'hostname no-such-host.invalid && exec "$@"', "sh"]
+    tried = subprocess.run([*elsewhere, "true"], capture_output=True, text=True, timeout=20)
+    if tried.returncode != 0:
+        pytest.skip(f"a host name of its own needs root: {tried.stderr.strip()}")
+    said = refusal([*elsewhere, *LAUNCHERS[launcher](2)])
+    assert re.search(r"largebatch: no-such-host.invalid cannot resolve (its own name|no-such-host)", said), said
+    assert "/etc/hosts" in said and "SIG" not in said.replace("SIGTERM", "")
