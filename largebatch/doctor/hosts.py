@@ -199,8 +199,10 @@ def examine_hosts(
 def ask(host: Host, wanted: dict, *, limit_s: float) -> Answer:
     """Run the probe on a host, in this folder and with this interpreter."""
     here, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
+    path = os.environ.get("PYTHONPATH")  # which the ranks get, too
     script = (
         f"cd {here} 2>/dev/null || exit {NO_FOLDER}; [ -x {python} ] || exit {NO_INTERPRETER}; "
+        f"{f'export PYTHONPATH={shlex.quote(path)}; ' if path else ''}"
         f"exec {python} -c {shlex.quote(PROBE)} {shlex.quote(json.dumps(wanted))}"
     )
     if is_here(host.name):

@@ -23,7 +23,7 @@ from largebatch.doctor.hosts import Host, Network
 from largebatch.doctor.result import Output, Result, kill, run
 
 FAR_SLOWER = 4  # times
-NOTED_LATENCY_S = 0.001  # below it the sums of training do not notice
+NOTED_LATENCY_S = 0.005  # a busy core alone can cost a millisecond
 START_LIMIT_S, MESSAGE_LIMIT_S = 20, 10  # a sound network needs a second, and much less
 EXCHANGE = [sys.executable, "-m", "largebatch.doctor.exchange"]
 STARTED = [sys.executable, "-c", "print('started')"]
