@@ -124,6 +124,8 @@ def defaults(given: Mapping[str, Any]) -> TrainConfig:
     model, data = given.get("model.name"), given.get("data.path")
     if not given.get("recipe") and model and model not in RECIPES and data not in (None, "", "digits"):
         return TrainConfig(model=ModelConfig(name=model))
+    if given.get("recipe"):
+        given = {**given, "model.weights": "of the run"}  # which a fine-tuning's recipe asks for
     return choose(given)
 
 

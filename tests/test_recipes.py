@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from largebatch import build
-from largebatch.config import TrainConfig, check
+from largebatch import build, validate
+from largebatch.config import TrainConfig, check, dump
 from largebatch.data.order import Plan
 from largebatch.recipes import RECIPES, choose
 
@@ -78,6 +78,13 @@ def test_which_recipe_fine_tunes():
     assert choose(given | {"model.img_size": 512, "model.weights": None}).recipe == "volo_d5"
     with pytest.raises(ValueError, match="Recipe volo_d5_512 is a fine-tuning: give .* --init-from"):
         choose({"recipe": "volo_d5_512", "data.path": "/imagenet"})
+
+
+def test_a_fine_tuned_run_is_validated_without_the_weights_it_began_from(tmp_path):
+    config = choose({"recipe": "volo_d1_384", "model.weights": "w"})
+    (tmp_path / "config.yaml").write_text(dump(config))
+    read = validate.read([str(tmp_path)], validate.Flags())
+    assert read.recipe == "volo_d1_384" and not read.model.weights and read.model.img_size == 384
 
 
 def test_cifar10_trains_and_tests_on_one_geometry():
