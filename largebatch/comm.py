@@ -18,17 +18,17 @@ from typing import Any, Iterable, Iterator, Literal, Mapping, Sequence
 
 import horovod.torch as hvd
 import torch
+from horovod.torch import mpi_lib_v2
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from largebatch import agreement
+from largebatch import agreement, launcher
 from largebatch.compression import Fp16
 
 logger = logging.getLogger(__name__)
 
-LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "WORLD_SIZE", "SLURM_NTASKS")
 STALL_SHUTDOWN_S = 600  # Horovod warns after 60 s of a missing rank and, unless told, never stops
 CPU_CYCLE_TIME_MS = 5  # Horovod's thread takes its time from the ranks' cores: 3.8 % of it at Horovod's own 1 ms
 AS_BYTES = (torch.bool, torch.bfloat16)  # not among Horovod's types; sent as their bytes
@@ -48,8 +48,8 @@ class Communicator:
 
         The other two are Horovod's, in MiB and ms; None leaves them to the environment. The cores of a host are shared
         among its ranks, unless OMP_NUM_THREADS says otherwise.
-        ValueError for settings that contradict each other, RuntimeError if a launcher announced several processes and
-        Horovod sees only this one.
+        ValueError for settings, or launchers, that contradict each other; RuntimeError if Horovod sees other ranks than
+        the launcher announced, or they do not come.
         """
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_SHUTDOWN_S))
         if fusion_threshold_mb is not None:
@@ -64,24 +64,25 @@ class Communicator:
             if os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
                 raise ValueError("--run.deterministic cannot be kept with HOROVOD_AUTOTUNE: unset one of them.")
             os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused depends on timing
+        launch = launcher.recognise(os.environ)
+        mpi = launcher.mpi_version(mpi_lib_v2.__file__) if hvd.mpi_built() else ""
+        self._rendezvous = launcher.prepare(launch, os.environ, mpi=mpi)
         hvd.init()
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
         self.local_rank: int = hvd.local_rank()
         self.local_size: int = hvd.local_size()
         self._hooks: Any = WeakTensorKeyDictionary()  # parameter -> RemovableHandle of what reduces its gradient
-        self._refuse_lonely_ranks()
+        self._refuse_mismatch(launch)
         if "OMP_NUM_THREADS" not in os.environ:  # each rank's torch would take all cores of the host
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.local_size))
 
-    def _refuse_lonely_ranks(self) -> None:
-        announced = {name: os.environ[name] for name in LAUNCHER_SIZES if os.environ.get(name, "") not in ("", "1")}
-        if self.size == 1 and announced:
-            seen = ", ".join(f"{name}={value}" for name, value in announced.items())
-            raise RuntimeError(
-                f"The launcher announced {seen}, but Horovod sees 1 process: each would train alone. The launcher's "
-                "MPI is not the one Horovod was built with; run `python -m largebatch.doctor`."
-            )
+    def _refuse_mismatch(self, launch: launcher.Launch) -> None:
+        """All ranks that Horovod sees raise RuntimeError if one of them is not where its launcher announced."""
+        here = {"rank": self.rank, "size": self.size, "local_rank": self.local_rank, "local_size": self.local_size}
+        causes = self.allgather_object(launcher.mismatch(launch, **here), name="launch")
+        if any(causes):
+            raise RuntimeError(next(filter(None, causes)))
 
     def device(self, kind: str = "auto") -> torch.device:
         """The device of this rank: `cpu`, or the GPU numbered by the local rank."""
@@ -312,6 +313,7 @@ class Communicator:
         """Leave Horovod after every rank is done."""
         self.barrier(name="shutdown")
         hvd.shutdown()
+        self._rendezvous.close()
 
 
 @contextmanager

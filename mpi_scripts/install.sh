@@ -36,11 +36,12 @@ OPENMPI_VERSION=4.1.8
 BUILD_TOOLS=("setuptools==84.2.1" "wheel==0.48.0" "cmake==3.31.10" "ninja==1.13.2")
 RECIPE=2                            # raise it when the patches or build flags change: old wheels are ignored
 
-# A host that is gone (power, cable, switch) answers nothing, and by itself Open MPI 4 and 5 wait 8 minutes for it
-# (300 s idle, then 9 probes 20 s apart), ssh for ever. With these both know after 30 s: longer than the pauses of a
-# network that mends itself (a switch or a bond failing over), the same as Gloo's own limit
-# (HOROVOD_GLOO_TIMEOUT_SECONDS, 30 s), and little beside the work since the last checkpoint. The probes are sent and
-# answered by the kernels, for Open MPI, and by sshd: a busy, or stopped, rank is not taken for a lost host.
+# A host that is gone (power, cable, switch) answers nothing, and by itself Open MPI waits 8 minutes for it (300 s idle,
+# then 9 probes 20 s apart), ssh for ever. With these both know after 30 s: longer than the pauses of a network that
+# mends itself (a switch or a bond failing over), the same as Gloo's own limit (HOROVOD_GLOO_TIMEOUT_SECONDS), and
+# little beside the work since the last checkpoint. The other side's kernel answers Open MPI's probes, and its sshd
+# those of ssh: a rank that is busy, or stopped, is not taken for a lost host. Open MPI 5 has the same names; its mpirun
+# (5.0.11) then ends in time as well, though with exit code 0.
 KEEPALIVES=(oob_tcp_keepalive_time=10 oob_tcp_keepalive_intvl=5 oob_tcp_keepalive_probes=4)
 SSH_KEEPALIVE="-o ServerAliveInterval=10 -o ServerAliveCountMax=3"
 
@@ -395,16 +396,15 @@ mpi_environment() {                 # name=value lines that no parameter file ca
     [ "$MPI" = wheel ] || printf '%s\n' OMPI_MCA_rmaps_base_oversubscribe=1 \
         OMPI_MCA_hwloc_base_binding_policy=none OMPI_MCA_mpi_yield_when_idle=1 \
         PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe PRTE_MCA_hwloc_default_binding_policy=none \
-        "${KEEPALIVES[@]/#/OMPI_MCA_}" "OMPI_MCA_plm_rsh_args=$SSH_KEEPALIVE" \
-        "${KEEPALIVES[@]/#/PRTE_MCA_}" "PRTE_MCA_plm_ssh_args=$SSH_KEEPALIVE"
+        "${KEEPALIVES[@]/#/OMPI_MCA_}" "${KEEPALIVES[@]/#/PRTE_MCA_}"
 }
 
 write_activation() {
     local line
     sed -i '/# largebatch:/d' "$VENV/bin/activate"
-    while IFS= read -r line; do
-        printf 'export %s="%s"  # largebatch: see mpi_scripts/install.sh\n' "${line%%=*}" "${line#*=}"
-    done < <(mpi_environment) >>"$VENV/bin/activate"
+    for line in $(mpi_environment); do
+        printf 'export %s  # largebatch: see mpi_scripts/install.sh\n' "$line" >>"$VENV/bin/activate"
+    done
 }
 
 # A module that a .pth file imports whenever this venv's Python starts, so that .venv/bin/python and
@@ -429,7 +429,7 @@ bin_folder, path = os.path.join(sys.prefix, "bin"), os.environ.get("PATH", os.de
 if bin_folder not in path.split(os.pathsep):
     os.environ["PATH"] = bin_folder + os.pathsep + path
 PY
-        mpi_environment | sed 's/\([^=]*\)=\(.*\)/os.environ.setdefault("\1", "\2")/'
+        mpi_environment | sed 's/\(.*\)=\(.*\)/os.environ.setdefault("\1", "\2")/'
     } >"$SITE/_largebatch_environment.py"
     echo 'import _largebatch_environment' >"$SITE/_largebatch_environment.pth"
 }

@@ -16,7 +16,7 @@ import pytest
 from largebatch.doctor import installation
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = [*sorted((ROOT / "mpi_scripts").glob("*.sh")), ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted((ROOT / "mpi_scripts").glob("*.sh")), ROOT / "tests/cluster/install.sh", ROOT / ".ci" / "run"]
 INSTALLED = ROOT / ".venv" / "largebatch-installed"
 OUR_VARIABLES = ("PYTHON", "MPI", "OPERATIONS", "CXX", "WHEEL_CACHE", "VENV", "MIN_FREE_GB")
 

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # agreement is comm's own
+GROUND = {"largebatch.config", "largebatch.compression", "largebatch.comm"}  # agreement and launcher are comm's own
 PREPARATION = {
     "largebatch.data." + name for name in ("order", "pixels", "reader", "randaugment", "operations", "token_labels")
 }
@@ -31,7 +31,8 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.config": set(),
     "largebatch.agreement": set(),
     "largebatch.compression": set(),
-    "largebatch.comm": {"largebatch.agreement", "largebatch.compression"},
+    "largebatch.launcher": set(),
+    "largebatch.comm": {"largebatch.agreement", "largebatch.compression", "largebatch.launcher"},
     # parts: they know one process; only the files of one package know each other
     "largebatch.optim": OPTIM,
     "largebatch.optim.lamb": {"largebatch.optim.native"},
@@ -111,12 +112,12 @@ ALLOWED: dict[str, set[str]] = {
 PEERS = {"largebatch.benchmark." + name for name in ("optimizer", "model", "step", "loader")}
 
 OWNERS = {
-    "horovod": {"largebatch.comm"},
+    "horovod": {"largebatch.comm", "largebatch.launcher"},  # launcher: its server of addresses, nothing of a run
     "nvidia": {"largebatch.data.dali"},
     "tensorboard": {"largebatch.hooks"},
     "torch.utils.tensorboard": {"largebatch.hooks"},
     "mpi4py": {"largebatch.comm", "largebatch.pack", "largebatch.doctor.exchange"},
-    "torch.distributed": {"largebatch.benchmark.step"},
+    "torch.distributed": {"largebatch.launcher", "largebatch.benchmark.step"},  # launcher: the store alone
     "timm": {"zoo.teacher", "zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),
     "jsonargparse": {"largebatch.config"},

@@ -205,6 +205,7 @@ class Hosts:
 
     def clear(self) -> None:
         """Kill everything on all hosts but the residents (sshd, Slurm's daemons), and wait until it is gone."""
+
         def gone() -> bool:
             left = [pid for name in self.names for pid in self.processes(name)]
             for pid in left:
@@ -213,7 +214,8 @@ class Hosts:
                 except ProcessLookupError:
                     pass
             return not left
-        wait_for(gone, "processes of the hosts are gone", 10)
+
+        wait_for(gone, "processes of the hosts are gone", 30)
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
@@ -279,11 +281,13 @@ class Hosts:
 
     def wait_until_up(self, name: str) -> None:
         """Wait until a host can be reached by ssh from the first host."""
+
         def reached() -> bool:
             assert self.outer[name].poll() is None, f"{name} did not start:\n{self._log(name)}"
-            return self.run(self.names[0], ["ssh", "-o", "ConnectTimeout=5", name, "true"], timeout_s=10)[0] == 0
+            return self.run(self.names[0], ["ssh", "-o", "ConnectTimeout=5", name, "true"], timeout_s=60)[0] == 0
+
         try:
-            wait_for(reached, f"ssh {name}", 15)
+            wait_for(reached, f"ssh {name}", 60)
         except AssertionError as error:
             raise AssertionError(f"{error}; what {name} printed:\n{self._log(name)}") from None
 

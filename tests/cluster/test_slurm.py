@@ -4,7 +4,7 @@ from hosts import wait_for
 
 
 def test_srun_runs_on_every_node(slurm):
-    code, output = slurm.run(["srun", "-N", "3", "hostname"], timeout_s=20)
+    code, output = slurm.run(["srun", "-N", "3", "hostname"], timeout_s=60)
     assert code == 0 and sorted(output.split()) == ["h1", "h2", "h3"], output
 
 
@@ -25,7 +25,7 @@ def test_an_urgent_job_preempts_by_signal_and_a_requeued_job_starts_again(slurm,
     )
     options = ["-N", "3", "--exclusive", "--requeue", "--open-mode=append", "--signal=B:USR1@20"]
     job = slurm.sbatch(*options, f"--output={tmp_path}/out", str(script))
-    slurm.wait_for_state(job, "RUNNING", timeout_s=20)
+    slurm.wait_for_state(job, "RUNNING", timeout_s=60)
     wait_for(lambda: "started" in (tmp_path / "out").read_text(), "the job's first line", 10)
     urgent = ["-N", "3", "--exclusive", "-p", "urgent", f"--output={tmp_path}/urgent", "--wrap", "true"]
     assert slurm.wait(slurm.sbatch(*urgent), timeout_s=60) == ("COMPLETED", 0)
@@ -37,4 +37,4 @@ def test_a_killed_host_is_seen_and_comes_back(slurm):
     slurm.hosts.kill("h3")
     slurm.hosts.mend()
     slurm.ready()
-    assert slurm.run(["srun", "-N", "3", "true"], timeout_s=20)[0] == 0
+    assert slurm.run(["srun", "-N", "3", "true"], timeout_s=60)[0] == 0
