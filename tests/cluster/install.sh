@@ -12,7 +12,8 @@ set -euo pipefail
 
 PATH=$PATH:/usr/sbin:/sbin
 PACKAGES=(iproute2 util-linux openssh-server openssh-client munge
-          slurmctld slurmd slurm-client slurm-wlm-basic-plugins)
+          slurmctld slurmd slurm-client slurm-wlm-basic-plugins
+          libpmix-dev)              # srun --mpi=pmix asks for libpmix.so, without a number
 COMMANDS=(ip tc unshare nsenter setpriv sshd ssh ssh-keygen munged slurmctld slurmd srun sbatch)
 POLICY=/usr/sbin/policy-rc.d
 
@@ -23,6 +24,7 @@ missing() {                         # those of COMMANDS that are not there
     for command in "${COMMANDS[@]}"; do
         command -v "$command" >/dev/null 2>&1 || printf ' %s' "$command"
     done
+    compgen -G '/usr/lib/*/libpmix.so' >/dev/null || printf ' libpmix.so'
 }
 
 lacking=$(missing)
