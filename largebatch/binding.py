@@ -7,9 +7,9 @@ its adapter and its images through the link between the sockets. Every rank of a
 from the same files, so none has to ask another. What cannot be bound is said and left as it was, never an error.
 
 Ranks on one NUMA node get parts of its cores that do not overlap, the hyperthreads of a core together. UCX takes one
-adapter per rank, the nearest that no other rank has. NCCL gets the same list on all ranks, all
-adapters that are nearest to some GPU: it chooses among them for each GPU itself, but the ranks of a host must agree on
-what there is; adapters meant for storage stay out of it.
+adapter per rank, the nearest that no other rank has. NCCL gets the same list on all ranks, all adapters that are
+nearest to some GPU: it chooses among them for each GPU itself, but the ranks of a host must agree on what there is;
+adapters meant for storage stay out of it.
 """
 
 import argparse

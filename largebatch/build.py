@@ -81,7 +81,7 @@ def set_up(config: TrainConfig, comm: Communicator) -> torch.device:
         set_up_torch(config)
     if config.run.precision == "auto":
         config.run.precision = choose_precision(device)  # type: ignore[assignment]
-    elif not computes(device, config.run.precision):
+    elif comm.rank == 0 and not computes(device, config.run.precision):
         logger.warning(
             "--run.precision is %s, for which this %s has no instructions: it will be very slow, and auto would be %s.",
             config.run.precision,

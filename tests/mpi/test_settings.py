@@ -14,7 +14,7 @@ import torch
 from largebatch.comm import session
 from largebatch.tuning import HorovodConfig
 
-with session(horovod=HorovodConfig(fusion_threshold_mb=int(sys.argv[1]), cycle_time_ms=200.0)):
+with session(horovod=HorovodConfig(fusion_threshold_mb=int(sys.argv[1]), cycle_time_ms=200.0, timeline=sys.argv[2])):
     handles = [hvd.allreduce_async(torch.ones(1000), name=f"gradient {k}", op=hvd.Sum) for k in range(50)]
     assert all(torch.equal(hvd.synchronize(handle), torch.full((1000,), 2.0)) for handle in handles)
 """
@@ -24,11 +24,33 @@ with session(horovod=HorovodConfig(fusion_threshold_mb=int(sys.argv[1]), cycle_t
 def test_what_waits_together_is_fused_up_to_the_threshold(tmp_path, threshold_mb, fused):
     """All fifty wait: a cycle is far longer than it takes to hand them over."""
     timeline = tmp_path / "timeline.json"
-    environment = {"HOROVOD_TIMELINE": str(timeline), "HOROVOD_CYCLE_TIME": "200"}  # the option says the same
-    code, output = launch(["-c", PROGRAM, str(threshold_mb)], ranks=2, environment=environment)
+    environment = {"HOROVOD_CYCLE_TIME": "200"}  # the option says the same
+    code, output = launch(["-c", PROGRAM, str(threshold_mb), str(timeline)], ranks=2, environment=environment)
     assert code == 0, output
     events = timeline.read_text()
     assert "gradient 49" in events and ("MEMCPY_IN_FUSION_BUFFER" in events) == fused
+
+
+AUTOTUNED = """
+import horovod.torch as hvd
+import torch
+
+from largebatch.comm import session
+from largebatch.tuning import HorovodConfig
+
+with session(horovod=HorovodConfig(autotune=True)):
+    for _ in range(100):
+        assert torch.equal(hvd.allreduce(torch.ones(1000), name="gradient", op=hvd.Sum), torch.full((1000,), 2.0))
+"""
+
+
+def test_autotune_tries_settings(tmp_path):
+    """Horovod's log of it has a line for each that it tried."""
+    log = tmp_path / "autotune.csv"
+    environment = {"HOROVOD_AUTOTUNE_LOG": str(log), "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "2"}
+    code, output = launch(["-c", AUTOTUNED], ranks=2, environment=environment)
+    assert code == 0, output
+    assert len(log.read_text().splitlines()) > 1
 
 
 @pytest.mark.parametrize(
