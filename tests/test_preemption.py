@@ -1,4 +1,4 @@
-"""Signals to one process, and the time a job has; that ranks stop together is in tests/mpi/test_preemption.py."""
+"""Signals to one process, and the time a job has; that ranks stop together is in tests/mpi/test_stopping.py."""
 
 import os
 import signal
