@@ -377,14 +377,14 @@ CONF
 
 # The wheel was built for another folder. Its mpirun tells ssh where the rest of it is on the other hosts (the same
 # folder), and so where "python" is, only when it is started by its full path; by name, they answer "orted: command not
-# found". These two start it by its full path.
+# found". These two start it by its full path, and by its own name, by which it also says what it is.
 write_mpirun() {
     [ "$MPI" = wheel ] || return 0
     local name
     for name in mpirun mpiexec; do
         rm -f "$VENV/bin/$name"     # a program that runs can be removed, but not written over
-        printf '%s\n' '#!/bin/sh' "# written by write_mpirun of mpi_scripts/install.sh" \
-            "exec '$VENV/bin/orterun' \"\$@\"" >"$VENV/bin/$name"
+        printf '%s\n' '#!/usr/bin/env bash' "# written by write_mpirun of mpi_scripts/install.sh" \
+            "exec -a '$VENV/bin/$name' '$VENV/bin/orterun' \"\$@\"" >"$VENV/bin/$name"
         chmod +x "$VENV/bin/$name"
     done
 }
