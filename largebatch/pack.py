@@ -45,6 +45,7 @@ from largebatch.data.shards import Images, shard_images, write_split
 
 SHARD_IMAGES = {"train": 1252, "validation": 391}  # ceil(1,281,167 / 1024), ceil(50,000 / 128)
 PLAN = "packing.json"
+LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _BAR = 30  # characters
 
 
@@ -78,7 +79,9 @@ def _main_pack(argv: Sequence[str]) -> int:
     parser.add_argument("--shards", type=int, default=0, help="training shards (default: 1252 images each)")
     parser.add_argument("--validation-shards", type=int, default=0, help="(default: 391 images each)")
     parser.add_argument("--seed", type=int, default=0, help="order of the training images (default 0)")
-    parser.add_argument("--threads", type=int, default=_cores(), help="shards at once (default: one per core)")
+    parser.add_argument(
+        "--threads", type=int, default=_cores(), help="shards at once in each process (default: one per core)"
+    )
     args = parser.parse_args(argv)
     num_shards = {"train": args.shards, "validation": args.validation_shards}
     with processes() as world:
@@ -90,7 +93,9 @@ def _main_pack(argv: Sequence[str]) -> int:
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+    """Of this process: those of the host, shared with the others that its launcher started there."""
+    of_host = next((os.environ[name] for name in LOCAL_SIZES if name in os.environ), "1")
+    return max(1, len(os.sched_getaffinity(0)) // int(of_host))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +107,22 @@ class World:
     barrier: Callable[[], None] = lambda: None
 
 
+def _refuse_without_mpi(environment: Mapping[str, str]) -> None:
+    for name, launcher in {"WORLD_SIZE": "torchrun", "HOROVOD_SIZE": "horovodrun --gloo"}.items():
+        if environment.get(name, "1") != "1":
+            raise ValueError(
+                f"{name}={environment[name]}, as {launcher} sets it, but the processes of pack share out their work by "
+                f"MPI: start it by mpirun, or unset {name} to pack alone."
+            )
+
+
 @contextlib.contextmanager
 def processes() -> Iterator[World]:
     """MPI's processes, if its launcher started this one. What goes wrong on one of them ends them all."""
     names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"] + (["SLURM_NTASKS"] if "PMIX_RANK" in os.environ else [])
     announced = next((os.environ[name] for name in names if name in os.environ), "1")
     if announced == "1":
+        _refuse_without_mpi(os.environ)
         yield World()
         return
     from mpi4py import MPI  # starts MPI

@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 BIND = str(ROOT / "mpi_scripts" / "bind.sh")
 ENVIRONMENT = {"PATH": os.environ["PATH"], "VENV": sys.prefix}
 
-# GPUs and adapters with their NUMA nodes and the PCI bridges above them, written by hand in the shape of a DGX A100: two
-# GPUs and two adapters behind one port; mlx5_4, 5, 10 and 11 are for storage. The first group follows what NCCL printed
-# on such a machine (NVIDIA/nccl, issue 1505); the addresses of the others, and of most bridges, are made up.
+# GPUs and adapters with their NUMA nodes and the PCI bridges above them, written by hand in the shape of a DGX A100:
+# two GPUs and two adapters behind one port; mlx5_4, 5, 10 and 11 are for storage. The first group follows what NCCL
+# printed on such a machine (NVIDIA/nccl, issue 1505); addresses of the others, and of most bridges, are made up.
 GPUS = {
     "0000:07:00.0": (3, "pci0000:00/0000:00:01.1/0000:01:00.0/0000:02:00.0"),
     "0000:0f:00.0": (3, "pci0000:00/0000:00:01.1/0000:01:00.0/0000:0a:00.0/0000:0d:00.0"),

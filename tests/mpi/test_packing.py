@@ -66,6 +66,13 @@ def test_a_launcher_of_another_mpi_is_refused(tmp_path, digits):
     assert code == 1 and "The launcher announced 2 processes, but mpi4py sees 1" in output, output
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun --gloo"])
+def test_a_launcher_without_mpi_is_refused(tmp_path, digits, launcher):
+    code, output = launch([*COMMAND, str(digits), str(tmp_path / "out")], ranks=2, launcher=launcher)
+    assert code != 0 and f"as {launcher} sets it, but the processes of pack share out their work by MPI" in output
+    assert not (tmp_path / "out").exists()
+
+
 def spoil(index: sources.Index, sample: int) -> None:
     """Give the second half of an image's bytes to zeros and keep the CRC; the file looks as old as before."""
     path, offset, length = index.files[index.file[sample]], int(index.offset[sample]), int(index.length[sample])
