@@ -38,9 +38,10 @@ from largebatch.data.randaugment import parse as parse_policy
 from largebatch.data.sources import open_source
 from largebatch.data.token_labels import CELL
 from largebatch.ema import Ema, check_half_life
-from largebatch.engine import Hook, Trainer, TrainState, choose_precision, computes
+from largebatch.engine import Hook, Trainer, TrainState
 from largebatch.losses import classification, token_labeling
 from largebatch.optim import build_optimizer, can_compile, init_state
+from largebatch.precision import choose_precision, computes
 from largebatch.preemption import Signals, StopEarly, end_time
 from largebatch.profiling import Profile
 from largebatch.schedules import Schedule, make_schedule, scale_lr

@@ -21,10 +21,9 @@ from largebatch.comm import Communicator
 from largebatch.data.order import Plan
 from largebatch.losses import COUNTS, count_correct
 from largebatch.optim import clip_gradients
+from largebatch.precision import autocast
 
 logger = logging.getLogger(__name__)
-
-AUTOCAST = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -204,28 +203,6 @@ class Trainer:
         """`evaluate` of the model as it is now, or of another one."""
         model = self.model if model is None else model
         return evaluate(model, self.eval_batches, comm=self.comm, device=self.device, precision=self.precision)
-
-
-def computes(device: torch.device, precision: str) -> bool:
-    """Whether the processor has instructions for this type; a CPU without them takes hundreds of times as long."""
-    if precision == "fp32":
-        return True
-    if device.type == "cuda":
-        return precision == "fp16" or torch.cuda.is_bf16_supported(including_emulation=False)
-    supported = {"bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported, "fp16": torch.ops.mkldnn._is_mkldnn_fp16_supported}
-    return bool(supported[precision]())
-
-
-def choose_precision(device: torch.device) -> str:
-    """bf16 where the processor computes it, else fp16 on a GPU and fp32 on a CPU."""
-    if computes(device, "bf16"):
-        return "bf16"
-    return "fp16" if device.type == "cuda" else "fp32"
-
-
-def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """The compute type of a forward pass; parameters and gradients are float32 in each."""
-    return torch.autocast(device.type, AUTOCAST[precision], enabled=precision != "fp32")
 
 
 def evaluate(

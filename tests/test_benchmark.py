@@ -12,6 +12,7 @@ import torch
 from largebatch.benchmark import measure
 from largebatch.benchmark.measure import Contender, Report, Result, compare
 from largebatch.benchmark.model import mfu, training_flops
+from largebatch.precision import choose_precision
 
 CPU = torch.device("cpu")
 
@@ -111,7 +112,8 @@ def test_optimizer_and_model_need_neither_horovod_nor_dali(tmp_path):
 def test_volo_beside_timms_with_and_without_fused_attention(tmp_path):
     small = ("--model", "volo_d1", "--img-size", "32", "--rounds", "1", "--output", str(tmp_path))
     printed = run_benchmark("model", *small)
-    assert "volo_d1 at 32 px, forward and backward, bf16, batch 8" in printed and "MFU" in printed
+    precision = choose_precision(CPU)
+    assert f"volo_d1 at 32 px, forward and backward, {precision}, batch 8" in printed and "MFU" in printed
     for peer in ("timm", "timm, unfused attention"):
         assert f"the time of {peer} (" in printed
 

@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-GROUND = {"largebatch." + name for name in ("config", "affinity", "compression", "comm")}  # some files are comm's own
+# some files are comm's own
+GROUND = {"largebatch." + name for name in ("config", "affinity", "compression", "precision", "comm")}
 PREPARATION = {
     "largebatch.data." + name for name in ("order", "pixels", "reader", "randaugment", "operations", "token_labels")
 }
@@ -30,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     # ground
     "largebatch": set(),
     "largebatch.tuning": set(),
+    "largebatch.precision": set(),
     "largebatch.config": {"largebatch.tuning"},
     "largebatch.affinity": set(),
     "largebatch.agreement": {"largebatch.affinity"},
@@ -93,9 +95,12 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.binding": set(),
     "largebatch.benchmark": set(),
     "largebatch.benchmark.__main__": set(),
-    "largebatch.benchmark.measure": set(),
+    "largebatch.benchmark.measure": {"largebatch.precision"},
     "largebatch.benchmark.optimizer": {"largebatch.benchmark.measure", "largebatch.optim", "zoo"},
-    "largebatch.benchmark.model": {"largebatch.benchmark.measure", "largebatch.recipes", "zoo", "zoo.vit", "zoo.volo"},
+    "largebatch.benchmark.model": {
+        *("largebatch." + name for name in ("benchmark.measure", "precision", "recipes")),
+        *("zoo", "zoo.vit", "zoo.volo"),
+    },
     "largebatch.benchmark.step": BELOW_PROGRAMS | {"largebatch.benchmark.measure", "largebatch.benchmark.model"},
     "largebatch.benchmark.scaling": set(),
     "largebatch.benchmark.loader": DATA | {"largebatch.benchmark.measure", "zoo._torchvision"},

@@ -23,6 +23,8 @@ from typing import Callable, Sequence
 
 import torch
 
+from largebatch.precision import DTYPES, computes
+
 Round = Callable[[], None]
 PACKAGES = ("torch", "timm", "horovod", "nvidia-dali-cuda120", "apex")
 
@@ -134,9 +136,8 @@ def _status_bytes(name: str) -> int:
 
 def matmul_flops(device: torch.device, precision: str, *, repeats: int = 20) -> float:
     """FLOP/s of the fastest large matrix product, the ceiling of a model's; one thread pool or one GPU."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    size = 8192 if device.type == "cuda" else 2048
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    size = 8192 if device.type == "cuda" else 2048 if computes(device, precision) else 256  # a minute each otherwise
+    a, b = (torch.randn(size, size, device=device).to(DTYPES[precision]) for _ in range(2))
     best = float("inf")
     for _ in range(repeats):
         began = now(device)

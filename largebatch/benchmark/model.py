@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from largebatch.benchmark.measure import Contender, Report, Round, compare, matmul_flops
+from largebatch.precision import DTYPES, autocast, choose_precision
 from largebatch.recipes import RECIPES
 from zoo import create_model, set_fused_attn, vit, volo
 
 TIMM_NAMES = {name: structure.timm_name for zoo in (vit, volo) for name, structure in zoo.STRUCTURES.items()}
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = 2  # per round, so that the second one adds to gradients, as accumulation does
 
 
@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="vit_b32", help="zoo model")
     parser.add_argument("--img-size", type=int, default=224, help="image side in pixels")
     parser.add_argument("--batch-size", type=int, help="images per pass; default: 32, and 8 for a VOLO")
-    parser.add_argument("--precision", default="bf16", choices=list(PRECISIONS), help="autocast type")
+    parser.add_argument("--precision", default="auto", choices=["auto", *DTYPES], help="autocast type, as in training")
     parser.add_argument("--compile", action="store_true", help="as --run.compile; ours alone")
     parser.add_argument("--grad-checkpointing", action="store_true", help="as --model.grad_checkpointing; ours alone")
     parser.add_argument("--vs", nargs="+", default=["timm", "timm-unfused"], choices=["timm", "timm-unfused", "none"])
@@ -41,6 +41,8 @@ def run(options: argparse.Namespace, device: torch.device) -> Report:
     """Measure forward and backward passes."""
     if options.batch_size is None:
         options.batch_size = 8 if options.model in volo.STRUCTURES else 32
+    if options.precision == "auto":
+        options.precision = choose_precision(device)
     makers: dict[str, Callable[[], nn.Module]] = {"largebatch": partial(ours, options, device)}
     if "timm" in options.vs:
         makers["timm"] = partial(timms, options)
@@ -65,11 +67,10 @@ def _opened(make: Callable[[], nn.Module], options: argparse.Namespace, device: 
     model = make().to(device).train()
     images = torch.randn(options.batch_size, 3, options.img_size, options.img_size, device=device)
     labels = torch.randint(0, 1000, (options.batch_size,), device=device)
-    dtype = PRECISIONS[options.precision]
 
     def passes() -> None:
         for _ in range(PASSES):
-            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            with autocast(device, options.precision):
                 loss = F.cross_entropy(model(images).float(), labels)
             loss.backward()
         model.zero_grad(set_to_none=True)

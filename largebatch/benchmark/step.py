@@ -23,12 +23,13 @@ from largebatch.benchmark.model import mfu, timm_name, training_flops
 from largebatch.build import build_trainer, program
 from largebatch.comm import Communicator
 from largebatch.config import TrainConfig, parse
-from largebatch.engine import Trainer, autocast
+from largebatch.engine import Trainer
 from largebatch.losses import soft_target_cross_entropy
+from largebatch.precision import autocast
 from largebatch.recipes import choose
 
 DEFAULTS = ["--data=synthetic", "--data.micro_batch_size=32", "--data.global_batch_size=256"]
-DEFAULTS += ["--run.precision=bf16", "--run.folder=runs/benchmark/step"]
+DEFAULTS += ["--run.precision=auto", "--run.folder=runs/benchmark/step"]
 DEFAULTS += ["--model.pos_drop_rate=0", "--model.proj_drop_rate=0"]  # drawing them costs both the same
 
 

@@ -1,0 +1,27 @@
+"""In which type a model computes, and what the processor is good at."""
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Compute in this precision inside the block; parameters and gradients stay fp32."""
+    return torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
+
+
+def computes(device: torch.device, precision: str) -> bool:
+    """Whether the processor has instructions for this type; a CPU without them takes a hundred times as long."""
+    if precision == "fp32":
+        return True
+    if device.type == "cuda":
+        return precision == "fp16" or torch.cuda.is_bf16_supported(including_emulation=False)
+    supported = {"bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported, "fp16": torch.ops.mkldnn._is_mkldnn_fp16_supported}
+    return bool(supported[precision]())
+
+
+def choose_precision(device: torch.device) -> str:
+    """bf16 where the processor computes it, else fp16 on a GPU and fp32 on a CPU."""
+    if computes(device, "bf16"):
+        return "bf16"
+    return "fp16" if device.type == "cuda" else "fp32"
