@@ -119,6 +119,6 @@ def test_volo_beside_timms_with_and_without_fused_attention(tmp_path):
 
 
 def test_mistakes_are_one_sentence():
-    assert "The first argument is one of optimizer, loader, model, step." in run_benchmark("speed", code=1)
+    assert "The first argument is one of optimizer, loader, model, step, scaling." in run_benchmark("speed", code=1)
     assert "NVIDIA's apex is not installed" in run_benchmark("optimizer", "--vs", "apex", "--model", "vit_ti16", code=1)
     assert "there is no model 'vit_x'" in run_benchmark("model", "--model", "vit_x", code=1)
