@@ -30,7 +30,7 @@ TRAVELS = re.compile(
 KEEPALIVES = {"oob_tcp_keepalive_time": "10", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "4"}
 SSH_OPTIONS = "-o ServerAliveInterval=10 -o ServerAliveCountMax=3"
 EXCLUDED = "lo,docker0,virbr0"
-BIND = "mpi_scripts/bind.sh"
+BIND = Path(__file__).parents[2] / "mpi_scripts" / "bind.sh"
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def default_program() -> list[str]:
 
 def bound(program: list[str]) -> list[str]:
     """The program behind the script that binds each rank, where there is one."""
-    return [BIND, *program] if Path(BIND).exists() else program
+    return [str(BIND), *program] if BIND.exists() else program
 
 
 def recommend(
