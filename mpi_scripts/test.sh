@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What:     runs the whole test suite, jobs under real MPI launchers included. Sets up .venv first where needed.
 # Hardware: two CPU cores and 12 GB of memory; no GPU needed.
-# Time:     20 to 25 minutes on two cores, plus about 3 for the first set-up.
+# Time:     about an hour on two cores, a quarter of it for tests/cluster, plus about 3 minutes for the first set-up.
 # Prints:   pytest's output; tests that this machine cannot run are listed with the reason.
 #
 # Usage:    mpi_scripts/test.sh [options of pytest, e.g. -k lamb or tests/test_lamb.py]
