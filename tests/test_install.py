@@ -203,7 +203,7 @@ def test_script_is_sound(script):
     assert all(f"# {label}:" in head for label in ("What", "Hardware", "Time", "Prints"))
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed: it comes with the test extra of setup.cfg")
-    result = subprocess.run(["shellcheck", script], capture_output=True, text=True)
+    result = subprocess.run(["shellcheck", "-x", script], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stdout
 
 
