@@ -70,6 +70,12 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.data.operations": {"largebatch.data.randaugment"},
     "largebatch.data.token_labels": {"largebatch.data.order"},
     "largebatch.data.dali": {"largebatch.data.index", "largebatch.data.label_maps"} | PREPARATION,
+    # the add-on: shape is ground, the rest parts
+    "largebatch.parallel": set(),
+    "largebatch.parallel.shape": set(),
+    "largebatch.parallel.mesh": {"largebatch.parallel.shape"},
+    "largebatch.parallel.collectives": {"largebatch.parallel.mesh"},
+    "largebatch.parallel.sharding": {"largebatch.parallel.mesh", "largebatch.parallel.collectives"},
     # the run
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
@@ -132,7 +138,10 @@ OWNERS = {
     "tensorboard": {"largebatch.hooks"},
     "torch.utils.tensorboard": {"largebatch.hooks"},
     "mpi4py": {"largebatch.comm", "largebatch.pack", "largebatch.doctor.exchange"},
-    "torch.distributed": {"largebatch.launcher", "largebatch.benchmark.step"},  # launcher: the store alone
+    "torch.distributed": {  # launcher: the store alone
+        *("largebatch.launcher", "largebatch.benchmark.step", "largebatch.parallel.mesh"),
+        "largebatch.parallel.collectives",
+    },
     "timm": {"zoo.teacher", "zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),
     "jsonargparse": {"largebatch.config"},

@@ -1,0 +1,91 @@
+"""The ranks of a replica as a mesh: this rank's place on each axis, and the group of ranks along it.
+
+Groups are torch.distributed's, beside Horovod, which keeps the data axis. The mesh knows all of them by the names of
+shape.py, "data" included, so layers say `mesh.axis("row")` and no layer counts ranks. "model" is the whole replica.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from largebatch.parallel.shape import Shape
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks that differ from this one in their place on one axis alone."""
+
+    name: str
+    size: int
+    index: int  # of this rank, 0 .. size - 1
+    ranks: tuple[int, ...]  # of the job, in the order of their places
+    group: Any  # torch's ProcessGroup
+
+    def __deepcopy__(self, memo: Any) -> "Axis":
+        return self  # a copy of a model talks to the same ranks
+
+
+class Mesh:
+    """All axes of a job. torch.distributed must have been started with all its ranks."""
+
+    def __init__(self, shape: Shape) -> None:
+        """Make the groups: every rank of the job calls this at the same place."""
+        self.shape = shape
+        size, rank = dist.get_world_size(), dist.get_rank()
+        sizes = {"data": shape.data_size(size)} | shape.sizes
+        ranks = np.arange(size).reshape(*sizes.values())
+        place = np.unravel_index(rank, ranks.shape)
+        self.place = {name: int(index) for name, index in zip(sizes, place)}
+        self._axes = {
+            name: _axis(name, ranks.swapaxes(number, -1).reshape(-1, sizes[name]), rank)
+            for number, name in enumerate(sizes)
+        }
+        self._axes["model"] = _axis("model", ranks.reshape(-1, shape.size), rank)
+
+    def axis(self, name: str) -> Axis:
+        """The axis `name` of shape.py, "data", or "model": all ranks of this replica."""
+        return self._axes[name]
+
+    def __deepcopy__(self, memo: Any) -> "Mesh":
+        return self
+
+    def places(self) -> list[dict[str, int]]:
+        """The place of every rank of this replica on its axes, in the order of "model"."""
+        sizes = self.shape.sizes
+        indices = np.indices(tuple(sizes.values())).reshape(len(sizes), -1).T
+        return [dict(zip(sizes, map(int, row))) for row in indices]
+
+    def block(self, axes: tuple[str, ...]) -> tuple[int, int]:
+        """(index, number) of this rank's block of something cut along `axes`, the first one coarsest."""
+        return block(self.shape.sizes, self.place, axes)
+
+
+def block(sizes: dict[str, int], place: dict[str, int], axes: tuple[str, ...]) -> tuple[int, int]:
+    """`Mesh.block` of any place."""
+    index, number = 0, 1
+    for name in axes:
+        index, number = index * sizes[name] + place[name], number * sizes[name]
+    return index, number
+
+
+def _axis(name: str, groups: np.ndarray, rank: int) -> Axis:
+    """Make the groups of one axis, (number of groups, size), and find this rank's."""
+    group, _ = dist.new_subgroups_by_enumeration(groups.tolist())
+    (row,), (index,) = np.where(groups == rank)
+    return Axis(name, groups.shape[1], int(index), tuple(map(int, groups[row])), group)
+
+
+def start(rank: int, size: int, store: Any, *, device: torch.device) -> None:
+    """Start torch.distributed in this process: gloo on CPUs, NCCL (with gloo beside it) on GPUs."""
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+
+def stop() -> None:
+    """Leave torch.distributed after every rank is done; else its threads may outlive Python's, and crash."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,95 @@
+"""What part of each parameter a rank has: cut for a mesh, put together again, and counted once.
+
+A layer that cuts its parameters says how in `cuts`, a dict of its parameters' names; whatever no layer names is whole
+on every rank of its pipeline stage. Parameters are plain tensors under the names of the serial model, so that a plain
+checkpoint is sliced into any mesh and gathered from any.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from largebatch.parallel.collectives import all_reduce
+from largebatch.parallel.mesh import Mesh, block
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one parameter is cut.
+
+    dims: dimension -> the axes along which it is cut, the coarsest first.
+    pieces: dimension 0 is so many pieces one after another (3: q, k and v), each of which is cut.
+    partial: axes whose ranks each compute a summand of the gradient of what they hold.
+    """
+
+    dims: Mapping[int, tuple[str, ...]]
+    pieces: int = 1
+    partial: tuple[str, ...] = ()
+
+    def axes(self) -> set[str]:
+        """All axes that it is cut along."""
+        return {axis for axes in self.dims.values() for axis in axes}
+
+    def slice_(self, whole: Tensor, sizes: Mapping[str, int], place: Mapping[str, int]) -> Tensor:
+        """The view of a whole parameter that the rank at `place` holds, with dimension 0 as (pieces, length)."""
+        view = whole.unflatten(0, (self.pieces, -1)) if whole.ndim else whole
+        for dim, axes in self.dims.items():
+            index, number = block(dict(sizes), dict(place), axes)
+            length, rest = divmod(view.shape[dim + 1], number)
+            if rest:
+                raise ValueError(f"a parameter of shape {tuple(whole.shape)} cannot be cut into {number} along {dim}")
+            view = view.narrow(dim + 1, index * length, length)
+        return view
+
+
+WHOLE = Cut({})
+
+
+def cuts_of(model: nn.Module) -> dict[str, Cut]:
+    """The cut of every parameter, by its name; those of pipeline stages elsewhere are not among them."""
+    found = {name: WHOLE for name, _ in model.named_parameters()}
+    for prefix, module in model.named_modules():
+        for name, cut in getattr(module, "cuts", {}).items():
+            found[f"{prefix}.{name}" if prefix else name] = cut
+    return found
+
+
+def local(whole: Tensor, cut: Cut, mesh: Mesh) -> Tensor:
+    """This rank's part of a whole tensor, contiguous."""
+    return cut.slice_(whole, mesh.shape.sizes, mesh.place).flatten(0, 1).contiguous() if whole.ndim else whole.clone()
+
+
+def assemble(parts: Iterable[Tensor], places: Iterable[Mapping[str, int]], cut: Cut, whole: Tensor, mesh: Mesh) -> None:
+    """Write the parts of the ranks at `places` into `whole`."""
+    for part, place in zip(parts, places):
+        view = cut.slice_(whole, mesh.shape.sizes, place)
+        view.copy_(part.reshape(view.shape))
+
+
+def replicas(cut: Cut, mesh: Mesh) -> int:
+    """How many ranks of this rank's pipeline stage hold the same part."""
+    return mesh.shape.size // mesh.shape.sizes["pipeline"] // _product(mesh.shape.sizes, cut.axes())
+
+
+def _product(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+    number = 1
+    for axis in axes:
+        number *= sizes[axis]
+    return number
+
+
+@torch.no_grad()
+def sum_partial_gradients(model: nn.Module, cuts: Mapping[str, Cut], mesh: Mesh) -> None:
+    """Complete the gradients of which each rank of an axis has a summand, in one message per axis."""
+    for name in mesh.shape.sizes:
+        grads = [
+            parameter.grad
+            for key, parameter in model.named_parameters()
+            if parameter.grad is not None and name in cuts[key].partial
+        ]
+        if grads and mesh.axis(name).size > 1:
+            flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), mesh.axis(name))
+            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads])):
+                grad.copy_(total.view_as(grad))
