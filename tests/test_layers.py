@@ -14,7 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # some files are comm's own
-GROUND = {"largebatch." + name for name in ("config", "affinity", "compression", "precision", "comm")}
+GROUND = {
+    "largebatch." + name for name in ("config", "affinity", "compression", "parallel.shape", "precision", "comm")
+}
 PREPARATION = {
     "largebatch.data." + name for name in ("order", "pixels", "reader", "randaugment", "operations", "token_labels")
 }
@@ -32,14 +34,15 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch": set(),
     "largebatch.tuning": set(),
     "largebatch.precision": set(),
-    "largebatch.config": {"largebatch.tuning"},
+    "largebatch.config": {"largebatch.tuning", "largebatch.parallel.shape"},
     "largebatch.affinity": set(),
     "largebatch.agreement": {"largebatch.affinity"},
     "largebatch.compression": set(),
     "largebatch.launcher": set(),
     "largebatch.watchdog": set(),
     "largebatch.comm": {
-        "largebatch." + name for name in ("affinity", "agreement", "compression", "launcher", "tuning", "watchdog")
+        *("largebatch." + name for name in ("affinity", "agreement", "compression", "launcher", "tuning", "watchdog")),
+        "largebatch.parallel.shape",
     },
     # parts: they know one process; only the files of one package know each other
     "largebatch.optim": OPTIM,
