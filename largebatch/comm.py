@@ -54,8 +54,8 @@ class StoppedEarly(Stopped):
 class Communicator:
     """Rank, size and collectives of one process. Every collective has a name, the same on all ranks.
 
-    Where `shape` puts model_size ranks to a copy of the model, rank = data_rank × model_size + model_rank. Gradients are
-    reduced, and tensors broadcast, over the data_size ranks that hold the same part of it; all else goes over all ranks.
+    Where `shape` puts model_size ranks to a copy of the model, rank = data_rank × model_size + model_rank. Gradients
+    are reduced, and tensors broadcast, over the data_size ranks that hold the same part of it; all else goes over all.
     """
 
     def __init__(
