@@ -2,7 +2,7 @@
 
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,20 @@ from largebatch.optim.lamb import Lamb
 from largebatch.optim.lars import Lars
 
 
-def clip_gradients(optimizer: Optimizer, max_norm: float | None) -> Tensor:
+def local_norm(optimizer: Optimizer) -> Tensor:
+    """Norm of all gradients that the optimizer sees here, 0-d."""
+    return nn.utils.get_total_norm(_gradients(optimizer))
+
+
+def clip_gradients(
+    optimizer: Optimizer, max_norm: float | None, norm_of: Callable[[Optimizer], Tensor] = local_norm
+) -> Tensor:
     """Clip the gradients of the coming step to a global norm; returns their norm before, 0-d.
 
     Read once: the factor is applied as the optimizer reads them. None measures and does not clip.
+    norm_of: what measures it; where a rank has but a part of the model, `parallel.lamb.global_norm`.
     """
-    norm = nn.utils.get_total_norm(_gradients(optimizer))
+    norm = norm_of(optimizer)
     if max_norm is not None:
         scale_gradients(optimizer, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
