@@ -79,6 +79,10 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.parallel.mesh": {"largebatch.parallel.shape"},
     "largebatch.parallel.collectives": {"largebatch.parallel.mesh"},
     "largebatch.parallel.sharding": {"largebatch.parallel.mesh", "largebatch.parallel.collectives"},
+    "largebatch.parallel.zero": {"largebatch.parallel." + name for name in ("mesh", "collectives", "sharding")},
+    "largebatch.parallel.lamb": {
+        *("largebatch.parallel.collectives", "largebatch.parallel.zero", "largebatch.optim.lamb"),
+    },
     # the run
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
