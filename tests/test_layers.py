@@ -23,6 +23,7 @@ PREPARATION = {
 DATA_FILES = "records label_maps index dali quarantine real shards archives sources originals"
 DATA = {"largebatch.data." + name for name in DATA_FILES.split()} | PREPARATION
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
+PARALLEL = {"largebatch.parallel." + name for name in ("shape", "mesh", "collectives", "sharding")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
 RUN_FILES = "engine evaluation ema batch_norm hooks checkpoint curves preemption profiling"
 RUN = {"largebatch." + name for name in RUN_FILES.split()}
@@ -83,6 +84,9 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.parallel.lamb": {
         *("largebatch.parallel.collectives", "largebatch.parallel.zero", "largebatch.optim.lamb"),
     },
+    "largebatch.parallel.tensor": PARALLEL,
+    "largebatch.parallel.loss": PARALLEL | {"largebatch.losses", "largebatch.parallel.tensor"},
+    "largebatch.parallel.vit": PARALLEL | {"largebatch.parallel.tensor", "zoo.vit"},
     # the run
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
