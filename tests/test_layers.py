@@ -87,6 +87,10 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.parallel.tensor": PARALLEL,
     "largebatch.parallel.loss": PARALLEL | {"largebatch.losses", "largebatch.parallel.tensor"},
     "largebatch.parallel.vit": PARALLEL | {"largebatch.parallel.tensor", "zoo.vit"},
+    "largebatch.parallel.pipeline": {
+        *("largebatch.parallel." + name for name in ("shape", "mesh", "collectives")),
+        "zoo.vit",
+    },
     # the run
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
@@ -151,7 +155,7 @@ OWNERS = {
     "mpi4py": {"largebatch.comm", "largebatch.pack", "largebatch.doctor.exchange"},
     "torch.distributed": {  # launcher: the store alone
         *("largebatch.launcher", "largebatch.benchmark.step", "largebatch.parallel.mesh"),
-        "largebatch.parallel.collectives",
+        *("largebatch.parallel." + name for name in ("collectives", "pipeline")),
     },
     "timm": {"zoo.teacher", "zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),
