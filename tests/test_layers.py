@@ -84,6 +84,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.parallel.lamb": {
         *("largebatch.parallel.collectives", "largebatch.parallel.zero", "largebatch.optim.lamb"),
     },
+    "largebatch.parallel.sequence": PARALLEL,
     "largebatch.parallel.tensor": PARALLEL,
     "largebatch.parallel.loss": PARALLEL | {"largebatch.losses", "largebatch.parallel.tensor"},
     "largebatch.parallel.vit": PARALLEL | {"largebatch.parallel.tensor", "zoo.vit"},
@@ -92,6 +93,10 @@ ALLOWED: dict[str, set[str]] = {
         "zoo.vit",
     },
     # the run
+    "largebatch.parallel.replica": {
+        *(GROUND | PARTS | {"largebatch.engine", "zoo.vit"}),
+        "largebatch.parallel.*",
+    },
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
     "largebatch.curves": set(),
@@ -107,7 +112,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.recipes.vit": {"largebatch.config"},
     "largebatch.recipes.volo": {"largebatch.config"},
     "largebatch.recipes.cifar": {"largebatch.config"},
-    "largebatch.build": GROUND | PARTS | RUN | {"largebatch.recipes", "zoo"},
+    "largebatch.build": GROUND | PARTS | RUN | {"largebatch.recipes", "zoo", "largebatch.parallel.replica"},
     # programs: everything below, but not one another
     "largebatch.train": BELOW_PROGRAMS,
     "largebatch.validate": BELOW_PROGRAMS,
@@ -155,7 +160,7 @@ OWNERS = {
     "mpi4py": {"largebatch.comm", "largebatch.pack", "largebatch.doctor.exchange"},
     "torch.distributed": {  # launcher: the store alone
         *("largebatch.launcher", "largebatch.benchmark.step", "largebatch.parallel.mesh"),
-        *("largebatch.parallel." + name for name in ("collectives", "pipeline")),
+        *("largebatch.parallel." + name for name in ("collectives", "pipeline", "replica")),
     },
     "timm": {"zoo.teacher", "zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),
