@@ -58,7 +58,8 @@ def program(read: Callable[[], TrainConfig]) -> Iterator[tuple[TrainConfig, Comm
         config = read()
     except ValueError as error:
         mistake = error
-    with session(deterministic=config.run.deterministic, horovod=config.horovod) as comm:
+    run, shape = config.run, config.parallel.shape()
+    with session(deterministic=run.deterministic, horovod=config.horovod, shape=shape) as comm:
         with comm.together("command line"):
             if mistake:
                 raise mistake
@@ -164,8 +165,8 @@ def build_eval_loader(
     """Held-out images of this rank: numbered batches, the same whoever computes them."""
     return EvalLoader(
         index,
-        shard=comm.rank,
-        num_shards=comm.size,
+        shard=comm.data_rank,
+        num_shards=comm.data_size,
         batch_size=config.data.eval_batch_size,
         img_size=config.model.img_size,
         device=device,
@@ -182,12 +183,13 @@ def build_trainer(config: TrainConfig, comm: Communicator, signals: Signals | No
         passes = accumulation_passes(
             global_batch_size=config.data.global_batch_size,
             micro_batch_size=config.data.micro_batch_size,
-            num_ranks=comm.size,
+            num_ranks=comm.data_size,
         )
         logger.info(
-            "global batch %d = %d ranks × %d micro-batch × %d passes",
+            "global batch %d = %d %s × %d micro-batch × %d passes",
             config.data.global_batch_size,
-            comm.size,
+            comm.data_size,
+            "ranks" if comm.model_size == 1 else f"replicas of {comm.model_size} ranks ({config.parallel.shape()})",
             config.data.micro_batch_size,
             passes,
         )
@@ -249,8 +251,8 @@ def _assemble(
         return TrainLoader(
             train,
             plan,
-            shard=comm.rank,
-            num_shards=comm.size,
+            shard=comm.data_rank,
+            num_shards=comm.data_size,
             img_size=config.model.img_size,
             mean=geometry.mean,
             std=geometry.std,

@@ -14,7 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # some files are comm's own
-GROUND = {"largebatch." + name for name in ("config", "affinity", "compression", "precision", "comm")}
+GROUND = {
+    "largebatch." + name for name in ("config", "affinity", "compression", "parallel.shape", "precision", "comm")
+}
 PREPARATION = {
     "largebatch.data." + name for name in ("order", "pixels", "reader", "randaugment", "operations", "token_labels")
 }
@@ -33,14 +35,15 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch": set(),
     "largebatch.tuning": set(),
     "largebatch.precision": set(),
-    "largebatch.config": {"largebatch.tuning"},
+    "largebatch.config": {"largebatch.tuning", "largebatch.parallel.shape"},
     "largebatch.affinity": set(),
     "largebatch.agreement": {"largebatch.affinity"},
     "largebatch.compression": set(),
     "largebatch.launcher": set(),
     "largebatch.watchdog": set(),
     "largebatch.comm": {
-        "largebatch." + name for name in ("affinity", "agreement", "compression", "launcher", "tuning", "watchdog")
+        *("largebatch." + name for name in ("affinity", "agreement", "compression", "launcher", "tuning", "watchdog")),
+        "largebatch.parallel.shape",
     },
     # parts: they know one process; only the files of one package know each other
     "largebatch.optim": OPTIM,
@@ -77,9 +80,17 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.parallel.mesh": {"largebatch.parallel.shape"},
     "largebatch.parallel.collectives": {"largebatch.parallel.mesh"},
     "largebatch.parallel.sharding": {"largebatch.parallel.mesh", "largebatch.parallel.collectives"},
+    "largebatch.parallel.zero": {"largebatch.parallel." + name for name in ("mesh", "collectives", "sharding")},
+    "largebatch.parallel.lamb": {
+        *("largebatch.parallel.collectives", "largebatch.parallel.zero", "largebatch.optim.lamb"),
+    },
     "largebatch.parallel.tensor": PARALLEL,
     "largebatch.parallel.loss": PARALLEL | {"largebatch.losses", "largebatch.parallel.tensor"},
     "largebatch.parallel.vit": PARALLEL | {"largebatch.parallel.tensor", "zoo.vit"},
+    "largebatch.parallel.pipeline": {
+        *("largebatch.parallel." + name for name in ("shape", "mesh", "collectives")),
+        "zoo.vit",
+    },
     # the run
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
@@ -144,7 +155,7 @@ OWNERS = {
     "mpi4py": {"largebatch.comm", "largebatch.pack", "largebatch.doctor.exchange"},
     "torch.distributed": {  # launcher: the store alone
         *("largebatch.launcher", "largebatch.benchmark.step", "largebatch.parallel.mesh"),
-        "largebatch.parallel.collectives",
+        *("largebatch.parallel." + name for name in ("collectives", "pipeline")),
     },
     "timm": {"zoo.teacher", "zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),
