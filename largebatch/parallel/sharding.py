@@ -55,7 +55,9 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
     found = {name: WHOLE for name, _ in model.named_parameters()}
     for prefix, module in model.named_modules():
         for name, cut in getattr(module, "cuts", {}).items():
-            found[f"{prefix}.{name}" if prefix else name] = cut
+            key = f"{prefix}.{name}" if prefix else name
+            if key in found:
+                found[key] = cut
     return found
 
 

@@ -8,7 +8,7 @@ inwards and outwards, and what they do is chosen by the axes:
     1d      -; -                      -; tensor                 inwards w is cut by rows; outwards by columns, and
                                                                 products are summed (inwards in backward)
     2d      row; column               row; column               SUMMA: a block of x and one of w in flight at a time
-    2.5d    depth, row; column        depth, row; column        the same in each square, gradients of w summed over depth
+    2.5d    depth, row; column        depth, row; column        the same in each square; gradients of w summed later
     3d      x, y; z                   x, z; y                   x gathered over y, w over x, the product summed and
                                                                 cut over z; outwards y and z change places
 
