@@ -40,7 +40,12 @@ logger = logging.getLogger(__name__)
 
 
 def start(comm: Communicator, device: torch.device) -> None:
-    """Start torch.distributed beside Horovod, at an address that rank 0 tells; it ends before Horovod does."""
+    """Start torch.distributed beside Horovod, unless the program has; at an address that rank 0 tells.
+
+    It ends before Horovod does.
+    """
+    if dist.is_initialized():
+        return
     store = None
     with comm.together("starting torch.distributed"):
         if comm.rank == 0:
