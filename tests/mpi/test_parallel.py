@@ -4,10 +4,8 @@ import csv
 from pathlib import Path
 
 import pytest
-from launch import LAUNCHERS, launch
+from launch import launch
 from safetensors.torch import load_file
-
-import zoo
 
 LAUNCHES = (  # ranks, and the runs that put as many ranks to a replica; "chain" goes on where the launch before stopped
     (2, ["plain", "zero", "offload", "zero/chain=5"]),
