@@ -186,10 +186,10 @@ def build_trainer(config: TrainConfig, comm: Communicator, signals: Signals | No
             num_ranks=comm.data_size,
         )
         logger.info(
-            "global batch %d = %d %s × %d micro-batch × %d passes",
+            "global batch %d = %d ranks%s × %d micro-batch × %d passes",
             config.data.global_batch_size,
-            comm.data_size,
-            "ranks" if comm.model_size == 1 else f"replicas of {comm.model_size} ranks ({config.parallel.shape()})",
+            comm.size,
+            "" if comm.model_size == 1 else f" / {comm.model_size} to a replica ({config.parallel.shape()})",
             config.data.micro_batch_size,
             passes,
         )

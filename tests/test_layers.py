@@ -112,6 +112,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.recipes.vit": {"largebatch.config"},
     "largebatch.recipes.volo": {"largebatch.config"},
     "largebatch.recipes.cifar": {"largebatch.config"},
+    "largebatch.recipes.hybrid": {"largebatch.config", "largebatch.parallel.shape", "largebatch.recipes.cifar"},
     "largebatch.build": GROUND | PARTS | RUN | {"largebatch.recipes", "zoo", "largebatch.parallel.replica"},
     # programs: everything below, but not one another
     "largebatch.train": BELOW_PROGRAMS,
