@@ -92,6 +92,10 @@ ALLOWED: dict[str, set[str]] = {
         *("largebatch.parallel." + name for name in ("shape", "mesh", "collectives")),
         "zoo.vit",
     },
+    "largebatch.parallel.sequence": {
+        *("largebatch.parallel." + name for name in ("mesh", "collectives", "sharding")),
+        "zoo.vit",
+    },
     # the run
     "largebatch.parallel.replica": {
         *(GROUND | PARTS | {"largebatch.engine", "zoo.vit"}),
@@ -161,7 +165,7 @@ OWNERS = {
     "mpi4py": {"largebatch.comm", "largebatch.pack", "largebatch.doctor.exchange"},
     "torch.distributed": {  # launcher: the store alone
         *("largebatch.launcher", "largebatch.benchmark.step", "largebatch.parallel.mesh"),
-        *("largebatch.parallel." + name for name in ("collectives", "pipeline", "replica")),
+        *("largebatch.parallel." + name for name in ("collectives", "pipeline", "sequence")),
     },
     "timm": {"zoo.teacher", "zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),
