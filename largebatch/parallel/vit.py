@@ -161,3 +161,18 @@ class PatchEmbed(nn.Module):
         channel, row, column = torch.unravel_index(own_block(pixels, self.mesh, inner.features, 0), flat)
         grid = own_block(images, self.mesh, inner.batch, 0).unflatten(3, (width, -1)).unflatten(2, (height, -1))
         return self.proj(grid[:, channel, :, row, :, column].flatten(2).permute(1, 2, 0))
+
+
+class Predictor(nn.Module):
+    """A cut model for batches of any size, such as the last one of an evaluation: filled up with black images."""
+
+    def __init__(self, model: VisionTransformer, mesh: Mesh) -> None:
+        super().__init__()
+        self.model = model
+        self.multiple = parts(mesh.shape, layouts(mesh.shape)[0].batch)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (B, 3, H, W), replicated -> logits (B, K), replicated."""
+        missing = -len(images) % self.multiple
+        filled = torch.cat([images, images.new_zeros(missing, *images.shape[1:])]) if missing else images
+        return self.model(filled)[: len(images)]
