@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed", "largebatch.parallel.sharding"])
+CONTEXT.set_forkserver_preload(["torch.distributed", "torch._dynamo", "largebatch.parallel.lamb"])
 LIMIT_S = 180
 
 
