@@ -84,7 +84,6 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.parallel.lamb": {
         *("largebatch.parallel.collectives", "largebatch.parallel.zero", "largebatch.optim.lamb"),
     },
-    "largebatch.parallel.sequence": PARALLEL,
     "largebatch.parallel.tensor": PARALLEL,
     "largebatch.parallel.loss": PARALLEL | {"largebatch.losses", "largebatch.parallel.tensor"},
     "largebatch.parallel.vit": PARALLEL | {"largebatch.parallel.tensor", "zoo.vit"},
@@ -133,6 +132,7 @@ ALLOWED: dict[str, set[str]] = {
         *("zoo", "zoo.vit", "zoo.volo"),
     },
     "largebatch.benchmark.step": BELOW_PROGRAMS | {"largebatch.benchmark.measure", "largebatch.benchmark.model"},
+    "largebatch.benchmark.parallel": BELOW_PROGRAMS | {"largebatch.benchmark.measure", "largebatch.parallel.replica"},
     "largebatch.benchmark.scaling": set(),
     "largebatch.benchmark.loader": DATA | {"largebatch.benchmark.measure", "zoo._torchvision"},
     # the doctor imports nothing that could be broken
@@ -164,8 +164,8 @@ OWNERS = {
     "torch.utils.tensorboard": {"largebatch.hooks"},
     "mpi4py": {"largebatch.comm", "largebatch.pack", "largebatch.doctor.exchange"},
     "torch.distributed": {  # launcher: the store alone
-        *("largebatch.launcher", "largebatch.benchmark.step", "largebatch.parallel.mesh"),
-        *("largebatch.parallel." + name for name in ("collectives", "pipeline", "sequence")),
+        *("largebatch.launcher", "largebatch.benchmark.step", "largebatch.benchmark.parallel"),
+        *("largebatch.parallel." + name for name in ("mesh", "collectives", "pipeline", "replica", "sequence")),
     },
     "timm": {"zoo.teacher", "zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),

@@ -40,3 +40,8 @@ def test_data(ranks):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_batch_norm(ranks):
     check_on_ranks("test_batch_norm.py", ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks, launcher", [(2, "mpirun"), (3, "horovodrun --gloo")])
+def test_zero(ranks, launcher):
+    check_on_ranks("test_zero.py", ranks=ranks, launcher=launcher)
