@@ -86,6 +86,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "largebatch.parallel.tensor": PARALLEL,
     "largebatch.parallel.loss": PARALLEL | {"largebatch.losses", "largebatch.parallel.tensor"},
+    "largebatch.parallel.volo": PARALLEL
+    | {"largebatch.losses", "largebatch.parallel.tensor", "largebatch.parallel.loss", "zoo.volo"},
     "largebatch.parallel.vit": PARALLEL | {"largebatch.parallel.tensor", "zoo.vit"},
     "largebatch.parallel.pipeline": {
         *("largebatch.parallel." + name for name in ("shape", "mesh", "collectives")),

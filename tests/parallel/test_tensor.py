@@ -267,7 +267,8 @@ def _largest(tensor, **options):
         (fc1.register_forward_hook, gather_output),
     ):
         handle = register(hook) if register else None
-        with Largest(data.images, data.targets) as largest, torch.autograd.graph.saved_tensors_hooks(save, lambda kept: kept):
+        saving = torch.autograd.graph.saved_tensors_hooks(save, lambda kept: kept)
+        with Largest(data.images, data.targets) as largest, saving:
             classification(mesh)(model, data).backward()
         found.append(largest.size // 8)
         model.zero_grad()
