@@ -99,7 +99,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     # the run
     "largebatch.parallel.replica": {
-        *(GROUND | PARTS | {"largebatch.engine", "zoo.vit"}),
+        *(GROUND | PARTS | {"largebatch.engine", "zoo.vit", "zoo.volo"}),
         "largebatch.parallel.*",
     },
     "largebatch.engine": GROUND | PARTS,
