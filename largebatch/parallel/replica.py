@@ -233,8 +233,8 @@ class Divided(Replica):
         return None if own is None else local(whole, self.cuts.get(name, WHOLE), self.mesh).view_as(own).to(own.device)
 
 
-def check(config: ParallelConfig, model: nn.Module, *, batch_size: int) -> None:
-    """ValueError, one sentence with the numbers, for a model or a micro-batch that cannot be cut so."""
+def check(config: ParallelConfig, model: Any, *, batch_size: int) -> None:
+    """ValueError, one sentence with the numbers, for a module or a micro-batch that cannot be cut so."""
     shape = config.shape()
     if shape.size == 1:
         return
