@@ -5,8 +5,13 @@ there are data ranks, equal but for one element, inside of tensors where it come
 optimizer's state of its piece alone, updates that, and gets the other pieces from the others (`Sharding.gather`).
 
 The line exists nowhere: parameters stay the tensors that they are, with memory of their own, as Horovod, checkpoints
-and compiled models know them. They are gathered through a buffer of `BUCKET` bytes instead, at the price of copying
-them in memory once, which takes a small part of the time of sending them.
+and compiled models know them. They are gathered through a buffer of `BUCKET` bytes instead, at the price of
+copying them in memory once.
+
+Measured for volo_d1 (26.6 million parameters, 102 MiB in float32) on the CPUs of one host, as what a rank's peak of
+resident memory after three steps lies above that of parameters and gradients: without ZeRO 359 MiB, of which 203 MiB
+are state and u most of the rest; on four data ranks 231 to 291 MiB, of which 51 MiB are state, and the bucket and
+what gloo copies of it much of the rest. `state_bytes` says the first of it in any run.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
