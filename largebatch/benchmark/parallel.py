@@ -1,6 +1,6 @@
 """What each way to share a model costs: bytes sent, counted; time and peak memory, beside 1D on as many ranks.
 
-    mpirun -np 8 python -m largebatch.benchmark parallel [--model vit_l32] [--depth 2] [--batch-size 32]
+    mpirun -np 8 python -m largebatch.benchmark parallel [--model vit_l32] [--depth 2] [--batch-size 16]
 
 Every contender makes a forward and backward pass of the same images, all ranks together: replicas of few ranks share
 them among them. Reducing gradients over the data axis, and the optimizer, are not part of it. Bytes are those that a
@@ -38,7 +38,7 @@ CONFIGS = {
     "pipeline 2 × 1d 4": ParallelConfig(pipeline=2, tensor=TensorConfig(size=4), micro_batches=4),
     "1d, 4 ranks": ParallelConfig(tensor=TensorConfig(size=4)),
     "2d, 2 × 2": ParallelConfig(tensor=TensorConfig(mode="2d", size=4)),
-    "pipeline 4": ParallelConfig(pipeline=4, micro_batches=4),
+    "pipeline 2 × 1d 2": ParallelConfig(pipeline=2, tensor=TensorConfig(size=2), micro_batches=4),
     "sequence 4": ParallelConfig(sequence=4),
     "1d, 2 ranks": ParallelConfig(tensor=TensorConfig(size=2)),
     "pipeline 2": ParallelConfig(pipeline=2, micro_batches=4),
@@ -49,9 +49,9 @@ CONFIGS = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--model", default="vit_l32", help="ViT of the zoo")
-    parser.add_argument("--depth", type=int, default=4, help="blocks that are left of it, a multiple of 4")
+    parser.add_argument("--depth", type=int, default=2, help="blocks that are left of it, 2 or more")
     parser.add_argument("--img-size", type=int, default=224, help="image side in pixels")
-    parser.add_argument("--batch-size", type=int, default=32, help="images of a pass, over all ranks")
+    parser.add_argument("--batch-size", type=int, default=16, help="images of a pass, over all ranks")
     parser.add_argument("--precision", default="auto", choices=["auto", *DTYPES], help="autocast type, as in training")
     parser.add_argument("--rounds", type=int, default=3, help="measured passes of each contender")
 
