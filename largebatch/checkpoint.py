@@ -62,7 +62,7 @@ MAY_DIFFER = {  # options that change how a run is watched, not what it computes
     "data.quarantine",  # which images there are is compared by itself
     "data.eval_batch_size",
 }
-MAY_DIFFER_SECTIONS = ("horovod.", "log.", "checkpoint.")
+MAY_DIFFER_SECTIONS = ("horovod.", "log.", "checkpoint.", "parallel.")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -78,14 +78,15 @@ def resume(config: TrainConfig, trainer: Trainer, *, average: nn.Module | None =
     made with other options.
     """
     comm = trainer.comm
+    model, optimizer = trainer.replica.blank(trainer)
     found: dict[str, Any] | None = None
     with comm.together("resume"):
         path = latest(config.folder) if comm.rank == 0 else None
         if path is not None:
             state = load(
                 path,
-                model=trainer.model,
-                optimizer=trainer.optimizer,
+                model=model,
+                optimizer=optimizer,
                 scaler=trainer.scaler,
                 config=config,
                 average=average,
@@ -105,7 +106,7 @@ def resume(config: TrainConfig, trainer: Trainer, *, average: nn.Module | None =
         )
     trainer.state.data = present
     trainer.scaler.load_state_dict(found["scaler"])
-    comm.broadcast_state(trainer.model, trainer.optimizer)
+    trainer.replica.take(trainer, model, optimizer)
     if average is not None:
         comm.broadcast_model(average)
     if comm.rank == 0:

@@ -17,7 +17,7 @@ import traceback
 import types
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Iterable, Iterator, Literal, Mapping, Sequence
+from typing import Any, Callable, Iterable, Iterator, Literal, Mapping, Sequence
 
 import horovod.torch as hvd
 import torch
@@ -29,6 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from largebatch import affinity, agreement, launcher
 from largebatch.compression import Fp16
+from largebatch.parallel.shape import WHOLE, Shape
 from largebatch.tuning import HorovodConfig, stall_limit
 from largebatch.watchdog import Watchdog
 
@@ -51,9 +52,15 @@ class StoppedEarly(Stopped):
 
 
 class Communicator:
-    """Rank, size and collectives of one process. Every collective has a name, the same on all ranks."""
+    """Rank, size and collectives of one process. Every collective has a name, the same on all ranks.
 
-    def __init__(self, *, deterministic: bool = False, horovod: HorovodConfig | None = None) -> None:
+    Where `shape` puts model_size ranks to a copy of the model, rank = data_rank × model_size + model_rank. Gradients
+    are reduced, and tensors broadcast, over the data_size ranks that hold the same part of it; all else goes over all.
+    """
+
+    def __init__(
+        self, *, deterministic: bool = False, horovod: HorovodConfig | None = None, shape: Shape = WHOLE
+    ) -> None:
         """Start Horovod. deterministic: reduce each tensor by itself, so that sums repeat to the last bit.
 
         The cores of a host are shared among its ranks, unless OMP_NUM_THREADS says otherwise.
@@ -63,15 +70,22 @@ class Communicator:
         on_gpus = torch.cuda.is_available() and bool(hvd.nccl_built())
         (horovod or HorovodConfig()).apply(os.environ, deterministic=deterministic, on_gpus=on_gpus)
         launch = launcher.recognise(os.environ)
+        shape.data_size(launch.size)  # refused before a rank waits for another
         mpi = launcher.mpi_version(mpi_lib_v2.__file__) if hvd.mpi_built() else ""
         self._rendezvous = launcher.prepare(launch, os.environ, mpi=mpi)
         self._watchdog = Watchdog(stall_limit(os.environ), self._give_up)
         with self._watchdog.waiting("start"):
-            hvd.init()
+            data_sets = [hvd.ProcessSet(range(rank, launch.size, shape.size)) for rank in range(shape.size)]
+            hvd.init(process_sets=data_sets if shape.size > 1 else None)
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
+        self.model_size = shape.size
+        self.data_rank, self.model_rank = divmod(self.rank, shape.size)
+        self.data_size = self.size // shape.size
+        self._data_set = data_sets[self.model_rank] if shape.size > 1 else hvd.global_process_set
         self.local_rank: int = hvd.local_rank()
         self.local_size: int = hvd.local_size()
+        self._closing: list[Callable[[], None]] = []
         self._hooks: Any = WeakTensorKeyDictionary()  # parameter -> RemovableHandle of what reduces its gradient
         self._refuse_mismatch(launch)
         self._cores = affinity.cores_of_process()
@@ -181,18 +195,24 @@ class Communicator:
         self.allreduce(torch.zeros(1), name=name)
 
     def broadcast_tensors(self, tensors: dict[str, Tensor], *, name: str) -> None:
-        """Overwrite contiguous tensors by rank 0's, in place. Names and shapes agree on all ranks."""
+        """Overwrite contiguous tensors by those of data rank 0 for the same part of the model, in place; without model
+        ranks by rank 0's. Names and shapes agree on these ranks.
+        """
         handles = []
         for key, tensor in tensors.items():
             flat = tensor.detach().view(-1)
             flat = flat.view(torch.uint8) if tensor.dtype in AS_BYTES else flat
-            handles.append(hvd.broadcast_async_(flat, root_rank=0, name=f"{name}/{key}"))
+            handles.append(
+                hvd.broadcast_async_(
+                    flat, root_rank=self.model_rank, name=f"{name}/{key}", process_set=self._data_set
+                )
+            )
         with self._watchdog.waiting(name):
             for handle in handles:
                 hvd.synchronize(handle)
 
     def broadcast_state(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Make model and optimizer equal to rank 0's without a step being taken.
+        """Make model and optimizer equal to rank 0's (see `broadcast_tensors`) without a step being taken.
 
         The optimizer's state must exist on every rank (`optim.init_state`). Scalars travel as an object, tensors
         in place; parameters last, so that nothing before can move them.
@@ -207,7 +227,7 @@ class Communicator:
         self.broadcast_model(model)
 
     def broadcast_model(self, model: nn.Module) -> None:
-        """Make parameters and buffers equal to rank 0's."""
+        """Make parameters and buffers equal to rank 0's (see `broadcast_tensors`)."""
         self.broadcast_tensors(dict(model.state_dict(keep_vars=True)), name="state/model")
 
     # -- the step ----------------------------------------------------------------------------------------------
@@ -220,7 +240,7 @@ class Communicator:
         passes: int = 1,
         compression: Literal["none", "fp16"] = "none",
     ) -> Optimizer:
-        """Horovod's DistributedOptimizer: gradients are summed over `passes` and averaged over ranks.
+        """Horovod's DistributedOptimizer: gradients are summed over `passes` and averaged over the data ranks.
 
         It is a new instance of the optimizer's class made from the param groups alone, with the state there was. What
         is frozen by then is not reduced; `freeze` and `unfreeze` change that in place. The model's optimizer wrapped
@@ -237,8 +257,9 @@ class Communicator:
                 optimizer,
                 named_parameters=model.named_parameters(),
                 backward_passes_per_step=passes,
-                compression=Fp16(self.size) if compression == "fp16" else hvd.Compression.none,
+                compression=Fp16(self.data_size) if compression == "fp16" else hvd.Compression.none,
                 op=hvd.Sum if compression == "fp16" else hvd.Average,  # ours divides before it casts
+                process_set=self._data_set,
             )
         wrapped.peak = None
         wrapped.reduced = set()
@@ -277,11 +298,16 @@ class Communicator:
         self._reduce(optimizer, parameters)
 
     def _reduce(self, optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
-        """Let Horovod begin to reduce each of these gradients in the last pass of a step."""
+        """Let Horovod begin to reduce each of these gradients in the last pass of a step.
+
+        With model ranks only in `synchronize`: torch.distributed's messages are done by then, and two libraries do not
+        wait for each other's.
+        """
         for parameter in parameters:
             optimizer.reduced.add(parameter)
-            if self.size > 1:  # Horovod reduces nothing on one rank
+            if self.data_size > 1:  # Horovod reduces nothing on one rank
                 optimizer._requires_update.add(parameter)
+            if self.data_size > 1 and self.model_size == 1:
                 if parameter in self._hooks:  # of this optimizer, or of another one for the same model
                     self._hooks.pop(parameter).remove()
                 handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(optimizer._make_hook(parameter))
@@ -341,9 +367,15 @@ class Communicator:
             MPI.COMM_WORLD.Abort(code)
         os._exit(code)  # with Gloo the others see the lost connection, and the launcher ends them
 
+    def before_shutdown(self, close: Callable[[], None]) -> None:
+        """Call `close` on this rank when all ranks are done, before Horovod ends."""
+        self._closing.append(close)
+
     def shutdown(self) -> None:
         """Leave Horovod after every rank is done."""
         self.barrier(name="shutdown")
+        for close in self._closing:
+            close()
         with self._watchdog.waiting("shutdown"):
             hvd.shutdown()
         self._watchdog.stop()
@@ -367,13 +399,15 @@ class Communicator:
 
 
 @contextmanager
-def session(*, deterministic: bool = False, horovod: HorovodConfig | None = None) -> Iterator[Communicator]:
+def session(
+    *, deterministic: bool = False, horovod: HorovodConfig | None = None, shape: Shape = WHOLE
+) -> Iterator[Communicator]:
     """A Communicator for one program. Whatever goes wrong ends all ranks with a non-zero exit and its cause.
 
     Exit code 2 for `Stopped` (all ranks agreed), 75 for `StoppedEarly`, 1 for a failure of this rank alone.
     """
     try:
-        comm = Communicator(deterministic=deterministic, horovod=horovod)
+        comm = Communicator(deterministic=deterministic, horovod=horovod, shape=shape)
     except (RuntimeError, ValueError) as error:  # every rank sees the same environment
         sys.exit(f"largebatch: {error}")
     try:

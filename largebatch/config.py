@@ -15,6 +15,7 @@ from typing import Any, Callable, Literal, Mapping, Sequence
 
 import jsonargparse
 
+from largebatch.parallel.shape import ParallelConfig
 from largebatch.tuning import HorovodConfig
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -259,6 +260,7 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)
     horovod: HorovodConfig = field(default_factory=HorovodConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
@@ -382,6 +384,36 @@ def check(config: TrainConfig) -> None:
             f"{c.schedule.reference_batch_size}: linear and sqrt need a reference batch, none has no use for it."
         )
     check_tokens(c)
+    check_parallel(c)
+
+
+def check_parallel(config: TrainConfig) -> None:
+    """Raise ValueError, one sentence, for what does not fit together about --parallel."""
+    parallel = config.parallel
+    if parallel.offload and not parallel.zero:
+        raise ValueError("--parallel.offload is true, which moves a ZeRO part to the host: set --parallel.zero 1.")
+    if parallel.zero and config.optim.name != "lamb":
+        raise ValueError(f"--parallel.zero is 1 and --optim.name {config.optim.name}: only lamb's state is divided.")
+    if parallel.shape().size == 1:
+        return
+    if config.optim.name in ("lars", "apex_lamb"):
+        raise ValueError(
+            f"--optim.name is {config.optim.name}, which needs each tensor whole on its rank: with --parallel choose "
+            "lamb, adamw or sgd."
+        )
+    for option, refused, reason in (
+        ("run.precision", "fp16", "the ranks of a replica would scale their losses apart; choose bf16 or fp32"),
+        ("run.compression", "fp16", "it needs a loss scale, which the ranks of a replica would set apart; choose none"),
+        ("run.compile", True, "torch.compile does not follow the messages inside a model; choose false"),
+    ):
+        section, name = option.split(".")
+        if getattr(getattr(config, section), name) == refused:
+            raise ValueError(f"--{option} is {refused} and --parallel {parallel.shape()}: {reason}.")
+    if config.optim.ema_half_life:
+        raise ValueError(
+            f"--optim.ema_half_life is {config.optim.ema_half_life!r} and --parallel {parallel.shape()}: an average of "
+            "divided weights is not kept, leave it out."
+        )
 
 
 def check_tokens(config: TrainConfig) -> None:
@@ -552,11 +584,14 @@ def load(path: str) -> TrainConfig:
 
 def options(config: TrainConfig) -> dict[str, Any]:
     """Every option by its dotted name."""
-    return {
-        f"{section}.{key}" if key else section: value
-        for section, values in asdict(config).items()
-        for key, value in (values.items() if isinstance(values, dict) else [("", values)])
-    }
+    return _dotted("", asdict(config))
+
+
+def _dotted(prefix: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        found |= _dotted(f"{prefix}{name}.", value) if isinstance(value, dict) else {prefix + name: value}
+    return found
 
 
 def differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:

@@ -20,7 +20,7 @@ from largebatch.augment import Augment, Augmented, seed_for
 from largebatch.comm import Communicator
 from largebatch.data.order import Plan
 from largebatch.losses import COUNTS, count_correct
-from largebatch.optim import clip_gradients
+from largebatch.optim import clip_gradients, gradient_norm
 from largebatch.precision import autocast
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,59 @@ class StepOutput:
     grad_norm: Tensor  # 0-d; of the reduced gradient before clipping, the same on all ranks
     applied: bool  # False: the gradient was not finite and nothing moved
     images: int  # size of the global batch
+
+
+Objective = Callable[[nn.Module, Augmented], Tensor]  # sum of the losses of a micro-batch
+
+
+class Replica:
+    """One copy of the model and what works on it: here, whole on one rank. largebatch.parallel divides it."""
+
+    def optimizer(self, serial: Optimizer) -> Optimizer:
+        """What trains this copy, given what would train it whole."""
+        return serial
+
+    def bind(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Tell the optimizer, wrapped by now, whose parameters it has."""
+
+    def objective(self, serial: Objective) -> Objective:
+        """The objective of this copy, given that of a whole model."""
+        return serial
+
+    def describe(self, optimizer: Optimizer) -> list[str]:
+        """Lines for the log; every rank calls it."""
+        return []
+
+    def run_pass(self, trainer: "Trainer", batch: Augmented, weight: float) -> Tensor:
+        """Add the gradients of a micro-batch's summed loss × `weight` to those there are; that number, 0-d."""
+        with autocast(trainer.device, trainer.precision):
+            loss = trainer.objective(trainer.model, batch)
+        loss = loss * weight
+        trainer.scaler.scale(loss).backward()  # Horovod starts reducing in the last pass
+        return loss.detach()
+
+    def complete_gradients(self, trainer: "Trainer") -> None:
+        """Add what the other ranks of this copy know of the gradients, after the last pass."""
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """Norm of the whole gradient, 0-d."""
+        return gradient_norm(optimizer)
+
+    def predictor(self, model: nn.Module) -> nn.Module:
+        """What makes logits (B, K) of images (B, 3, H, W), on every rank, with a model like the trainer's."""
+        return model
+
+    def plain(self, trainer: "Trainer") -> tuple[nn.Module, Optimizer]:
+        """Model and optimizer as one rank would have them, for rank 0 to save; every rank calls it."""
+        return trainer.model, trainer.optimizer
+
+    def blank(self, trainer: "Trainer") -> tuple[nn.Module, Optimizer]:
+        """What a saved model and optimizer can be loaded into; for `take`."""
+        return trainer.model, trainer.optimizer
+
+    def take(self, trainer: "Trainer", model: nn.Module, optimizer: Optimizer) -> None:
+        """Give every rank its part of what rank 0 loaded into `blank`'s; every rank calls it."""
+        trainer.comm.broadcast_state(model, optimizer)
 
 
 class Hook:
@@ -93,7 +146,7 @@ class Trainer:
 
     comm: Communicator
     model: nn.Module
-    objective: Callable[[nn.Module, Augmented], Tensor]  # sum of the losses of a micro-batch
+    objective: Objective
     optimizer: Optimizer  # wrapped by comm.wrap
     scaler: torch.amp.GradScaler
     base_lr: float
@@ -107,6 +160,7 @@ class Trainer:
     clip_norm: float | None
     eval_images: int  # training images between evaluations
     device: torch.device
+    replica: Replica = field(default_factory=Replica)
     hooks: Sequence[Hook] = ()
     state: TrainState = field(default_factory=TrainState)
     stop_reason: str = ""  # a hook that wants no further step says why, on all ranks after the same one
@@ -133,7 +187,7 @@ class Trainer:
         Mixup, boxes and everything the model draws are seeded by (seed, step, number): who computes a micro-batch
         does not matter to it.
         """
-        for planned in self.plan.micro_batches(self.state.step, self.comm.rank, self.comm.size):
+        for planned in self.plan.micro_batches(self.state.step, self.comm.data_rank, self.comm.data_size):
             batch = next(batches)
             assert (batch.step, batch.number) == (planned.step, planned.number), "the loader left the plan"
             torch.manual_seed(seed_for(self.seed, planned.step, planned.number, purpose="model"))
@@ -146,15 +200,14 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr()
         loss_sum = torch.zeros((), device=self.device)  # read only when logged: nobody waits for the device
-        for batch in self.window(batches):
-            with autocast(self.device, self.precision):
-                loss = self.objective(self.model, batch)  # a sum over samples, scaled so that the mean over ranks
-            loss = loss * (self.comm.size / window_images)  # of the sum over passes is the mean of the batch
-            self.scaler.scale(loss).backward()  # Horovod starts reducing in the last pass
-            loss_sum += loss.detach()
+        weight = self.comm.data_size / window_images  # of a sum over samples: then the mean over ranks of the sum
+        for batch in self.window(batches):  # over passes is the mean of the batch
+            loss_sum += self.replica.run_pass(self, batch, weight)
+        self.replica.complete_gradients(self)
         self.comm.synchronize(self.optimizer)  # from here on all ranks hold the same gradients,
         self.scaler.unscale_(self.optimizer)  # so a local check of them decides alike everywhere
-        grad_norm = clip_gradients(self.optimizer, self.clip_norm)  # applied as the optimizer reads them
+        grad_norm = self.replica.gradient_norm(self.optimizer)
+        clip_gradients(self.optimizer, grad_norm, self.clip_norm)  # applied as the optimizer reads them
         applied = self.comm.apply(self.optimizer, self.scaler, grad_norm)  # skipped if the norm is not finite
         self.model.zero_grad(set_to_none=True)
         self.state.advance(window_images, applied=applied)  # the schedule moves on even if the weights did not
@@ -201,7 +254,7 @@ class Trainer:
 
     def evaluate(self, model: nn.Module | None = None) -> dict[str, float]:
         """`evaluate` of the model as it is now, or of another one."""
-        model = self.model if model is None else model
+        model = self.replica.predictor(self.model if model is None else model)
         return evaluate(model, self.eval_batches, comm=self.comm, device=self.device, precision=self.precision)
 
 
@@ -216,7 +269,7 @@ def evaluate(
         "top1": 100 * sums["top1"] / images,
         "top5": 100 * sums["top5"] / images,
         "loss": sums["loss"] / images,
-        "images": images,
+        "images": images / comm.model_size,  # each rank of a replica has counted its images
     }
 
 

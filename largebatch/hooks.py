@@ -119,14 +119,16 @@ class Checkpoint(Hook):
 
     def save(self, trainer: Trainer) -> None:
         """Write a checkpoint, on rank 0."""
+        began = time.perf_counter()
+        self.saved_step = trainer.state.step  # or tried to, on all ranks alike
+        model, optimizer = trainer.replica.plain(trainer)
         if trainer.comm.rank != 0:
             return
-        began = time.perf_counter()
         try:
             checkpoint.save(
                 self.folder,
-                model=trainer.model,
-                optimizer=trainer.optimizer,
+                model=model,
+                optimizer=optimizer,
                 scaler=trainer.scaler,
                 state=trainer.state,
                 config_text=self.config_text,
@@ -135,8 +137,6 @@ class Checkpoint(Hook):
             )
         except OSError as error:
             logger.warning("the checkpoint of step %d failed: %s; older ones are kept", trainer.state.step, error)
-        else:
-            self.saved_step = trainer.state.step
         self.longest_s = max(self.longest_s, time.perf_counter() - began)
 
 

@@ -14,13 +14,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # some files are comm's own
-GROUND = {"largebatch." + name for name in ("config", "affinity", "compression", "precision", "comm")}
+GROUND = {
+    "largebatch." + name for name in ("config", "affinity", "compression", "parallel.shape", "precision", "comm")
+}
 PREPARATION = {
     "largebatch.data." + name for name in ("order", "pixels", "reader", "randaugment", "operations", "token_labels")
 }
 DATA_FILES = "records label_maps index dali quarantine real shards archives sources originals"
 DATA = {"largebatch.data." + name for name in DATA_FILES.split()} | PREPARATION
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
+PARALLEL = {"largebatch.parallel." + name for name in ("shape", "mesh", "collectives", "sharding")}
 PARTS = {"largebatch." + name for name in ("schedules", "augment", "losses")} | OPTIM | DATA
 RUN_FILES = "engine evaluation ema batch_norm hooks checkpoint curves preemption profiling"
 RUN = {"largebatch." + name for name in RUN_FILES.split()}
@@ -32,14 +35,15 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch": set(),
     "largebatch.tuning": set(),
     "largebatch.precision": set(),
-    "largebatch.config": {"largebatch.tuning"},
+    "largebatch.config": {"largebatch.tuning", "largebatch.parallel.shape"},
     "largebatch.affinity": set(),
     "largebatch.agreement": {"largebatch.affinity"},
     "largebatch.compression": set(),
     "largebatch.launcher": set(),
     "largebatch.watchdog": set(),
     "largebatch.comm": {
-        "largebatch." + name for name in ("affinity", "agreement", "compression", "launcher", "tuning", "watchdog")
+        *("largebatch." + name for name in ("affinity", "agreement", "compression", "launcher", "tuning", "watchdog")),
+        "largebatch.parallel.shape",
     },
     # parts: they know one process; only the files of one package know each other
     "largebatch.optim": OPTIM,
@@ -76,15 +80,23 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.parallel.mesh": {"largebatch.parallel.shape"},
     "largebatch.parallel.collectives": {"largebatch.parallel.mesh"},
     "largebatch.parallel.sharding": {"largebatch.parallel.mesh", "largebatch.parallel.collectives"},
+    "largebatch.parallel.zero": {"largebatch.parallel." + name for name in ("mesh", "collectives", "sharding")},
+    "largebatch.parallel.lamb": {
+        *("largebatch.parallel.collectives", "largebatch.parallel.zero", "largebatch.optim.lamb"),
+    },
+    "largebatch.parallel.tensor": PARALLEL,
+    "largebatch.parallel.loss": PARALLEL | {"largebatch.losses", "largebatch.parallel.tensor"},
+    "largebatch.parallel.vit": PARALLEL | {"largebatch.parallel.tensor", "zoo.vit"},
     "largebatch.parallel.pipeline": {
         *("largebatch.parallel." + name for name in ("shape", "mesh", "collectives")),
         "zoo.vit",
     },
-    "largebatch.parallel.sequence": {
-        *("largebatch.parallel." + name for name in ("mesh", "collectives", "sharding")),
-        "zoo.vit",
-    },
+    "largebatch.parallel.sequence": PARALLEL | {"largebatch.parallel.tensor", "zoo.vit"},
     # the run
+    "largebatch.parallel.replica": {
+        *(GROUND | PARTS | {"largebatch.engine", "zoo.vit"}),
+        "largebatch.parallel.*",
+    },
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
     "largebatch.curves": set(),
@@ -100,7 +112,8 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.recipes.vit": {"largebatch.config"},
     "largebatch.recipes.volo": {"largebatch.config"},
     "largebatch.recipes.cifar": {"largebatch.config"},
-    "largebatch.build": GROUND | PARTS | RUN | {"largebatch.recipes", "zoo"},
+    "largebatch.recipes.hybrid": {"largebatch.config", "largebatch.parallel.shape", "largebatch.recipes.cifar"},
+    "largebatch.build": GROUND | PARTS | RUN | {"largebatch.recipes", "zoo", "largebatch.parallel.replica"},
     # programs: everything below, but not one another
     "largebatch.train": BELOW_PROGRAMS,
     "largebatch.validate": BELOW_PROGRAMS,
@@ -148,7 +161,7 @@ OWNERS = {
     "mpi4py": {"largebatch.comm", "largebatch.pack", "largebatch.doctor.exchange"},
     "torch.distributed": {  # launcher: the store alone
         *("largebatch.launcher", "largebatch.benchmark.step", "largebatch.parallel.mesh"),
-        *("largebatch.parallel." + name for name in ("collectives", "pipeline", "sequence")),
+        *("largebatch.parallel." + name for name in ("collectives", "pipeline", "sequence", "replica")),
     },
     "timm": {"zoo.teacher", "zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from largebatch.benchmark.measure import Contender, Report, Round, compare
-from largebatch.optim import build_optimizer, clip_gradients
+from largebatch.optim import build_optimizer, clip_gradients, gradient_norm
 from zoo import create_model
 
 CLIP_NORM = 1.0
@@ -55,7 +55,7 @@ def ours(model: nn.Module, *, impl: str) -> Round:
     optimizer = build_optimizer(model, lr=LR, weight_decay=WEIGHT_DECAY, impl=impl)
 
     def step() -> None:
-        clip_gradients(optimizer, CLIP_NORM)
+        clip_gradients(optimizer, gradient_norm(optimizer), CLIP_NORM)
         optimizer.step()
 
     return step

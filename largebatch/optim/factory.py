@@ -15,15 +15,18 @@ from largebatch.optim.lamb import Lamb
 from largebatch.optim.lars import Lars
 
 
-def clip_gradients(optimizer: Optimizer, max_norm: float | None) -> Tensor:
-    """Clip the gradients of the coming step to a global norm; returns their norm before, 0-d.
+def gradient_norm(optimizer: Optimizer) -> Tensor:
+    """The global norm of the gradients, 0-d."""
+    return nn.utils.get_total_norm(_gradients(optimizer))
 
-    Read once: the factor is applied as the optimizer reads them. None measures and does not clip.
+
+def clip_gradients(optimizer: Optimizer, norm: Tensor, max_norm: float | None) -> None:
+    """Clip the gradients of the coming step, whose global norm is `norm`, to `max_norm`; None: leave them.
+
+    The factor is applied as the optimizer reads them.
     """
-    norm = nn.utils.get_total_norm(_gradients(optimizer))
     if max_norm is not None:
         scale_gradients(optimizer, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-    return norm
 
 
 def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:

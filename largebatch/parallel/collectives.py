@@ -11,8 +11,8 @@ backward pass from it with 1. From this follows what backward must be:
     gather      parts      -> whole, replicated      this rank's part
     part        replicated -> this rank's part       whole, gathered
 
-The plain ones (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, `reduce_to`), without a gradient, are for the
-backward passes of layers that write their own.
+The plain ones (`all_reduce`, `all_max`, `all_gather`, `reduce_scatter`, `broadcast`, `reduce_to`), without a gradient,
+are for the backward passes of layers that write their own, and for optimizers, as is `gather_objects`.
 """
 
 from typing import Any
@@ -33,6 +33,15 @@ def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=axis.group)
     return total
+
+
+def all_max(tensor: Tensor, axis: Axis) -> Tensor:
+    """Largest over the axis, element by element, as a new tensor."""
+    if axis.size == 1:
+        return tensor
+    largest = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
+    return largest
 
 
 def all_gather(tensor: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -69,6 +78,14 @@ def reduce_to(tensor: Tensor, axis: Axis, target: int) -> Tensor:
     if axis.size > 1:
         dist.reduce(tensor, group_dst=target, group=axis.group)
     return tensor
+
+
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """The picklable, small values of all ranks of the axis."""
+    values: list[Any] = [value] * axis.size
+    if axis.size > 1:
+        dist.all_gather_object(values, value, group=axis.group)
+    return values
 
 
 def own_part(tensor: Tensor, axis: Axis, dim: int = 0) -> Tensor:

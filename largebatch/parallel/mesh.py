@@ -1,7 +1,8 @@
 """The ranks of a replica as a mesh: this rank's place on each axis, and the group of ranks along it.
 
 Groups are torch.distributed's, beside Horovod, which keeps the data axis. The mesh knows all of them by the names of
-shape.py, "data" included, so layers say `mesh.axis("row")` and no layer counts ranks. "model" is the whole replica.
+shape.py, "data" included, so layers say `mesh.axis("row")` and no layer counts ranks. "model" is the whole replica,
+"job" all ranks.
 """
 
 from dataclasses import dataclass
@@ -44,9 +45,10 @@ class Mesh:
             for number, name in enumerate(sizes)
         }
         self._axes["model"] = _axis("model", ranks.reshape(-1, shape.size), rank)
+        self._axes["job"] = Axis("job", size, rank, tuple(range(size)), dist.group.WORLD)
 
     def axis(self, name: str) -> Axis:
-        """The axis `name` of shape.py, "data", or "model": all ranks of this replica."""
+        """The axis `name` of shape.py, "data", "model": all ranks of this replica, or "job": all ranks."""
         return self._axes[name]
 
     def __deepcopy__(self, memo: Any) -> "Mesh":

@@ -105,4 +105,7 @@ class Shape:
         return num_ranks // self.size
 
     def __str__(self) -> str:
-        return " × ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1) or "one rank each"
+        return " × ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1)
+
+
+WHOLE = Shape({})  # each rank has a replica of its own

@@ -22,11 +22,13 @@ class Cut:
     dims: dimension -> the axes along which it is cut, the coarsest first.
     pieces: dimension 0 is so many pieces one after another (3: q, k and v), each of which is cut.
     partial: axes whose ranks each compute a summand of the gradient of what they hold.
+    flat: of a convolution that is computed as a matrix, what dimension 1 of the matrix is, such as (3, 16, 16).
     """
 
     dims: Mapping[int, tuple[str, ...]]
     pieces: int = 1
     partial: tuple[str, ...] = ()
+    flat: tuple[int, ...] = ()
 
     def axes(self) -> set[str]:
         """All axes that it is cut along."""
@@ -34,6 +36,7 @@ class Cut:
 
     def slice_(self, whole: Tensor, sizes: Mapping[str, int], place: Mapping[str, int]) -> Tensor:
         """The view of a whole parameter that the rank at `place` holds, with dimension 0 as (pieces, length)."""
+        whole = whole.view(len(whole), -1) if self.flat else whole
         view = whole.unflatten(0, (self.pieces, -1)) if whole.ndim else whole
         for dim, axes in self.dims.items():
             index, number = block(dict(sizes), dict(place), axes)
@@ -52,13 +55,18 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
     found = {name: WHOLE for name, _ in model.named_parameters()}
     for prefix, module in model.named_modules():
         for name, cut in getattr(module, "cuts", {}).items():
-            found[f"{prefix}.{name}" if prefix else name] = cut
+            key = f"{prefix}.{name}" if prefix else name
+            if key in found:
+                found[key] = cut
     return found
 
 
 def local(whole: Tensor, cut: Cut, mesh: Mesh) -> Tensor:
-    """This rank's part of a whole tensor, contiguous."""
-    return cut.slice_(whole, mesh.shape.sizes, mesh.place).flatten(0, 1).contiguous() if whole.ndim else whole.clone()
+    """This rank's part of a whole tensor, contiguous, and a copy: it must not keep the whole in memory."""
+    if not whole.ndim:
+        return whole.clone()
+    part = cut.slice_(whole.contiguous(), mesh.shape.sizes, mesh.place)
+    return part.clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
 
 def assemble(parts: Iterable[Tensor], places: Iterable[Mapping[str, int]], cut: Cut, whole: Tensor, mesh: Mesh) -> None:

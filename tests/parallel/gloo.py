@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed", "largebatch.parallel.sharding", "largebatch.parallel.pipeline"])
+CONTEXT.set_forkserver_preload(["torch.distributed", "largebatch.parallel.vit", "largebatch.parallel.pipeline"])
 LIMIT_S = 180
 
 

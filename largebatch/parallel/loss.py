@@ -1,0 +1,59 @@
+"""The objective of image classification from parts of the logits: no rank holds a whole row of them."""
+
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+
+from largebatch.losses import SoftBatch
+from largebatch.parallel import collectives
+from largebatch.parallel.mesh import Mesh
+from largebatch.parallel.tensor import Layout, layouts, own_block
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross entropy of parts (b, k) against the same parts of the targets, summed over all ranks of the layout."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, mass: Tensor, mesh: Mesh, layout: Layout) -> Tensor:
+        """mass (b,): sum of the row's targets over all classes."""
+        largest = logits.amax(1)
+        for name in layout.features:
+            largest = collectives.all_max(largest, mesh.axis(name))
+        shifted = logits - largest[:, None]
+        sums = torch.stack((shifted.exp().sum(1), (targets * shifted).sum(1)))
+        for name in layout.features:
+            sums = collectives.all_reduce(sums, mesh.axis(name))
+        logsum, expected = sums[0].log(), sums[1]
+        ctx.save_for_backward(shifted.sub_(logsum[:, None]), targets, mass)
+        loss = (mass * logsum - expected).sum()
+        for name in layout.batch:
+            loss = collectives.all_reduce(loss, mesh.axis(name))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        log_probabilities, targets, mass = ctx.saved_tensors
+        return grad * (log_probabilities.exp() * mass[:, None] - targets), None, None, None, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, mesh: Mesh) -> Tensor:
+    """Cross entropy against probabilities (B, K), summed over the B samples, in nats; replicated.
+
+    logits: this rank's part, in the inner layout; half precision is taken to float32 first. targets: whole.
+    """
+    layout = layouts(mesh.shape)[1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    rows = own_block(targets, mesh, layout.batch, 0).to(logits.dtype)
+    own = own_block(rows, mesh, layout.features, 1)
+    return _CrossEntropy.apply(logits, own, rows.sum(1), mesh, layout)
+
+
+def classification(mesh: Mesh) -> Callable[[nn.Module, SoftBatch], Tensor]:
+    """The objective `losses.classification` of a model that vit.py has cut for this mesh."""
+
+    def objective(model: Any, batch: SoftBatch) -> Tensor:
+        features = model.forward_head(model.forward_features(batch.images), pre_logits=True)
+        return cross_entropy(model.head.parts(features), batch.targets, mesh)
+
+    return objective

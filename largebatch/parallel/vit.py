@@ -1,0 +1,163 @@
+"""timm's VisionTransformer, as the zoo builds it, cut in place for a mesh.
+
+The model stays timm's: its layers are exchanged one for one under their names, attention computes with as many heads as
+this rank has, and images, which every rank gets whole, are cut by the patch embedding. `model(images)` gives whole
+logits on every rank; loss.py computes the loss from their parts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from largebatch.parallel.mesh import Mesh
+from largebatch.parallel.shape import Shape
+from largebatch.parallel.sharding import Cut, local
+from largebatch.parallel.tensor import (
+    Dropout,
+    DropPath,
+    Head,
+    LayerNorm,
+    Layout,
+    Linear,
+    layouts,
+    own_block,
+    parts,
+)
+from zoo.vit import VisionTransformer
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """What of a ViT is cut."""
+
+    embed_dim: int
+    num_heads: int
+    mlp_dim: int
+    num_classes: int
+    patch_features: int  # 3 · P · P
+
+    @classmethod
+    def of(cls, model: Any) -> "Dimensions":
+        """Those of a whole model."""
+        attn, mlp = model.blocks[0].attn, model.blocks[0].mlp
+        patch_features = model.patch_embed.proj.weight[0].numel()
+        return cls(model.embed_dim, attn.num_heads, mlp.fc1.out_features, model.num_classes, patch_features)
+
+
+def check(dimensions: Dimensions, shape: Shape, batch: int) -> None:
+    """ValueError, one sentence, if a ViT or a batch of so many images cannot be cut into equal parts."""
+    _check_dimensions(dimensions, shape)
+    number = parts(shape, layouts(shape)[0].batch)
+    if batch % number:
+        raise ValueError(
+            f"--data.micro_batch_size is {batch}, and {shape} cuts each batch into {number}: expected a multiple of "
+            f"{number}, such as {-(-batch // number) * number}."
+        )
+
+
+def _check_dimensions(dimensions: Dimensions, shape: Shape) -> None:
+    outer, inner = layouts(shape)
+    linear = 1  # parts of the inputs of a matrix, at most
+    for axes in (outer.features, inner.features):
+        linear = max(linear, parts(shape, axes + (("x",) if "x" in shape.sizes else ())))
+    heads = parts(shape, inner.features)
+    for what, value, number, option in (
+        ("attention heads", dimensions.num_heads, heads, "--parallel.tensor.size or mode"),
+        ("features", dimensions.embed_dim, linear, "--parallel.tensor.size or mode"),
+        ("features inside its MLPs", dimensions.mlp_dim, linear, "--parallel.tensor.size or mode"),
+        ("numbers per patch", dimensions.patch_features, linear, "--parallel.tensor.size or mode"),
+        ("classes", dimensions.num_classes, heads, "--model.num_classes, or --parallel.tensor.size or mode"),
+    ):
+        if value % number:
+            raise ValueError(
+                f"The model has {value} {what}, and {shape} cuts them into {number} equal parts, which do not exist: "
+                f"change {option}."
+            )
+
+
+def parallelize(model: VisionTransformer, mesh: Mesh) -> None:
+    """Cut a whole model, the same on all ranks of the mesh, in place; ValueError for one that cannot be."""
+    _check_dimensions(Dimensions.of(model), mesh.shape)
+    cut_embedding(model, mesh)
+    for block in model.blocks:
+        cut_block(block, mesh)
+    cut_head(model, mesh)
+
+
+def cut_embedding(model: Any, mesh: Mesh) -> None:
+    """Cut what stands before the blocks."""
+    outer, _ = layouts(mesh.shape)
+    model.patch_embed = PatchEmbed(model.patch_embed, mesh)
+    cut = Cut({2: outer.features}, partial=outer.batch)
+    model.cuts = {"cls_token": cut, "pos_embed": cut}
+    for name in ("cls_token", "pos_embed"):
+        setattr(model, name, nn.Parameter(local(getattr(model, name).detach(), cut, mesh)))
+    model.pos_drop = _dropout(model.pos_drop, mesh, outer)
+
+
+def cut_block(block: Any, mesh: Mesh) -> None:
+    """Cut one block: attention by heads, the MLP by hidden features, norms and dropout as they lie."""
+    outer, inner = layouts(mesh.shape)
+    attn, mlp = block.attn, block.mlp
+    attn.num_heads //= parts(mesh.shape, inner.features)
+    attn.attn_dim = attn.num_heads * attn.head_dim
+    attn.qkv, attn.proj = Linear(attn.qkv, mesh, inwards=True, pieces=3), Linear(attn.proj, mesh, inwards=False)
+    mlp.fc1, mlp.fc2 = Linear(mlp.fc1, mesh, inwards=True), Linear(mlp.fc2, mesh, inwards=False)
+    block.norm1, block.norm2 = _norm(block.norm1, mesh, outer), _norm(block.norm2, mesh, outer)
+    attn.attn_drop, attn.proj_drop = _dropout(attn.attn_drop, mesh, inner), _dropout(attn.proj_drop, mesh, outer)
+    if isinstance(attn.attn_drop, Dropout):
+        attn.fused_attn = False  # the kernel draws from the default generator, so alike for the heads of all ranks
+    mlp.drop1, mlp.drop2 = _dropout(mlp.drop1, mesh, inner), _dropout(mlp.drop2, mesh, outer)
+    for name in ("drop_path1", "drop_path2"):
+        rate = getattr(getattr(block, name), "drop_prob", 0.0)
+        if rate and outer.batch:
+            setattr(block, name, DropPath(rate, mesh, outer.batch))
+
+
+def cut_head(model: Any, mesh: Mesh) -> None:
+    """Cut what stands behind the blocks."""
+    outer, _ = layouts(mesh.shape)
+    model.norm, model.fc_norm = _norm(model.norm, mesh, outer), _norm(model.fc_norm, mesh, outer)
+    model.head_drop = _dropout(model.head_drop, mesh, outer)
+    model.head = Head(model.head, mesh, inwards=True)
+
+
+def _norm(norm: nn.Module, mesh: Mesh, layout: Layout) -> nn.Module:
+    return LayerNorm(norm, mesh, layout) if isinstance(norm, nn.LayerNorm) and layout.features else norm
+
+
+def _dropout(dropout: nn.Module, mesh: Mesh, layout: Layout) -> nn.Module:
+    rate = getattr(dropout, "p", 0.0)
+    return Dropout(rate, mesh, layout.axes) if rate and layout.axes else dropout
+
+
+class PatchEmbed(nn.Module):
+    """The patches of whole images as an activation of the outer layout: a linear layer outwards from their pixels.
+
+    Each rank reads its own part of the pixels alone, in the inner layout.
+    """
+
+    def __init__(self, serial: Any, mesh: Mesh) -> None:
+        """Cut timm's."""
+        super().__init__()
+        self.img_size, self.patch_size, self.grid_size = serial.img_size, serial.patch_size, serial.grid_size
+        self.num_patches = serial.num_patches
+        self.mesh = mesh
+        self.proj = Linear(serial.proj, mesh, inwards=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (B, 3, H, W), replicated -> this rank's part of (B, N, C); ValueError if B cannot be cut."""
+        (outer, inner), (height, width) = layouts(self.mesh.shape), self.grid_size
+        number = parts(self.mesh.shape, outer.batch)
+        if len(images) % number:
+            raise ValueError(
+                f"A batch of {len(images)} images cannot be cut into {number} equal parts: change "
+                "--data.micro_batch_size, or --parallel.tensor.size or mode."
+            )
+        flat = (images.shape[1], *self.patch_size)
+        pixels = torch.arange(flat[0] * flat[1] * flat[2], device=images.device)
+        channel, row, column = torch.unravel_index(own_block(pixels, self.mesh, inner.features, 0), flat)
+        grid = own_block(images, self.mesh, inner.batch, 0).unflatten(3, (width, -1)).unflatten(2, (height, -1))
+        return self.proj(grid[:, channel, :, row, :, column].flatten(2).permute(1, 2, 0))

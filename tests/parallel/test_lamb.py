@@ -1,0 +1,207 @@
+"""LAMB on parts of tensors and pieces of its state, against LAMB of whole tensors in one process, on gloo ranks."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import on_ranks
+from torch import nn
+
+from largebatch.optim import build_optimizer, clip_gradients, gradient_norm
+from largebatch.parallel import collectives, zero
+from largebatch.parallel.lamb import ShardedLamb, global_norm
+from largebatch.parallel.mesh import Mesh
+from largebatch.parallel.shape import ParallelConfig, TensorConfig
+from largebatch.parallel.sharding import WHOLE, Cut, assemble, local
+from largebatch.parallel.zero import Sharding
+
+STEPS = 10
+SHAPES = {  # every cut dimension is a multiple of 4; the sum is odd
+    "embed": (8, 6),
+    "shift": (8,),
+    "qkv": (12, 5),
+    "one": (1,),
+    "zero_dim": (),
+    "rare": (3, 3),
+    "proj": (7, 8),
+    "norm": (7,),
+    "late": (4, 4),
+    "head": (4, 9),
+}
+CUTS_1D = {
+    "embed": Cut({0: ("tensor",)}),
+    "shift": Cut({0: ("tensor",)}),
+    "qkv": Cut({0: ("tensor",)}, pieces=3),
+    "proj": Cut({1: ("tensor",)}),
+    "head": Cut({0: ("tensor",)}),
+}
+CUTS_2D = {
+    "embed": Cut({0: ("row", "column")}),
+    "shift": Cut({0: ("column",)}),
+    "qkv": Cut({0: ("row",)}, pieces=3),
+    "proj": Cut({1: ("row",)}),
+    "head": Cut({0: ("column",)}),
+    "late": Cut({0: ("row",), 1: ("column",)}),
+}
+MESHES = {  # ranks, axes, cuts
+    "tensor 2": (2, ParallelConfig(tensor=TensorConfig(size=2)), CUTS_1D),
+    "tensor 4": (4, ParallelConfig(tensor=TensorConfig(size=4)), CUTS_1D),
+    "row 2 x column 2": (4, ParallelConfig(tensor=TensorConfig(mode="2d", size=4)), CUTS_2D),
+    "pipeline 2": (2, ParallelConfig(pipeline=2), {}),
+    "pipeline 2 x tensor 2": (4, ParallelConfig(pipeline=2, tensor=TensorConfig(size=2)), CUTS_1D),
+    "data 2 x tensor 2, zero": (4, ParallelConfig(tensor=TensorConfig(size=2), zero=1), CUTS_1D),
+    "data 2 x pipeline 2, zero": (4, ParallelConfig(pipeline=2, zero=1), {}),
+    "data 3, zero": (3, ParallelConfig(zero=1), {}),
+    "data 3, zero, offload": (3, ParallelConfig(zero=1, offload=True), {}),
+    "sequence 2": (2, ParallelConfig(sequence=2), {}),
+}
+PRESETS = ("paper", "colossal", "nvlamb", "lambc")
+
+
+class Parameters(nn.Module):
+    """Random ones, of some names alone."""
+
+    def __init__(self, whole):
+        super().__init__()
+        for name, tensor in whole.items():
+            self.register_parameter(name, nn.Parameter(tensor.clone()))
+
+
+def whole_parameters():
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+def set_gradients(model, step, part_of=lambda name, whole: whole):
+    """Those of a step, large or small; "rare" has one every third step, "late" from the fourth on."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for name, shape in SHAPES.items():
+        whole = torch.randn(shape, generator=generator, dtype=torch.float64) * 3 ** (step % 4 - 2)
+        missing = name == "rare" and step % 3 or name == "late" and step < 4
+        if (p := getattr(model, name, None)) is not None:
+            p.grad = None if missing else part_of(name, whole)
+
+
+def build(model, preset):
+    optimizer = build_optimizer(model, lr=0.02, weight_decay=0.1, preset=preset, impl="eager")
+    if preset == "lambc":
+        for group in optimizer.param_groups:
+            group["norm_range"] = (2.5, 3.0)
+    return optimizer
+
+
+def reference(preset, clip, steps=range(STEPS)):
+    """(model, optimizer, norms of the gradients) after some steps in one process."""
+    model = Parameters(whole_parameters())
+    optimizer, norms = build(model, preset), []
+    for step in steps:
+        set_gradients(model, step)
+        norms.append(gradient_norm(optimizer))
+        clip_gradients(optimizer, norms[-1], clip)
+        optimizer.step()
+    return model, optimizer, torch.stack(norms)
+
+
+class Rank:
+    """A rank's parts of the parameters, and their optimizer."""
+
+    def __init__(self, parallel, cuts, preset, whole=None):
+        self.mesh = Mesh(parallel.shape())
+        self.cuts = {name: cuts.get(name, WHOLE) for name in SHAPES}
+        stage, stages = self.mesh.axis("pipeline").index, self.mesh.axis("pipeline").size
+        names = [name for number, name in enumerate(SHAPES) if number * stages // len(SHAPES) == stage]
+        self.model = Parameters({name: self.part(name, (whole or whole_parameters())[name]) for name in names})
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = ShardedLamb(build(self.model, preset).param_groups)
+        self.optimizer.sharding = self.sharding = Sharding(
+            self.parameters, self.cuts, self.mesh, zero=bool(parallel.zero), offload=parallel.offload
+        )
+
+    def part(self, name, whole):
+        return local(whole, self.cuts[name], self.mesh)
+
+    def steps(self, steps, clip):
+        norms = []
+        for step in steps:
+            set_gradients(self.model, step, self.part)
+            norms.append(global_norm(self.optimizer, self.sharding))
+            clip_gradients(self.optimizer, norms[-1], clip)
+            self.optimizer.step()
+        return torch.stack(norms)
+
+    def whole(self, name, part):
+        """Put together over this replica."""
+        found = part.new_empty(SHAPES[name])
+        parts = collectives.all_gather(part[None], self.mesh.axis("model"))
+        assemble(parts, self.mesh.places(), self.cuts[name], found.view(-1) if found.ndim == 0 else found, self.mesh)
+        return found
+
+
+def difference(found, expected):
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-300))
+
+
+def _errors(parallel, cuts):
+    """Largest difference to the reference, relative, of everything, for all presets, with and without a clip."""
+    zero.BUCKET = 8 * 50  # several in a step
+    errors = {}
+    for preset in PRESETS:
+        for clip in (None, 1.0):
+            rank = Rank(parallel, cuts, preset)
+            norms = rank.steps(range(STEPS), clip)
+            model, optimizer, expected_norms = reference(preset, clip)
+            errors[preset, clip, "norm"] = difference(norms, expected_norms)
+            assert len(rank.optimizer.trust_ratios) == len(rank.parameters)  # all have a gradient in the last step
+            for name, p in rank.parameters.items():
+                whole = getattr(model, name)
+                errors[preset, clip, name] = difference(p, rank.part(name, whole))
+                if whole in optimizer.trust_ratios:
+                    ratios = rank.optimizer.trust_ratios[p], optimizer.trust_ratios[whole]
+                    errors[preset, clip, name, "ratio"] = difference(*ratios)
+                state = rank.optimizer.state_of(p)
+                assert state["step"] == optimizer.state[whole]["step"], name
+                for key in ("exp_avg", "exp_avg_sq"):
+                    expected = rank.part(name, optimizer.state[whole][key])
+                    errors[preset, clip, name, key] = difference(state[key], expected)
+    return errors
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_ten_steps_are_those_of_whole_tensors(name):
+    ranks, parallel, cuts = MESHES[name]
+    for rank, errors in enumerate(on_ranks(_errors, ranks, parallel, cuts)):
+        assert len(errors) > 8 * 5
+        worst = max(errors, key=errors.get)
+        assert errors[worst] <= 1e-12, f"rank {rank}: {worst} differs by {errors[worst]:.1e}"
+
+
+@contextmanager
+def counted(calls):
+    """Lists the numbers of elements of each all-reduce."""
+    real = dist.all_reduce
+
+    def counting(tensor, *arguments, **options):
+        calls.append(tensor.numel())
+        return real(tensor, *arguments, **options)
+
+    dist.all_reduce = counting
+    yield
+    dist.all_reduce = real
+
+
+def _sums(parallel, cuts):
+    rank = Rank(parallel, cuts, "paper")
+    set_gradients(rank.model, 0, rank.part)
+    in_norm, in_step = [], []
+    with counted(in_norm):
+        clip_gradients(rank.optimizer, global_norm(rank.optimizer, rank.sharding), 1.0)
+    with counted(in_step):
+        rank.optimizer.step()
+    return in_norm, in_step
+
+
+@pytest.mark.parametrize("name", ["pipeline 2 x tensor 2", "data 2 x tensor 2, zero"])
+def test_a_step_sums_once_over_ranks_and_the_norm_of_gradients_once_more(name):
+    ranks, parallel, cuts = MESHES[name]
+    assert on_ranks(_sums, ranks, parallel, cuts) == [([1], [2 * len(SHAPES)])] * ranks

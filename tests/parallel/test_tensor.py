@@ -1,0 +1,419 @@
+"""Tensor parallelism on real gloo ranks: ViTs cut in one, two, two and a half, three dimensions, against whole ones."""
+
+import copy
+import dataclasses
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gloo import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from largebatch import losses
+from largebatch.parallel import collectives, sharding, vit
+from largebatch.parallel.loss import classification
+from largebatch.parallel.mesh import Mesh
+from largebatch.parallel.shape import ParallelConfig, TensorConfig
+from largebatch.parallel.sharding import assemble, cuts_of, sum_partial_gradients
+from largebatch.parallel.tensor import Dropout, DropPath, Linear, layouts, whole
+from zoo.vit import VisionTransformer
+
+MESHES = {
+    "1d-2": TensorConfig(mode="1d", size=2),
+    "1d-4": TensorConfig(mode="1d", size=4),
+    "2d-4": TensorConfig(mode="2d", size=4),
+    "2.5d-8": TensorConfig(mode="2.5d", size=8, depth=2),
+    "3d-8": TensorConfig(mode="3d", size=8),
+}
+SMALL = dict(embed_dim=16, num_heads=4, batch=4)
+LARGER = dict(embed_dim=48, num_heads=8, batch=8, global_pool="avg", fused=True, img_size=12)
+
+
+def make(*, embed_dim, num_heads, dtype=torch.float64, fused=False, global_pool="token", img_size=8, depth=2, **rates):
+    """A tiny ViT whose parameters are all random: zeros and ones would hide what is missing."""
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        img_size=img_size,
+        patch_size=4,
+        num_classes=12,
+        embed_dim=embed_dim,
+        depth=depth,
+        num_heads=num_heads,
+        global_pool=global_pool,
+        **rates,
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    for block in model.blocks:
+        block.attn.fused_attn = fused
+    return model.to(dtype)
+
+
+def make_batch(model, batch):
+    generator = torch.Generator().manual_seed(1)
+    side, dtype = model.patch_embed.img_size[0], model.pos_embed.dtype
+    images = torch.randn(batch, 3, side, side, generator=generator, dtype=torch.float64)
+    targets = torch.rand(batch, 12, generator=generator, dtype=torch.float64)
+    return SimpleNamespace(images=images.to(dtype), targets=targets.to(dtype))
+
+
+def gathered(tensors, model, cuts, mesh, like):
+    """Whole tensors, by the names of the serial model, from this rank's `tensors`."""
+    whole = {name: torch.full_like(tensor, torch.nan) for name, tensor in like.items()}
+    for name, tensor in tensors.items():
+        all_parts = collectives.all_gather(tensor.detach()[None], mesh.axis("model"))
+        assemble(all_parts, mesh.places(), cuts[name], whole[name], mesh)
+    return whole
+
+
+def difference(ours, theirs):
+    """Largest difference, relative to the largest number of each tensor; NaN counts as infinite."""
+    found = [((a - b).abs().max() / b.abs().max()).nan_to_num(torch.inf).item() for a, b in zip(ours, theirs)]
+    return max(found)
+
+
+def steps(model, objective, batch, number, after=lambda: None):
+    """The loss of each of so many steps of SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    found = []
+    for _ in range(number):
+        optimizer.zero_grad()
+        loss = objective(model, batch)
+        (loss / len(batch.images)).backward()
+        after()
+        optimizer.step()
+        found.append(loss.detach())
+    return torch.stack(found)
+
+
+def compare(mesh, *, batch, number=1, **options):
+    """Differences of logits, loss, gradients and parameters after so many steps, between cut and serial model."""
+    serial = make(**options)
+    cut = copy.deepcopy(serial)
+    vit.parallelize(cut, mesh)
+    data, cuts = make_batch(serial, batch), cuts_of(cut)
+    logits = cut(data.images)
+    found = {"logits": difference([logits], [serial(data.images)])}
+    (logits.square().sum() / batch).backward()
+    sum_partial_gradients(cut, cuts, mesh)
+    (serial(data.images).square().sum() / batch).backward()
+    found["gradients through logits"] = _gradients(cut, cuts, mesh, serial)
+    ours = steps(cut, classification(mesh), data, number, lambda: sum_partial_gradients(cut, cuts, mesh))
+    found["loss"] = difference([ours], [steps(serial, losses.classification, data, number)])
+    found["gradients"] = _gradients(cut, cuts, mesh, serial)
+    like = dict(serial.named_parameters())
+    whole = gathered(dict(cut.named_parameters()), cut, cuts, mesh, like)
+    assert list(whole) == list(cuts) == list(like)
+    found["parameters"] = difference(whole.values(), like.values())
+    return found
+
+
+def _gradients(cut, cuts, mesh, serial):
+    like = {name: parameter.grad for name, parameter in serial.named_parameters()}
+    ours = {name: parameter.grad for name, parameter in cut.named_parameters()}
+    return difference(gathered(ours, cut, cuts, mesh, like).values(), like.values())
+
+
+def _compare_all(tensor, cases):
+    mesh = Mesh(ParallelConfig(tensor=tensor).shape())
+    return [compare(mesh, **case) for case in cases]
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_cut_model_equals_the_serial_one(name):
+    single = dict(SMALL, dtype=torch.float32)
+    cases = [dict(SMALL, number=10), LARGER, dict(LARGER, global_pool="token", batch=12, fused=False), single]
+    for found in on_ranks(_compare_all, MESHES[name].size, MESHES[name], cases):
+        for case, differences in zip(cases, found):
+            limit = 1e-5 if case is single else 1e-10
+            assert max(differences.values()) < limit, (case, differences)
+
+
+# -- what is left out shows -----------------------------------------------------------------------------------------
+
+ALONE = {  # what a rank that talks to nobody would have instead
+    "all_reduce": lambda tensor, axis: tensor.clone(),
+    "all_max": lambda tensor, axis: tensor.clone(),
+    "all_gather": lambda tensor, axis, dim=0: torch.cat([tensor] * axis.size, dim),
+    "reduce_scatter": lambda tensor, axis, dim=0: collectives.own_part(tensor, axis, dim).contiguous(),
+    "broadcast": lambda tensor, axis, source: tensor,
+    "reduce_to": lambda tensor, axis, target: tensor,
+}
+
+
+@contextmanager
+def left_out(site, seen):
+    """Collectives with what happens at one site, (function, its caller, axis), left out; those used go into `seen`."""
+
+    def replaced(name, original):
+        def function(tensor, axis, *arguments):
+            caller = sys._getframe(1).f_code
+            here = name, caller.co_qualname, axis.name
+            if axis.size > 1 and caller.co_filename != __file__:
+                seen.add(here)
+            return (ALONE[name] if here == site else original)(tensor, axis, *arguments)
+
+        return function
+
+    originals = {name: getattr(collectives, name) for name in ALONE}
+    for name, original in originals.items():
+        setattr(collectives, name, replaced(name, original))
+    sharding.all_reduce, of_sharding = collectives.all_reduce, sharding.all_reduce
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(collectives, name, original)
+        sharding.all_reduce = of_sharding
+
+
+def _differences_without(tensor):
+    mesh, sites, found = Mesh(ParallelConfig(tensor=tensor).shape()), set(), {}
+    with left_out(None, sites):
+        found["nothing"] = max(compare(mesh, depth=1, **SMALL).values())
+    for site in sorted(sites):
+        with left_out(site, set()):
+            found[site] = max(compare(mesh, depth=1, **SMALL).values())
+    return found
+
+
+SITES = {"1d-2": 5, "2d-4": 14, "2.5d-8": 17, "3d-8": 23}  # kinds of calls, by function, caller and axis
+
+
+@pytest.mark.parametrize("name", ["1d-2", "2d-4", "2.5d-8", "3d-8"])
+def test_every_collective_is_missed_when_it_is_left_out(name):
+    ranks = on_ranks(_differences_without, MESHES[name].size, MESHES[name])
+    largest = {site: max(found[site] for found in ranks) for site in ranks[0]}
+    assert largest.pop("nothing") < 1e-10
+    print(*(f"{difference:9.1e}  {' '.join(site)}" for site, difference in largest.items()), sep="\n")
+    missed = {site for site, difference in largest.items() if difference > 1e-4}
+    assert missed == set(largest)
+    assert len(largest) == SITES[name]
+
+
+# -- no rank holds more than its share ------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The largest storage, in bytes, that an operation returns, but for those that were there before."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.size, self.operation = 0, None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.nbytes() > self.size and storage.data_ptr() not in self.known:
+                    self.size, self.operation = storage.nbytes(), str(func)
+        return result
+
+
+def _largest(tensor, **options):
+    """Elements of the largest storage: of a parameter, saved for backward, ever; and ever if fc1's weight is gathered,
+    or its output."""
+    mesh = Mesh(ParallelConfig(tensor=tensor).shape())
+    batch = options.pop("batch")
+    model = make(**options)
+    data = make_batch(model, batch)
+    vit.parallelize(model, mesh)
+    kept = max(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+    fc1, saved, found = model.blocks[0].mlp.fc1, [], []
+
+    def gather_weight(module, inputs):
+        collectives.all_gather(module.weight.detach(), mesh.axis("model"))
+
+    def gather_output(module, inputs, output):
+        whole(output.detach(), mesh, layouts(mesh.shape)[1])
+
+    def save(tensor):
+        saved.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    for register, hook in (
+        (None, None),
+        (fc1.register_forward_pre_hook, gather_weight),
+        (fc1.register_forward_hook, gather_output),
+    ):
+        handle = register(hook) if register else None
+        with Largest(data.images, data.targets) as largest, torch.autograd.graph.saved_tensors_hooks(save, lambda kept: kept):
+            classification(mesh)(model, data).backward()
+        found.append(largest.size // 8)
+        model.zero_grad()
+        if handle:
+            handle.remove()
+    return kept // 8, max(saved) // 8, *found
+
+
+def _both_largest(tensor):
+    weights = _largest(tensor, embed_dim=64, num_heads=4, batch=4)
+    return weights, _largest(tensor, embed_dim=16, num_heads=4, batch=64)
+
+
+@pytest.mark.parametrize("name, of_weights, of_activations", [("1d-4", 4, 4), ("2d-4", 4, 4), ("2.5d-8", 4, 8)])
+def test_no_rank_holds_more_than_its_share(name, of_weights, of_activations):
+    """Of the largest weight, that of fc1, where it is larger than activations; of its output, where that is."""
+    for weights, activations in on_ranks(_both_largest, MESHES[name].size, MESHES[name]):
+        kept, saved, largest, weight_gathered, _ = weights
+        assert kept == saved == largest == 64 * 256 // of_weights < weight_gathered
+        _, saved, largest, _, output_gathered = activations
+        assert saved == largest == 64 * 5 * 64 // of_activations < output_gathered
+
+
+def test_three_dimensions_keep_an_eighth_and_hold_a_quarter_at_a_time():
+    for weights, activations in on_ranks(_both_largest, 8, MESHES["3d-8"]):
+        kept, saved, largest, weight_gathered, _ = weights
+        assert kept == saved == 64 * 256 // 8 and largest == 64 * 256 // 4 < weight_gathered
+        _, saved, largest, _, output_gathered = activations
+        assert saved == 64 * 5 * 64 // 8 and largest == 64 * 5 * 64 // 4 < output_gathered
+
+
+# -- chance ---------------------------------------------------------------------------------------------------------
+
+
+def _chances(tensor):
+    """Masks put together, of dropout in both layouts and of stochastic depth; and what a model with both does."""
+    mesh = Mesh(ParallelConfig(tensor=tensor).shape())
+    outer, inner = layouts(mesh.shape)
+    torch.manual_seed(5)
+    masks = []
+    for layout, module in (
+        (outer, Dropout(0.25, mesh, outer.axes)),
+        (inner, Dropout(0.25, mesh, inner.axes)),
+        (outer, DropPath(0.25, mesh, outer.batch)),
+    ):
+        ones = torch.ones(256 // vit.parts(mesh.shape, layout.batch), 4, 64 // vit.parts(mesh.shape, layout.features))
+        masks.append(whole(module(ones), mesh, layout))
+    random = collectives.all_gather(torch.rand(1), mesh.axis("model"))
+    model = make(
+        **{key: SMALL[key] for key in ("embed_dim", "num_heads")},
+        **dict.fromkeys(("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"), 0.3),
+        fused=True,
+    )
+    vit.parallelize(model, mesh)
+    data, found = make_batch(model, 8), {}
+    for seed, again in ((7, False), (7, True), (8, False)):
+        torch.manual_seed(seed)
+        model.set_grad_checkpointing(again)
+        model.zero_grad()
+        loss = classification(mesh)(model, data)
+        loss.backward()
+        found[seed, again] = loss.detach(), model.blocks[0].mlp.fc1.weight.grad
+    torch.manual_seed(7)
+    logits = collectives.all_gather(model(data.images).detach()[None], mesh.axis("model"))
+    return masks, random, found, logits
+
+
+@pytest.mark.parametrize("name", ["1d-2", "2d-4", "2.5d-8", "3d-8"])
+def test_chance_agrees_where_ranks_have_the_same_and_differs_where_they_do_not(name):
+    outer, inner = layouts(ParallelConfig(tensor=MESHES[name]).shape())
+    sizes = ParallelConfig(tensor=MESHES[name]).shape()
+    for masks, random, found, logits in on_ranks(_chances, MESHES[name].size, MESHES[name]):
+        assert (random == random[0]).all(), "the default generator is no longer the same on all ranks"
+        assert (logits == logits[0]).all()
+        for layout, mask in zip((outer, inner), masks):
+            blocks = [
+                block
+                for rows in mask.chunk(vit.parts(sizes, layout.batch))
+                for block in rows.chunk(vit.parts(sizes, layout.features), dim=2)
+            ]
+            for number, block in enumerate(blocks):
+                assert block.unique().tolist() == pytest.approx([0, 1 / 0.75])
+                assert block.mean().item() == pytest.approx(1, abs=0.03)
+                assert not any(torch.equal(block, other) for other in blocks[:number])
+        assert (masks[2] == masks[2][:, :1, :1]).all(), "parts of a sample differ in stochastic depth"
+        samples = masks[2][:, 0, 0].chunk(vit.parts(sizes, outer.batch))
+        assert not any(torch.equal(rows, other) for k, rows in enumerate(samples) for other in samples[:k])
+        (loss, grad), (loss_again, grad_again), (other, _) = found.values()
+        assert loss == loss_again and torch.equal(grad, grad_again) and loss != other
+
+
+# -- other references -----------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+def _beside_dtensor():
+    """Output and gradients of an MLP under torch's 1D styles, and under ours: the same parts on the same ranks."""
+    mesh = Mesh(ParallelConfig(tensor=TensorConfig(size=4)).shape())
+    torch.manual_seed(0)
+    theirs = Pair().double()
+    ours, x = copy.deepcopy(theirs), torch.randn(6, 5, 16, dtype=torch.float64)
+    ours.fc1, ours.fc2 = Linear(ours.fc1, mesh, inwards=True), Linear(ours.fc2, mesh, inwards=False)
+    parallelize_module(theirs, init_device_mesh("cpu", (4,)), {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
+    found = []
+    for model in (ours, theirs):
+        own = x.clone().requires_grad_()
+        y = model(own)
+        y.square().sum().backward()
+        grads = [getattr(parameter.grad, "_local_tensor", parameter.grad) for parameter in model.parameters()]
+        found.append([y.detach(), own.grad, *grads])
+    return found
+
+
+def test_one_dimension_equals_torchs_own_styles():
+    for ours, theirs in on_ranks(_beside_dtensor, 4):
+        assert len(ours) == len(theirs) == 6
+        assert difference(ours, theirs) < 1e-12
+
+
+def _half(tensor):
+    mesh = Mesh(ParallelConfig(tensor=tensor).shape())
+    serial = make(embed_dim=16, num_heads=4, dtype=torch.float32)
+    cut = copy.deepcopy(serial)
+    vit.parallelize(cut, mesh)
+    images, types = torch.randn(4, 3, 8, 8), set()
+    for module in cut.modules():
+        if isinstance(module, Linear):
+            module.register_forward_hook(lambda module, inputs, output: types.add(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = cut(images), serial(images)
+    ours.float().square().sum().backward()
+    grads = {parameter.grad.dtype for parameter in cut.parameters()}
+    return difference([ours.float()], [theirs.float()]), types, grads
+
+
+@pytest.mark.parametrize("name", ["1d-2", "2d-4", "3d-8"])
+def test_autocast_reaches_the_products_and_the_gradients_stay_single(name):
+    for found, types, grads in on_ranks(_half, MESHES[name].size, MESHES[name]):
+        assert found < 0.05 and types == {torch.bfloat16} and grads == {torch.float32}
+
+
+# -- what cannot be cut ---------------------------------------------------------------------------------------------
+
+B32 = vit.Dimensions(embed_dim=768, num_heads=12, mlp_dim=3072, num_classes=1000, patch_features=3072)
+
+
+@pytest.mark.parametrize(
+    "tensor, dimensions, batch, sentence",
+    [
+        (TensorConfig(size=8), B32, 8, "has 12 attention heads, and tensor 8 cuts them into 8 equal parts"),
+        (TensorConfig(size=3), B32, 8, "has 1000 classes, and tensor 3 cuts .*: change --model.num_classes, or --par"),
+        (TensorConfig(mode="3d", size=8), B32, 6, "--data.micro_batch_size is 6, and x 2 × y 2 × z 2 .* such as 8"),
+        (TensorConfig(mode="2.5d", size=8, depth=2), B32, 2, "cuts each batch into 4: expected a multiple of 4"),
+        (TensorConfig(mode="2d", size=4), dataclasses.replace(B32, embed_dim=771), 4, "has 771 features"),
+        (TensorConfig(size=4), dataclasses.replace(B32, mlp_dim=770), 4, "has 770 features inside its MLPs"),
+        (TensorConfig(size=4), dataclasses.replace(B32, patch_features=75), 4, "has 75 numbers per patch"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_numbers(tensor, dimensions, batch, sentence):
+    shape = ParallelConfig(tensor=tensor).shape()
+    with pytest.raises(ValueError, match=sentence):
+        vit.check(dimensions, shape, batch)
+    vit.check(B32, ParallelConfig(tensor=TensorConfig(mode="3d", size=8)).shape(), 4)
