@@ -66,15 +66,21 @@ def token_labeling(model: nn.Module, batch: TokenBatch, *, cls_weight: float, de
     forward_train: Callable[..., tuple[Tensor, Tensor]] = getattr(model, "forward_train")
     logits, token_logits = forward_train(batch.images, mix_box=batch.mix_box)
     loss = soft_target_cross_entropy(logits, mixed_targets(batch.targets, batch.mix_box, token_logits.shape[1]))
-    token_targets = batch.targets[:, None] if batch.token_targets is None else batch.token_targets
-    if token_targets.shape[1] not in (1, token_logits.shape[1]):
-        raise ValueError(
-            f"The model gives logits of {token_logits.shape[1]} tokens, expected {token_targets.shape[1]}: token "
-            "labels need a model with one for each 16 × 16 pixels."
-        )
     log_probabilities = _at_least_float32(token_logits).log_softmax(dim=2)
-    dense = -(token_targets.to(log_probabilities.dtype) * log_probabilities).sum() / token_logits.shape[1]
+    token_targets = targets_of_tokens(batch, token_logits.shape[1]).to(log_probabilities.dtype)
+    dense = -(token_targets * log_probabilities).sum() / token_logits.shape[1]
     return cls_weight * loss + dense_weight * dense
+
+
+def targets_of_tokens(batch: TokenBatch, num_tokens: int) -> Tensor:
+    """(B, N, K), or (B, 1, K) for all tokens of an image alike; ValueError if they are of another number of tokens."""
+    targets = batch.targets[:, None] if batch.token_targets is None else batch.token_targets
+    if targets.shape[1] not in (1, num_tokens):
+        raise ValueError(
+            f"The model gives logits of {num_tokens} tokens, expected {targets.shape[1]}: token labels need a model "
+            "with one for each 16 × 16 pixels."
+        )
+    return targets
 
 
 def mixed_targets(targets: Tensor, mix_box: tuple[int, int, int, int] | None, num_tokens: int) -> Tensor:

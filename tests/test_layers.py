@@ -86,6 +86,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "largebatch.parallel.tensor": PARALLEL,
     "largebatch.parallel.loss": PARALLEL | {"largebatch.losses", "largebatch.parallel.tensor"},
+    "largebatch.parallel.volo": PARALLEL
+    | {"largebatch.losses", "largebatch.parallel.tensor", "largebatch.parallel.loss", "zoo.volo"},
     "largebatch.parallel.vit": PARALLEL | {"largebatch.parallel.tensor", "zoo.vit"},
     "largebatch.parallel.pipeline": {
         *("largebatch.parallel." + name for name in ("shape", "mesh", "collectives")),
@@ -94,7 +96,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.parallel.sequence": PARALLEL | {"largebatch.parallel.tensor", "zoo.vit"},
     # the run
     "largebatch.parallel.replica": {
-        *(GROUND | PARTS | {"largebatch.engine", "zoo.vit"}),
+        *(GROUND | PARTS | {"largebatch.engine", "zoo.vit", "zoo.volo"}),
         "largebatch.parallel.*",
     },
     "largebatch.engine": GROUND | PARTS,
@@ -129,6 +131,7 @@ ALLOWED: dict[str, set[str]] = {
         *("zoo", "zoo.vit", "zoo.volo"),
     },
     "largebatch.benchmark.step": BELOW_PROGRAMS | {"largebatch.benchmark.measure", "largebatch.benchmark.model"},
+    "largebatch.benchmark.parallel": BELOW_PROGRAMS | {"largebatch.benchmark.measure", "largebatch.parallel.replica"},
     "largebatch.benchmark.scaling": set(),
     "largebatch.benchmark.loader": DATA | {"largebatch.benchmark.measure", "zoo._torchvision"},
     # the doctor imports nothing that could be broken
@@ -160,8 +163,8 @@ OWNERS = {
     "torch.utils.tensorboard": {"largebatch.hooks"},
     "mpi4py": {"largebatch.comm", "largebatch.pack", "largebatch.doctor.exchange"},
     "torch.distributed": {  # launcher: the store alone
-        *("largebatch.launcher", "largebatch.benchmark.step", "largebatch.parallel.mesh"),
-        *("largebatch.parallel." + name for name in ("collectives", "pipeline", "sequence", "replica")),
+        *("largebatch.launcher", "largebatch.benchmark.step", "largebatch.benchmark.parallel"),
+        *("largebatch.parallel." + name for name in ("mesh", "collectives", "pipeline", "replica", "sequence")),
     },
     "timm": {"zoo.teacher", "zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),

@@ -142,7 +142,7 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop.p if self.training else 0.0)
         else:
             y = self.attn_drop((q * self.scale @ k.transpose(-2, -1)).softmax(dim=-1)) @ v
-        return self.proj(y.transpose(1, 2).reshape(x.shape))
+        return self.proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
 
 
 class ClassAttention(nn.Module):
@@ -355,10 +355,7 @@ class VOLO(nn.Module):
         if self.aux_head is None:
             raise ValueError("forward_train needs heads, and this VOLO was built with num_classes=0")
         x = self.forward_features(images, mix_box)
-        cells = self.aux_head(x[:, 1:])
-        if mix_box is not None:
-            side = images.shape[-1] // CELL
-            cells = mix(cells.unflatten(1, (-1, side)), mix_box).flatten(1, 2)
+        cells = mix_back(self.aux_head(x[:, 1:]), mix_box, images.shape[-1] // CELL)
         return self.head(self.head_drop(x[:, 0])), cells
 
 
@@ -369,6 +366,11 @@ def mix(grid: Tensor, box: MixBox, *, cells: int = 1) -> Tensor:
     mixed = grid.clone()
     mixed[:, top:bottom, left:right] = grid.flip(0)[:, top:bottom, left:right]
     return mixed
+
+
+def mix_back(cells: Tensor, box: MixBox | None, side: int) -> Tensor:
+    """Cells (B, N, K), `side` per row, each back to the image that it is of, after a `mix` by the same box."""
+    return cells if box is None else mix(cells.unflatten(1, (-1, side)), box).flatten(1, 2)
 
 
 def _init_weights(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from largebatch.comm import Communicator
 from largebatch.engine import Objective, Replica, Trainer
 from largebatch.optim import Lamb
 from largebatch.parallel import mesh as meshes
-from largebatch.parallel import pipeline, sequence, vit
+from largebatch.parallel import pipeline, sequence, vit, volo
 from largebatch.parallel.collectives import gather_objects
 from largebatch.parallel.lamb import ShardedLamb, global_norm
 from largebatch.parallel.loss import classification, cross_entropy
@@ -35,6 +36,7 @@ from largebatch.parallel.tensor import layouts, parts
 from largebatch.parallel.zero import Sharding, state_bytes
 from largebatch.precision import autocast
 from zoo.vit import VisionTransformer
+from zoo.volo import VOLO
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +91,9 @@ class Divided(Replica):
         self._device = next(model.parameters()).device
         self.serial = copy.deepcopy(model).to("meta")
         self.cuts_tensors = parts(shape, shape.tensor) > 1
+        self.is_vit = isinstance(model, VisionTransformer)
         if self.cuts_tensors:
-            vit.parallelize(model, self.mesh)
+            (vit if self.is_vit else volo).parallelize(model, self.mesh)
         if config.sequence > 1:
             sequence.parallelize(model, self.mesh)
         self.pipeline = Pipeline(model, self.mesh, config, self._loss) if config.pipeline > 1 else None
@@ -114,8 +117,12 @@ class Divided(Replica):
             optimizer.sharding = self.sharding
 
     def objective(self, serial: Objective) -> Objective:
-        """Replica's."""
-        return classification(self.mesh) if self.cuts_tensors else serial
+        """Replica's: from parts of the logits, where no rank has them whole."""
+        if not self.cuts_tensors:
+            return serial
+        if isinstance(serial, partial):  # `losses.token_labeling` and its weights
+            return volo.token_labeling(self.mesh, **serial.keywords)
+        return classification(self.mesh) if self.is_vit else serial
 
     def describe(self, optimizer: Optimizer) -> list[str]:
         """Replica's: stages, and the memory of the optimizer's state."""
@@ -226,13 +233,16 @@ class Divided(Replica):
         return None if own is None else local(whole, self.cuts.get(name, WHOLE), self.mesh).view_as(own).to(own.device)
 
 
-def check(config: ParallelConfig, model: nn.Module, *, batch_size: int) -> None:
+def check(config: ParallelConfig, model: Any, *, batch_size: int) -> None:
     """ValueError, one sentence with the numbers, for a model or a micro-batch that cannot be cut so."""
     shape = config.shape()
     if shape.size == 1:
         return
-    if not isinstance(model, VisionTransformer):
-        raise ValueError(f"--parallel {shape} cuts ViTs, and this model is a {type(model).__name__}: leave it out.")
+    if isinstance(model, VOLO):
+        if config.pipeline * config.sequence > 1:
+            raise ValueError(f"--parallel is {shape}, and VOLO is cut over tensor axes alone: set --parallel.tensor.")
+        volo.check(volo.Dimensions.of(model), shape)
+        return
     if parts(shape, shape.tensor) > 1:
         vit.check(vit.Dimensions.of(model), shape, batch_size)
     if config.sequence > 1:

@@ -57,6 +57,15 @@ def parts(shape: Shape, axes: tuple[str, ...]) -> int:
     return block(shape.sizes, dict.fromkeys(shape.sizes, 0), axes)[1]
 
 
+def check_parts(shape: Shape, what: str, value: int, number: int, option: str = "") -> None:
+    """ValueError, one sentence, if the shape cuts `value` of something into `number` parts that are not equal."""
+    if value % number:
+        raise ValueError(
+            f"The model has {value} {what}, and {shape} cuts them into {number} equal parts, which do not exist: "
+            f"change {option}--parallel.tensor.size or mode."
+        )
+
+
 def own_block(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Tensor:
     """A view of this rank's block, along `dim`, of what all ranks have alike."""
     index, number = mesh.block(axes)

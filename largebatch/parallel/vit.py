@@ -21,6 +21,7 @@ from largebatch.parallel.tensor import (
     LayerNorm,
     Layout,
     Linear,
+    check_parts,
     layouts,
     own_block,
     parts,
@@ -63,18 +64,11 @@ def _check_dimensions(dimensions: Dimensions, shape: Shape) -> None:
     for axes in (outer.features, inner.features):
         linear = max(linear, parts(shape, axes + (("x",) if "x" in shape.sizes else ())))
     heads = parts(shape, inner.features)
-    for what, value, number, option in (
-        ("attention heads", dimensions.num_heads, heads, "--parallel.tensor.size or mode"),
-        ("features", dimensions.embed_dim, linear, "--parallel.tensor.size or mode"),
-        ("features inside its MLPs", dimensions.mlp_dim, linear, "--parallel.tensor.size or mode"),
-        ("numbers per patch", dimensions.patch_features, linear, "--parallel.tensor.size or mode"),
-        ("classes", dimensions.num_classes, heads, "--model.num_classes, or --parallel.tensor.size or mode"),
-    ):
-        if value % number:
-            raise ValueError(
-                f"The model has {value} {what}, and {shape} cuts them into {number} equal parts, which do not exist: "
-                f"change {option}."
-            )
+    check_parts(shape, "attention heads", dimensions.num_heads, heads)
+    check_parts(shape, "features", dimensions.embed_dim, linear)
+    check_parts(shape, "features inside its MLPs", dimensions.mlp_dim, linear)
+    check_parts(shape, "numbers per patch", dimensions.patch_features, linear)
+    check_parts(shape, "classes", dimensions.num_classes, heads, "--model.num_classes, or ")
 
 
 def parallelize(model: VisionTransformer, mesh: Mesh) -> None:
@@ -161,3 +155,18 @@ class PatchEmbed(nn.Module):
         channel, row, column = torch.unravel_index(own_block(pixels, self.mesh, inner.features, 0), flat)
         grid = own_block(images, self.mesh, inner.batch, 0).unflatten(3, (width, -1)).unflatten(2, (height, -1))
         return self.proj(grid[:, channel, :, row, :, column].flatten(2).permute(1, 2, 0))
+
+
+class Predictor(nn.Module):
+    """A cut model for batches of any size, such as the last one of an evaluation: filled up with black images."""
+
+    def __init__(self, model: VisionTransformer, mesh: Mesh) -> None:
+        super().__init__()
+        self.model = model
+        self.multiple = parts(mesh.shape, layouts(mesh.shape)[0].batch)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (B, 3, H, W), replicated -> logits (B, K), replicated."""
+        missing = -len(images) % self.multiple
+        filled = torch.cat([images, images.new_zeros(missing, *images.shape[1:])]) if missing else images
+        return self.model(filled)[: len(images)]

@@ -1,0 +1,103 @@
+"""VOLO cut in place in one dimension: its attentions by heads, its MLPs by hidden features, its heads by classes.
+
+Everything between them is whole on every rank, and so are the stem, the step between its two grids, norms and position
+embeddings: 3 % of D1's parameters and 1 % of D5's. For the same reason no other mode is offered: convolutions and batch
+norm want all features of all images, in which the other modes cut activations.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from largebatch.losses import TokenBatch, mixed_targets, targets_of_tokens
+from largebatch.parallel import collectives
+from largebatch.parallel.loss import cross_entropy
+from largebatch.parallel.mesh import Mesh
+from largebatch.parallel.shape import Shape
+from largebatch.parallel.tensor import Dropout, Head, Linear, check_parts
+from zoo.volo import CELL, VOLO, Attention, Block, OutlookAttention, mix_back
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """What of a VOLO is cut."""
+
+    heads: frozenset[int]  # of all its attentions
+    mlp_dims: frozenset[int]
+    num_classes: int
+
+    @classmethod
+    def of(cls, model: VOLO) -> "Dimensions":
+        """Those of a whole model."""
+        blocks: list[Any] = [module for module in model.modules() if isinstance(module, Block)]
+        heads = frozenset(block.attn.num_heads for block in blocks)
+        return cls(heads, frozenset(block.mlp.fc1.out_features for block in blocks), model.num_classes)
+
+
+def check(dimensions: Dimensions, shape: Shape) -> None:
+    """ValueError, one sentence, if a VOLO cannot be cut so."""
+    if "tensor" not in shape.sizes:
+        raise ValueError(
+            f"--parallel.tensor.mode cuts images and features ({shape}), of which VOLO's convolutions and batch norm "
+            "want all: set mode 1d, the only one that VOLO has, or take a ViT."
+        )
+    number = shape.sizes["tensor"]
+    for heads in sorted(dimensions.heads):
+        check_parts(shape, "attention heads", heads, number)
+    for mlp_dim in sorted(dimensions.mlp_dims):
+        check_parts(shape, "features inside its MLPs", mlp_dim, number)
+    check_parts(shape, "classes", dimensions.num_classes, number, "--model.num_classes, or ")
+
+
+def parallelize(model: VOLO, mesh: Mesh) -> None:
+    """Cut a whole model, the same on all ranks of the mesh, in place; ValueError for one that cannot be."""
+    check(Dimensions.of(model), mesh.shape)
+    for module in list(model.modules()):
+        if isinstance(module, Block):
+            cut_block(module, mesh)
+    for name in ("head", "aux_head"):
+        setattr(model, name, Head(getattr(model, name), mesh, inwards=True))
+
+
+def cut_block(block: Any, mesh: Mesh) -> None:
+    """Cut one block of any kind."""
+    attn, mlp, axis = block.attn, block.mlp, mesh.axis("tensor")
+    if isinstance(block.attn, Attention):
+        attn.qkv = Linear(attn.qkv, mesh, inwards=True, pieces=3)
+    else:
+        for name in ("v", "attn") if isinstance(attn, OutlookAttention) else ("q", "kv"):
+            pieces = 2 if name == "kv" else 1
+            setattr(attn, name, _Branch(getattr(attn, name), mesh, inwards=True, pieces=pieces))
+        attn.register_forward_pre_hook(lambda module, inputs: (collectives.copy(inputs[0], axis),))
+    attn.num_heads //= axis.size
+    attn.proj = Linear(attn.proj, mesh, inwards=False)
+    if attn.attn_drop.p:
+        attn.attn_drop = Dropout(attn.attn_drop.p, mesh, ("tensor",))
+        if isinstance(attn, Attention):
+            attn.fused_attn = False  # see vit.py
+    mlp.fc1, mlp.fc2 = Linear(mlp.fc1, mesh, inwards=True), Linear(mlp.fc2, mesh, inwards=False)
+
+
+def token_labeling(mesh: Mesh, *, cls_weight: float, dense_weight: float) -> Callable[[Any, TokenBatch], Tensor]:
+    """The objective `losses.token_labeling` of a cut VOLO: no rank holds all classes' logits of the cells."""
+
+    def objective(model: Any, batch: TokenBatch) -> Tensor:
+        x = model.forward_features(batch.images, batch.mix_box)
+        logits = model.head.parts(model.head_drop(x[:, 0]))
+        cells = mix_back(model.aux_head.parts(x[:, 1:]), batch.mix_box, batch.images.shape[-1] // CELL)
+        num_tokens = cells.shape[1]
+        loss = cross_entropy(logits, mixed_targets(batch.targets, batch.mix_box, num_tokens), mesh)
+        dense = cross_entropy(cells, targets_of_tokens(batch, num_tokens), mesh) / num_tokens
+        return cls_weight * loss + dense_weight * dense
+
+    return objective
+
+
+class _Branch(Linear):
+    """A layer inwards of which there are several after one `collectives.copy`, or whose weight is used by itself."""
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
