@@ -93,10 +93,7 @@ ALLOWED: dict[str, set[str]] = {
         *("largebatch.parallel." + name for name in ("shape", "mesh", "collectives")),
         "zoo.vit",
     },
-    "largebatch.parallel.sequence": {
-        *("largebatch.parallel." + name for name in ("mesh", "collectives", "sharding")),
-        "zoo.vit",
-    },
+    "largebatch.parallel.sequence": PARALLEL | {"largebatch.parallel.tensor", "zoo.vit"},
     # the run
     "largebatch.parallel.replica": {
         *(GROUND | PARTS | {"largebatch.engine", "zoo.vit", "zoo.volo"}),

@@ -154,7 +154,6 @@ def _remove(model: nn.Module, name: str) -> None:
         setattr(owner, last, nn.Identity())
     else:
         setattr(owner, last, None)
-        getattr(owner, "cuts", {}).pop(last, None)
 
 
 # -- the pipeline -------------------------------------------------------------------------------------------------

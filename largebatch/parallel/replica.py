@@ -245,6 +245,8 @@ def check(config: ParallelConfig, model: Any, *, batch_size: int) -> None:
         return
     if parts(shape, shape.tensor) > 1:
         vit.check(vit.Dimensions.of(model), shape, batch_size)
+    if config.sequence > 1:
+        sequence.check(model, config.sequence)
     if config.pipeline > 1:
         pipeline.check(config, depth=len(model.blocks), batch_size=batch_size)
 

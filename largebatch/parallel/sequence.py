@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from largebatch.parallel.collectives import part, reduce
 from largebatch.parallel.mesh import Axis, Mesh
 from largebatch.parallel.sharding import cuts_of
+from largebatch.parallel.tensor import Dropout
 from zoo.vit import VisionTransformer
 
 # -- the ring -----------------------------------------------------------------------------------------------------
@@ -192,25 +193,6 @@ class MeanToken(nn.Module):
         return mean.expand(-1, self.prefix + 1, -1)
 
 
-class TokenDropout(nn.Module):
-    """Dropout of tokens of which each rank has its own: ranks draw apart, and again the same when recomputing.
-
-    All ranks draw all seeds from the common generator, which so stays the same on all of them.
-    """
-
-    def __init__(self, p: float, axis: Axis) -> None:
-        super().__init__()
-        self.p, self.axis = p, axis
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return x
-        seeds = torch.randint(2**62, (self.axis.size,))
-        generator = torch.Generator(x.device).manual_seed(int(seeds[self.axis.index]))
-        kept = torch.empty_like(x).bernoulli_(1 - self.p, generator=generator)
-        return x * kept.div_(1 - self.p)
-
-
 def check(model: nn.Module, size: int) -> None:
     """ValueError, one sentence, if the tokens of a model cannot be cut over `size` ranks."""
     option = f"--parallel.sequence is {size}"
@@ -223,14 +205,15 @@ def check(model: nn.Module, size: int) -> None:
         raise ValueError(f"{option}, and the model has {length} tokens: expected at most one rank per token.")
     if model.global_pool not in ("token", "avg"):
         raise ValueError(f"{option}, which expects a model that pools by token or avg, and it has {model.global_pool}.")
-    if any(getattr(getattr(block.attn, "attn_drop", None), "p", 0.0) for block in model.blocks):
+    blocks: Any = model.blocks
+    if any(_rate(block.attn.attn_drop) for block in blocks):
         raise ValueError(
             f"{option}, and the ring has no dropout between scores and values: set --model.attn_drop_rate 0."
         )
 
 
 def parallelize(model: VisionTransformer, mesh: Mesh) -> None:
-    """Cut the tokens of a model, in place, behind its embedding; before it is cut into pipeline stages.
+    """Cut the tokens of a model, in place, behind its embedding; after its matrices, before its stages are cut.
 
     Embedding and head work on all ranks alike, so do their gradients; those of blocks and norm are summands
     (`sharding.sum_partial_gradients`). ValueError: see `check`.
@@ -239,18 +222,28 @@ def parallelize(model: VisionTransformer, mesh: Mesh) -> None:
     check(model, axis.size)
     length = model.patch_embed.num_patches + model.num_prefix_tokens
     model.add_module("patch_drop", CutTokens(axis))
-    for block in model.blocks:
+    blocks: Any = model.blocks
+    for block in blocks:
         block.attn = RingAttention(block.attn, axis, length)
-        for owner in list(block.modules()):
-            for name, module in list(owner.named_children()):
-                if isinstance(module, nn.Dropout) and module.p:
-                    owner.add_module(name, TokenDropout(module.p, axis))
+        for owner, name in ((block.attn, "proj_drop"), (block.mlp, "drop1"), (block.mlp, "drop2")):
+            owner.add_module(name, _dropout(getattr(owner, name), mesh))
     for module in (model.norm_pre, model.blocks, model.norm):
         _mark_partial(module)
     if model.global_pool == "token":
         model.fc_norm = ClassToken(axis)
     else:
         model.norm = MeanToken(axis, length, model.num_prefix_tokens)
+
+
+def _rate(dropout: Any) -> float:
+    return dropout.rate if isinstance(dropout, Dropout) else dropout.p
+
+
+def _dropout(dropout: Any, mesh: Mesh) -> nn.Module:
+    """What draws apart for the tokens of each rank, and for what else it was cut along."""
+    if not _rate(dropout):
+        return dropout
+    return Dropout(_rate(dropout), mesh, ("sequence", *getattr(dropout, "axes", ())))
 
 
 def _mark_partial(module: nn.Module) -> None:

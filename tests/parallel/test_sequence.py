@@ -8,12 +8,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from largebatch.losses import soft_target_cross_entropy
+from largebatch.parallel import vit
 from largebatch.parallel.collectives import all_gather
 from largebatch.parallel.mesh import Mesh
 from largebatch.parallel.pipeline import Pipeline
 from largebatch.parallel.sequence import check, parallelize, ring_attention, tokens_per_rank
-from largebatch.parallel.shape import ParallelConfig
-from largebatch.parallel.sharding import cuts_of, sum_partial_gradients
+from largebatch.parallel.shape import ParallelConfig, TensorConfig
+from largebatch.parallel.sharding import cuts_of, local, sum_partial_gradients
 from zoo.vit import VisionTransformer
 
 SIZES = [2, 3, 4]
@@ -129,7 +130,7 @@ def test_no_rank_holds_all_keys_or_a_map_of_all_tokens_and_sends_what_it_should(
 def build(*, pool="token", grad_checkpointing=False, **rates):
     """50 tokens."""
     torch.manual_seed(1)
-    options = {"img_size": 112, "patch_size": 16, "num_classes": 5, "embed_dim": 24, "depth": 3, "num_heads": 3}
+    options = {"img_size": 112, "patch_size": 16, "num_classes": 6, "embed_dim": 24, "depth": 3, "num_heads": 4}
     model = VisionTransformer(**options, global_pool=pool, **rates).double()
     model.set_grad_checkpointing(grad_checkpointing)
     return model
@@ -138,7 +139,7 @@ def build(*, pool="token", grad_checkpointing=False, **rates):
 def batch():
     generator = torch.Generator().manual_seed(9)
     images = torch.randn(4, 3, 112, 112, dtype=torch.float64, generator=generator)
-    return images, torch.rand(4, 5, dtype=torch.float64, generator=generator).softmax(dim=1)
+    return images, torch.rand(4, 6, dtype=torch.float64, generator=generator).softmax(dim=1)
 
 
 def gradients(model):
@@ -227,6 +228,28 @@ def test_a_pipeline_of_rings_equals_the_whole_model():
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-10, msg=lambda t: f"{name}: {t}")
     assert not names[0] & names[1] and names[0] | names[1] == set(expected)
+
+
+def _cut_matrices(config):
+    mesh = Mesh(config.shape())
+    model, whole = build(), build()
+    vit.parallelize(model, mesh)
+    parallelize(model, mesh)
+    logits = train(model, *batch())
+    cuts = cuts_of(model)
+    sum_partial_gradients(model, cuts, mesh)
+    expected = train(whole, *batch())
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+    for name, gradient in gradients(whole).items():
+        found = model.get_parameter(name).grad
+        own = local(gradient, cuts[name], mesh).view_as(found)
+        torch.testing.assert_close(found, own, rtol=1e-10, atol=1e-10, msg=lambda text: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("mode, size", [("1d", 2), ("2d", 4)])
+def test_rings_of_a_model_whose_matrices_are_cut_equal_the_whole_model(mode, size):
+    config = ParallelConfig(sequence=2, tensor=TensorConfig(mode=mode, size=size))
+    on_ranks(_cut_matrices, 2 * size, config)
 
 
 def test_autocast_takes_half_precision_around_the_ring():
