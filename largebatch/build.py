@@ -38,7 +38,7 @@ from largebatch.data.randaugment import parse as parse_policy
 from largebatch.data.sources import open_source
 from largebatch.data.token_labels import CELL
 from largebatch.ema import Ema, check_half_life
-from largebatch.engine import Hook, Trainer, TrainState
+from largebatch.engine import Hook, Replica, Trainer, TrainState
 from largebatch.losses import classification, token_labeling
 from largebatch.optim import build_optimizer, can_compile, init_state
 from largebatch.precision import choose_precision, computes
@@ -186,30 +186,54 @@ def build_trainer(config: TrainConfig, comm: Communicator, signals: Signals | No
             num_ranks=comm.data_size,
         )
         logger.info(
-            "global batch %d = %d %s × %d micro-batch × %d passes",
+            "global batch %d = %d ranks%s × %d micro-batch × %d passes",
             config.data.global_batch_size,
-            comm.data_size,
-            "ranks" if comm.model_size == 1 else f"replicas of {comm.model_size} ranks ({config.parallel.shape()})",
+            comm.size,
+            "" if comm.model_size == 1 else f" / {comm.model_size} to a replica ({config.parallel.shape()})",
             config.data.micro_batch_size,
             passes,
         )
     train, held_out = open_data(config, comm, "train"), open_data(config, comm, "validation")
     impl = lamb_impl(comm, device) if config.optim.name == "lamb" else None
     weights = find_weights(config.model.weights, comm)[0] if config.model.weights else None
+    make_optimizer = partial(_optimizer, config, impl=impl)
+    if divides(config):
+        from largebatch.parallel.replica import start  # imported by those alone who need it
+
+        start(comm, device)
     with comm.together("building"):
         model = build_model(config, device, weights=weights)
         if config.run.compile:
             compile_model(model, device, comm)
-        optimizer = comm.wrap(
-            _optimizer(config, model, impl=impl), model, passes=passes, compression=config.run.compression
-        )
+        replica = _replica(config, model, make_optimizer)
+        optimizer = replica.optimizer(make_optimizer(model))
+        optimizer = comm.wrap(optimizer, model, passes=passes, compression=config.run.compression)
+        replica.bind(model, optimizer)
         init_state(optimizer)
-        trainer = _assemble(config, comm, model=model, optimizer=optimizer, train=train, held_out=held_out)
+        trainer = _assemble(config, comm, replica, model=model, optimizer=optimizer, train=train, held_out=held_out)
         trainer.hooks = _hooks(config, trainer.plan, model, signals)
+    for line in replica.describe(optimizer):
+        logger.info("%s", line)
     average = next((hook.model for hook in trainer.hooks if isinstance(hook, Ema)), None)
     if not checkpoint.resume(config, trainer, average=average):
         comm.broadcast_model(trainer.model)
     return trainer
+
+
+def divides(config: TrainConfig) -> bool:
+    """Whether ranks share a model, or its optimizer's state."""
+    return config.parallel.shape().size > 1 or bool(config.parallel.zero)
+
+
+def _replica(config: TrainConfig, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> Replica:
+    """The replica of this rank; cuts the model in place if ranks share it."""
+    if not divides(config):
+        return Replica()
+    from largebatch.parallel.replica import Divided
+
+    return Divided(
+        config.parallel, model, batch_size=config.data.micro_batch_size, make_optimizer=make_optimizer
+    )
 
 
 def lamb_impl(comm: Communicator, device: torch.device) -> str:
@@ -239,7 +263,14 @@ def compile_model(model: nn.Module, device: torch.device, comm: Communicator) ->
 
 
 def _assemble(
-    config: TrainConfig, comm: Communicator, *, model: nn.Module, optimizer: Optimizer, train: Index, held_out: Index
+    config: TrainConfig,
+    comm: Communicator,
+    replica: Replica,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    train: Index,
+    held_out: Index,
 ) -> Trainer:
     device = next(model.parameters()).device
     plan = build_plan(config, train)
@@ -271,7 +302,8 @@ def _assemble(
     return Trainer(
         comm=comm,
         model=model,
-        objective=build_objective(config, model),
+        objective=replica.objective(build_objective(config, model)),
+        replica=replica,
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled="fp16" in (config.run.precision, config.run.compression)),
         base_lr=_peak_lr(config),
@@ -365,7 +397,7 @@ def _images(config: TrainConfig, option: str, num_samples: int, run_images: int 
     return images
 
 
-def _optimizer(config: TrainConfig, model: nn.Module, *, impl: str | None) -> Optimizer:
+def _optimizer(config: TrainConfig, model: nn.Module, impl: str | None) -> Optimizer:
     o = config.optim
     return build_optimizer(
         model,

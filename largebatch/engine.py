@@ -52,8 +52,26 @@ class StepOutput:
     images: int  # size of the global batch
 
 
+Objective = Callable[[nn.Module, Augmented], Tensor]  # sum of the losses of a micro-batch
+
+
 class Replica:
     """One copy of the model and what works on it: here, whole on one rank. largebatch.parallel divides it."""
+
+    def optimizer(self, serial: Optimizer) -> Optimizer:
+        """What trains this copy, given what would train it whole."""
+        return serial
+
+    def bind(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Tell the optimizer, wrapped by now, whose parameters it has."""
+
+    def objective(self, serial: Objective) -> Objective:
+        """The objective of this copy, given that of a whole model."""
+        return serial
+
+    def describe(self, optimizer: Optimizer) -> list[str]:
+        """Lines for the log; every rank calls it."""
+        return []
 
     def run_pass(self, trainer: "Trainer", batch: Augmented, weight: float) -> Tensor:
         """Add the gradients of a micro-batch's summed loss × `weight` to those there are; that number, 0-d."""
@@ -128,7 +146,7 @@ class Trainer:
 
     comm: Communicator
     model: nn.Module
-    objective: Callable[[nn.Module, Augmented], Tensor]  # sum of the losses of a micro-batch
+    objective: Objective
     optimizer: Optimizer  # wrapped by comm.wrap
     scaler: torch.amp.GradScaler
     base_lr: float

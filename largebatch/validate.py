@@ -36,6 +36,7 @@ from largebatch.data.records import atomic_file
 from largebatch.engine import count_batch, tally
 from largebatch.evaluation import tally_fitting
 from largebatch.losses import COUNTS, LISTED_COUNTS, count_listed
+from largebatch.parallel.shape import ParallelConfig
 from largebatch.recipes import RECIPES, choose
 from zoo import load_weights
 
@@ -97,6 +98,7 @@ def read(argv: Sequence[str], flags: Flags) -> TrainConfig:
     if run:
         words = ["--config", str(run / "config.yaml"), "--run.folder", str(run), "--model.weights=", *words]
     config = parse(words, choose_recipe=defaults, prog="python -m largebatch.validate", description=__doc__)
+    config.parallel = ParallelConfig()  # a checkpoint is of the whole model, which each rank has here
     if not run and not config.model.weights:
         raise ValueError("There is nothing to validate: give a run folder, or --model, --init-from FILE and --data.")
     if flags.ema and config.model.weights:

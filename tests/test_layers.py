@@ -93,7 +93,15 @@ ALLOWED: dict[str, set[str]] = {
         *("largebatch.parallel." + name for name in ("shape", "mesh", "collectives")),
         "zoo.vit",
     },
+    "largebatch.parallel.sequence": {
+        *("largebatch.parallel." + name for name in ("mesh", "collectives", "sharding")),
+        "zoo.vit",
+    },
     # the run
+    "largebatch.parallel.replica": {
+        *(GROUND | PARTS | {"largebatch.engine", "zoo.vit", "zoo.volo"}),
+        "largebatch.parallel.*",
+    },
     "largebatch.engine": GROUND | PARTS,
     "largebatch.checkpoint": GROUND | PARTS | {"largebatch.engine", "zoo"},
     "largebatch.curves": set(),
@@ -109,7 +117,8 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.recipes.vit": {"largebatch.config"},
     "largebatch.recipes.volo": {"largebatch.config"},
     "largebatch.recipes.cifar": {"largebatch.config"},
-    "largebatch.build": GROUND | PARTS | RUN | {"largebatch.recipes", "zoo"},
+    "largebatch.recipes.hybrid": {"largebatch.config", "largebatch.parallel.shape", "largebatch.recipes.cifar"},
+    "largebatch.build": GROUND | PARTS | RUN | {"largebatch.recipes", "zoo", "largebatch.parallel.replica"},
     # programs: everything below, but not one another
     "largebatch.train": BELOW_PROGRAMS,
     "largebatch.validate": BELOW_PROGRAMS,
@@ -125,6 +134,7 @@ ALLOWED: dict[str, set[str]] = {
         *("zoo", "zoo.vit", "zoo.volo"),
     },
     "largebatch.benchmark.step": BELOW_PROGRAMS | {"largebatch.benchmark.measure", "largebatch.benchmark.model"},
+    "largebatch.benchmark.parallel": BELOW_PROGRAMS | {"largebatch.benchmark.measure", "largebatch.parallel.replica"},
     "largebatch.benchmark.scaling": set(),
     "largebatch.benchmark.loader": DATA | {"largebatch.benchmark.measure", "zoo._torchvision"},
     # the doctor imports nothing that could be broken
@@ -156,8 +166,8 @@ OWNERS = {
     "torch.utils.tensorboard": {"largebatch.hooks"},
     "mpi4py": {"largebatch.comm", "largebatch.pack", "largebatch.doctor.exchange"},
     "torch.distributed": {  # launcher: the store alone
-        *("largebatch.launcher", "largebatch.benchmark.step", "largebatch.parallel.mesh"),
-        *("largebatch.parallel." + name for name in ("collectives", "pipeline")),
+        *("largebatch.launcher", "largebatch.benchmark.step", "largebatch.benchmark.parallel"),
+        *("largebatch.parallel." + name for name in ("mesh", "collectives", "pipeline", "replica", "sequence")),
     },
     "timm": {"zoo.teacher", "zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),

@@ -7,9 +7,11 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from largebatch.benchmark import loader
+from largebatch.benchmark.__main__ import main
 
 COMMAND = """
 import sys
@@ -32,15 +34,15 @@ def images(tmp_path):
     return tmp_path / "data"
 
 
-def start(images, *options):
-    command = [sys.executable, "-c", COMMAND, "loader", f"--data={images}", "--device=cpu", *SMALL, *options]
-    command.append(f"--output={images.parent / 'out'}")
-    environment = {**os.environ, "XDG_CACHE_HOME": str(images.parent / "cache")}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+def arguments(images, *options):
+    output = f"--output={images.parent / 'out'}"
+    return ["loader", f"--data={images}", "--device=cpu", output, *SMALL, *options]
 
 
 def test_ours_and_timms_are_measured_and_horovod_stays_out(images):
-    done = start(images, "--vs=timm", "--auto-augment=rand-m9-mstd0.5-inc1")
+    command = [sys.executable, "-c", COMMAND, *arguments(images, "--vs=timm", "--auto-augment=rand-m9-mstd0.5-inc1")]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(images.parent / "cache")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "1 threads, rand-m9-mstd0.5-inc1" in done.stdout
     for words in ("of its own rate", "img/s per core", "CPU time per image", "Python time per image", "use_prefetcher"):
@@ -61,9 +63,10 @@ def test_ours_and_timms_are_measured_and_horovod_stays_out(images):
         (["--auto-augment=cifar10"], "--auto-augment is cifar10, a policy that timm does not have: add --vs none."),
     ],
 )
-def test_wrong_options_end_with_a_sentence(images, options, sentence):
-    done = start(images, *options)
-    assert done.returncode == 1 and sentence in done.stderr
+def test_wrong_options_end_with_a_sentence(images, monkeypatch, options, sentence):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(images.parent / "cache"))
+    with pytest.raises(SystemExit, match=sentence):
+        main(arguments(images, *options, f"--threads={torch.get_num_threads()}"))
 
 
 def test_the_late_read_gives_the_same_bytes(tmp_path):

@@ -3,10 +3,13 @@
 import math
 
 import pytest
+import torch
 
+import zoo
 from largebatch import build, validate
-from largebatch.config import TrainConfig, check, dump
+from largebatch.config import TrainConfig, accumulation_passes, check, dump
 from largebatch.data.order import Plan
+from largebatch.parallel.replica import check as check_replica
 from largebatch.recipes import RECIPES, choose
 
 IMAGENET = 1_281_167
@@ -92,3 +95,29 @@ def test_cifar10_trains_and_tests_on_one_geometry():
     assert (config.data.train_crop, config.data.crop_padding, config.data.crop_pct) == ("pad", 4, 1.0)
     assert (config.model.name, config.model.num_classes, config.model.weight_init) == ("vit_b16", 10, "jax")
     assert (config.optim.preset, config.optim.lr, config.optim.weight_decay) == ("colossal", 1.8e-2, 0.1)
+
+
+@pytest.mark.parametrize(
+    "name, ranks, shape",
+    [
+        ("cifar10_pipeline", 4, {"data": 2, "pipeline": 2}),
+        ("cifar10_hybrid", 4, {"pipeline": 2, "tensor": 2}),
+        ("vit_6b16_1d", 64, {"pipeline": 16, "tensor": 4}),
+        ("vit_6b16_2d", 64, {"pipeline": 16, "row": 2, "column": 2}),
+        ("vit_6b16_2.5d", 64, {"pipeline": 16, "row": 2, "column": 2}),
+        ("vit_6b16_3d", 64, {"pipeline": 8, "x": 2, "y": 2, "z": 2}),
+    ],
+)
+def test_recipes_whose_ranks_share_a_model_fit_it(name, ranks, shape):
+    config = RECIPES[name]()
+    check(config)
+    sizes = config.parallel.shape().sizes
+    data = config.parallel.shape().data_size(ranks)
+    assert {axis: size for axis, size in ({"data": data} | sizes).items() if size > 1} == shape
+    batch_size, micro_batch_size = config.data.global_batch_size, config.data.micro_batch_size
+    assert accumulation_passes(global_batch_size=batch_size, micro_batch_size=micro_batch_size, num_ranks=data) == 1
+    with torch.device("meta"):
+        model = zoo.create_model(config.model.name, num_classes=config.model.num_classes)
+    check_replica(config.parallel, model, batch_size=micro_batch_size)
+    if config.model.name == "vit_6b16":
+        assert sum(p.numel() for p in model.parameters()) == pytest.approx(6.45e9, rel=5e-3)

@@ -1,13 +1,12 @@
 """The joined table of several numbers of ranks: its figures, and mistakes."""
 
 import csv
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from largebatch.benchmark import scaling
+from largebatch.benchmark.__main__ import main
 
 COLUMNS = ["contender", "round", "seconds", "peak_mib", "benchmark", "images", "ranks", "command", "hardware"]
 COLUMNS += ["versions", "date"]
@@ -25,17 +24,11 @@ def table(folder: Path, *, ranks: int, images: int, seconds: list[float]) -> str
     return str(folder / "step.csv")
 
 
-def run(*arguments: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "largebatch.benchmark", "scaling", *arguments]
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=100)
-    return done.returncode, done.stdout
-
-
-def test_tables_are_joined_in_order_of_ranks(tmp_path):
+def test_tables_are_joined_in_order_of_ranks(tmp_path, capsys):
     four = table(tmp_path / "4", ranks=4, images=64, seconds=[2.0, 2.5, 9.0])
     one = table(tmp_path / "1", ranks=1, images=64, seconds=[2.0, 1.9, 2.1])
-    code, output = run(four, one, "--output", str(tmp_path / "out"))
-    assert code == 0, output
+    main(["scaling", four, one, "--output", str(tmp_path / "out")])
+    output = capsys.readouterr().out
     with open(tmp_path / "out" / "scaling.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["ranks"] for row in rows] == ["1", "4"]
@@ -54,13 +47,13 @@ def test_the_same_batch_on_more_ranks_counts_alike(tmp_path):
 
 def test_two_tables_of_one_number_of_ranks(tmp_path):
     files = [table(tmp_path / name, ranks=2, images=8, seconds=[1.0]) for name in "ab"]
-    code, output = run(*files)
-    assert code == 1 and "Two tables are of 2 ranks: give one for each number of ranks." in output
+    with pytest.raises(SystemExit, match="Two tables are of 2 ranks: give one for each number of ranks."):
+        main(["scaling", *files])
 
 
 def test_a_table_of_something_else(tmp_path):
     (tmp_path / "model.csv").write_text("contender,round,seconds\nlargebatch,0,1\n")
     with pytest.raises(ValueError, match="is no table of training steps: make it with"):
         scaling.read(tmp_path / "model.csv")
-    code, output = run(str(tmp_path / "none.csv"))
-    assert code == 1 and "No such file" in output and "Traceback" not in output
+    with pytest.raises(SystemExit, match="No such file"):
+        main(["scaling", str(tmp_path / "none.csv")])

@@ -11,7 +11,6 @@ from torch import nn
 
 import zoo._torchvision
 from zoo import MODELS, create_model
-from zoo.vit import STRUCTURES
 
 import timm  # isort: skip  (after zoo, which makes it importable beside a CPU build of torch)
 from timm.data import resolve_data_config  # isort: skip
@@ -39,6 +38,7 @@ def on_meta(name: str, **options) -> nn.Module:
         ("vit_b16", 224, 1000, 86_567_656),
         ("vit_l32", 224, 1000, 306_535_400),
         ("vit_ti16", 224, 1000, 5_717_416),
+        ("vit_6b16", 224, 1000, 6_452_220_904),  # 32 blocks of 4,096 features: 12 h² + 13 h each
         ("vit_b32", 384, 1000, 88_297_192),
         ("vit_b16", 384, 1000, 86_859_496),
         ("vit_l32", 384, 1000, 306_632_680),
@@ -50,7 +50,7 @@ def test_parameter_counts_are_the_published_ones(name, img_size, num_classes, ex
     assert sum(p.numel() for p in model.parameters()) == expected
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("name", TIMM_NAMES)
 def test_logits_equal_timms(name):
     ours = on_meta(name, img_size=64, num_classes=10).to_empty(device="cpu").eval()
     generator = torch.Generator().manual_seed(0)
@@ -78,7 +78,7 @@ def test_initial_weights_are_timms():
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("name", TIMM_NAMES)
 @pytest.mark.parametrize("img_size, tag", [(224, "_224"), (384, "_384")])
 def test_preprocessing_is_timms(name, img_size, tag):
     # timm's ViTs with published weights; of the "orig" B/16 and L/32 it lists the same numbers

@@ -4,6 +4,7 @@
     python -m largebatch.benchmark loader    [--data FOLDER] [--vs timm]            images out of JPEGs
     python -m largebatch.benchmark model     [--model vit_b32] [--vs timm]          forward and backward
     mpirun -np 2 python -m largebatch.benchmark step [--model vit_b32] [--vs timm] [options of largebatch.train]
+    mpirun -np 8 python -m largebatch.benchmark parallel [--model vit_l32]          a model that ranks share
     python -m largebatch.benchmark scaling RANKS_1/step.csv RANKS_2/step.csv ...    joins what `step` wrote
 
 A table is printed; NAME.csv and NAME.png are written into --output (runs/benchmark).
@@ -18,7 +19,7 @@ from typing import Sequence
 
 import torch
 
-BENCHMARKS = ("optimizer", "loader", "model", "step", "scaling")
+BENCHMARKS = ("optimizer", "loader", "model", "step", "parallel", "scaling")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name == "step":
         options, rest = parser.parse_known_args(argv)
         report = benchmark.run(options, rest)
-    elif name == "scaling":
+    elif name in ("parallel", "scaling"):
         options = parser.parse_args(argv)
         try:
             report = benchmark.run(options)

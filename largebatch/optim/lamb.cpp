@@ -11,7 +11,7 @@ template <typename T> struct Scalars {  // in the order of lamb.Scalars
 };
 
 template <typename T> struct Tensor {
-    T *x, *g, *m, *v;
+    T *x, *g, *m, *v, *u;
     int64_t size;
 };
 
@@ -34,32 +34,51 @@ template <typename T> static T trust_ratio(double xx, double uu, const Scalars<T
     return std::fmin(std::fmin(std::fmax(x_norm, s.norm_min), s.norm_max) / u_norm, s.ratio_max);
 }
 
-template <typename T> static T lamb(const Tensor<T> &t, T *__restrict u, const Scalars<T> &s, T factor) {
+// The first half: moments, update and the squares of the whole tensor.
+template <typename T> static void moments(const Tensor<T> &t, const Scalars<T> &s, T factor, double &x2, double &u2) {
     constexpr int LANES = 16;  // sums side by side: a compiler may not reorder one sum, so could not use vectors for it
     double xx[LANES] = {}, uu[LANES] = {};
+    T *__restrict u = t.u;
     const int64_t whole = t.size - t.size % LANES;
     for (int64_t i = 0; i < whole; i += LANES)
 #pragma GCC ivdep
         for (int lane = 0; lane < LANES; lane++) update(t, u, i + lane, s, factor, xx[lane], uu[lane]);
     for (int64_t i = whole; i < t.size; i++) update(t, u, i, s, factor, xx[0], uu[0]);
     for (int lane = 1; lane < LANES; lane++) xx[0] += xx[lane], uu[0] += uu[lane];
+    x2 = xx[0], u2 = uu[0];
+}
 
-    const T ratio = trust_ratio(xx[0], uu[0], s), step = s.lr * ratio;
+template <typename T> static T lamb(const Tensor<T> &t, const Scalars<T> &s, T factor) {
+    double xx, uu;
+    moments(t, s, factor, xx, uu);
+    const T ratio = trust_ratio(xx, uu, s), step = s.lr * ratio;
     T *__restrict x = t.x;
+    const T *__restrict u = t.u;
     for (int64_t i = 0; i < t.size; i++) x[i] -= step * u[i];
     return ratio;
 }
 
 template <typename T>
-static void lamb_list(const Tensor<T> *tensors, int64_t count, T *u, const Scalars<T> *s, T factor, T *ratios) {
-    for (int64_t k = 0; k < count; k++) ratios[k] = lamb(tensors[k], u, *s, factor);
+static void lamb_list(const Tensor<T> *tensors, int64_t count, const Scalars<T> *s, T factor, T *ratios) {
+    for (int64_t k = 0; k < count; k++) ratios[k] = lamb(tensors[k], *s, factor);
+}
+
+template <typename T>
+static void moments_list(const Tensor<T> *tensors, int64_t count, const Scalars<T> *s, T factor, double *squares) {
+    for (int64_t k = 0; k < count; k++) moments(tensors[k], *s, factor, squares[2 * k], squares[2 * k + 1]);
 }
 
 extern "C" {
-void lamb_float32(const Tensor<float> *t, int64_t n, float *u, const Scalars<float> *s, double f, float *ratios) {
-    lamb_list(t, n, u, s, float(f), ratios);
+void lamb_float32(const Tensor<float> *t, int64_t n, const Scalars<float> *s, double f, float *ratios) {
+    lamb_list(t, n, s, float(f), ratios);
 }
-void lamb_float64(const Tensor<double> *t, int64_t n, double *u, const Scalars<double> *s, double f, double *ratios) {
-    lamb_list(t, n, u, s, f, ratios);
+void lamb_float64(const Tensor<double> *t, int64_t n, const Scalars<double> *s, double f, double *ratios) {
+    lamb_list(t, n, s, f, ratios);
+}
+void moments_float32(const Tensor<float> *t, int64_t n, const Scalars<float> *s, double f, double *squares) {
+    moments_list(t, n, s, float(f), squares);
+}
+void moments_float64(const Tensor<double> *t, int64_t n, const Scalars<double> *s, double f, double *squares) {
+    moments_list(t, n, s, f, squares);
 }
 }

@@ -34,7 +34,10 @@ from largebatch.optim import native
 IMPLS = ("auto", "compile", "eager", "plain")
 CHUNK = 2**18  # elements that the eager path works on at a time: arrays of 1 MiB, which stay in cache
 
+NOT_COMPILED = "LAMB could not be compiled here; set its impl to eager"
+
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v of one parameter, as flat aliases
+Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # and u, scratch memory for the update
 
 
 class Scalars(NamedTuple):
@@ -115,9 +118,19 @@ def lamb_eager_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: 
 
     u is scratch memory as long as x, handed in because a new one per tensor would be paged in every time.
     """
-    chunk = CHUNK if x.device.type == "cpu" else max(x.numel(), 1)
-    work, squares = x.new_empty(min(chunk, x.numel())), []
-    for xc, gc, mc, vc, uc in zip(*(t.split(chunk) for t in (x, g, m, v, u))):
+    x_square, u_square = moments_eager_((x, g, m, v, u), s, factor)
+    ratio = trust_ratio(x_square, u_square, s).to(x.dtype)
+    chunk = _chunk(x)
+    for xc, uc in zip(x.split(chunk), u.split(chunk)):
+        xc.sub_(uc.mul_(s.lr * ratio))
+    return ratio
+
+
+def moments_eager_(row: Row, s: Scalars, factor: Tensor) -> Tensor:
+    """The first half of it: m, v and u; the sums of squares of x and u, (2,)."""
+    x, chunk, squares = row[0], _chunk(row[0]), []
+    work = x.new_empty(min(chunk, x.numel()))
+    for xc, gc, mc, vc, uc in zip(*(t.split(chunk) for t in row)):
         w = work[: xc.numel()]
         torch.mul(gc.to(x.dtype), factor, out=w)
         mc.lerp_(w, s.new1)
@@ -125,11 +138,30 @@ def lamb_eager_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: 
         torch.sqrt(vc, out=w).mul_(s.root).add_(s.eps)
         torch.div(mc, w, out=uc).add_(xc, alpha=s.weight_decay)
         squares.append(torch.stack((xc.dot(xc), uc.dot(uc))))
-    x_square, u_square = torch.stack(squares).sum(0, dtype=torch.float64)
-    ratio = trust_ratio(x_square, u_square, s).to(x.dtype)
-    for xc, uc in zip(x.split(chunk), u.split(chunk)):
-        xc.sub_(uc.mul_(s.lr * ratio))
-    return ratio
+    return torch.stack(squares).sum(0, dtype=torch.float64)
+
+
+def moments_foreach_(rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tensor:
+    """The same for many tensors in few kernels, as a GPU likes it; (2, len(rows))."""
+    x, g, m, v, u = (list(column) for column in zip(*rows))
+    torch._foreach_copy_(u, g)
+    torch._foreach_mul_(u, factor)
+    torch._foreach_lerp_(m, u, s.new1)
+    torch._foreach_mul_(v, s.beta2)
+    torch._foreach_addcmul_(v, u, u, s.new2)
+    torch._foreach_copy_(u, v)
+    torch._foreach_sqrt_(u)
+    torch._foreach_mul_(u, s.root)
+    torch._foreach_add_(u, s.eps)
+    torch._foreach_reciprocal_(u)
+    torch._foreach_mul_(u, m)
+    torch._foreach_add_(u, x, alpha=s.weight_decay)
+    norms = [torch.stack(torch._foreach_norm(column, 2, torch.float64)) for column in (x, u)]
+    return torch.stack(norms).square()
+
+
+def _chunk(x: Tensor) -> int:
+    return CHUNK if x.device.type == "cpu" else max(x.numel(), 1)
 
 
 def lamb_list_(tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> list[Tensor]:
@@ -163,7 +195,7 @@ def lamb_compiled_(tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> li
         numbers = Scalars(*torch.tensor(s, dtype=factor.dtype).to(factor.device).unbind())
         return compiled()(tensors, numbers, factor)
     except (OSError, subprocess.CalledProcessError, torch._dynamo.exc.BackendCompilerFailed) as error:
-        raise RuntimeError("LAMB could not be compiled here; set its impl to eager") from error
+        raise RuntimeError(NOT_COMPILED) from error
 
 
 def update(impl: str, tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> list[Tensor]:
@@ -174,6 +206,22 @@ def update(impl: str, tensors: Sequence[Tensors], s: Scalars, factor: Tensor) ->
         return lamb_compiled_(tensors, s, factor)
     u = factor.new_empty(max(four[0].numel() for four in tensors))
     return [lamb_eager_(*four, s, factor, u[: four[0].numel()]) for four in tensors]
+
+
+def moments(impl: str, rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tensor:
+    """The first half of an update, for who adds up squares elsewhere before the second, x - lr ratio u.
+
+    Moments and u, and the sums of squares of x and u, (2, len(rows)), in double precision. A GPU knows one way of
+    it, whatever impl says.
+    """
+    if factor.device.type != "cpu":
+        return moments_foreach_(rows, s, factor)
+    if impl == "compile" or impl == "auto" and can_compile("cpu"):
+        try:
+            return native.moments_native_(rows, s, float(factor))
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise RuntimeError(NOT_COMPILED) from error
+    return torch.stack([moments_eager_(row, s, factor) for row in rows], 1)
 
 
 class Lamb(Optimizer):

@@ -28,12 +28,13 @@ SOURCE = Path(__file__).with_name("lamb.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v of one parameter, flat, of one dtype
+Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # and u, as long or longer, scratch memory
 
 
 class _Tensor(ctypes.Structure):
     """Tensor of lamb.cpp."""
 
-    _fields_ = [*((name, ctypes.c_void_p) for name in "xgmv"), ("size", ctypes.c_int64)]
+    _fields_ = [*((name, ctypes.c_void_p) for name in "xgmvu"), ("size", ctypes.c_int64)]
 
 
 @functools.cache
@@ -87,24 +88,38 @@ def _processor() -> str:
 def lamb_native_(tensors: Sequence[Tensors], scalars: Sequence[float], factor: float) -> list[Tensor]:
     """One update of tensors of one dtype, float32 or float64, by as many threads as torch uses; their trust ratios."""
     example = tensors[0][0]
-    kind = ctypes.c_float if example.dtype == torch.float32 else ctypes.c_double
-    update = library().lamb_float32 if example.dtype == torch.float32 else library().lamb_float64
-    numbers = (kind * len(scalars))(*scalars)
     shares = _shares([four[0].numel() for four in tensors], torch.get_num_threads())
     scratch = example.new_empty(len(shares), max(four[0].numel() for four in tensors))
+    rows = [[(*tensors[k], u) for k in share] for share, u in zip(shares, scratch)]
     ratios = [example.new_empty(len(share)) for share in shares]
-
-    def work(number: int) -> None:
-        chosen = [tensors[k] for k in shares[number]]
-        rows = [_Tensor(*(t.data_ptr() for t in four), four[0].numel()) for four in chosen]
-        table = (_Tensor * len(rows))(*rows)
-        memory = ctypes.c_void_p(scratch[number].data_ptr())
-        results = ctypes.c_void_p(ratios[number].data_ptr())
-        update(table, ctypes.c_int64(len(rows)), memory, numbers, ctypes.c_double(factor), results)
-
-    list(_pool(len(shares)).map(work, range(len(shares))))
+    _call("lamb", rows, scalars, factor, ratios)
     by_tensor = {k: ratio for share, part in zip(shares, ratios) for k, ratio in zip(share, part.unbind())}
     return [by_tensor[k] for k in range(len(tensors))]
+
+
+def moments_native_(rows: Sequence[Row], scalars: Sequence[float], factor: float) -> Tensor:
+    """The first half of it: m, v, u in place, each u of its own; the sums of squares of x and u, (2, len(rows))."""
+    shares = _shares([row[0].numel() for row in rows], torch.get_num_threads())
+    found = [torch.empty(len(share), 2, dtype=torch.float64) for share in shares]
+    _call("moments", [[rows[k] for k in share] for share in shares], scalars, factor, found)
+    squares = torch.empty(2, len(rows), dtype=torch.float64)
+    for share, part in zip(shares, found):
+        squares[:, share] = part.T
+    return squares
+
+
+def _call(name: str, shares: list[list[Row]], scalars: Sequence[float], factor: float, results: list[Tensor]) -> None:
+    """Call a function of lamb.cpp in a thread for each share of the rows, which fills its results."""
+    single = shares[0][0][0].dtype == torch.float32
+    function = getattr(library(), f"{name}_float{32 if single else 64}")
+    numbers = ((ctypes.c_float if single else ctypes.c_double) * len(scalars))(*scalars)
+
+    def work(rows: list[Row], result: Tensor) -> None:
+        table = (_Tensor * len(rows))(*(_Tensor(*(t.data_ptr() for t in row), row[0].numel()) for row in rows))
+        count, memory = ctypes.c_int64(len(rows)), ctypes.c_void_p(result.data_ptr())
+        function(table, count, numbers, ctypes.c_double(factor), memory)
+
+    list(_pool(len(shares)).map(work, shares, results))
 
 
 def _shares(sizes: Sequence[int], num_threads: int) -> list[list[int]]:

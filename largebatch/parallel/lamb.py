@@ -7,8 +7,7 @@ of the parameters. u depends on the clip, so the norm of the gradients is a sum 
 
 With adapt=False in every group, and eps 1e-8, it is AdamW, to which ZeRO comes this way.
 
-Why no C++ in one call as on one rank: between the phases there is the sum. u waits for it in memory as long as the
-piece that this rank updates, given back after the step.
+u waits for the sum in memory as long as what this rank updates, which is given back after the step.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +18,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from largebatch.optim.lamb import CHUNK, Lamb, Scalars, Tensors, scalars, trust_ratio
+from largebatch.optim.lamb import Lamb, Scalars, Tensors, moments, scalars, trust_ratio
 from largebatch.parallel import collectives
 from largebatch.parallel.zero import Sharding
-
-Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # x, g, m, v, u of one tensor, flat
 
 
 class _Work(NamedTuple):
@@ -56,7 +53,7 @@ class ShardedLamb(Lamb):
         factor, self.clip_factor = self.clip_factor, None
         squares = torch.zeros(2, sharding.count, dtype=torch.float64, device=sharding.home)
         works = [
-            self._first_phase(params, scalars(group, step), factor, squares)
+            self._first_phase(params, scalars(group, step), group["impl"], factor, squares)
             for group in self.param_groups
             for (step, *_), params in self._alike(group).items()
         ]
@@ -68,7 +65,9 @@ class ShardedLamb(Lamb):
         self.trust_ratios = MappingProxyType(ratios)
         return loss
 
-    def _first_phase(self, params: list[Tensor], s: Scalars, factor: Tensor | None, squares: Tensor) -> _Work:
+    def _first_phase(
+        self, params: list[Tensor], s: Scalars, impl: str, factor: Tensor | None, squares: Tensor
+    ) -> _Work:
         """Moments, u, and this rank's share of the squares of parameters of one device and type."""
         sharding = self._known()
         owned = [p for p in params if sharding.own(p).length]
@@ -79,7 +78,7 @@ class ShardedLamb(Lamb):
         u = x[0].new_empty(sum(sizes)).split(sizes)
         scale = x[0].new_ones(()) if factor is None else factor.to(x[0])
         share = squares.new_tensor([sharding.share[p] for p in owned])
-        found = moments_([(*four, part) for four, part in zip(tensors, u)], s, scale)
+        found = moments(impl, [(*four, part) for four, part in zip(tensors, u)], s, scale)
         squares[:, [sharding.numbers[p] for p in owned]] = found * share
         return _Work(params, s, owned, x, u)
 
@@ -128,51 +127,17 @@ class ShardedLamb(Lamb):
         self.state.pop(p, None)
         if not state:
             return
+        piece = sharding.own(p)
         self.state[p] = {"step": int(state["step"])}
         for name in ("exp_avg", "exp_avg_sq"):
             whole = state[name].detach().contiguous()
-            part = sharding.own(p).of(whole) if sharding.zero else whole
+            part = piece.of(whole) if sharding.zero else whole
             self.state[p][name] = part.to(sharding.home, p.dtype, copy=True)
 
     def _known(self) -> Sharding:
         if self.sharding is None:
             raise ValueError("ShardedLamb does not know its mesh: set its sharding, after Communicator.wrap.")
         return self.sharding
-
-
-def moments_(rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tensor:
-    """The first phase of the formulas: m, v and u in place; the squares of x and u of each tensor, (2, len(rows)).
-
-    On a GPU all tensors at once, in few kernels; on a CPU chunk by chunk, which stay in cache.
-    """
-    if factor.device.type != "cpu":
-        return _moments_(rows, s, factor)
-    squares = []
-    for row in rows:
-        chunks = [_moments_([chunk], s, factor) for chunk in zip(*(t.split(CHUNK) for t in row))]
-        squares.append(torch.cat(chunks, 1).sum(1))
-    return torch.stack(squares, 1)
-
-
-def _moments_(rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tensor:
-    x, g, m, v, u = (list(column) for column in zip(*rows))
-    torch._foreach_copy_(u, g)
-    torch._foreach_mul_(u, factor)
-    torch._foreach_lerp_(m, u, s.new1)
-    torch._foreach_mul_(v, s.beta2)
-    torch._foreach_addcmul_(v, u, u, s.new2)
-    torch._foreach_copy_(u, v)
-    torch._foreach_sqrt_(u)
-    torch._foreach_mul_(u, s.root)
-    torch._foreach_add_(u, s.eps)
-    torch._foreach_reciprocal_(u)
-    torch._foreach_mul_(u, m)
-    torch._foreach_add_(u, x, alpha=s.weight_decay)
-    return torch.stack([_square_sums(x), _square_sums(u)])
-
-
-def _square_sums(tensors: list[Tensor]) -> Tensor:
-    return torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square()
 
 
 def global_norm(optimizer: Optimizer, sharding: Sharding) -> Tensor:

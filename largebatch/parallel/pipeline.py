@@ -6,8 +6,6 @@ stages are gone, so optimizer, checkpoint and weight decay see a smaller model o
 stages may be part of a tensor (of rows, features or tokens): torch learns its shape from the first part of a batch.
 """
 
-import hashlib
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -156,6 +154,7 @@ def _remove(model: nn.Module, name: str) -> None:
         setattr(owner, last, nn.Identity())
     else:
         setattr(owner, last, None)
+        getattr(owner, "cuts", {}).pop(last, None)
 
 
 # -- the pipeline -------------------------------------------------------------------------------------------------
@@ -211,12 +210,10 @@ class Pipeline:
 
     @contextmanager
     def _own_draws(self, device: torch.device) -> Iterator[None]:
-        """Draw for this rank's stages apart from the others': from the common generator's next number and the place."""
-        common = int(torch.randint(2**62, ()))
-        place = struct.pack("<qq", common, self.axis.index)
-        seed = int.from_bytes(hashlib.blake2b(place, digest_size=8, person=b"stage").digest(), "little") >> 1
+        """Draw for this rank's stages apart from the others': all draw the seeds of all, from what they have alike."""
+        seeds = torch.randint(2**62, (self.axis.size,))
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
+            torch.manual_seed(int(seeds[self.axis.index]))
             yield
 
     @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 from largebatch.config import TrainConfig
 from largebatch.recipes import volo
 from largebatch.recipes.cifar import cifar10
+from largebatch.recipes.hybrid import cifar10_hybrid, cifar10_pipeline, vit_6b16
 from largebatch.recipes.quickstart import quickstart
 from largebatch.recipes.vit import vit_b16, vit_b32, vit_l32
 
@@ -21,6 +22,12 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "vit_b16": vit_b16,
     "vit_l32": vit_l32,
     "cifar10": cifar10,
+    "cifar10_pipeline": cifar10_pipeline,
+    "cifar10_hybrid": cifar10_hybrid,
+    "vit_6b16_1d": partial(vit_6b16, "1d", size=4, stages=16, global_batch_size=4096),
+    "vit_6b16_2d": partial(vit_6b16, "2d", size=4, stages=16, global_batch_size=8192),
+    "vit_6b16_2.5d": partial(vit_6b16, "2.5d", size=4, stages=16, global_batch_size=7168),
+    "vit_6b16_3d": partial(vit_6b16, "3d", size=8, stages=8, global_batch_size=1536),
     "volo_d5_as_run": volo.volo_d5_as_run,
     **{recipe.__name__: recipe for recipe in PRETRAINING + FINE_TUNING},
     **{f"{recipe.__name__}_lamb": partial(volo.large_batch, recipe) for recipe in PRETRAINING},

@@ -65,11 +65,11 @@ def _end(process: subprocess.Popen) -> str:
         return process.communicate()[0]
 
 
-def check_on_ranks(file: str, *, ranks: int, launcher: str = "mpirun") -> None:
-    """Run one file of tests/mpi/ranks, all its tests, on every rank of one launch; a thread is enough for each."""
+def check_on_ranks(files: list[str], *, ranks: int, launcher: str = "mpirun") -> None:
+    """Run files of tests/mpi/ranks, all their tests, on every rank of one launch; a thread is enough for each."""
     pytest = ["-m", "pytest", "-x", "-q", "--no-header", "--color=no", "-p", "no:cacheprovider"]
-    code, output = launch(
-        [*pytest, f"tests/mpi/ranks/{file}"], ranks=ranks, launcher=launcher, environment={"OMP_NUM_THREADS": "1"}
-    )
+    arguments = [*pytest, *(f"tests/mpi/ranks/{file}" for file in files)]
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    code, output = launch(arguments, ranks=ranks, launcher=launcher, timeout_s=600, environment=one_thread)
     assert code == 0, output
     assert " passed" in output and not re.search(r"\d skipped", output), output

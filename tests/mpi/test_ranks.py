@@ -1,42 +1,28 @@
-"""Every file of ranks/ under a real launcher, many checks per launch."""
+"""The files of ranks/ under real launchers: few launches, with many files in each, as starting ranks takes longest."""
+
+from pathlib import Path
 
 import pytest
 from launch import check_on_ranks
 
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_gradients(ranks):
-    check_on_ranks("test_gradients.py", ranks=ranks)
+REDUCTION = ["gradients", "traps", "levers", "freezing"]
+WITHOUT_MPI = "horovodrun --gloo"
 
 
-@pytest.mark.parametrize("ranks, launcher", [(1, "mpirun"), (2, "mpirun"), (3, "mpirun"), (2, "horovodrun --gloo")])
-def test_traps(ranks, launcher):
-    check_on_ranks("test_traps.py", ranks=ranks, launcher=launcher)
+@pytest.mark.parametrize(
+    "ranks, launcher, names",
+    [
+        (1, "python", [*REDUCTION, "data", "batch_norm"]),
+        (2, WITHOUT_MPI, [*REDUCTION, "data", "zero"]),
+        (2, "mpirun", ["compile"]),
+        (3, "mpirun", [*REDUCTION, "data", "batch_norm", "validation", "zero"]),
+        (4, "mpirun", ["gradients", "data"]),
+    ],
+)
+def test_on_ranks(ranks, launcher, names):
+    check_on_ranks([f"test_{name}.py" for name in names], ranks=ranks, launcher=launcher)
 
 
-@pytest.mark.parametrize("ranks, launcher", [(1, "mpirun"), (2, "mpirun"), (3, "mpirun"), (2, "horovodrun --gloo")])
-def test_levers(ranks, launcher):
-    check_on_ranks("test_levers.py", ranks=ranks, launcher=launcher)
-
-
-@pytest.mark.parametrize("ranks, launcher", [(1, "python"), (3, "mpirun"), (2, "horovodrun --gloo")])
-def test_freezing(ranks, launcher):
-    check_on_ranks("test_freezing.py", ranks=ranks, launcher=launcher)
-
-
-def test_validation():
-    check_on_ranks("test_validation.py", ranks=3)
-
-
-def test_compile():
-    check_on_ranks("test_compile.py", ranks=2)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_data(ranks):
-    check_on_ranks("test_data.py", ranks=ranks)
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_batch_norm(ranks):
-    check_on_ranks("test_batch_norm.py", ranks=ranks)
+def test_every_file_is_run():
+    for path in (Path(__file__).parent / "ranks").glob("test_*.py"):
+        assert f'"{path.stem.removeprefix("test_")}"' in Path(__file__).read_text(), path

@@ -53,25 +53,40 @@ def test_autotune_tries_settings(tmp_path):
     assert len(log.read_text().splitlines()) > 1
 
 
-@pytest.mark.parametrize(
-    "options, environment, sentence",
-    [
-        (
-            ["--horovod.cycle_time_ms", "5"],
-            {"HOROVOD_CYCLE_TIME": "2.5"},
-            "--horovod.cycle_time_ms means HOROVOD_CYCLE_TIME=5.0, and the environment has 2.5: unset one of them.",
-        ),
-        (
-            ["--horovod.fusion_threshold_mb", "64"],
-            {"HOROVOD_FUSION_THRESHOLD": "64 MB"},
-            "--horovod.fusion_threshold_mb means HOROVOD_FUSION_THRESHOLD=67108864, and the environment has 64 MB",
-        ),
-        (["--run.deterministic", "true"], {"HOROVOD_AUTOTUNE": "1"}, "cannot be kept with HOROVOD_AUTOTUNE"),
-        (["--horovod.timeline", "/nowhere/timeline.json"], {}, "there is no folder /nowhere, make it first."),
-        ([], {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "soon"}, "is 'soon': expected a number of seconds."),
-    ],
-)
-def test_a_setting_that_contradicts_the_environment(tmp_path: Path, options, environment, sentence):
-    arguments = ["-m", "largebatch.train", "--run.folder", str(tmp_path), *options]
-    code, output = launch(arguments, ranks=1, launcher="python", environment=environment)
-    assert code == 1 and output.count(sentence) == 1 and "Traceback" not in output, output
+CONTRADICTIONS = [
+    (
+        ["--horovod.cycle_time_ms", "5"],
+        {"HOROVOD_CYCLE_TIME": "2.5"},
+        "--horovod.cycle_time_ms means HOROVOD_CYCLE_TIME=5.0, and the environment has 2.5: unset one of them.",
+    ),
+    (
+        ["--horovod.fusion_threshold_mb", "64"],
+        {"HOROVOD_FUSION_THRESHOLD": "64 MB"},
+        "--horovod.fusion_threshold_mb means HOROVOD_FUSION_THRESHOLD=67108864, and the environment has 64 MB",
+    ),
+    (["--run.deterministic", "true"], {"HOROVOD_AUTOTUNE": "1"}, "cannot be kept with HOROVOD_AUTOTUNE"),
+    (["--horovod.timeline", "/nowhere/timeline.json"], {}, "there is no folder /nowhere, make it first."),
+    ([], {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "soon"}, "is 'soon': expected a number of seconds."),
+]
+TRIALS = """
+import os, sys
+from largebatch import train
+for folder, options, environment in {trials!r}:
+    sys.stdout.flush()
+    if (child := os.fork()) == 0:
+        os.environ.update(environment)
+        train.main(["--run.folder", folder, *options])
+        sys.exit("it trains")
+    print("trial ends with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_settings_that_contradict_the_environment(tmp_path: Path):
+    """Each in a process of its own, forked by one that has imported everything."""
+    trials = [(str(tmp_path), options, environment) for options, environment, _ in CONTRADICTIONS]
+    code, output = launch(["-c", TRIALS.format(trials=trials)], ranks=1, launcher="python")
+    assert code == 0 and "Traceback" not in output, output
+    *said, rest = output.split("trial ends with 1\n")
+    assert rest == "" and len(said) == len(CONTRADICTIONS), output
+    for text, (_, _, sentence) in zip(said, CONTRADICTIONS):
+        assert text.count(sentence) == 1, output

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed", "largebatch.parallel.vit"])
+PRELOADED = ("vit", "pipeline", "sequence", "lamb")
+CONTEXT.set_forkserver_preload(["torch._dynamo", *(f"largebatch.parallel.{name}" for name in PRELOADED)])
 LIMIT_S = 180
 
 

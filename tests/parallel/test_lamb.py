@@ -8,13 +8,13 @@ import torch.distributed as dist
 from gloo import on_ranks
 from torch import nn
 
-from largebatch.optim import build_optimizer, clip_gradients, gradient_norm
+from largebatch.optim import build_optimizer, clip_gradients, gradient_norm, init_state
 from largebatch.parallel import collectives, zero
 from largebatch.parallel.lamb import ShardedLamb, global_norm
 from largebatch.parallel.mesh import Mesh
 from largebatch.parallel.shape import ParallelConfig, TensorConfig
 from largebatch.parallel.sharding import WHOLE, Cut, assemble, local
-from largebatch.parallel.zero import Sharding
+from largebatch.parallel.zero import Sharding, state_bytes
 
 STEPS = 10
 SHAPES = {  # every cut dimension is a multiple of 4; the sum is odd
@@ -84,7 +84,8 @@ def set_gradients(model, step, part_of=lambda name, whole: whole):
 
 
 def build(model, preset):
-    optimizer = build_optimizer(model, lr=0.02, weight_decay=0.1, preset=preset, impl="eager")
+    impl = {"nvlamb": "auto", "colossal": "plain"}.get(preset, "eager")
+    optimizer = build_optimizer(model, lr=0.02, weight_decay=0.1, preset=preset, impl=impl)
     if preset == "lambc":
         for group in optimizer.param_groups:
             group["norm_range"] = (2.5, 3.0)
@@ -205,3 +206,104 @@ def _sums(parallel, cuts):
 def test_a_step_sums_once_over_ranks_and_the_norm_of_gradients_once_more(name):
     ranks, parallel, cuts = MESHES[name]
     assert on_ranks(_sums, ranks, parallel, cuts) == [([1], [2 * len(SHAPES)])] * ranks
+
+
+def _first_half(parallel, cuts, preset):
+    """Five steps; every parameter and its state, whole, and whether a state set is the state that there was."""
+    rank = Rank(parallel, cuts, preset)
+    rank.steps(range(5), 1.0)
+    found, same = {}, []
+    for name, p in rank.parameters.items():
+        state, pieces = rank.optimizer.state_of(p), dict(rank.optimizer.state[p])
+        rank.optimizer.set_state_of(p, {})
+        assert rank.optimizer.state_of(p) == {}
+        rank.optimizer.set_state_of(p, state)
+        same += [torch.equal(*map(torch.as_tensor, (pieces[key], rank.optimizer.state[p][key]))) for key in pieces]
+        moments = {key: rank.whole(name, state[key]) for key in ("exp_avg", "exp_avg_sq")}
+        found[name] = rank.whole(name, p.detach()), {"step": state["step"]} | moments
+    return found, same
+
+
+def _second_half(parallel, cuts, preset, found):
+    rank = Rank(parallel, cuts, preset, {name: whole for name, (whole, _) in found.items()})
+    for name, p in rank.parameters.items():
+        state = found[name][1]
+        moments = {key: rank.part(name, state[key]) for key in ("exp_avg", "exp_avg_sq")}
+        rank.optimizer.set_state_of(p, {"step": state["step"]} | moments)
+    rank.steps(range(5, STEPS), 1.0)
+    model, _, _ = reference(preset, 1.0)
+    return {name: difference(p, rank.part(name, getattr(model, name))) for name, p in rank.parameters.items()}
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        ("data 2 x tensor 2, zero", "data 2 x pipeline 2, zero"),
+        ("tensor 2", "data 3, zero, offload"),
+        ("data 3, zero", "tensor 4"),
+    ],
+)
+def test_a_run_goes_on_in_another_mesh(first, second):
+    ranks, parallel, cuts = MESHES[first]
+    halves = on_ranks(_first_half, ranks, parallel, cuts, "colossal")
+    assert all(same for _, every in halves for same in every)
+    ranks, parallel, cuts = MESHES[second]
+    for errors in on_ranks(_second_half, ranks, parallel, cuts, "colossal", halves[0][0]):
+        assert errors and max(errors.values()) <= 1e-12, errors
+
+
+def _state_bytes(parallel, cuts):
+    rank = Rank(parallel, cuts, "paper")
+    init_state(rank.optimizer)
+    lengths = [sum(piece.length for piece in pieces) for pieces in rank.sharding.pieces]
+    return state_bytes(rank.optimizer), lengths
+
+
+def test_each_data_rank_keeps_its_part_of_the_state():
+    ranks, parallel, cuts = MESHES["data 3, zero"]
+    numel = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    found = on_ranks(_state_bytes, ranks, parallel, cuts)
+    lengths = found[0][1]
+    assert sum(lengths) == numel and max(lengths) - min(lengths) == 1
+    assert [used for used, _ in found] == [2 * 8 * length for length in lengths]
+
+
+def _adamw(parallel, cuts):
+    rank = Rank(parallel, cuts, "paper")
+    groups = [{"params": list(rank.parameters.values())}]
+    rank.optimizer = ShardedLamb(groups, lr=0.02, weight_decay=0.1, adapt=False, eps=1e-8)
+    rank.optimizer.sharding = rank.sharding
+    rank.steps(range(STEPS), None)
+    model = Parameters(whole_parameters())
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    for step in range(STEPS):
+        set_gradients(model, step)
+        adamw.step()
+    return {name: difference(p, rank.part(name, getattr(model, name))) for name, p in rank.parameters.items()}
+
+
+def test_without_adaptation_it_is_adamw():
+    ranks, parallel, cuts = MESHES["data 3, zero"]
+    for errors in on_ranks(_adamw, ranks, parallel, cuts):
+        assert max(errors.values()) <= 1e-12, errors
+
+
+def _mistakes():
+    mesh = Mesh(ParallelConfig(zero=1).shape())
+    model = Parameters(whole_parameters())
+    parameters, cuts = dict(model.named_parameters()), dict.fromkeys(SHAPES, WHOLE)
+    optimizer = ShardedLamb(model.parameters())
+    with pytest.raises(ValueError, match="does not know its mesh: set its sharding, after Communicator.wrap"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="set --parallel.zero 1 as well"):
+        Sharding(parameters, cuts, mesh, offload=True)
+    optimizer.sharding = Sharding({"one": model.one}, cuts, mesh)
+    with pytest.raises(ValueError, match=r"of shape \(8, 6\) is not among those"):
+        optimizer.init_param(model.embed)
+    mixed = parameters | {"norm": nn.Parameter(torch.zeros(7))}
+    with pytest.raises(ValueError, match="expects parameters of one type on one device"):
+        Sharding(mixed, cuts, mesh, zero=True)
+
+
+def test_mistakes_are_told():
+    on_ranks(_mistakes, 1)

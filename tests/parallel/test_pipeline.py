@@ -113,6 +113,107 @@ def test_three_steps_equal_those_of_the_model_that_is_not_cut(config):
     assert sum(counts) == sum(parameter.numel() for parameter in model.parameters())
 
 
+# -- what is drawn, checkpointing, autocast, a head in parts --------------------------------------------------------
+
+
+class Half(torch.nn.Linear):
+    """A head of which a rank gives the loss a part."""
+
+    def parts(self, x):
+        return self(x)[:, :2]
+
+
+def _drawn(config):
+    """Gradients and masks with and without checkpointing, twice from one seed; the generator's next number."""
+    mesh = Mesh(config.shape())
+    found = []
+    for grad_checkpointing in (False, True):
+        model = build(proj_drop_rate=0.2, attn_drop_rate=0.2, grad_checkpointing=grad_checkpointing)
+        pipeline = Pipeline(model, mesh, config, soft_target_cross_entropy)
+        pipeline.run(*batch(0), 1.0)  # from here on shapes are known, so hooks see real passes alone
+        masks = []
+        module = model.blocks[pipeline.stages[0].blocks[0]].mlp.drop1
+        module.register_forward_hook(lambda module, inputs, output: masks.append(output == 0))
+        for seed in (7, 7, 8):
+            model.zero_grad()
+            torch.manual_seed(seed)
+            loss = float(pipeline.run(*batch(0), 1.0))
+            found.append((loss, gradients(model), masks[:], int(torch.randint(2**62, ()))))
+            masks.clear()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_stages_draw_masks_of_their_own_and_the_same_when_recomputing(schedule):
+    first, second = on_ranks(_drawn, 2, ParallelConfig(pipeline=2, schedule=schedule, micro_batches=4))
+    for plain, again, other, checkpointed, *_ in (first, second):
+        for run in (again, checkpointed):
+            assert run[0] == plain[0] and run[3] == plain[3]
+            assert all(torch.equal(run[1][name], gradient) for name, gradient in plain[1].items())
+        assert other[0] != plain[0]
+        assert len(plain[2]) == 4 and len(checkpointed[2]) == 8  # each part's, and again
+        assert not torch.equal(plain[2][0], plain[2][1])
+    for one, two in zip(first, second):
+        assert one[0] == two[0] and one[3] == two[3]
+        assert 0.15 < one[2][0].double().mean() < 0.25
+        assert not torch.equal(one[2][0], two[2][0])
+
+
+def _autocast(config):
+    model = build(dtype=torch.float32)
+    kinds = set()
+    pipeline = Pipeline(model, Mesh(config.shape()), config, soft_target_cross_entropy)
+    for stage in pipeline.stages:
+        model.blocks[stage.blocks[0]].mlp.fc1.register_full_backward_hook(
+            lambda module, before, after: kinds.add((after[0].dtype, torch.is_autocast_enabled("cpu")))
+        )
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = float(pipeline.run(*batch(0, dtype=torch.float32), 1.0))
+        logits = pipeline.predict(batch(0, dtype=torch.float32)[0])
+    return loss, gradients(model), logits, kinds
+
+
+def test_autocast_is_that_of_the_model_that_is_not_cut():
+    config = ParallelConfig(pipeline=2, micro_batches=4)
+    model = build(dtype=torch.float32)
+    images, targets = batch(0, dtype=torch.float32)
+    expected = 0.0
+    for part, target in zip(images.chunk(4), targets.chunk(4)):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = soft_target_cross_entropy(model(part), target)
+        loss.backward()
+        expected += loss.item()
+    losses, found, logits, kinds = zip(*on_ranks(_autocast, 2, config))
+    assert losses == pytest.approx([expected] * 2, rel=1e-6)
+    assert all(dtypes == {(torch.bfloat16, False)} for dtypes in kinds) and logits[0].dtype == torch.bfloat16
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(merged(found)[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def _in_parts(config):
+    model = build()
+    model.head = Half(24, 5, dtype=torch.float64)
+    torch.nn.init.ones_(model.head.weight)
+    shapes = []
+
+    def loss(logits, targets):
+        shapes.append((tuple(logits.shape), tuple(targets.shape)))
+        return logits.sum()
+
+    pipeline = Pipeline(model, Mesh(config.shape()), config, loss)
+    return float(pipeline.run(*batch(0), 0.5)), pipeline.predict(batch(0)[0]), set(shapes)
+
+
+def test_the_loss_gets_a_rank_s_part_of_the_logits_and_evaluation_all_of_them():
+    found = on_ranks(_in_parts, 2, ParallelConfig(pipeline=2, micro_batches=3, schedule="gpipe"))
+    for loss, logits, shapes in found:
+        assert logits.shape == (12, 5) and loss == pytest.approx(0.5 * float(logits[:, :2].sum()), rel=1e-12)
+    assert found[0][2] == set() and found[1][2] == {((4, 2), (4, 5))}
+
+
+# -- what cannot be -------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "config, batch_size, sentence",
     [

@@ -1,0 +1,186 @@
+"""What each way to share a model costs: bytes sent, counted; time and peak memory, beside 1D on as many ranks.
+
+    mpirun -np 8 python -m largebatch.benchmark parallel [--model vit_l32] [--depth 2] [--batch-size 32]
+
+Every contender makes a forward and backward pass of the same images, all ranks together: replicas of few ranks share
+them among them. Reducing gradients over the data axis, and the optimizer, are not part of it. Bytes are those that a
+rank gives out under the ring algorithms, 2 (n-1)/n of a tensor in an allreduce, (n-1)/n in a broadcast on the average,
+and so on, whatever the library does; what a layer costs is the difference between models of twice the depth and once.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import SGD
+
+from largebatch.augment import Augmented
+from largebatch.benchmark.measure import Contender, Report, Round, compare
+from largebatch.comm import Communicator, session
+from largebatch.losses import classification
+from largebatch.parallel.replica import Divided, start
+from largebatch.parallel.shape import ParallelConfig, TensorConfig
+from largebatch.precision import DTYPES, choose_precision
+from zoo import create_model, set_fused_attn
+
+NUM_CLASSES = 1000
+
+CONFIGS = {
+    "1d, 8 ranks": ParallelConfig(tensor=TensorConfig(size=8)),
+    "2.5d, 2 × 2 × 2": ParallelConfig(tensor=TensorConfig(mode="2.5d", size=8, depth=2)),
+    "3d, 2 × 2 × 2": ParallelConfig(tensor=TensorConfig(mode="3d", size=8)),
+    "pipeline 2 × 1d 4": ParallelConfig(pipeline=2, tensor=TensorConfig(size=4), micro_batches=4),
+    "1d, 4 ranks": ParallelConfig(tensor=TensorConfig(size=4)),
+    "2d, 2 × 2": ParallelConfig(tensor=TensorConfig(mode="2d", size=4)),
+    "pipeline 4": ParallelConfig(pipeline=4, micro_batches=4),
+    "sequence 4": ParallelConfig(sequence=4),
+    "1d, 2 ranks": ParallelConfig(tensor=TensorConfig(size=2)),
+    "pipeline 2": ParallelConfig(pipeline=2, micro_batches=4),
+    "sequence 2": ParallelConfig(sequence=2),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--model", default="vit_l32", help="ViT of the zoo")
+    parser.add_argument("--depth", type=int, default=4, help="blocks that are left of it, a multiple of 4")
+    parser.add_argument("--img-size", type=int, default=224, help="image side in pixels")
+    parser.add_argument("--batch-size", type=int, default=32, help="images of a pass, over all ranks")
+    parser.add_argument("--precision", default="auto", choices=["auto", *DTYPES], help="autocast type, as in training")
+    parser.add_argument("--rounds", type=int, default=3, help="measured passes of each contender")
+
+
+def run(options: argparse.Namespace) -> Report | None:
+    """Count, then measure; the report on rank 0."""
+    with session() as comm:
+        device = comm.device()
+        if options.precision == "auto":
+            options.precision = choose_precision(device)
+        configs = {name: config for name, config in CONFIGS.items() if comm.size % config.shape().size == 0}
+        with comm.together("benchmark"):
+            if not configs:
+                raise ValueError(f"The job has {comm.size} ranks, expected 2, 4 or 8: one alone shares nothing.")
+        start(comm, device)
+        counts = {name: count(config, options, comm, device) for name, config in configs.items()}
+        contenders = [
+            Contender(name, partial(opened, config, options, comm, device, options.depth))
+            for name, config in configs.items()
+        ]
+        barrier = partial(comm.barrier, name="benchmark/barrier")
+        results = compare(contenders, device=device, rounds=options.rounds, barrier=barrier, quiet=comm.rank > 0)
+        peaks = comm.allgather_object([result.peak_bytes for result in results], name="benchmark/peaks")
+        if comm.rank > 0:
+            return None
+        for result, of_ranks in zip(results, zip(*peaks)):
+            result.peak_bytes = max(of_ranks)
+        title = (
+            f"forward and backward, {options.model} with {options.depth} blocks at {options.img_size} px, "
+            f"{options.precision}, {options.batch_size} images on {comm.size} ranks"
+        )
+        notes = [f"{name}: a rank sends {layer / 2**20:.2f} MiB per block" for name, layer in counts.items()]
+        return Report("parallel", title, results, device, images=options.batch_size // comm.size, notes=notes)
+
+
+def count(config: ParallelConfig, options: argparse.Namespace, comm: Communicator, device: torch.device) -> float:
+    """Bytes that a rank sends for one block, forward and backward, of its share of the images; the mean over ranks."""
+    sent = []
+    for depth in (options.depth, 2 * options.depth):
+        with opened(config, options, comm, device, depth) as run_pass:
+            run_pass()  # torch's pipeline learns shapes by messages of their own in its first pass
+            with counting() as counter:
+                run_pass()
+        sent.append(counter["bytes"])
+    (difference,) = comm.allreduce(torch.tensor([sent[1] - sent[0]], dtype=torch.float64), name="benchmark/bytes")
+    return float(difference) / comm.size / options.depth
+
+
+@contextmanager
+def opened(
+    config: ParallelConfig, options: argparse.Namespace, comm: Communicator, device: torch.device, depth: int
+) -> Iterator[Round]:
+    """A divided model, and what makes a pass of this replica's share of the images."""
+    model = shortened(options, depth).to_empty(device=device)
+    torch.manual_seed(0)
+    for tensor in model.state_dict().values():
+        tensor.normal_(std=0.02)
+    shape = config.shape()
+    batch_size = options.batch_size * shape.size // comm.size
+    divided = Divided(config, model, batch_size=batch_size, make_optimizer=lambda model: SGD(model.parameters()))
+    images = torch.randn(batch_size, 3, options.img_size, options.img_size, device=device)
+    batch = Augmented(images, torch.full((batch_size, NUM_CLASSES), 1 / NUM_CLASSES, device=device))
+    trainer: Any = SimpleNamespace(  # what a replica asks a Trainer for
+        model=model,
+        objective=divided.objective(classification),
+        scaler=torch.amp.GradScaler(device.type, enabled=False),
+        device=device,
+        precision=options.precision,
+    )
+
+    def run_pass() -> None:
+        divided.run_pass(trainer, batch, 1 / options.batch_size)
+        divided.complete_gradients(trainer)
+        model.zero_grad(set_to_none=True)
+
+    yield run_pass
+
+
+def shortened(options: argparse.Namespace, depth: int) -> Any:
+    """The model with its first blocks alone, without memory."""
+    with torch.device("meta"):
+        model: Any = create_model(options.model, img_size=options.img_size, num_classes=NUM_CLASSES)
+    if len(getattr(model, "blocks", ())) < depth:
+        raise ValueError(f"--depth is {options.depth}, and twice as many blocks are built: {options.model} has not.")
+    model.blocks = model.blocks[:depth]
+    return set_fused_attn(model, torch.cuda.is_available())
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# counting
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def _bytes(tensor: Any) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# what a rank sends of a tensor of so many bytes, among n: its own first argument, or what it makes
+RINGS: dict[str, Callable[[Any, int], float]] = {
+    "all_reduce": lambda tensor, n: 2 * (n - 1) / n * _bytes(tensor),
+    "all_gather_single": lambda whole, n: (n - 1) / n * _bytes(whole),
+    "reduce_scatter_single": lambda own, n: (n - 1) * _bytes(own),
+    "broadcast": lambda tensor, n: (n - 1) / n * _bytes(tensor),
+    "reduce": lambda tensor, n: (n - 1) / n * _bytes(tensor),
+    "send": lambda tensor, n: _bytes(tensor),
+    "isend": lambda tensor, n: _bytes(tensor),
+}
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Count the bytes that this rank sends by torch.distributed while the block runs, under "bytes"."""
+    sent: Counter[str] = Counter()
+    originals = {name: getattr(dist, name) for name in (*RINGS, "batch_isend_irecv")}
+
+    def counted(name: str, tensor: Any, *arguments: Any, **options: Any) -> Any:
+        sent["bytes"] += round(RINGS[name](tensor, dist.get_world_size(options.get("group"))))
+        return originals[name](tensor, *arguments, **options)
+
+    def batch(operations: list[Any]) -> Any:
+        sent["bytes"] += sum(_bytes(one.tensor) for one in operations if one.op is originals["isend"])
+        return originals["batch_isend_irecv"](operations)
+
+    try:
+        for name in RINGS:
+            if name != "isend":  # of which torch's pipeline makes lists, to be compared with the original
+                setattr(dist, name, partial(counted, name))
+        setattr(dist, "batch_isend_irecv", batch)
+        yield sent
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)

@@ -1,0 +1,300 @@
+"""A replica of the model divided among ranks: the engine's seam, filled with the parts of this package.
+
+Every rank builds the whole model from the seed, cuts it and keeps its part; from then on names are the serial model's
+and everything else asks the mesh. A checkpoint is always the plain one: tensor by tensor what the ranks hold is put
+together on rank 0, into a model and an optimizer as one rank would have them, and what is read goes the way back.
+"""
+
+import copy
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from largebatch.augment import Augmented
+from largebatch.comm import Communicator
+from largebatch.engine import Objective, Replica, Trainer
+from largebatch.optim import Lamb
+from largebatch.parallel import mesh as meshes
+from largebatch.parallel import pipeline, sequence, vit, volo
+from largebatch.parallel.collectives import gather_objects
+from largebatch.parallel.lamb import ShardedLamb, global_norm
+from largebatch.parallel.loss import classification, cross_entropy
+from largebatch.parallel.mesh import Mesh, block
+from largebatch.parallel.pipeline import Pipeline
+from largebatch.parallel.shape import ParallelConfig
+from largebatch.parallel.sharding import WHOLE, Cut, cuts_of, local, sum_partial_gradients
+from largebatch.parallel.tensor import layouts, parts
+from largebatch.parallel.zero import Sharding, state_bytes
+from largebatch.precision import autocast
+from zoo.vit import VisionTransformer
+from zoo.volo import VOLO
+
+logger = logging.getLogger(__name__)
+
+
+def start(comm: Communicator, device: torch.device) -> None:
+    """Start torch.distributed beside Horovod, unless the program has; at an address that rank 0 tells.
+
+    It ends before Horovod does.
+    """
+    if dist.is_initialized():
+        return
+    store = None
+    with comm.together("starting torch.distributed"):
+        if comm.rank == 0:
+            store = dist.TCPStore(socket.gethostname(), 0, None, is_master=True, wait_for_workers=False)
+    address = (socket.gethostname(), store.port) if store else None
+    host, port = comm.broadcast_object(address, name="parallel/address")
+    store = store or dist.TCPStore(host, port, None, is_master=False)
+    meshes.start(comm.rank, comm.size, store, device=device)
+    comm.before_shutdown(meshes.stop)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A rank of the replica with a part of a tensor that no rank before it has."""
+
+    index: int  # on axis "model"
+    place: dict[str, int]
+    cut: Cut
+
+
+class Divided(Replica):
+    """A replica that the ranks of a mesh share."""
+
+    def __init__(
+        self,
+        config: ParallelConfig,
+        model: Any,
+        *,
+        batch_size: int,
+        make_optimizer: Callable[[nn.Module], Optimizer],
+    ) -> None:
+        """Cut `model`, a whole module, the same on every rank, in place. torch.distributed has been started.
+
+        batch_size: images of a micro-batch. make_optimizer: gives what one rank would train a whole model with.
+        ValueError, on all ranks, for a model or a batch that cannot be cut so.
+        """
+        self.config, self.make_optimizer = config, make_optimizer
+        shape = config.shape()
+        check(config, model, batch_size=batch_size)
+        self.mesh = Mesh(shape)
+        self._device = next(model.parameters()).device
+        self.serial = copy.deepcopy(model).to("meta")
+        self.cuts_tensors = parts(shape, shape.tensor) > 1
+        self.is_vit = isinstance(model, VisionTransformer)
+        if self.cuts_tensors:
+            (vit if self.is_vit else volo).parallelize(model, self.mesh)
+        if config.sequence > 1:
+            sequence.parallelize(model, self.mesh)
+        self.pipeline = Pipeline(model, self.mesh, config, self._loss) if config.pipeline > 1 else None
+        self.rows = batch_size if self.pipeline else parts(shape, layouts(shape)[0].batch)
+        self.cuts = cuts_of(model)
+        self.holders = self._find_holders(model)
+        self.sharding: Sharding | None = None
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(logits, targets, self.mesh)
+
+    def optimizer(self, serial: Optimizer) -> Optimizer:
+        """Replica's."""
+        return ShardedLamb(serial.param_groups) if isinstance(serial, Lamb) else serial
+
+    def bind(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Replica's: what its tensors are parts of."""
+        zero, offload = bool(self.config.zero), self.config.offload
+        self.sharding = Sharding(dict(model.named_parameters()), self.cuts, self.mesh, zero=zero, offload=offload)
+        if isinstance(optimizer, ShardedLamb):
+            optimizer.sharding = self.sharding
+
+    def objective(self, serial: Objective) -> Objective:
+        """Replica's: from parts of the logits, where no rank has them whole."""
+        if not self.cuts_tensors:
+            return serial
+        if isinstance(serial, partial):  # `losses.token_labeling` and its weights
+            return volo.token_labeling(self.mesh, **serial.keywords)
+        return classification(self.mesh) if self.is_vit else serial
+
+    def describe(self, optimizer: Optimizer) -> list[str]:
+        """Replica's: stages, and the memory of the optimizer's state."""
+        stages = self.pipeline.log().splitlines() if self.pipeline else []
+        return [*stages, f"the optimizer's state on rank 0: {state_bytes(optimizer) / 2**20:.1f} MiB"]
+
+    # -- the step ----------------------------------------------------------------------------------------------
+
+    def run_pass(self, trainer: Trainer, batch: Augmented, weight: float) -> Tensor:
+        """Replica's; a batch too short for the mesh is filled up with images without a target, so without a loss."""
+        batch = batch._replace(images=_fill(batch.images, self.rows), targets=_fill(batch.targets, self.rows))
+        if self.pipeline is None:
+            return super().run_pass(trainer, batch, weight)
+        with autocast(trainer.device, trainer.precision):
+            return self.pipeline.run(batch.images, batch.targets, weight)
+
+    def complete_gradients(self, trainer: Trainer) -> None:
+        """Replica's: sums over the axes along which images or tokens are cut."""
+        sum_partial_gradients(trainer.model, self.cuts, self.mesh)
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """Replica's: each element of the whole model once."""
+        assert self.sharding is not None
+        return global_norm(optimizer, self.sharding)
+
+    def predictor(self, model: nn.Module) -> nn.Module:
+        """Replica's."""
+        return _Predictor(model, self.pipeline, rows=1 if self.pipeline else self.rows)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def plain(self, trainer: Trainer) -> tuple[nn.Module, Optimizer]:
+        """On rank 0 the whole model and optimizer, in host memory; elsewhere the trainer's own."""
+        own, axis = dict(trainer.model.state_dict(keep_vars=True)), self.mesh.axis("model")
+        described = gather_objects(_describe(trainer.model, trainer.optimizer), axis)
+        states = {name: state for of_rank in described for name, state in of_rank.items()}
+        model, optimizer = self.blank(trainer)
+        leads = trainer.comm.rank == 0
+        parameters = dict(model.named_parameters())
+        for name, meta in self.serial.state_dict().items():
+            self._gather(name, own.get(name), model.state_dict()[name] if leads else meta)
+            state = _state_of(trainer.optimizer, own[name]) if name in own and name in states else {}
+            for key, value in states.get(name, {}).items():
+                whole = torch.empty(meta.shape, dtype=meta.dtype) if leads else meta
+                if value is MOMENT:
+                    self._gather(name, state.get(key), whole)
+                if leads:
+                    optimizer.state[parameters[name]][key] = whole if value is MOMENT else value
+        for group in optimizer.param_groups:
+            group["lr"] = trainer.optimizer.param_groups[0]["lr"]
+        return model, optimizer
+
+    def blank(self, trainer: Trainer) -> tuple[nn.Module, Optimizer]:
+        """On rank 0 a whole model and optimizer, in host memory; elsewhere the trainer's own."""
+        if trainer.comm.rank > 0:
+            return trainer.model, trainer.optimizer
+        model = copy.deepcopy(self.serial).to_empty(device="cpu")
+        return model, self.make_optimizer(model)
+
+    def take(self, trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> None:
+        """Replica's: tensor by tensor, each rank keeps its part."""
+        own, leads = dict(trainer.model.state_dict(keep_vars=True)), trainer.comm.rank == 0
+        states = trainer.comm.broadcast_object(_describe(model, optimizer) if leads else None, name="replica/states")
+        tensors, parameters = model.state_dict(), dict(model.named_parameters())
+        for name, meta in self.serial.state_dict().items():
+            part = self._scatter(name, tensors[name] if leads else None, meta, own.get(name))
+            state = dict(states.get(name, {}))
+            for key, value in state.items():
+                if value is MOMENT:
+                    moment = optimizer.state[parameters[name]][key] if leads else None
+                    state[key] = self._scatter(name, moment, meta, own.get(name))
+            if part is not None:
+                own[name].detach().copy_(part)
+                _set_state_of(trainer.optimizer, own[name], state)
+
+    def _find_holders(self, model: nn.Module) -> dict[str, list[Holder]]:
+        """For each tensor of the whole model the ranks that hold its parts, each part once."""
+        axis, sizes = self.mesh.axis("model"), self.mesh.shape.sizes
+        tables = gather_objects({name: self.cuts.get(name, WHOLE) for name in model.state_dict()}, axis)
+        holders: dict[str, dict[Any, Holder]] = {}
+        for index, (place, table) in enumerate(zip(self.mesh.places(), tables)):
+            for name, cut in table.items():
+                part = tuple(block(sizes, place, axes) for axes in cut.dims.values())
+                holders.setdefault(name, {}).setdefault(part, Holder(index, place, cut))
+        return {name: list(parts.values()) for name, parts in holders.items()}
+
+    def _gather(self, name: str, mine: Tensor | None, whole: Tensor) -> None:
+        """Write into `whole`, on rank 0, the parts of a tensor; the ranks of its replica take part."""
+        axis = self.mesh.axis("model")
+        for holder in self.holders[name] if self.mesh.place["data"] == 0 else ():
+            if axis.index == holder.index != 0:
+                assert mine is not None
+                dist.send(mine.detach().contiguous(), group_dst=0, group=axis.group)
+            if axis.index == 0:
+                view = holder.cut.slice_(whole, self.mesh.shape.sizes, holder.place)
+                if holder.index == 0:
+                    assert mine is not None
+                    part = mine.detach()
+                else:
+                    part = torch.empty(view.shape, dtype=whole.dtype, device=self._device)
+                    dist.recv(part, group_src=holder.index, group=axis.group)
+                view.copy_(part.reshape(view.shape))
+
+    def _scatter(self, name: str, whole: Tensor | None, meta: Tensor, own: Tensor | None) -> Tensor | None:
+        """This rank's part of a whole tensor, which rank 0 has, in the shape of `own`; None without that."""
+        whole = torch.empty(meta.shape, dtype=meta.dtype) if whole is None else whole.detach().contiguous()
+        dist.broadcast(whole, 0)
+        return None if own is None else local(whole, self.cuts.get(name, WHOLE), self.mesh).view_as(own).to(own.device)
+
+
+def check(config: ParallelConfig, model: nn.Module, *, batch_size: int) -> None:
+    """ValueError, one sentence with the numbers, for a model or a micro-batch that cannot be cut so."""
+    shape = config.shape()
+    if shape.size == 1:
+        return
+    if isinstance(model, VOLO):
+        if config.pipeline * config.sequence > 1:
+            raise ValueError(f"--parallel is {shape}, and VOLO is cut over tensor axes alone: set --parallel.tensor.")
+        volo.check(volo.Dimensions.of(model), shape)
+        return
+    if parts(shape, shape.tensor) > 1:
+        vit.check(vit.Dimensions.of(model), shape, batch_size)
+    if config.pipeline > 1:
+        pipeline.check(config, depth=len(model.blocks), batch_size=batch_size)
+
+
+class _Predictor(nn.Module):
+    """Whole logits on every rank, of any number of images."""
+
+    def __init__(self, model: nn.Module, stages: Pipeline | None, *, rows: int) -> None:
+        super().__init__()
+        self.model, self.stages, self.rows = model, stages, rows
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) -> (B, K)"""
+        predict = self.stages.predict if self.stages else self.model
+        return predict(_fill(images, self.rows))[: len(images)]
+
+
+def _fill(tensor: Tensor, rows: int) -> Tensor:
+    """With zeros behind it, up to a multiple of `rows` in the first dimension."""
+    missing = -len(tensor) % rows
+    return F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, missing)) if missing else tensor
+
+
+class _Moment:
+    """Stands for a tensor of the parameter's shape in what `_describe` tells; one object, also after a journey."""
+
+    def __reduce__(self) -> str:
+        return "MOMENT"
+
+
+MOMENT = _Moment()
+
+
+def _describe(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """Every parameter's state by its name: scalars as they are, `MOMENT` for tensors of the parameter's shape."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        state = dict(optimizer.state.get(parameter, {}))
+        if isinstance(optimizer, ShardedLamb) and state:
+            state = {"step": state["step"], "exp_avg": MOMENT, "exp_avg_sq": MOMENT}
+        found[name] = {key: MOMENT if torch.is_tensor(value) and value.ndim else value for key, value in state.items()}
+    return {name: state for name, state in found.items() if state}
+
+
+def _state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    return optimizer.state_of(parameter) if isinstance(optimizer, ShardedLamb) else optimizer.state[parameter]
+
+
+def _set_state_of(optimizer: Optimizer, parameter: Tensor, state: dict[str, Any]) -> None:
+    if isinstance(optimizer, ShardedLamb):
+        optimizer.set_state_of(parameter, state)
+    else:
+        optimizer.state[parameter] = state

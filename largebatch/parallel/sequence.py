@@ -1,0 +1,263 @@
+"""Sequence parallelism: the tokens of each image cut over the ranks of an axis, attention as a ring between them.
+
+Keys and values travel around the ring, a block of them per rank, while each rank keeps its queries and merges what it
+finds by the log of the sum of exponentials: no rank ever has all keys, or a map of all tokens against all. Backward
+they travel once more, and their gradients with them, which so come home complete. A message is one block, so a layer
+sends, of (tokens of a rank) × (features) numbers each and per rank, 2 (p - 1) forward and 2 (p - 1) + 2 p backward.
+
+The number of tokens, 197 or 50, is rarely a multiple of anything: the last ranks have padding, which nobody attends to.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from largebatch.parallel.collectives import part, reduce
+from largebatch.parallel.mesh import Axis, Mesh
+from largebatch.parallel.sharding import cuts_of
+from zoo.vit import VisionTransformer
+
+# -- the ring -----------------------------------------------------------------------------------------------------
+
+
+def tokens_per_rank(length: int, axis: Axis) -> int:
+    """Tokens of each rank, padding included, of `length` in all."""
+    return -(-length // axis.size)
+
+
+def _valid(owner: int, length: int, number: int) -> int:
+    """How many of the `number` tokens of the rank at place `owner` are no padding."""
+    return min(max(length - owner * number, 0), number)
+
+
+def _pass_on(block: Tensor, axis: Axis) -> tuple[Tensor, list[Any]]:
+    """Start sending a block to the next rank of the ring: the one that comes from the rank before, when it is there."""
+    incoming = torch.empty_like(block)
+    after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+    send = dist.P2POp(dist.isend, block, group=axis.group, group_peer=after)
+    receive = dist.P2POp(dist.irecv, incoming, group=axis.group, group_peer=before)
+    return incoming, dist.batch_isend_irecv([send, receive])
+
+
+def _finish(works: list[Any]) -> None:
+    """Wait, and let go of what was sent."""
+    while works:
+        works.pop().wait()
+
+
+def _travel(block: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
+    """(owner, block) of every rank, this one's first; the next is on its way while one is used."""
+    for step in range(axis.size):
+        last = step == axis.size - 1
+        incoming, works = (block, []) if last else _pass_on(block, axis)
+        yield (axis.index - step) % axis.size, block
+        _finish(works)
+        block = incoming
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, axis: Axis, length: int) -> Tensor:
+        precise = torch.promote_types(q.dtype, torch.float32)
+        kv = torch.stack((k, v))
+        out = torch.zeros_like(q, dtype=precise, memory_format=torch.contiguous_format)
+        log_sum = torch.full_like(out[..., :1], -torch.inf)
+        for owner, block in _travel(kv, axis):
+            keys, values = block[..., : _valid(owner, length, q.shape[-2]), :]
+            if keys.shape[-2]:
+                scores = (q @ keys.transpose(-2, -1)).to(precise) * scale
+                own = scores.logsumexp(dim=-1, keepdim=True)
+                merged = torch.logaddexp(log_sum, own)
+                found = (scores - merged).exp().to(values.dtype) @ values
+                out = out * (log_sum - merged).exp() + found
+                log_sum = merged
+            del block, keys, values  # else kept while the one after the next arrives
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, log_sum)
+        ctx.scale, ctx.axis, ctx.length = scale, axis, length
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, kv, out, log_sum = ctx.saved_tensors
+        precise = log_sum.dtype
+        common = (grad.to(precise) * out).sum(dim=-1, keepdim=True)
+        grad_q = torch.zeros_like(out, dtype=precise)
+        grad_kv = torch.zeros_like(kv, dtype=precise)
+        for owner, block in _travel(kv, ctx.axis):
+            valid = _valid(owner, ctx.length, q.shape[-2])
+            keys, values = block[..., :valid, :]
+            if valid:
+                scores = (q @ keys.transpose(-2, -1)).to(precise) * ctx.scale
+                shares = (scores - log_sum).exp()
+                grad_scores = shares * ((grad @ values.transpose(-2, -1)).to(precise) - common) * ctx.scale
+                grad_scores = grad_scores.to(q.dtype)
+                grad_q += grad_scores @ keys
+                grad_kv[0, ..., :valid, :] += grad_scores.transpose(-2, -1) @ q
+                grad_kv[1, ..., :valid, :] += shares.to(grad.dtype).transpose(-2, -1) @ grad
+            del block, keys, values
+            if ctx.axis.size > 1:
+                grad_kv, works = _pass_on(grad_kv, ctx.axis)  # after the last block it is at home
+                _finish(works)
+        grad_k, grad_v = grad_kv.to(q.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, length: int) -> Tensor:
+    """Attention of this rank's queries to the keys and values of all ranks: softmax(q kᵀ / √d) v, (B, heads, n, d).
+
+    q, k, v: (B, heads, n, d), of one dtype, this rank's n = `tokens_per_rank` of `length` tokens; those beyond length
+    are padding. Products are in that dtype, sums in at least float32.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        return _Ring.apply(q, k, v, q.shape[-1] ** -0.5, axis, length)
+
+
+# -- a ViT on the ring --------------------------------------------------------------------------------------------
+
+
+class RingAttention(nn.Module):
+    """timm's Attention, its modules and their names, with a ring for its middle."""
+
+    qkv: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+    norm: nn.Module
+    proj: nn.Module
+    proj_drop: nn.Module
+
+    def __init__(self, attention: Any, axis: Axis, length: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.attn_dim = attention.num_heads, attention.head_dim, attention.attn_dim
+        self.axis, self.length = axis, length
+        for name, module in attention.named_children():
+            if name != "attn_drop":
+                self.add_module(name, module)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """(B, n, C) -> the same, of this rank's tokens."""
+        if attn_mask is not None or is_causal:
+            raise ValueError("Ring attention has no masks but that of the padding: call the model without one.")
+        number, tokens, _ = x.shape
+        qkv = self.qkv(x).reshape(number, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        out = ring_attention(q, k, v, self.axis, length=self.length)
+        return self.proj_drop(self.proj(self.norm(out.transpose(1, 2).reshape(number, tokens, self.attn_dim))))
+
+
+class CutTokens(nn.Module):
+    """All tokens (B, N, C), which all ranks have -> this rank's (B, n, C), padded with zeros."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        missing = tokens_per_rank(x.shape[1], self.axis) * self.axis.size - x.shape[1]
+        return part(F.pad(x, (0, 0, 0, missing)), self.axis, 1)
+
+
+class ClassToken(nn.Module):
+    """First token (B, C) of each rank -> that of the first rank, on all."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        # times 0, not zeros: every rank's backward pass goes through all rings
+        return reduce(x * float(self.axis.index == 0), self.axis)
+
+
+class MeanToken(nn.Module):
+    """This rank's tokens (B, n, C) -> the mean of all but the first `prefix`, on all ranks, (B, prefix + 1, C).
+
+    For a model that then takes the mean of all but the first `prefix` itself.
+    """
+
+    def __init__(self, axis: Axis, length: int, prefix: int) -> None:
+        super().__init__()
+        self.axis, self.length, self.prefix = axis, length, prefix
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device) + self.axis.index * x.shape[1]
+        used = ((places >= self.prefix) & (places < self.length)).to(x.dtype) / (self.length - self.prefix)
+        mean = reduce((x * used[:, None]).sum(dim=1, keepdim=True), self.axis)
+        return mean.expand(-1, self.prefix + 1, -1)
+
+
+class TokenDropout(nn.Module):
+    """Dropout of tokens of which each rank has its own: ranks draw apart, and again the same when recomputing.
+
+    All ranks draw all seeds from the common generator, which so stays the same on all of them.
+    """
+
+    def __init__(self, p: float, axis: Axis) -> None:
+        super().__init__()
+        self.p, self.axis = p, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        seeds = torch.randint(2**62, (self.axis.size,))
+        generator = torch.Generator(x.device).manual_seed(int(seeds[self.axis.index]))
+        kept = torch.empty_like(x).bernoulli_(1 - self.p, generator=generator)
+        return x * kept.div_(1 - self.p)
+
+
+def check(model: nn.Module, size: int) -> None:
+    """ValueError, one sentence, if the tokens of a model cannot be cut over `size` ranks."""
+    option = f"--parallel.sequence is {size}"
+    if not isinstance(model, VisionTransformer):
+        raise ValueError(
+            f"{option}, and {type(model).__name__} is no ViT, the only kind of model that is cut by its tokens: set 1."
+        )
+    length = model.patch_embed.num_patches + model.num_prefix_tokens
+    if size > length:
+        raise ValueError(f"{option}, and the model has {length} tokens: expected at most one rank per token.")
+    if model.global_pool not in ("token", "avg"):
+        raise ValueError(f"{option}, which expects a model that pools by token or avg, and it has {model.global_pool}.")
+    if any(getattr(getattr(block.attn, "attn_drop", None), "p", 0.0) for block in model.blocks):
+        raise ValueError(
+            f"{option}, and the ring has no dropout between scores and values: set --model.attn_drop_rate 0."
+        )
+
+
+def parallelize(model: VisionTransformer, mesh: Mesh) -> None:
+    """Cut the tokens of a model, in place, behind its embedding; before it is cut into pipeline stages.
+
+    Embedding and head work on all ranks alike, so do their gradients; those of blocks and norm are summands
+    (`sharding.sum_partial_gradients`). ValueError: see `check`.
+    """
+    axis = mesh.axis("sequence")
+    check(model, axis.size)
+    length = model.patch_embed.num_patches + model.num_prefix_tokens
+    model.add_module("patch_drop", CutTokens(axis))
+    for block in model.blocks:
+        block.attn = RingAttention(block.attn, axis, length)
+        for owner in list(block.modules()):
+            for name, module in list(owner.named_children()):
+                if isinstance(module, nn.Dropout) and module.p:
+                    owner.add_module(name, TokenDropout(module.p, axis))
+    for module in (model.norm_pre, model.blocks, model.norm):
+        _mark_partial(module)
+    if model.global_pool == "token":
+        model.fc_norm = ClassToken(axis)
+    else:
+        model.norm = MeanToken(axis, length, model.num_prefix_tokens)
+
+
+def _mark_partial(module: nn.Module) -> None:
+    """Say that the gradients of all parameters inside are summands; what they are cut along besides stays said."""
+    cuts = cuts_of(module)
+    for prefix, owner in module.named_modules():
+        names = {name: f"{prefix}.{name}" if prefix else name for name, _ in owner.named_parameters(recurse=False)}
+        own = {name: replace(cuts[full], partial=(*cuts[full].partial, "sequence")) for name, full in names.items()}
+        if own:
+            setattr(owner, "cuts", own)

@@ -1,0 +1,62 @@
+"""Ranks that share a model: the CIFAR-10 tutorial with stages and matrices cut, and a ViT of 6.45 billion parameters.
+
+After the hybrid-parallel examples of Colossal-AI, whose numbers are kept (AdamW 3e-3, decay 0.3, warm-up of 32 of 300
+epochs, clip 1). What differs: they ran in pure fp16, here bf16 autocast beside fp32 weights; their schedule moved on
+by epochs but was stepped by batches, here its 32 and 300 are epochs; a batch of theirs is a replica's, here the job's,
+with one replica. No accuracy is known of any.
+"""
+
+from largebatch.config import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
+from largebatch.parallel.shape import Mode, ParallelConfig, TensorConfig
+from largebatch.recipes.cifar import cifar10
+
+
+def cifar10_pipeline() -> TrainConfig:
+    """ViT-B/16 on CIFAR-10 in two stages, each batch of 256 in two parts.
+
+    horovodrun -np 4 python -m largebatch.train --recipe cifar10_pipeline --data cifar10/
+    """
+    config = cifar10()
+    config.recipe = "cifar10_pipeline"
+    config.model.grad_checkpointing = True
+    config.model.pos_drop_rate = config.model.proj_drop_rate = 0.0
+    config.data.global_batch_size, config.data.micro_batch_size = 512, 256  # = 2 replicas × 256
+    config.augment.label_smoothing = 0.1
+    config.optim, config.schedule = _adamw()
+    config.run.precision = "bf16"
+    config.parallel = ParallelConfig(pipeline=2)
+    return config
+
+
+def cifar10_hybrid() -> TrainConfig:
+    """The same with every matrix cut over two ranks (1D) in each of the two stages: one replica on four ranks.
+
+    horovodrun -np 4 python -m largebatch.train --recipe cifar10_hybrid --data cifar10/
+    """
+    config = cifar10_pipeline()
+    config.recipe = "cifar10_hybrid"
+    config.data.global_batch_size = 256
+    config.parallel = ParallelConfig(pipeline=2, tensor=TensorConfig(size=2))
+    return config
+
+
+def vit_6b16(mode: Mode, *, size: int, stages: int, global_batch_size: int) -> TrainConfig:
+    """A ViT/16 of 32 blocks of 4,096 features and 64 heads on ImageNet, on size × stages GPUs, at least 64 of 80 GB.
+
+    A micro-batch is the whole batch: as many parts of it as stages go through the pipeline. Every rank builds the whole
+    model in host memory before it keeps its part: 26 GB each for a moment.
+    """
+    return TrainConfig(
+        recipe=f"vit_6b16_{mode}",
+        model=ModelConfig(name="vit_6b16", grad_checkpointing=True),
+        data=DataConfig(path="", global_batch_size=global_batch_size, micro_batch_size=global_batch_size),
+        optim=_adamw()[0],
+        schedule=_adamw()[1],
+        run=RunConfig(duration="300 epochs", precision="bf16"),
+        parallel=ParallelConfig(pipeline=stages, tensor=TensorConfig(mode=mode, size=size)),
+    )
+
+
+def _adamw() -> tuple[OptimConfig, ScheduleConfig]:
+    optim = OptimConfig(name="adamw", lr=3e-3, weight_decay=0.3, clip_norm=1.0)
+    return optim, ScheduleConfig(name="cosine", warmup="32 epochs")

@@ -1,0 +1,49 @@
+"""Train a small ViT on digits several times in one launch: FOLDER, then names of `RUNS`; see `main`.
+
+All of them put as many ranks to a replica, since Horovod is told of it when it starts.
+"""
+
+import sys
+
+from largebatch.build import program
+from largebatch.preemption import Signals
+from largebatch.train import open_folder, read, train
+from zoo import vit
+
+vit.STRUCTURES["vit_ti16"] = vit.Structure(16, embed_dim=64, depth=4, num_heads=4, timm_name="")
+BASE = (
+    "--model vit_ti16 --img-size 32 --run.precision fp32 --run.deterministic true --run.max_skipped_steps 1 "
+    "--data.global_batch_size 64 --data.micro_batch_size 8 --data.eval_batch_size 56 --data.num_threads 1 "
+    "--log.tensorboard false"
+).split() + ["--run.duration", "1260 images", "--run.eval_every", "10 steps", "--log.every", "1 steps"]
+RUNS = {
+    "plain": "",
+    "zero": "--parallel.zero 1",
+    "offload": "--parallel.zero 1 --parallel.offload true",
+    "1d": "--parallel.tensor.size 2",
+    "sequence": "--parallel.sequence 2",
+    "2d": "--parallel.tensor.mode 2d --parallel.tensor.size 4",
+    "pipeline": "--parallel.pipeline 2 --parallel.tensor.size 2 --parallel.micro_batches 4",
+    "2.5d": "--parallel.tensor.mode 2.5d --parallel.tensor.size 8 --parallel.tensor.depth 2",
+    "3d": "--parallel.tensor.mode 3d --parallel.tensor.size 8",
+}
+
+
+def main(folder: str, *runs: str) -> None:
+    """Each run into a folder of its name; NAME/FOLDER=STEPS: into another folder, resumed there, up to that step."""
+    argvs = []
+    for run in runs:
+        place, _, steps = run.partition("=")
+        name, _, other = place.partition("/")
+        argvs.append([*BASE, *RUNS[name].split(), "--run.folder", f"{folder}/{other or name}"])
+        argvs[-1] += ["--run.max_steps", steps or "0"]
+    with Signals() as signals, program(lambda: read(argvs[0])) as (_, comm):
+        for argv in argvs:
+            config = read(argv)
+            with comm.together("opening the run folder"):
+                open_folder(config, comm)
+            train(config, comm, signals)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,76 @@
+"""LAMB's state in pieces over Horovod's ranks: as if every rank had all of it."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parts import CLASSES, images, small_model
+from torch import distributed as dist
+
+from largebatch.optim import Lamb, clip_gradients, init_state
+from largebatch.parallel.lamb import ShardedLamb, global_norm
+from largebatch.parallel.mesh import Mesh, start, stop
+from largebatch.parallel.shape import ParallelConfig
+from largebatch.parallel.sharding import cuts_of
+from largebatch.parallel.zero import Sharding, state_bytes
+
+PASSES, MICRO = 2, 3
+
+
+@pytest.fixture(scope="module")
+def mesh(comm):
+    """torch.distributed beside Horovod, over the same ranks."""
+    limit = timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=limit) if comm.rank == 0 else None
+    port = comm.broadcast_object(store and store.port, name="store")
+    store = store or dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=limit)
+    start(comm.rank, comm.size, store, device=torch.device("cpu"))
+    yield Mesh(ParallelConfig(zero=1).shape())
+    stop()
+
+
+def train(comm, model, optimizer, steps, norm_of):
+    """Accumulated over passes, averaged over ranks, clipped."""
+    for step in steps:
+        for number in range(PASSES):
+            first = ((step * comm.size + comm.rank) * PASSES + number) * MICRO
+            samples = list(range(first, first + MICRO))
+            labels = torch.tensor(samples) % CLASSES
+            F.cross_entropy(model(images(samples, dtype=torch.float64)), labels).backward()
+        comm.synchronize(optimizer)
+        norm = clip_gradients(optimizer, 0.5, norm_of)
+        assert comm.apply(optimizer, torch.amp.GradScaler("cpu", enabled=False), norm)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_as_whole_state_on_every_rank(comm, mesh, offload):
+    """The stem is frozen for five steps, so that its counters differ."""
+    options = dict(lr=0.02, weight_decay=0.3, impl="eager")
+    model, reference = small_model().double(), small_model().double()
+    optimizer = comm.wrap(ShardedLamb(model.parameters(), **options), model, passes=PASSES)
+    plain = comm.wrap(Lamb(reference.parameters(), **options), reference, passes=PASSES)
+    parameters = dict(model.named_parameters())
+    sharding = Sharding(parameters, cuts_of(model), mesh, zero=True, offload=offload)
+    optimizer.sharding = sharding
+    for one in (optimizer, plain):
+        init_state(one)
+    numel = sum(p.numel() for p in model.parameters())
+    assert state_bytes(plain) == 16 * numel and abs(state_bytes(optimizer) - 16 * numel / comm.size) <= 16
+
+    comm.freeze(optimizer, model[0].parameters())
+    comm.freeze(plain, reference[0].parameters())
+    for steps in (range(5), range(5, 10)):
+        train(comm, model, optimizer, steps, lambda one: global_norm(one, sharding))
+        train(comm, reference, plain, steps, lambda one: torch.nn.utils.get_total_norm([p.grad for p in one.reduced]))
+        for p, q in zip(model.parameters(), reference.parameters()):
+            assert (p - q).norm() <= 1e-12 * q.norm()
+            found, expected = optimizer.state_of(p), plain.state[q]
+            assert found["step"] == expected["step"]
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert (found[key] - expected[key]).norm() <= 1e-12 * expected[key].norm()
+            if p.requires_grad:
+                torch.testing.assert_close(optimizer.trust_ratios[p], plain.trust_ratios[q], rtol=1e-12, atol=0)
+        comm.unfreeze(optimizer, model[0].parameters())
+        comm.unfreeze(plain, reference[0].parameters())
