@@ -332,15 +332,28 @@ def _chances(tensor):
         loss.backward()
         found[seed, again] = loss.detach(), model.blocks[0].mlp.fc1.weight.grad
     torch.manual_seed(7)
+    dropped = {}
+
+    def record(name):
+        def hook(module, inputs, output):
+            zero = output == 0
+            dropped[name] = (zero.flatten(1).all(1) if "path" in name else zero & (inputs[0] != 0)).numpy().tobytes()
+
+        return hook
+
+    for name, module in model.named_modules():
+        if "drop" in name and not isinstance(module, nn.Identity):
+            module.register_forward_hook(record(name))
     logits = collectives.all_gather(model(data.images).detach()[None], mesh.axis("model"))
-    return masks, random, found, logits
+    return masks, random, found, logits, mesh.place, dropped
 
 
 @pytest.mark.parametrize("name", ["1d-2", "2d-4", "2.5d-8", "3d-8"])
 def test_chance_agrees_where_ranks_have_the_same_and_differs_where_they_do_not(name):
     outer, inner = layouts(ParallelConfig(tensor=MESHES[name]).shape())
     sizes = ParallelConfig(tensor=MESHES[name]).shape()
-    for masks, random, found, logits in on_ranks(_chances, MESHES[name].size, MESHES[name]):
+    ranks = on_ranks(_chances, MESHES[name].size, MESHES[name])
+    for masks, random, found, logits, place, dropped in ranks:
         assert (random == random[0]).all(), "the default generator is no longer the same on all ranks"
         assert (logits == logits[0]).all()
         for layout, mask in zip((outer, inner), masks):
@@ -358,6 +371,14 @@ def test_chance_agrees_where_ranks_have_the_same_and_differs_where_they_do_not(n
         assert not any(torch.equal(rows, other) for k, rows in enumerate(samples) for other in samples[:k])
         (loss, grad), (loss_again, grad_again), (other, _) = found.values()
         assert loss == loss_again and torch.equal(grad, grad_again) and loss != other
+        assert len(dropped) == 12  # pos_drop, head_drop, four in each block, stochastic depth twice in the second
+        for key in dropped:
+            axes = outer.batch if "path" in key else inner.axes if key.endswith(("attn_drop", "drop1")) else outer.axes
+            for *_, elsewhere, others in ranks:
+                if all(place[axis] == elsewhere[axis] for axis in axes):
+                    assert others[key] == dropped[key], f"{key} differs at {place} and {elsewhere}"
+                elif "path" not in key:
+                    assert others[key] != dropped[key], f"{key} is the same at {place} and {elsewhere}"
 
 
 # -- other references -----------------------------------------------------------------------------------------------
