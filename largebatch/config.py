@@ -394,6 +394,11 @@ def check_parallel(config: TrainConfig) -> None:
         raise ValueError("--parallel.offload is true, which moves a ZeRO part to the host: set --parallel.zero 1.")
     if parallel.zero and config.optim.name != "lamb":
         raise ValueError(f"--parallel.zero is 1 and --optim.name {config.optim.name}: only lamb's state is divided.")
+    own = ParallelConfig()
+    for name in ("schedule", "micro_batches", "cuts"):
+        value = getattr(parallel, name)
+        if parallel.pipeline == 1 and value != getattr(own, name):
+            raise ValueError(f"--parallel.{name} is {value}, of use to a pipeline alone: raise --parallel.pipeline.")
     if parallel.shape().size == 1:
         return
     if config.optim.name in ("lars", "apex_lamb"):

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -97,7 +96,7 @@ class Divided(Replica):
         if config.sequence > 1:
             sequence.parallelize(model, self.mesh)
         self.pipeline = Pipeline(model, self.mesh, config, self._loss) if config.pipeline > 1 else None
-        self.rows = batch_size if self.pipeline else parts(shape, layouts(shape)[0].batch)
+        self.multiple = multiple_of(config)
         self.cuts = cuts_of(model)
         self.holders = self._find_holders(model)
         self.sharding: Sharding | None = None
@@ -133,7 +132,8 @@ class Divided(Replica):
 
     def run_pass(self, trainer: Trainer, batch: Augmented, weight: float) -> Tensor:
         """Replica's; a batch too short for the mesh is filled up with images without a target, so without a loss."""
-        batch = batch._replace(images=_fill(batch.images, self.rows), targets=_fill(batch.targets, self.rows))
+        images, targets = (vit.filled(tensor, self.multiple) for tensor in (batch.images, batch.targets))
+        batch = batch._replace(images=images, targets=targets)
         if self.pipeline is None:
             return super().run_pass(trainer, batch, weight)
         with autocast(trainer.device, trainer.precision):
@@ -150,7 +150,8 @@ class Divided(Replica):
 
     def predictor(self, model: nn.Module) -> nn.Module:
         """Replica's."""
-        return _Predictor(model, self.pipeline, rows=1 if self.pipeline else self.rows)
+        predict = self.pipeline.predict if self.pipeline else model
+        return vit.Predictor(model, predict, multiple=self.multiple)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -249,25 +250,17 @@ def check(config: ParallelConfig, model: Any, *, batch_size: int) -> None:
         sequence.check(model, config.sequence)
     if config.pipeline > 1:
         pipeline.check(config, depth=len(model.blocks), batch_size=batch_size)
+    if batch_size % multiple_of(config):
+        raise ValueError(
+            f"--data.micro_batch_size is {batch_size}, and {pipeline.num_parts(config)} parts for the pipeline, each "
+            f"cut by {shape}, expect a multiple of {multiple_of(config)}."
+        )
 
 
-class _Predictor(nn.Module):
-    """Whole logits on every rank, of any number of images."""
-
-    def __init__(self, model: nn.Module, stages: Pipeline | None, *, rows: int) -> None:
-        super().__init__()
-        self.model, self.stages, self.rows = model, stages, rows
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) -> (B, K)"""
-        predict = self.stages.predict if self.stages else self.model
-        return predict(_fill(images, self.rows))[: len(images)]
-
-
-def _fill(tensor: Tensor, rows: int) -> Tensor:
-    """With zeros behind it, up to a multiple of `rows` in the first dimension."""
-    missing = -len(tensor) % rows
-    return F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, missing)) if missing else tensor
+def multiple_of(config: ParallelConfig) -> int:
+    """Of so many images a micro-batch must be a multiple: parts for the pipeline, each cut for the mesh."""
+    shape = config.shape()
+    return pipeline.num_parts(config) * parts(shape, layouts(shape)[0].batch)
 
 
 class _Moment:

@@ -5,10 +5,12 @@ this rank has, and images, which every rank gets whole, are cut by the patch emb
 logits on every rank; loss.py computes the loss from their parts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from largebatch.parallel.mesh import Mesh
@@ -158,15 +160,19 @@ class PatchEmbed(nn.Module):
 
 
 class Predictor(nn.Module):
-    """A cut model for batches of any size, such as the last one of an evaluation: filled up with black images."""
+    """A cut model for batches of any size, such as the last one of an evaluation."""
 
-    def __init__(self, model: VisionTransformer, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, predict: Callable[[Tensor], Tensor], *, multiple: int) -> None:
+        """predict: gives the model's logits, whole, for batches of a multiple of so many images."""
         super().__init__()
-        self.model = model
-        self.multiple = parts(mesh.shape, layouts(mesh.shape)[0].batch)
+        self.model, self.predict, self.multiple = model, predict, multiple
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, 3, H, W), replicated -> logits (B, K), replicated."""
-        missing = -len(images) % self.multiple
-        filled = torch.cat([images, images.new_zeros(missing, *images.shape[1:])]) if missing else images
-        return self.model(filled)[: len(images)]
+        return self.predict(filled(images, self.multiple))[: len(images)]
+
+
+def filled(tensor: Tensor, multiple: int) -> Tensor:
+    """With zeros behind it, up to a multiple of so many in the first dimension."""
+    missing = -len(tensor) % multiple
+    return F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, missing)) if missing else tensor

@@ -107,7 +107,8 @@ def compare(mesh, *, batch, number=1, **options):
     logits = cut(data.images)
     found = {"logits": difference([logits], [serial(data.images)])}
     fewer = data.images[:-1]
-    found["of fewer images"] = difference([vit.Predictor(cut, mesh)(fewer)], [serial(fewer)])
+    predictor = vit.Predictor(cut, cut, multiple=len(data.images))
+    found["of fewer images"] = difference([predictor(fewer)], [serial(fewer)])
     (logits.square().sum() / batch).backward()
     sum_partial_gradients(cut, cuts, mesh)
     (serial(data.images).square().sum() / batch).backward()
