@@ -1,4 +1,4 @@
-"""Every command of README.md is run as it stands there, but for a folder of its own and a shorter run.
+"""Every command of README.md is run as it stands there, but for a folder of its own and a shorter, smaller run.
 
 test.sh is what runs these tests; .ci/run calls it.
 """
@@ -15,6 +15,7 @@ from launch import ROOT, run
 from PIL import Image
 
 import zoo
+from largebatch.doctor import launches
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
@@ -26,7 +27,9 @@ COMMANDS = [
 SCRIPTS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 BENCHMARKS = re.findall(r"^\| `([^`]*largebatch.benchmark[^`]*)`", README, re.MULTILINE)
 SHORT = "--run.max_steps 1 --log.tensorboard false"
-TINY = "--data.global_batch_size 8 --data.micro_batch_size 1 --model.num_classes 2 --model.img_size 32"
+SMALL_BATCH = "--data.global_batch_size 8 --data.micro_batch_size 1"
+TINY = f"{SMALL_BATCH} --model.num_classes 2 --model.img_size 32"
+SMALL_MODEL = "--model vit_ti16"  # comes last and wins
 
 
 def readme(start: str, **places: Path) -> str:
@@ -69,7 +72,7 @@ def trained(tmp_path_factory) -> Path:
 
 def test_the_same_under_mpirun(tmp_path):
     command = readme("mpirun -np 2 python -m largebatch.train --model vit_b32")
-    assert "step 1 of" in succeeds(f"{command} {SHORT} --run.folder {tmp_path}")
+    assert "step 1 of" in succeeds(f"{command} {SHORT} {SMALL_BATCH} {SMALL_MODEL} --run.folder {tmp_path}")
 
 
 def test_the_zoo_in_a_script_of_your_own(trained):
@@ -109,18 +112,23 @@ def test_packing_training_and_validating(tmp_path):
     check = readme("python -m largebatch.pack check", TFRECORD_FOLDER=packed)
     assert "train: 16 images, 0 bad" in succeeds(check)
     train = readme("horovodrun -np 4 python -m largebatch.train --data", TFRECORD_FOLDER=packed)
-    output = succeeds(f"{train} {SHORT} {TINY} --run.folder {run_folder}")
-    assert "recipe vit_b32: vit_b32 at 32 px" in output and "8 = 4 ranks × 1 micro-batch × 2 passes" in output
+    small = f"{SHORT} {TINY} --recipe vit_b32 {SMALL_MODEL}"
+    output = succeeds(f"{train} {small} --run.folder {run_folder}")
+    assert "recipe vit_b32: vit_ti16 at 32 px" in output and "8 = 4 ranks × 1 micro-batch × 2 passes" in output
     validate = readme("horovodrun -np 4 python -m largebatch.validate", **{"runs/vit_b32": run_folder})
     assert "images 16 " in succeeds(validate)
     places = {"runs/vit_b32 ": f"{run_folder} ", "TFRECORD_FOLDER": packed}
     tune = readme("horovodrun -np 2 python -m largebatch.train --init-from", **places)
-    output = succeeds(f"{tune} {SHORT} {TINY} --img-size 64 --run.folder {tmp_path / 'tuned'}")
-    assert "position embedding resized from 1 x 1 to 2 x 2" in output and "step 1 of" in output
+    output = succeeds(f"{tune} {small} --img-size 64 --run.folder {tmp_path / 'tuned'}")
+    assert "position embedding resized from 2 x 2 to 4 x 4" in output and "step 1 of" in output
 
 
 def test_the_doctor():
-    succeeds(readme("python -m largebatch.doctor"))
+    """This installation can train: every launcher, two processes each; one line for each check."""
+    output = succeeds(readme("python -m largebatch.doctor"))
+    assert output.count(f"the sum is exactly {launches.expected_total(2)} on ") == len(launches.LAUNCHES) == 3
+    *lines, last = output.splitlines()
+    assert all(line.startswith("ok    ") for line in lines) and last == "all checks passed: ready to train", output
 
 
 @pytest.mark.parametrize("command", BENCHMARKS)
