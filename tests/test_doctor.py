@@ -497,20 +497,14 @@ def test_last_working(works_up_to, count):
     assert launches.last_working(lambda given: given <= works_up_to, count) == works_up_to
 
 
-@pytest.mark.parametrize(
-    "launch, variable, value",
-    [
-        ("mpirun", "HOROVOD_CPU_OPERATIONS", "gloo"),  # kills both ranks
-        ("mpirun", "OMPI_MCA_btl", "nope"),
-    ],
-)
-def test_a_variable_is_to_blame(monkeypatch, launch, variable, value):
-    """Really launched: each of these stops real ranks. Two innocent variables stand beside it."""
+def test_a_variable_is_to_blame(monkeypatch):
+    """Really launched: it kills both ranks. Two innocent variables stand beside it."""
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2")
     monkeypatch.setenv("UCX_LOG_LEVEL", "error")
-    monkeypatch.setenv(variable, value)
-    result = launches.check_allreduce(launch)
-    assert_failed(result, cause=f"; without {variable}={value} it works", fix=f"unset {variable}")
+    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
+    result = launches.check_allreduce("mpirun")
+    fix = "unset HOROVOD_CPU_OPERATIONS"
+    assert_failed(result, cause="; without HOROVOD_CPU_OPERATIONS=gloo it works", fix=fix)
 
 
 def test_several_variables_are_to_blame(monkeypatch):
@@ -542,15 +536,3 @@ def test_what_ails_mpirun_is_said_once(programs, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert printed.count("FAIL") == 1 and "mpirun ended with exit code 3" in printed
     assert "ok    2-process allreduce, horovodrun --gloo" in printed
-
-
-def test_this_installation_can_train():
-    """The real thing, as a user calls it: both launchers and Gloo, two processes each; one line for each check."""
-    command = [sys.executable, "-m", "largebatch.doctor", "--device", "cpu"]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
-    assert result.stdout.count(f"the sum is exactly {EXACT} on cpu") == len(launches.LAUNCHES) == 3
-    *lines, last = result.stdout.splitlines()
-    assert all(line.startswith("ok    ") for line in lines) and last == "all checks passed: ready to train"
-    assert result.stderr == ""

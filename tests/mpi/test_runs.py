@@ -21,9 +21,24 @@ PADDED = ["--data.train_crop", "pad", "--data.crop_padding", "1", "--data.scale"
 RANDOM = [*RATES, *MIXED, *DRAWN, *PADDED]
 
 
-def train(folder: Path, *options: str, ranks: int, launcher: str = "mpirun", **launch_options) -> tuple[int, str]:
-    arguments = ["-m", "largebatch.train", *SMALL, *BATCH, *LENGTH, *RANDOM, "--run.folder", str(folder), *options]
-    return launch(arguments, ranks=ranks, launcher=launcher, **launch_options)
+def program(name: str, *options: str, depth: int = 2, planted: str = "") -> list[str]:
+    """What python is given to run largebatch.<name> on a small model. planted: more lines of the program."""
+    lines = [
+        f"from largebatch import engine, {name}; from zoo import vit",
+        f"vit.STRUCTURES['vit_ti16'] = vit.Structure(16, embed_dim=32, depth={depth}, num_heads=2, timm_name='')",
+        planted,
+        f"{name}.main({list(options)!r})",
+    ]
+    return ["-c", "\n".join(lines)]
+
+
+def train(
+    folder: Path, *options: str, ranks: int, launcher: str = "mpirun", planted: str = "", timeout_s: int = 240
+) -> tuple[int, str]:
+    arguments = [*SMALL, *BATCH, *LENGTH, *RANDOM, "--run.folder", str(folder), *options]
+    return launch(
+        program("train", *arguments, planted=planted), ranks=ranks, launcher=launcher, timeout_s=timeout_s
+    )
 
 
 def trained(folder: Path, *options: str, ranks: int, launcher: str = "mpirun") -> dict[str, torch.Tensor]:
@@ -104,7 +119,7 @@ def test_resumed_on_two_ranks_of_three(tmp_path, interrupted, uninterrupted):
 def test_validation_from_the_command_line(uninterrupted):
     lines = []
     for ranks, options in ((1, []), (3, []), (2, ["--ema"])):  # every number of ranks is in ranks/test_data.py
-        code, output = launch(["-m", "largebatch.validate", str(uninterrupted), *options], ranks=ranks)
+        code, output = launch(program("validate", str(uninterrupted), *options), ranks=ranks)
         assert code == 0, output
         lines.append(re.search(r"top-1 (.*) %  top-5 .*  loss (.*)  images 360  .*/(.*)\)", output).groups())
     last = {column: float(cell) for column, cell in rows(uninterrupted, "epochs.csv")[-1].items() if cell}
@@ -116,10 +131,10 @@ def test_validation_from_the_command_line(uninterrupted):
 def test_every_checkpoint_of_a_run_into_a_table(tmp_path, interrupted, uninterrupted):
     """All of one run; then from another run's folder, as its newest weights."""
     table = ["--csv", str(tmp_path / "table.csv")]
-    code, output = launch(["-m", "largebatch.validate", str(uninterrupted), "--all", *table], ranks=2)
+    code, output = launch(program("validate", str(uninterrupted), "--all", *table), ranks=2)
     assert code == 0, output
     geometry = ["--model", "vit_ti16", "--img-size", "32", "--run.precision", "fp32", "--data.eval_batch_size", "99"]
-    other = ["-m", "largebatch.validate", *geometry, "--init-from", str(interrupted), *table]
+    other = program("validate", *geometry, "--init-from", str(interrupted), *table)
     code, again = launch(other, ranks=1, launcher="python")
     assert code == 0, again
     *every, last = rows(tmp_path, "table.csv")
@@ -137,12 +152,8 @@ def test_every_lever_at_once_trains_the_same(tmp_path):
     calm = ["--model.proj_drop_rate", "0", "--model.drop_path_rate", "0", "--run.max_steps", "3"]
     results = []
     for folder, options in ((tmp_path / "plain", calm), (tmp_path / "levers", calm + levers)):
-        program = (
-            "from largebatch import train; from zoo import vit\n"
-            "vit.STRUCTURES['vit_ti16'] = vit.Structure(16, embed_dim=32, depth=1, num_heads=2, timm_name='')\n"
-            f"train.main({[*SMALL, *BATCH, *LENGTH, '--run.folder', str(folder), *options]!r})"
-        )
-        code, output = launch(["-c", program], ranks=2)
+        arguments = [*SMALL, *BATCH, *LENGTH, "--run.folder", str(folder), *options]
+        code, output = launch(program("train", *arguments, depth=1), ranks=2)  # a kernel takes seconds to compile
         assert code == 0, output
         assert ("compiled: gradients are reduced after the backward pass" in output) == (options != calm)
         results.append((weights(folder), torch.load(folder / "checkpoints" / "00000003" / "state.pt")["scaler"]))
@@ -171,14 +182,12 @@ def test_a_mistake_is_one_sentence_and_an_exit_code(tmp_path, options, sentence)
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo", "torchrun"])
 def test_a_failing_rank_ends_the_run_and_is_named(tmp_path, launcher):
     """One rank alone loses its images in the middle of the run."""
-    program = (
-        "import sys; from largebatch import engine, train\n"
+    planted = (
         "step = engine.Trainer.train_step\n"
         "def failing(self, batches):\n"
         "    if self.comm.rank == 1 and self.state.step == 2: raise RuntimeError('planted')\n"
         "    return step(self, batches)\n"
-        "engine.Trainer.train_step = failing\n"
-        f"train.main({[*SMALL, *BATCH, '--run.folder', str(tmp_path)]!r})"
+        "engine.Trainer.train_step = failing"
     )
-    code, output = launch(["-c", program], ranks=2, launcher=launcher, timeout_s=120)
+    code, output = train(tmp_path, ranks=2, launcher=launcher, planted=planted, timeout_s=120)
     assert code != 0 and "rank 1 of 2" in output and "RuntimeError: planted" in output

@@ -147,13 +147,13 @@ def test_a_run_that_is_done_is_not_stopped(tmp_path, after):
 
 def test_before_the_end_of_the_job(tmp_path):
     """With a margin so long that the end is near at once; Slurm's own time is far away, and the option wins."""
-    planted = "preemption.MARGIN_S = 1000.0"
-    end = time.time() + 500
-    options, environment = ["--run.end_time", str(end)], {"SLURM_JOB_END_TIME": str(int(end + 100000))}
+    planted = "preemption.MARGIN_S = 100000.0"
+    end = time.time() + 50000
+    options, environment = ["--run.end_time", str(end)], {"SLURM_JOB_END_TIME": str(int(end + 1000000))}
     code, text = launch(command(tmp_path, *options, planted=planted), ranks=2, environment=environment)
     assert code == 75 and ends(text) == [("0", "2"), ("1", "2")] and saved(tmp_path) == [2], text
     assert re.search(r"because the job ends at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d, and two steps and a checkpoint", text)
-    far = ["--run.end_time", str(end + 100000), "--run.max_steps", "4"]
+    far = ["--run.end_time", str(end + 1000000), "--run.max_steps", "4"]
     environment = {"SLURM_JOB_END_TIME": str(int(end))}
     code, text = launch(command(tmp_path, *far, planted=planted), ranks=1, launcher="python", environment=environment)
     assert code == 0 and "resumed at step 2" in text and saved(tmp_path) == [2, 4], text
