@@ -73,7 +73,8 @@ class Communicator:
         shape.data_size(launch.size)  # refused before a rank waits for another
         mpi = launcher.mpi_version(mpi_lib_v2.__file__) if hvd.mpi_built() else ""
         self._rendezvous = launcher.prepare(launch, os.environ, mpi=mpi)
-        self._watchdog = Watchdog(stall_limit(os.environ), self._give_up)
+        self.stall_limit_s = stall_limit(os.environ)  # 0: none
+        self._watchdog = Watchdog(self.stall_limit_s, self._give_up)
         with self._watchdog.waiting("start"):
             data_sets = [hvd.ProcessSet(range(rank, launch.size, shape.size)) for rank in range(shape.size)]
             hvd.init(process_sets=data_sets if shape.size > 1 else None)

@@ -6,6 +6,7 @@ shape.py, "data" included, so layers say `mesh.axis("row")` and no layer counts 
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -80,10 +81,14 @@ def _axis(name: str, groups: np.ndarray, rank: int) -> Axis:
     return Axis(name, groups.shape[1], int(index), tuple(map(int, groups[row])), group)
 
 
-def start(rank: int, size: int, store: Any, *, device: torch.device) -> None:
-    """Start torch.distributed in this process: gloo on CPUs, NCCL (with gloo beside it) on GPUs."""
+def start(rank: int, size: int, store: Any, *, device: torch.device, limit_s: float = 0) -> None:
+    """Start torch.distributed in this process: gloo on CPUs, NCCL (with gloo beside it) on GPUs.
+
+    limit_s: a message fails when a rank waited so long for it; 0: after years.
+    """
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    limit = timedelta(seconds=limit_s) if limit_s else timedelta(days=3650)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def stop() -> None:

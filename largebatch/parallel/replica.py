@@ -54,7 +54,7 @@ def start(comm: Communicator, device: torch.device) -> None:
     address = (socket.gethostname(), store.port) if store else None
     host, port = comm.broadcast_object(address, name="parallel/address")
     store = store or dist.TCPStore(host, port, None, is_master=False)
-    meshes.start(comm.rank, comm.size, store, device=device)
+    meshes.start(comm.rank, comm.size, store, device=device, limit_s=comm.stall_limit_s)
     comm.before_shutdown(meshes.stop)
 
 
@@ -197,6 +197,7 @@ class Divided(Replica):
                     state[key] = self._scatter(name, moment, meta, own.get(name))
             if part is not None:
                 own[name].detach().copy_(part)
+            if part is not None and state:
                 _set_state_of(trainer.optimizer, own[name], state)
 
     def _find_holders(self, model: nn.Module) -> dict[str, list[Holder]]:
