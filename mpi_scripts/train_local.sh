@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What:     trains on this machine: one rank per GPU, each bound near its own; or two, unbound, where there is none.
 # Hardware: any machine that install.sh has set up.
-# Time:     the run's own: 4 minutes for the quick start that runs without options (ViT-B/32 on two idle cores).
+# Time:     the run's own: 3.5 minutes for the quick start that runs without options (ViT-B/32 on two idle cores).
 # Prints:   the command, a line of bind.sh per rank with a GPU, then what largebatch.train prints: recipe, steps, epochs.
 #
 # Usage:    mpi_scripts/train_local.sh [options of largebatch.train, e.g. --model vit_b32 --data FOLDER]

@@ -57,11 +57,11 @@ def test_nothing_in_the_readme_is_left_out():
 
 
 def test_the_quick_start_reaches_its_accuracy(tmp_path):
-    """The whole of it: ViT-B/32, two ranks, and not far from the 95.8 % of the held-out digits, in any precision."""
+    """The whole of it: ViT-B/32, two ranks, 95 % of the held-out digits."""
     output = succeeds(f"{readme('./mpi_scripts/quickstart.sh')} --run.folder {tmp_path / 'run'}", timeout_s=1200)
     assert "horovodrun -np 2 python -m largebatch.train --model vit_b32" in output
     top1 = re.search(r"top-1 ([\d.]+) % .* images 360 ", output)
-    assert top1 and float(top1[1]) >= 94.0, output
+    assert top1 and float(top1[1]) >= 95.0, output
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
 
 
