@@ -25,7 +25,7 @@ def test_every_rank_knows_its_place_on_uneven_hosts(hosts, launcher, tmp_path):
 
 def trained(hosts, launcher, where, folder) -> dict[str, torch.Tensor]:
     """Steps of full length from the first one on, so that a sum in another order shows."""
-    options = ["--run.max_steps", "4", "--schedule.warmup", "0 steps"]
+    options = ["--run.max_steps", "20", "--schedule.warmup", "0 steps"]
     code, output = start(hosts, launcher, where, folder, *options).wait(400)
     assert code == 0, output
     return state(folder)
@@ -33,7 +33,7 @@ def trained(hosts, launcher, where, folder) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def one_host(session_hosts, tmp_path_factory):
-    """A function: the state after four steps of 4 ranks on one host, by MPI or Gloo, computed once."""
+    """A function: the state after 20 steps of 4 ranks on one host, by MPI or Gloo, computed once."""
     known: dict[str, dict[str, torch.Tensor]] = {}
 
     def one(launcher: str) -> dict[str, torch.Tensor]:
@@ -47,7 +47,7 @@ def one_host(session_hosts, tmp_path_factory):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_hosts_train_as_one_does_bit_for_bit(hosts, one_host, launcher, tmp_path):
-    """Four steps of 2 hosts x 2 ranks and of 1 host x 4 ranks: the order of sums is of ranks, not of hosts."""
+    """20 steps of 2 hosts x 2 ranks and of 1 host x 4 ranks: the order of sums is of ranks, not of hosts."""
     across = trained(hosts, launcher, "h1:2,h2:2", tmp_path)
     log = (tmp_path / "log.txt").read_text()
     assert "h1: rank 0" in log and "h2: rank 2" in log

@@ -35,7 +35,7 @@ def start(hosts: Hosts, launcher: str, where: str, folder: Path, *options: str, 
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:
-    """Every weight and buffer of the newest checkpoint; some steps on, they show what the optimizer's state was."""
+    """Every weight and buffer of the newest checkpoint; 20 steps on, they show what the optimizer's state was."""
     files = sorted(max((folder / "checkpoints").glob("[0-9]*")).glob("*.safetensors"))
     assert files, folder
     return {f"{file.stem}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
