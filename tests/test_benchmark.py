@@ -112,7 +112,7 @@ def test_optimizer_and_model_need_neither_horovod_nor_dali(tmp_path):
 @pytest.mark.parametrize(
     "command_line, sentence",
     [
-        ("speed", "The first argument is one of optimizer, loader, model, step, scaling."),
+        ("speed", "The first argument is one of optimizer, loader, model, step, parallel, scaling."),
         ("optimizer --vs apex --model vit_ti16", "NVIDIA's apex is not installed"),
         ("model --model vit_x", "there is no model 'vit_x'"),
     ],

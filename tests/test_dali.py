@@ -325,7 +325,8 @@ def test_evaluation_covers_each_sample_once(tiny, num_shards, batch_size):
 
 
 def our_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("largebatch-")]
+    names = ("largebatch-read", "largebatch-resize")
+    return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
 
 
 def spoiled(folder, sample, spoil):
