@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 QUERY = ["nvidia-smi", "--query-gpu=index,pci.bus_id,uuid", "--format=csv,noheader"]
+QUERY_LIMIT_S = 60  # it may take 20 s where the driver is not kept loaded, and for ever where it is broken
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 LOCAL_RANK = {  # of each launcher: local rank -> ranks on this host
     "OMPI_COMM_WORLD_LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -188,12 +189,25 @@ def this_machine(environment: Mapping[str, str]) -> Machine:
         allowed = numbers((Path(recorded) / "devices/system/cpu/online").read_text())
     else:
         allowed = list(os.sched_getaffinity(0))
-    if recorded_gpus := environment.get("GPUS"):
-        answer = Path(recorded_gpus).read_text()
-    else:
-        answer = subprocess.run(QUERY, capture_output=True, text=True).stdout if shutil.which(QUERY[0]) else ""
+    recorded_gpus = environment.get("GPUS")
+    answer = Path(recorded_gpus).read_text() if recorded_gpus else ask_gpus()
     gpus = visible_gpus(answer, environment.get("CUDA_VISIBLE_DEVICES"))
     return Machine(Path(recorded or "/sys"), frozenset(allowed), gpus)
+
+
+def ask_gpus() -> str:
+    """nvidia-smi's answer to QUERY, empty where there is none; the end of this process if it gives no answer."""
+    if shutil.which(QUERY[0]) is None:
+        return ""
+    asked = subprocess.Popen(QUERY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        return asked.communicate(timeout=QUERY_LIMIT_S)[0]
+    except subprocess.TimeoutExpired:
+        asked.kill()  # and not waited for: inside a broken driver it cannot die
+        sys.exit(
+            f"bind.sh: nvidia-smi on {socket.gethostname()} gave no answer in {QUERY_LIMIT_S} s: "
+            "look for NVRM and Xid in dmesg, and leave this host out of the job until it answers."
+        )
 
 
 def describe(binding: Binding, machine: Machine, rank: int, size: int) -> str:

@@ -202,6 +202,17 @@ def test_mistakes_are_one_sentence(dgx):
     assert bind("largebatch-no-program")[1].endswith("bind.sh: largebatch-no-program: No such file or directory\n")
 
 
+def test_a_broken_driver_ends_the_job(tmp_path, monkeypatch):
+    """Ranks that went on without its answer would share the cores otherwise than those that have it."""
+    silent = tmp_path / "nvidia-smi"
+    silent.write_text("#!/bin/sh\nexec sleep 1000\n")
+    silent.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(binding, "QUERY_LIMIT_S", 0.1)
+    with pytest.raises(SystemExit, match="nvidia-smi on .* gave no answer in 0.1 s: look for NVRM and Xid in dmesg"):
+        binding.this_machine({})
+
+
 def test_the_exit_code_is_the_commands():
     assert bind("sh", "-c", "exit 75")[0] == 75
 
