@@ -128,6 +128,7 @@ def opened(
         model.zero_grad(set_to_none=True)
 
     yield run_pass
+    divided.mesh.close()
 
 
 def shortened(options: argparse.Namespace, depth: int) -> Any:

@@ -24,7 +24,7 @@ class Axis:
     size: int
     index: int  # of this rank, 0 .. size - 1
     ranks: tuple[int, ...]  # of the job, in the order of their places
-    group: Any  # torch's ProcessGroup
+    group: Any  # torch's ProcessGroup; None for one rank, which has nobody to talk to
 
     def __deepcopy__(self, memo: Any) -> "Axis":
         return self  # a copy of a model talks to the same ranks
@@ -41,12 +41,27 @@ class Mesh:
         ranks = np.arange(size).reshape(*sizes.values())
         place = np.unravel_index(rank, ranks.shape)
         self.place = {name: int(index) for name, index in zip(sizes, place)}
-        self._axes = {
-            name: _axis(name, ranks.swapaxes(number, -1).reshape(-1, sizes[name]), rank)
-            for number, name in enumerate(sizes)
-        }
-        self._axes["model"] = _axis("model", ranks.reshape(-1, shape.size), rank)
-        self._axes["job"] = Axis("job", size, rank, tuple(range(size)), dist.group.WORLD)
+        tables = {
+            name: ranks.swapaxes(number, -1).reshape(-1, sizes[name]) for number, name in enumerate(sizes)
+        }  # of each axis its groups of ranks, (number of groups, size)
+        tables |= {"model": ranks.reshape(-1, shape.size), "job": ranks.reshape(1, -1)}
+        self._groups: dict[Any, Any] = {}
+        self._axes = {name: self._axis(name, table, rank) for name, table in tables.items()}
+
+    def _axis(self, name: str, table: np.ndarray, rank: int) -> Axis:
+        """One axis. Axes with the same ranks have one group: each costs threads, or memory of a GPU."""
+        key = frozenset(map(tuple, table.tolist()))
+        if key not in self._groups:
+            self._groups[key] = _new_group(table)
+        (row,), (index,) = np.where(table == rank)
+        return Axis(name, table.shape[1], int(index), tuple(map(int, table[row])), self._groups[key])
+
+    def close(self) -> None:
+        """Give its groups back; all ranks do, when no message is under way. `stop` does so for the last mesh."""
+        for group in self._groups.values():
+            if group not in (None, dist.group.WORLD):
+                dist.destroy_process_group(group)
+        self._groups.clear()
 
     def axis(self, name: str) -> Axis:
         """The axis `name` of shape.py, "data", "model": all ranks of this replica, or "job": all ranks."""
@@ -74,11 +89,12 @@ def block(sizes: dict[str, int], place: dict[str, int], axes: tuple[str, ...]) -
     return index, number
 
 
-def _axis(name: str, groups: np.ndarray, rank: int) -> Axis:
-    """Make the groups of one axis, (number of groups, size), and find this rank's."""
-    group, _ = dist.new_subgroups_by_enumeration(groups.tolist())
-    (row,), (index,) = np.where(groups == rank)
-    return Axis(name, groups.shape[1], int(index), tuple(map(int, groups[row])), group)
+def _new_group(table: np.ndarray) -> Any:
+    """This rank's of the groups (number of groups, size); a collective of the job."""
+    number, size = table.shape
+    if size == 1:
+        return None
+    return dist.group.WORLD if number == 1 else dist.new_subgroups_by_enumeration(table.tolist())[0]
 
 
 def start(rank: int, size: int, store: Any, *, device: torch.device, limit_s: float = 0) -> None:

@@ -5,7 +5,7 @@ on every rank of its pipeline stage. Parameters are plain tensors under the name
 checkpoint is sliced into any mesh and gathered from any.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from largebatch.parallel.collectives import all_reduce
 from largebatch.parallel.mesh import Mesh, block
+
+BUCKET = 2**26  # bytes that messages are copied together into at a time
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,6 @@ def local(whole: Tensor, cut: Cut, mesh: Mesh) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
 
-def assemble(parts: Iterable[Tensor], places: Iterable[Mapping[str, int]], cut: Cut, whole: Tensor, mesh: Mesh) -> None:
-    """Write the parts of the ranks at `places` into `whole`."""
-    for part, place in zip(parts, places):
-        view = cut.slice_(whole, mesh.shape.sizes, place)
-        view.copy_(part.reshape(view.shape))
-
-
 def replicas(cut: Cut, mesh: Mesh) -> int:
     """How many ranks of this rank's pipeline stage hold the same part."""
     return mesh.shape.size // mesh.shape.sizes["pipeline"] // _product(mesh.shape.sizes, cut.axes())
@@ -90,14 +85,27 @@ def _product(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
 
 @torch.no_grad()
 def sum_partial_gradients(model: nn.Module, cuts: Mapping[str, Cut], mesh: Mesh) -> None:
-    """Complete the gradients of which each rank of an axis has a summand, in one message per axis."""
+    """Complete the gradients of which each rank of an axis has a summand, many in a message of `BUCKET` bytes."""
     for name in mesh.shape.sizes:
+        axis = mesh.axis(name)
         grads = [
             parameter.grad
             for key, parameter in model.named_parameters()
             if parameter.grad is not None and name in cuts[key].partial
         ]
-        if grads and mesh.axis(name).size > 1:
-            flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), mesh.axis(name))
-            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads])):
-                grad.copy_(total.view_as(grad))
+        for bucket in _buckets(grads) if axis.size > 1 else ():
+            total = all_reduce(torch.cat([grad.flatten() for grad in bucket]), axis)
+            for grad, own in zip(bucket, total.split([grad.numel() for grad in bucket])):
+                grad.copy_(own.view_as(grad))
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in order, some at a time: of `BUCKET` bytes at most, or one that is larger."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket

@@ -1,14 +1,18 @@
-"""Run a function on several gloo ranks, each a process forked from one that has imported torch already."""
+"""Run a function on several gloo ranks, each a process forked from one that has imported torch already; join parts."""
 
 import multiprocessing
 import pickle
 import traceback
 from datetime import timedelta
 from queue import Empty
-from typing import Any, Callable
+from typing import Any, Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from largebatch.parallel.mesh import Mesh
+from largebatch.parallel.sharding import Cut
 
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = ("vit", "pipeline", "sequence", "lamb")
@@ -54,3 +58,10 @@ def _run(rank: int, size: int, port: int, results: Any, function: Callable[..., 
         results.put((rank, pickle.dumps(value), None))  # tensors by value: their sender ends
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
+
+
+def assemble(parts: Iterable[Tensor], places: Iterable[Mapping[str, int]], cut: Cut, whole: Tensor, mesh: Mesh) -> None:
+    """Write the parts of the ranks at `places` into `whole`."""
+    for part, place in zip(parts, places):
+        view = cut.slice_(whole, mesh.shape.sizes, place)
+        view.copy_(part.reshape(view.shape))

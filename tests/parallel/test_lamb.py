@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import on_ranks
+from gloo import assemble, on_ranks
 from torch import nn
 
 from largebatch.optim import build_optimizer, clip_gradients, gradient_norm, init_state
@@ -13,7 +13,7 @@ from largebatch.parallel import collectives, zero
 from largebatch.parallel.lamb import ShardedLamb, global_norm
 from largebatch.parallel.mesh import Mesh
 from largebatch.parallel.shape import ParallelConfig, TensorConfig
-from largebatch.parallel.sharding import WHOLE, Cut, assemble, local
+from largebatch.parallel.sharding import WHOLE, Cut, local
 from largebatch.parallel.zero import Sharding, state_bytes
 
 STEPS = 10

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from gloo import on_ranks
+from gloo import assemble, on_ranks
 
 from largebatch.parallel import collectives
 from largebatch.parallel.mesh import Mesh
 from largebatch.parallel.shape import ParallelConfig, TensorConfig
-from largebatch.parallel.sharding import Cut, assemble, local
+from largebatch.parallel.sharding import Cut, local
 
 TWO_AND_A_HALF = ParallelConfig(tensor=TensorConfig(mode="2.5d", size=8, depth=2))
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from gloo import on_ranks
+from gloo import assemble, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -23,7 +23,7 @@ from largebatch.parallel.lamb import ShardedLamb, global_norm
 from largebatch.parallel.loss import classification
 from largebatch.parallel.mesh import Mesh
 from largebatch.parallel.shape import ParallelConfig, TensorConfig
-from largebatch.parallel.sharding import assemble, cuts_of, sum_partial_gradients
+from largebatch.parallel.sharding import cuts_of, sum_partial_gradients
 from largebatch.parallel.tensor import Dropout, DropPath, Linear, layouts, whole
 from largebatch.parallel.zero import Sharding
 from zoo.vit import VisionTransformer
