@@ -105,13 +105,13 @@ def opened(
     config: ParallelConfig, options: argparse.Namespace, comm: Communicator, device: torch.device, depth: int
 ) -> Iterator[Round]:
     """A divided model, and what makes a pass of this replica's share of the images."""
-    model = shortened(options, depth).to_empty(device=device)
+    model = shortened(options, depth)
+    batch_size = options.batch_size * config.shape().size // comm.size
+    divided = Divided(config, model, batch_size=batch_size, make_optimizer=lambda model: SGD(model.parameters()))
+    model.to_empty(device=device)  # after the cut: no rank's peak is that of the whole
     torch.manual_seed(0)
     for tensor in model.state_dict().values():
         tensor.normal_(std=0.02)
-    shape = config.shape()
-    batch_size = options.batch_size * shape.size // comm.size
-    divided = Divided(config, model, batch_size=batch_size, make_optimizer=lambda model: SGD(model.parameters()))
     images = torch.randn(batch_size, 3, options.img_size, options.img_size, device=device)
     batch = Augmented(images, torch.full((batch_size, NUM_CLASSES), 1 / NUM_CLASSES, device=device))
     trainer: Any = SimpleNamespace(  # what a replica asks a Trainer for

@@ -11,7 +11,7 @@ import zoo
 COMMANDS = [
     line
     for block in re.findall(r"```sh\n(.*?)```", (ROOT / "largebatch/parallel/README.md").read_text(), re.DOTALL)
-    for line in block.splitlines()
+    for line in block.replace("\\\n", "").splitlines()
     if line and not line.startswith("#")
 ]
 SHORT = "--run.max_steps 1 --log.tensorboard false --img-size 32 --data.global_batch_size 16 --data.micro_batch_size 8"
