@@ -123,11 +123,14 @@ def find_weights(path: str, comm: Communicator, *, average: bool = False, every:
 
 
 def build_model(config: TrainConfig, device: torch.device, *, weights: str | None) -> nn.Module:
-    """The zoo model with this config's rates, initialised from a weights file or the run's seed, on its device."""
+    """The zoo model with this config's rates, initialised from a weights file or the run's seed, for `device`.
+
+    It is in host memory still: a model that ranks share may be too large for one device before it is cut.
+    """
     torch.manual_seed(config.run.seed)
     values = asdict(config.model) | {"weights": weights}
     model = create_model(values.pop("name"), **values)
-    return set_fused_attn(model, device.type != "cpu").to(device)
+    return set_fused_attn(model, device.type != "cpu")
 
 
 class Geometry(NamedTuple):
@@ -203,9 +206,10 @@ def build_trainer(config: TrainConfig, comm: Communicator, signals: Signals | No
         start(comm, device)
     with comm.together("building"):
         model = build_model(config, device, weights=weights)
+        replica = _replica(config, model, make_optimizer)
+        model.to(device)
         if config.run.compile:
             compile_model(model, device, comm)
-        replica = _replica(config, model, make_optimizer)
         optimizer = replica.optimizer(make_optimizer(model))
         optimizer = comm.wrap(optimizer, model, passes=passes, compression=config.run.compression)
         replica.bind(model, optimizer)

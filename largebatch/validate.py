@@ -144,7 +144,7 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
     held_out = open_data(config, comm, "validation")
     listed = _real_labels(flags.real_labels, held_out, comm) if flags.real_labels else None
     with comm.together("building"):
-        model = build_model(config, device, weights=None)
+        model = build_model(config, device, weights=None).to(device)
     rows = []
     for path in paths:
         with comm.together(f"loading {path}"):

@@ -1,8 +1,9 @@
 """A replica of the model divided among ranks: the engine's seam, filled with the parts of this package.
 
-Every rank builds the whole model from the seed, cuts it and keeps its part; from then on names are the serial model's
-and everything else asks the mesh. A checkpoint is always the plain one: tensor by tensor what the ranks hold is put
-together on rank 0, into a model and an optimizer as one rank would have them, and what is read goes the way back.
+Every rank builds the whole model from the seed in host memory, cuts it and keeps its part; from then on names are the
+serial model's and everything else asks the mesh. A checkpoint is always the plain one: tensor by tensor what the ranks
+hold is put together on rank 0, into a model and an optimizer as one rank would have them, and what is read goes the way
+back.
 """
 
 import copy
@@ -87,8 +88,7 @@ class Divided(Replica):
         shape = config.shape()
         check(config, model, batch_size=batch_size)
         self.mesh = Mesh(shape)
-        self._device = next(model.parameters()).device
-        self.serial = copy.deepcopy(model).to("meta")
+        self.serial = _without_memory(model)
         self.cuts_tensors = parts(shape, shape.tensor) > 1
         self.is_vit = isinstance(model, VisionTransformer)
         if self.cuts_tensors:
@@ -110,6 +110,7 @@ class Divided(Replica):
 
     def bind(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Replica's: what its tensors are parts of."""
+        self._device = next(model.parameters()).device
         zero, offload = bool(self.config.zero), self.config.offload
         self.sharding = Sharding(dict(model.named_parameters()), self.cuts, self.mesh, zero=zero, offload=offload)
         if isinstance(optimizer, ShardedLamb):
@@ -262,6 +263,14 @@ def multiple_of(config: ParallelConfig) -> int:
     """Of so many images a micro-batch must be a multiple: parts for the pipeline, each cut for the mesh."""
     shape = config.shape()
     return pipeline.num_parts(config) * parts(shape, layouts(shape)[0].batch)
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """A copy on device "meta", without a second copy of the tensors on the way."""
+    memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    return copy.deepcopy(model, memo)
 
 
 class _Moment:
