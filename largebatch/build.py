@@ -201,7 +201,7 @@ def build_trainer(config: TrainConfig, comm: Communicator, signals: Signals | No
     weights = find_weights(config.model.weights, comm)[0] if config.model.weights else None
     make_optimizer = partial(_optimizer, config, impl=impl)
     if divides(config):
-        from largebatch.parallel.replica import start  # imported by those alone who need it
+        from largebatch.parallel.rendezvous import start  # imported by those alone who need it
 
         start(comm, device)
     with comm.together("building"):

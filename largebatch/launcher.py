@@ -11,12 +11,13 @@ step that has one task there. Two launchers that each counted other ranks are.
 
 import ctypes
 import json
-import os
 import re
 import socket
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Mapping, MutableMapping, Sequence
+
+from largebatch.place import Place, loopback, own_address, refuse_nameless, refuse_unreachable
 
 JOIN_LIMIT_S = 300  # from the first rank that comes to the last one, which may still be importing torch
 DOCTOR = "run `python -m largebatch.doctor`"
@@ -263,22 +264,6 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a rank tells the others before Horovod starts."""
-
-    host: str
-    node: str  # tells two groups of ranks on one host apart, as two agents of torchrun
-    address: str  # of the host's own name, as Gloo looks it up; empty where it does not resolve
-    loopback: str  # the same for two ranks that share 127.0.0.1
-    port: int  # of rank 0's server, 0 for others
-
-    @property
-    def label(self) -> str:
-        """The host as Horovod is told it."""
-        return f"{self.host}.{self.node}" if self.node else self.host
-
-
-@dataclass(frozen=True)
 class Slot:
     """A rank's place among all, on its host, and among the ranks with its number on other hosts."""
 
@@ -306,7 +291,7 @@ def prepare(launch: Launch, environment: MutableMapping[str, str], *, mpi: str) 
     """
     rendezvous = Rendezvous(environment)
     if launch.launcher == "horovodrun --gloo":
-        _refuse_nameless([socket.gethostname()] if not _own_address() else [])
+        refuse_nameless([socket.gethostname()] if not own_address() else [])
     elif _needs_gloo(launch, environment, mpi):
         variables = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
         if launch.size > 1:
@@ -346,12 +331,12 @@ def _meet(launch: Launch, environment: Mapping[str, str], rendezvous: Rendezvous
     is_first = launch.rank == 0
     node = environment.get("GROUP_RANK" if launch.launcher == "torchrun" else "SLURM_NODEID", "")
     mine = Place(
-        socket.gethostname(), node, _own_address(), _loopback(), port=rendezvous.serve() if is_first else 0
+        socket.gethostname(), node, own_address(), loopback(), port=rendezvous.serve() if is_first else 0
     )
     try:
         rendezvous.store = _open_store(host, port, serves, environment)
         places = _exchange(rendezvous.store, mine, rank=launch.rank, size=launch.size)
-        _refuse_unreachable(places)
+        refuse_unreachable(places)
         slots = _slots(places)
         if is_first:
             rendezvous.expect(slots)
@@ -403,23 +388,6 @@ def _refuse_unresolved(host: str) -> None:
         ) from None
 
 
-def _own_address() -> str:
-    """The address of this host's own name, at which Gloo listens; empty if it has none, of which Gloo would crash."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return ""
-
-
-def _loopback() -> str:
-    """The same for processes that can reach each other at 127.0.0.1: one kernel, one network namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return socket.gethostname()
-
-
 def _open_store(host: str, port: int, serves: bool, environment: Mapping[str, str]) -> Any:
     """torch's store of keys and values, the part of it that belongs to this start of the job."""
     from torch.distributed import PrefixStore, TCPStore
@@ -442,26 +410,6 @@ def _exchange(store: Any, mine: Place, *, rank: int, size: int) -> list[Place]:
     if rank == 0:
         store.wait([f"read/{other}" for other in range(size)], limit)
     return places
-
-
-def _refuse_unreachable(places: Sequence[Place]) -> None:
-    """Gloo connects to the address of each host's own name, whatever interface it was told."""
-    _refuse_nameless(sorted({place.host for place in places if not place.address}))
-    if len({place.loopback for place in places}) > 1:
-        local = sorted({f"{place.host} ({place.address})" for place in places if place.address.startswith("127.")})
-        if local:
-            raise ValueError(
-                f"The own name of {', '.join(local)} resolves to an address that other hosts cannot reach: give it "
-                "the address of its network in /etc/hosts there."
-            )
-
-
-def _refuse_nameless(hosts: Sequence[str]) -> None:
-    if hosts:
-        raise ValueError(
-            f"{', '.join(hosts)} cannot resolve its own name, and Gloo would crash: add a line with its address and "
-            "its name to /etc/hosts there."
-        )
 
 
 def _slots(places: Sequence[Place]) -> list[Slot]:

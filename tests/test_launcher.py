@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from largebatch import launcher
-from largebatch.launcher import Launch, Place, first_host, mismatch, prepare, recognise
+from largebatch.launcher import Launch, first_host, mismatch, prepare, recognise
+from largebatch.place import Place, refuse_unreachable
 
 RECORDED = Path(__file__).parent / "launchers"
 OPEN_MPI, MPICH = "Open MPI v4.1.8, package: ...", "MPICH Version:      5.0.2 ..."
@@ -241,12 +242,12 @@ def test_slots_of_uneven_hosts():
 
 
 def test_addresses_that_others_cannot_reach():
-    launcher._refuse_unreachable([place("a", address="127.0.1.1"), place("b", address="127.0.0.1")])
-    launcher._refuse_unreachable([place("a"), place("b", address="10.0.0.2", loopback="two")])
+    refuse_unreachable([place("a", address="127.0.1.1"), place("b", address="127.0.0.1")])
+    refuse_unreachable([place("a"), place("b", address="10.0.0.2", loopback="two")])
     with pytest.raises(ValueError, match=re.escape("The own name of b (127.0.1.1) resolves to an address that other")):
-        launcher._refuse_unreachable([place("a"), place("b", address="127.0.1.1", loopback="two")])
+        refuse_unreachable([place("a"), place("b", address="127.0.1.1", loopback="two")])
     with pytest.raises(ValueError, match="^b cannot resolve its own name, and Gloo would crash"):
-        launcher._refuse_unreachable([place("a"), place("b", address="")])
+        refuse_unreachable([place("a"), place("b", address="")])
 
 
 ALONE = "import sys; from largebatch import launcher as l; launch = l.Launch('torchrun', int(sys.argv[1]), 2)"

@@ -39,7 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.affinity": set(),
     "largebatch.agreement": {"largebatch.affinity"},
     "largebatch.compression": set(),
-    "largebatch.launcher": set(),
+    "largebatch.place": set(),
+    "largebatch.launcher": {"largebatch.place"},
     "largebatch.watchdog": set(),
     "largebatch.comm": {
         *("largebatch." + name for name in ("affinity", "agreement", "compression", "launcher", "tuning", "watchdog")),
@@ -95,6 +96,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "largebatch.parallel.sequence": PARALLEL | {"largebatch.parallel.tensor", "zoo.vit"},
     # the run
+    "largebatch.parallel.rendezvous": {"largebatch.comm", "largebatch.place", "largebatch.parallel.mesh"},
     "largebatch.parallel.replica": {
         *(GROUND | PARTS | {"largebatch.engine", "zoo.vit", "zoo.volo"}),
         "largebatch.parallel.*",
@@ -115,7 +117,10 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.recipes.volo": {"largebatch.config"},
     "largebatch.recipes.cifar": {"largebatch.config"},
     "largebatch.recipes.hybrid": {"largebatch.config", "largebatch.parallel.shape", "largebatch.recipes.cifar"},
-    "largebatch.build": GROUND | PARTS | RUN | {"largebatch.recipes", "zoo", "largebatch.parallel.replica"},
+    "largebatch.build": {
+        *(GROUND | PARTS | RUN | {"largebatch.recipes", "zoo"}),
+        *("largebatch.parallel.rendezvous", "largebatch.parallel.replica"),
+    },
     # programs: everything below, but not one another
     "largebatch.train": BELOW_PROGRAMS,
     "largebatch.validate": BELOW_PROGRAMS,
@@ -131,7 +136,10 @@ ALLOWED: dict[str, set[str]] = {
         *("zoo", "zoo.vit", "zoo.volo"),
     },
     "largebatch.benchmark.step": BELOW_PROGRAMS | {"largebatch.benchmark.measure", "largebatch.benchmark.model"},
-    "largebatch.benchmark.parallel": BELOW_PROGRAMS | {"largebatch.benchmark.measure", "largebatch.parallel.replica"},
+    "largebatch.benchmark.parallel": {
+        *(BELOW_PROGRAMS | {"largebatch.benchmark.measure"}),
+        *("largebatch.parallel.rendezvous", "largebatch.parallel.replica"),
+    },
     "largebatch.benchmark.scaling": set(),
     "largebatch.benchmark.loader": DATA | {"largebatch.benchmark.measure", "zoo._torchvision"},
     # the doctor imports nothing that could be broken
@@ -164,7 +172,8 @@ OWNERS = {
     "mpi4py": {"largebatch.comm", "largebatch.pack", "largebatch.doctor.exchange"},
     "torch.distributed": {  # launcher: the store alone
         *("largebatch.launcher", "largebatch.benchmark.step", "largebatch.benchmark.parallel"),
-        *("largebatch.parallel." + name for name in ("mesh", "collectives", "pipeline", "replica", "sequence")),
+        *("largebatch.parallel." + name for name in ("mesh", "collectives", "pipeline", "sequence")),
+        *("largebatch.parallel." + name for name in ("rendezvous", "replica")),
     },
     "timm": {"zoo.teacher", "zoo.vit", "zoo.volo", "zoo.weights"} | PEERS,
     "torchvision": set(),

@@ -24,7 +24,8 @@ from largebatch.augment import Augmented
 from largebatch.benchmark.measure import Contender, Report, Round, compare
 from largebatch.comm import Communicator, session
 from largebatch.losses import classification
-from largebatch.parallel.replica import Divided, start
+from largebatch.parallel.rendezvous import start
+from largebatch.parallel.replica import Divided
 from largebatch.parallel.shape import ParallelConfig, TensorConfig
 from largebatch.precision import DTYPES, choose_precision
 from zoo import create_model, set_fused_attn

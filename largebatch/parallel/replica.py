@@ -7,8 +7,6 @@ back.
 """
 
 import copy
-import logging
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.augment import Augmented
-from largebatch.comm import Communicator
 from largebatch.engine import Objective, Replica, Trainer
 from largebatch.optim import Lamb
-from largebatch.parallel import mesh as meshes
 from largebatch.parallel import pipeline, sequence, vit, volo
 from largebatch.parallel.collectives import gather_objects
 from largebatch.parallel.lamb import ShardedLamb, global_norm
@@ -37,26 +33,6 @@ from largebatch.parallel.zero import Sharding, state_bytes
 from largebatch.precision import autocast
 from zoo.vit import VisionTransformer
 from zoo.volo import VOLO
-
-logger = logging.getLogger(__name__)
-
-
-def start(comm: Communicator, device: torch.device) -> None:
-    """Start torch.distributed beside Horovod, unless the program has; at an address that rank 0 tells.
-
-    It ends before Horovod does.
-    """
-    if dist.is_initialized():
-        return
-    store = None
-    with comm.together("starting torch.distributed"):
-        if comm.rank == 0:
-            store = dist.TCPStore(socket.gethostname(), 0, None, is_master=True, wait_for_workers=False)
-    address = (socket.gethostname(), store.port) if store else None
-    host, port = comm.broadcast_object(address, name="parallel/address")
-    store = store or dist.TCPStore(host, port, None, is_master=False)
-    meshes.start(comm.rank, comm.size, store, device=device, limit_s=comm.stall_limit_s)
-    comm.before_shutdown(meshes.stop)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Training across hosts, under each launcher and without any option for the network."""
 
+import csv
+
 import pytest
 import torch
 from training import LAUNCHERS, ONE_THREAD, different, launcher_on, start, state
@@ -57,6 +59,27 @@ def test_two_hosts_train_as_one_does_bit_for_bit(hosts, one_host, launcher, tmp_
 def test_a_sum_in_another_order_would_show(one_host):
     """MPI and Gloo add four ranks in orders of their own."""
     assert different(one_host("mpirun"), one_host("horovodrun --gloo")) != []
+
+
+def losses(hosts, launcher, where, folder, *options: str) -> list[float]:
+    """Those of two steps, the first one short: of full length, LAMB's first takes the sign even of what is rounding."""
+    code, output = start(hosts, launcher, where, folder, "--run.max_steps", "2", *options).wait(400)
+    assert code == 0, output
+    with open(folder / "steps.csv", newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def plain_losses(session_hosts, tmp_path_factory):
+    return losses(session_hosts, "mpirun", "h1:4", tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_a_model_shared_by_two_hosts_trains_as_one_on_every_rank_does(hosts, plain_losses, launcher, tmp_path):
+    """Two stages, one on each host, and in both a ring of two ranks: torch's Gloo finds its way as Horovod does."""
+    sharing = "--parallel.pipeline 2 --parallel.sequence 2 --data.micro_batch_size 16".split()
+    shared = losses(hosts, launcher, "h1:2,h2:2", tmp_path, *sharing)
+    assert len(shared) == 2 and shared == pytest.approx(plain_losses, abs=5e-6)
 
 
 def test_a_slow_link_slows_training_and_does_no_more(hosts, tmp_path):
