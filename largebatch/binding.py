@@ -147,10 +147,18 @@ def local_rank(environment: Mapping[str, str]) -> tuple[int, int]:
     """(local rank, ranks on this host) as the launcher says; (0, 1) for a process alone."""
     for name, size in LOCAL_RANK.items():
         if name in environment:
-            sizes = numbers(environment.get(size, "").partition("(")[0])  # Slurm: 4(x2),3 is a list of hosts
-            rank = int(environment[name])
-            return rank, max([rank + 1, *sizes[:1]])
+            rank, sizes = int(environment[name]), counts(environment.get(size, ""))
+            host = int(environment.get("SLURM_NODEID", 0)) if len(sizes) > 1 else 0
+            return rank, max([rank + 1, *sizes[host : host + 1]])
     return 0, 1
+
+
+def counts(text: str) -> list[int]:
+    """4(x2),3 -> 4, 4, 3: Slurm's way to give a number for each host; 8 -> 8."""
+    found: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        found += [int(count)] * int(times or 1)
+    return found
 
 
 def visible_gpus(answer: str, visible: str | None) -> tuple[str, ...]:

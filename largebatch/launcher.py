@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Mapping, MutableMapping, Sequence
 
+from largebatch.binding import counts
 from largebatch.place import Place, loopback, own_address, refuse_nameless, refuse_unreachable
 
 JOIN_LIMIT_S = 300  # from the first rank that comes to the last one, which may still be importing torch
@@ -148,11 +149,9 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 def _step_local_size(environment: Mapping[str, str]) -> int | None:
     """How many tasks of the step are on this host: SLURM_STEP_TASKS_PER_NODE is 2(x3),1 for 2, 2, 2 and 1."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        counts += [int(count)] * int(times or 1)
+    sizes = counts(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = _number(environment, "SLURM_NODEID")
-    return counts[node] if node is not None and node < len(counts) else None
+    return sizes[node] if node is not None and node < len(sizes) else None
 
 
 def _agree(one: Launch, other: Launch, environment: Mapping[str, str]) -> bool:

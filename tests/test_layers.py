@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.agreement": {"largebatch.affinity"},
     "largebatch.compression": set(),
     "largebatch.place": set(),
-    "largebatch.launcher": {"largebatch.place"},
+    "largebatch.launcher": {"largebatch.place", "largebatch.binding"},
     "largebatch.watchdog": set(),
     "largebatch.comm": {
         *("largebatch." + name for name in ("affinity", "agreement", "compression", "launcher", "tuning", "watchdog")),
