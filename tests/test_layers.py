@@ -20,7 +20,7 @@ GROUND = {
 PREPARATION = {
     "largebatch.data." + name for name in ("order", "pixels", "reader", "randaugment", "operations", "token_labels")
 }
-DATA_FILES = "records label_maps index dali quarantine real shards archives sources originals"
+DATA_FILES = "records label_maps index stream dali quarantine real shards archives sources originals"
 DATA = {"largebatch.data." + name for name in DATA_FILES.split()} | PREPARATION
 OPTIM = {"largebatch.optim" + name for name in ("", ".lamb", ".native", ".lars", ".apex_lamb", ".factory")}
 PARALLEL = {"largebatch.parallel." + name for name in ("shape", "mesh", "collectives", "sharding")}
@@ -74,7 +74,10 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.data.randaugment": {"largebatch.data.order"},
     "largebatch.data.operations": {"largebatch.data.randaugment"},
     "largebatch.data.token_labels": {"largebatch.data.order"},
-    "largebatch.data.dali": {"largebatch.data.index", "largebatch.data.label_maps"} | PREPARATION,
+    "largebatch.data.stream": {
+        "largebatch.data." + name for name in ("index", "label_maps", "order", "reader", "token_labels")
+    },
+    "largebatch.data.dali": {"largebatch.data.index", "largebatch.data.stream"} | PREPARATION,
     # the add-on: shape is ground, the rest parts
     "largebatch.parallel": set(),
     "largebatch.parallel.shape": set(),
@@ -166,7 +169,7 @@ PEERS = {"largebatch.benchmark." + name for name in ("optimizer", "model", "step
 
 OWNERS = {
     "horovod": {"largebatch.comm", "largebatch.launcher"},  # launcher: its server of addresses, nothing of a run
-    "nvidia": {"largebatch.data.dali"},
+    "nvidia": {"largebatch.data.stream", "largebatch.data.dali"},
     "tensorboard": {"largebatch.hooks"},
     "torch.utils.tensorboard": {"largebatch.hooks"},
     "mpi4py": {"largebatch.comm", "largebatch.pack", "largebatch.doctor.exchange"},

@@ -1,98 +1,38 @@
-"""DALI pipelines: encoded bytes in, normalised tensors out. DALI decodes, `order` decides.
+"""The loaders: numbers of samples in, normalised tensors out. DALI decodes, `order` decides.
 
-DALI's own readers shuffle in a small buffer and keep an opaque position, so they are not used. The order,
-crop window and flip of every sample come from `order`, the place of its bytes from the `Index`, and both
-enter DALI through `external_source`. DALI calls that source in the thread that runs the pipeline, so the
-source itself must never read: many threads read ahead, several at one batch so that a slow file system is waited
-for by all at once, and the source takes the next finished batch.
+The order, crop window and flip of every sample come from `order`, the place of its bytes from the `Index`. What is done
+to an image is told to a `Stream`, which runs it.
 
 On a GPU, DALI also resizes and normalises. On a CPU its resize takes twice as long as its decoder, and six times
 as long as torch's kernel for bytes, which is closer to PIL too. There DALI only decodes, and `num_threads`
-threads of ours finish the images one batch behind it. RandAugment's operations, which `randaugment` draws, are
+threads of ours finish the images. RandAugment's operations, which `randaugment` draws, are
 theirs too, with Pillow; on a GPU they are torch's, on batches of bytes that DALI leaves to be normalised after them.
-
-An error in a reading thread is raised where the batch is taken, one in DALI is traced to its file and record
-by decoding the batch again with PIL; in both cases the consumer gets a ValueError, and nothing waits for
-ever.
 """
 
-from __future__ import annotations
-
-import collections
 import contextlib
 import functools
-import io
-import math
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from nvidia.dali import Pipeline, fn, types
-from PIL import Image
+from nvidia.dali import fn, types
 
 from largebatch.data import order, pixels, randaugment, reader, token_labels
 from largebatch.data.index import Index
-from largebatch.data.label_maps import decode_maps
 from largebatch.data.operations import fill_colour, with_pillow, with_torch
 from largebatch.data.order import MicroBatch, Plan
 from largebatch.data.randaugment import Operations, Policy
-from largebatch.data.token_labels import Axes, TokenLabels
+from largebatch.data.stream import Batch, Encoded, Stream
+from largebatch.data.token_labels import Axes
 
-READ_THREADS = 32  # threads that read files, most of them asleep
-READ_IMAGES = 4  # images that a thread reads in one go
-READ_AHEAD = 256  # images being read or waiting for DALI; but at least two batches
-PREFETCH = 2  # batches inside DALI
-FINISH_IMAGES = 8  # images that a thread finishes in one go
 INTERPOLATIONS = {
     "bilinear": types.DALIInterpType.INTERP_LINEAR,
     "bicubic": types.DALIInterpType.INTERP_CUBIC,
     "lanczos": types.DALIInterpType.INTERP_LANCZOS3,
 }
 FILTERS = {kind.value: name for name, kind in INTERPOLATIONS.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """One micro-batch: images float32 (B, 3, H, W) normalised and labels int64 (B,) on the loader's device.
-
-    `samples` int64 (B,) are the numbers of the images in the index (on the host). `token_labels` are there if they were
-    asked for.
-    """
-
-    images: torch.Tensor
-    labels: torch.Tensor
-    step: int
-    number: int
-    samples: np.ndarray
-    token_labels: TokenLabels | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class _Encoded:
-    """A batch before decoding: arguments are per-sample arrays for the operators of the pipeline.
-
-    `placement` and `warp` are those of `TokenLabels`.
-    """
-
-    job: MicroBatch
-    samples: np.ndarray
-    room: reader.Room
-    arguments: tuple[np.ndarray, ...]
-    placement: np.ndarray | None = None
-    warp: np.ndarray | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class _Decoded:
-    """A batch of which `images` is filled as soon as `parts` are done."""
-
-    batch: _Encoded
-    images: torch.Tensor
-    parts: list[Future[None]]
 
 
 class TrainLoader(Iterator[Batch]):
@@ -131,68 +71,74 @@ class TrainLoader(Iterator[Batch]):
     ) -> None:
         if plan.num_samples != len(index):
             raise ValueError(f"The plan is for {plan.num_samples} samples, the index has {len(index)}.")
-        on_cpu, memory = _finishes_on_cpu(device), reader.Memory()
-        to_floats, fill = pixels.Normalise(mean, std), fill_colour(mean)
-        crops: Callable[..., order.Draws] = functools.partial(order.draw, scale=scale, ratio=ratio, hflip=hflip)
-        if padding is not None:
-            crops = functools.partial(order.draw_padded, padding=padding, hflip=hflip)
-        filters_of = _filters(interpolation)
-
-        def encode(job: MicroBatch) -> _Encoded:
-            epochs, samples = plan.samples(job.start, job.stop)
-            draws = crops(plan.seed, epochs, samples, width=index.width[samples], height=index.height[samples])
-            operations = randaugment.draw(policy, plan.seed, epochs, samples)
-            corners = np.stack([draws.x, draws.y], axis=-1)
-            sizes = np.stack([draws.width, draws.height], axis=-1)
-            filters, flips = filters_of(plan.seed, epochs, samples), draws.flip.astype(np.int32)
-            arguments = (corners, sizes, filters, flips, operations.codes, operations.arguments, operations.affine)
-            room = reader.room(index, samples, memory, with_maps=token_label_axes is not None)
-            if token_label_axes is None:
-                return _Encoded(job, samples, room, arguments)
-            warp = token_labels.warps(operations.affine) if policy else None
-            placement = token_labels.place(
-                draws, width=index.width[samples], height=index.height[samples], axes=token_label_axes, warp=warp
-            )
-            return _Encoded(job, samples, room, arguments, placement, warp)
-
-        def decode(jpegs: Any, corners: Any = None, sizes: Any = None, filters: Any = None, flips: Any = None) -> Any:
-            images = _window(jpegs, corners, sizes, device) if padding is None else _decode(jpegs, device)
-            if on_cpu:
-                return images
-            if padding is not None:
-                images = _slice(images, corners, sizes)
-            by_sample = fn.cast(filters, dtype=types.DALIDataType.INTERP_TYPE)
-            images = fn.resize(images, size=(img_size, img_size), interp_type=by_sample, antialias=True)
-            return _bytes(images, mirror=flips) if policy else _normalise(images, mean, std, mirror=flips)
-
-        def augment(images: torch.Tensor, batch: _Encoded) -> torch.Tensor:
-            return to_floats.batch(with_torch(images, fill, Operations(*batch.arguments[-3:])))
-
-        def finish(
-            image: np.ndarray, out: np.ndarray, corner: Any, size: Any, number: int, flip: int, *drawn: np.ndarray
-        ) -> None:
-            if padding is not None:
-                image = pixels.window(image, *corner.tolist(), *size.tolist())
-            resized = pixels.resize(image, (img_size, img_size), FILTERS[number])
-            to_floats(with_pillow(resized[:, ::-1] if flip else resized, fill, *drawn), out)
-
+        self._index, self._plan, self._device, self._size = index, plan, device, (img_size, img_size)
+        self._padding, self._policy, self._axes, self._memory = padding, policy, token_label_axes, reader.Memory()
+        self._to_floats, self._fill = pixels.Normalise(mean, std), fill_colour(mean)
+        self._normalise = functools.partial(_normalise, mean=mean, std=std)
+        self._filters_of, self._on_cpu = _filters(interpolation), _finishes_on_cpu(device)
+        self._crops: Callable[..., order.Draws]
+        if padding is None:
+            self._crops = functools.partial(order.draw, scale=scale, ratio=ratio, hflip=hflip)
+        else:
+            self._crops = functools.partial(order.draw_padded, padding=padding, hflip=hflip)
         steps = range(start_step, plan.num_steps)
-        jobs = (job for step in steps for job in plan.micro_batches(step, shard, num_shards))
-        self._stream = _Stream(
+        self._stream = Stream(
             index,
-            jobs,
-            encode=encode,
-            decode=decode,
-            num_arguments=4 if not on_cpu else 2 if padding is None else 0,
-            finish=finish if on_cpu else None,
-            augment=augment if policy else None,
+            (job for step in steps for job in plan.micro_batches(step, shard, num_shards)),
+            self,
+            num_arguments=4 if not self._on_cpu else 2 if padding is None else 0,
+            finishes=self._on_cpu,
             img_size=img_size,
-            with_maps=token_label_axes is not None,
-            preadv=preadv,
             max_batch_size=plan.micro_batch_size,
             device=device,
             num_threads=num_threads,
+            preadv=preadv,
+            with_maps=token_label_axes is not None,
         )
+
+    def encode(self, job: MicroBatch) -> Encoded:
+        """Corners, sizes, filters and flips, RandAugment's operations, and where the label maps go."""
+        seed, (epochs, samples) = self._plan.seed, self._plan.samples(job.start, job.stop)
+        shape = {"width": self._index.width[samples], "height": self._index.height[samples]}
+        draws = self._crops(seed, epochs, samples, **shape)
+        operations = randaugment.draw(self._policy, seed, epochs, samples)
+        corners = np.stack([draws.x, draws.y], axis=-1)
+        sizes = np.stack([draws.width, draws.height], axis=-1)
+        filters, flips = self._filters_of(seed, epochs, samples), draws.flip.astype(np.int32)
+        arguments = (corners, sizes, filters, flips, operations.codes, operations.arguments, operations.affine)
+        room = reader.room(self._index, samples, self._memory, with_maps=self._axes is not None)
+        if self._axes is None:
+            return Encoded(job, samples, room, arguments)
+        warp = token_labels.warps(operations.affine) if self._policy else None
+        placement = token_labels.place(draws, **shape, axes=self._axes, warp=warp)
+        return Encoded(job, samples, room, arguments, placement, warp)
+
+    def decode(self, jpegs: Any, corners: Any = None, sizes: Any = None, filters: Any = None, flips: Any = None) -> Any:
+        """The window; on a GPU resized, flipped and, unless operations come in between, normalised."""
+        padded = self._padding is not None
+        images = _decode(jpegs, self._device) if padded else _window(jpegs, corners, sizes, self._device)
+        if self._on_cpu:
+            return images
+        if padded:
+            images = _slice(images, corners, sizes)
+        by_sample = fn.cast(filters, dtype=types.DALIDataType.INTERP_TYPE)
+        images = fn.resize(images, size=self._size, interp_type=by_sample, antialias=True)
+        return _bytes(images, mirror=flips) if self._policy else self._normalise(images, mirror=flips)
+
+    def finish(
+        self, image: np.ndarray, out: np.ndarray, corner: Any, size: Any, number: int, flip: int, *drawn: np.ndarray
+    ) -> None:
+        """The same on a CPU, RandAugment included."""
+        if self._padding is not None:
+            image = pixels.window(image, *corner.tolist(), *size.tolist())
+        resized = pixels.resize(image, self._size, FILTERS[number])
+        self._to_floats(with_pillow(resized[:, ::-1] if flip else resized, self._fill, *drawn), out)
+
+    def augment(self, images: torch.Tensor, batch: Encoded) -> torch.Tensor:
+        """RandAugment on a GPU, and what was put off for it."""
+        if not self._policy:
+            return images
+        return self._to_floats.batch(with_torch(images, self._fill, Operations(*batch.arguments[-3:])))
 
     def __next__(self) -> Batch:
         return next(self._stream)
@@ -227,44 +173,37 @@ class EvalLoader:
     ) -> None:
         plan = Plan(len(index), len(index), min(batch_size, len(index)), len(index), seed=0)
         self._jobs = plan.micro_batches(0, shard, num_shards)
-        on_cpu, resize = _finishes_on_cpu(device), _resize(interpolation)
-        to_floats, memory = pixels.Normalise(mean, std), reader.Memory()
+        self._index, self._device, self._on_cpu = index, device, _finishes_on_cpu(device)
+        self._img_size, self._crop_pct, self._interpolation = img_size, crop_pct, interpolation
+        self._to_floats, self._memory = pixels.Normalise(mean, std), reader.Memory()
+        self._normalise, self._resize = functools.partial(_normalise, mean=mean, std=std), _resize(interpolation)
+        self._max_batch_size, self._num_threads = plan.micro_batch_size, num_threads
 
-        def encode(job: MicroBatch) -> _Encoded:
-            samples = np.arange(job.start, job.stop, dtype=np.int64)
-            sizes, corners = order.centre_geometry(
-                index.width[samples], index.height[samples], img_size=img_size, crop_pct=crop_pct
-            )
-            arguments = (sizes.astype(np.float32), corners.astype(np.int32))
-            return _Encoded(job, samples, reader.room(index, samples, memory), arguments)
+    def encode(self, job: MicroBatch) -> Encoded:
+        """Sizes and corners."""
+        samples = np.arange(job.start, job.stop, dtype=np.int64)
+        width, height = self._index.width[samples], self._index.height[samples]
+        sizes, corners = order.centre_geometry(width, height, img_size=self._img_size, crop_pct=self._crop_pct)
+        arguments = (sizes.astype(np.float32), corners.astype(np.int32))
+        return Encoded(job, samples, reader.room(self._index, samples, self._memory), arguments)
 
-        def decode(jpegs: Any, sizes: Any = None, corners: Any = None) -> Any:
-            images = _decode(jpegs, device)
-            if on_cpu:
-                return images
-            images = _slice(fn.resize(images, size=sizes, **resize), corners, (img_size, img_size))
-            return _normalise(images, mean, std)
+    def decode(self, jpegs: Any, sizes: Any = None, corners: Any = None) -> Any:
+        """The image; on a GPU resized, cut and normalised."""
+        images = _decode(jpegs, self._device)
+        if self._on_cpu:
+            return images
+        images = fn.resize(images, size=sizes, **self._resize)
+        return self._normalise(_slice(images, corners, (self._img_size, self._img_size)))
 
-        def finish(image: np.ndarray, out: np.ndarray, size: np.ndarray, corner: np.ndarray) -> None:
-            resized = pixels.resize(image, (int(size[0]), int(size[1])), interpolation)
-            x, y = corner.tolist()
-            to_floats(pixels.window(resized, x, y, img_size, img_size), out)
+    def finish(self, image: np.ndarray, out: np.ndarray, size: np.ndarray, corner: np.ndarray) -> None:
+        """The same on a CPU."""
+        resized = pixels.resize(image, (int(size[0]), int(size[1])), self._interpolation)
+        x, y = corner.tolist()
+        self._to_floats(pixels.window(resized, x, y, self._img_size, self._img_size), out)
 
-        self._stream = functools.partial(
-            _Stream,
-            index,
-            encode=encode,
-            decode=decode,
-            num_arguments=0 if on_cpu else 2,
-            finish=finish if on_cpu else None,
-            augment=None,
-            img_size=img_size,
-            with_maps=False,
-            preadv=os.preadv,
-            max_batch_size=plan.micro_batch_size,
-            device=device,
-            num_threads=num_threads,
-        )
+    def augment(self, images: torch.Tensor, batch: Encoded) -> torch.Tensor:
+        """Nothing."""
+        return images
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -272,7 +211,18 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Batch]:
         if not self._jobs:
             return
-        stream = self._stream(iter(self._jobs))
+        stream = Stream(
+            self._index,
+            iter(self._jobs),
+            self,
+            num_arguments=0 if self._on_cpu else 2,
+            finishes=self._on_cpu,
+            img_size=self._img_size,
+            max_batch_size=self._max_batch_size,
+            device=self._device,
+            num_threads=self._num_threads,
+            preadv=os.preadv,
+        )
         with contextlib.closing(stream):  # also when the consumer stops early
             yield from stream
 
@@ -339,171 +289,3 @@ def _normalise(images: Any, mean: tuple[float, ...], std: tuple[float, ...], *, 
         std=[255 * value for value in std],
         mirror=mirror,
     )
-
-
-# -- the stream -------------------------------------------------------------------------------------------------
-
-Finish = Callable[..., None]  # of (image (H, W, 3) uint8, out (3, S, S) float32, *arguments of the sample)
-
-
-class _Stream(Iterator[Batch]):
-    """Runs one pipeline over `jobs`: `encode` in the reading threads, `decode` as the graph inside DALI.
-
-    `encode` leaves room for the bytes, which other reading threads fill. The graph takes the bytes and the first
-    `num_arguments` of the arguments. From what it gave, `finish`, if given, makes a sample of the batch, or else
-    `augment`, if given, the batch on its device.
-    """
-
-    def __init__(
-        self,
-        index: Index,
-        jobs: Iterator[MicroBatch],
-        *,
-        encode: Callable[[MicroBatch], _Encoded],
-        decode: Callable,
-        num_arguments: int,
-        finish: Finish | None,
-        augment: Callable[[torch.Tensor, _Encoded], torch.Tensor] | None,
-        img_size: int,
-        with_maps: bool,
-        preadv: Callable[[int, list, int], int],
-        max_batch_size: int,
-        device: torch.device,
-        num_threads: int,
-    ) -> None:
-        self._index, self._jobs, self._encode, self._device = index, jobs, encode, device
-        self._num_arguments, self._finish, self._augment, self._img_size = num_arguments, finish, augment, img_size
-        self._reader, self._floats = reader.Reader(index, preadv, with_maps=with_maps), reader.Memory()
-        self._waiting: collections.deque[Future[tuple[_Encoded, list[Future[None]]]]] = collections.deque()
-        self._inside: collections.deque[_Encoded] = collections.deque()  # what DALI holds, oldest first
-        self._decoded: collections.deque[_Decoded] = collections.deque()
-        self._end: Exception | None = None  # why DALI gives no more
-        # On a GPU the copies of a batch may still be running when its images are handed out.
-        self._used: collections.deque[_Encoded] = collections.deque(maxlen=PREFETCH)
-        device_id = None  # no GPU is touched
-        if device.type == "cuda":
-            device_id = torch.cuda.current_device() if device.index is None else device.index
-        self._pipe: Pipeline | None = Pipeline(
-            batch_size=max_batch_size,
-            num_threads=num_threads,
-            device_id=device_id,
-            prefetch_queue_depth=PREFETCH,
-            exec_dynamic=True,  # outputs belong to us; the other executors overwrite them
-        )
-        with self._pipe:
-            inputs = fn.external_source(self._take, num_outputs=1 + num_arguments, batch=True, no_copy=True)
-            self._pipe.set_outputs(decode(*inputs))
-        self._pipe.build()
-        self._finishers = ThreadPoolExecutor(num_threads, thread_name_prefix="largebatch-resize")
-        self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="largebatch-read")
-        for _ in range(max(2, math.ceil(READ_AHEAD / max_batch_size))):
-            self._submit()
-
-    def _submit(self) -> None:
-        job = next(self._jobs, None)
-        if job is not None:
-            self._waiting.append(self._readers.submit(self._start_reading, job))
-
-    def _start_reading(self, job: MicroBatch) -> tuple[_Encoded, list[Future[None]]]:
-        """The batch, and what fills its buffer: tasks of other threads, for which none of these threads waits."""
-        batch = self._encode(job)
-        parts = [slice(at, at + READ_IMAGES) for at in range(0, len(batch.samples), READ_IMAGES)]
-        read, submit = self._reader.read, self._readers.submit
-        return batch, [submit(read, batch.samples[part], batch.room.spans[part]) for part in parts]
-
-    def _take(self) -> tuple:
-        """DALI's source: the next finished batch. Raises what went wrong while it was read."""
-        if not self._waiting:
-            raise StopIteration
-        batch, parts = self._waiting.popleft().result()
-        for part in parts:
-            part.result()
-        self._submit()
-        self._inside.append(batch)  # no_copy: the bytes must live until DALI has used them
-        return (batch.room.images, *batch.arguments[: self._num_arguments])
-
-    def __next__(self) -> Batch:
-        if self._pipe is None:
-            raise StopIteration
-        try:
-            behind = 1 if self._finish else 0  # while DALI decodes the next batch, this one is finished
-            while self._end is None and len(self._decoded) <= behind:
-                self._advance(self._pipe)
-            if not self._decoded:
-                assert self._end is not None
-                raise self._end
-            done = self._decoded.popleft()
-            for part in done.parts:
-                part.result()
-        except BaseException:
-            self.close()
-            raise
-        batch = done.batch
-        labels = self._on_device(self._index.label[batch.samples])
-        token_labels = self._token_labels(batch)
-        return Batch(done.images, labels, batch.job.step, batch.job.number, batch.samples, token_labels)
-
-    def _token_labels(self, batch: _Encoded) -> TokenLabels | None:
-        if batch.placement is None:
-            return None
-        ids, scores = decode_maps(batch.room.maps, self._index.map_shape[0].tolist())
-        warp = None if batch.warp is None else self._on_device(batch.warp)
-        return TokenLabels(self._on_device(ids), self._on_device(scores), self._on_device(batch.placement), warp)
-
-    def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
-
-    def _advance(self, pipe: Pipeline) -> None:
-        """Takes the next batch from DALI and lets the threads finish it, or remembers why there is none."""
-        try:
-            stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-            (images,) = pipe.run(stream)
-        except RuntimeError as error:
-            self._end = ValueError(self._explain(error))
-            self._end.__cause__ = error
-        except Exception as error:  # StopIteration, or what the source raised
-            self._end = error
-        else:
-            batch = self._inside.popleft()
-            self._used.append(batch)
-            self._decoded.append(self._finished(batch, images) if self._finish else self._whole(batch, images))
-
-    def _finished(self, batch: _Encoded, images: Any) -> _Decoded:
-        count, side = len(batch.samples), self._img_size
-        out = torch.from_numpy(self._floats.take(4 * 3 * count * side * side)).view(torch.float32)
-        out = out.view(count, 3, side, side)
-        floats = out.numpy()
-
-        def finish(part: range) -> None:
-            assert self._finish is not None
-            for k in part:
-                self._finish(np.asarray(images[k]), floats[k], *(argument[k] for argument in batch.arguments))
-
-        parts = [range(count)[at : at + FINISH_IMAGES] for at in range(0, count, FINISH_IMAGES)]
-        return _Decoded(batch, out, [self._finishers.submit(finish, part) for part in parts])
-
-    def _whole(self, batch: _Encoded, images: Any) -> _Decoded:
-        tensor = torch.from_dlpack(images.as_tensor())
-        return _Decoded(batch, self._augment(tensor, batch) if self._augment else tensor, [])
-
-    def _explain(self, error: RuntimeError) -> str:
-        """Names the first image that PIL cannot decode in the batches that DALI was working on."""
-        for batch in self._inside:
-            for sample, data in zip(batch.samples.tolist(), batch.room.images):
-                try:
-                    Image.open(io.BytesIO(data.tobytes())).load()
-                except Exception as reason:
-                    where = self._index.where(sample)
-                    return f"{where} cannot be decoded: {reason}; `python -m largebatch.pack check` lists all such"
-        first = self._inside[0].job if self._inside else None
-        return f"The pipeline failed at {first}, although PIL can decode its images: {error}"
-
-    def close(self) -> None:
-        """Ends the threads and frees the pipeline; safe to call twice."""
-        for pool in (self._readers, self._finishers):
-            pool.shutdown(wait=True, cancel_futures=True)
-        self._waiting.clear()
-        self._decoded.clear()
-        self._pipe = None
-        self._inside.clear()
-        self._used.clear()

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from largebatch.augment import Augment, seed_for
 from largebatch.comm import Communicator
-from largebatch.data.dali import Batch
 from largebatch.data.order import MicroBatch, Plan
+from largebatch.data.stream import Batch
 from largebatch.engine import Trainer
 from largebatch.losses import classification
 from largebatch.optim import build_optimizer, init_state
