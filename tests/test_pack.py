@@ -14,7 +14,7 @@ from PIL import Image
 from scipy.io import savemat
 
 from largebatch import pack
-from largebatch.data import archives, records, sources
+from largebatch.data import archives, originals, records, sources
 from largebatch.data.dali import TrainLoader
 from largebatch.data.order import Plan
 from largebatch.data.records import FILENAME, IMAGE, LABEL
@@ -302,6 +302,14 @@ def test_record_that_went_bad_after_it_was_indexed_is_not_packed(tmp_path):
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     with pytest.raises(SystemExit, match=f"{path}, record 1 .* has a wrong CRC"):
         pack.main([str(path.parent), str(tmp_path / "out")])
+
+
+def test_levels_of_16_bits_are_scaled_as_the_decoder_does():
+    ramp, file = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64) * 16, io.BytesIO()
+    Image.fromarray(ramp).save(file, "PNG")
+    packed = Image.open(io.BytesIO(originals.as_jpeg(file.getvalue(), where="")))
+    levels = np.asarray(packed).astype(float)
+    assert levels.shape == (64, 64, 3) and np.abs(levels - ramp[..., None] / 257).max() <= 2
 
 
 # -- going on --------------------------------------------------------------------------------------------------------

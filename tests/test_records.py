@@ -25,6 +25,14 @@ def jpeg(width, height, *, value=128, orientation=1):
     return file.getvalue()
 
 
+def of_size(side):
+    """A JPEG whose header says so."""
+    data = bytearray(jpeg(9, 9))
+    at = data.index(b"\xff\xc0") + 5  # in its frame header, behind the length and the precision
+    data[at : at + 4] = 2 * side.to_bytes(2)
+    return bytes(data)
+
+
 def make_shard(path, labels, *, extra=False):
     """A TFRecord file with one JPEG of size (10 + k, 20 + k) per label; the images."""
     images = [jpeg(10 + k, 20 + k, value=k) for k in range(len(labels))]
@@ -295,6 +303,7 @@ def test_bad_records_are_named(tmp_path):
         ({IMAGE: [jpeg(9, 9)], LABEL: [b"1"]}, "lacks one"),
         ({IMAGE: [b"no image"], LABEL: [1]}, "is not a readable image"),
         ({IMAGE: [jpeg(9, 9)[:20]], LABEL: [1]}, "is not a readable image"),
+        ({IMAGE: [of_size(0xFFFF)], LABEL: [1]}, "is not a readable image: Image size .4294836225 pix.* exceeds"),
         ({IMAGE: [gif.getvalue()], LABEL: [1]}, "is a GIF image, expected JPEG"),
     ]:
         records.write_records(path, [records.encode_example(features) for features in (good, bad)])

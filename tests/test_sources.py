@@ -165,6 +165,14 @@ def test_image_folder(image_folder, tmp_path):
     assert snapshot(image_folder) == before  # nothing is written to the user's folder
 
 
+def test_a_file_name_that_is_not_utf_8(image_folder, tmp_path):
+    path = image_folder / "train" / "n01" / "caf\udce9.jpg"  # Python's way to write the byte E9
+    write(path, picture(3))
+    cache = str(tmp_path / "cache")
+    first, second = (sources.open_source(str(image_folder), split="train", cache=cache) for _ in range(2))
+    assert str(path) in first.files and second.files == first.files
+
+
 def test_index_is_kept_and_built_again(image_folder, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     cache, built = str(tmp_path / "cache"), []

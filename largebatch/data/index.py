@@ -42,6 +42,7 @@ FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP")  # what the decoder reads, by PI
 COLUMNS = ("file", "offset", "length", "label", "width", "height")  # what an index has of each image
 MAP_COLUMNS = ("map_offset", "map_shape")  # and of each label map, if there are any
 VERSION = 2  # of the index files
+NAMES = ("utf-8", "surrogateescape")  # a file name is bytes, which need not be UTF-8
 _CHUNK = 1000  # image files per task of the thread pool
 
 
@@ -224,7 +225,7 @@ class Index:
         """Writes the index as .npz, atomically."""
         arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("files", "class_names"):  # as bytes: an array of strings would be as wide as its longest
-            arrays[name] = np.frombuffer("\0".join(arrays[name]).encode(), dtype=np.uint8)
+            arrays[name] = np.frombuffer("\0".join(arrays[name]).encode(*NAMES), dtype=np.uint8)
         with atomic_file(path) as file:
             np.savez(file, version=np.int64(VERSION), **{f"index_{name}": arrays[name] for name in arrays})
 
@@ -236,7 +237,7 @@ class Index:
                 arrays = {name.removeprefix("index_"): data[name] for name in data.files}
             version = int(arrays.pop("version"))
             for name in ("files", "class_names"):
-                text = arrays[name].tobytes().decode()
+                text = arrays[name].tobytes().decode(*NAMES)
                 arrays[name] = tuple(text.split("\0")) if text else ()
             for name in ("num_classes", "label_base", "map_classes"):
                 arrays[name] = int(arrays[name])
@@ -259,7 +260,7 @@ def image_size(file: io.BytesIO | str) -> tuple[int, int]:
     try:
         with Image.open(file) as image:
             kind, size = image.format, image.size
-    except (OSError, SyntaxError, ValueError) as error:  # a damaged header may raise any of these
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # by what is damaged
         reason = "of no known format" if isinstance(error, UnidentifiedImageError) else error
         raise ValueError(f"is not a readable image: {reason}") from error
     if kind not in FORMATS:

@@ -102,7 +102,14 @@ def as_jpeg(data: bytes, *, where: str) -> bytes:
             if image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):
                 return data
             file = io.BytesIO()
-            image.convert("RGB").save(file, "JPEG", quality=100, subsampling=0)
+            eight_bits(image).convert("RGB").save(file, "JPEG", quality=100, subsampling=0)
             return file.getvalue()
     except Exception as error:  # a damaged file may raise nearly anything
         raise ValueError(f"{where} cannot be decoded: {error}") from error
+
+
+def eight_bits(image: Image.Image) -> Image.Image:
+    """A grey PNG of 16 bits as the decoder gives it; Pillow's own conversion makes white of all but the lowest 255."""
+    if image.mode != "I;16":
+        return image
+    return Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
