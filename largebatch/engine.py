@@ -200,6 +200,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr()
         loss_sum = torch.zeros((), device=self.device)  # read only when logged: nobody waits for the device
+        self.scaler.scale(loss_sum)  # the scale comes with its first use, and a short window may give this rank none
         weight = self.comm.data_size / window_images  # of a sum over samples: then the mean over ranks of the sum
         for batch in self.window(batches):  # over passes is the mean of the batch
             loss_sum += self.replica.run_pass(self, batch, weight)

@@ -75,6 +75,16 @@ def test_compressed_gradients_keep_three_digits(comm, weight, scale):
     assert exact == (comm.size == 1)  # what is sent is compressed
 
 
+def test_a_rank_without_a_pass_in_its_first_step_has_the_loss_scale_too(comm):
+    """Resumed before a short last step, of one micro-batch."""
+    plan = plan_for(comm, left_over=4)
+    trainer = small_trainer(comm, plan, passes=PASSES, compression="fp16")
+    trainer.scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=128.0).state_dict())
+    trainer.state.step, trainer.state.images = 1, plan.global_batch_size
+    output = trainer.train_step(trainer.open_batches(1))
+    assert output.applied and output.images == 4 and trainer.scaler.get_scale() == 128.0
+
+
 def reduced(comm, values: list[float], *, compression: str) -> tuple[torch.Tensor, float | None]:
     """The mean over ranks of one gradient, rank r's being values[r]."""
     model = nn.Linear(3, 1, bias=False)
