@@ -104,12 +104,13 @@ class Communicator:
             raise RuntimeError(next(filter(None, causes)))
 
     def device(self, kind: str = "auto") -> torch.device:
-        """The device of this rank: `cpu`, or the GPU numbered by the local rank."""
+        """The device of this rank: `cpu`, the GPU numbered by the local rank, or the only one that it sees."""
         if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
             return torch.device("cpu")
-        if torch.cuda.device_count() < self.local_size:
+        visible = torch.cuda.device_count()
+        if visible < self.local_size and visible != 1:
             raise ValueError(
-                f"{socket.gethostname()} has {torch.cuda.device_count()} visible GPUs for {self.local_size} ranks: "
+                f"{socket.gethostname()} has {visible} visible GPUs for {self.local_size} ranks: "
                 "start fewer ranks per host, or set --run.device cpu."
             )
         if not hvd.nccl_built():
@@ -117,8 +118,9 @@ class Communicator:
                 "Horovod was built without NCCL and cannot reduce gradients on a GPU: build it anew with "
                 "`OPERATIONS=nccl ./mpi_scripts/install.sh --force`, or set --run.device cpu."
             )
-        torch.cuda.set_device(self.local_rank)
-        return torch.device("cuda", self.local_rank)
+        number = self.local_rank if visible > 1 else 0  # the only one may be this rank's own: `placement` finds out
+        torch.cuda.set_device(number)
+        return torch.device("cuda", number)
 
     def agree(self, options: Mapping[str, object]) -> str:
         """Compare what every rank runs, versions, sources and options; one line of what they share.
@@ -219,6 +221,7 @@ class Communicator:
         in place; parameters last, so that nothing before can move them.
         """
         scalars, tensors = _optimizer_parts(model, optimizer)
+        self._refuse_other_state(tensors)
         scalars = self.broadcast_object(scalars, name="state/scalars")
         for group, values in zip(optimizer.param_groups, scalars["groups"]):
             group.update(values)
@@ -226,6 +229,18 @@ class Communicator:
             optimizer.state[parameter].update(values)
         self.broadcast_tensors(tensors, name="state/optimizer")
         self.broadcast_model(model)
+
+    def _refuse_other_state(self, tensors: dict[str, Tensor]) -> None:
+        """All ranks raise Stopped if one has not what the first rank with the same part of the model has."""
+        first: dict[int, set[str]] = {}
+        all_names = self.allgather_object((self.model_rank, set(tensors)), name="state/names")
+        for rank, (part, names) in enumerate(all_names):
+            differing = first.setdefault(part, names) ^ names
+            if differing:
+                raise Stopped(
+                    f"rank {rank} has other optimizer state than rank {part}, which differ in {min(differing)}: freeze "
+                    "the same parameters on all ranks before optim.init_state, as they were when it was saved."
+                )
 
     def broadcast_model(self, model: nn.Module) -> None:
         """Make parameters and buffers equal to rank 0's (see `broadcast_tensors`)."""

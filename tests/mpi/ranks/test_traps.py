@@ -67,6 +67,19 @@ def test_broadcast_moves_nothing(comm, kind):
         assert all(bool((value == 1).all()) for value in state.values() if torch.is_tensor(value))
 
 
+def test_a_state_that_one_rank_lacks_ends_all(comm):
+    """Rank 0 has loaded that of a bias that was unfrozen later; the others have never had it."""
+    model = small_model()
+    model[0].bias.requires_grad_(comm.rank == 0)
+    optimizer = Lamb(model.parameters())
+    init_state(optimizer)
+    if comm.size == 1:
+        comm.broadcast_state(model, optimizer)
+        return
+    with pytest.raises(Stopped, match="rank 1 has other optimizer state than rank 0, which differ in 0.bias/exp_avg:"):
+        comm.broadcast_state(model, optimizer)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_takes_its_argument(comm, set_to_none):
     model = small_model()
