@@ -82,6 +82,7 @@ class Guards(Hook):
 
 class Checkpoint(Hook):
     """Saves every `every_images` and at the end. A save that fails is a warning: older ones stay, the run goes on.
+    The last one must not fail.
 
     average: a model to be saved beside the trainer's, `Ema`'s.
     """
@@ -101,6 +102,7 @@ class Checkpoint(Hook):
         self.config_text = config_text
         self.average = average
         self.saved_step = 0
+        self.failure: OSError | None = None  # of the newest save, on rank 0
         self.longest_s = 0.0  # time of a save, on rank 0
 
     def before_fit(self, trainer: Trainer) -> None:
@@ -113,9 +115,15 @@ class Checkpoint(Hook):
             self.save(trainer)
 
     def after_fit(self, trainer: Trainer) -> None:
-        """Also where run.max_steps ended."""
+        """Also where run.max_steps ended. comm.Stopped if what this process trained is nowhere."""
         if trainer.state.step != self.saved_step:
             self.save(trainer)
+        with trainer.comm.together("saving"):
+            if self.failure:
+                raise ValueError(
+                    f"the last checkpoint, of step {trainer.state.step}, could not be written ({self.failure}): older "
+                    "ones are kept, and the same command goes on from the newest once there is room."
+                )
 
     def save(self, trainer: Trainer) -> None:
         """Write a checkpoint, on rank 0."""
@@ -124,6 +132,7 @@ class Checkpoint(Hook):
         model, optimizer = trainer.replica.plain(trainer)
         if trainer.comm.rank != 0:
             return
+        self.failure = None
         try:
             checkpoint.save(
                 self.folder,
@@ -136,6 +145,7 @@ class Checkpoint(Hook):
                 average=self.average,
             )
         except OSError as error:
+            self.failure = error
             logger.warning("the checkpoint of step %d failed: %s; older ones are kept", trainer.state.step, error)
         self.longest_s = max(self.longest_s, time.perf_counter() - began)
 

@@ -91,6 +91,15 @@ def test_a_full_disk_is_a_warning_and_the_next_save_works(runs):
     assert "the checkpoint of step 4 failed: [Errno 28] No space left on device; older ones are kept" in report["log"]
 
 
+def test_a_full_disk_at_the_end_is_no_success(runs):
+    folder, report = runs
+    assert report["full at the end"] == (
+        "the last checkpoint, of step 12, could not be written ([Errno 28] No space left on device): older ones are "
+        "kept, and the same command goes on from the newest once there is room."
+    )
+    assert [row["step"] for row in read(folder / "full_12" / "steps.csv")][-1] == "12"
+
+
 def test_a_failing_sink_is_a_warning(runs):
     _, report = runs
     assert report["failing sink"] == 12 and "Failing failed at step 4: [Errno 28] full" in report["log"]
@@ -232,19 +241,28 @@ def main(folder: Path) -> dict[str, Any]:
         build("early").fit(max_steps=6)
         report["saved with max_steps"] = saved("early")[::-1]
 
-    def full_disk() -> None:
+    def full_disk(step: int) -> Trainer:
         real = checkpoint.save
 
         def save(*arguments: Any, **options: Any) -> Path:
-            if options["state"].step == 4:
+            if options["state"].step == step:
                 raise OSError(28, "No space left on device")
             return real(*arguments, **options)
 
         checkpoint.save = save
-        trainer = build("full")
-        trainer.fit()
-        checkpoint.save = real
-        report["full"] = {"step": trainer.state.step, "saved": saved("full")}
+        trainer = build(f"full_{step}")
+        try:
+            trainer.fit()
+        finally:
+            checkpoint.save = real
+        return trainer
+
+    def full_disks() -> None:
+        report["full"] = {"step": full_disk(4).state.step, "saved": saved("full_4")}
+        try:
+            full_disk(12)
+        except Stopped as error:
+            report["full at the end"] = str(error)
 
     def sinks() -> None:
         trainer = build("failing", sinks=(Failing(),))
@@ -291,7 +309,7 @@ def main(folder: Path) -> dict[str, Any]:
         trainer.objective, trainer.evaluate = slow_objective, slow_evaluate
         trainer.fit()
 
-    for part in (whole, resumed, finished, stopped_early, full_disk, sinks, refused, guard, clock):
+    for part in (whole, resumed, finished, stopped_early, full_disks, sinks, refused, guard, clock):
         part()
     comm.shutdown()
     return report | {"log": log.getvalue().splitlines()}
