@@ -1,6 +1,7 @@
 """Lamb against a float64 reference, timm's and the formula of the 32K run; what it survives; the builders."""
 
 import copy
+import functools
 import io
 import math
 import os
@@ -376,13 +377,42 @@ def test_state_dict_round_trip():
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     copies = [nn.Parameter(p) for p in saved["model"]]
-    resumed = Lamb(copies, impl="plain")
+    resumed = Lamb(copies, impl="eager")
     resumed.load_state_dict(saved["optimizer"])
     assert resumed.param_groups[0]["max_trust_ratio"] == 2.0
     train(optimizer, params, range(3, 6))
     train(resumed, copies, range(3, 6))
     assert all(torch.equal(p, q) for p, q in zip(params, copies))
     assert all(resumed.state[q]["step"] == 6 for q in copies)
+
+
+def test_loading_leaves_impl_to_this_machine():
+    params = make_params(torch.float32)
+    saved = Lamb(params, impl="compile").state_dict()
+    here = Lamb([{"params": params[:3]}, {"params": params[3:], "impl": "plain"}], impl="eager")
+    saved["param_groups"] = [saved["param_groups"][0] | {"params": [*range(3)]}]
+    saved["param_groups"] += [saved["param_groups"][0] | {"params": [*range(3, len(params))]}]
+    here.load_state_dict(saved)
+    assert [group["impl"] for group in here.param_groups] == ["eager", "plain"]
+
+
+def test_a_gpu_compiles_for_any_number_of_lists(monkeypatch):
+    """As a model gives that is frozen part by part; traced as for a GPU, but for the kernels."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    lamb.compiled.cache_clear()
+    group = Lamb(make_params(), weight_decay=0.1).param_groups[0]
+    numbers = lamb.Scalars(*torch.tensor(lamb.scalars(group, 1), dtype=torch.float64).unbind())
+    for length in range(1, 12):
+        ours, theirs = ([tuple(torch.rand(n + 1) for _ in range(4)) for n in range(length)] for _ in range(2))
+        for one, other in zip(ours, theirs):
+            for a, b in zip(one, other):
+                b.copy_(a)
+        factor = torch.ones(())
+        found = lamb.compiled(tuple(len(x) for x, *_ in ours))(ours, numbers, factor)
+        expected = lamb.lamb_list_(theirs, numbers, factor)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for one, other in zip(ours, theirs) for a, b in zip(one, other))
+    lamb.compiled.cache_clear()
 
 
 def test_deepcopy():

@@ -20,6 +20,7 @@ The step counter is per parameter, so that one that is unfrozen late gets its ow
 import functools
 import math
 import subprocess
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -180,9 +181,13 @@ def can_compile(device_type: str) -> bool:
 
 
 @functools.cache
-def compiled() -> Callable[..., Any]:
-    """The update of a GPU. With fullgraph, torch's silent return to eager past its limit becomes an error."""
-    return torch.compile(lamb_list_, dynamic=False, fullgraph=True)
+def compiled(alike: tuple[Any, ...]) -> Callable[..., Any]:
+    """The update of a GPU, for lists of tensors that are alike. A copy of the code for each: torch compiles one only
+    for 8 lists, which freezing a model part by part soon makes. With fullgraph, its silent return to eager past that
+    becomes an error.
+    """
+    own = types.FunctionType(lamb_list_.__code__.replace(), globals(), lamb_list_.__name__)
+    return torch.compile(own, dynamic=False, fullgraph=True)
 
 
 def lamb_compiled_(tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> list[Tensor]:
@@ -193,7 +198,8 @@ def lamb_compiled_(tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> li
             return native.lamb_native_(same_dtype, s, float(factor))
         # Numbers are 0-d tensors: a new learning rate compiles nothing.
         numbers = Scalars(*torch.tensor(s, dtype=factor.dtype).to(factor.device).unbind())
-        return compiled()(tensors, numbers, factor)
+        alike = tuple((len(x), g.dtype) for x, g, _, _ in tensors)
+        return compiled((factor.device, factor.dtype, alike))(tensors, numbers, factor)
     except (OSError, subprocess.CalledProcessError, torch._dynamo.exc.BackendCompilerFailed) as error:
         raise RuntimeError(NOT_COMPILED) from error
 
@@ -292,6 +298,13 @@ class Lamb(Optimizer):
                 ratios |= zip(params, update(group["impl"], tensors, scalars(group, step), scale))
         self.trust_ratios = MappingProxyType(ratios)
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but impl stays: this machine may not be the one that saved it."""
+        impls = [group["impl"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, impl in zip(self.param_groups, impls):
+            group["impl"] = impl
 
     def init_param(self, p: Tensor) -> dict[str, Any]:
         """The state of one parameter; zeros if it had none."""
