@@ -206,13 +206,17 @@ def build_trainer(config: TrainConfig, comm: Communicator, signals: Signals | No
         start(comm, device)
     with comm.together("building"):
         model = build_model(config, device, weights=weights)
-        replica = _replica(config, model, make_optimizer)
+    with comm.together("dividing"):  # its ranks talk to each other: what fails here fails on all
+        replica = _replica(config, model, make_optimizer, limit_s=comm.stall_limit_s)
+    with comm.together("building"):
         model.to(device)
         if config.run.compile:
             compile_model(model, device, comm)
         optimizer = replica.optimizer(make_optimizer(model))
         optimizer = comm.wrap(optimizer, model, passes=passes, compression=config.run.compression)
+    with comm.together("dividing"):
         replica.bind(model, optimizer)
+    with comm.together("building"):
         init_state(optimizer)
         trainer = _assemble(config, comm, replica, model=model, optimizer=optimizer, train=train, held_out=held_out)
         trainer.hooks = _hooks(config, trainer.plan, model, signals)
@@ -229,15 +233,16 @@ def divides(config: TrainConfig) -> bool:
     return config.parallel.shape().size > 1 or bool(config.parallel.zero)
 
 
-def _replica(config: TrainConfig, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> Replica:
+def _replica(
+    config: TrainConfig, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], *, limit_s: float
+) -> Replica:
     """The replica of this rank; cuts the model in place if ranks share it."""
     if not divides(config):
         return Replica()
     from largebatch.parallel.replica import Divided
 
-    return Divided(
-        config.parallel, model, batch_size=config.data.micro_batch_size, make_optimizer=make_optimizer
-    )
+    batch_size = config.data.micro_batch_size
+    return Divided(config.parallel, model, batch_size=batch_size, make_optimizer=make_optimizer, limit_s=limit_s)
 
 
 def lamb_impl(comm: Communicator, device: torch.device) -> str:

@@ -108,7 +108,13 @@ def opened(
     """A divided model, and what makes a pass of this replica's share of the images."""
     model = shortened(options, depth)
     batch_size = options.batch_size * config.shape().size // comm.size
-    divided = Divided(config, model, batch_size=batch_size, make_optimizer=lambda model: SGD(model.parameters()))
+    divided = Divided(
+        config,
+        model,
+        batch_size=batch_size,
+        make_optimizer=lambda model: SGD(model.parameters()),
+        limit_s=comm.stall_limit_s,
+    )
     model.to_empty(device=device)  # after the cut: no rank's peak is that of the whole
     torch.manual_seed(0)
     for tensor in model.state_dict().values():

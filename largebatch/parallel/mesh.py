@@ -33,9 +33,9 @@ class Axis:
 class Mesh:
     """All axes of a job. torch.distributed must have been started with all its ranks."""
 
-    def __init__(self, shape: Shape) -> None:
-        """Make the groups: every rank of the job calls this at the same place."""
-        self.shape = shape
+    def __init__(self, shape: Shape, *, limit_s: float = 0) -> None:
+        """Make the groups: every rank of the job calls this at the same place. limit_s: as that of `start`."""
+        self.shape, self._limit_s = shape, limit_s
         size, rank = dist.get_world_size(), dist.get_rank()
         sizes = {"data": shape.data_size(size)} | shape.sizes
         ranks = np.arange(size).reshape(*sizes.values())
@@ -52,7 +52,7 @@ class Mesh:
         """One axis. Axes with the same ranks have one group: each costs threads, or memory of a GPU."""
         key = frozenset(map(tuple, table.tolist()))
         if key not in self._groups:
-            self._groups[key] = _new_group(table)
+            self._groups[key] = _new_group(table, _limit(self._limit_s))
         (row,), (index,) = np.where(table == rank)
         return Axis(name, table.shape[1], int(index), tuple(map(int, table[row])), self._groups[key])
 
@@ -89,12 +89,18 @@ def block(sizes: dict[str, int], place: dict[str, int], axes: tuple[str, ...]) -
     return index, number
 
 
-def _new_group(table: np.ndarray) -> Any:
+def _new_group(table: np.ndarray, limit: timedelta) -> Any:
     """This rank's of the groups (number of groups, size); a collective of the job."""
     number, size = table.shape
     if size == 1:
         return None
-    return dist.group.WORLD if number == 1 else dist.new_subgroups_by_enumeration(table.tolist())[0]
+    if number == 1:
+        return dist.group.WORLD
+    return dist.new_subgroups_by_enumeration(table.tolist(), timeout=limit)[0]  # else torch's own, half an hour
+
+
+def _limit(limit_s: float) -> timedelta:
+    return timedelta(seconds=limit_s) if limit_s else timedelta(days=3650)
 
 
 def start(rank: int, size: int, store: Any, *, device: torch.device, limit_s: float = 0) -> None:
@@ -103,8 +109,7 @@ def start(rank: int, size: int, store: Any, *, device: torch.device, limit_s: fl
     limit_s: a message fails when a rank waited so long for it; 0: after years.
     """
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    limit = timedelta(seconds=limit_s) if limit_s else timedelta(days=3650)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_limit(limit_s))
 
 
 def stop() -> None:

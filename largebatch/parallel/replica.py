@@ -54,16 +54,17 @@ class Divided(Replica):
         *,
         batch_size: int,
         make_optimizer: Callable[[nn.Module], Optimizer],
+        limit_s: float = 0,
     ) -> None:
         """Cut `model`, a whole module, the same on every rank, in place. torch.distributed has been started.
 
         batch_size: images of a micro-batch. make_optimizer: gives what one rank would train a whole model with.
-        ValueError, on all ranks, for a model or a batch that cannot be cut so.
+        limit_s: `Mesh`'s. ValueError, on all ranks, for a model or a batch that cannot be cut so.
         """
         self.config, self.make_optimizer = config, make_optimizer
         shape = config.shape()
         check(config, model, batch_size=batch_size)
-        self.mesh = Mesh(shape)
+        self.mesh = Mesh(shape, limit_s=limit_s)
         self.serial = _without_memory(model)
         self.cuts_tensors = parts(shape, shape.tensor) > 1
         self.is_vit = isinstance(model, VisionTransformer)
@@ -194,7 +195,7 @@ class Divided(Replica):
         for holder in self.holders[name] if self.mesh.place["data"] == 0 else ():
             if axis.index == holder.index != 0:
                 assert mine is not None
-                dist.send(mine.detach().contiguous(), group_dst=0, group=axis.group)
+                dist.send(mine.detach().to(self._device).contiguous(), group_dst=0, group=axis.group)
             if axis.index == 0:
                 view = holder.cut.slice_(whole, self.mesh.shape.sizes, holder.place)
                 if holder.index == 0:
@@ -266,8 +267,14 @@ def _describe(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any
         state = dict(optimizer.state.get(parameter, {}))
         if isinstance(optimizer, ShardedLamb) and state:
             state = {"step": state["step"], "exp_avg": MOMENT, "exp_avg_sq": MOMENT}
-        found[name] = {key: MOMENT if torch.is_tensor(value) and value.ndim else value for key, value in state.items()}
+        found[name] = {key: _told(value) for key, value in state.items()}
     return {name: state for name, state in found.items() if state}
+
+
+def _told(value: Any) -> Any:
+    if not torch.is_tensor(value):
+        return value
+    return MOMENT if value.ndim else value.cpu()  # a step counter: not on this rank's GPU where it arrives
 
 
 def _state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
@@ -278,4 +285,7 @@ def _set_state_of(optimizer: Optimizer, parameter: Tensor, state: dict[str, Any]
     if isinstance(optimizer, ShardedLamb):
         optimizer.set_state_of(parameter, state)
     else:
-        optimizer.state[parameter] = state
+        present = optimizer.state[parameter]  # a step counter is on the GPU with some optimizers, and not with others
+        for key, value in state.items():
+            here = present.get(key, value)
+            present[key] = value.to(here.device) if torch.is_tensor(value) else value

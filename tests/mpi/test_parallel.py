@@ -113,6 +113,26 @@ def test_data_ranks_reduce_and_broadcast_among_those_of_the_same_part(launcher):
     assert code == 0 and output.count("sound 4") == 4, output
 
 
+FAILING = """
+import os, sys
+from largebatch import build, train
+whole = build.build_model
+def fail(*arguments, **options):
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        raise ValueError("no such file on this host")
+    return whole(*arguments, **options)
+build.build_model = fail
+train.main(sys.argv[1:])
+"""
+
+
+def test_what_fails_on_one_rank_of_a_replica_is_said(tmp_path):
+    arguments = ["-c", FAILING, *"--model vit_ti16 --img-size 32 --parallel.sequence 2".split()]
+    batch = "--data.global_batch_size 32 --data.micro_batch_size 16".split()
+    code, output = launch([*arguments, *batch, "--run.folder", str(tmp_path)], ranks=4, timeout_s=90)
+    assert code == 2 and "rank 1 of 4, building: no such file on this host" in output, output
+
+
 @pytest.mark.parametrize(
     "options, sentence",
     [

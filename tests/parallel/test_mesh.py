@@ -34,6 +34,19 @@ def test_every_axis_joins_the_ranks_that_differ_in_it_alone():
         assert sums["model"] == 11111111
 
 
+def _waits_alone():
+    """Rank 0 of each pair waits for rank 1, in a group that torch would let wait for half an hour."""
+    axis = Mesh(ParallelConfig(tensor=TensorConfig(size=2)).shape(), limit_s=1).axis("tensor")
+    if axis.index == 0:
+        with pytest.raises(RuntimeError, match="[Tt]imed out"):
+            collectives.all_reduce(torch.ones(1), axis)
+    torch.distributed.barrier()
+
+
+def test_nobody_waits_longer_than_the_limit():
+    on_ranks(_waits_alone, 4)
+
+
 def _parts():
     mesh = Mesh(TWO_AND_A_HALF.shape())
     whole = torch.arange(12.0 * 8).reshape(12, 8)
