@@ -107,7 +107,7 @@ class HorovodConfig:
                 _set_variable(environment, VARIABLES[option], value, option=option)
         if deterministic:
             environment["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused depends on timing
-        if not on_gpus:
+        if not on_gpus and environment.get("HOROVOD_AUTOTUNE", "0") in ("", "0"):  # it would not tune what is set
             environment.setdefault("HOROVOD_CYCLE_TIME", str(CPU_CYCLE_TIME_MS))
         environment.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_LIMIT_S))
         limit_s = stall_limit(environment)
