@@ -101,7 +101,7 @@ def _groups(process: Path) -> Iterator[Path]:
             of_version[1] = path
     for line in _read(process / "mountinfo").splitlines():
         before, _, after = line.partition(" - ")
-        (_, _, _, root, mounted, *_), (kind, _, options, *_) = before.split(), after.split()
+        (_, _, _, root, mounted, *_), (kind, _, options, *_) = before.split(" "), after.split(" ")  # one may be empty
         version = {"cgroup": 1, "cgroup2": 2}.get(kind)
         if version not in of_version or version == 1 and "cpu" not in options.split(","):
             continue

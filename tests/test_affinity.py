@@ -60,6 +60,7 @@ def linux(folder: Path, groups: str, mounts: str, files: dict[str, str]) -> Path
 
 V2 = "30 23 0:27 / SYS/v2 rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
 V1 = "32 31 0:29 / SYS/cpu rw - cgroup cgroup rw,cpu,cpuacct\n33 31 0:31 / SYS/set rw - cgroup cgroup rw,cpuset\n"
+NAMELESS = "29 23 0:26 / SYS/tmp rw shared:8 - tmpfs  rw\n"  # mounted from ""
 IN_CONTAINER = "32 31 0:29 /docker/1f SYS/cpu ro - cgroup cgroup rw,cpu,cpuacct\n"
 HAS = {"v2/a/cgroup.controllers": "cpu", "v2/a/b/cgroup.controllers": "cpu", "v2/cgroup.controllers": "cpu"}
 
@@ -69,6 +70,7 @@ HAS = {"v2/a/cgroup.controllers": "cpu", "v2/a/b/cgroup.controllers": "cpu", "v2
     [
         ("0::/a/b\n", V2, HAS | {"v2/a/b/cpu.max": "150000 100000", "v2/a/cpu.max": "max 100000"}, {"v2/a/b": 1.5}),
         ("0::/a/b\n", V2, HAS | {"v2/a/b/cpu.max": "max 100000", "v2/a/cpu.max": "200000 50000"}, {"v2/a": 4}),
+        ("0::/a\n", NAMELESS + V2, HAS | {"v2/a/cpu.max": "200000 100000"}, {"v2/a": 2}),
         ("0::/a/b\n", V2, HAS, {}),  # without the cpu controller
         ("0::/\n", V2, HAS, {}),
         (
