@@ -23,6 +23,12 @@ options=(--recipe "$recipe" --init-from "$weights" --data "$data" --run.folder "
 if [ -n "${HOSTS:-}" ]; then "$here/train_multinode.sh" -H "$HOSTS" "${options[@]}"
 else "$here/train_local.sh" "${options[@]}"; fi
 folder=runs/$recipe                             # but for a --run.folder among the options
-while [ $# -gt 0 ]; do [ "$1" != --run.folder ] || folder=$2; shift; done
+while [ $# -gt 0 ]; do
+    case $1 in
+        --run.folder) folder=${2:-$folder} ;;
+        --run.folder=*) folder=${1#*=} ;;
+    esac
+    shift
+done
 print python -m largebatch.validate "$folder"
 exec python -m largebatch.validate "$folder"

@@ -102,7 +102,7 @@ def test_packing_and_fine_tuning(tmp_path):
     zoo.save_weights(zoo.create_model("volo_d1", img_size=64), weights)
     tiny = "--img-size 96 --model.num_classes 2 --data.token_labels false --loss.ground_truth none"
     small = "--run.precision fp32 --run.max_steps 1 --data.micro_batch_size 2 --data.global_batch_size 4"
-    tiny += f" {small} --log.tensorboard false --run.folder {folder}"
+    tiny += f" {small} --log.tensorboard false --run.folder={folder}"
     output = succeeds(f"mpi_scripts/finetune_volo.sh volo_d1_384 {weights} {records} {tiny}")
     assert "recipe volo_d1_384" in output and "position embedding resized from 4 x 4 to 6 x 6" in output, output
     assert "images 8 " in output, output
