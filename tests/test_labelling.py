@@ -224,6 +224,7 @@ def test_places_of_volo_are_its_auxiliary_heads():
         ("test_resnt", {}, "did you mean test_resnet"),
         ("test_resnet", {"img_size": 64}, "has a size of its own"),
         ("test_resnet", {"num_classes": 6}, "does not fit"),
+        ("vit_ti16", {"num_classes": 6}, "has a head of 7 classes, the model one of 6"),
     ],
 )
 def test_models_that_cannot_teach(tmp_path, name, options, words):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zoo import MODELS, create_model
 from zoo.volo import VOLO
-from zoo.weights import read_weights
+from zoo.weights import load_weights, read_weights
 
 
 def build_teacher(
@@ -31,9 +31,8 @@ def build_teacher(
         if weights is None:
             raise ValueError(f"{name} has no weights to label with: give a file of them.")
         pool = "avg" if "fc_norm.weight" in read_weights(weights) else ""  # what timm calls the norm behind a mean
-        model = create_model(
-            name, num_classes=num_classes, weights=weights, img_size=img_size or 224, global_pool=pool
-        )
+        model = create_model(name, num_classes=num_classes, img_size=img_size or 224, global_pool=pool)
+        load_weights(model, weights, new_heads=False)  # a new one would label with noise
     elif timm.is_model(name.partition(".")[0]):
         if img_size:
             raise ValueError(f"img_size is {img_size}, but {name} is timm's and has a size of its own: leave it out.")
