@@ -19,6 +19,7 @@ from largebatch.comm import Communicator, Stopped
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 16  # batches; the first one fails where one does, mostly
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")  # a CPU's, CUDA's, its libraries'
 
 
 class _AnotherFailed(Exception):
@@ -85,4 +86,5 @@ def _any_failed(comm: Communicator, failed: bool) -> bool:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether this is how torch or Python report that memory could not be had, on a GPU or a CPU."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or any(words in str(error) for words in OUT_OF_MEMORY)
