@@ -197,7 +197,8 @@ class Block(nn.Module):
         if not taken.any():  # parameters need a gradient all the same, of zero
             taken[0], scale = True, 0.0
         samples = taken.nonzero()[:, 0].to(x.device, non_blocking=True)
-        return x.index_add(0, samples, layer(x[samples]).to(x.dtype), alpha=scale)
+        part = x.index_select(0, samples)  # the gradient of x[samples] sorts on a GPU, and takes one thread on a CPU
+        return x.index_add(0, samples, layer(part).to(x.dtype), alpha=scale)
 
 
 class ClassBlock(Block):
