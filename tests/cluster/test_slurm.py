@@ -26,11 +26,12 @@ def test_an_urgent_job_preempts_by_signal_and_a_requeued_job_starts_again(slurm,
     options = ["-N", "3", "--exclusive", "--requeue", "--open-mode=append", "--signal=B:USR1@20"]
     job = slurm.sbatch(*options, f"--output={tmp_path}/out", str(script))
     slurm.wait_for_state(job, "RUNNING", timeout_s=60)
-    wait_for(lambda: "started" in (tmp_path / "out").read_text(), "the job's first line", 10)
+    output = tmp_path / "out"  # which may come a moment after that state
+    wait_for(lambda: output.exists() and "started" in output.read_text(), "the job's first line", 10)
     urgent = ["-N", "3", "--exclusive", "-p", "urgent", f"--output={tmp_path}/urgent", "--wrap", "true"]
     assert slurm.wait(slurm.sbatch(*urgent), timeout_s=60) == ("COMPLETED", 0)
     assert slurm.wait(job, timeout_s=60) == ("COMPLETED", 0)
-    lines = (tmp_path / "out").read_text().splitlines()
+    lines = output.read_text().splitlines()
     said = [line for line in lines if line and not line.startswith("slurmstepd")]  # which may note the requeue there
     assert said == ["0 started", "signalled", "1 started"]
 
