@@ -5,11 +5,14 @@ The calls are the same at every size, one included. Horovod's own helpers are av
 `zero_grad` refuse ordinary arguments, unnamed collectives hang after uneven work, parameters unfrozen after
 wrapping are silently not reduced, frozen ones still are, as zeros that weight decay makes steps of, and a second
 optimizer for the same model reduces each gradient twice. Each has its replacement here and a test in tests/mpi.
+So have `synchronize` and all that block in it: they spin, and take the core from the loader, from Horovod's own thread
+and from the rank that all wait for.
 """
 
 import faulthandler
 import logging
 import os
+import pickle
 import socket
 import sys
 import time
@@ -36,6 +39,7 @@ from largebatch.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 GRACE_S = 3  # ranks that give up waiting say so together, since they began to wait within a step of each other
+MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 200e-6  # between two looks at a collective, doubled from look to look
 AS_BYTES = (torch.bool, torch.bfloat16)  # not among Horovod's types; sent as their bytes
 
 
@@ -171,7 +175,7 @@ class Communicator:
     def allreduce(self, tensor: Tensor, *, name: str) -> Tensor:
         """Sum over ranks, as a new tensor of the same shape."""
         with self._watchdog.waiting(name):
-            return hvd.allreduce(tensor, name=name, op=hvd.Sum)
+            return _finish(hvd.allreduce_async(tensor, name=name, op=hvd.Sum))
 
     def start_allreduce(self, tensor: Tensor, *, name: str) -> int:
         """Begin an allreduce; the handle for `finish_allreduce`. Any collectives of other names may come between."""
@@ -181,17 +185,24 @@ class Communicator:
     def finish_allreduce(self, handle: int) -> Tensor:
         """Sum over ranks of what each gave to `start_allreduce`."""
         with self._watchdog.waiting("an allreduce begun before"):
-            return hvd.synchronize(handle)
+            return _finish(handle)
 
     def broadcast_object(self, value: Any, *, name: str) -> Any:
         """Rank 0's picklable value, at most a few MB (Horovod cannot send 2 GiB this way)."""
+        mine = _pickled(value if self.rank == 0 else None)
         with self._watchdog.waiting(name):
-            return hvd.broadcast_object(value, root_rank=0, name=name)
+            size = _finish(hvd.broadcast_async(torch.tensor(len(mine)), root_rank=0, name=f"{name}/size"))
+            payload = mine if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+            _finish(hvd.broadcast_async_(payload, root_rank=0, name=f"{name}/bytes"))
+        return value if self.rank == 0 else pickle.loads(payload.numpy().data)
 
     def allgather_object(self, value: Any, *, name: str) -> list[Any]:
         """Every rank's picklable value, in rank order."""
+        mine = _pickled(value)
         with self._watchdog.waiting(name):
-            return hvd.allgather_object(value, name=name)
+            sizes = _finish(hvd.allgather_async(torch.tensor([len(mine)]), name=f"{name}/sizes"))
+            payloads = _finish(hvd.allgather_async(mine, name=f"{name}/bytes"))
+        return [pickle.loads(payload.numpy().data) for payload in payloads.split(sizes.tolist())]
 
     def barrier(self, *, name: str) -> None:
         """Wait until every rank is here."""
@@ -212,7 +223,7 @@ class Communicator:
             )
         with self._watchdog.waiting(name):
             for handle in handles:
-                hvd.synchronize(handle)
+                _finish(handle)
 
     def broadcast_state(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Make model and optimizer equal to rank 0's (see `broadcast_tensors`) without a step being taken.
@@ -441,6 +452,24 @@ def session(
     comm.shutdown()
 
 
+def _finish(handle: int) -> Tensor:
+    """What a collective gives, once all ranks have come to it."""
+    _wait(handle)
+    return hvd.synchronize(handle)
+
+
+def _wait(handle: int) -> None:
+    """Leave the core to others until a collective is done."""
+    pause_s = MIN_PAUSE_S
+    while not hvd.poll(handle):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+
+def _pickled(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
 def _uuid(device: torch.device) -> str:
     """What tells one GPU from another across hosts and CUDA_VISIBLE_DEVICES; empty for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
@@ -513,6 +542,11 @@ def _synchronize(optimizer: Any, watchdog: Watchdog) -> None:
             "Communicator.freeze and unfreeze, which tell Horovod what to reduce."
         )
     with watchdog.waiting("gradients"):
+        begun = {parameter for parameter, (handle, _) in optimizer._handles.items() if handle is not None}
+        for parameter in optimizer._requires_update - begun:  # a window in which this rank had fewer passes, or none
+            optimizer._handles[parameter] = optimizer._allreduce_grad_async(parameter)
+        for handle, _ in optimizer._handles.values():
+            _wait(handle)
         type(optimizer).synchronize(optimizer)
     compression = optimizer._compression
     optimizer.peak = compression.take_peak() if isinstance(compression, Fp16) else None
