@@ -2,6 +2,7 @@
 
 import copy
 import math
+import time
 from functools import partial
 
 import horovod.torch as hvd
@@ -147,6 +148,25 @@ def test_each_tensor_is_reduced_by_itself(comm):
     handles = [hvd.allreduce_async(tensor, name=f"at once/{k}", op=hvd.Sum) for k, tensor in enumerate(tensors)]
     for one, handle in zip(alone, handles):
         assert torch.equal(one, hvd.synchronize(handle))
+
+
+def test_who_waits_for_a_rank_leaves_its_core_to_others(comm):
+    """Rank 0 is late by 0.3 s: Horovod's own waits would compute for as long."""
+    model = small_model()
+    optimizer = comm.wrap(Lamb(model.parameters()), model)
+    waits = {
+        "barrier": partial(comm.barrier, name="late"),
+        "objects": partial(comm.allgather_object, comm.rank, name="late/objects"),
+        "object": partial(comm.broadcast_object, comm.rank, name="late/object"),
+        "gradients": partial(comm.synchronize, optimizer),
+    }
+    for name, wait in waits.items():
+        comm.barrier(name=f"late/before {name}")
+        if comm.rank == 0:
+            time.sleep(0.3)
+        began = time.thread_time()
+        wait()
+        assert time.thread_time() - began < 0.1, name
 
 
 def test_dropout_follows_the_micro_batch_not_the_rank(comm):
