@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from largebatch import checkpoint, hooks
 from largebatch.affinity import loader_threads
+from largebatch.attention import choose_attention
 from largebatch.augment import Augment, Augmented
 from largebatch.batch_norm import BatchNormStatistics, batch_norms
 from largebatch.comm import Communicator, session
@@ -45,7 +46,7 @@ from largebatch.precision import choose_precision, computes
 from largebatch.preemption import Signals, StopEarly, end_time
 from largebatch.profiling import Profile
 from largebatch.schedules import Schedule, make_schedule, scale_lr
-from zoo import create_model, set_fused_attn
+from zoo import create_model
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ def build_model(config: TrainConfig, device: torch.device, *, weights: str | Non
     torch.manual_seed(config.run.seed)
     values = asdict(config.model) | {"weights": weights}
     model = create_model(values.pop("name"), **values)
-    return set_fused_attn(model, device.type != "cpu")
+    return choose_attention(model, device)
 
 
 class Geometry(NamedTuple):

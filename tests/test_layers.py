@@ -49,7 +49,9 @@ ALLOWED: dict[str, set[str]] = {
     # parts: they know one process; only the files of one package know each other
     "largebatch.optim": OPTIM,
     "largebatch.optim.lamb": {"largebatch.optim.native"},
-    "largebatch.optim.native": set(),
+    "largebatch.optim.native": {"largebatch.cpp"},
+    "largebatch.cpp": set(),
+    "largebatch.attention": {"largebatch.cpp", "zoo", "zoo.volo"},
     "largebatch.optim.lars": set(),
     "largebatch.optim.apex_lamb": set(),
     "largebatch.optim.factory": {"largebatch.optim." + name for name in ("lamb", "lars", "apex_lamb")},
@@ -121,7 +123,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.recipes.cifar": {"largebatch.config"},
     "largebatch.recipes.hybrid": {"largebatch.config", "largebatch.parallel.shape", "largebatch.recipes.cifar"},
     "largebatch.build": {
-        *(GROUND | PARTS | RUN | {"largebatch.recipes", "zoo"}),
+        *(GROUND | PARTS | RUN | {"largebatch.attention", "largebatch.recipes", "zoo"}),
         *("largebatch.parallel.rendezvous", "largebatch.parallel.replica"),
     },
     # programs: everything below, but not one another
@@ -135,7 +137,7 @@ ALLOWED: dict[str, set[str]] = {
     "largebatch.benchmark.measure": {"largebatch.precision"},
     "largebatch.benchmark.optimizer": {"largebatch.benchmark.measure", "largebatch.optim", "zoo"},
     "largebatch.benchmark.model": {
-        *("largebatch." + name for name in ("benchmark.measure", "precision", "recipes")),
+        *("largebatch." + name for name in ("attention", "benchmark.measure", "precision", "recipes")),
         *("zoo", "zoo.vit", "zoo.volo"),
     },
     "largebatch.benchmark.step": BELOW_PROGRAMS | {"largebatch.benchmark.measure", "largebatch.benchmark.model"},

@@ -126,20 +126,28 @@ class OutlookAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention of all cells; fused_attn chooses torch's fused kernel, or products around a softmax."""
+    """Self-attention of all cells; fused_attn chooses torch's fused kernel, or products around a softmax.
+
+    native, if given, replaces the products in bfloat16, without dropout: (B, N, 3, heads, C / heads), scale ->
+    softmax(scale · q kᵀ) v (B, N, heads, C / heads).
+    """
 
     def __init__(self, dim: int, num_heads: int, *, attn_drop: float) -> None:
         super().__init__()
         self.num_heads, self.scale, self.fused_attn = num_heads, (dim // num_heads) ** -0.5, True
+        self.native: Callable[[Tensor, float], Tensor] | None = None
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, H, W, C)"""
-        q, k, v = self.qkv(x).flatten(1, 2).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(x).flatten(1, 2).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         if self.fused_attn:
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop.p if self.training else 0.0)
+        elif self.native and qkv.dtype == torch.bfloat16 and not torch.compiler.is_compiling():
+            y = self.native(qkv, self.scale).transpose(1, 2)
         else:
             y = self.attn_drop((q * self.scale @ k.transpose(-2, -1)).softmax(dim=-1)) @ v
         return self.proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from largebatch.attention import choose_attention
 from largebatch.benchmark.measure import Contender, Report, Round, compare, matmul_flops
 from largebatch.precision import DTYPES, autocast, choose_precision
 from largebatch.recipes import RECIPES
@@ -88,7 +89,7 @@ def ours(options: argparse.Namespace, device: torch.device) -> nn.Module:
     )
     if options.compile:
         model.compile()
-    return set_fused_attn(model, device.type != "cpu")
+    return choose_attention(model, device)
 
 
 def timms(options: argparse.Namespace) -> nn.Module:

@@ -1,20 +1,11 @@
-"""LAMB's update for CPUs: lamb.cpp, compiled once for a kind of processor and kept.
+"""LAMB's update for CPUs, lamb.cpp.
 
 C++ rather than torch.compile, which took 10 s of each rank's start (3 s with a warm cache, 12 s where two ranks compile
-at once) for a slower loop; this takes a quarter of a second, once. The library is called through ctypes, so
-nothing of torch or Python is compiled against.
+at once) for a slower loop; this takes a quarter of a second, once.
 """
 
 import ctypes
-import fcntl
 import functools
-import hashlib
-import logging
-import os
-import platform
-import shlex
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,10 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from largebatch import cpp
 
 SOURCE = Path(__file__).with_name("lamb.cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v of one parameter, flat, of one dtype
 Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # and u, as long or longer, scratch memory
@@ -37,52 +27,9 @@ class _Tensor(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_void_p) for name in "xgmvu"), ("size", ctypes.c_int64)]
 
 
-@functools.cache
 def available() -> bool:
-    """Whether the library is there or could be made; if not, a warning has said why."""
-    try:
-        library()
-    except (OSError, subprocess.CalledProcessError) as error:
-        output = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        logger.warning("LAMB could not be compiled: %s", output[0] if output else error)
-        return False
-    return True
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The compiled source, from the cache if it is there. OSError or CalledProcessError if it cannot be made."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "largebatch" / "native"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return ctypes.CDLL(str(_built(folder)))
-    except OSError:  # no home to write to
-        with tempfile.TemporaryDirectory() as own:  # once loaded, its file is not needed
-            return ctypes.CDLL(str(_built(Path(own))))
-
-
-def _built(folder: Path) -> Path:
-    """The library in `folder`; the first of several processes makes it, and it appears complete or not at all."""
-    compiler = shlex.split(os.environ.get("CXX", "g++"))
-    made_of = [SOURCE.read_text(), *compiler, *FLAGS, platform.machine(), _processor()]
-    path = folder / f"lamb-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
-    if path.exists():
-        return path
-    with open(folder / ".lock", "w") as lock, tempfile.TemporaryDirectory(dir=folder) as aside:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            unfinished = Path(aside) / path.name
-            command = [*compiler, *FLAGS, str(SOURCE), "-o", str(unfinished)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            os.replace(unfinished, path)
-    return path
-
-
-def _processor() -> str:
-    """What -march=native depends on: nodes of different kinds may share a home folder."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    kinds = ("model name", "flags", "CPU implementer", "CPU part", "Features")
-    return "".join(sorted({line for line in lines if line.startswith(kinds)}))
+    """Whether lamb.cpp is compiled, or could be; if not, a warning has said why."""
+    return cpp.available("LAMB", SOURCE)
 
 
 def lamb_native_(tensors: Sequence[Tensors], scalars: Sequence[float], factor: float) -> list[Tensor]:
@@ -111,7 +58,7 @@ def moments_native_(rows: Sequence[Row], scalars: Sequence[float], factor: float
 def _call(name: str, shares: list[list[Row]], scalars: Sequence[float], factor: float, results: list[Tensor]) -> None:
     """Call a function of lamb.cpp in a thread for each share of the rows, which fills its results."""
     single = shares[0][0][0].dtype == torch.float32
-    function = getattr(library(), f"{name}_float{32 if single else 64}")
+    function = getattr(cpp.library(SOURCE), f"{name}_float{32 if single else 64}")
     numbers = ((ctypes.c_float if single else ctypes.c_double) * len(scalars))(*scalars)
 
     def work(rows: list[Row], result: Tensor) -> None:
