@@ -209,13 +209,23 @@ class Block(nn.Module):
         return x.index_add(0, samples, layer(part).to(x.dtype), alpha=scale)
 
 
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The class token and those of cells, (B, 1 + N, C) -> (B, 1, C) and (B, N, C).
+
+    Two slices have two gradients as large as x, and their sum; this has one.
+    """
+    token, cells = x.split([1, x.shape[1] - 1], dim=1)
+    return token, cells
+
+
 class ClassBlock(Block):
     """A block that moves the class token alone."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 1 + N, C) -> the same shape"""
-        token = x[:, :1] + self.attn(self.norm1(x))
-        return torch.cat([token + self.mlp(self.norm2(token)), x[:, 1:]], dim=1)
+        token, cells = split(x)
+        token = token + self.attn(self.norm1(x))
+        return torch.cat([token + self.mlp(self.norm2(token)), cells], dim=1)
 
 
 class PatchEmbed(nn.Module):
@@ -345,10 +355,11 @@ class VOLO(nn.Module):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens (B, 1 + N, C) -> logits (B, K): those of the class, and half the largest of the cells'."""
-        token = self.head_drop(x[:, 0])
+        token, cells = split(x)
+        token = self.head_drop(token[:, 0])
         if pre_logits or self.aux_head is None:
             return token
-        return self.head(token) + 0.5 * self.aux_head(x[:, 1:]).amax(dim=1)
+        return self.head(token) + 0.5 * self.aux_head(cells).max(dim=1).values  # amax would divide gradients of equals
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, 3, H, W) -> logits (B, K), in training and evaluation."""
@@ -363,9 +374,9 @@ class VOLO(nn.Module):
         """
         if self.aux_head is None:
             raise ValueError("forward_train needs heads, and this VOLO was built with num_classes=0")
-        x = self.forward_features(images, mix_box)
-        cells = mix_back(self.aux_head(x[:, 1:]), mix_box, images.shape[-1] // CELL)
-        return self.head(self.head_drop(x[:, 0])), cells
+        token, cells = split(self.forward_features(images, mix_box))
+        cells = mix_back(self.aux_head(cells), mix_box, images.shape[-1] // CELL)
+        return self.head(self.head_drop(token[:, 0])), cells
 
 
 @torch.compiler.disable  # a graph for each kind of box would soon be more than torch keeps, and all runs eagerly
