@@ -232,7 +232,7 @@ def check_launchers(facts: dict, *, limit_s: float = 60) -> Result:
 
 
 def check_compiler(*, limit_s: float = 60) -> Result:
-    """The C++ compiler that LAMB and --run.compile are built with; without one training works, slower."""
+    """The C++ compiler of LAMB, VOLO's attention and --run.compile; without one training works, slower."""
     name, include = "compiler", sysconfig.get_path("include")
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:

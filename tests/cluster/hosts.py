@@ -75,12 +75,12 @@ def missing() -> str:
     return f"no namespaces here ({tried.stderr.strip()}): run it where root may unshare" if tried.returncode else ""
 
 
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float) -> None:
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float, *, every_s: float = 0.05) -> None:
     """Poll until the condition is true; an AssertionError that names it when the time is over."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.05)
+        time.sleep(every_s)
 
 
 class Job:

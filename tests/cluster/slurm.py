@@ -40,7 +40,9 @@ SlurmdLogFile={folder}/slurmd.%n.log
 SlurmdParameters=config_overrides
 # the nodes share /tmp, and Slurm's PMIx makes a folder of one name in it
 TmpFS={folder}/tmp.%n
-SlurmdTimeout=5
+# where ranks take all cores, daemons answer late: a node that is silent for so long is lost
+SlurmdTimeout=20
+MessageTimeout=30
 KillWait=5
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=30
@@ -107,24 +109,21 @@ class Slurm:
         assert code == 0 and re.fullmatch(r"\d+", output.strip()), output
         return output.strip()
 
-    def show(self, job: str) -> dict[str, str]:
-        """What scontrol knows of a job, e.g. JobState, ExitCode, Restarts, Reason, NodeList."""
-        output = self._call("scontrol", "-o", "show", "job", job)
-        assert output is not None, f"job {job} is unknown:\n{self.logs()}"
-        return dict(re.findall(r"(\S+?)=(\S*)", output))
-
     def wait_for_state(self, job: str, *states: str, timeout_s: float = 60) -> dict[str, str]:
-        """Wait until a job is in one of these states, e.g. RUNNING; what scontrol then knows of it."""
+        """Wait until a job is in one of these states, e.g. RUNNING; what scontrol then knows of it, e.g. ExitCode.
+
+        Where ranks take all cores, slurmctld may not answer in time: it is asked again.
+        """
         seen: dict[str, str] = {}
 
         def reached() -> bool:
-            seen.update(self.show(job))
-            return seen["JobState"] in states
+            seen.update(re.findall(r"(\S+?)=(\S*)", self._call("scontrol", "-o", "show", "job", job) or ""))
+            return seen.get("JobState") in states
 
         try:
-            wait_for(reached, f"job {job} {' or '.join(states)}", timeout_s)
+            wait_for(reached, f"job {job} {' or '.join(states)}", timeout_s, every_s=0.2)
         except AssertionError as error:
-            raise AssertionError(f"{error}; it is {seen}") from None
+            raise AssertionError(f"{error}; it is {seen}\n{self.logs()}") from None
         return seen
 
     def wait(self, job: str, *, timeout_s: float = 120) -> tuple[str, int]:
@@ -144,7 +143,7 @@ class Slurm:
         self.daemons[name] = host, self.hosts.start(host, command, environment=self.environment)
 
     def _call(self, *command: str) -> str | None:
-        code, output = self.run(list(command), timeout_s=20)
+        code, output = self.run(list(command), timeout_s=60)
         return output if code == 0 else None
 
     def _all_idle(self) -> bool:

@@ -95,10 +95,10 @@ def test_a_job_that_is_signalled_goes_on_later(slurm, scripts_readme, tmp_path):
     command = f"{scripts_readme('Slurm')[0]} {SHORT} --run.max_steps 1000 --run.folder {tmp_path / 'run'}"
     job = submit(slurm, command, f"--output={log}")
     wait_for_line("step 1/")
-    assert slurm.run(["scancel", "--batch", "--signal=USR1", job], timeout_s=20)[0] == 0
+    assert slurm.run(["scancel", "--batch", "--signal=USR1", job], timeout_s=60)[0] == 0
     wait_for_line("resumed at step ")
-    assert slurm.show(job)["Restarts"] == "1"
-    assert slurm.run(["scancel", job], timeout_s=20)[0] == 0
+    assert slurm.wait_for_state(job, "RUNNING")["Restarts"] == "1"
+    assert slurm.run(["scancel", job], timeout_s=60)[0] == 0
     assert slurm.wait(job, timeout_s=60)[0] == "CANCELLED"
     text = log.read_text()
     assert re.search("SIGUSR1 came to [12] of 2 ranks", text), text
