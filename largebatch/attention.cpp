@@ -280,33 +280,33 @@ static void backward(
 
 constexpr float LOG2_E = 1.44269504f;
 
-// qkv (batch, tokens, 3, heads, dim) -> out (batch, tokens, heads, dim); logs (batch, heads, tokens) are for `gradient`
-extern "C" void attend(Half *qkv, Half *out, float *logs, const Shape *shape, float scale, int threads) {
-    const Shape &s = *shape;
+template <typename Work> static void each_head(const Shape &s, int threads, const Work &work) {
 #pragma omp parallel num_threads(threads)
     {
         Memory memory(s);
 #pragma omp for
         for (int64_t number = 0; number < s.batch * s.heads; number++) {
             memory.clear();
-            forward({qkv, s, number}, output(out, s, number), logs + number * s.tokens, s, scale * LOG2_E, memory);
+            work(number, memory);
         }
     }
+}
+
+// qkv (batch, tokens, 3, heads, dim) -> out (batch, tokens, heads, dim); logs (batch, heads, tokens) are for `gradient`
+extern "C" void attend(Half *qkv, Half *out, float *logs, const Shape *shape, float scale, int threads) {
+    const Shape &s = *shape;
+    each_head(s, threads, [&](int64_t number, Memory &memory) {
+        forward({qkv, s, number}, output(out, s, number), logs + number * s.tokens, s, scale * LOG2_E, memory);
+    });
 }
 
 // grad: out's; d_qkv: qkv's, to be written
 extern "C" void gradient(
     Half *qkv, Half *out, Half *grad, const float *logs, Half *d_qkv, const Shape *shape, float scale, int threads) {
     const Shape &s = *shape;
-#pragma omp parallel num_threads(threads)
-    {
-        Memory memory(s);
-#pragma omp for
-        for (int64_t number = 0; number < s.batch * s.heads; number++) {
-            memory.clear();
-            const Rows y = output(out, s, number), g = output(grad, s, number);
-            const float *log = logs + number * s.tokens;
-            backward({qkv, s, number}, y, g, log, {d_qkv, s, number}, s, scale * LOG2_E, scale, memory);
-        }
-    }
+    each_head(s, threads, [&](int64_t number, Memory &memory) {
+        const Rows y = output(out, s, number), g = output(grad, s, number);
+        const float *log = logs + number * s.tokens;
+        backward({qkv, s, number}, y, g, log, {d_qkv, s, number}, s, scale * LOG2_E, scale, memory);
+    });
 }
