@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# What:     runs the whole test suite, jobs under real MPI launchers included. Sets up .venv first where needed.
+# What:     runs the tests, under real MPI launchers where ranks matter. Sets up .venv first where needed.
 # Hardware: two CPU cores and 12 GB of memory; no GPU needed.
-# Time:     about an hour on two cores, a quarter of it for tests/cluster, plus about 3 minutes for the first set-up.
-# Prints:   pytest's output; tests that this machine cannot run are listed with the reason.
+# Time:     about 12 minutes on two idle cores; --all about 40. The first set-up takes 3 more.
+# Prints:   pytest's output; at the end what this machine cannot run, and what was left out, each with its reason.
 #
-# Usage:    mpi_scripts/test.sh [options of pytest, e.g. -k lamb or tests/test_lamb.py]
+# Usage:    mpi_scripts/test.sh [--all] [options of pytest, e.g. -k lamb or tests/test_optim.py]
+#           --all: also several hosts and Slurm on this machine (-m cluster, as root), and full-size runs (-m evidence)
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,4 +13,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mpi_scripts/install.sh
 # shellcheck disable=SC1091  # made by install.sh
 . "${VENV:-.venv}/bin/activate"
-exec python -m pytest "$@"
+tiers=()
+if [ "${1:-}" = --all ]; then
+    shift
+    tiers=(-m "")
+fi
+# as many processes as there are cores, up to four: each one starts ranks of its own
+exec python -m pytest -n auto --maxprocesses 4 --dist loadgroup "${tiers[@]}" "$@"

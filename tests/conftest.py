@@ -1,22 +1,73 @@
-"""What tests of several folders share."""
+"""What tests of several folders share: tiers, the order of tests, a folder of the session's own that is cleared."""
 
 import os
+import random
 import re
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-SCRIPTS_README = Path(__file__).parents[1] / "mpi_scripts" / "README.md"
+ROOT = Path(__file__).parents[1]
+SCRIPTS_README = ROOT / "mpi_scripts" / "README.md"
+GUARDIAN = Path(__file__).with_name("guardian.py")
+TIERS = {  # marker: what its tests are
+    "cluster": "several hosts, networks that fail and Slurm, on this machine",
+    "evidence": "full-size runs, and the breaks of mutants.py",
+}
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compiled_code() -> Iterator[None]:
-    """A folder of this session's own: what a run killed while it compiled has left elsewhere may be half a library."""
-    with tempfile.TemporaryDirectory(prefix="largebatch-compiled-", ignore_cleanup_errors=True) as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        yield
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests in each, in a random order")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One folder for all that this session leaves anywhere, and a guardian that clears it."""
+    config.option.keyword = re.sub(r"\b(\d) (ranks?)\b", r"\1_\2", config.option.keyword)
+    if "LARGEBATCH_TESTS" in os.environ:  # a process of a session that has both: pytest-xdist's, or a rank's
+        return
+    folder = tempfile.mkdtemp(prefix="lb-")  # short, since names of sockets, of up to 107 characters, begin with it
+    for name in ("tmp", "compiled"):
+        os.mkdir(f"{folder}/{name}")
+    os.environ |= {"LARGEBATCH_TESTS": folder, "TMPDIR": f"{folder}/tmp"}
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"  # what is elsewhere a killed run may have left half
+    tempfile.tempdir = None
+    command = [sys.executable, "-IS", str(GUARDIAN), folder]
+    guardian = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    config.add_cleanup(lambda: guardian.communicate())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tiers, and what pytest-xdist keeps together: a file, or a launch of mpi/ranks. Shuffle if asked to."""
+    for item in items:
+        if item.path.parent.name == "cluster":
+            item.add_marker("cluster")
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        item.add_marker(pytest.mark.xdist_group(str(parameters.get("world", item.path.name))))
+    if config.option.shuffle is not None:
+        draws = random.Random(config.option.shuffle)
+        draws.shuffle(items)
+        place = {file: draws.random() for file in sorted({item.path for item in items})}
+        items.sort(key=lambda item: place[item.path])
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Count what a tier leaves out, for the summary."""
+    for item in items:
+        for tier in TIERS:
+            if item.get_closest_marker(tier):
+                LEFT_OUT[tier] = LEFT_OUT.get(tier, 0) + 1
+
+
+LEFT_OUT: dict[str, int] = {}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for tier, count in LEFT_OUT.items():
+        terminalreporter.write_line(f"left out: {count} tests of tier {tier} ({TIERS[tier]}): -m {tier} runs them")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ LAUNCHERS = ["mpirun", "horovodrun --gloo"]
 
 def training_run(hosts: Hosts, launcher: str, folder, *, ranks_per_host: int = 1) -> Job:
     """A run on h1 and h2 that is in the middle of its steps."""
-    job = start(hosts, launcher, f"h1:{ranks_per_host},h2:{ranks_per_host}", folder)
+    job = start(hosts, launcher, f"h1:{ranks_per_host},h2:{ranks_per_host}", folder, cold=True)
     job.wait_for_line("step 1/", 300)
     assert len(ranks(hosts, "h1", folder)) == len(ranks(hosts, "h2", folder)) == ranks_per_host
     return job

@@ -4,21 +4,14 @@ import csv
 
 import pytest
 import torch
+import warm
 from training import LAUNCHERS, ONE_THREAD, different, launcher_on, start, state
-
-PLACE = """
-import socket, sys, horovod.torch as hvd
-hvd.init()
-place = hvd.rank(), socket.gethostname(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
-with open(f"{sys.argv[1]}/{hvd.rank()}", "w") as file:
-    print(*place, file=file)
-"""
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_rank_knows_its_place_on_uneven_hosts(hosts, launcher, tmp_path):
     """rank, host, local rank and size; cross rank and size: among the ranks of that local rank on all hosts."""
-    command = [*launcher_on(launcher, "h1:2,h2:1,h3:1"), "python", "-c", PLACE, str(tmp_path)]
+    command = [*launcher_on(launcher, "h1:2,h2:1,h3:1"), warm.python(), "-m", "tests.cluster.place", str(tmp_path)]
     code, output = hosts.run("h1", command, timeout_s=150, environment=ONE_THREAD)
     assert code == 0, output
     places = [file.read_text().strip() for file in sorted(tmp_path.iterdir())]
@@ -83,7 +76,8 @@ def test_a_model_shared_by_two_hosts_trains_as_one_on_every_rank_does(hosts, pla
 
 
 def test_a_slow_link_slows_training_and_does_no_more(hosts, tmp_path):
-    """100 Mbit/s: the 22 MB of gradients take seconds a step."""
+    """100 Mbit/s: the 22 MB of gradients of ViT-Ti/16 take seconds a step."""
     hosts.limit("h2", "100mbit")
-    code, output = start(hosts, "mpirun", "h1:1,h2:1", tmp_path, "--run.max_steps", "2").wait(300)
+    options = ["--model", "vit_ti16", "--run.max_steps", "2"]
+    code, output = start(hosts, "mpirun", "h1:1,h2:1", tmp_path, *options).wait(300)
     assert code == 0, output

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import warm
 from hosts import Hosts, Job
 from safetensors.torch import load_file
 
@@ -11,7 +12,7 @@ LAUNCHERS = {
     "horovodrun": ["horovodrun"],
     "horovodrun --gloo": ["horovodrun", "--gloo"],
 }
-MODEL = "--model vit_ti16 --img-size 32 --run.precision fp32 --run.deterministic true".split()
+MODEL = "--model vit_nano32 --img-size 64 --run.precision fp32 --run.deterministic true".split()
 BATCH = "--data.global_batch_size 16 --data.micro_batch_size 4 --log.tensorboard false".split()
 # every rank shares two cores with all the others
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -23,14 +24,17 @@ def launcher_on(launcher: str, where: str) -> list[str]:
     return [*LAUNCHERS[launcher], "-np", str(ranks), "-H", where]
 
 
-def training(folder: Path, *options: str) -> list[str]:
-    """The command of one process."""
-    return ["python", "-m", "largebatch.train", *MODEL, *BATCH, "--run.folder", str(folder), *options]
+def training(folder: Path, *options: str, cold: bool = False) -> list[str]:
+    """The command of one process. The warm Python is the same on all hosts: they share the files and the server."""
+    python = "python" if cold else warm.python()
+    return [python, "-m", "largebatch.train", *MODEL, *BATCH, "--run.folder", str(folder), *options]
 
 
-def start(hosts: Hosts, launcher: str, where: str, folder: Path, *options: str, **environment: str) -> Job:
+def start(
+    hosts: Hosts, launcher: str, where: str, folder: Path, *options: str, cold: bool = False, **environment: str
+) -> Job:
     """Start a training run on h1."""
-    command = [*launcher_on(launcher, where), *training(folder, *options)]
+    command = [*launcher_on(launcher, where), *training(folder, *options, cold=cold)]
     return hosts.start("h1", command, environment=ONE_THREAD | environment)
 
 

@@ -8,16 +8,15 @@ import sys
 from largebatch.build import program
 from largebatch.preemption import Signals
 from largebatch.train import open_folder, read, train
-from zoo import vit, volo
+from zoo import volo
 
-vit.STRUCTURES["vit_ti16"] = vit.Structure(16, embed_dim=64, depth=2, num_heads=4, timm_name="")
 volo.STRUCTURES["volo_d1"] = volo.Structure((1, 1, 1, 1), (16, 32), (2, 4), mlp_ratio=2.0, stem_dim=8, timm_name="")
 BASE = (
-    "--model vit_ti16 --img-size 32 --run.precision fp32 --run.deterministic true --run.max_skipped_steps 1 "
+    "--model vit_nano32 --img-size 64 --run.precision fp32 --run.deterministic true --run.max_skipped_steps 1 "
     "--data.global_batch_size 64 --data.micro_batch_size 32 --data.eval_batch_size 56 --data.num_threads 1 "
     "--log.tensorboard false"
 ).split() + ["--run.duration", "1260 images", "--run.eval_every", "10 steps", "--log.every", "1 steps"]
-TOKENS = "--model volo_d1 --loss.dense_weight 0.5 --augment.mix_token true"
+TOKENS = "--model volo_d1 --img-size 32 --loss.dense_weight 0.5 --augment.mix_token true"
 RUNS = {
     "plain": "",
     "volo": TOKENS,

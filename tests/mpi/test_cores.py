@@ -2,29 +2,18 @@
 
 import os
 import re
-import sys
 
 import pytest
 from launch import run
 
 CORES = len(os.sched_getaffinity(0))
-START = """
-import logging, sys
-from largebatch.build import program, set_up
-from largebatch.train import read
-
-logging.basicConfig(level=logging.INFO, stream=sys.stdout, format=f"%(levelname)s %(message)s")
-with program(lambda: read(["--run.device", "cpu", *sys.argv[1:]])) as (config, comm):
-    logging.getLogger().setLevel(logging.INFO if comm.rank == 0 else logging.WARNING)
-    set_up(config, comm)
-"""
 needs_cores = pytest.mark.skipif(CORES < 2, reason=f"{CORES} core: there is nothing to bind apart")
 
 
 def start(*launcher: str, options: tuple[str, ...] = ()) -> tuple[str, list[str]]:
     """The line of this host, and the warnings of all ranks."""
-    command = ["env", "-u", "OMP_NUM_THREADS", "mpirun", *launcher, sys.executable, "-c", START, *options]
-    code, output = run(command, timeout_s=90)
+    program = ["python", "-m", "tests.mpi.programs", "cores", *options]
+    code, output = run(["env", "-u", "OMP_NUM_THREADS", "mpirun", *launcher, *program], timeout_s=90, cold=True)
     assert code == 0, output
     (host,) = re.findall(r"^INFO \S+: (rank 0 cpu .*)$", output, re.MULTILINE)
     return host, re.findall(r"^WARNING (.*)$", output, re.MULTILINE)

@@ -2,30 +2,18 @@
 
 import re
 import subprocess
-import sys
 
 import pytest
 from launch import LAUNCHERS, launch, run
-from safetensors.torch import load_file
+from runs import SMALL, different, weights
 
-PLACE = """
-import os
-from largebatch.comm import session
-before = dict(os.environ)
-with session() as comm:
-    everyone = comm.allgather_object((comm.rank, comm.size, comm.local_rank, comm.local_size), name="places")
-    if comm.rank == 0:
-        print(f"places {everyone}", flush=True)
-left = {name for name, value in os.environ.items() if name.startswith("HOROVOD_") and before.get(name) != value}
-left -= {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_CYCLE_TIME"}
-assert not left, f"left in the environment: {sorted(left)}"
-"""
+PLACES = ["-m", "tests.mpi.programs", "places"]
 TWO = [(0, 2, 0, 2), (1, 2, 1, 2)]
 
 
-def places(command: list[str], *, program: str = PLACE, **options) -> list[tuple[int, int, int, int]]:
+def places(command: list[str], *arguments: str, cold: bool = False) -> list[tuple[int, int, int, int]]:
     """What the ranks of a launch saw; they must leave the environment as it was."""
-    code, output = run([*command, sys.executable, "-c", program], **options)
+    code, output = run([*command, "python", *PLACES, *arguments], cold=cold)
     assert code == 0, output
     (seen,) = re.findall(r"places \[(.*)\]", output)
     return [tuple(map(int, place.split(","))) for place in re.findall(r"\(([^)]*)\)", seen)]
@@ -33,14 +21,14 @@ def places(command: list[str], *, program: str = PLACE, **options) -> list[tuple
 
 def refusal(command: list[str], **options) -> str:
     """What a launch says that must fail."""
-    code, output = run([*command, sys.executable, "-c", PLACE], timeout_s=120, **options)
+    code, output = run([*command, "python", *PLACES], timeout_s=120, **options)
     assert code != 0 and "places [" not in output and not re.search(r"/largebatch/\w+\.py", output), output
     return output
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_gives_the_same_places(launcher):
-    assert places(LAUNCHERS[launcher](2)) == ([(0, 1, 0, 1)] if launcher == "python" else TWO)
+    assert places(LAUNCHERS[launcher](2), cold=True) == ([(0, 1, 0, 1)] if launcher == "python" else TWO)
 
 
 def test_agents_of_torchrun_started_by_mpirun():
@@ -52,31 +40,19 @@ def test_agents_of_torchrun_started_by_mpirun():
 
 def test_torchrun_starts_ranks_again():
     """The second start does not meet what the first has left in the agent's store."""
-    failing = "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and comm.rank == 1: raise RuntimeError"
-    program = PLACE.replace("    everyone", "".join(f"    {line}\n" for line in failing.splitlines()) + "    everyone")
     agent = ["torchrun", "--nproc-per-node", "2", "--max-restarts", "1", "--no-python"]
     one_store = ["--master-addr", "127.0.0.1", "--master-port", "29572"]  # otherwise each start has its own
-    assert places([*agent, *one_store], program=program) == TWO
+    assert places([*agent, *one_store], "fails") == TWO
 
 
 def test_torchrun_trains_as_mpirun_does(tmp_path):
     """To the last bit: a sum of two has one order, in MPI as in Gloo."""
-    options = ["--model", "vit_ti16", "--img-size", "32", "--run.precision", "fp32", "--run.deterministic", "true"]
-    options += ["--data.global_batch_size", "16", "--data.micro_batch_size", "4", "--run.duration", "2 steps"]
-    weights = []
+    options = ["--data.global_batch_size", "16", "--data.micro_batch_size", "4", "--run.duration", "2 steps"]
     for launcher in ("mpirun", "torchrun"):
-        folder = tmp_path / launcher
-        program = (
-            "from largebatch import train; from zoo import vit\n"
-            "vit.STRUCTURES['vit_ti16'] = vit.Structure(16, embed_dim=32, depth=1, num_heads=2, timm_name='')\n"
-            f"train.main({[*options, '--log.tensorboard', 'false', '--run.folder', str(folder)]!r})"
-        )
-        code, output = launch(["-c", program], ranks=2, launcher=launcher)
+        folder = ["--run.folder", str(tmp_path / launcher)]
+        code, output = launch(["-m", "largebatch.train", *SMALL, *options, *folder], ranks=2, launcher=launcher)
         assert code == 0, output
-        weights.append(load_file(folder / "checkpoints" / "00000002" / "model.safetensors"))
-    by_mpi, by_gloo = weights
-    assert by_mpi.keys() == by_gloo.keys()
-    assert all(bool((by_mpi[name] == by_gloo[name]).all()) for name in by_mpi)
+    assert different(weights(tmp_path / "mpirun"), weights(tmp_path / "torchrun")) == []
 
 
 def test_two_launchers_at_once():

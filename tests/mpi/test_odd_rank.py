@@ -3,19 +3,18 @@
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
 from launch import ROOT, launch, run
 
-TRAIN = ["-m", "largebatch.train", "--model", "vit_ti16", "--img-size", "32", "--run.precision", "fp32"]
+OPTIONS = ["--model", "vit_nano32", "--img-size", "64", "--run.precision", "fp32"]
 SHORT = ["--data.global_batch_size", "48", "--data.micro_batch_size", "4", "--run.duration", "1 steps"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def odd_rank(folder: Path, *options: str, environment: list[str] | None = None) -> tuple[int, str]:
     """mpirun with two equal ranks and a third that has other options or another environment (NAME=value)."""
-    command = [sys.executable, *TRAIN, *SHORT, "--run.folder", str(folder)]
+    command = ["python", "-m", "largebatch.train", *OPTIONS, *SHORT, "--run.folder", str(folder)]
     odd = ["env", *(environment or []), *command, *options]
     return run(["mpirun", "-np", "2", *command, ":", "-np", "1", *odd], timeout_s=60, environment=ONE_THREAD)
 
@@ -62,14 +61,15 @@ def test_a_rank_with_another_option_under_gloo(tmp_path):
     script = tmp_path / "odd.sh"
     script.write_text('#!/bin/sh\n[ "$HOROVOD_RANK" = 1 ] && set -- "$@" --run.seed 5\nexec "$@"\n')
     script.chmod(0o755)
-    command = [str(script), sys.executable, *TRAIN, *SHORT, "--run.folder", str(tmp_path / "run")]
+    program = ["python", "-m", "largebatch.train", *OPTIONS, *SHORT, "--run.folder", str(tmp_path / "run")]
+    command = [str(script), *program]
     code, output = run(["horovodrun", "--gloo", "-np", "3", *command], timeout_s=60, environment=ONE_THREAD)
     assert code != 0 and "Exit code: 2" in output, output
     assert output.count("largebatch: rank 1 on ") == 1 and "has --run.seed 5, the other 2 ranks 0" in output
 
 
 def test_validation_compares_ranks_too(tmp_path):
-    command = [sys.executable, "-m", "largebatch.validate", "--model", "vit_ti16", "--data", "digits"]
+    command = ["python", "-m", "largebatch.validate", "--model", "vit_nano32", "--data", "digits"]
     one, other = ([*command, "--init-from", str(tmp_path / name)] for name in ("a", "b"))
     code, output = run(["mpirun", "-np", "1", *one, ":", "-np", "1", *other], timeout_s=60, environment=ONE_THREAD)
     assert_stopped(code, output, "largebatch: rank 1 on ")
@@ -77,12 +77,7 @@ def test_validation_compares_ranks_too(tmp_path):
 
 
 def test_two_ranks_on_one_gpu(tmp_path):
-    """Planted identities, as a machine for tests has no GPUs."""
-    program = (
-        "from largebatch import comm, train\n"
-        "comm._uuid = lambda device: 'GPU-1'\n"
-        f"train.main({[*TRAIN[2:], *SHORT, '--run.device', 'cpu', '--run.folder', str(tmp_path)]!r})"
-    )
-    code, output = launch(["-c", program], ranks=2, timeout_s=60, environment=ONE_THREAD)
+    program = ["-m", "tests.mpi.programs", "shares_a_gpu", *OPTIONS, *SHORT, "--run.device", "cpu"]
+    code, output = launch([*program, "--run.folder", str(tmp_path)], ranks=2, timeout_s=60, environment=ONE_THREAD)
     assert_stopped(code, output, f"largebatch: ranks 0, 1 on {os.uname().nodename} share GPU GPU-1")
     assert "give each rank a GPU of its own" in output

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from launch import launch
-from test_runs import SMALL
+from runs import SMALL
 
 from largebatch import pack
 from largebatch.data import records, sources
@@ -14,7 +14,7 @@ from largebatch.data import records, sources
 SHARDS = {"train": 5, "validation": 3}
 COMMAND = ["-m", "largebatch.pack"]
 OPTIONS = ["--shards", "5", "--validation-shards", "3", "--threads", "2"]
-BATCH = ["--data.global_batch_size", "48", "--data.micro_batch_size", "12", "--log.tensorboard", "false"]
+BATCH = ["--data.global_batch_size", "48", "--data.micro_batch_size", "12"]
 
 
 @pytest.fixture(scope="module")

@@ -84,50 +84,15 @@ def test_the_optimizers_state_is_plain(runs):
                 torch.testing.assert_close(ours["state"][number][name], theirs[name], rtol=1e-4, atol=1e-7)
 
 
-GROUPS = """
-import torch
-from largebatch.comm import session
-from largebatch.optim import Lamb
-from largebatch.parallel.shape import Shape
-with session(shape=Shape({"tensor": 2})) as comm:
-    assert (comm.data_rank, comm.model_rank) == divmod(comm.rank, 2) and comm.data_size == 2
-    model = torch.nn.Linear(3, 2 + comm.model_rank)  # another part of the model on each rank of a replica
-    for parameter in model.parameters():
-        torch.nn.init.constant_(parameter, 10.0 + comm.rank)
-    comm.broadcast_model(model)
-    assert all(bool((parameter == 10 + comm.model_rank).all()) for parameter in model.parameters())
-    optimizer = comm.wrap(Lamb(model.parameters()), model, passes=2)
-    for _ in range(2):
-        (model(torch.ones(1, 3)) * (1 + comm.rank)).sum().backward()
-    comm.synchronize(optimizer)
-    mean = 2 * sum(1 + rank for rank in range(4) if rank % 2 == comm.model_rank) / 2
-    assert all(bool((parameter.grad == mean).all()) for parameter in model.parameters())
-    total = comm.allreduce(torch.ones(1), name="all")
-    print(f"sound {int(total)}", flush=True)
-"""
-
-
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_data_ranks_reduce_and_broadcast_among_those_of_the_same_part(launcher):
-    code, output = launch(["-c", GROUPS], ranks=4, launcher=launcher)
+    code, output = launch(["-m", "tests.mpi.programs", "reduces_among_data_ranks"], ranks=4, launcher=launcher)
     assert code == 0 and output.count("sound 4") == 4, output
 
 
-FAILING = """
-import os, sys
-from largebatch import build, train
-whole = build.build_model
-def fail(*arguments, **options):
-    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-        raise ValueError("no such file on this host")
-    return whole(*arguments, **options)
-build.build_model = fail
-train.main(sys.argv[1:])
-"""
-
-
 def test_what_fails_on_one_rank_of_a_replica_is_said(tmp_path):
-    arguments = ["-c", FAILING, *"--model vit_ti16 --img-size 32 --parallel.sequence 2".split()]
+    options = "--model vit_nano32 --img-size 64 --parallel.sequence 2".split()
+    arguments = ["-m", "tests.mpi.programs", "cannot_build_on_rank_1", *options]
     batch = "--data.global_batch_size 32 --data.micro_batch_size 16".split()
     code, output = launch([*arguments, *batch, "--run.folder", str(tmp_path)], ranks=4, timeout_s=90)
     assert code == 2 and "rank 1 of 4, building: no such file on this host" in output, output

@@ -1,31 +1,22 @@
 """A trace of real training steps: whole, with the phases of a step in it, or none."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from launch import ROOT, launch
+from launch import launch, started, wait_for
+from runs import SMALL
 
 from largebatch.config import RunConfig, TrainConfig, check, profiled_steps
 
-OPTIONS = ["--model", "vit_ti16", "--img-size", "32", "--run.precision", "fp32", "--log.tensorboard", "false"]
 BATCH = ["--data.global_batch_size", "16", "--data.micro_batch_size", "4", "--run.duration", "40 steps"]
-PROGRAM = """
-import sys
-from largebatch import train
-from zoo import vit
-vit.STRUCTURES["vit_ti16"] = vit.Structure(16, embed_dim=32, depth=1, num_heads=2, timm_name="")
-"""
 
 
-def command(folder: Path, *options: str, planted: str = "") -> list[str]:
-    arguments = [*OPTIONS, *BATCH, "--run.folder", str(folder / "my run"), *options]
-    return ["-c", f"{PROGRAM}\n{planted}\ntrain.main({arguments!r})"]
+def training(folder: Path, *options: str, fault: str = "") -> list[str]:
+    """What python is given. fault: one of programs.py."""
+    program = ["tests.mpi.programs", fault] if fault else ["largebatch.train"]
+    return ["-m", *program, *SMALL, *BATCH, "--run.folder", str(folder / "my run"), *options]
 
 
 def temporary(folder: Path) -> dict[str, str]:
@@ -51,7 +42,7 @@ def test_the_phases_of_two_steps(tmp_path):
     """Steps 1 and 2 of two ranks, each of two passes; the third is not in it."""
     environment = temporary(tmp_path)
     options = ["--run.profile_steps", "1:3", "--run.max_steps", "3"]
-    code, text = launch(command(tmp_path, *options), ranks=2, environment=environment)
+    code, text = launch(training(tmp_path, *options), ranks=2, environment=environment)
     assert code == 0, text
     (trace,) = traces(tmp_path)
     assert trace.name == "largebatch-my run-rank0-steps-1-2.json" and text.count(f"process: {trace}") == 1, text
@@ -66,69 +57,32 @@ def test_the_phases_of_two_steps(tmp_path):
 def test_a_run_that_ends_before_the_window_does(tmp_path):
     environment = temporary(tmp_path)
     options = ["--run.profile_steps", "2:9", "--run.max_steps", "3"]
-    code, text = launch(command(tmp_path, *options), ranks=1, launcher="python", environment=environment)
+    code, text = launch(training(tmp_path, *options), ranks=1, launcher="python", environment=environment)
     assert code == 0 and "trace of steps 2-3 of this process" in text, text
     (trace,) = traces(tmp_path)
     assert trace.name.endswith("-steps-2-3.json") and len(spans(trace)["step"]) == 2
 
 
-EXPORTING = """
-import time
-from torch.profiler import profile
-export = profile.export_chrome_trace
-def stopping(self, path):
-    export(self, path)
-    with open(path, "r+") as file:
-        file.truncate(1000)
-    print("half written", flush=True)
-    time.sleep(1000)
-profile.export_chrome_trace = stopping
-"""
-
-
-@pytest.mark.parametrize("planted, steps, sign", [("", "2:99", "step 3/40"), (EXPORTING, "2:4", "half written")])
-def test_a_run_that_is_killed_leaves_no_broken_trace(tmp_path, planted, steps, sign):
+@pytest.mark.parametrize(
+    "fault, steps, sign", [("", "2:99", "step 3/40"), ("stops_half_through_its_trace", "2:4", "half written")]
+)
+def test_a_run_that_is_killed_leaves_no_broken_trace(tmp_path, fault, steps, sign):
     """Inside the window, and while the file is written."""
-    environment = os.environ | temporary(tmp_path)
+    environment, output = temporary(tmp_path), tmp_path / "output"
     options = ["--run.profile_steps", steps, "--log.every", "1 step"]
-    output = tmp_path / "output"
-    with open(output, "w") as file:
-        process = subprocess.Popen(
-            [sys.executable, *command(tmp_path, *options, planted=planted)],
-            cwd=ROOT,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            limit = time.monotonic() + 200
-            while sign not in output.read_text():
-                assert process.poll() is None and time.monotonic() < limit, output.read_text()
-                time.sleep(0.02)
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+    command = ["python", *training(tmp_path, *options, fault=fault)]
+    with started(command, output, environment=environment) as process:
+        wait_for(lambda: sign in output.read_text() or process.poll() is not None, output)
+        assert process.poll() is None, output.read_text()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
     assert not list((tmp_path / "tmp").glob("*.json"))
 
 
-LIMITED = """
-import resource
-from torch.profiler import profile
-export = profile.export_chrome_trace
-def limited(self, path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, before[1]))
-    export(self, path)
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-profile.export_chrome_trace = limited
-"""
-
-
 def test_a_trace_that_cannot_be_written_costs_itself_alone(tmp_path):
-    """Files may not grow beyond 20 kB while it is written; the profiler raises nothing."""
     environment = temporary(tmp_path)
     options = ["--run.profile_steps", "1:2", "--run.max_steps", "2"]
-    arguments = command(tmp_path, *options, planted=LIMITED)
+    arguments = training(tmp_path, *options, fault="may_not_write_its_trace")
     code, text = launch(arguments, ranks=1, launcher="python", environment=environment)
     assert code == 0 and "the trace of steps 1-1 of this process could not be written" in text, text
     assert traces(tmp_path) == []

@@ -3,30 +3,7 @@
 import pytest
 from launch import launch
 
-PROGRAM = """
-import os
-import signal
-import sys
-import time
-
-import torch
-
-from largebatch.comm import session
-from largebatch.tuning import HorovodConfig
-
-with session(horovod=HorovodConfig(stall_limit_s=4)) as comm:
-    comm.barrier(name="begin")
-    if comm.rank == 1 and sys.argv[1] == "sleeps":
-        time.sleep(600)
-    if comm.rank == 1 and sys.argv[1] == "is stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if comm.rank == 1 and sys.argv[1] == "is late":
-        time.sleep(2)
-    comm.allreduce(torch.ones(1), name="middle")
-    print("done", flush=True)
-"""
-
-
+PROGRAM = ["-m", "tests.mpi.programs", "one_rank"]
 LIMIT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}  # the option says the same
 
 
@@ -34,7 +11,7 @@ LIMIT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}  # the option says the same
     "launcher, what", [("mpirun", "sleeps"), ("mpirun", "is stopped"), ("horovodrun --gloo", "is stopped")]
 )
 def test_a_rank_that_does_not_come_ends_all(launcher, what):
-    code, output = launch(["-c", PROGRAM, what], ranks=3, launcher=launcher, timeout_s=100, environment=LIMIT)
+    code, output = launch([*PROGRAM, what], ranks=3, launcher=launcher, timeout_s=100, environment=LIMIT, cold=True)
     assert code != 0 and "done" not in output, output
     assert "waited 4 s for the others (middle)" in output and "in allreduce" in output, output
     assert "rank 0 of 3" in output and "rank 2 of 3" in output and "rank 1 of 3" not in output, output
@@ -42,5 +19,5 @@ def test_a_rank_that_does_not_come_ends_all(launcher, what):
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_one_that_is_late_does_not(launcher):
-    code, output = launch(["-c", PROGRAM, "is late"], ranks=2, launcher=launcher, timeout_s=100, environment=LIMIT)
+    code, output = launch([*PROGRAM, "is late"], ranks=2, launcher=launcher, timeout_s=100, environment=LIMIT)
     assert code == 0 and output.count("done") == 2 and "waited" not in output, output

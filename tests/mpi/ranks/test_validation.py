@@ -13,19 +13,11 @@ from largebatch import evaluation, validate
 from largebatch.comm import Stopped
 from zoo import create_model, save_weights, vit
 
-CLASSES, IMAGES, SIDE = 6, 41, 32
+CLASSES, IMAGES, SIDE = 6, 41, 64
 
 
 @pytest.fixture(scope="module")
-def small():
-    with pytest.MonkeyPatch.context() as patch:
-        structure = vit.Structure(16, embed_dim=16, depth=1, num_heads=2, timm_name="")
-        patch.setitem(vit.STRUCTURES, "vit_ti16", structure)
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(comm, small, tmp_path_factory):
+def folder(comm, tmp_path_factory):
     """Made by rank 0: images named as ImageNet's, ReaL labels, and the weights of two models."""
     place = comm.broadcast_object(tmp_path_factory.mktemp("validation"), name="folder")
     with comm.together("making images"):
@@ -45,13 +37,13 @@ def make(place) -> None:
     (place / "weights").mkdir()
     for seed, name in enumerate(("one.safetensors", "two.pth")):
         torch.manual_seed(seed)
-        model = create_model("vit_ti16", img_size=SIDE, num_classes=CLASSES)
+        model = create_model("vit_nano32", img_size=SIDE, num_classes=CLASSES)
         torch.nn.init.normal_(model.head.weight)
         save_weights(model, place / "weights" / name)
 
 
 def validated(comm, folder, *words: str, weights: str = "one.safetensors") -> list[validate.Row]:
-    model = ["--model", "vit_ti16", "--img-size", str(SIDE), f"--model.num_classes={CLASSES}", "--run.precision=fp32"]
+    model = ["--model", "vit_nano32", "--img-size", str(SIDE), f"--model.num_classes={CLASSES}", "--run.precision=fp32"]
     data = ["--data", str(folder), "--data.num_threads=1", "--run.deterministic=true"]
     flags = validate.Flags()
     config = validate.read([*model, "--init-from", str(folder / "weights" / weights), *data, *words], flags)
@@ -61,7 +53,7 @@ def validated(comm, folder, *words: str, weights: str = "one.safetensors") -> li
 def expected(folder, weights: str) -> dict[str, float]:
     """Image by image with PIL, in this process alone."""
     model = create_model(
-        "vit_ti16", img_size=SIDE, num_classes=CLASSES, weights=folder / "weights" / weights
+        "vit_nano32", img_size=SIDE, num_classes=CLASSES, weights=folder / "weights" / weights
     ).eval()
     lists, hits = json.loads((folder / "real.json").read_text()), dict.fromkeys(("top1", "top5", "real1", "real5"), 0)
     for path in sorted(folder.glob("val/*/*")):
@@ -105,7 +97,7 @@ def test_a_folder_of_weights_with_real_labels(comm, folder, batch_size):
 
 def test_what_the_model_says_of_its_images_is_taken(comm, folder):
     (row,) = validated(comm, folder)
-    assert (row.model, row.img_size, row.crop_pct, row.interpolation) == ("vit_ti16", SIDE, 0.9, "bicubic")
+    assert (row.model, row.img_size, row.crop_pct, row.interpolation) == ("vit_nano32", SIDE, 0.9, "bicubic")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,274 @@
+"""What tests run on ranks: `python -m tests.mpi.programs NAME arguments...`, where NAME is a function of this file.
+
+Those of `FAULTS` plant something into a training run, whose options are the arguments: `fails_in_step_2 --model ...`;
+several are joined by commas, and a number is set by "=": `signals_in_step=3,tells_its_end --model ...`.
+"""
+
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from largebatch.comm import session
+from largebatch.tuning import HorovodConfig
+
+# -- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def places(first_start: str = "") -> None:
+    """Print every rank's place. "fails": rank 1 fails the first time that torchrun starts the ranks."""
+    before = dict(os.environ)
+    with session() as comm:
+        if first_start == "fails" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and comm.rank == 1:
+            raise RuntimeError("planted")
+        everyone = comm.allgather_object((comm.rank, comm.size, comm.local_rank, comm.local_size), name="places")
+        if comm.rank == 0:
+            print(f"places {everyone}", flush=True)
+    left = {name for name, value in os.environ.items() if name.startswith("HOROVOD_") and before.get(name) != value}
+    left -= {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_CYCLE_TIME"}
+    assert not left, f"left in the environment: {sorted(left)}"
+
+
+def cores(*options: str) -> None:
+    """Set up the ranks as training does; the line of each host, and the warnings of all ranks."""
+    from largebatch.build import program, set_up
+    from largebatch.train import read
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
+    with program(lambda: read(["--run.device", "cpu", *options])) as (config, comm):
+        logging.getLogger().setLevel(logging.INFO if comm.rank == 0 else logging.WARNING)
+        set_up(config, comm)
+
+
+def one_rank(what: str) -> None:
+    """Rank 1 "sleeps", "is stopped" or "is late" while the others wait for it."""
+    with session(horovod=HorovodConfig(stall_limit_s=4)) as comm:
+        comm.barrier(name="begin")
+        if comm.rank == 1 and what == "sleeps":
+            time.sleep(600)
+        if comm.rank == 1 and what == "is stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if comm.rank == 1 and what == "is late":
+            time.sleep(2)
+        comm.allreduce(torch.ones(1), name="middle")
+        print("done", flush=True)
+
+
+def waits_for_ever() -> None:
+    """Rank 0 waits in a barrier that rank 1 does not reach, and tells when it has heard a signal."""
+    from largebatch import preemption
+
+    preemption.ONCE_S = 0.0
+    with preemption.Signals() as signals, session() as comm:
+
+        def tell() -> None:
+            while signals.first is None:
+                time.sleep(0.01)
+            print("rank 0 has heard.", flush=True)
+
+        if comm.rank == 0:
+            threading.Thread(target=tell, daemon=True).start()
+            print(f"rank 0 has pid {os.getpid()}.", flush=True)
+            comm.barrier(name="never")
+        time.sleep(1000)
+
+
+# -- Horovod's settings ----------------------------------------------------------------------------------------------
+
+
+def reduces_fifty(threshold_mb: str, timeline: str) -> None:
+    """Fifty reductions that wait for each other, with a timeline of them."""
+    import horovod.torch as hvd
+
+    config = HorovodConfig(fusion_threshold_mb=int(threshold_mb), cycle_time_ms=200.0, timeline=timeline)
+    with session(horovod=config):
+        handles = [hvd.allreduce_async(torch.ones(1000), name=f"gradient {k}", op=hvd.Sum) for k in range(50)]
+        assert all(torch.equal(hvd.synchronize(handle), torch.full((1000,), 2.0)) for handle in handles)
+
+
+def autotunes() -> None:
+    import horovod.torch as hvd
+
+    with session(horovod=HorovodConfig(autotune=True)):
+        for _ in range(100):
+            assert torch.equal(hvd.allreduce(torch.ones(1000), name="gradient", op=hvd.Sum), torch.full((1000,), 2.0))
+
+
+# -- replicas --------------------------------------------------------------------------------------------------------
+
+
+def reduces_among_data_ranks() -> None:
+    """Two ranks to a replica: each has another part of the model, and reduces it with those that have the same."""
+    from largebatch.optim import Lamb
+    from largebatch.parallel.shape import Shape
+
+    with session(shape=Shape({"tensor": 2})) as comm:
+        assert (comm.data_rank, comm.model_rank) == divmod(comm.rank, 2) and comm.data_size == 2
+        model = torch.nn.Linear(3, 2 + comm.model_rank)
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, 10.0 + comm.rank)
+        comm.broadcast_model(model)
+        assert all(bool((parameter == 10 + comm.model_rank).all()) for parameter in model.parameters())
+        optimizer = comm.wrap(Lamb(model.parameters()), model, passes=2)
+        for _ in range(2):
+            (model(torch.ones(1, 3)) * (1 + comm.rank)).sum().backward()
+        comm.synchronize(optimizer)
+        mean = 2 * sum(1 + rank for rank in range(4) if rank % 2 == comm.model_rank) / 2
+        assert all(bool((parameter.grad == mean).all()) for parameter in model.parameters())
+        total = comm.allreduce(torch.ones(1), name="all")
+        print(f"sound {int(total)}", flush=True)
+
+
+# -- several runs in one launch --------------------------------------------------------------------------------------
+
+
+def trials(file: str) -> None:
+    """Train for each [options, environment] of a JSON file, each time in a child of its own."""
+    from largebatch import train
+
+    with open(file) as text:
+        wanted = json.load(text)
+    for options, environment in wanted:
+        sys.stdout.flush()
+        if (child := os.fork()) == 0:
+            os.environ.update(environment)
+            train.main(options)
+            sys.exit("it trains")
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(f"trial ends with {code}", flush=True)
+
+
+# -- faults of a training run ----------------------------------------------------------------------------------------
+
+
+def fails_in_step_2() -> None:
+    """Rank 1 alone loses its images."""
+    before_step(lambda trainer: fail() if (trainer.comm.rank, trainer.state.step) == (1, 2) else None)
+
+
+def fail() -> None:
+    raise RuntimeError("planted")
+
+
+def signals_in_step(after: int) -> None:
+    """SIGUSR1 comes to rank 1 when so many steps are done."""
+
+    def signalling(trainer) -> None:
+        if (trainer.comm.rank, trainer.state.step) == (1, after):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    before_step(signalling)
+
+
+def before_step(act: Callable) -> None:
+    from largebatch import engine
+
+    step = engine.Trainer.train_step
+
+    def acting(self, batches):
+        act(self)
+        return step(self, batches)
+
+    engine.Trainer.train_step = acting
+
+
+def tells_its_end() -> None:
+    """Each rank prints the step at which its run ended."""
+    from largebatch import engine
+
+    fit = engine.Trainer.fit
+
+    def reporting(self, **options):
+        reason = fit(self, **options)
+        print(f"rank {self.comm.rank} ended at step {self.state.step}.", flush=True)
+        return reason
+
+    engine.Trainer.fit = reporting
+
+
+def has_a_long_margin() -> None:
+    """So long that the end of the job is near at once."""
+    from largebatch import preemption
+
+    preemption.MARGIN_S = 100000.0
+
+
+def cannot_build_on_rank_1() -> None:
+    from largebatch import build
+
+    whole = build.build_model
+
+    def failing(*arguments, **options):
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            raise ValueError("no such file on this host")
+        return whole(*arguments, **options)
+
+    build.build_model = failing
+
+
+def shares_a_gpu() -> None:
+    """Planted identities, as a machine for tests has no GPUs."""
+    from largebatch import comm
+
+    comm._uuid = lambda device: "GPU-1"
+
+
+def on_export(act: Callable) -> None:
+    from torch.profiler import profile
+
+    export = profile.export_chrome_trace
+    profile.export_chrome_trace = lambda self, path: act(lambda: export(self, path), path)
+
+
+def stops_half_through_its_trace() -> None:
+    def stopping(export: Callable, path: str) -> None:
+        export()
+        with open(path, "r+") as file:
+            file.truncate(1000)
+        print("half written", flush=True)
+        time.sleep(1000)
+
+    on_export(stopping)
+
+
+def may_not_write_its_trace() -> None:
+    """Files may not grow beyond 20 kB while it is written; the profiler raises nothing."""
+
+    def limited(export: Callable, path: str) -> None:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20000, before[1]))
+        export()
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    on_export(limited)
+
+
+FAULTS = (
+    fails_in_step_2, signals_in_step, tells_its_end, has_a_long_margin, cannot_build_on_rank_1, shares_a_gpu,
+    stops_half_through_its_trace, may_not_write_its_trace,
+)  # fmt: skip
+
+
+def main(name: str, *arguments: str) -> None:
+    known = {function.__name__: function for function in FAULTS}
+    planted = [fault.partition("=") for fault in name.split(",")]
+    if planted[0][0] not in known:
+        globals()[name](*arguments)
+        return
+    for fault, _, number in planted:
+        function = known[fault]
+        function(*map(int, filter(None, [number])))
+    from largebatch import train
+
+    train.main(list(arguments))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
