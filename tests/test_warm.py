@@ -156,11 +156,12 @@ KILLED_SESSION = """
 import os, subprocess, sys, time
 import warm
 def test_it():
-    process = subprocess.Popen([warm.python(), "-c", "import time; time.sleep(1000)"])
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
+    environment = os.environ | {"PYTHONPATH": ""}
+    process = subprocess.Popen([warm.python(), "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
     asleep = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    while not os.path.exists(f"/proc/{process.pid}/fd/3"):
-        time.sleep(0.01)
-    print(os.environ["LARGEBATCH_TESTS"], process.pid, asleep.pid, file=sys.__stderr__, flush=True)
+    child = int(process.stdout.readline())
+    print(os.environ["LARGEBATCH_TESTS"], process.pid, child, asleep.pid, file=sys.__stderr__, flush=True)
     time.sleep(1000)
 """
 
