@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,13 @@ def compiled_code() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="largebatch-compiled-", ignore_cleanup_errors=True) as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tests compute little at a time: a second thread would do less for it than it costs to wait for it, spinning."""
+    if torch := sys.modules.get("torch"):  # it takes seconds to import where no test has
+        torch.set_num_threads(1)
 
 
 @pytest.fixture
