@@ -42,6 +42,7 @@ class _Rank(NamedTuple):
 
 
 _ranks: list[_Rank] = []  # a call takes the first ones
+os.register_at_fork(after_in_child=_ranks.clear)  # they are the parent's
 
 
 def on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
