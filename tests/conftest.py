@@ -70,6 +70,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"left out: {count} tests of tier {tier} ({TIERS[tier]}): -m {tier} runs them")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tests compute little at a time: a second thread would do less for it than it costs to wait for it, spinning."""
+    if torch := sys.modules.get("torch"):  # it takes seconds to import where no test has
+        torch.set_num_threads(1)
+
+
 @pytest.fixture
 def scripts_readme() -> Callable[[str], list[str]]:
     """Heading of a section of mpi_scripts/README.md -> its commands; each section has one block of them."""

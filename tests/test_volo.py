@@ -1,5 +1,6 @@
 """VOLO: counts, timm's logits, and what `forward_train` gives against the architecture written out a second time."""
 
+from copy import deepcopy
 from functools import cache
 
 import pytest
@@ -25,6 +26,13 @@ PARAMETERS = {
 def on_meta(name: str, **options) -> nn.Module:
     with torch.device("meta"):
         return create_model(name, **options)
+
+
+def alike(peer: nn.Module, name: str, **options) -> nn.Module:
+    """With the weights of `peer`; random ones of its own would take a second."""
+    model = deepcopy(on_meta(name, **options))
+    model.load_state_dict(peer.state_dict(), assign=True)
+    return model
 
 
 def small(**options) -> nn.Module:
@@ -62,8 +70,7 @@ def test_logits_equal_timms(name, img_size):
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_()
             module.running_var.uniform_(0.5, 2)
-    model = create_model(name, img_size=img_size).eval()
-    model.load_state_dict(peer.state_dict())
+    model = alike(peer, name, img_size=img_size).eval()
     images = torch.randn(2, 3, img_size, img_size)
     with torch.inference_mode():
         assert (model(images) - peer(images)).abs().max() < 1e-5
@@ -255,8 +262,7 @@ def test_under_autocast_it_is_as_exact_as_timms():
     for seed in range(5):
         torch.manual_seed(seed)
         peer = timm.create_model("volo_d1_224", img_size=64, num_classes=7).train()
-        model = create_model("volo_d1", img_size=64, num_classes=7).train()
-        model.load_state_dict(peer.state_dict())
+        model = alike(peer, "volo_d1", img_size=64, num_classes=7).train()
         images = torch.randn(4, 3, 64, 64)
         for number, one in enumerate((set_fused_attn(model, False), peer)):
             exact = one(images)

@@ -141,12 +141,12 @@ def test_a_view_does_not_drag_its_storage_into_the_file(tmp_path, suffix):
 
 def test_create_model_takes_weights(tmp_path):
     torch.manual_seed(0)
-    model = create_model("vit_b32", img_size=64, num_classes=10)
+    model = create_model("vit_ti16", img_size=64, num_classes=10)
     save_weights(model, tmp_path / "vit.safetensors")
-    other = create_model("vit_b32", img_size=32, num_classes=10, weights=tmp_path / "vit.safetensors")
+    other = create_model("vit_ti16", img_size=32, num_classes=10, weights=tmp_path / "vit.safetensors")
     assert torch.equal(model.blocks[11].mlp.fc2.weight, other.blocks[11].mlp.fc2.weight)
     assert torch.equal(model.head.weight, other.head.weight)
-    assert other.pos_embed.shape == (1, 2, 768)
+    assert other.pos_embed.shape == (1, 5, 192)
 
 
 # -- another image size, another number of classes -----------------------------------------------------------

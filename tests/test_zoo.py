@@ -72,9 +72,9 @@ def test_logits_equal_timms(name):
 
 def test_initial_weights_are_timms():
     torch.manual_seed(3)
-    ours = create_model("vit_b32", img_size=64, num_classes=10).state_dict()
+    ours = create_model("vit_ti16", img_size=64, num_classes=10).state_dict()
     torch.manual_seed(3)
-    theirs = timm.create_model("vit_base_patch32_224", img_size=64, num_classes=10).state_dict()
+    theirs = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=10).state_dict()
     assert list(ours) == list(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -106,10 +106,10 @@ def test_every_rate_goes_to_its_own_place():
 
 
 def test_timms_interface_is_there():
-    model = create_model("vit_b32", img_size=32, num_classes=10, drop_path_rate=0.1)
+    model = create_model("vit_ti16", img_size=32, num_classes=10, drop_path_rate=0.1)
     model.set_grad_checkpointing(True)
     features = model.forward_features(torch.zeros(1, 3, 32, 32))
-    assert features.shape == (1, 2, 768)
+    assert features.shape == (1, 5, 192)
     model.forward_head(features).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     model.reset_classifier(7)
