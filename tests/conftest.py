@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -35,9 +34,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ |= {"LARGEBATCH_TESTS": folder, "TMPDIR": f"{folder}/tmp"}
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"  # what is elsewhere a killed run may have left half
     tempfile.tempdir = None
+    reads, _ = os.pipe()  # the other end closes when this process ends
     command = [sys.executable, "-IS", str(GUARDIAN), folder]
-    guardian = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    config.add_cleanup(lambda: guardian.communicate())
+    os.posix_spawn(sys.executable, command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, reads, 0)], setsid=True)
+    os.close(reads)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
