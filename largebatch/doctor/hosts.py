@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -187,6 +188,15 @@ def is_here(name: str) -> bool:
     return name in (socket.gethostname(), socket.gethostname().partition(".")[0], "localhost", "127.0.0.1")
 
 
+def check_ssh(hosts: tuple[Host, ...]) -> Result:
+    """The doctor asks other hosts, and mpirun and horovodrun start ranks there, over ssh."""
+    others = [host.name for host in hosts if not is_here(host.name)]
+    if others and shutil.which("ssh") is None:
+        cause = f"there is no ssh client on this host to reach {', '.join(others)}"
+        return Result("ssh client", False, cause=cause, fix="sudo apt-get install openssh-client")
+    return Result("ssh client", True, "there, where one is needed")
+
+
 def examine_hosts(
     hosts: tuple[Host, ...], *, data: str = "", launcher: str = "", packages: list[str], limit_s: float
 ) -> list[Answer]:
@@ -212,11 +222,7 @@ def ask(host: Host, wanted: dict, *, limit_s: float) -> Answer:
         command = ["ssh", *options, host.name, script]
     answer, last, began = Answer(host), "", time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        try:
-            last, code = converse(command, answer, errors, limit_s=limit_s)
-        except FileNotFoundError:
-            answer.cause, answer.fix = "there is no ssh here", "sudo apt-get install openssh-client"
-            return answer
+        last, code = converse(command, answer, errors, limit_s=limit_s)
         answer.took_s = time.monotonic() - began
         errors.seek(0)
         if not answer.facts:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from largebatch.doctor.result import REINSTALL, Output, Result, run
+from largebatch.doctor.result import INSTALL, REINSTALL, Output, Result, run
 
 # Run by each of the two ranks. Integers in float64: the sum is exact whatever the order of adding.
 ALLREDUCE = """
@@ -29,9 +29,10 @@ LAUNCHES: dict[str, list[str]] = {
     "horovodrun --gloo": ["horovodrun", "--gloo", "-np", str(RANKS)],
 }
 
-# Variables that launchers, MPI, Gloo, NCCL and Horovod obey, but for those that installing set or a site needs.
+# Variables that launchers, MPI, Gloo, NCCL and Horovod obey, but for those (name=value) that installing set or a site
+# needs.
 OBEYED = re.compile(r"(HOROVOD|OMPI|OPAL|ORTE|PRTE|PMIX?|SLURM|UCX|FI|NCCL|GLOO|HYDRA)_|LD_PRELOAD$|TMPDIR$")
-WANTED = re.compile(r"ALLOW_RUN_AS_ROOT|oversubscribe|_policy$|yield_when_idle|OPAL_PREFIX$")
+WANTED = re.compile(r"ALLOW_RUN_AS_ROOT|oversubscribe|_policy=|yield_when_idle|OPAL_PREFIX=|/largebatch-no-ssh$")
 
 
 def check_allreduce(
@@ -77,6 +78,8 @@ def explain(output: Output, launch: str, launcher: list[str], *, ranks: int, lim
     if {size for _, size, _ in got} == {1}:
         cause = f"{ranks} processes were started, but each sees a size of 1: it is not its MPI that started them"
         return cause, REINSTALL
+    if "plm_rsh_agent" in output.stderr:
+        return f"{launch} looks for an ssh client, which is not here, although one host needs none", INSTALL
     if output.code != 0:
         return f"{launch} {output.how_it_ended}: {output.last_error}", by_hand
     if {rank for rank, _, _ in got} != set(range(ranks)):
@@ -90,7 +93,9 @@ def blame(command: list[str], *, ranks: int = RANKS, limit_s: float) -> str:
 
     All are taken away first. If that helps, they are given back by halves: the first so many work, one more fails.
     """
-    names = sorted(name for name in os.environ if OBEYED.match(name) and not WANTED.search(name))
+    names = sorted(
+        name for name, value in os.environ.items() if OBEYED.match(name) and not WANTED.search(f"{name}={value}")
+    )
 
     def works(given: int, *, limit_s: float) -> bool:
         taken = names[given:]
