@@ -1,21 +1,14 @@
 """A machine without an ssh client, as slim containers are: one host works, another host is refused with the cause."""
 
 import os
-import re
 import sys
 from pathlib import Path
 
 import pytest
 from launch import LAUNCHERS, run
+from runs import SMALL
 
-SUM = """
-import horovod.torch as hvd
-import torch
-hvd.init()
-print(f"rank {hvd.rank()}: {hvd.allreduce(torch.tensor([hvd.rank() + 1]), op=hvd.Sum).item()}.", flush=True)
-"""
-TRAINING = ["-m", "largebatch.train", "--model", "vit_ti16", "--img-size", "32", "--run.max_steps", "1"]
-TRAINING += ["--data.global_batch_size", "16", "--data.micro_batch_size", "8", "--log.tensorboard", "false"]
+BATCH = ["--run.max_steps", "1", "--data.global_batch_size", "16", "--data.micro_batch_size", "8"]
 CAUSE = "there is no ssh client on this host to start ranks there: install one (Debian, Ubuntu: sudo apt-get install"
 
 
@@ -32,17 +25,16 @@ def without_ssh(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("launcher, ranks", [("python", 1), ("mpirun", 2), ("horovodrun --gloo", 2)])
-def test_ranks_of_one_host_reduce(without_ssh, launcher, ranks):
-    code, output = run([*LAUNCHERS[launcher](ranks), sys.executable, "-c", SUM], environment=without_ssh)
-    total = sum(range(ranks + 1))
-    assert code == 0 and sorted(re.findall(r"rank (\d): (\d+)\.", output)) == [
-        (str(rank), str(total)) for rank in range(ranks)
-    ], output
+def test_ranks_of_one_host_start(without_ssh, launcher, ranks):
+    command = [*LAUNCHERS[launcher](ranks), "python", "-m", "tests.mpi.programs", "places"]
+    code, output = run(command, environment=without_ssh, cold=launcher == "python")
+    places = [(rank, ranks, rank, ranks) for rank in range(ranks)]
+    assert code == 0 and f"places {places}" in output, output
 
 
 def test_horovodrun_trains(without_ssh, tmp_path):
-    command = [*LAUNCHERS["horovodrun"](2), sys.executable, *TRAINING, "--run.folder", str(tmp_path)]
-    code, output = run(command, environment=without_ssh)
+    command = ["python", "-m", "largebatch.train", *SMALL, *BATCH, "--run.folder", str(tmp_path)]
+    code, output = run([*LAUNCHERS["horovodrun"](2), *command], environment=without_ssh)
     assert code == 0 and (tmp_path / "checkpoints" / "00000001" / "model.safetensors").exists(), output
 
 
