@@ -396,13 +396,13 @@ def test_loading_leaves_impl_to_this_machine():
     assert [group["impl"] for group in here.param_groups] == ["eager", "plain"]
 
 
+@torch._dynamo.config.patch(recompile_limit=2)
 def test_a_gpu_compiles_for_any_number_of_lists(monkeypatch):
     """As a model gives that is frozen part by part; traced as for a GPU, but for the kernels.
 
     Torch compiles one function for 8 lists, and here for 2: more lists than that come sooner.
     """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     lamb.compiled.cache_clear()
     group = Lamb(make_params(), weight_decay=0.1).param_groups[0]
     numbers = lamb.Scalars(*torch.tensor(lamb.scalars(group, 1), dtype=torch.float64).unbind())
