@@ -11,7 +11,7 @@ Importing torch, timm and DALI takes longer than most of these tests. So this pr
 each run; what it must not import is the product, which each run takes from its own copy.
 
 Each run has a keeper: a process between this one and the tests, which adopts whatever the tests leave behind, ends it,
-and removes the folder. It does so, too, when this process is killed.
+and removes the folder. It does so, too, when this process is killed; so nothing is left in any case.
 """
 
 import argparse
@@ -28,8 +28,10 @@ import sys
 import tempfile
 import time
 import tomllib
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -107,12 +109,15 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time (default 2)")
     options = parser.parse_args()
     mutants = [one for one in read_catalogue() if options.k in " ".join((one.file, one.breaks, *one.tests))]
+    if options.jobs < 1:
+        parser.error(f"--jobs is {options.jobs}, expected 1 or more")
     if not mutants:
         parser.error(f"no break has {options.k!r} in its file, sentence or tests")
+    if faults := [fault for mutant in mutants if (fault := fault_of(mutant))]:
+        sys.exit("\n".join(faults))
     began = time.monotonic()
-    signal.signal(signal.SIGTERM, _exit)
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        base = Path(folder)
+    with guarded_folder() as base:
+        signal.signal(signal.SIGTERM, _exit)
         prepare(base)
         red = red_without_a_break(mutants, options.jobs, base)
         verdicts = Counter(_report(*pair, red) for pair in judge(mutants, options.jobs, base, red))
@@ -123,6 +128,15 @@ def main() -> int:
         f"of {len(mutants)} in {time.monotonic() - began:.0f} s"
     )
     return 0 if verdicts["killed"] == len(mutants) else 1
+
+
+def fault_of(mutant: Mutant) -> str:
+    """Why the break cannot be made; empty if it can."""
+    try:
+        mutant.apply((ROOT / mutant.file).read_text())
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
 
 
 def _exit(number: int, frame: Any) -> None:
@@ -207,6 +221,26 @@ def _report(mutant: Mutant, outcome: Outcome | None, red: set[tuple[str, int]]) 
 # -- processes ---------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def guarded_folder() -> Iterator[Path]:
+    """A temporary folder, which a process of its own removes when this one has ended, however that comes about."""
+    folder = Path(tempfile.mkdtemp(prefix="mutants-"))
+    reader, writer = os.pipe()
+    guard = os.fork()
+    if not guard:
+        os.setsid()  # a terminal's Ctrl-C does not reach it
+        os.close(writer)
+        os.read(reader, 1)  # nothing comes: it returns when nobody is left who could write
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+    os.close(reader)
+    try:
+        yield folder
+    finally:
+        os.close(writer)
+        os.waitpid(guard, 0)
+
+
 def run(todo: Iterable[Job], jobs: int, base: Path) -> Iterator[tuple[Job, Outcome]]:
     """Each job in a keeper of its own, so many at a time; what they say, as they end."""
     waiting, running = list(todo), {}
@@ -217,10 +251,11 @@ def run(todo: Iterable[Job], jobs: int, base: Path) -> Iterator[tuple[Job, Outco
                 pid, report = _start_keeper(job, base)
                 running[pid] = job, report
             pid, _ = os.wait()
-            job, report = running.pop(pid)
-            with open(report) as file:
-                said = file.read()
-            yield job, Outcome(**json.loads(said)) if said else Outcome(-1, 0.0, "the keeper of this run was killed")
+            if pid in running:
+                job, report = running.pop(pid)
+                with open(report) as file:
+                    said = file.read()
+                yield job, Outcome(**json.loads(said)) if said else Outcome(-1, 0.0, "the keeper of this run failed")
     finally:
         for pid in running:
             os.kill(pid, signal.SIGTERM)
@@ -245,6 +280,8 @@ def _start_keeper(job: Job, base: Path) -> tuple[int, int]:
         if os.getppid() == parent:
             os.write(writer, json.dumps(vars(keep(job, base))).encode())
             code = 0
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
@@ -271,6 +308,7 @@ def keep(job: Job, base: Path) -> Outcome:
             output.seek(0)
             return Outcome(code, round(time.monotonic() - began, 2), output.read()[-NOTED:])
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
         end_children()
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -315,9 +353,11 @@ def _become_pytest(job: Job, folder: Path, cache: Path, output: int) -> None:
         sys.modules["__main__"] = ModuleType("__main__")  # or processes of the tests would import this file
         importlib.invalidate_caches()
         code = int(importlib.import_module("pytest").main(arguments))
+    except BaseException:
+        traceback.print_exc()
+    finally:
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:
         os._exit(code)
 
 
