@@ -44,6 +44,7 @@ IMPORTED_ONCE = ("torch", "torch._dynamo", "torch.distributed.pipelining", "torc
 IMPORTED_ONCE += ("scipy.stats", "PIL.Image", "nvidia.dali.fn", "horovod.torch", "jsonargparse", "matplotlib.figure")
 IMPORTED_ONCE += ("safetensors.torch", "rich.progress", "timm", "timm.data", "timm.optim", "sklearn.datasets")
 LIMIT_S = 120.0
+GRACE_S = 1.0
 NOTED = 3000  # characters of a run's output that are kept
 SUBREAPER, PARENTS_DEATH = 36, 1  # of prctl(2)
 
@@ -325,11 +326,18 @@ def _wait(pid: int, limit_s: float) -> int | None:
 
 
 def end_children() -> None:
-    """Kill all that is left of a run: what loses its parent becomes a child of the keeper, its subreaper."""
+    """End all that is left of a run: what loses its parent becomes a child of the keeper, its subreaper.
+
+    Python's tracker of semaphores is not killed: when the others have gone, it removes theirs, and ends by itself.
+    """
+    deadline = time.monotonic() + GRACE_S
     while children := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         for pid in map(int, children):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            tracks = b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if time.monotonic() > deadline and not tracks:
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
 
 
 def _become_pytest(job: Job, folder: Path, cache: Path, output: int) -> None:
