@@ -519,6 +519,7 @@ main() {
     MPI=${MPI:-wheel}
     check_mpi
     if [ "$FORCE" = no ] && whole; then report "found"; return; fi
+    PATH=${PATH//"$VENV/bin:"/}                 # an activated .venv is made anew from another Python
     local python
     python=$(fitting_python) || exit 1          # it has said why
     check_python "$python"

@@ -1,11 +1,15 @@
 """Config, recipes and the command line."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from largebatch import build
 from largebatch import config as c
 from largebatch.recipes import RECIPES, choose
+from largebatch.tuning import HorovodConfig
 
 
 def parse(*argv: str) -> c.TrainConfig:
@@ -177,6 +181,69 @@ def test_a_mistake_is_one_sentence(argv, sentence):
     with pytest.raises(ValueError) as error:
         parse(*argv)
     assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_every_option_of_augmentation_arrives():
+    section = c.AugmentConfig(
+        reprob=0.25, remode="const", mixup_alpha=0.2, cutmix_alpha=0.3, mixup_switch_prob=0.4, label_smoothing=0.1
+    )
+    loss = c.LossConfig(dense_weight=0.5, ground_truth="intended")
+    augment = build._augment(c.TrainConfig(model=c.ModelConfig(num_classes=7, img_size=64), augment=section, loss=loss))
+    assert vars(augment) == {
+        "num_classes": 7,
+        "mixup_alpha": 0.2,
+        "cutmix_alpha": 0.3,
+        "switch_prob": 0.4,
+        "label_smoothing": 0.1,
+        "erase_prob": 0.25,
+        "erase_mode": "const",
+        "grid": 4,
+        "ground_truth": "intended",
+        "mix_token": False,
+    }
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("lamb", {"betas": (0.8, 0.9), "eps": 1e-3}),
+        ("adamw", {"betas": (0.8, 0.9), "eps": 1e-3}),
+        ("sgd", {"momentum": 0.7}),
+        ("lars", {"momentum": 0.7, "trust_coefficient": 0.02}),
+    ],
+)
+def test_every_option_of_the_optimizer_arrives(name, options):
+    section = c.OptimConfig(name=name, lr=0.5, weight_decay=0.25, **options)
+    optimizer = build._optimizer(c.TrainConfig(optim=section), torch.nn.Linear(2, 2), impl=None)
+    assert optimizer.param_groups[0].items() >= ({"lr": 0.5, "weight_decay": 0.25} | options).items()
+
+
+def told(*, deterministic: bool = False, on_gpus: bool = False, **options) -> dict[str, str]:
+    """The variables that Horovod reads."""
+    environment: dict[str, str] = {}
+    HorovodConfig(**options).apply(environment, deterministic=deterministic, on_gpus=on_gpus)
+    return {name.removeprefix("HOROVOD_"): value for name, value in environment.items()}
+
+
+def test_what_horovod_is_told():
+    limit = {"STALL_SHUTDOWN_TIME_SECONDS": "600"}
+    assert told() == limit | {"CYCLE_TIME": "5"} and told(on_gpus=True) == limit
+    assert told(deterministic=True, on_gpus=True) == limit | {"FUSION_THRESHOLD": "0"}
+    assert told(fusion_threshold_mb=64, cycle_time_ms=2.0) == limit | {
+        "FUSION_THRESHOLD": str(64 * 2**20),
+        "CYCLE_TIME": "2.0",
+    }
+    assert told(hierarchical_allreduce=True, on_gpus=True) == limit | {"HIERARCHICAL_ALLREDUCE": "1"}
+    assert told(stall_limit_s=30, on_gpus=True) == {
+        "STALL_SHUTDOWN_TIME_SECONDS": "30",
+        "STALL_CHECK_TIME_SECONDS": "15",
+    }
+
+
+@pytest.mark.parametrize("able, impl", [([True, True], "compile"), ([True, False], "eager"), ([False, True], "eager")])
+def test_lamb_is_compiled_on_all_ranks_or_on_none(able, impl):
+    comm = SimpleNamespace(rank=0, allgather_object=lambda value, *, name: able)
+    assert build.lamb_impl(comm, torch.device("cpu")) == impl
 
 
 def test_unknown_key_in_yaml(tmp_path):

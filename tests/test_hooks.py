@@ -13,18 +13,21 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from matplotlib.image import imread
 
 from largebatch import checkpoint, curves, hooks
 from largebatch.config import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
 from largebatch.engine import Hook, Trainer, TrainState
+from largebatch.profiling import Profile
 
 ROOT = Path(__file__).parents[1]
 
@@ -441,6 +444,40 @@ def test_the_bar_and_the_log_share_a_terminal(monkeypatch, caplog):
     assert "step 4/100" in terminal.getvalue() and "loss 0.5000" in terminal.getvalue()
     assert "\nepoch 0.8/20  train loss" in terminal.getvalue() or "Kepoch 0.8/20  train loss" in terminal.getvalue()
     assert len(caplog.messages) == 1, "steps are shown by the bar"
+
+
+# -- profile -----------------------------------------------------------------------------------------------------
+
+
+class Profiled:
+    """What Profile names in a trainer: methods of its class, and functions of its own."""
+
+    def __init__(self) -> None:
+        self.device, self.comm = torch.device("cpu"), SimpleNamespace(rank=0, synchronize=str, apply=str)
+        self.objective = torch.ones(3).sum
+
+    def train_step(self) -> None:
+        self.objective()
+        self.comm.synchronize()
+        self.comm.apply()
+
+
+def test_a_profile_is_of_its_steps_and_gives_the_trainer_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    trainer, hook = Profiled(), Profile(2, 3, run="a run")
+    before = dict(vars(trainer)), dict(vars(trainer.comm))
+    hook.before_fit(trainer)
+    for step in range(1, 6):
+        assert (vars(trainer) == before[0]) == (step not in (2, 3)), "only steps that are recorded have names"
+        trainer.train_step()
+        hook.after_train_step(trainer, SimpleNamespace())
+        hook.after_step(trainer)
+    hook.after_fit(trainer)
+    assert (vars(trainer), vars(trainer.comm)) == before
+    (trace,) = tmp_path.iterdir()
+    assert trace.name == "largebatch-a run-rank0-steps-2-3.json"
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
+    assert [names.count(name) for name in ("step", "forward", "synchronize", "optimizer step")] == [2, 2, 2, 2]
 
 
 # -- curves ------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from PIL import Image
 
 from largebatch.benchmark import loader
 from largebatch.benchmark.__main__ import main
+from largebatch.data.sources import open_source
 
 COMMAND = """
 import sys
@@ -67,6 +68,14 @@ def test_wrong_options_end_with_a_sentence(images, monkeypatch, options, sentenc
     monkeypatch.setenv("XDG_CACHE_HOME", str(images.parent / "cache"))
     with pytest.raises(SystemExit, match=sentence):
         main(arguments(images, *options, f"--threads={torch.get_num_threads()}"))
+
+
+def test_some_images_are_from_all_over_the_data():
+    index = open_source("digits", split="train")
+    few, all_of_them = loader.some(index, 10), loader.some(index, 10**6)
+    assert len(few) == 10 and len(all_of_them) == len(index)
+    for column in ("file", "offset", "label"):
+        assert getattr(few, column)[[0, -1]].tolist() == getattr(index, column)[[0, -1]].tolist()
 
 
 def test_the_late_read_gives_the_same_bytes(tmp_path):

@@ -1,6 +1,7 @@
 """Lamb against a float64 reference, timm's and the formula of the 32K run; what it survives; the builders."""
 
 import copy
+import ctypes
 import functools
 import io
 import math
@@ -14,7 +15,19 @@ import torch
 from torch import nn
 
 import zoo  # noqa: F401  lets timm be imported beside torch's CPU build
-from largebatch.optim import Lamb, Lars, build_optimizer, init_state, lamb, param_groups, scale_gradients, trust_summary
+from largebatch import cpp
+from largebatch.optim import (
+    Lamb,
+    Lars,
+    build_optimizer,
+    clip_gradients,
+    gradient_norm,
+    init_state,
+    lamb,
+    param_groups,
+    scale_gradients,
+    trust_summary,
+)
 
 SHAPES = ((7, 5), (11,), (3, 2, 2), (1,), (12, 1), (), (700, 500))  # the last is longer than a chunk
 needs_compiler = pytest.mark.skipif(not lamb.can_compile("cpu"), reason="no C++ compiler")
@@ -201,6 +214,21 @@ def test_processes_that_start_together_compile_once_and_later_ones_never(tmp_pat
 
 
 @needs_compiler
+def test_what_was_compiled_of_another_source_is_not_taken(tmp_path, monkeypatch):
+    """And a library has its name when it is whole: it is the very file that the compiler wrote elsewhere."""
+    source, compiler, inode = (tmp_path / name for name in ("answer.cpp", "compiler", "inode"))
+    real = os.environ.get("CXX", "g++")
+    compiler.write_text(f'#!/bin/sh\n{real} "$@" || exit 1\nfor out; do :; done\nstat -c %i "$out" >{inode}\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    for number in (1, 2):
+        source.write_text(f'extern "C" int answer() {{ return {number}; }}')
+        library = cpp._built(source, (), tmp_path)
+        assert ctypes.CDLL(str(library)).answer() == number
+        assert library.stat().st_ino == int(inode.read_text())
+
+
+@needs_compiler
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
     (tmp_path / "file").touch()
     assert start(tmp_path, 1, XDG_CACHE_HOME=str(tmp_path / "file"))[0].startswith("True [0.99")
@@ -357,6 +385,18 @@ def test_clip_factor_is_used_once_and_not_saved():
     torch.testing.assert_close(optimizer.state[params[0]]["exp_avg"], 0.1 * 0.5 * before)
     optimizer.step()
     torch.testing.assert_close(optimizer.state[params[0]]["exp_avg"], (0.9 * 0.05 + 0.1) * before)
+
+
+@pytest.mark.parametrize("maker", [functools.partial(Lamb, impl="eager"), functools.partial(torch.optim.SGD, lr=0.1)])
+def test_a_gradient_below_the_clip_stays_as_it_is(maker):
+    """And one above has the norm of the clip afterwards."""
+    for max_norm, norm in ((None, 5.0), (10.0, 5.0), (1.0, 1.0)):
+        p = nn.Parameter(torch.zeros(2))
+        p.grad = torch.tensor([3.0, 4.0])
+        optimizer = maker([p])
+        clip_gradients(optimizer, gradient_norm(optimizer), max_norm)
+        factor = getattr(optimizer, "clip_factor", None)
+        assert float((p.grad * (1.0 if factor is None else factor)).norm()) == pytest.approx(norm, rel=1e-5)
 
 
 def test_scale_gradients_of_another_optimizer():

@@ -73,6 +73,7 @@ SOON = time.time() + 1e5  # still to come when the test is run
         (SOON + 500, str(int(SOON)), SOON + 500),
         (None, "1700000000", None),  # the limit was raised since the job began
     ],
+    ids=range(10),  # names that are the same in every process
 )
 def test_when_the_job_ends(monkeypatch, option, slurm, end):
     monkeypatch.delenv(SLURM_END, raising=False)

@@ -1,6 +1,7 @@
 """Bad images: found and listed by `pack check`, left out of the index alike everywhere, never without a word."""
 
 import csv
+import dataclasses
 import logging
 import os
 import shutil
@@ -310,3 +311,5 @@ def test_digest_tells_which_images_there_are(shards):
     others = [index.without([1]), index.without([2]), index.without([1, 2]), index.without([1]).without([1])]
     assert len({one.digest() for one in (index, *others[:3])}) == 4 and others[2].digest() == others[3].digest()
     assert others[3].where(1) == index.where(3) == others[2].where(1)
+    relabelled = dataclasses.replace(index, label=np.roll(index.label, 1))
+    assert relabelled.digest() != index.digest(), "the same images with other labels are other data"

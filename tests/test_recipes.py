@@ -90,6 +90,15 @@ def test_a_fine_tuned_run_is_validated_without_the_weights_it_began_from(tmp_pat
     assert read.recipe == "volo_d1_384" and not read.model.weights and read.model.img_size == 384
 
 
+def test_the_quick_start_leaves_digits_as_they_are():
+    """A mirrored 2 is none; the numbers of its comment are those of two ranks."""
+    config = RECIPES["quickstart"]()
+    check(config)
+    assert (config.data.hflip, config.data.path, config.model.num_classes) == (0.0, "digits", 10)
+    assert accumulation_passes(global_batch_size=256, micro_batch_size=32, num_ranks=2) == 4
+    assert (config.data.global_batch_size, config.data.micro_batch_size) == (256, 32)
+
+
 def test_cifar10_trains_and_tests_on_one_geometry():
     config = RECIPES["cifar10"]()
     assert (config.data.train_crop, config.data.crop_padding, config.data.crop_pct) == ("pad", 4, 1.0)

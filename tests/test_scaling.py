@@ -45,6 +45,13 @@ def test_the_same_batch_on_more_ranks_counts_alike(tmp_path):
     assert scaling.Scaling(rows).efficiency(rows[1]) == 1.0
 
 
+def test_efficiency_is_relative_to_the_smallest_number_of_ranks(tmp_path):
+    """Which need not be one."""
+    files = [table(tmp_path / str(n), ranks=n, images=64, seconds=[seconds]) for n, seconds in ((2, 2.0), (8, 2.5))]
+    joined = scaling.Scaling([scaling.read(Path(file)) for file in files])
+    assert [joined.efficiency(row) for row in joined.rows] == [1.0, 0.8]
+
+
 def test_two_tables_of_one_number_of_ranks(tmp_path):
     files = [table(tmp_path / name, ranks=2, images=8, seconds=[1.0]) for name in "ab"]
     with pytest.raises(SystemExit, match="Two tables are of 2 ranks: give one for each number of ranks."):

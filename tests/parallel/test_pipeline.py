@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from gloo import on_ranks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from largebatch.losses import soft_target_cross_entropy
 from largebatch.parallel.mesh import Mesh
@@ -111,6 +112,33 @@ def test_three_steps_equal_those_of_the_model_that_is_not_cut(config):
     assert len(set(logs)) == 1 and len(logs[0].splitlines()) == num_stages(config)
     counts = [int(number.replace(",", "")) for number in re.findall("([0-9,]+) parameters", logs[0])]
     assert sum(counts) == sum(parameter.numel() for parameter in model.parameters())
+
+
+# -- what the schedules are for --------------------------------------------------------------------------------------
+
+
+def _alive(config):
+    """The most micro-batches whose activations this rank holds at once."""
+    model = build()
+    pipeline = Pipeline(model, Mesh(config.shape()), config, soft_target_cross_entropy)
+    pipeline.run(*batch(0), 1.0)  # from here on shapes are known, so hooks see real passes alone
+    activations, most = [], [0]
+
+    def count(module, inputs, output):
+        activations.append(StorageWeakRef(output.untyped_storage()))
+        most.append(sum(not storage.expired() for storage in activations))
+
+    model.blocks[pipeline.stages[0].blocks[0]].mlp.fc1.register_forward_hook(count)
+    pipeline.run(*batch(0), 1.0)
+    assert len(activations) == config.micro_batches
+    return max(most)
+
+
+@pytest.mark.parametrize("schedule, expected", [("1f1b", [4, 3, 2, 1]), ("gpipe", [12, 12, 12, 12])])
+def test_a_stage_keeps_no_more_micro_batches_than_its_schedule_needs(schedule, expected):
+    """What 1F1B is for: the first stage holds as many as there are stages, the last one a single one; GPipe all."""
+    config = ParallelConfig(pipeline=4, schedule=schedule, micro_batches=12)
+    assert on_ranks(_alive, 4, config) == expected
 
 
 # -- what is drawn, checkpointing, autocast, a head in parts --------------------------------------------------------

@@ -214,19 +214,20 @@ def test_the_average_does_not_depend_on_ranks(comm):
 
 
 def test_the_average_that_rank_0_found_is_given_to_all(comm, tmp_path):
-    """Resumed on every rank alike, from a file that only rank 0 can see."""
+    """Resumed on every rank alike, from a file that only rank 0 can see; and so is the loss scale."""
     config = TrainConfig(run=RunConfig(folder=str(tmp_path)))  # a folder for each rank
     averages = []
     for seed, saving in ((1, True), (2, False)):
         trainer = small_trainer(comm, plan_for(comm), passes=2)
         averages.append(small_model(seed=seed + comm.rank))
+        trainer.scaler = torch.amp.GradScaler("cpu", init_scale=512.0 if saving and comm.rank == 0 else 64.0)
         if saving and comm.rank == 0:
             checkpoint.save(
                 tmp_path, model=trainer.model, optimizer=trainer.optimizer, scaler=trainer.scaler,
                 state=trainer.state, config_text=dump(config), average=averages[0],
             )  # fmt: skip
     assert checkpoint.resume(config, trainer, average=averages[1])
-    assert replicas_agree(comm, averages[1], "resumed average")
+    assert replicas_agree(comm, averages[1], "resumed average") and trainer.scaler.get_scale() == 512.0
     if comm.rank == 0:
         assert all(torch.equal(p, q) for p, q in zip(averages[0].parameters(), averages[1].parameters()))
 

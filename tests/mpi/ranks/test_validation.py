@@ -152,6 +152,15 @@ def test_other_errors_are_no_lack_of_memory(comm, folder, monkeypatch):
         validated(comm, folder, "--data.eval_batch_size=1")  # so that no rank is without one
 
 
+def test_weights_for_other_classes_are_refused(comm, folder):
+    """A head for ours would be drawn at random."""
+    with comm.together("writing"):
+        if comm.rank == 0:
+            save_weights(create_model("vit_ti16", img_size=SIDE, num_classes=CLASSES + 1), folder / "more.pth")
+    with pytest.raises(Stopped, match=f"has a head of {CLASSES + 1} classes, the model one of {CLASSES}"):
+        validated(comm, folder, weights="../more.pth")
+
+
 def test_a_table_that_is_something_else(comm, folder):
     with comm.together("writing"):
         if comm.rank == 0:

@@ -1,0 +1,121 @@
+"""The loop around the step, in one process without Horovod: modes, means, what is due when; and choices by device."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from largebatch import precision
+from largebatch.attention import choose_attention
+from largebatch.augment import Augment
+from largebatch.data.order import Plan
+from largebatch.data.stream import Batch
+from largebatch.engine import Hook, Trainer
+from largebatch.losses import classification
+
+CLASSES, BATCH = 3, 16
+
+
+class Alone:
+    """What a trainer asks a communicator for, of a rank that nobody shares the work with."""
+
+    rank = data_rank = 0
+    size = data_size = model_size = 1
+
+    def allreduce(self, tensor: Tensor, *, name: str) -> Tensor:
+        return tensor
+
+    def synchronize(self, optimizer: Any) -> None:
+        pass
+
+    def apply(self, optimizer: Any, scaler: Any, grad_norm: Tensor) -> bool:
+        optimizer.step()
+        return True
+
+
+def make_trainer(num_images: int, *, eval_images: int, hooks: tuple[Hook, ...] = ()) -> Trainer:
+    plan = Plan(num_samples=100, global_batch_size=BATCH, micro_batch_size=8, num_images=num_images, seed=0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, CLASSES))
+
+    def open_batches(start: int):
+        for step in range(start, plan.num_steps):
+            for micro in plan.micro_batches(step, 0, 1):
+                samples = plan.samples(micro.start, micro.stop)[1]
+                labels = torch.from_numpy(samples) % CLASSES
+                yield Batch(torch.ones(len(labels), 3, 2, 2), labels, micro.step, micro.number, samples)
+
+    return Trainer(
+        comm=Alone(),
+        model=model,
+        objective=classification,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        base_lr=0.1,
+        schedule=lambda step: 1.0,
+        plan=plan,
+        open_batches=open_batches,
+        eval_batches=[next(open_batches(0))],
+        augment=Augment(CLASSES),
+        seed=0,
+        precision="fp32",
+        clip_norm=None,
+        eval_images=eval_images,
+        device=torch.device("cpu"),
+        hooks=hooks,
+    )
+
+
+class Metrics(Hook):
+    """Keeps what each evaluation gave."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, dict[str, float]]] = []
+
+    def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        self.found.append((trainer.state.step, metrics))
+
+
+def test_steps_train_and_evaluations_do_not():
+    trainer, modes = make_trainer(2 * BATCH, eval_images=BATCH), []
+    trainer.model.register_forward_hook(lambda module, inputs, output: modes.append(module.training))
+    trainer.fit()
+    assert modes == [True, True, False] * 2  # two passes, and one batch to evaluate
+
+
+def test_the_training_loss_is_the_mean_over_the_images_since_the_last_evaluation():
+    metrics = Metrics()
+    trainer = make_trainer(2 * BATCH + 4, eval_images=2 * BATCH, hooks=(metrics,))
+
+    def objective(model, batch):  # the number of the step, for each image
+        return 0 * model(batch.images).sum() + len(batch.images) * (trainer.state.step + 1)
+
+    trainer.objective = objective
+    trainer.fit()
+    assert [(step, found["train_loss"]) for step, found in metrics.found] == [(2, 1.5), (3, 3.0)]
+
+
+@pytest.mark.parametrize("interval, steps", [(16, [1, 2, 3, 4]), (32, [2, 4]), (40, [3, 4]), (1000, [4])])
+def test_what_is_due_when(interval, steps):
+    """After the step that passes a multiple, the one before a short last step included; and at the end."""
+    trainer, due = make_trainer(3 * BATCH + 4, eval_images=1), []
+    for step in range(4):
+        trainer.state.advance(trainer.plan.window_images(step), applied=True)
+        due += [trainer.state.step] * trainer.due(interval)
+    assert due == steps
+
+
+@pytest.mark.parametrize(
+    "device, has_bf16, chosen", [("cpu", True, "bf16"), ("cpu", False, "fp32"), ("cuda", True, "bf16"),
+                                 ("cuda", False, "fp16")],
+)  # fmt: skip
+def test_the_precision_that_is_chosen(monkeypatch, device, has_bf16, chosen):
+    monkeypatch.setattr(precision, "computes", lambda *_: has_bf16)
+    assert precision.choose_precision(torch.device(device)) == chosen
+
+
+def test_attention_is_fused_on_a_gpu_alone():
+    for device, fused in (("cpu", False), ("cuda", True)):
+        model = choose_attention(zoo.create_model("vit_ti16", img_size=32), torch.device(device))
+        assert {block.attn.fused_attn for block in model.blocks} == {fused}
