@@ -19,4 +19,4 @@ if [ "${1:-}" = --all ]; then
     tiers=(-m "")
 fi
 # as many processes as there are cores, up to four: each one starts ranks of its own
-exec python -m pytest -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder "${tiers[@]}" "$@"
+exec python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder "${tiers[@]}" "$@"

@@ -7,8 +7,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler.loadscope import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS_README = ROOT / "mpi_scripts" / "README.md"
@@ -41,17 +43,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tiers, and what pytest-xdist keeps together: a file, or a launch of mpi/ranks. Shuffle if asked to."""
+    """Mark the tier of a folder. Shuffle if asked to."""
     for item in items:
         if item.path.parent.name == "cluster":
             item.add_marker("cluster")
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        item.add_marker(pytest.mark.xdist_group(str(parameters.get("world", item.path.name))))
     if config.option.shuffle is not None:
         draws = random.Random(config.option.shuffle)
         draws.shuffle(items)
         place = {file: draws.random() for file in sorted({item.path for item in items})}
         items.sort(key=lambda item: place[item.path])
+
+
+class Together(LoadScopeScheduling):
+    """Gives pytest-xdist's processes a whole file at a time, and of mpi/ranks what one launch runs."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, test = nodeid.partition("::")
+        world = re.search(r"\[(\d_ranks?[a-z_]*)", test)
+        return world[1] if world and file.startswith("tests/mpi/ranks/") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
+    return Together(config, log)
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

@@ -353,6 +353,7 @@ def _become_pytest(job: Job, folder: Path, cache: Path, output: int) -> None:
         tree = str(folder / "tree")
         os.chdir(tree)
         os.environ.update(PYTHONPATH=tree, TMPDIR=str(folder / "tmp"), XDG_CACHE_HOME=str(cache))
+        os.environ["LARGEBATCH_RANK_TESTS"] = ""  # tests of mpi/ranks run in this process, or in those of mpirun
         tempfile.tempdir = None  # as found by the parent
         arguments = ["-x", "-q", "--color=no", "-p", "no:cacheprovider", *job.tests]
         if job.ranks > 1:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
 from mutants import ROOT, Mutant, Outcome, read_catalogue, verdict
 
 MUTANTS = read_catalogue()

@@ -40,7 +40,7 @@ def test_there_are_commands():
 
 def test_the_benchmark(tmp_path):
     """On two ranks instead of eight, and a smaller model."""
-    smaller = "--model vit_nano32 --img-size 64 --batch-size 4 --rounds 1"
+    smaller = "--model vit_b32 --img-size 64 --batch-size 4 --rounds 1"
     command = f"mpirun -np 2 python -m largebatch.benchmark parallel {smaller} --output {tmp_path}"
     code, output = run(shlex.split(command))
     assert code == 0, output

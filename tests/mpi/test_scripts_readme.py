@@ -87,7 +87,8 @@ def test_ranks_are_bound_to_disjoint_parts():
 
 
 def test_packing_and_fine_tuning(tmp_path):
-    """pack_imagenet.sh on a few images, finetune_volo.sh from weights of another size, with its own measurement."""
+    """pack_imagenet.sh on a few images, labels of a teacher for their cells, finetune_volo.sh from weights of another
+    size, with its own measurement."""
     import numpy as np
     from PIL import Image
 
@@ -99,14 +100,19 @@ def test_packing_and_fine_tuning(tmp_path):
         for k in range(4):
             pixels = noise.integers(0, 256, (40, 50, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / "images" / split / name / f"{k}.JPEG")
-    records, weights, folder = tmp_path / "records", tmp_path / "volo.safetensors", tmp_path / "run"
+    records, labelled, folder = tmp_path / "records", tmp_path / "labelled", tmp_path / "run"
+    weights, teacher = tmp_path / "volo.safetensors", tmp_path / "teacher.safetensors"
     output = succeeds(f"mpi_scripts/pack_imagenet.sh {tmp_path / 'images'} {records} --shards 2 --validation-shards 1")
     assert "train: 8 images" in output and "mpirun" in output, output
     zoo.save_weights(zoo.create_model("volo_d1", img_size=64), weights)
-    tiny = "--img-size 96 --model.num_classes 2 --data.token_labels false --loss.ground_truth none"
+    zoo.save_weights(zoo.create_model("vit_nano32", img_size=64, num_classes=2, global_pool="avg"), teacher)
+    label = f"python -m largebatch.pack token-labels {records} {labelled} --teacher vit_nano32 --weights {teacher}"
+    output = succeeds(f"{label} --num-classes 2 --img-size 64")
+    assert "train: 8 images with label maps" in output, output
+    tiny = "--img-size 96 --model.num_classes 2"
     small = "--run.precision fp32 --run.max_steps 1 --data.micro_batch_size 2 --data.global_batch_size 4"
     tiny += f" {small} --log.tensorboard false --run.folder={folder}"
-    output = succeeds(f"mpi_scripts/finetune_volo.sh volo_d1_384 {weights} {records} {tiny}")
+    output = succeeds(f"mpi_scripts/finetune_volo.sh volo_d1_384 {weights} {labelled} {tiny}")
     assert "recipe volo_d1_384" in output and "position embedding resized from 4 x 4 to 6 x 6" in output, output
     assert "images 8 " in output, output
 

@@ -156,7 +156,7 @@ def test_weights_for_other_classes_are_refused(comm, folder):
     """A head for ours would be drawn at random."""
     with comm.together("writing"):
         if comm.rank == 0:
-            save_weights(create_model("vit_ti16", img_size=SIDE, num_classes=CLASSES + 1), folder / "more.pth")
+            save_weights(create_model("vit_nano32", img_size=SIDE, num_classes=CLASSES + 1), folder / "more.pth")
     with pytest.raises(Stopped, match=f"has a head of {CLASSES + 1} classes, the model one of {CLASSES}"):
         validated(comm, folder, weights="../more.pth")
 
