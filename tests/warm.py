@@ -194,7 +194,7 @@ def _die_with_parent() -> None:
 
 def _become(client: socket.socket, peer: int, request: Request) -> None:
     """Move a new child to where its client is, and tell the client its number there."""
-    os.setsid()
+    os.setpgid(0, 0)  # no session of its own: those share the cores among them, and a rank that yields would not
     _die_with_parent()
     if _enter_namespaces(peer):  # a child of this one is the first in the other namespace of processes
         pid = os.fork()
