@@ -69,6 +69,6 @@ def test_a_short_batch_is_filled_up_with_images_that_count_for_nothing(name):
     whole = build()
     for found in on_ranks(_passes, config.shape().size, config, sizes):
         for size, (loss, logits, difference) in zip(sizes, found, strict=True):
-            assert loss == pytest.approx(float(classification(whole, batch(size))) / size, rel=1e-12)
+            assert loss == pytest.approx(classification(whole, batch(size)).item() / size, rel=1e-12)
             torch.testing.assert_close(logits, whole(batch(size).images).detach(), rtol=1e-12, atol=1e-12)
             assert difference < 1e-12
