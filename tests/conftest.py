@@ -5,6 +5,7 @@ import random
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,20 +68,30 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
     return Together(config, log)
 
 
+LEFT_OUT: Counter[str] = Counter()  # tests of each tier
+
+
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    """Count what a tier leaves out, for the summary."""
-    for item in items:
-        for tier in TIERS:
-            if item.get_closest_marker(tier):
-                LEFT_OUT[tier] = LEFT_OUT.get(tier, 0) + 1
+    LEFT_OUT.update(tier for item in items for tier in TIERS if item.get_closest_marker(tier))
 
 
-LEFT_OUT: dict[str, int] = {}
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of pytest-xdist's has collected the tests, and the one that a user started says what was left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(LEFT_OUT)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    if not error:
+        LEFT_OUT.update({tier: count for tier, count in node.workeroutput["left_out"].items() if not LEFT_OUT[tier]})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name the tiers that were not asked for."""
+    asked = config.option.markexpr
     for tier, count in LEFT_OUT.items():
-        terminalreporter.write_line(f"left out: {count} tests of tier {tier} ({TIERS[tier]}): -m {tier} runs them")
+        if f"not {tier}" in asked or asked and tier not in asked:
+            terminalreporter.write_line(f"left out: {count} tests of tier {tier} ({TIERS[tier]}): -m {tier} runs them")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,7 +5,8 @@ import csv
 import pytest
 import torch
 import warm
-from training import LAUNCHERS, ONE_THREAD, different, launcher_on, start, state
+from runs import different
+from training import LAUNCHERS, ONE_THREAD, launcher_on, start, state
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

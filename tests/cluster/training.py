@@ -43,9 +43,3 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
     files = sorted(max((folder / "checkpoints").glob("[0-9]*")).glob("*.safetensors"))
     assert files, folder
     return {f"{file.stem}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    """The names of the tensors that are not equal bit for bit."""
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])]
