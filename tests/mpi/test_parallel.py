@@ -1,12 +1,12 @@
 """Runs whose ranks share a model are the run of ranks that do not, whatever the mesh, and go on in any other."""
 
-import csv
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from launch import launch
+from runs import rows
 from safetensors.torch import load_file
 
 LAUNCHES = (  # ranks, and the runs that put as many ranks to a replica; "chain" goes on where the launch before stopped
@@ -32,16 +32,16 @@ def runs(tmp_path_factory) -> Path:
     return folder
 
 
-def rows(folder: Path, name: str) -> list[dict[str, float]]:
-    with open(folder / name, newline="") as file:
-        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+def numbers(folder: Path, name: str) -> list[dict[str, float]]:
+    """A table of the run."""
+    return [{key: float(value) for key, value in row.items() if value} for row in rows(folder, name)]
 
 
 @pytest.mark.parametrize("name, plain", [*((name, "plain") for name in RUNS), ("volo_1d", "volo")])
 def test_losses_and_norms_are_those_of_the_plain_run(runs, name, plain):
     """Also of the run's last batch, which is too short for every mesh. VOLO's ReLUs turn rounding into more."""
     precision = 1e-3 if "volo" in name else 2e-6
-    theirs, ours = rows(runs / plain, "steps.csv"), rows(runs / name, "steps.csv")
+    theirs, ours = numbers(runs / plain, "steps.csv"), numbers(runs / name, "steps.csv")
     assert len(ours) == len(theirs) == 10
     for one, other in zip(theirs, ours):
         assert other["step"] == one["step"] and other["images"] == one["images"]
@@ -51,7 +51,7 @@ def test_losses_and_norms_are_those_of_the_plain_run(runs, name, plain):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_evaluations_are_those_of_the_plain_run(runs, name):
-    theirs, ours = rows(runs / "plain", "epochs.csv"), rows(runs / name, "epochs.csv")
+    theirs, ours = numbers(runs / "plain", "epochs.csv"), numbers(runs / name, "epochs.csv")
     assert len(ours) == len(theirs) == 2
     for one, other in zip(theirs, ours):
         assert other["eval_loss"] == pytest.approx(one["eval_loss"], abs=2e-6)
