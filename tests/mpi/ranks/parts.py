@@ -57,6 +57,19 @@ def images(samples: list[int], *, dtype: torch.dtype) -> Tensor:
     return torch.stack([torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(n), dtype=dtype) for n in samples])
 
 
+def plan_for(comm: Communicator, *, passes: int = 2, steps: int = 1, left_over: int = 0) -> Plan:
+    """Steps of so many passes over four images on each rank, and one of what is left over."""
+    batch = comm.size * passes * 4
+    num_images = steps * batch + left_over
+    return Plan(num_samples=50, global_batch_size=batch, micro_batch_size=4, num_images=num_images, seed=0)
+
+
+def replicas_agree(comm: Communicator, model: nn.Module, name: str) -> bool:
+    """Whether all ranks hold the same bits."""
+    mine = [tensor.detach().double().flatten().tolist() for tensor in model.state_dict().values()]
+    return all(other == mine for other in comm.allgather_object(mine, name=name))
+
+
 def batch_of(plan: Plan, micro: MicroBatch, *, dtype: torch.dtype) -> Batch:
     samples = plan.samples(micro.start, micro.stop)[1]
     labels = torch.from_numpy(samples) % CLASSES

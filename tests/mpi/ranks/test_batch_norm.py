@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from parts import CLASSES, images, small_trainer
+from parts import CLASSES, images, plan_for, small_trainer
 from torch import nn
 
 from largebatch.batch_norm import BatchNormStatistics
@@ -19,12 +19,6 @@ def normalised_model() -> nn.Sequential:
         norm.running_mean.normal_()  # as in a resumed run: not those of a new layer
         norm.running_var.uniform_(1, 2)
     return nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), norm, nn.Flatten(), nn.Linear(32, CLASSES))
-
-
-def plan_for(comm) -> Plan:
-    """Three whole steps, and one of a single short micro-batch: most ranks have nothing in it."""
-    batch = comm.size * PASSES * 4
-    return Plan(num_samples=50, global_batch_size=batch, micro_batch_size=4, num_images=STEPS * batch + 3, seed=0)
 
 
 def expected_statistics(plan: Plan, trainer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +37,7 @@ def expected_statistics(plan: Plan, trainer) -> tuple[torch.Tensor, torch.Tensor
 
 
 def test_the_statistics_are_those_of_all_micro_batches(comm):
-    plan = plan_for(comm)
+    plan = plan_for(comm, steps=STEPS, left_over=3)  # most ranks have nothing in the last step
     trainer = small_trainer(comm, plan, passes=PASSES, model=normalised_model(), mixup_alpha=0.0, lr=0.0)
     trainer.hooks = [BatchNormStatistics(trainer.model)]
     expected = expected_statistics(plan, trainer)
@@ -57,7 +51,7 @@ def test_the_statistics_are_those_of_all_micro_batches(comm):
 
 
 def test_a_skipped_step_leaves_them_alone(comm):
-    plan = plan_for(comm)
+    plan = plan_for(comm, steps=STEPS, left_over=3)  # most ranks have nothing in the last step
     trainer = small_trainer(comm, plan, passes=PASSES, model=normalised_model(), mixup_alpha=0.0)
     before = trainer.model[1].running_mean.clone()
     with torch.no_grad():

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from parts import CLASSES, batch_of, seen_by_optimizer, small_trainer, tiny_vit
+from parts import CLASSES, batch_of, plan_for, seen_by_optimizer, small_trainer, tiny_vit
 from torch import nn
 from torch._dynamo.utils import counters
 
 from largebatch import build
 from largebatch.augment import Augment, seed_for
 from largebatch.comm import Stopped
-from largebatch.data.order import Plan
 from largebatch.losses import classification
 
 CPU = torch.device("cpu")
@@ -32,13 +31,6 @@ def forget_graphs():
 
 def graphs() -> int:
     return counters["stats"]["unique_graphs"]
-
-
-def plan_for(comm, *, steps: int = 1, left_over: int = 0) -> Plan:
-    batch = comm.size * PASSES * 4
-    return Plan(
-        num_samples=50, global_batch_size=batch, micro_batch_size=4, num_images=steps * batch + left_over, seed=0
-    )
 
 
 def eager_vit(**rates: float) -> nn.Module:

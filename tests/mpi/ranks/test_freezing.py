@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from parts import CLASSES, images, small_model
+from parts import CLASSES, images, replicas_agree, small_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -48,11 +48,6 @@ def train_alone(model: nn.Module, optimizer: Optimizer, steps: range, *, batch: 
         loss_of(model, list(range(step * batch, (step + 1) * batch)), batch=batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def replicas_agree(comm, model: nn.Module, name: str) -> bool:
-    mine = [parameter.tolist() for parameter in model.parameters()]
-    return all(other == mine for other in comm.allgather_object(mine, name=name))
 
 
 def close(one: nn.Module, other: nn.Module) -> bool:

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from parts import CLASSES, batch_of, seen_by_optimizer, small_model, small_trainer, tiny_vit
+from parts import CLASSES, batch_of, plan_for, seen_by_optimizer, small_model, small_trainer, tiny_vit
 from torch import nn
 
 from largebatch.augment import Augment, seed_for
@@ -15,13 +15,6 @@ from largebatch.losses import classification
 
 DROPOUT = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.1, "attn_drop_rate": 0.1, "drop_path_rate": 0.1}
 PASSES = 2
-
-
-def plan_for(comm, *, steps: int = 1, left_over: int = 0) -> Plan:
-    batch = comm.size * PASSES * 4
-    return Plan(
-        num_samples=50, global_batch_size=batch, micro_batch_size=4, num_images=steps * batch + left_over, seed=0
-    )
 
 
 def gradients_of(comm, model: nn.Module, **options) -> list[torch.Tensor]:

@@ -8,8 +8,7 @@ from functools import partial
 import horovod.torch as hvd
 import pytest
 import torch
-from parts import serial_run, small_model, small_trainer
-from torch import nn
+from parts import plan_for, replicas_agree, serial_run, small_model, small_trainer
 
 from largebatch import checkpoint
 from largebatch.comm import Stopped
@@ -18,17 +17,6 @@ from largebatch.data.order import Plan
 from largebatch.ema import Ema
 from largebatch.engine import Hook
 from largebatch.optim import PRESETS, Lamb, Lars, build_optimizer, init_state
-
-
-def plan_for(comm, *, passes: int = 2, steps: int = 4) -> Plan:
-    batch = comm.size * passes * 4
-    return Plan(num_samples=50, global_batch_size=batch, micro_batch_size=4, num_images=steps * batch, seed=0)
-
-
-def replicas_agree(comm, model: nn.Module, name: str) -> bool:
-    """Whether all ranks hold the same bits."""
-    mine = [tensor.detach().double().flatten().tolist() for tensor in model.state_dict().values()]
-    return all(other == mine for other in comm.allgather_object(mine, name=name))
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
@@ -110,7 +98,7 @@ def test_what_cannot_be_reduced_is_refused(comm, spoil, reason):
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_overflow_on_one_rank_skips_the_step_on_all(comm, precision):
-    trainer = small_trainer(comm, plan_for(comm), passes=2, precision=precision, mixup_alpha=0.0)
+    trainer = small_trainer(comm, plan_for(comm, steps=4), passes=2, precision=precision, mixup_alpha=0.0)
     batches = list(trainer.open_batches(0))
     trainer.train_step(iter(batches[:2]))
     before = copy.deepcopy(trainer.model.state_dict()), copy.deepcopy(trainer.optimizer.state_dict())
@@ -134,7 +122,7 @@ def test_repeats_to_the_last_bit(comm):
     """In deterministic mode, with three ranks too, where the order of a sum matters."""
     results = []
     for _ in range(2):
-        trainer = small_trainer(comm, plan_for(comm), passes=2, model=small_model(dropout=0.3))
+        trainer = small_trainer(comm, plan_for(comm, steps=4), passes=2, model=small_model(dropout=0.3))
         trainer.fit()
         results.append([parameter.detach().clone() for parameter in trainer.model.parameters()])
     assert all(torch.equal(one, two) for one, two in zip(*results))
@@ -218,7 +206,7 @@ def test_the_average_that_rank_0_found_is_given_to_all(comm, tmp_path):
     config = TrainConfig(run=RunConfig(folder=str(tmp_path)))  # a folder for each rank
     averages = []
     for seed, saving in ((1, True), (2, False)):
-        trainer = small_trainer(comm, plan_for(comm), passes=2)
+        trainer = small_trainer(comm, plan_for(comm, steps=4), passes=2)
         averages.append(small_model(seed=seed + comm.rank))
         trainer.scaler = torch.amp.GradScaler("cpu", init_scale=512.0 if saving and comm.rank == 0 else 64.0)
         if saving and comm.rank == 0:
