@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What:     runs the tests, under real MPI launchers where ranks matter. Sets up .venv first where needed.
 # Hardware: two CPU cores and 12 GB of memory; no GPU needed.
-# Time:     about 12 minutes on two idle cores; --all about 40. The first set-up takes 3 more.
+# Time:     about 12 minutes on two idle cores; the parts of --all add up to 30. The first set-up takes 3 more.
 # Prints:   pytest's output; at the end what this machine cannot run, and what was left out, each with its reason.
 #
 # Usage:    mpi_scripts/test.sh [--all] [options of pytest, e.g. -k lamb or tests/test_optim.py]
