@@ -1,7 +1,9 @@
 """The warm Python of tests is what `python` is: arguments, environment, descriptors, signals, its end, no leftovers."""
 
 import os
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -106,7 +108,8 @@ import os, signal, sys, time
 if sys.argv[1:]:
     signal.signal(signal.SIGUSR1, lambda *_: (os.write(1, b"heard\\n"), sys.exit(75)))
 print(os.getpid(), flush=True)
-time.sleep(1000)
+while True:  # Python would hear of a signal that comes just before a long sleep only after it
+    time.sleep(0.05)
 """
 
 
@@ -150,6 +153,34 @@ def test_a_killed_program_ends_its_client():
     process, pid = waiting()
     os.kill(pid, signal.SIGKILL)
     assert process.wait(60) == -signal.SIGKILL
+
+
+def test_a_client_and_its_program_that_end_at_once_do_not_end_the_server():
+    """The server sees both with one look, and attends to the program first."""
+    ours, theirs = socket.socketpair()
+    program = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    started = warm.Started(program.pid, ours)
+    selector = selectors.DefaultSelector()
+    client = selector.register(ours, selectors.EVENT_READ, started)
+    ended = selector.register(os.pidfd_open(program.pid), selectors.EVENT_READ, started)
+    theirs.close()
+    limit = time.monotonic() + 20
+    while len(selector.select(0.1)) < 2:
+        assert time.monotonic() < limit
+    warm._attend(selector, ended)
+    warm._attend(selector, client)
+    assert not selector.get_map()
+    program.returncode = 0  # warm has fetched it
+    selector.close()
+
+
+def test_a_program_has_no_descriptors_of_another():
+    one = start("-c", WAITING)
+    one.stdout.readline()
+    count = "import os; print(len(os.listdir('/proc/self/fd')))"
+    ours, theirs = both("-c", count)
+    one.kill()
+    assert ours == theirs and one.wait(60) == -signal.SIGKILL
 
 
 KILLED_SESSION = """

@@ -124,8 +124,7 @@ def serve(path: str) -> tuple[Request, list[int]]:
                     continue
                 pid, peer = os.fork(), _peer(client)
                 if pid == 0:
-                    selector.close()
-                    listener.close()
+                    _close(selector)
                     _become(client, peer, request)
                     return request, descriptors
                 for descriptor in descriptors:
@@ -135,6 +134,16 @@ def serve(path: str) -> tuple[Request, list[int]]:
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, started)
             else:
                 _attend(selector, key)
+
+
+def _close(selector: selectors.BaseSelector) -> None:
+    """In a child: what belongs to the server, and to other programs."""
+    for key in list(selector.get_map().values()):
+        if isinstance(key.fileobj, socket.socket):
+            key.fileobj.close()
+        else:
+            os.close(key.fd)
+    selector.close()
 
 
 def _receive(client: socket.socket) -> tuple[Any, list[int]]:
@@ -162,6 +171,8 @@ def _attend(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> Non
     """A client is gone: kill its child, whose end then comes. Or a child has ended: tell its client."""
     started: Started = key.data
     if key.fileobj is started.client:
+        if started.client.fileno() < 0:  # its child, whose end came with the same look at both, has been attended to
+            return
         selector.unregister(started.client)
         _kill(started.pid)
         return
