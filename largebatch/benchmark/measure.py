@@ -26,7 +26,7 @@ import torch
 from largebatch.precision import DTYPES, computes
 
 Round = Callable[[], None]
-PACKAGES = ("torch", "timm", "horovod", "nvidia-dali-cuda120", "apex")
+PACKAGES = ("timm", "horovod", "nvidia-dali-cuda120", "apex")
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,11 @@ def hardware(device: torch.device) -> str:
 
 
 def versions() -> str:
-    """Python and the packages that matter to speed, where installed. None of them is imported for it."""
-    found = [f"python {platform.python_version()}"]
+    """Python, torch with the CUDA of its build, and the packages that matter to speed, where installed.
+
+    Only torch itself says which CUDA it was built for; none of the others is imported for it.
+    """
+    found = [f"python {platform.python_version()}", f"torch {torch.__version__}"]
     for name in PACKAGES:
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")
