@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch import checkpoint, hooks
-from largebatch.affinity import loader_threads
-from largebatch.attention import choose_attention
 from largebatch.augment import Augment, Augmented
-from largebatch.batch_norm import BatchNormStatistics, batch_norms
 from largebatch.comm import Communicator, session
+from largebatch.comm.cores import loader_threads
 from largebatch.config import (
     DataConfig,
     TrainConfig,
@@ -38,13 +36,15 @@ from largebatch.data.order import Plan
 from largebatch.data.randaugment import parse as parse_policy
 from largebatch.data.sources import open_source
 from largebatch.data.token_labels import CELL
-from largebatch.ema import Ema, check_half_life
 from largebatch.engine import Hook, Replica, Trainer, TrainState
+from largebatch.hooks.batch_norm import BatchNormStatistics, batch_norms
+from largebatch.hooks.ema import Ema, check_half_life
+from largebatch.hooks.profile import Profile
+from largebatch.hooks.stop_early import Signals, StopEarly, end_time
 from largebatch.losses import classification, token_labeling
+from largebatch.native.attention import choose_attention
 from largebatch.optim import build_optimizer, can_compile, init_state
 from largebatch.precision import choose_precision, computes
-from largebatch.preemption import Signals, StopEarly, end_time
-from largebatch.profiling import Profile
 from largebatch.schedules import Schedule, make_schedule, scale_lr
 from zoo import create_model
 

@@ -16,7 +16,7 @@ from typing import Sequence
 from largebatch.build import build_trainer, program
 from largebatch.comm import Communicator, StoppedEarly
 from largebatch.config import TrainConfig, dump, parse
-from largebatch.preemption import Signals
+from largebatch.hooks.stop_early import Signals
 from largebatch.recipes import RECIPES, choose
 
 logger = logging.getLogger("largebatch.train")

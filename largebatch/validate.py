@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from largebatch.build import build_eval_loader, build_model, find_weights, model_geometry, open_data, program, set_up
 from largebatch.comm import Communicator
 from largebatch.config import ModelConfig, TrainConfig, parse
+from largebatch.config.parallel import ParallelConfig
+from largebatch.data.imagenet_real import real_labels
 from largebatch.data.index import Index
-from largebatch.data.real import real_labels
 from largebatch.data.records import atomic_file
 from largebatch.engine import count_batch, tally
 from largebatch.evaluation import tally_fitting
 from largebatch.losses import COUNTS, LISTED_COUNTS, count_listed
-from largebatch.parallel.shape import ParallelConfig
 from largebatch.recipes import RECIPES, choose
 from zoo import load_weights
 

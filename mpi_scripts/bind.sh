@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What:     binds a rank to the cores and the memory of the NUMA node nearest its GPU, and to the network adapter
-#           nearest that, then becomes the command. largebatch/binding.py says how.
+#           nearest that, then becomes the command. largebatch/bind.py says how.
 # Hardware: any. Without GPUs, or without NUMA, the ranks of a host share its cores evenly; with fewer cores than
 #           ranks nothing is bound. Memory is bound where numactl is installed (sudo apt-get install numactl).
 # Time:     0.1 s, and what nvidia-smi takes.
@@ -18,4 +18,4 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${VENV:-$ROOT/.venv}/bin/python
 [ -x "$python" ] || python=python3              # only Python's own library is needed
-exec "$python" -I "$ROOT/largebatch/binding.py" "$@"
+exec "$python" -I "$ROOT/largebatch/bind.py" "$@"

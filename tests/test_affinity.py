@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from largebatch.affinity import Cores, compact, cores_of_process, expand, loader_threads, part, quotas
+from largebatch.comm.cores import Cores, compact, cores_of_process, expand, loader_threads, part, quotas
 
 LIMITS = Path("/sys/fs/cgroup/cpu")  # version 1
 
@@ -127,7 +127,7 @@ def test_the_quota_of_a_real_control_group():
         (group / "cpu.cfs_quota_us").write_text("150000")
         program = (
             "import os, sys; open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
-            "from largebatch.affinity import cores_of_process, part\n"
+            "from largebatch.comm.cores import cores_of_process, part\n"
             "mine = cores_of_process(); print(mine.quotas, part(mine, [mine]))"
         )
         command = [sys.executable, "-c", program, str(group)]

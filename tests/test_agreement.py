@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from largebatch import agreement
-from largebatch.affinity import Cores, expand
-from largebatch.agreement import (
+from largebatch.comm import preflight as agreement
+from largebatch.comm.cores import Cores, expand
+from largebatch.comm.preflight import (
     Place,
     RankReport,
     by_host,
@@ -98,7 +98,7 @@ def test_the_digest_is_of_all_our_sources(tmp_path, change):
     """Of what is imported, wherever it lies; a stale file or one more shows."""
 
     def digest(root: Path) -> str:
-        program = "from largebatch.agreement import sources_digest; print(sources_digest())"
+        program = "from largebatch.comm.preflight import sources_digest; print(sources_digest())"
         return subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True).stdout
 
     for package in ("largebatch", "zoo"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from largebatch import attention
+from largebatch.native import attention
 from zoo import create_model, set_fused_attn
 
 CPU = torch.device("cpu")

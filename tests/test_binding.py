@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from largebatch import binding
-from largebatch.binding import Machine, local_rank, numbers, plan, ranges, share, visible_gpus
+from largebatch import bind as binding
+from largebatch.bind import Machine, local_rank, numbers, plan, ranges, share, visible_gpus
 
 ROOT = Path(__file__).parents[1]
 BIND = str(ROOT / "mpi_scripts" / "bind.sh")

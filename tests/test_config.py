@@ -8,8 +8,8 @@ import torch
 
 from largebatch import build
 from largebatch import config as c
+from largebatch.config.horovod import HorovodConfig
 from largebatch.recipes import RECIPES, choose
-from largebatch.tuning import HorovodConfig
 
 
 def parse(*argv: str) -> c.TrainConfig:

@@ -21,8 +21,8 @@ import zoo  # noqa: F401  # lets torchvision be imported beside any build of tor
 from largebatch.data import dali, order, randaugment, reader, records
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.index import index_images, index_shards
-from largebatch.data.operations import fill_colour, with_pillow
 from largebatch.data.order import Plan
+from largebatch.data.randaugment_ops import fill_colour, with_pillow
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MEAN_BOUND, MAX_BOUND = 0.35, 16.0

@@ -10,7 +10,7 @@ from torch import nn
 from largebatch import build, validate
 from largebatch.config import OptimConfig, TrainConfig
 from largebatch.data.order import Plan
-from largebatch.ema import Ema, check_half_life, lerp_, share
+from largebatch.hooks.ema import Ema, check_half_life, lerp_, share
 
 
 def test_the_memory_is_counted_in_images():

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 import zoo
 from largebatch import precision
-from largebatch.attention import choose_attention
 from largebatch.augment import Augment
 from largebatch.data.order import Plan
 from largebatch.data.stream import Batch
 from largebatch.engine import Hook, Trainer
 from largebatch.losses import classification
+from largebatch.native.attention import choose_attention
 
 CLASSES, BATCH = 3, 16
 

@@ -23,11 +23,12 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from largebatch import checkpoint, curves, hooks
+from largebatch import checkpoint, hooks
 from largebatch.config import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
 from largebatch.engine import Hook, Trainer, TrainState
-from largebatch.profiling import Profile
+from largebatch.hooks import curves
+from largebatch.hooks.profile import Profile
 
 ROOT = Path(__file__).parents[1]
 
@@ -293,7 +294,7 @@ def main(folder: Path) -> dict[str, Any]:
 
     def clock() -> None:
         now = [0.0]
-        hooks.time = SimpleNamespace(perf_counter=lambda: now[0])
+        hooks.log.time = SimpleNamespace(perf_counter=lambda: now[0])
 
         def take(seconds: float) -> None:
             now[0] += seconds

@@ -10,8 +10,9 @@ from PIL import Image
 from torch import nn
 
 import zoo
-from largebatch import labelling, pack
+from largebatch import pack
 from largebatch.data import label_maps, records, sources
+from largebatch.pack import token_labels as labelling
 from zoo import teacher
 from zoo.teacher import build_teacher, dense_logits, input_size
 from zoo.volo import VOLO, Structure

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from largebatch import launcher
-from largebatch.launcher import Launch, first_host, mismatch, prepare, recognise
-from largebatch.place import Place, refuse_unreachable
+from largebatch.comm import launcher
+from largebatch.comm.gloo_address import Place, refuse_unreachable
+from largebatch.comm.launcher import Launch, first_host, mismatch, prepare, recognise
 
 RECORDED = Path(__file__).parent / "launchers"
 OPEN_MPI, MPICH = "Open MPI v4.1.8, package: ...", "MPICH Version:      5.0.2 ..."
@@ -250,7 +250,7 @@ def test_addresses_that_others_cannot_reach():
         refuse_unreachable([place("a"), place("b", address="")])
 
 
-ALONE = "import sys; from largebatch import launcher as l; launch = l.Launch('torchrun', int(sys.argv[1]), 2)"
+ALONE = "import sys; from largebatch.comm import launcher as l; launch = l.Launch('torchrun', int(sys.argv[1]), 2)"
 JOIN = (
     "l.JOIN_LIMIT_S = 3; env = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': sys.argv[2]}\n"
     "try: l.prepare(launch, env, mpi='')\n"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import zoo  # noqa: F401  lets timm be imported beside torch's CPU build
-from largebatch import cpp
+from largebatch.native import compile as cpp
 from largebatch.optim import (
     Lamb,
     Lars,

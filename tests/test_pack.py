@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import struct
+import sys
 import tarfile
 
 import numpy as np
@@ -14,10 +15,11 @@ from PIL import Image
 from scipy.io import savemat
 
 from largebatch import pack
-from largebatch.data import archives, originals, records, sources
+from largebatch.data import archives, records, sources
 from largebatch.data.dali import TrainLoader
 from largebatch.data.order import Plan
 from largebatch.data.records import FILENAME, IMAGE, LABEL
+from largebatch.pack import inputs as originals
 
 WNIDS = ["n01440764", "n01443537", "n01484850"]
 NUMBERS = {"n01440764": 7, "n01443537": 3, "n01484850": 9}  # ILSVRC2012_ID: in another order than the names
@@ -366,7 +368,7 @@ def test_progress_fills_a_terminal_line_and_not_a_log(monkeypatch):
     for terminal, lines in ((False, 10), (True, 1)):
         stream = io.StringIO()
         stream.isatty = lambda: terminal
-        monkeypatch.setattr(pack.sys, "stderr", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
         progress = pack.Progress("packing", 1000)
         for done in range(1, 1001):
             progress(done)

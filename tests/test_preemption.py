@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 
 from largebatch.config import RunConfig, TrainConfig, check
-from largebatch.preemption import MARGIN_S, SLURM_END, Signals, StopEarly, end_time
+from largebatch.hooks.stop_early import MARGIN_S, SLURM_END, Signals, StopEarly, end_time
 
 
 def wait_for(condition, limit_s: float = 10):

@@ -14,8 +14,8 @@ from sklearn.datasets import load_sample_images
 
 import zoo  # noqa: F401  # lets torchvision be imported beside any build of torch
 from largebatch.data import order, randaugment
-from largebatch.data.operations import fill_colour, with_pillow, with_torch
 from largebatch.data.randaugment import AFFINE, CODES, NAMES, NONE, Operations, RandAugment, parse
+from largebatch.data.randaugment_ops import fill_colour, with_pillow, with_torch
 from largebatch.data.token_labels import warps
 
 FILL = fill_colour((0.485, 0.456, 0.406))

@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 import zoo._torchvision  # noqa: F401  (before timm)
+from largebatch.data.imagenet_real import image_names, real_labels
 from largebatch.data.index import Index
-from largebatch.data.real import image_names, real_labels
 from largebatch.data.records import FILENAME, IMAGE, LABEL, encode_example, write_records
 from largebatch.data.sources import open_source
 from largebatch.losses import count_listed

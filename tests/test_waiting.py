@@ -3,7 +3,7 @@
 import threading
 import time
 
-from largebatch.watchdog import Watchdog
+from largebatch.comm.watchdog import Watchdog
 
 
 def test_a_wait_that_is_too_long_is_reported_once_with_its_name():

@@ -23,10 +23,10 @@ from torch.optim import SGD
 from largebatch.augment import Augmented
 from largebatch.benchmark.measure import Contender, Report, Round, compare
 from largebatch.comm import Communicator, session
+from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.losses import classification
 from largebatch.parallel.rendezvous import start
 from largebatch.parallel.replica import Divided
-from largebatch.parallel.shape import ParallelConfig, TensorConfig
 from largebatch.precision import DTYPES, choose_precision
 from zoo import create_model, set_fused_attn
 

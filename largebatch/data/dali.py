@@ -21,9 +21,9 @@ from nvidia.dali import fn, types
 
 from largebatch.data import order, pixels, randaugment, reader, token_labels
 from largebatch.data.index import Index
-from largebatch.data.operations import fill_colour, with_pillow, with_torch
 from largebatch.data.order import MicroBatch, Plan
 from largebatch.data.randaugment import Operations, Policy
+from largebatch.data.randaugment_ops import fill_colour, with_pillow, with_torch
 from largebatch.data.stream import Batch, Encoded, Stream
 from largebatch.data.token_labels import Axes
 

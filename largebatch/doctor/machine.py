@@ -8,7 +8,7 @@ from pathlib import Path
 
 from largebatch.doctor.result import REINSTALL, Result, run
 
-# As read by largebatch.launcher: with more than 1 in one of these a program started by itself refuses to run.
+# As read by largebatch.comm.launcher: with more than 1 in one of these a program started by itself refuses to run.
 LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "WORLD_SIZE")
 MIB, GIB = 2**20, 2**30
 NEEDED_SHM_BYTES = 64 * MIB  # the ranks of a host exchange messages there: Open MPI 4 MB per rank, NCCL more

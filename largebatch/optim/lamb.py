@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from largebatch.optim import native
+from largebatch.native import lamb as native
 
 IMPLS = ("auto", "compile", "eager", "plain")
 CHUNK = 2**18  # elements that the eager path works on at a time: arrays of 1 MiB, which stay in cache

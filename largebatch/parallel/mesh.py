@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from largebatch.parallel.shape import Shape
+from largebatch.config.parallel import Shape
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils.checkpoint import checkpoint
 
+from largebatch.config.parallel import ParallelConfig
 from largebatch.parallel.collectives import all_gather, broadcast
 from largebatch.parallel.mesh import Axis, Mesh
-from largebatch.parallel.shape import ParallelConfig
 from zoo.vit import VisionTransformer
 
 Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from largebatch.comm import Communicator
+from largebatch.comm.gloo_address import Place, loopback, own_address, refuse_unreachable
 from largebatch.parallel import mesh
-from largebatch.place import Place, loopback, own_address, refuse_unreachable
 
 
 def start(comm: Communicator, device: torch.device) -> None:

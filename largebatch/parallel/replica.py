@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.augment import Augmented
+from largebatch.config.parallel import ParallelConfig
 from largebatch.engine import Objective, Replica, Trainer
 from largebatch.optim import Lamb
 from largebatch.parallel import pipeline, sequence, vit, volo
 from largebatch.parallel.collectives import gather_objects
-from largebatch.parallel.lamb import ShardedLamb, global_norm
+from largebatch.parallel.cuts import WHOLE, Cut, cuts_of, local, sum_partial_gradients
 from largebatch.parallel.loss import classification, cross_entropy
 from largebatch.parallel.mesh import Mesh, block
 from largebatch.parallel.pipeline import Pipeline
-from largebatch.parallel.shape import ParallelConfig
-from largebatch.parallel.sharding import WHOLE, Cut, cuts_of, local, sum_partial_gradients
+from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
+from largebatch.parallel.state_sharding import Sharding, state_bytes
 from largebatch.parallel.tensor import layouts, parts
-from largebatch.parallel.zero import Sharding, state_bytes
 from largebatch.precision import autocast
 from zoo.vit import VisionTransformer
 from zoo.volo import VOLO

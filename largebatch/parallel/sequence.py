@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from largebatch.parallel.collectives import part, reduce
+from largebatch.parallel.cuts import cuts_of
 from largebatch.parallel.mesh import Axis, Mesh
-from largebatch.parallel.sharding import cuts_of
 from largebatch.parallel.tensor import Dropout
 from zoo.vit import VisionTransformer
 

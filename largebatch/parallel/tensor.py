@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from largebatch.config.parallel import Shape
 from largebatch.parallel import collectives
+from largebatch.parallel.cuts import Cut, local
 from largebatch.parallel.mesh import Axis, Mesh, block
-from largebatch.parallel.shape import Shape
-from largebatch.parallel.sharding import Cut, local
 
 
 @dataclass(frozen=True)

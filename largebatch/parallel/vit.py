@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from largebatch.config.parallel import Shape
+from largebatch.parallel.cuts import Cut, local
 from largebatch.parallel.mesh import Mesh
-from largebatch.parallel.shape import Shape
-from largebatch.parallel.sharding import Cut, local
 from largebatch.parallel.tensor import (
     Dropout,
     DropPath,

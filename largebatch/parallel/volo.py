@@ -12,11 +12,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from largebatch.config.parallel import Shape
 from largebatch.losses import TokenBatch, mixed_targets, targets_of_tokens
 from largebatch.parallel import collectives
 from largebatch.parallel.loss import cross_entropy
 from largebatch.parallel.mesh import Mesh
-from largebatch.parallel.shape import Shape
 from largebatch.parallel.tensor import Dropout, Head, Linear, check_parts
 from zoo.volo import CELL, VOLO, Attention, Block, OutlookAttention, mix_back
 

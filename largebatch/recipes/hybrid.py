@@ -7,7 +7,7 @@ with one replica. No accuracy is known of any.
 """
 
 from largebatch.config import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
-from largebatch.parallel.shape import Mode, ParallelConfig, TensorConfig
+from largebatch.config.parallel import Mode, ParallelConfig, TensorConfig
 from largebatch.recipes.cifar import cifar10
 
 

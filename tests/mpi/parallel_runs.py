@@ -6,7 +6,7 @@ All of them put as many ranks to a replica, since Horovod is told of it when it 
 import sys
 
 from largebatch.build import program
-from largebatch.preemption import Signals
+from largebatch.hooks.stop_early import Signals
 from largebatch.train import open_folder, read, train
 from zoo import volo
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from largebatch.comm import session
-from largebatch.tuning import HorovodConfig
+from largebatch.config.horovod import HorovodConfig
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ def one_rank(what: str) -> None:
 
 def waits_for_ever() -> None:
     """Rank 0 waits in a barrier that rank 1 does not reach, and tells when it has heard a signal."""
-    from largebatch import preemption
+    from largebatch.hooks import stop_early as preemption
 
     preemption.ONCE_S = 0.0
     with preemption.Signals() as signals, session() as comm:
@@ -106,8 +106,8 @@ def autotunes() -> None:
 
 def reduces_among_data_ranks() -> None:
     """Two ranks to a replica: each has another part of the model, and reduces it with those that have the same."""
+    from largebatch.config.parallel import Shape
     from largebatch.optim import Lamb
-    from largebatch.parallel.shape import Shape
 
     with session(shape=Shape({"tensor": 2})) as comm:
         assert (comm.data_rank, comm.model_rank) == divmod(comm.rank, 2) and comm.data_size == 2
@@ -195,7 +195,7 @@ def tells_its_end() -> None:
 
 def has_a_long_margin() -> None:
     """So long that the end of the job is near at once."""
-    from largebatch import preemption
+    from largebatch.hooks import stop_early as preemption
 
     preemption.MARGIN_S = 100000.0
 
@@ -215,7 +215,7 @@ def cannot_build_on_rank_1() -> None:
 
 def shares_a_gpu() -> None:
     """Planted identities, as a machine for tests has no GPUs."""
-    from largebatch import comm
+    from largebatch.comm import communicator as comm
 
     comm._uuid = lambda device: "GPU-1"
 

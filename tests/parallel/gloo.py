@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from largebatch.parallel.cuts import Cut
 from largebatch.parallel.mesh import Mesh
-from largebatch.parallel.sharding import Cut
 
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = ("vit", "volo", "pipeline", "sequence", "lamb")

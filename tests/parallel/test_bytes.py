@@ -5,10 +5,10 @@ import torch
 from gloo import on_ranks
 
 from largebatch.benchmark.parallel import counting
+from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.parallel import vit
+from largebatch.parallel.cuts import cuts_of, sum_partial_gradients
 from largebatch.parallel.mesh import Mesh
-from largebatch.parallel.shape import ParallelConfig, TensorConfig
-from largebatch.parallel.sharding import cuts_of, sum_partial_gradients
 from zoo.vit import VisionTransformer
 
 IMAGES, WIDTH = 16, 384

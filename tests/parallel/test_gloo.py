@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gloo import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from largebatch.parallel import zero
+from largebatch.parallel import state_sharding as zero
 from largebatch.parallel.mesh import Mesh
 
 FOLDER = Path(__file__).parent

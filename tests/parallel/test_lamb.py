@@ -8,13 +8,14 @@ import torch.distributed as dist
 from gloo import assemble, on_ranks
 from torch import nn
 
+from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.optim import build_optimizer, clip_gradients, gradient_norm, init_state
-from largebatch.parallel import collectives, zero
-from largebatch.parallel.lamb import ShardedLamb, global_norm
+from largebatch.parallel import collectives
+from largebatch.parallel import state_sharding as zero
+from largebatch.parallel.cuts import WHOLE, Cut, local
 from largebatch.parallel.mesh import Mesh
-from largebatch.parallel.shape import ParallelConfig, TensorConfig
-from largebatch.parallel.sharding import WHOLE, Cut, local
-from largebatch.parallel.zero import Sharding, state_bytes
+from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
+from largebatch.parallel.state_sharding import Sharding, state_bytes
 
 STEPS = 10
 SHAPES = {  # every cut dimension is a multiple of 4; the sum is odd

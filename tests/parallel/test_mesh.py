@@ -5,10 +5,10 @@ import pytest
 import torch
 from gloo import assemble, on_ranks
 
+from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.parallel import collectives
+from largebatch.parallel.cuts import Cut, local
 from largebatch.parallel.mesh import Mesh
-from largebatch.parallel.shape import ParallelConfig, TensorConfig
-from largebatch.parallel.sharding import Cut, local
 
 TWO_AND_A_HALF = ParallelConfig(tensor=TensorConfig(mode="2.5d", size=8, depth=2))
 

@@ -10,10 +10,10 @@ from gloo import on_ranks
 from test_tensor import difference, gathered
 
 from largebatch import losses
+from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.parallel import volo
+from largebatch.parallel.cuts import cuts_of
 from largebatch.parallel.mesh import Mesh
-from largebatch.parallel.shape import ParallelConfig, TensorConfig
-from largebatch.parallel.sharding import cuts_of
 from zoo.volo import STRUCTURES, VOLO, Structure
 
 TINY = Structure((1, 1, 1, 1), (16, 32), (4, 8), mlp_ratio=3.0, stem_dim=8, timm_name="")

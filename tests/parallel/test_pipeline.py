@@ -7,10 +7,10 @@ import torch
 from gloo import on_ranks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from largebatch.config.parallel import ParallelConfig
 from largebatch.losses import soft_target_cross_entropy
 from largebatch.parallel.mesh import Mesh
 from largebatch.parallel.pipeline import Pipeline, check, num_stages
-from largebatch.parallel.shape import ParallelConfig
 from zoo.vit import VisionTransformer
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}

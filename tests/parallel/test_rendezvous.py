@@ -2,8 +2,8 @@
 
 import pytest
 
+from largebatch.comm.gloo_address import own_address
 from largebatch.parallel.rendezvous import address_here
-from largebatch.place import own_address
 
 
 def test_the_own_name_unless_a_card_is_named():

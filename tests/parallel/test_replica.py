@@ -8,10 +8,10 @@ import torch
 from gloo import on_ranks
 
 from largebatch.augment import Augmented
+from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.losses import classification
+from largebatch.parallel.cuts import local
 from largebatch.parallel.replica import Divided
-from largebatch.parallel.shape import ParallelConfig, TensorConfig
-from largebatch.parallel.sharding import local
 from zoo.vit import VisionTransformer
 
 MESHES = {

@@ -7,14 +7,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.losses import soft_target_cross_entropy
-from largebatch.parallel import sharding, vit
+from largebatch.parallel import cuts as sharding
+from largebatch.parallel import vit
 from largebatch.parallel.collectives import all_gather
+from largebatch.parallel.cuts import cuts_of, local, sum_partial_gradients
 from largebatch.parallel.mesh import Mesh
 from largebatch.parallel.pipeline import Pipeline
 from largebatch.parallel.sequence import check, parallelize, ring_attention, tokens_per_rank
-from largebatch.parallel.shape import ParallelConfig, TensorConfig
-from largebatch.parallel.sharding import cuts_of, local, sum_partial_gradients
 from zoo.vit import VisionTransformer
 
 SIZES = [2, 3, 4]

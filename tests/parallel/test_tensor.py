@@ -17,15 +17,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from largebatch import losses
+from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.optim import build_optimizer, clip_gradients, gradient_norm
-from largebatch.parallel import collectives, sharding, vit
-from largebatch.parallel.lamb import ShardedLamb, global_norm
+from largebatch.parallel import collectives
+from largebatch.parallel import cuts as sharding
+from largebatch.parallel import vit
+from largebatch.parallel.cuts import cuts_of, sum_partial_gradients
 from largebatch.parallel.loss import classification
 from largebatch.parallel.mesh import Mesh
-from largebatch.parallel.shape import ParallelConfig, TensorConfig
-from largebatch.parallel.sharding import cuts_of, sum_partial_gradients
+from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
+from largebatch.parallel.state_sharding import Sharding
 from largebatch.parallel.tensor import Dropout, DropPath, Linear, layouts, whole
-from largebatch.parallel.zero import Sharding
 from zoo.vit import VisionTransformer
 
 MESHES = {

@@ -6,8 +6,8 @@ import torch
 from parts import CLASSES, images, plan_for, small_trainer
 from torch import nn
 
-from largebatch.batch_norm import BatchNormStatistics
 from largebatch.data.order import Plan
+from largebatch.hooks.batch_norm import BatchNormStatistics
 
 STEPS, PASSES, MOMENTUM = 3, 2, 0.1
 

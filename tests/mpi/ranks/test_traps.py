@@ -14,8 +14,8 @@ from largebatch import checkpoint
 from largebatch.comm import Stopped
 from largebatch.config import RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
-from largebatch.ema import Ema
 from largebatch.engine import Hook
+from largebatch.hooks.ema import Ema
 from largebatch.optim import PRESETS, Lamb, Lars, build_optimizer, init_state
 
 

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from parts import CLASSES, images, small_model
 from torch import distributed as dist
 
+from largebatch.config.parallel import ParallelConfig
 from largebatch.optim import Lamb, clip_gradients, init_state
-from largebatch.parallel.lamb import ShardedLamb, global_norm
+from largebatch.parallel.cuts import cuts_of
 from largebatch.parallel.mesh import Mesh, start, stop
-from largebatch.parallel.shape import ParallelConfig
-from largebatch.parallel.sharding import cuts_of
-from largebatch.parallel.zero import Sharding, state_bytes
+from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
+from largebatch.parallel.state_sharding import Sharding, state_bytes
 
 PASSES, MICRO = 2, 3
 

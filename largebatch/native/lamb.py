@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from largebatch import cpp
+from largebatch.native import compile as cpp
 
 SOURCE = Path(__file__).with_name("lamb.cpp")
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from largebatch.parallel import collectives
+from largebatch.parallel.cuts import Cut, replicas
 from largebatch.parallel.mesh import Mesh
-from largebatch.parallel.sharding import Cut, replicas
 
 BUCKET = 2**26  # bytes that parameters are gathered in at a time: of all data ranks together
 

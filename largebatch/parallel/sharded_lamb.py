@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from largebatch.optim.lamb import Lamb, Scalars, Tensors, moments, scalars, trust_ratio
 from largebatch.parallel import collectives
-from largebatch.parallel.zero import Sharding
+from largebatch.parallel.state_sharding import Sharding
 
 
 class _Work(NamedTuple):

@@ -15,8 +15,8 @@ from typing import Any, Callable, Literal, Mapping, Sequence
 
 import jsonargparse
 
-from largebatch.parallel.shape import ParallelConfig
-from largebatch.tuning import HorovodConfig
+from largebatch.config.horovod import HorovodConfig
+from largebatch.config.parallel import ParallelConfig
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 

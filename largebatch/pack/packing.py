@@ -40,8 +40,9 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from largebatch.data import originals, quarantine, records, sources
+from largebatch.data import quarantine, records, sources
 from largebatch.data.shards import Images, shard_images, write_split
+from largebatch.pack import inputs as originals
 
 SHARD_IMAGES = {"train": 1252, "validation": 391}  # ceil(1,281,167 / 1024), ceil(50,000 / 128)
 PLAN = "packing.json"
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         if argv[:1] == ["token-labels"]:
-            from largebatch import labelling  # torch and timm, which packing does without
+            from largebatch.pack import token_labels as labelling  # torch and timm, which packing does without
 
             with processes() as world:
                 return labelling.main(argv[1:], rank=world.rank, size=world.size, barrier=world.barrier)
@@ -269,7 +270,3 @@ class Progress:
             self._tenths = int(10 * share)
             sys.stderr.write(text + "\n")
         sys.stderr.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

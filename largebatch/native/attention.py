@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from largebatch import cpp
+from largebatch.native import compile as cpp
 from zoo import set_fused_attn
 from zoo.volo import Attention
 

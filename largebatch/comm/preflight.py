@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Mapping, Sequence
 
-from largebatch.affinity import Cores, compact, part
+from largebatch.comm.cores import Cores, compact, part
 
 PACKAGES = ("torch", "horovod", "nvidia-dali-cuda120", "timm", "numpy", "torchvision", "safetensors", "pillow")
 SHOWN = 4  # differences in one message; a rank with another recipe has dozens
@@ -49,7 +49,7 @@ def installed_version(package: str) -> str:
 def sources_digest() -> str:
     """Eight digits for the contents of all Python and C++ files of largebatch and zoo, wherever they lie."""
     digest = hashlib.sha256()
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     folders = (root / package for package in ("largebatch", "zoo"))
     for path in sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cpp")):
         digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode() + path.read_bytes())

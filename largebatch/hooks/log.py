@@ -25,8 +25,8 @@ from torch import nn
 
 from largebatch import checkpoint
 from largebatch.comm import Stopped
-from largebatch.curves import EMA, EPOCH_COLUMNS, EPOCHS, STEP_COLUMNS, STEPS, TRUST, Row, Table, draw_curves
 from largebatch.engine import Hook, StepOutput, Trainer
+from largebatch.hooks.curves import EMA, EPOCH_COLUMNS, EPOCHS, STEP_COLUMNS, STEPS, TRUST, Row, Table, draw_curves
 from largebatch.optim import trust_summary
 
 logger = logging.getLogger(__name__)

@@ -30,11 +30,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from largebatch import affinity, agreement, launcher
-from largebatch.compression import Fp16
-from largebatch.parallel.shape import WHOLE, Shape
-from largebatch.tuning import HorovodConfig, stall_limit
-from largebatch.watchdog import Watchdog
+from largebatch.comm import cores as affinity
+from largebatch.comm import launcher
+from largebatch.comm import preflight as agreement
+from largebatch.comm.fp16 import Fp16
+from largebatch.comm.watchdog import Watchdog
+from largebatch.config.horovod import HorovodConfig, stall_limit
+from largebatch.config.parallel import WHOLE, Shape
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Mapping, MutableMapping, Sequence
 
-from largebatch.binding import counts
-from largebatch.place import Place, loopback, own_address, refuse_nameless, refuse_unreachable
+from largebatch.bind import counts
+from largebatch.comm.gloo_address import Place, loopback, own_address, refuse_nameless, refuse_unreachable
 
 JOIN_LIMIT_S = 300  # from the first rank that comes to the last one, which may still be importing torch
 DOCTOR = "run `python -m largebatch.doctor`"
