@@ -5,13 +5,11 @@ fail on one rank alone (files, memory, a GPU) happens inside `comm.together`, so
 """
 
 import logging
-import os
 import sysconfig
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ from torch.optim import Optimizer
 
 from largebatch import checkpoint, hooks
 from largebatch.augment import Augment, Augmented
-from largebatch.comm import Communicator, session
+from largebatch.comm import Communicator
 from largebatch.comm.cores import loader_threads
 from largebatch.config import (
     DataConfig,
@@ -27,7 +25,6 @@ from largebatch.config import (
     accumulation_passes,
     dump,
     duration_images,
-    options,
     profiled_steps,
 )
 from largebatch.data.dali import EvalLoader, TrainLoader
@@ -44,57 +41,11 @@ from largebatch.hooks.stop_early import Signals, StopEarly, end_time
 from largebatch.losses import classification, token_labeling
 from largebatch.native.attention import choose_attention
 from largebatch.optim import build_optimizer, can_compile, init_state
-from largebatch.precision import choose_precision, computes
 from largebatch.schedules import Schedule, make_schedule, scale_lr
+from largebatch.start import set_up
 from zoo import create_model
 
 logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def program(read: Callable[[], TrainConfig]) -> Iterator[tuple[TrainConfig, Communicator]]:
-    """Read a command line and start the ranks. A mistake in it is the same on all of them: it is said once."""
-    config, mistake = TrainConfig(), None
-    try:
-        config = read()
-    except ValueError as error:
-        mistake = error
-    run, shape = config.run, config.parallel.shape()
-    with session(deterministic=run.deterministic, horovod=config.horovod, shape=shape) as comm:
-        with comm.together("command line"):
-            if mistake:
-                raise mistake
-        yield config, comm
-
-
-def set_up_torch(config: TrainConfig) -> None:
-    """Choose repeatable kernels, if they are asked for."""
-    if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums only with this
-        torch.use_deterministic_algorithms(True)
-
-
-def set_up(config: TrainConfig, comm: Communicator) -> torch.device:
-    """The device of this rank, after all ranks were found to run the same program on devices of their own.
-
-    A precision of auto is replaced in `config` by what it means on the device, the same on all ranks.
-    """
-    with comm.together("set-up"):
-        device = comm.device(config.run.device)
-        set_up_torch(config)
-    if config.run.precision == "auto":
-        config.run.precision = choose_precision(device)  # type: ignore[assignment]
-    elif comm.rank == 0 and not computes(device, config.run.precision):
-        logger.warning(
-            "--run.precision is %s, for which this %s has no instructions: it will be very slow, and auto would be %s.",
-            config.run.precision,
-            device.type,
-            choose_precision(device),
-        )
-    logger.info("%s", comm.agree(options(config)))
-    for line in comm.placement(device, loader_threads=config.data.num_threads):
-        logger.info("%s", line)
-    return device
 
 
 def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:

@@ -13,11 +13,12 @@ import sys
 from pathlib import Path
 from typing import Sequence
 
-from largebatch.build import build_trainer, program
+from largebatch.build import build_trainer
 from largebatch.comm import Communicator, StoppedEarly
 from largebatch.config import TrainConfig, dump, parse
 from largebatch.hooks.stop_early import Signals
 from largebatch.recipes import RECIPES, choose
+from largebatch.start import program
 
 logger = logging.getLogger("largebatch.train")
 

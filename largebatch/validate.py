@@ -27,7 +27,7 @@ from typing import Any, Sequence
 import torch
 from torch import Tensor, nn
 
-from largebatch.build import build_eval_loader, build_model, find_weights, model_geometry, open_data, program, set_up
+from largebatch.build import build_eval_loader, build_model, find_weights, model_geometry, open_data
 from largebatch.comm import Communicator
 from largebatch.config import ModelConfig, TrainConfig, parse
 from largebatch.config.parallel import ParallelConfig
@@ -38,6 +38,7 @@ from largebatch.engine import count_batch, tally
 from largebatch.evaluation import tally_fitting
 from largebatch.losses import COUNTS, LISTED_COUNTS, count_listed
 from largebatch.recipes import RECIPES, choose
+from largebatch.start import program, set_up
 from zoo import load_weights
 
 

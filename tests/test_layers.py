@@ -19,10 +19,11 @@ PLAN = {
     "checkpoint": "config engine zoo",
     "hooks": "checkpoint comm config data engine optim",
     "parallel": "augment comm config engine losses optim precision zoo",
-    "build": "augment checkpoint comm config data engine hooks losses native optim parallel precision schedules zoo",
-    "train": "build comm config hooks recipes",
-    "validate": "build comm config data engine evaluation losses recipes zoo",
-    "benchmark": "augment build comm config data engine losses native optim parallel precision recipes zoo",
+    "start": "comm config precision",
+    "build": "augment checkpoint comm config data engine hooks losses native optim parallel schedules start zoo",
+    "train": "build comm config hooks recipes start",
+    "validate": "build comm config data engine evaluation losses recipes start zoo",
+    "benchmark": "augment build comm config data engine losses native optim parallel precision recipes start zoo",
 }
 OWNERS = {"horovod": "comm", "nvidia": "data", "jsonargparse": "config", "rich": "hooks", "mpi4py": "comm doctor pack"}
 

@@ -20,13 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from largebatch.augment import Augmented
 from largebatch.benchmark.measure import Contender, Report, Round, compare, matmul_flops, now
 from largebatch.benchmark.model import mfu, timm_name, training_flops
-from largebatch.build import build_trainer, program
+from largebatch.build import build_trainer
 from largebatch.comm import Communicator
 from largebatch.config import TrainConfig, parse
 from largebatch.engine import Trainer
 from largebatch.losses import soft_target_cross_entropy
 from largebatch.precision import autocast
 from largebatch.recipes import choose
+from largebatch.start import program
 
 DEFAULTS = ["--data=synthetic", "--data.micro_batch_size=32", "--data.global_batch_size=256"]
 DEFAULTS += ["--run.precision=auto", "--run.folder=runs/benchmark/step"]

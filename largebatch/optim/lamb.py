@@ -138,7 +138,8 @@ def moments_eager_(row: Row, s: Scalars, factor: Tensor) -> Tensor:
         vc.mul_(s.beta2).addcmul_(w, w, value=s.new2)
         torch.sqrt(vc, out=w).mul_(s.root).add_(s.eps)
         torch.div(mc, w, out=uc).add_(xc, alpha=s.weight_decay)
-        squares.append(torch.stack((xc.dot(xc), uc.dot(uc))))
+        # not x.dot(x): its rounding depends on the processor and on the number of threads
+        squares.append(torch.stack([torch.mul(t, t, out=w).sum() for t in (xc, uc)]))
     return torch.stack(squares).sum(0, dtype=torch.float64)
 
 

@@ -25,7 +25,8 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-SchedulerParameters=sched_min_interval=100000,bf_interval=1
+# sched_interval: a requeued job becomes eligible without an event, and is then looked for every 60 s by default
+SchedulerParameters=sched_min_interval=100000,sched_interval=2,bf_interval=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal

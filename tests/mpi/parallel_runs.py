@@ -5,8 +5,8 @@ All of them put as many ranks to a replica, since Horovod is told of it when it 
 
 import sys
 
-from largebatch.build import program
 from largebatch.hooks.stop_early import Signals
+from largebatch.start import program
 from largebatch.train import open_folder, read, train
 from zoo import volo
 

@@ -38,7 +38,7 @@ def places(first_start: str = "") -> None:
 
 def cores(*options: str) -> None:
     """Set up the ranks as training does; the line of each host, and the warnings of all ranks."""
-    from largebatch.build import program, set_up
+    from largebatch.start import program, set_up
     from largebatch.train import read
 
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
