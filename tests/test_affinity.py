@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from largebatch.comm.cores import Cores, compact, cores_of_process, expand, loader_threads, part, quotas
+from largebatch.comm.cores import Cores, compact, cores_of_process, expand, loader_threads, quotas, share_of_cores
 
 LIMITS = Path("/sys/fs/cgroup/cpu")  # version 1
 
@@ -35,7 +35,7 @@ def cores(allowed: str, quotas: dict[str, float] | None = None, *, host_cores: i
     ],
 )
 def test_the_part_of_each_rank(of_host, parts):
-    assert [part(mine, of_host) for mine in of_host] == parts
+    assert [share_of_cores(mine, of_host) for mine in of_host] == parts
 
 
 @pytest.mark.parametrize("have, threads", [(0.5, 1), (1, 1), (1.9, 1), (2, 1), (3, 2), (4.5, 3), (9, 8), (64, 8)])
@@ -127,8 +127,8 @@ def test_the_quota_of_a_real_control_group():
         (group / "cpu.cfs_quota_us").write_text("150000")
         program = (
             "import os, sys; open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
-            "from largebatch.comm.cores import cores_of_process, part\n"
-            "mine = cores_of_process(); print(mine.quotas, part(mine, [mine]))"
+            "from largebatch.comm.cores import cores_of_process, share_of_cores\n"
+            "mine = cores_of_process(); print(mine.quotas, share_of_cores(mine, [mine]))"
         )
         command = [sys.executable, "-c", program, str(group)]
         process = subprocess.run(command, capture_output=True, text=True, timeout=60)

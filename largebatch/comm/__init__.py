@@ -8,12 +8,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from largebatch.comm.communicator import Communicator, Stopped, StoppedEarly, session
+    from largebatch.comm.communicator import Communicator, session
+    from largebatch.comm.stopped import Stopped, StoppedEarly
 
 EXPORTS = {
     "Communicator": "largebatch.comm.communicator",
-    "Stopped": "largebatch.comm.communicator",
-    "StoppedEarly": "largebatch.comm.communicator",
+    "Stopped": "largebatch.comm.stopped",
+    "StoppedEarly": "largebatch.comm.stopped",
     "session": "largebatch.comm.communicator",
 }
 

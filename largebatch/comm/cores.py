@@ -46,7 +46,7 @@ def cores_of_process(process: Path = PROCESS, system: Path = SYSTEM) -> Cores:
     )
 
 
-def part(mine: Cores, of_host: Sequence[Cores]) -> float:
+def share_of_cores(mine: Cores, of_host: Sequence[Cores]) -> float:
     """Cores' worth of time that one of the ranks of a host has, all of them working. of_host: every rank's, with it."""
     of_set = sum(Fraction(1, sum(core in theirs.allowed for theirs in of_host)) for core in mine.allowed)
     of_quotas = [quota / sum(group in theirs.quotas for theirs in of_host) for group, quota in mine.quotas.items()]
