@@ -27,7 +27,9 @@ from pathlib import Path
 QUERY = ["nvidia-smi", "--query-gpu=index,pci.bus_id,uuid", "--format=csv,noheader"]
 QUERY_LIMIT_S = 60  # it may take 20 s where the driver is not kept loaded, and for ever where it is broken
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-LOCAL_RANK = {  # of each launcher: local rank -> ranks on this host
+# The variable of each launcher with the local rank -> its variable with the number of ranks on this host. Copied from
+# comm/launcher.py, as this file is run by its path and imports nothing of the package; a test compares the two.
+LOCAL_RANK = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALRANKID": "MPI_LOCALNRANKS",
     "HOROVOD_LOCAL_RANK": "HOROVOD_LOCAL_SIZE",
@@ -147,14 +149,14 @@ def local_rank(environment: Mapping[str, str]) -> tuple[int, int]:
     """(local rank, ranks on this host) as the launcher says; (0, 1) for a process alone."""
     for name, size in LOCAL_RANK.items():
         if name in environment:
-            rank, sizes = int(environment[name]), counts(environment.get(size, ""))
+            rank, sizes = int(environment[name]), _counts(environment.get(size, ""))
             host = int(environment.get("SLURM_NODEID", 0)) if len(sizes) > 1 else 0
             return rank, max([rank + 1, *sizes[host : host + 1]])
     return 0, 1
 
 
-def counts(text: str) -> list[int]:
-    """4(x2),3 -> 4, 4, 3: Slurm's way to give a number for each host; 8 -> 8."""
+def _counts(text: str) -> list[int]:
+    """Read Slurm's list of a number for each host: 4(x2),3 stands for 4, 4 and 3; 8 for 8."""
     found: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         found += [int(count)] * int(times or 1)

@@ -23,7 +23,7 @@ from horovod.torch import mpi_lib_v2
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from largebatch.comm import launcher, reduction
+from largebatch.comm import gloo_start, launcher, reduction
 from largebatch.comm.cores import cores_of_process, share_of_cores
 from largebatch.comm.polling import finish
 from largebatch.comm.reduction import Compression, Reduction, parameters_of
@@ -60,8 +60,8 @@ class Communicator:
         (horovod or HorovodConfig()).apply(os.environ, deterministic=deterministic, on_gpus=on_gpus)
         launch = launcher.recognise(os.environ)
         shape.data_size(launch.size)  # raises before any rank waits for another
-        mpi = launcher.mpi_version(mpi_lib_v2.__file__) if hvd.mpi_built() else ""
-        self._rendezvous = launcher.prepare(launch, os.environ, mpi=mpi)
+        mpi = gloo_start.mpi_version(mpi_lib_v2.__file__) if hvd.mpi_built() else ""
+        self._rendezvous = gloo_start.prepare(launch, os.environ, mpi=mpi)
         self.stall_limit_s = stall_limit(os.environ)  # 0: no limit
         self._watchdog = Watchdog(self.stall_limit_s, self._give_up)
         with self._watchdog.waiting("start"):
