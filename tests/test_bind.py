@@ -52,7 +52,7 @@ def write(path: Path, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def dgx(tmp_path_factory) -> Path:
-    """Its /sys: 8 nodes of 16 cores, each core with two hyperthreads, k and k + 128."""
+    """Write the /sys of a DGX: 8 nodes of 16 cores, each core with two hyperthreads, k and k + 128."""
     sys_folder = tmp_path_factory.mktemp("sys")
     for node in range(8):
         first = 16 * node
@@ -75,7 +75,7 @@ def dgx(tmp_path_factory) -> Path:
 
 
 def run_bind(*arguments: str, **environment: str) -> tuple[int, str]:
-    """Run bind.sh, alone but for these variables; (exit code, stdout and stderr)."""
+    """Run bind.sh with no other variables than these; return its exit code and its output."""
     done = subprocess.run(
         [BIND, *arguments],
         env=ENVIRONMENT | environment,
@@ -100,7 +100,7 @@ EXPECTED = [
 
 
 def test_every_rank_of_a_dgx_is_near_its_gpu(dgx):
-    """The dry run, rank by rank: storage adapters are nobody's, hyperthreads stay together."""
+    """Storage adapters are given to no rank, and hyperthreads stay together."""
     for rank, line in enumerate(EXPECTED):
         ranks = {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
         code, output = run_bind("--dry-run", "false", SYSFS=str(dgx), GPUS=str(dgx / "gpus.csv"), **ranks)
@@ -121,7 +121,7 @@ def test_one_rank_per_node_has_all_its_cores(dgx):
 
 
 def test_only_allowed_cpus_are_given(dgx):
-    """A job that owns half of the machine: no core near GPU 4 and on, so all ranks share what there is."""
+    """A job that owns half of the machine has no core near GPUs 4 to 7, so all ranks share its cores."""
     for rank, cpus in enumerate(["48-51", "52-55"]):
         assert ranges(plan(machine(dgx, "48-55"), rank, 2).cpus) == cpus
     found = [plan(machine(dgx, "0-63"), rank, 8) for rank in range(8)]
@@ -213,7 +213,7 @@ def test_mistakes_are_one_sentence(dgx):
 
 
 def test_a_broken_driver_ends_the_job(tmp_path, monkeypatch):
-    """Ranks that went on without its answer would share the cores otherwise than those that have it."""
+    """Ranks that went on without its answer would divide the cores in another way than those that have it."""
     silent = tmp_path / "nvidia-smi"
     silent.write_text("#!/bin/sh\nexec sleep 1000\n")
     silent.chmod(0o755)
@@ -228,7 +228,7 @@ def test_the_exit_code_is_the_commands():
 
 
 def test_memory_is_bound_where_numactl_can():
-    """On this machine's own node; where a container forbids it, that is said."""
+    """Bind to this machine's own node; if a container forbids it, a note says so."""
     chosen = Binding(node=0)
     command = bind.memory_command(chosen)
     if command:

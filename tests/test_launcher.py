@@ -1,6 +1,7 @@
-"""Which launcher started a process, by environments recorded under real ones, one line of variables per rank.
+"""Recognising the launcher of a process, in environments recorded under real launchers.
 
-Each file of tests/launchers says the command, the versions and the date; tests/mpi/test_launchers.py starts them anew.
+Each file of tests/launchers has the command, the versions and the date, and a line of variables for each rank.
+tests/mpi/test_launchers.py starts the launchers themselves.
 """
 
 import subprocess
@@ -68,7 +69,7 @@ def test_alone_where_several_tasks_were_asked_for(name):
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_two_launchers_at_once(name):
-    """Every rank refuses, those too whose two ranks happen to be the same number."""
+    """Every rank refuses, even a rank that happens to have the same number under both launchers."""
     one, of_one, other, of_other = AMBIGUOUS[name]
     for environment in recorded(name):
         with pytest.raises(ValueError) as error:
@@ -89,7 +90,7 @@ def test_nobody_started_it():
 
 
 def test_variables_that_agree():
-    """Set from a launcher's own by a script, for torch.distributed; the launcher counts."""
+    """A script may copy a launcher's variables for torch.distributed; the launcher counts."""
     for environment, (rank, size, *_) in zip(recorded("mpirun") + recorded("srun_none"), TWO + THREE):
         who = recognise(environment)
         torchs = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}

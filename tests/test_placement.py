@@ -7,7 +7,7 @@ from largebatch.comm.placement import Place, by_host, shared_gpus, short_of_core
 
 
 def place(host: str, allowed: str = "0-15", *, device: str = "cpu", uuid: str = "", **changes) -> Place:
-    """On a host of sixteen cores in two NUMA nodes. changes: of its Cores."""
+    """Return a place on a host of sixteen cores in two NUMA nodes. changes: fields of its Cores."""
     cores = expand(allowed)
     nodes = tuple(node for node in (0, 1) if {core // 8 for core in cores} & {node})
     of_process = {"quotas": {}, "nodes": nodes, "physical": len(cores), "host_cores": 16} | changes

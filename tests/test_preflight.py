@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def reports(*traits: dict[str, str]) -> list[RankReport]:
-    """Two ranks per host: node0, node0, node1, ..."""
+    """Return reports of two ranks per host: node0, node0, node1, ..."""
     return [RankReport(f"node{rank // 2}", one) for rank, one in enumerate(traits)]
 
 
@@ -85,7 +85,7 @@ def test_a_package_that_is_not_installed(monkeypatch):
 
 @pytest.mark.parametrize("change", ["largebatch/optim.py", "zoo/vit.py", "largebatch/recipes/new.py"])
 def test_the_digest_is_of_all_our_sources(tmp_path, change):
-    """Of what is imported, wherever it lies; a stale file or one more shows."""
+    """It covers the files that are imported, wherever they lie, and changes with an old or an additional file."""
 
     def digest(root: Path) -> str:
         program = "from largebatch.comm.preflight import sources_digest; print(sources_digest())"

@@ -1,4 +1,4 @@
-"""Cores of a process from what Linux tells, as tables; that a launcher's binding is seen is in tests/mpi/."""
+"""The cores of a process, read from files like Linux's; tests/mpi/test_cores.py tests the binding of a launcher."""
 
 import os
 import subprocess
@@ -49,7 +49,7 @@ def test_a_compact_list_of_cores(text):
 
 
 def linux(folder: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
-    """A process's folder of /proc, where control groups are mounted inside `folder`."""
+    """Write a process's folder of /proc, with control groups mounted inside `folder`."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text + "\n")
@@ -100,7 +100,7 @@ def test_quotas_of_control_groups(tmp_path, groups, mounts, files, found):
 
 
 def test_nodes_and_threads_of_a_core(tmp_path):
-    """Two hardware threads to a core, on a machine of two nodes; the process is where this one is."""
+    """A machine of two nodes with two hardware threads per core; the process has the cores of this one."""
     mine = sorted(os.sched_getaffinity(0))
     (tmp_path / "node" / "node0").mkdir(parents=True)
     (tmp_path / "node" / "node0" / "cpulist").write_text("900-903\n")
@@ -116,7 +116,7 @@ def test_nodes_and_threads_of_a_core(tmp_path):
 
 
 def test_the_quota_of_a_real_control_group():
-    """This interpreter again, in a group of its own that has a core and a half; version 1, which needs root."""
+    """Start this interpreter in a group of its own with a core and a half (version 1, which needs root)."""
     group = LIMITS / f"largebatch-test-{os.getpid()}"
     try:
         group.mkdir()
