@@ -3,13 +3,14 @@
     mpirun -np 8 --bind-to none mpi_scripts/bind.sh [--dry-run] python -m largebatch.train ...
 
 A launcher binds ranks to cores by their number and knows nothing of GPUs; a rank on the wrong socket reaches its GPU,
-its adapter and its images through the link between the sockets. Every rank of a host computes the plan of all of them,
-from the same files, so none has to ask another. What cannot be bound is said and left as it was, never an error.
+its adapter and its images through the link between the sockets. Every rank of a host computes the plan for all ranks
+there from the same files, so no rank has to ask another. If something cannot be bound, the program says so and leaves
+it as it was; this is never an error.
 
-Ranks on one NUMA node get parts of its cores that do not overlap, the hyperthreads of a core together. UCX takes one
-adapter per rank, the nearest that no other rank has. NCCL gets the same list on all ranks, all adapters that are
-nearest to some GPU: it chooses among them for each GPU itself, but the ranks of a host must agree on what there is;
-adapters meant for storage stay out of it.
+Ranks on one NUMA node get separate parts of its cores, with both hyperthreads of a core in the same part. UCX gets one
+adapter per rank: the nearest that no other rank has. NCCL gets the same list on all ranks, the adapters that are
+nearest to any GPU: it chooses among them itself, but the ranks of a host must give it the same list. Adapters for
+storage are left out.
 """
 
 import argparse
@@ -25,9 +26,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 QUERY = ["nvidia-smi", "--query-gpu=index,pci.bus_id,uuid", "--format=csv,noheader"]
-QUERY_LIMIT_S = 60  # it may take 20 s where the driver is not kept loaded, and for ever where it is broken
+QUERY_LIMIT_S = 60  # 20 s are normal if the driver is not kept loaded; a broken driver never answers
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-LOCAL_RANK = {  # of each launcher: local rank -> ranks on this host
+# The variable of each launcher with the local rank -> its variable with the number of ranks on this host. Copied from
+# comm/launcher.py, as this file is run by its path and imports nothing of the package; a test compares the two.
+LOCAL_RANK = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALRANKID": "MPI_LOCALNRANKS",
     "HOROVOD_LOCAL_RANK": "HOROVOD_LOCAL_SIZE",
@@ -38,29 +41,29 @@ LOCAL_RANK = {  # of each launcher: local rank -> ranks on this host
 
 @dataclass(frozen=True)
 class Machine:
-    """A host as its files describe it."""
+    """A host, as its files describe it."""
 
     sysfs: Path
     allowed: frozenset[int]
-    """CPUs that this process may use"""
+    """The CPUs that this process may use."""
     gpus: tuple[str, ...] = ()
-    """PCI addresses, in the order of the local ranks"""
+    """PCI addresses in the order of the local ranks."""
 
     def node_of_gpu(self, local_rank: int) -> int:
-        """NUMA node; -1 where there is no such GPU, or the machine does not say."""
+        """Return the NUMA node of a rank's GPU; -1 if there is no such GPU or the machine does not say."""
         if local_rank >= len(self.gpus):
             return -1
         return int(_read(self.sysfs / "bus/pci/devices" / self.gpus[local_rank] / "numa_node", "-1"))
 
     def nodes(self) -> dict[int, frozenset[int]]:
-        """The allowed CPUs of each NUMA node."""
+        """Return the allowed CPUs of each NUMA node."""
         found = {}
         for folder in (self.sysfs / "devices/system/node").glob("node[0-9]*"):
             found[int(folder.name[4:])] = frozenset(numbers(_read(folder / "cpulist", ""))) & self.allowed
         return found
 
     def cores(self, cpus: frozenset[int]) -> list[list[int]]:
-        """CPUs grouped by core, in order."""
+        """Group CPUs by core, in order."""
         cores: dict[int, list[int]] = {}
         for cpu in sorted(cpus):
             topology = self.sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
@@ -68,9 +71,10 @@ class Machine:
         return [cores[first] for first in sorted(cores)]
 
     def nearest_adapters(self, local_rank: int) -> list[str]:
-        """name:port of the working InfiniBand and RoCE adapters behind one PCI bridge with a rank's GPU, nearest first.
+        """Return the working InfiniBand and RoCE adapters behind one PCI bridge with a rank's GPU, nearest first.
 
-        Where there is none, those of the GPU's NUMA node; where there is none of these, all.
+        They are written as name:port. If there are none, the adapters of the GPU's NUMA node are returned; if there are
+        none of these either, all adapters.
         """
         if local_rank >= len(self.gpus):
             return []
@@ -90,22 +94,22 @@ class Machine:
 
 @dataclass
 class Binding:
-    """What one rank gets."""
+    """The cores, memory and adapters of one rank."""
 
     cpus: list[int] = field(default_factory=list)
-    """empty: as it was"""
+    """Empty: the rank keeps the CPUs it has."""
     node: int = -1
-    """whose memory; -1: any"""
+    """The NUMA node whose memory the rank uses; -1: any."""
     adapter: str = ""
-    """name:port for UCX"""
+    """The adapter for UCX, as name:port."""
     adapters: list[str] = field(default_factory=list)
-    """names for NCCL, alike on all ranks of the host"""
+    """The names of adapters for NCCL, the same on all ranks of the host."""
     notes: list[str] = field(default_factory=list)
-    """what was not bound, and why"""
+    """Sentences about what was not bound, and why."""
 
 
 def plan(machine: Machine, rank: int, size: int) -> Binding:
-    """The binding of a local rank of `size` on this host."""
+    """Return the binding of one of the `size` ranks on this host."""
     binding = Binding()
     nodes = machine.nodes()
     wanted = [machine.node_of_gpu(other) for other in range(size)]
@@ -138,23 +142,23 @@ def _choose_adapters(binding: Binding, machine: Machine, rank: int, size: int) -
 
 
 def share(cores: Sequence[list[int]], part: int, parts: int) -> list[int]:
-    """The CPUs of one of so many parts of whole cores, which differ by one core at most."""
+    """Return the CPUs of one of `parts` parts of whole cores; the parts differ by at most one core."""
     mine = cores[len(cores) * part // parts : len(cores) * (part + 1) // parts]
     return sorted(cpu for core in mine for cpu in core)
 
 
 def local_rank(environment: Mapping[str, str]) -> tuple[int, int]:
-    """(local rank, ranks on this host) as the launcher says; (0, 1) for a process alone."""
+    """Return (local rank, ranks on this host) as the launcher announced them; (0, 1) without a launcher."""
     for name, size in LOCAL_RANK.items():
         if name in environment:
-            rank, sizes = int(environment[name]), counts(environment.get(size, ""))
+            rank, sizes = int(environment[name]), _counts(environment.get(size, ""))
             host = int(environment.get("SLURM_NODEID", 0)) if len(sizes) > 1 else 0
             return rank, max([rank + 1, *sizes[host : host + 1]])
     return 0, 1
 
 
-def counts(text: str) -> list[int]:
-    """4(x2),3 -> 4, 4, 3: Slurm's way to give a number for each host; 8 -> 8."""
+def _counts(text: str) -> list[int]:
+    """Read Slurm's list of a number for each host: 4(x2),3 stands for 4, 4 and 3; 8 for 8."""
     found: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         found += [int(count)] * int(times or 1)
@@ -162,9 +166,10 @@ def counts(text: str) -> list[int]:
 
 
 def visible_gpus(answer: str, visible: str | None) -> tuple[str, ...]:
-    """PCI addresses out of nvidia-smi's answer to QUERY, those of CUDA_VISIBLE_DEVICES in its order."""
+    """Return the PCI addresses in nvidia-smi's answer to QUERY, chosen and ordered by CUDA_VISIBLE_DEVICES."""
     rows = [[column.strip() for column in line.split(",")] for line in answer.splitlines() if line.count(",") == 2]
-    addresses = {index: bus[-12:].lower() for index, bus, _ in rows}  # its PCI domains have 8 digits, sysfs's have 4
+    # PCI domains have 8 digits in nvidia-smi's answer, and 4 in sysfs.
+    addresses = {index: bus[-12:].lower() for index, bus, _ in rows}
     if visible is None:
         return tuple(addresses.values())
     names = [name.strip() for name in visible.split(",") if name.strip()]
@@ -173,7 +178,7 @@ def visible_gpus(answer: str, visible: str | None) -> tuple[str, ...]:
 
 
 def numbers(text: str) -> list[int]:
-    """0-2,8 -> 0, 1, 2, 8."""
+    """Read a list of CPUs: 0-2,8 stands for 0, 1, 2 and 8."""
     found: list[int] = []
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         found += range(int(first), int(last or first) + 1)
@@ -181,7 +186,7 @@ def numbers(text: str) -> list[int]:
 
 
 def ranges(cpus: Sequence[int]) -> str:
-    """0, 1, 2, 8 -> 0-2,8."""
+    """Write a list of CPUs: 0, 1, 2 and 8 become 0-2,8."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][-1] + 1:
@@ -192,7 +197,7 @@ def ranges(cpus: Sequence[int]) -> str:
 
 
 def this_machine(environment: Mapping[str, str]) -> Machine:
-    """What /sys and nvidia-smi say here, or the records named by SYSFS and GPUS."""
+    """Read this machine from /sys and nvidia-smi, or another one from the records named by SYSFS and GPUS."""
     if recorded := environment.get("SYSFS"):
         allowed = numbers((Path(recorded) / "devices/system/cpu/online").read_text())
     else:
@@ -204,14 +209,14 @@ def this_machine(environment: Mapping[str, str]) -> Machine:
 
 
 def ask_gpus() -> str:
-    """nvidia-smi's answer to QUERY, empty where there is none; the end of this process if it gives no answer."""
+    """Return nvidia-smi's answer to QUERY, empty if there is no nvidia-smi; exit if it does not answer in time."""
     if shutil.which(QUERY[0]) is None:
         return ""
     asked = subprocess.Popen(QUERY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         return asked.communicate(timeout=QUERY_LIMIT_S)[0]
     except subprocess.TimeoutExpired:
-        asked.kill()  # and not waited for: inside a broken driver it cannot die
+        asked.kill()  # do not wait for it: a process inside a broken driver cannot die
         sys.exit(
             f"bind.sh: nvidia-smi on {socket.gethostname()} gave no answer in {QUERY_LIMIT_S} s: "
             "look for NVRM and Xid in dmesg, and leave this host out of the job until it answers."
@@ -219,7 +224,7 @@ def ask_gpus() -> str:
 
 
 def describe(binding: Binding, machine: Machine, rank: int, size: int) -> str:
-    """One line for a reader."""
+    """Describe a binding in one line for a reader."""
     parts = []
     if rank < len(machine.gpus):
         parts.append(f"GPU {rank} at {machine.gpus[rank]}, NUMA node {machine.node_of_gpu(rank)}")
@@ -233,7 +238,7 @@ def describe(binding: Binding, machine: Machine, rank: int, size: int) -> str:
 
 
 def memory_command(binding: Binding) -> list[str]:
-    """What has to stand before a command to bind its memory; notes why nothing can."""
+    """Return the words to put before a command to bind its memory; if that is impossible, note why."""
     if binding.node < 0:
         return []
     command = ["numactl", f"--membind={binding.node}"]
@@ -248,17 +253,17 @@ def memory_command(binding: Binding) -> list[str]:
 
 
 def settings(binding: Binding, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set; those that the user has set stay."""
-    found = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # nvidia-smi's numbers; CUDA's own put faster GPUs first
+    """Return the variables to set, without those that the user has set."""
+    found = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # number GPUs as nvidia-smi does; CUDA by itself puts faster GPUs first
     if binding.adapter:
         found["UCX_NET_DEVICES"] = binding.adapter
     if binding.adapters:
-        found["NCCL_IB_HCA"] = "=" + ",".join(binding.adapters)  # without "=" mlx5_1 stands for mlx5_10, too
+        found["NCCL_IB_HCA"] = "=" + ",".join(binding.adapters)  # without "=", mlx5_1 would stand for mlx5_10, too
     return {name: value for name, value in found.items() if name not in environment}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: this process's); does not return but from a dry run."""
+    """Run the command line `argv` (default: this process's). It returns only from a dry run."""
     parser = argparse.ArgumentParser(prog="bind.sh", description="Bind a rank near its GPU, then run a command.")
     parser.add_argument("--dry-run", action="store_true", help="print the binding, and run nothing")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run, with its options")
@@ -291,7 +296,7 @@ def _read(path: Path, otherwise: str) -> str:
 
 
 def _natural(name: Path | str) -> tuple[str, int]:
-    """mlx5_2 before mlx5_10."""
+    """Return a key that sorts mlx5_2 before mlx5_10."""
     text = str(name)
     digits = re.search(r"\d*$", text)
     number = digits.group() if digits else ""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from largebatch import checkpoint, hooks
 from largebatch.augment import Augment, Augmented
-from largebatch.comm import Communicator
+from largebatch.comm import Communicator, preflight
 from largebatch.comm.cores import loader_threads
 from largebatch.config import (
     DataConfig,
@@ -61,7 +61,7 @@ def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
         index = index.for_classes(config.model.num_classes)
         if split == "train" and config.data.token_labels:
             index.check_maps(config.model.num_classes)
-    comm.agree_on(index.digest(), name=f"{split} images in {config.data.path}")
+    preflight.agree_on(comm, index.digest(), name=f"{split} images in {config.data.path}")
     return index
 
 

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from largebatch.comm import Communicator, session
+from largebatch.comm import Communicator, preflight, session
+from largebatch.comm.placement import check_placement
 from largebatch.config import TrainConfig, options
 from largebatch.precision import choose_precision, computes
 
@@ -54,7 +55,7 @@ def set_up(config: TrainConfig, comm: Communicator) -> torch.device:
             device.type,
             choose_precision(device),
         )
-    logger.info("%s", comm.agree(options(config)))
-    for line in comm.placement(device, loader_threads=config.data.num_threads):
+    logger.info("%s", preflight.agree(comm, options(config)))
+    for line in check_placement(comm, device, loader_threads=config.data.num_threads):
         logger.info("%s", line)
     return device

@@ -1,22 +1,18 @@
-"""Which launcher started a process, by environments recorded under real ones, one line of variables per rank.
+"""Recognising the launcher of a process, in environments recorded under real launchers.
 
-Each file of tests/launchers says the command, the versions and the date; tests/mpi/test_launchers.py starts them anew.
+Each file of tests/launchers has the command, the versions and the date, and a line of variables for each rank.
+tests/mpi/test_launchers.py starts the launchers themselves.
 """
 
-import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from recordings import FOLDER, recorded
 
-from largebatch.comm import launcher
-from largebatch.comm.gloo_address import Place, refuse_unreachable
-from largebatch.comm.launcher import Launch, first_host, mismatch, prepare, recognise
+from largebatch.comm.launcher import Launch, counts, mismatch, recognise
 
-RECORDED = Path(__file__).parent / "launchers"
-OPEN_MPI, MPICH = "Open MPI v4.1.8, package: ...", "MPICH Version:      5.0.2 ..."
 TWO = [(0, 2, 0, 2), (1, 2, 1, 2)]
 THREE = [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
 FOUR = [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
@@ -52,14 +48,8 @@ AMBIGUOUS = {
 }
 
 
-def recorded(name: str) -> list[dict[str, str]]:
-    """The variables of each rank, in rank order."""
-    lines = (RECORDED / f"{name}.txt").read_text().splitlines()
-    return [dict(word.split("=", 1) for word in line.split()) for line in lines if not line.startswith("#")]
-
-
 def test_every_recording_has_its_line():
-    names = {path.stem for path in RECORDED.glob("*.txt")}
+    names = {path.stem for path in FOLDER.glob("*.txt")}
     assert names == {*KNOWN, *FORGOTTEN, *AMBIGUOUS}
 
 
@@ -79,7 +69,7 @@ def test_alone_where_several_tasks_were_asked_for(name):
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_two_launchers_at_once(name):
-    """Every rank refuses, those too whose two ranks happen to be the same number."""
+    """Every rank refuses, even a rank that happens to have the same number under both launchers."""
     one, of_one, other, of_other = AMBIGUOUS[name]
     for environment in recorded(name):
         with pytest.raises(ValueError) as error:
@@ -100,7 +90,7 @@ def test_nobody_started_it():
 
 
 def test_variables_that_agree():
-    """Set from a launcher's own by a script, for torch.distributed; the launcher counts."""
+    """A script may copy a launcher's variables for torch.distributed; the launcher counts."""
     for environment, (rank, size, *_) in zip(recorded("mpirun") + recorded("srun_none"), TWO + THREE):
         who = recognise(environment)
         torchs = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
@@ -142,63 +132,6 @@ def test_gloo_without_its_rendezvous(gone):
         recognise(environment)
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN if name not in ("srun_pty", "srun_none", "srun_pmi2")])
-def test_what_starts_by_itself_is_left_alone(name):
-    """Nothing is set where MPI or horovodrun has told Horovod all."""
-    for environment in recorded(name):
-        launch = recognise(environment)
-        if launch.launcher != "torchrun":
-            before = dict(environment)
-            prepare(launch, environment, mpi=OPEN_MPI)
-            assert environment == before
-
-
-@pytest.mark.parametrize(
-    "mpi, name, gloo", [(OPEN_MPI, "srun_pty", True), (MPICH, "srun_pty", True), (OPEN_MPI, "mpirun", False)]
-)
-def test_one_task_of_a_step(mpi, name, gloo):
-    """Open MPI ends a process of a step that it cannot ask for its rank, even if it is alone."""
-    environment = recorded(name)[0]
-    before = dict(environment)
-    start = prepare(recognise(environment), environment, mpi=mpi)
-    assert (environment.get("HOROVOD_CONTROLLER") == "gloo") == gloo
-    assert (environment.get("HOROVOD_CPU_OPERATIONS") == "gloo") == gloo
-    start.close()
-    assert environment == before
-
-
-@pytest.mark.parametrize(
-    "name, mpi, speaks",
-    [
-        ("srun_pmix", OPEN_MPI, True),
-        ("srun_pmix", MPICH, False),
-        ("srun_pmi2", MPICH, True),
-        ("srun_pmi2", OPEN_MPI, False),
-        ("srun_none", OPEN_MPI, False),
-        ("srun_none", MPICH, False),
-    ],
-)
-def test_which_mpi_starts_under_srun(name, mpi, speaks):
-    environment = recorded(name)[2]
-    launch = recognise(environment)
-    assert launcher._needs_gloo(launch, environment, mpi) is not speaks
-    assert not launcher._needs_gloo(launch, environment | {"HOROVOD_CONTROLLER": "mpi"}, mpi)
-
-
-@pytest.mark.parametrize("name, wanted", [("mpirun", "gloo"), ("mpiexec", "gloo"), ("torchrun", "mpi")])
-def test_a_controller_that_the_launcher_does_not_start(name, wanted):
-    environment = recorded(name)[0] | {"HOROVOD_CONTROLLER": wanted}
-    with pytest.raises(ValueError, match=f"HOROVOD_CONTROLLER={wanted} is set, but {name} does not"):
-        prepare(recognise(environment), environment, mpi=OPEN_MPI)
-
-
-def test_torch_variables_without_an_address():
-    environment = {"RANK": "0", "WORLD_SIZE": "2"}
-    with pytest.raises(ValueError, match="without MASTER_ADDR and MASTER_PORT"):
-        prepare(recognise(environment), environment, mpi=OPEN_MPI)
-    assert environment == {"RANK": "0", "WORLD_SIZE": "2"}
-
-
 def test_mismatch():
     launch = Launch("mpirun", 1, 2, 1, 2)
     assert mismatch(launch, rank=1, size=2, local_rank=1, local_size=2) == ""
@@ -213,70 +146,16 @@ def test_mismatch():
 
 
 @pytest.mark.parametrize(
-    "nodes, first",
-    [
-        ("n1", "n1"),
-        ("n1,n2", "n1"),
-        ("n[1-2]", "n1"),
-        ("node[07-12,31],login", "node07"),
-        ("gpu[3,5-7],m1", "gpu3"),
-        ("r[2-3]n[1-4]", "r2n1"),
-    ],
+    "text, expected", [("8", [8]), ("4(x2),3", [4, 4, 3]), ("2(x3),1", [2, 2, 2, 1]), ("1,2", [1, 2]), ("", [])]
 )
-def test_first_host(nodes, first):
-    assert first_host(nodes) == first
+def test_numbers_for_each_host(text, expected):
+    assert counts(text) == expected
 
 
-def place(host: str, *, node: str = "", address: str = "10.0.0.1", loopback: str = "one") -> Place:
-    return Place(host, node, address, loopback, port=1)
-
-
-def test_slots_of_uneven_hosts():
-    """As Horovod numbers ranks over MPI: a, a, b, b, b, c."""
-    slots = launcher._slots([place(host) for host in "aabbbc"])
-    assert [slot.rank for slot in slots] == list(range(6)) and {slot.size for slot in slots} == {6}
-    assert [(slot.local_rank, slot.local_size) for slot in slots] == [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3), (0, 1)]
-    assert [(slot.cross_rank, slot.cross_size) for slot in slots] == [(0, 3), (0, 2), (1, 3), (1, 2), (0, 1), (2, 3)]
-    agents = launcher._slots([place("a", node="0"), place("a", node="1")])
-    assert [(slot.local_rank, slot.local_size, slot.cross_rank) for slot in agents] == [(0, 1, 0), (0, 1, 1)]
-
-
-def test_addresses_that_others_cannot_reach():
-    refuse_unreachable([place("a", address="127.0.1.1"), place("b", address="127.0.0.1")])
-    refuse_unreachable([place("a"), place("b", address="10.0.0.2", loopback="two")])
-    with pytest.raises(ValueError, match=re.escape("The own name of b (127.0.1.1) resolves to an address that other")):
-        refuse_unreachable([place("a"), place("b", address="127.0.1.1", loopback="two")])
-    with pytest.raises(ValueError, match="^b cannot resolve its own name, and Gloo would crash"):
-        refuse_unreachable([place("a"), place("b", address="")])
-
-
-ALONE = "import sys; from largebatch.comm import launcher as l; launch = l.Launch('torchrun', int(sys.argv[1]), 2)"
-JOIN = (
-    "l.JOIN_LIMIT_S = 3; env = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': sys.argv[2]}\n"
-    "try: l.prepare(launch, env, mpi='')\n"
-    "except RuntimeError as error: print(error, sorted(env))"
-)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_other_rank_never_comes(rank):
-    port = str(free_port())
-    command = [sys.executable, "-c", f"{ALONE}\n{JOIN}", str(rank), port]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=RECORDED.parents[1])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"The 2 ranks did not meet at 127.0.0.1, port {port}, within 3 s"), done.stdout
-    assert done.stdout.endswith("['MASTER_ADDR', 'MASTER_PORT']\n") and done.stdout.count("\n") == 1
-
-
-def test_the_port_is_taken():
-    with socket.create_server(("", 0)) as server:
-        port = str(server.getsockname()[1])
-        command = [sys.executable, "-c", f"{ALONE}\n{JOIN}", "0", port]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=RECORDED.parents[1])
-    assert "address already in use" in done.stdout and done.stdout.count("\n") == 1, done.stdout + done.stderr
+@pytest.mark.parametrize("file", ["comm.launcher", "comm.gloo_start", "comm.cores", "comm.preflight", "doctor.machine"])
+def test_files_that_need_only_the_standard_library(file):
+    """Packing, the doctor and the command line import these before, or without, Horovod and torch."""
+    program = f"import sys, largebatch.{file}; print({{'horovod', 'torch', 'numpy'}} & set(sys.modules))"
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=root)
+    assert done.stdout == "set()\n", done.stderr

@@ -7,13 +7,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = {
-    "largebatch bind config data doctor losses precision schedules zoo": "",
+    "largebatch bind config data losses precision schedules zoo": "",
     "native": "zoo",
     "optim": "native",
     "augment": "data",
     "recipes": "config",
-    "comm": "bind config",
-    "pack": "data zoo",
+    "comm": "config",
+    "doctor": "comm",
+    "pack": "comm data zoo",
     "evaluation": "comm",
     "engine": "augment comm data losses optim precision",
     "checkpoint": "config engine zoo",

@@ -1,5 +1,40 @@
-"""The ranks of a run: who started them, where they sit, what they exchange. Only this folder imports Horovod."""
+"""The ranks of a run: how they start, where they compute, what they exchange. Only this folder imports Horovod.
 
-from largebatch.comm.communicator import Communicator, Stopped, StoppedEarly, session
+    communicator.py   start, rank and size, collectives, failures and the end of all ranks together
+    reduction.py      the reduction of gradients: Horovod's optimizer made safe
+    fp16.py           gradients that are sent in fp16
+    polling.py        waiting for collectives without occupying a core
+    watchdog.py       the limit on waiting for other ranks
+    stopped.py        the exceptions that all ranks raise together
+    launcher.py       the launcher that started this process; the one table of launchers' variables
+    gloo_start.py     the start of ranks that MPI cannot bring together
+    gloo_address.py   the addresses at which such ranks reach each other
+    preflight.py      the checks that all ranks run the same program
+    placement.py      the hosts, cores and GPUs of the ranks
+    cores.py          the cores and the time that the system allows to a process
+
+The names below are loaded when first used, so files that need only the standard library (the launcher, the cores) can
+be imported without Horovod and torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from largebatch.comm.communicator import Communicator, session
+    from largebatch.comm.stopped import Stopped, StoppedEarly
+
+EXPORTS = {
+    "Communicator": "largebatch.comm.communicator",
+    "Stopped": "largebatch.comm.stopped",
+    "StoppedEarly": "largebatch.comm.stopped",
+    "session": "largebatch.comm.communicator",
+}
 
 __all__ = ["Communicator", "Stopped", "StoppedEarly", "session"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(EXPORTS[name]), name)

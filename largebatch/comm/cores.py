@@ -1,9 +1,10 @@
-"""The cores that a process really has: where it may run, how much time it is given there, and who shares it.
+"""The cores that a process really has: those it may run on, its limits of time there, and its share of both.
 
-A launcher binds ranks to cores (Open MPI each of two to a single one, unless told otherwise), a container or a batch
-system limits their time, and several ranks of a host may share what is left; threads beyond that only take turns. A
-core here is what the system schedules on, so a hardware thread where a processor has two for each of its cores. Where
-the sets of several ranks overlap, each core is divided among those that may use it.
+A launcher binds ranks to cores (Open MPI binds each of two ranks to a single core by default), a container or a batch
+system limits their time, and several ranks of a host may share the rest. More threads than that only take turns.
+A core here is a unit that the system schedules on, so a hardware thread if the processor has two for each core. If the
+sets of several ranks overlap, each core is divided among the ranks that may use it. Libraries that count cores do not
+know which ranks share a quota, so this file reads the control groups itself.
 """
 
 import os
@@ -13,27 +14,28 @@ from fractions import Fraction
 from pathlib import Path
 
 PROCESS, SYSTEM = Path("/proc/self"), Path("/sys/devices/system")
-MOST_LOADER_THREADS = 8  # each decodes about 660 images of 106 kB a second (README): 8 feed any GPU; more cost memory
+# A thread decodes about 660 images of 106 kB a second (README), so 8 feed any GPU, and more would cost memory.
+MOST_LOADER_THREADS = 8
 
 
 @dataclass(frozen=True)
 class Cores:
-    """What the system lets one process have."""
+    """The cores and the time that the system allows to one process."""
 
-    allowed: frozenset[int]  # numbers of the cores it may run on
-    quotas: dict[str, float]  # cores' worth of time, by the control group that its processes share it in
-    nodes: tuple[int, ...]  # NUMA nodes of those cores; empty where the system does not say
-    physical: int  # cores of the processor among them
-    host_cores: int  # how many the host has, as `allowed` counts them
+    allowed: frozenset[int]  # numbers of the cores that it may run on
+    quotas: dict[str, float]  # control group -> cores' worth of time that the processes of the group share
+    nodes: tuple[int, ...]  # NUMA nodes of those cores; empty if the system does not say
+    physical: int  # how many physical cores they belong to
+    host_cores: int  # how many cores the host has, counted as in `allowed`
 
     def __str__(self) -> str:
-        """Like "cores 0-3 of NUMA node 0"."""
+        """Return a text like "cores 0-3 of NUMA node 0"."""
         nodes = f" of NUMA node{'s' * (len(self.nodes) > 1)} {compact(self.nodes)}" if self.nodes else ""
         return f"core{'s' * (len(self.allowed) > 1)} {compact(self.allowed)}{nodes}"
 
 
 def cores_of_process(process: Path = PROCESS, system: Path = SYSTEM) -> Cores:
-    """Of this process. process, system: where Linux describes it and the machine."""
+    """Return the cores of this process. process, system: the folders in which Linux describes it and the machine."""
     allowed = frozenset(os.sched_getaffinity(0))
     nodes = {int(path.name[4:]): expand(_read(path / "cpulist")) for path in system.glob("node/node[0-9]*")}
     siblings = {_read(system / f"cpu/cpu{core}/topology/thread_siblings_list") or str(core) for core in allowed}
@@ -46,20 +48,23 @@ def cores_of_process(process: Path = PROCESS, system: Path = SYSTEM) -> Cores:
     )
 
 
-def part(mine: Cores, of_host: Sequence[Cores]) -> float:
-    """Cores' worth of time that one of the ranks of a host has, all of them working. of_host: every rank's, with it."""
+def share_of_cores(mine: Cores, of_host: Sequence[Cores]) -> float:
+    """Return how many cores' worth of time a rank has while all ranks of its host work.
+
+    of_host: the cores of all ranks of the host, with this one.
+    """
     of_set = sum(Fraction(1, sum(core in theirs.allowed for theirs in of_host)) for core in mine.allowed)
     of_quotas = [quota / sum(group in theirs.quotas for theirs in of_host) for group, quota in mine.quotas.items()]
-    return min([float(of_set), *of_quotas])  # in fractions, as twelve sixths of a core are two
+    return min([float(of_set), *of_quotas])  # fractions above, so that twelve sixths of a core make exactly two
 
 
 def loader_threads(cores: float) -> int:
-    """Decoding threads of a rank that has so many cores: one is left to the rank itself, if there are two."""
+    """Return the number of decoding threads for a rank: one less than its cores, but at least 1 and at most 8."""
     return min(MOST_LOADER_THREADS, max(1, int(cores) - 1))
 
 
 def compact(numbers: Iterable[int]) -> str:
-    """Like "0-3,8"."""
+    """Return a text like "0-3,8"."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][1] + 1:
@@ -70,18 +75,16 @@ def compact(numbers: Iterable[int]) -> str:
 
 
 def expand(text: str) -> set[int]:
-    """The numbers in "0-3,8"; none in an empty text."""
+    """Return the numbers in a text like "0-3,8"; the empty set for an empty text."""
     ranges = [word.partition("-") for word in text.split(",") if word]
     return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# quotas of control groups
-# ---------------------------------------------------------------------------------------------------------------
+# -- quotas of control groups ------------------------------------------------------------------------------------
 
 
 def quotas(process: Path = PROCESS) -> dict[str, float]:
-    """The limits that hold for a process: each group with one, from its own up to the root, and how many cores."""
+    """Return the limits of a process: each control group with a limit, from its own up to the root -> cores."""
     found = {}
     for group in _groups(process):
         quota = _quota_v2(group) if (group / "cgroup.controllers").exists() else _quota_v1(group)
@@ -91,7 +94,7 @@ def quotas(process: Path = PROCESS) -> dict[str, float]:
 
 
 def _groups(process: Path) -> Iterator[Path]:
-    """Folders of the groups that can limit the process's time: of version 1 and version 2, each and those above it."""
+    """Yield the folders of the groups that can limit the process: its own of both versions, and their parents."""
     of_version = {}
     for line in _read(process / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -101,12 +104,14 @@ def _groups(process: Path) -> Iterator[Path]:
             of_version[1] = path
     for line in _read(process / "mountinfo").splitlines():
         before, _, after = line.partition(" - ")
-        (_, _, _, root, mounted, *_), (kind, _, options, *_) = before.split(" "), after.split(" ")  # one may be empty
+        # Split at every space, because a field may be empty.
+        (_, _, _, root, mounted, *_), (kind, _, options, *_) = before.split(" "), after.split(" ")
         version = {"cgroup": 1, "cgroup2": 2}.get(kind)
         if version not in of_version or version == 1 and "cpu" not in options.split(","):
             continue
         own = Path(of_version[version])
-        inside = own.relative_to(root) if own.is_relative_to(root) else Path()  # a container may see its own as root
+        # A container may see its own group as the root.
+        inside = own.relative_to(root) if own.is_relative_to(root) else Path()
         yield from (Path(mounted, folder) for folder in (inside, *inside.parents))
 
 
@@ -121,7 +126,7 @@ def _quota_v1(group: Path) -> float | None:
 
 
 def _read(path: Path) -> str:
-    """Empty if the system does not have it."""
+    """Return the text of a file, empty if the system does not have it."""
     try:
         return path.read_text().strip()
     except OSError:

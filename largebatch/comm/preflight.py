@@ -1,9 +1,9 @@
-"""What must be the same on all ranks before the first step, and who differs.
+"""The checks before the first step that all ranks run the same program on the same data.
 
-Each rank publishes its `RankReport`: its host and its traits (versions, our own source files, every option of the
-config), and later its `Place`. Hosts drift apart unseen: one was updated, one holds an old checkout, one rank came
-from another command line; such a run trains, and means nothing. Values are texts, so that ranks with different
-versions of anything can still read each other.
+Each rank publishes a `RankReport`: its host and its traits (versions, our own source files, every option of the
+config). Hosts drift apart unnoticed: one is updated, one holds an old checkout, one rank was started with another
+command line. Such a run would train, but its result would mean nothing. Values are texts, so that ranks with different
+versions of a package can still read each other's report.
 """
 
 import hashlib
@@ -11,27 +11,52 @@ import importlib.metadata
 import platform
 import socket
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from largebatch.comm.cores import Cores, compact, part
+from largebatch.comm.stopped import Stopped
+
+if TYPE_CHECKING:
+    from largebatch.comm.communicator import Communicator
 
 PACKAGES = ("torch", "horovod", "nvidia-dali-cuda120", "timm", "numpy", "torchvision", "safetensors", "pillow")
-SHOWN = 4  # differences in one message; a rank with another recipe has dozens
+SHOWN = 4  # differences in one message: a rank with another recipe has dozens
 SOURCES = "the sources of largebatch"
+
+
+def agree(comm: "Communicator", options: Mapping[str, object]) -> str:
+    """Compare the versions, sources and options of all ranks; return one line of versions for the log.
+
+    All ranks raise Stopped if one rank differs; the message names the rank, its value and the others'.
+    """
+    with comm.together("reporting"):
+        mine = report_rank(options)
+    difference = disagreement(comm.allgather_object(mine, name="agree"))
+    if difference:
+        raise Stopped(difference)
+    return versions(mine)
+
+
+def agree_on(comm: "Communicator", value: str, *, name: str) -> None:
+    """Raise Stopped on all ranks if one of them has another value. name: the things that the value stands for."""
+    values = comm.allgather_object(value, name=f"agree/{name}")
+    others = [str(rank) for rank, theirs in enumerate(values) if theirs != values[0]]
+    if others:
+        raise Stopped(f"rank {', '.join(others)} of {comm.size} has other {name} than rank 0: make them the same.")
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank: its host, and its traits, which all ranks must share (an option's name begins with --)."""
+    """The host of one rank and its traits, which all ranks must share (the name of an option begins with --)."""
 
     host: str
     traits: dict[str, str]
 
 
 def report_rank(options: Mapping[str, object]) -> RankReport:
-    """The report of this process. options: every option of the config by its dotted name."""
+    """Return the report of this process. options: every option of the config by its dotted name."""
     traits = {"Python": platform.python_version(), SOURCES: sources_digest()}
     traits |= {package: installed_version(package) for package in PACKAGES}
     traits |= {f"--{name}": str(value) for name, value in options.items()}
@@ -39,7 +64,7 @@ def report_rank(options: Mapping[str, object]) -> RankReport:
 
 
 def installed_version(package: str) -> str:
-    """As its metadata says; nothing is imported."""
+    """Return the version in the metadata of a package, which is not imported."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -47,7 +72,7 @@ def installed_version(package: str) -> str:
 
 
 def sources_digest() -> str:
-    """Eight digits for the contents of all Python and C++ files of largebatch and zoo, wherever they lie."""
+    """Return eight digits that stand for the contents of all Python and C++ files of largebatch and zoo."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[2]
     folders = (root / package for package in ("largebatch", "zoo"))
@@ -57,14 +82,14 @@ def sources_digest() -> str:
 
 
 def versions(report: RankReport) -> str:
-    """One line for the log of a run: "Python 3.11.7, torch 2.13.0, ..."."""
+    """Return one line for the log of a run, like "Python 3.11.7, torch 2.13.0, ..."."""
     return ", ".join(f"{name} {value}" for name, value in report.traits.items() if not name.startswith("--"))
 
 
 def disagreement(reports: Sequence[RankReport]) -> str:
-    """One sentence naming the ranks that differ from most, both values, and what to do; empty if all agree.
+    """Return a sentence with the ranks that differ from most, both values, and the remedy; empty if all ranks agree.
 
-    Where two values have the same number of ranks, the lowest rank's is taken for the right one.
+    If two values have the same number of ranks, that of the lowest rank counts as the right one.
     """
     names = dict.fromkeys(name for report in reports for name in report.traits)
     values = {name: [report.traits.get(name, "unknown") for report in reports] for name in names}
@@ -84,8 +109,8 @@ def disagreement(reports: Sequence[RankReport]) -> str:
 
 
 def _clause(name: str, values: Sequence[str], reports: Sequence[RankReport]) -> str:
-    """Like "rank 2 on node7 has timm 1.0.30, the other 3 ranks 1.0.31"."""
-    usual = Counter(values).most_common(1)[0][0]  # among equals the first met, so the lowest rank's
+    """Return a clause like "rank 2 on node7 has timm 1.0.30, the other 3 ranks 1.0.31"."""
+    usual = Counter(values).most_common(1)[0][0]  # the first of several, so the lowest rank's
     odd: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         if value != usual:
@@ -101,7 +126,10 @@ def _clause(name: str, values: Sequence[str], reports: Sequence[RankReport]) -> 
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Like "rank 2 on node7" or "ranks 4, 5 on node7, 6 on node8"; long lists are cut. hosts: of every rank."""
+    """Return a text like "rank 2 on node7" or "ranks 4, 5 on node7, 6 on node8"; long lists are cut.
+
+    hosts: those of all ranks.
+    """
     of_host: dict[str, list[int]] = {}
     for rank in ranks:
         of_host.setdefault(hosts[rank], []).append(rank)
@@ -112,86 +140,3 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     if len(of_host) > SHOWN:
         places.append(f"and {len(of_host) - SHOWN} more hosts")
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(places)}"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one rank computes. device: like cuda:0. uuid: of its GPU, empty on a CPU."""
-
-    host: str
-    pid: int
-    local_rank: int
-    device: str
-    uuid: str
-    cores: Cores
-    torch_threads: int
-    loader_threads: int
-
-
-def shared_gpus(places: Sequence[Place]) -> str:
-    """One sentence naming the ranks that would use one GPU; empty if none do. places: of every rank."""
-    users: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        if place.uuid:
-            users.setdefault(place.uuid, []).append(rank)
-    clauses = []
-    for uuid, ranks in users.items():
-        if len(ranks) > 1:
-            users_of_it = [places[rank] for rank in ranks[:SHOWN]]
-            seen_as = ", ".join(f"{place.device} of local rank {place.local_rank}" for place in users_of_it)
-            clauses.append(f"{name_ranks(ranks, [place.host for place in places])} share GPU {uuid} ({seen_as})")
-    if not clauses:
-        return ""
-    return f"{'; '.join(clauses[:SHOWN])}: give each rank a GPU of its own, or start fewer ranks per host."
-
-
-def by_host(places: Sequence[Place]) -> list[str]:
-    """A line per host: "n1: rank 0 cuda:0 (pid 4711), rank 1 cuda:1 (pid 4712); ranks 0-1: cores 0-7 ..."."""
-    hosts: dict[str, list[str]] = {}
-    resources: dict[str, dict[str, list[int]]] = {}
-    for rank, (place, cores) in enumerate(zip(places, parts(places))):
-        hosts.setdefault(place.host, []).append(f"rank {rank} {place.device} (pid {place.pid})")
-        shared = "" if cores == len(place.cores.allowed) else f" ({cores:.3g} for each rank)"
-        threads = f"threads: {place.torch_threads} of torch, {place.loader_threads} of the loader"
-        resources.setdefault(place.host, {}).setdefault(f"{place.cores}{shared}, {threads}", []).append(rank)
-    lines = []
-    for host, ranks in hosts.items():
-        each = [f"rank{'s' * (len(of) > 1)} {compact(of)}: {text}" for text, of in resources[host].items()]
-        lines.append(f"{host}: {', '.join(ranks)}; {'; '.join(each)}")
-    return lines
-
-
-def parts(places: Sequence[Place]) -> list[float]:
-    """Cores' worth of time of each rank, those of one host sharing theirs."""
-    of_host: dict[str, list[Cores]] = {}
-    for place in places:
-        of_host.setdefault(place.host, []).append(place.cores)
-    return [part(place.cores, of_host[place.host]) for place in places]
-
-
-def short_of_cores(places: Sequence[Place], *, asked: int | None) -> str:
-    """One sentence naming the ranks that have too few cores for their threads, and what to change; empty if none do.
-
-    asked: loader threads by --data.num_threads, None if their number follows the cores; then a rank on one core has
-    nothing to be told, unless the launcher bound it to that one on a host with others, or it has less than a core.
-    """
-    short: dict[str, list[int]] = {}
-    for rank, (place, cores) in enumerate(zip(places, parts(places))):
-        if place.cores.physical == 1 and len(place.cores.allowed) < place.cores.host_cores:
-            found = f"bound to a single core, of {place.cores.host_cores}: start mpirun with --bind-to none, or with "
-            found += "--map-by slot:PE=N for N cores each (Slurm: --cpus-per-task; a container: its set of CPUs)"
-        elif asked is not None and cores < asked + 1:
-            found = f"given {_count(cores)} for {asked} loader thread{'s' * (asked > 1)} and the training: "
-            found += "leave --data.num_threads out, or start fewer ranks per host"
-        elif cores < 1:
-            found = f"given {_count(cores)} each: start fewer ranks per host, or raise their CPU limit"
-        else:
-            continue
-        short.setdefault(found, []).append(rank)
-    hosts = [place.host for place in places]
-    clauses = [f"{name_ranks(of, hosts)} {'is' if len(of) == 1 else 'are'} {found}" for found, of in short.items()]
-    return f"{'; '.join(clauses[:SHOWN])}." if clauses else ""
-
-
-def _count(cores: float) -> str:
-    return "1 core" if cores == 1 else f"{cores:.3g} cores"

@@ -1,8 +1,8 @@
 """A limit on waiting for other ranks.
 
-Horovod itself looks for ranks that do not answer only where MPI carries its messages, and not when a rank is stopped
-or its host is gone: the others then wait for ever, while their GPUs are paid for. So each rank watches its own waits,
-under every launcher alike. One thread looks now and then, so that a wait costs no more than two assignments.
+Horovod itself looks for silent ranks only if MPI carries its messages, and it does not notice a rank that is stopped
+or a host that is gone. The other ranks then wait for ever, while their GPUs are paid for. So each rank watches its own
+waits, under every launcher. A thread checks now and then, so that a wait costs only two assignments.
 """
 
 import threading
@@ -10,23 +10,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-LOOKS = 20  # within a limit, and at least one per second
+CHECKS = 20  # during one limit, and at least one per second
 
 
 class Watchdog:
-    """Calls `expired(what)` once, in a thread of its own, when a wait has lasted `limit_s` seconds; 0: never."""
+    """Calls `expired(what)` once, from its own thread, when a wait has lasted `limit_s` seconds (0: never)."""
 
     def __init__(self, limit_s: float, expired: Callable[[str], None]) -> None:
         self.limit_s = limit_s
         self._expired = expired
-        self._wait: tuple[float, str] | None = None  # since when, for what
+        self._wait: tuple[float, str] | None = None  # when it began, and its name
         self._over = threading.Event()
         if limit_s:
-            threading.Thread(target=self._look, name="largebatch-watchdog", daemon=True).start()
+            threading.Thread(target=self._watch, name="largebatch-watchdog", daemon=True).start()
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """The time of this block counts; `what` is waited for."""
+        """Limit the time of this block. what: the name of the collective that it waits for."""
         self._wait = (time.monotonic(), what)
         try:
             yield
@@ -34,11 +34,11 @@ class Watchdog:
             self._wait = None
 
     def stop(self) -> None:
-        """No longer watch."""
+        """Stop watching."""
         self._over.set()
 
-    def _look(self) -> None:
-        while not self._over.wait(min(1.0, self.limit_s / LOOKS)):
+    def _watch(self) -> None:
+        while not self._over.wait(min(1.0, self.limit_s / CHECKS)):
             wait = self._wait
             if wait and time.monotonic() - wait[0] > self.limit_s:
                 self._expired(wait[1])

@@ -6,10 +6,11 @@ import shutil
 import socket
 from pathlib import Path
 
+from largebatch.comm.launcher import LAUNCHERS, SRUN
 from largebatch.doctor.result import REINSTALL, Result, run
 
-# As read by largebatch.comm.launcher: with more than 1 in one of these a program started by itself refuses to run.
-LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "WORLD_SIZE")
+# With more than 1 in one of these, a program that is started by itself refuses to run. Slurm's is checked by itself.
+LAUNCHER_SIZES = tuple(launcher.size for launcher in LAUNCHERS if launcher is not SRUN)
 MIB, GIB = 2**20, 2**30
 NEEDED_SHM_BYTES = 64 * MIB  # the ranks of a host exchange messages there: Open MPI 4 MB per rank, NCCL more
 NEEDED_DISK_BYTES = 2 * GIB  # two checkpoints of ViT-B/32 and a third being written

@@ -40,13 +40,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from largebatch.comm.launcher import HOROVODRUN, MPI_LAUNCHERS, TORCHRUN
 from largebatch.data import quarantine, records, sources
 from largebatch.data.shards import Images, shard_images, write_split
 from largebatch.pack import inputs as originals
 
 SHARD_IMAGES = {"train": 1252, "validation": 391}  # ceil(1,281,167 / 1024), ceil(50,000 / 128)
 PLAN = "packing.json"
-LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+LOCAL_SIZES = tuple(launcher.local_size for launcher in MPI_LAUNCHERS)
 _BAR = 30  # characters
 
 
@@ -109,18 +110,19 @@ class World:
 
 
 def _refuse_without_mpi(environment: Mapping[str, str]) -> None:
-    for name, launcher in {"WORLD_SIZE": "torchrun", "HOROVOD_SIZE": "horovodrun --gloo"}.items():
+    for variables in (TORCHRUN, HOROVODRUN):
+        name = variables.size
         if environment.get(name, "1") != "1":
             raise ValueError(
-                f"{name}={environment[name]}, as {launcher} sets it, but the processes of pack share out their work by "
-                f"MPI: start it by mpirun, or unset {name} to pack alone."
+                f"{name}={environment[name]}, as {variables.launcher} sets it, but the processes of pack share out "
+                f"their work by MPI: start it by mpirun, or unset {name} to pack alone."
             )
 
 
 @contextlib.contextmanager
 def processes() -> Iterator[World]:
     """MPI's processes, if its launcher started this one. What goes wrong on one of them ends them all."""
-    names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"] + (["SLURM_NTASKS"] if "PMIX_RANK" in os.environ else [])
+    names = [launcher.size for launcher in MPI_LAUNCHERS] + (["SLURM_NTASKS"] if "PMIX_RANK" in os.environ else [])
     announced = next((os.environ[name] for name in names if name in os.environ), "1")
     if announced == "1":
         _refuse_without_mpi(os.environ)

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from largebatch.comm.launcher import MPI_LAUNCHERS, SRUN
 from largebatch.data import records, sources
 from largebatch.data.dali import EvalLoader
 from largebatch.data.index import Index
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 TOP = 5  # scores of a place that are kept
 PLAN = "token_labels.json"
 EXACT_HALVES = 2048  # the published files hold classes in half precision, which is exact up to here
-LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+LOCAL_RANKS = tuple(launcher.local_rank for launcher in (*MPI_LAUNCHERS, SRUN))
 
 Maps = Callable[[Index], Iterator[tuple[np.ndarray, np.ndarray]]]  # of images: scores and classes (k, h, w) of each
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from largebatch.comm import Communicator
-from largebatch.comm.gloo_address import Place, loopback, own_address, refuse_unreachable
+from largebatch.comm.gloo_address import GlooAddress, loopback, own_address, refuse_unreachable
 from largebatch.parallel import mesh
 
 
@@ -23,7 +23,7 @@ def start(comm: Communicator, device: torch.device) -> None:
     if dist.is_initialized():
         return
     with comm.together("starting torch.distributed"):
-        mine = Place(socket.gethostname(), "", address_here(os.environ), loopback())
+        mine = GlooAddress(socket.gethostname(), "", address_here(os.environ), loopback())
     places = comm.allgather_object(mine, name="parallel/places")
     store = None
     with comm.together("starting torch.distributed"):

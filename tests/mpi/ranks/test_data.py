@@ -6,6 +6,7 @@ import torch
 from parts import small_model
 
 from largebatch.comm import Stopped
+from largebatch.comm.preflight import agree_on
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.order import Plan
 from largebatch.data.sources import open_source
@@ -61,8 +62,8 @@ def test_training_sees_each_image_once_per_epoch(comm):
 
 def test_ranks_with_other_images_stop_together(comm):
     index = open_source("digits", split="validation")
-    comm.agree_on(index.digest(), name="images")
+    agree_on(comm, index.digest(), name="images")
     if comm.size > 1:
         mine = index.without([3]) if comm.rank == 1 else index
         with pytest.raises(Stopped, match=f"rank 1 of {comm.size} has other images than rank 0"):
-            comm.agree_on(mine.digest(), name="images")
+            agree_on(comm, mine.digest(), name="images")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from largebatch import bind as binding
-from largebatch.bind import Machine, local_rank, numbers, plan, ranges, share, visible_gpus
+from largebatch import bind
+from largebatch.bind import LOCAL_RANK, Binding, Machine, local_rank, numbers, plan, ranges, share, visible_gpus
+from largebatch.comm.launcher import LAUNCHERS, counts
 
 ROOT = Path(__file__).parents[1]
 BIND = str(ROOT / "mpi_scripts" / "bind.sh")
@@ -51,7 +52,7 @@ def write(path: Path, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def dgx(tmp_path_factory) -> Path:
-    """Its /sys: 8 nodes of 16 cores, each core with two hyperthreads, k and k + 128."""
+    """Write the /sys of a DGX: 8 nodes of 16 cores, each core with two hyperthreads, k and k + 128."""
     sys_folder = tmp_path_factory.mktemp("sys")
     for node in range(8):
         first = 16 * node
@@ -73,8 +74,8 @@ def dgx(tmp_path_factory) -> Path:
     return sys_folder
 
 
-def bind(*arguments: str, **environment: str) -> tuple[int, str]:
-    """Run bind.sh, alone but for these variables; (exit code, stdout and stderr)."""
+def run_bind(*arguments: str, **environment: str) -> tuple[int, str]:
+    """Run bind.sh with no other variables than these; return its exit code and its output."""
     done = subprocess.run(
         [BIND, *arguments],
         env=ENVIRONMENT | environment,
@@ -99,10 +100,10 @@ EXPECTED = [
 
 
 def test_every_rank_of_a_dgx_is_near_its_gpu(dgx):
-    """The dry run, rank by rank: storage adapters are nobody's, hyperthreads stay together."""
+    """Storage adapters are given to no rank, and hyperthreads stay together."""
     for rank, line in enumerate(EXPECTED):
         ranks = {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
-        code, output = bind("--dry-run", "false", SYSFS=str(dgx), GPUS=str(dgx / "gpus.csv"), **ranks)
+        code, output = run_bind("--dry-run", "false", SYSFS=str(dgx), GPUS=str(dgx / "gpus.csv"), **ranks)
         assert code == 0
         assert output.endswith(
             f"local rank {rank} of 8: {line} of mlx5_0,mlx5_1,mlx5_2,mlx5_3,mlx5_6,mlx5_7,mlx5_8,mlx5_9\n"
@@ -120,7 +121,7 @@ def test_one_rank_per_node_has_all_its_cores(dgx):
 
 
 def test_only_allowed_cpus_are_given(dgx):
-    """A job that owns half of the machine: no core near GPU 4 and on, so all ranks share what there is."""
+    """A job that owns half of the machine has no core near GPUs 4 to 7, so all ranks share its cores."""
     for rank, cpus in enumerate(["48-51", "52-55"]):
         assert ranges(plan(machine(dgx, "48-55"), rank, 2).cpus) == cpus
     found = [plan(machine(dgx, "0-63"), rank, 8) for rank in range(8)]
@@ -187,42 +188,49 @@ def test_the_local_rank_of_each_launcher(environment, expected):
     assert local_rank(environment) == expected
 
 
+def test_the_local_ranks_are_those_of_the_launchers_table():
+    """bind.py is run by its path and imports nothing of the package, so it has a copy of its own."""
+    assert list(LOCAL_RANK.items()) == [(launcher.local_rank, launcher.local_size) for launcher in LAUNCHERS]
+    for text in ("8", "4(x2),3", "1,2", ""):
+        assert bind._counts(text) == counts(text)
+
+
 def test_what_the_user_has_set_stays():
-    chosen = binding.Binding(adapter="mlx5_1:1", adapters=["mlx5_1", "mlx5_10"])
-    assert binding.settings(chosen, {}) == {
+    chosen = Binding(adapter="mlx5_1:1", adapters=["mlx5_1", "mlx5_10"])
+    assert bind.settings(chosen, {}) == {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "UCX_NET_DEVICES": "mlx5_1:1",
         "NCCL_IB_HCA": "=mlx5_1,mlx5_10",
     }
-    assert binding.settings(chosen, {"UCX_NET_DEVICES": "all", "NCCL_IB_HCA": "", "CUDA_DEVICE_ORDER": "x"}) == {}
+    assert bind.settings(chosen, {"UCX_NET_DEVICES": "all", "NCCL_IB_HCA": "", "CUDA_DEVICE_ORDER": "x"}) == {}
 
 
 def test_mistakes_are_one_sentence(dgx):
-    code, output = bind("true", SYSFS=str(dgx))
+    code, output = run_bind("true", SYSFS=str(dgx))
     assert code == 2 and "SYSFS describes another machine: give --dry-run, or unset it" in output
-    assert "no command was given" in bind()[1]
-    assert bind("largebatch-no-program")[1].endswith("bind.sh: largebatch-no-program: No such file or directory\n")
+    assert "no command was given" in run_bind()[1]
+    assert run_bind("largebatch-no-program")[1].endswith("bind.sh: largebatch-no-program: No such file or directory\n")
 
 
 def test_a_broken_driver_ends_the_job(tmp_path, monkeypatch):
-    """Ranks that went on without its answer would share the cores otherwise than those that have it."""
+    """Ranks that went on without its answer would divide the cores in another way than those that have it."""
     silent = tmp_path / "nvidia-smi"
     silent.write_text("#!/bin/sh\nexec sleep 1000\n")
     silent.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(binding, "QUERY_LIMIT_S", 0.1)
+    monkeypatch.setattr(bind, "QUERY_LIMIT_S", 0.1)
     with pytest.raises(SystemExit, match="nvidia-smi on .* gave no answer in 0.1 s: look for NVRM and Xid in dmesg"):
-        binding.this_machine({})
+        bind.this_machine({})
 
 
 def test_the_exit_code_is_the_commands():
-    assert bind("sh", "-c", "exit 75")[0] == 75
+    assert run_bind("sh", "-c", "exit 75")[0] == 75
 
 
 def test_memory_is_bound_where_numactl_can():
-    """On this machine's own node; where a container forbids it, that is said."""
-    chosen = binding.Binding(node=0)
-    command = binding.memory_command(chosen)
+    """Bind to this machine's own node; if a container forbids it, a note says so."""
+    chosen = Binding(node=0)
+    command = bind.memory_command(chosen)
     if command:
         policies = subprocess.run([*command, "cat", "/proc/self/numa_maps"], capture_output=True, text=True).stdout
         assert "bind:0" in policies and not chosen.notes
@@ -232,6 +240,6 @@ def test_memory_is_bound_where_numactl_can():
 
 def test_memory_without_numactl(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    chosen = binding.Binding(node=0)
-    assert binding.memory_command(chosen) == [] and chosen.node == -1
+    chosen = Binding(node=0)
+    assert bind.memory_command(chosen) == [] and chosen.node == -1
     assert chosen.notes == ["memory is not bound: there is no numactl"]

@@ -1,4 +1,4 @@
-"""Cores of a process from what Linux tells, as tables; that a launcher's binding is seen is in tests/mpi/."""
+"""The cores of a process, read from files like Linux's; tests/mpi/test_cores.py tests the binding of a launcher."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from largebatch.comm.cores import Cores, compact, cores_of_process, expand, loader_threads, part, quotas
+from largebatch.comm.cores import Cores, compact, cores_of_process, expand, loader_threads, quotas, share_of_cores
 
 LIMITS = Path("/sys/fs/cgroup/cpu")  # version 1
 
@@ -35,7 +35,7 @@ def cores(allowed: str, quotas: dict[str, float] | None = None, *, host_cores: i
     ],
 )
 def test_the_part_of_each_rank(of_host, parts):
-    assert [part(mine, of_host) for mine in of_host] == parts
+    assert [share_of_cores(mine, of_host) for mine in of_host] == parts
 
 
 @pytest.mark.parametrize("have, threads", [(0.5, 1), (1, 1), (1.9, 1), (2, 1), (3, 2), (4.5, 3), (9, 8), (64, 8)])
@@ -49,7 +49,7 @@ def test_a_compact_list_of_cores(text):
 
 
 def linux(folder: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
-    """A process's folder of /proc, where control groups are mounted inside `folder`."""
+    """Write a process's folder of /proc, with control groups mounted inside `folder`."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text + "\n")
@@ -100,7 +100,7 @@ def test_quotas_of_control_groups(tmp_path, groups, mounts, files, found):
 
 
 def test_nodes_and_threads_of_a_core(tmp_path):
-    """Two hardware threads to a core, on a machine of two nodes; the process is where this one is."""
+    """A machine of two nodes with two hardware threads per core; the process has the cores of this one."""
     mine = sorted(os.sched_getaffinity(0))
     (tmp_path / "node" / "node0").mkdir(parents=True)
     (tmp_path / "node" / "node0" / "cpulist").write_text("900-903\n")
@@ -116,7 +116,7 @@ def test_nodes_and_threads_of_a_core(tmp_path):
 
 
 def test_the_quota_of_a_real_control_group():
-    """This interpreter again, in a group of its own that has a core and a half; version 1, which needs root."""
+    """Start this interpreter in a group of its own with a core and a half (version 1, which needs root)."""
     group = LIMITS / f"largebatch-test-{os.getpid()}"
     try:
         group.mkdir()
@@ -127,8 +127,8 @@ def test_the_quota_of_a_real_control_group():
         (group / "cpu.cfs_quota_us").write_text("150000")
         program = (
             "import os, sys; open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
-            "from largebatch.comm.cores import cores_of_process, part\n"
-            "mine = cores_of_process(); print(mine.quotas, part(mine, [mine]))"
+            "from largebatch.comm.cores import cores_of_process, share_of_cores\n"
+            "mine = cores_of_process(); print(mine.quotas, share_of_cores(mine, [mine]))"
         )
         command = [sys.executable, "-c", program, str(group)]
         process = subprocess.run(command, capture_output=True, text=True, timeout=60)

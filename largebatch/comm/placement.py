@@ -1,0 +1,135 @@
+"""The placement of the ranks: on which host, which cores and which GPU each one computes."""
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from largebatch.comm import cores
+from largebatch.comm.cores import Cores, compact, share_of_cores
+from largebatch.comm.preflight import SHOWN, name_ranks
+from largebatch.comm.stopped import Stopped
+
+if TYPE_CHECKING:
+    from largebatch.comm.communicator import Communicator
+
+logger = logging.getLogger(__name__)
+
+
+def check_placement(comm: "Communicator", device: torch.device, *, loader_threads: int | None) -> list[str]:
+    """Describe where the ranks compute, one line per host; rank 0 warns of ranks that have too few cores.
+
+    loader_threads: the number in the config; None: it follows from the cores of each rank. All ranks raise Stopped if
+    two would use one GPU.
+    """
+    with comm.together("looking at the GPU"):
+        mine = Place(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            local_rank=comm.local_rank,
+            device=str(device),
+            uuid=gpu_uuid(device),
+            cores=comm.cores,
+            torch_threads=torch.get_num_threads(),
+            loader_threads=loader_threads or cores.loader_threads(comm.num_cores),
+        )
+    places = comm.allgather_object(mine, name="placement")
+    shared = shared_gpus(places)
+    if shared:
+        raise Stopped(shared)
+    short = short_of_cores(places, asked=loader_threads)
+    if short and comm.rank == 0:
+        logger.warning("%s", short)
+    return by_host(places)
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Return the text that identifies a GPU across hosts and CUDA_VISIBLE_DEVICES; empty for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of one rank. device: like cuda:0. uuid: that of its GPU, empty on a CPU."""
+
+    host: str
+    pid: int
+    local_rank: int
+    device: str
+    uuid: str
+    cores: Cores
+    torch_threads: int
+    loader_threads: int
+
+
+def shared_gpus(places: Sequence[Place]) -> str:
+    """Return a sentence with the ranks that would share a GPU; empty if none do. places: those of all ranks."""
+    users: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        if place.uuid:
+            users.setdefault(place.uuid, []).append(rank)
+    clauses = []
+    for uuid, ranks in users.items():
+        if len(ranks) > 1:
+            users_of_it = [places[rank] for rank in ranks[:SHOWN]]
+            seen_as = ", ".join(f"{place.device} of local rank {place.local_rank}" for place in users_of_it)
+            clauses.append(f"{name_ranks(ranks, [place.host for place in places])} share GPU {uuid} ({seen_as})")
+    if not clauses:
+        return ""
+    return f"{'; '.join(clauses[:SHOWN])}: give each rank a GPU of its own, or start fewer ranks per host."
+
+
+def by_host(places: Sequence[Place]) -> list[str]:
+    """Return lines like "n1: rank 0 cuda:0 (pid 4711), rank 1 cuda:1 (pid 4712); ranks 0-1: cores 0-7 ..."."""
+    hosts: dict[str, list[str]] = {}
+    resources: dict[str, dict[str, list[int]]] = {}
+    for rank, (place, num_cores) in enumerate(zip(places, shares_of_cores(places))):
+        hosts.setdefault(place.host, []).append(f"rank {rank} {place.device} (pid {place.pid})")
+        shared = "" if num_cores == len(place.cores.allowed) else f" ({num_cores:.3g} for each rank)"
+        threads = f"threads: {place.torch_threads} of torch, {place.loader_threads} of the loader"
+        resources.setdefault(place.host, {}).setdefault(f"{place.cores}{shared}, {threads}", []).append(rank)
+    lines = []
+    for host, ranks in hosts.items():
+        each = [f"rank{'s' * (len(of) > 1)} {compact(of)}: {text}" for text, of in resources[host].items()]
+        lines.append(f"{host}: {', '.join(ranks)}; {'; '.join(each)}")
+    return lines
+
+
+def shares_of_cores(places: Sequence[Place]) -> list[float]:
+    """Return how many cores' worth of time each rank has; the ranks of one host share its cores."""
+    of_host: dict[str, list[Cores]] = {}
+    for place in places:
+        of_host.setdefault(place.host, []).append(place.cores)
+    return [share_of_cores(place.cores, of_host[place.host]) for place in places]
+
+
+def short_of_cores(places: Sequence[Place], *, asked: int | None) -> str:
+    """Return a sentence with the ranks that have too few cores for their threads and the remedy; empty if none do.
+
+    asked: the loader threads by --data.num_threads; None: their number follows from the cores. In that case a rank on a
+    single core is named only if the launcher bound it there although the host has more, or if it has less than a core.
+    """
+    short: dict[str, list[int]] = {}
+    for rank, (place, num_cores) in enumerate(zip(places, shares_of_cores(places))):
+        if place.cores.physical == 1 and len(place.cores.allowed) < place.cores.host_cores:
+            found = f"bound to a single core, of {place.cores.host_cores}: start mpirun with --bind-to none, or with "
+            found += "--map-by slot:PE=N for N cores each (Slurm: --cpus-per-task; a container: its set of CPUs)"
+        elif asked is not None and num_cores < asked + 1:
+            found = f"given {_count(num_cores)} for {asked} loader thread{'s' * (asked > 1)} and the training: "
+            found += "leave --data.num_threads out, or start fewer ranks per host"
+        elif num_cores < 1:
+            found = f"given {_count(num_cores)} each: start fewer ranks per host, or raise their CPU limit"
+        else:
+            continue
+        short.setdefault(found, []).append(rank)
+    hosts = [place.host for place in places]
+    clauses = [f"{name_ranks(of, hosts)} {'is' if len(of) == 1 else 'are'} {found}" for found, of in short.items()]
+    return f"{'; '.join(clauses[:SHOWN])}." if clauses else ""
+
+
+def _count(num_cores: float) -> str:
+    return "1 core" if num_cores == 1 else f"{num_cores:.3g} cores"

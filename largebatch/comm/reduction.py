@@ -1,0 +1,216 @@
+"""The reduction of gradients: Horovod's DistributedOptimizer, made safe.
+
+Horovod's wrapper surprises in five ways. Its `zero_grad` refuses ordinary arguments. Parameters that are unfrozen after
+wrapping are silently not reduced. Frozen ones still are, as zeros, which weight decay turns into steps. A second
+optimizer for the same model reduces each gradient twice. Its `synchronize` busy-waits (see polling.py). `Reduction`
+replaces each of these; tests/mpi has a test of each.
+"""
+
+import types
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from largebatch.comm.fp16 import Fp16
+from largebatch.comm.polling import wait
+from largebatch.comm.watchdog import Watchdog
+
+Compression = Literal["none", "fp16"]
+
+
+class Reduction:
+    """Averages gradients over the data ranks while the last pass of a step still runs."""
+
+    def __init__(self, data_set: hvd.ProcessSet, watchdog: Watchdog, *, data_size: int, model_size: int) -> None:
+        """data_set: the data_size ranks that hold the same part of the model as this one."""
+        self._data_set, self._watchdog = data_set, watchdog
+        self._data_size, self._model_size = data_size, model_size
+        self._hooks: Any = WeakTensorKeyDictionary()  # parameter -> handle of the hook that reduces it
+
+    def wrap(
+        self, optimizer: Optimizer, model: nn.Module, *, passes: int = 1, compression: Compression = "none"
+    ) -> Optimizer:
+        """Return Horovod's DistributedOptimizer: gradients are summed over `passes` and averaged over the data ranks.
+
+        The result is a new instance of the optimizer's class, made from the param groups alone, and takes over the
+        state. Parameters that are frozen now are not reduced; `freeze` and `unfreeze` change that in place. If another
+        optimizer of this model was wrapped before, that one no longer sees the gradients.
+        compression: the type in which gradients are sent. With fp16, train with an enabled GradScaler: without one,
+        small gradients lose digits.
+        ValueError for parameters that Horovod cannot reduce.
+        """
+        if hasattr(optimizer, "reduced"):
+            raise ValueError("The optimizer is wrapped already: to freeze and unfreeze, use Communicator's methods.")
+        _refuse_irreducible(model)
+        with _without_gradients(model):  # Horovod's own hooks could not be removed again
+            wrapped = hvd.DistributedOptimizer(
+                optimizer,
+                named_parameters=model.named_parameters(),
+                backward_passes_per_step=passes,
+                compression=Fp16(self._data_size) if compression == "fp16" else hvd.Compression.none,
+                op=hvd.Sum if compression == "fp16" else hvd.Average,  # Fp16 divides before it casts
+                process_set=self._data_set,
+            )
+        wrapped.peak = None
+        wrapped.reduced = set()
+        wrapped.state.update(optimizer.state)
+        wrapped.zero_grad = types.MethodType(_zero_grad, wrapped)
+        wrapped.synchronize = partial(_synchronize, wrapped, self._watchdog)
+        self._reduce(wrapped, (parameter for parameter in parameters_of(wrapped) if parameter.requires_grad))
+        return wrapped
+
+    def freeze(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """Stop training parameters of a wrapped optimizer, on every rank between the same two steps.
+
+        They are no longer reduced and keep their values to the bit, whatever the weight decay; their moments and
+        step counts wait for `unfreeze`. ValueError for parameters that the optimizer does not have, and inside a step.
+        """
+        for parameter in _between_steps(optimizer, parameters):
+            parameter.requires_grad_(False)
+            parameter.grad = None  # the next step would apply a gradient that is left over
+            optimizer.reduced.discard(parameter)  # type: ignore[attr-defined]
+            optimizer._requires_update.discard(parameter)  # type: ignore[attr-defined]
+            if parameter in self._hooks:
+                self._hooks.pop(parameter).remove()
+
+    def unfreeze(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """Train parameters of a wrapped optimizer from the next step on, on every rank between the same two steps.
+
+        A parameter that was never trained begins as in a new optimizer, with moments of zero and a step count of its
+        own. ValueError for parameters that the optimizer does not have, and inside a step.
+        """
+        parameters = _between_steps(optimizer, parameters)
+        init_param = getattr(optimizer, "init_param", None)  # torch's own optimizers do the same in their first step
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+            if init_param is not None:
+                init_param(parameter)
+        self._reduce(optimizer, parameters)
+
+    def _reduce(self, optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
+        """Let Horovod begin to reduce each of these gradients in the last pass of a step.
+
+        If the model is divided among ranks, the reduction begins in `synchronize`: torch.distributed has then finished
+        its messages, and the two libraries would not wait for each other.
+        """
+        for parameter in parameters:
+            optimizer.reduced.add(parameter)
+            if self._data_size > 1:  # Horovod reduces nothing on one rank
+                optimizer._requires_update.add(parameter)
+            if self._data_size > 1 and self._model_size == 1:
+                if parameter in self._hooks:  # of this optimizer, or of another one for the same model
+                    self._hooks.pop(parameter).remove()
+                handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(optimizer._make_hook(parameter))
+                self._hooks[parameter] = handle
+
+
+def synchronize(optimizer: Optimizer) -> None:
+    """Finish the reduction of this step; afterwards all ranks hold the same gradients.
+
+    It also completes a step in which this rank had fewer passes than others, or none. If nobody calls it, the
+    optimizer's step does. ValueError if parameters were frozen or unfrozen by other means than `freeze` and `unfreeze`.
+    """
+    optimizer.synchronize()  # type: ignore[attr-defined]
+
+
+def peak_sent(optimizer: Optimizer) -> float | None:
+    """Return the largest absolute value of this rank's gradient in the last step, taken before compression.
+
+    It includes the loss scale. None if nothing is compressed, as on one rank.
+    """
+    peak: Tensor | None = getattr(optimizer, "peak", None)
+    return None if peak is None else float(peak)
+
+
+def apply(optimizer: Optimizer, scaler: torch.amp.GradScaler, grad_norm: Tensor) -> bool:
+    """Step with the gradients as they are, unless their norm is not finite; return whether the step was taken.
+
+    The norm is of reduced gradients, so every rank decides alike. Nothing is reduced a second time.
+    """
+    applied = bool(torch.isfinite(grad_norm))
+    if applied:
+        with optimizer.skip_synchronize():  # type: ignore[attr-defined]
+            optimizer.step()
+    scaler.update()
+    return applied
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return all parameters of an optimizer, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _refuse_irreducible(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"Parameter {name} is {parameter.dtype}, which is not reduced here: keep parameters in float32 "
+                "(model.float()) and let autocast compute in another type, with --run.precision or "
+                "Trainer(precision=...)."
+            )
+        if not parameter.is_contiguous():
+            raise ValueError(f"Parameter {name} is not contiguous: channels-last may be used for activations only.")
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Freeze all parameters for the time of a block."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
+def _between_steps(optimizer: Any, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters; ValueError if they cannot be frozen or unfrozen now."""
+    parameters = list(parameters)
+    if not hasattr(optimizer, "reduced"):
+        raise ValueError("The optimizer is not wrapped: freeze by requires_grad_, then call Communicator.wrap.")
+    if optimizer._handles:
+        raise ValueError("Parameters were frozen or unfrozen inside a step: do it after it, before the next backward.")
+    strangers = set(parameters) - set(parameters_of(optimizer))
+    if strangers:
+        raise ValueError(
+            f"{len(strangers)} of {len(parameters)} parameters are not the optimizer's: give it all that are to be "
+            "trained at any time; frozen ones cost it nothing."
+        )
+    return parameters
+
+
+def _synchronize(optimizer: Any, watchdog: Watchdog) -> None:
+    """Replaces the wrapper's synchronize, which does not know of parameters frozen or unfrozen since."""
+    changed = optimizer.reduced ^ {parameter for parameter in parameters_of(optimizer) if parameter.requires_grad}
+    if changed:
+        raise ValueError(
+            f"{len(changed)} parameters were frozen or unfrozen by requires_grad after the optimizer was wrapped: use "
+            "Communicator.freeze and unfreeze, which tell Horovod what to reduce."
+        )
+    with watchdog.waiting("gradients"):
+        begun = {parameter for parameter, (handle, _) in optimizer._handles.items() if handle is not None}
+        # Some are left if this rank had fewer passes than others in this step, or none.
+        for parameter in optimizer._requires_update - begun:
+            optimizer._handles[parameter] = optimizer._allreduce_grad_async(parameter)
+        for handle, _ in optimizer._handles.values():
+            wait(handle)
+        type(optimizer).synchronize(optimizer)
+    compression = optimizer._compression
+    optimizer.peak = compression.take_peak() if isinstance(compression, Fp16) else None
+
+
+def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
+    """Replaces the wrapper's zero_grad, which takes no argument."""
+    if optimizer._handles:
+        raise RuntimeError("zero_grad() before the step would race with the reduction: call it after the step.")
+    Optimizer.zero_grad(optimizer, set_to_none=set_to_none)

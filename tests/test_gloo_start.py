@@ -1,0 +1,157 @@
+"""The start of Gloo, in environments recorded under real launchers; tests/mpi/test_launchers.py starts real ranks."""
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recordings import recorded
+
+from largebatch.comm import gloo_start
+from largebatch.comm.gloo_address import GlooAddress, refuse_unreachable
+from largebatch.comm.gloo_start import first_host, prepare
+from largebatch.comm.launcher import recognise
+
+ROOT = Path(__file__).parents[1]
+OPEN_MPI, MPICH = "Open MPI v4.1.8, package: ...", "MPICH Version:      5.0.2 ..."
+STARTED_BY_THEMSELVES = [
+    "mpirun",
+    "mpirun5",
+    "mpiexec",
+    "horovodrun",
+    "horovodrun_gloo",
+    "srun_pmix",
+    "sbatch_mpirun",
+    "sbatch_mpirun5",
+    "sbatch_mpiexec",
+    "sbatch_horovodrun_gloo",
+    "salloc_shell_mpirun",
+]
+
+
+@pytest.mark.parametrize("name", STARTED_BY_THEMSELVES)
+def test_what_starts_by_itself_is_left_alone(name):
+    """Nothing is set if MPI or horovodrun has told Horovod all."""
+    for environment in recorded(name):
+        before = dict(environment)
+        prepare(recognise(environment), environment, mpi=OPEN_MPI)
+        assert environment == before
+
+
+@pytest.mark.parametrize(
+    "mpi, name, gloo", [(OPEN_MPI, "srun_pty", True), (MPICH, "srun_pty", True), (OPEN_MPI, "mpirun", False)]
+)
+def test_one_task_of_a_step(mpi, name, gloo):
+    """Open MPI ends a process of a step that it cannot ask for its rank, even if it is alone."""
+    environment = recorded(name)[0]
+    before = dict(environment)
+    start = prepare(recognise(environment), environment, mpi=mpi)
+    assert (environment.get("HOROVOD_CONTROLLER") == "gloo") == gloo
+    assert (environment.get("HOROVOD_CPU_OPERATIONS") == "gloo") == gloo
+    start.close()
+    assert environment == before
+
+
+@pytest.mark.parametrize(
+    "name, mpi, speaks",
+    [
+        ("srun_pmix", OPEN_MPI, True),
+        ("srun_pmix", MPICH, False),
+        ("srun_pmi2", MPICH, True),
+        ("srun_pmi2", OPEN_MPI, False),
+        ("srun_none", OPEN_MPI, False),
+        ("srun_none", MPICH, False),
+    ],
+)
+def test_which_mpi_starts_under_srun(name, mpi, speaks):
+    environment = recorded(name)[2]
+    launch = recognise(environment)
+    assert gloo_start.needs_gloo(launch, environment, mpi) is not speaks
+    assert not gloo_start.needs_gloo(launch, environment | {"HOROVOD_CONTROLLER": "mpi"}, mpi)
+
+
+@pytest.mark.parametrize("name, wanted", [("mpirun", "gloo"), ("mpiexec", "gloo"), ("torchrun", "mpi")])
+def test_a_controller_that_the_launcher_does_not_start(name, wanted):
+    environment = recorded(name)[0] | {"HOROVOD_CONTROLLER": wanted}
+    with pytest.raises(ValueError, match=f"HOROVOD_CONTROLLER={wanted} is set, but {name} does not"):
+        prepare(recognise(environment), environment, mpi=OPEN_MPI)
+
+
+def test_torch_variables_without_an_address():
+    environment = {"RANK": "0", "WORLD_SIZE": "2"}
+    with pytest.raises(ValueError, match="without MASTER_ADDR and MASTER_PORT"):
+        prepare(recognise(environment), environment, mpi=OPEN_MPI)
+    assert environment == {"RANK": "0", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[1-2]", "n1"),
+        ("node[07-12,31],login", "node07"),
+        ("gpu[3,5-7],m1", "gpu3"),
+        ("r[2-3]n[1-4]", "r2n1"),
+    ],
+)
+def test_first_host(nodes, first):
+    assert first_host(nodes) == first
+
+
+def address_of(host: str, *, node: str = "", address: str = "10.0.0.1", loopback: str = "one") -> GlooAddress:
+    return GlooAddress(host, node, address, loopback, port=1)
+
+
+def test_slots_of_uneven_hosts():
+    """As Horovod numbers ranks over MPI: a, a, b, b, b, c."""
+    slots = gloo_start.number_slots([address_of(host) for host in "aabbbc"])
+    assert [slot.rank for slot in slots] == list(range(6)) and {slot.size for slot in slots} == {6}
+    assert [(slot.local_rank, slot.local_size) for slot in slots] == [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3), (0, 1)]
+    assert [(slot.cross_rank, slot.cross_size) for slot in slots] == [(0, 3), (0, 2), (1, 3), (1, 2), (0, 1), (2, 3)]
+    agents = gloo_start.number_slots([address_of("a", node="0"), address_of("a", node="1")])
+    assert [(slot.local_rank, slot.local_size, slot.cross_rank) for slot in agents] == [(0, 1, 0), (0, 1, 1)]
+
+
+def test_addresses_that_others_cannot_reach():
+    refuse_unreachable([address_of("a", address="127.0.1.1"), address_of("b", address="127.0.0.1")])
+    refuse_unreachable([address_of("a"), address_of("b", address="10.0.0.2", loopback="two")])
+    with pytest.raises(ValueError, match=re.escape("The own name of b (127.0.1.1) resolves to an address that other")):
+        refuse_unreachable([address_of("a"), address_of("b", address="127.0.1.1", loopback="two")])
+    with pytest.raises(ValueError, match="^b cannot resolve its own name, and Gloo would crash"):
+        refuse_unreachable([address_of("a"), address_of("b", address="")])
+
+
+ALONE = "import sys; from largebatch.comm import gloo_start; from largebatch.comm.launcher import Launch"
+JOIN = (
+    "launch = Launch('torchrun', int(sys.argv[1]), 2); gloo_start.JOIN_LIMIT_S = 3\n"
+    "env = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': sys.argv[2]}\n"
+    "try: gloo_start.prepare(launch, env, mpi='')\n"
+    "except RuntimeError as error: print(error, sorted(env))"
+)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_other_rank_never_comes(rank):
+    port = str(free_port())
+    command = [sys.executable, "-c", f"{ALONE}\n{JOIN}", str(rank), port]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"The 2 ranks did not meet at 127.0.0.1, port {port}, within 3 s"), done.stdout
+    assert done.stdout.endswith("['MASTER_ADDR', 'MASTER_PORT']\n") and done.stdout.count("\n") == 1
+
+
+def test_the_port_is_taken():
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        command = [sys.executable, "-c", f"{ALONE}\n{JOIN}", "0", port]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert "address already in use" in done.stdout and done.stdout.count("\n") == 1, done.stdout + done.stderr
