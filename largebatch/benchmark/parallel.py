@@ -25,7 +25,7 @@ from largebatch.benchmark.measure import Contender, Report, Round, compare
 from largebatch.comm import Communicator, session
 from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.losses import classification
-from largebatch.parallel.rendezvous import start
+from largebatch.parallel.rendezvous import start_torch_distributed
 from largebatch.parallel.replica import Divided
 from largebatch.precision import DTYPES, choose_precision
 from zoo import create_model, set_fused_attn
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> Report | None:
         with comm.together("benchmark"):
             if not configs:
                 raise ValueError(f"The job has {comm.size} ranks, expected 2, 4 or 8: one alone shares nothing.")
-        start(comm, device)
+        start_torch_distributed(comm, device)
         counts = {name: count(config, options, comm, device) for name, config in configs.items()}
         contenders = [
             Contender(name, partial(opened, config, options, comm, device, options.depth))

@@ -9,7 +9,7 @@ backward pass from it with 1. From this follows what backward must be:
     reduce      summands   -> sum, replicated        as it is
     total       summands   -> sum, used apart        sum over the axis
     gather      parts      -> whole, replicated      this rank's part
-    part        replicated -> this rank's part       whole, gathered
+    split       replicated -> this rank's part       whole, gathered
 
 The plain ones (`all_reduce`, `all_max`, `all_gather`, `reduce_scatter`, `broadcast`, `reduce_to`), without a gradient,
 are for the backward passes of layers that write their own, and for optimizers, as is `gather_objects`.
@@ -22,6 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from largebatch.parallel.mesh import Axis
+
+# Many small tensors travel as one message of at most this many bytes. Gathered parameters count on all ranks together.
+BUCKET_BYTES = 2**26
 
 # -- plain --------------------------------------------------------------------------------------------------------
 
@@ -140,7 +143,7 @@ class _Gather(torch.autograd.Function):
         return own_part(grad, ctx.axis, ctx.dim).contiguous(), None, None
 
 
-class _Part(torch.autograd.Function):
+class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
@@ -171,6 +174,6 @@ def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x if axis.size == 1 else _Gather.apply(x, axis, dim)
 
 
-def part(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """This rank's part along `dim` of what all ranks of the axis have alike."""
-    return x if axis.size == 1 else _Part.apply(x, axis, dim)
+    return x if axis.size == 1 else _Split.apply(x, axis, dim)

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from largebatch.parallel.collectives import all_reduce
+from largebatch.parallel import collectives
 from largebatch.parallel.mesh import Mesh, block
-
-BUCKET = 2**26  # bytes that messages are copied together into at a time
 
 
 @dataclass(frozen=True)
@@ -49,12 +47,12 @@ class Cut:
         return view
 
 
-WHOLE = Cut({})
+UNCUT = Cut({})
 
 
 def cuts_of(model: nn.Module) -> dict[str, Cut]:
     """The cut of every parameter, by its name; those of pipeline stages elsewhere are not among them."""
-    found = {name: WHOLE for name, _ in model.named_parameters()}
+    found = {name: UNCUT for name, _ in model.named_parameters()}
     for prefix, module in model.named_modules():
         for name, cut in getattr(module, "cuts", {}).items():
             key = f"{prefix}.{name}" if prefix else name
@@ -85,7 +83,7 @@ def _product(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
 
 @torch.no_grad()
 def sum_partial_gradients(model: nn.Module, cuts: Mapping[str, Cut], mesh: Mesh) -> None:
-    """Complete the gradients of which each rank of an axis has a summand, many in a message of `BUCKET` bytes."""
+    """Complete the gradients of which each rank of an axis has a summand, many of them in one message."""
     for name in mesh.shape.sizes:
         axis = mesh.axis(name)
         grads = [
@@ -94,16 +92,16 @@ def sum_partial_gradients(model: nn.Module, cuts: Mapping[str, Cut], mesh: Mesh)
             if parameter.grad is not None and name in cuts[key].partial
         ]
         for bucket in _buckets(grads) if axis.size > 1 else ():
-            total = all_reduce(torch.cat([grad.flatten() for grad in bucket]), axis)
+            total = collectives.all_reduce(torch.cat([grad.flatten() for grad in bucket]), axis)
             for grad, own in zip(bucket, total.split([grad.numel() for grad in bucket])):
                 grad.copy_(own.view_as(grad))
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order, some at a time: of `BUCKET` bytes at most, or one that is larger."""
+    """Group tensors, in order, into messages of at most `BUCKET_BYTES`; a larger tensor is a message of its own."""
     bucket: list[Tensor] = []
     for tensor in tensors:
-        if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > BUCKET:
+        if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > collectives.BUCKET_BYTES:
             yield bucket
             bucket = []
         bucket.append(tensor)

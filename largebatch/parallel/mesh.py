@@ -34,7 +34,10 @@ class Mesh:
     """All axes of a job. torch.distributed must have been started with all its ranks."""
 
     def __init__(self, shape: Shape, *, limit_s: float = 0) -> None:
-        """Make the groups: every rank of the job calls this at the same place. limit_s: as that of `start`."""
+        """Make the groups; every rank of the job calls this at the same place.
+
+        limit_s: see `start_process_groups`.
+        """
         self.shape, self._limit_s = shape, limit_s
         size, rank = dist.get_world_size(), dist.get_rank()
         sizes = {"data": shape.data_size(size)} | shape.sizes
@@ -57,7 +60,10 @@ class Mesh:
         return Axis(name, table.shape[1], int(index), tuple(map(int, table[row])), self._groups[key])
 
     def close(self) -> None:
-        """Give its groups back; all ranks do, when no message is under way. `stop` does so for the last mesh."""
+        """Give the groups back; all ranks do so together, when no message is under way.
+
+        The last mesh of a process may leave this to `stop_process_groups`.
+        """
         for group in self._groups.values():
             if group not in (None, dist.group.WORLD):
                 dist.destroy_process_group(group)
@@ -103,7 +109,7 @@ def _limit(limit_s: float) -> timedelta:
     return timedelta(seconds=limit_s) if limit_s else timedelta(days=3650)
 
 
-def start(rank: int, size: int, store: Any, *, device: torch.device, limit_s: float = 0) -> None:
+def start_process_groups(rank: int, size: int, store: Any, *, device: torch.device, limit_s: float = 0) -> None:
     """Start torch.distributed in this process: gloo on CPUs, NCCL (with gloo beside it) on GPUs.
 
     limit_s: a message fails when a rank waited so long for it; 0: after years.
@@ -112,7 +118,7 @@ def start(rank: int, size: int, store: Any, *, device: torch.device, limit_s: fl
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_limit(limit_s))
 
 
-def stop() -> None:
+def stop_process_groups() -> None:
     """Leave torch.distributed after every rank is done; else its threads may outlive Python's, and crash."""
     if dist.is_initialized():
         dist.barrier()

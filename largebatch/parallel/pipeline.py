@@ -116,11 +116,11 @@ class Stage(nn.Module):
         return model.forward_head(model.norm(x), pre_logits=True) if self.is_last else x.contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `features`, but logits of the last stage, or this rank's part of them if the head has `parts`."""
+        """As `features`, but logits of the last stage, or this rank's part of them if the head has `own_logits`."""
         dtype, enabled = self.precision or (None, torch.is_autocast_enabled(x.device.type))
         with torch.autocast(x.device.type, dtype=dtype, enabled=enabled):
             x = self.features(x)
-            return getattr(self.model.head, "parts", self.model.head)(x) if self.is_last else x
+            return getattr(self.model.head, "own_logits", self.model.head)(x) if self.is_last else x
 
 
 def cut(model: VisionTransformer, mesh: Mesh, config: ParallelConfig) -> list[Stage]:

@@ -18,7 +18,7 @@ from largebatch.comm.gloo_address import GlooAddress, loopback, own_address, ref
 from largebatch.parallel import mesh
 
 
-def start(comm: Communicator, device: torch.device) -> None:
+def start_torch_distributed(comm: Communicator, device: torch.device) -> None:
     """Start torch.distributed, unless the program has; it ends before Horovod does. All ranks raise alike."""
     if dist.is_initialized():
         return
@@ -35,8 +35,8 @@ def start(comm: Communicator, device: torch.device) -> None:
             store = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)
     port = comm.broadcast_object(store.port if store else None, name="parallel/port")
     store = store or dist.TCPStore(host, port, None, is_master=False)
-    mesh.start(comm.rank, comm.size, store, device=device, limit_s=comm.stall_limit_s)
-    comm.before_shutdown(mesh.stop)
+    mesh.start_process_groups(comm.rank, comm.size, store, device=device, limit_s=comm.stall_limit_s)
+    comm.before_shutdown(mesh.stop_process_groups)
 
 
 def address_here(environment: MutableMapping[str, str]) -> str:

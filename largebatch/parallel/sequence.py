@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from largebatch.parallel.collectives import part, reduce
+from largebatch.parallel.collectives import reduce, split
 from largebatch.parallel.cuts import cuts_of
 from largebatch.parallel.mesh import Axis, Mesh
 from largebatch.parallel.tensor import Dropout
@@ -161,7 +161,7 @@ class CutTokens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         missing = tokens_per_rank(x.shape[1], self.axis) * self.axis.size - x.shape[1]
-        return part(F.pad(x, (0, 0, 0, missing)), self.axis, 1)
+        return split(F.pad(x, (0, 0, 0, missing)), self.axis, 1)
 
 
 class ClassToken(nn.Module):
@@ -216,7 +216,7 @@ def parallelize(model: VisionTransformer, mesh: Mesh) -> None:
     """Cut the tokens of a model, in place, behind its embedding; after its matrices, before its stages are cut.
 
     Embedding and head work on all ranks alike, so do their gradients; those of blocks and norm are summands
-    (`sharding.sum_partial_gradients`). ValueError: see `check`.
+    (`cuts.sum_partial_gradients`). ValueError: see `check`.
     """
     axis = mesh.axis("sequence")
     check(model, axis.size)

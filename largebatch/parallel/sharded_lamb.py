@@ -143,7 +143,7 @@ class ShardedLamb(Lamb):
 def global_norm(optimizer: Optimizer, sharding: Sharding) -> Tensor:
     """Norm of the gradients of the whole model, 0-d, the same on all its ranks: a collective of a replica.
 
-    Where a rank has a summand of a gradient, `sharding.sum_partial_gradients` comes before.
+    Where a rank has a summand of a gradient, `cuts.sum_partial_gradients` comes before.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     device = next(iter(sharding.numbers)).device

@@ -5,7 +5,7 @@ there are data ranks, equal but for one element, inside of tensors where it come
 optimizer's state of its piece alone, updates that, and gets the other pieces from the others (`Sharding.gather`).
 
 The line exists nowhere: parameters stay the tensors that they are, with memory of their own, as Horovod, checkpoints
-and compiled models know them. They are gathered through a buffer of `BUCKET` bytes instead, at the price of
+and compiled models know them. They are gathered through a buffer of `collectives.BUCKET_BYTES` instead, at the price of
 copying them in memory once.
 
 Measured for volo_d1 (26.6 million parameters, 102 MiB in float32) on the CPUs of one host, as what a rank's peak of
@@ -25,8 +25,6 @@ from torch.optim import Optimizer
 from largebatch.parallel import collectives
 from largebatch.parallel.cuts import Cut, replicas
 from largebatch.parallel.mesh import Mesh
-
-BUCKET = 2**26  # bytes that parameters are gathered in at a time: of all data ranks together
 
 
 class Piece(NamedTuple):
@@ -51,7 +49,7 @@ class Sharding:
 
     Args:
         parameters: those of this rank, by their names in the whole model.
-        cuts: how each of them is cut, see `sharding.cuts_of`.
+        cuts: how each of them is cut, see `cuts.cuts_of`.
         zero: each data rank keeps the state of one piece and updates that.
         offload: in host memory, on the host.
 
@@ -110,7 +108,7 @@ class Sharding:
     def _step(self) -> int:
         """Elements of each data rank in a bucket."""
         example = next(iter(self.numbers))
-        return max(1, BUCKET // example.element_size() // self.data.size)
+        return max(1, collectives.BUCKET_BYTES // example.element_size() // self.data.size)
 
     def _gather(self, runs: list[list[Piece]], first: int, end: int) -> None:
         bucket = next(iter(self.numbers)).new_zeros(end - first)

@@ -52,12 +52,12 @@ def layouts(shape: Shape) -> tuple[Layout, Layout]:
     return square, square
 
 
-def parts(shape: Shape, axes: tuple[str, ...]) -> int:
+def num_blocks(shape: Shape, axes: tuple[str, ...]) -> int:
     """Into how many parts something cut along these axes is cut."""
     return block(shape.sizes, dict.fromkeys(shape.sizes, 0), axes)[1]
 
 
-def check_parts(shape: Shape, what: str, value: int, number: int, option: str = "") -> None:
+def check_divisible(shape: Shape, what: str, value: int, number: int, option: str = "") -> None:
     """ValueError, one sentence, if the shape cuts `value` of something into `number` parts that are not equal."""
     if value % number:
         raise ValueError(
@@ -184,13 +184,13 @@ class Linear(nn.Module):
 class Head(Linear):
     """The linear layer of the classes: its parts for the loss, its whole for everyone else."""
 
-    def parts(self, x: Tensor) -> Tensor:
+    def own_logits(self, x: Tensor) -> Tensor:
         """This rank's part of the logits, in `layout`."""
         return super().forward(x)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (B, K), replicated."""
-        return whole(self.parts(x), self.mesh, self.layout)
+        return whole(self.own_logits(x), self.mesh, self.layout)
 
 
 def _autocast(x: Tensor) -> Tensor:

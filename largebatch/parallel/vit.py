@@ -23,10 +23,10 @@ from largebatch.parallel.tensor import (
     LayerNorm,
     Layout,
     Linear,
-    check_parts,
+    check_divisible,
     layouts,
+    num_blocks,
     own_block,
-    parts,
 )
 from zoo.vit import VisionTransformer
 
@@ -52,7 +52,7 @@ class Dimensions:
 def check(dimensions: Dimensions, shape: Shape, batch: int) -> None:
     """ValueError, one sentence, if a ViT or a batch of so many images cannot be cut into equal parts."""
     _check_dimensions(dimensions, shape)
-    number = parts(shape, layouts(shape)[0].batch)
+    number = num_blocks(shape, layouts(shape)[0].batch)
     if batch % number:
         raise ValueError(
             f"--data.micro_batch_size is {batch}, and {shape} cuts each batch into {number}: expected a multiple of "
@@ -64,13 +64,13 @@ def _check_dimensions(dimensions: Dimensions, shape: Shape) -> None:
     outer, inner = layouts(shape)
     linear = 1  # parts of the inputs of a matrix, at most
     for axes in (outer.features, inner.features):
-        linear = max(linear, parts(shape, axes + (("x",) if "x" in shape.sizes else ())))
-    heads = parts(shape, inner.features)
-    check_parts(shape, "attention heads", dimensions.num_heads, heads)
-    check_parts(shape, "features", dimensions.embed_dim, linear)
-    check_parts(shape, "features inside its MLPs", dimensions.mlp_dim, linear)
-    check_parts(shape, "numbers per patch", dimensions.patch_features, linear)
-    check_parts(shape, "classes", dimensions.num_classes, heads, "--model.num_classes, or ")
+        linear = max(linear, num_blocks(shape, axes + (("x",) if "x" in shape.sizes else ())))
+    heads = num_blocks(shape, inner.features)
+    check_divisible(shape, "attention heads", dimensions.num_heads, heads)
+    check_divisible(shape, "features", dimensions.embed_dim, linear)
+    check_divisible(shape, "features inside its MLPs", dimensions.mlp_dim, linear)
+    check_divisible(shape, "numbers per patch", dimensions.patch_features, linear)
+    check_divisible(shape, "classes", dimensions.num_classes, heads, "--model.num_classes, or ")
 
 
 def parallelize(model: VisionTransformer, mesh: Mesh) -> None:
@@ -97,7 +97,7 @@ def cut_block(block: Any, mesh: Mesh) -> None:
     """Cut one block: attention by heads, the MLP by hidden features, norms and dropout as they lie."""
     outer, inner = layouts(mesh.shape)
     attn, mlp = block.attn, block.mlp
-    attn.num_heads //= parts(mesh.shape, inner.features)
+    attn.num_heads //= num_blocks(mesh.shape, inner.features)
     attn.attn_dim = attn.num_heads * attn.head_dim
     attn.qkv, attn.proj = Linear(attn.qkv, mesh, inwards=True, pieces=3), Linear(attn.proj, mesh, inwards=False)
     mlp.fc1, mlp.fc2 = Linear(mlp.fc1, mesh, inwards=True), Linear(mlp.fc2, mesh, inwards=False)
@@ -146,7 +146,7 @@ class PatchEmbed(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, 3, H, W), replicated -> this rank's part of (B, N, C); ValueError if B cannot be cut."""
         (outer, inner), (height, width) = layouts(self.mesh.shape), self.grid_size
-        number = parts(self.mesh.shape, outer.batch)
+        number = num_blocks(self.mesh.shape, outer.batch)
         if len(images) % number:
             raise ValueError(
                 f"A batch of {len(images)} images cannot be cut into {number} equal parts: change "

@@ -17,7 +17,7 @@ from largebatch.losses import TokenBatch, mixed_targets, targets_of_tokens
 from largebatch.parallel import collectives
 from largebatch.parallel.loss import cross_entropy
 from largebatch.parallel.mesh import Mesh
-from largebatch.parallel.tensor import Dropout, Head, Linear, check_parts
+from largebatch.parallel.tensor import Dropout, Head, Linear, check_divisible
 from zoo.volo import CELL, VOLO, Attention, Block, OutlookAttention, mix_back
 
 
@@ -46,10 +46,10 @@ def check(dimensions: Dimensions, shape: Shape) -> None:
         )
     number = shape.sizes["tensor"]
     for heads in sorted(dimensions.heads):
-        check_parts(shape, "attention heads", heads, number)
+        check_divisible(shape, "attention heads", heads, number)
     for mlp_dim in sorted(dimensions.mlp_dims):
-        check_parts(shape, "features inside its MLPs", mlp_dim, number)
-    check_parts(shape, "classes", dimensions.num_classes, number, "--model.num_classes, or ")
+        check_divisible(shape, "features inside its MLPs", mlp_dim, number)
+    check_divisible(shape, "classes", dimensions.num_classes, number, "--model.num_classes, or ")
 
 
 def parallelize(model: VOLO, mesh: Mesh) -> None:
@@ -86,8 +86,8 @@ def token_labeling(mesh: Mesh, *, cls_weight: float, dense_weight: float) -> Cal
 
     def objective(model: Any, batch: TokenBatch) -> Tensor:
         x = model.forward_features(batch.images, batch.mix_box)
-        logits = model.head.parts(model.head_drop(x[:, 0]))
-        cells = mix_back(model.aux_head.parts(x[:, 1:]), batch.mix_box, batch.images.shape[-1] // CELL)
+        logits = model.head.own_logits(model.head_drop(x[:, 0]))
+        cells = mix_back(model.aux_head.own_logits(x[:, 1:]), batch.mix_box, batch.images.shape[-1] // CELL)
         num_tokens = cells.shape[1]
         loss = cross_entropy(logits, mixed_targets(batch.targets, batch.mix_box, num_tokens), mesh)
         dense = cross_entropy(cells, targets_of_tokens(batch, num_tokens), mesh) / num_tokens

@@ -9,8 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.losses import soft_target_cross_entropy
-from largebatch.parallel import cuts as sharding
-from largebatch.parallel import vit
+from largebatch.parallel import collectives, vit
 from largebatch.parallel.collectives import all_gather
 from largebatch.parallel.cuts import cuts_of, local, sum_partial_gradients
 from largebatch.parallel.mesh import Mesh
@@ -238,7 +237,7 @@ def _cut_matrices(config):
     parallelize(model, mesh)
     logits = train(model, *batch())
     cuts = cuts_of(model)
-    sharding.BUCKET = 8 * 100  # several messages, and tensors that are larger
+    collectives.BUCKET_BYTES = 8 * 100  # several messages, and tensors that are larger
     sum_partial_gradients(model, cuts, mesh)
     expected = train(whole, *batch())
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
