@@ -12,12 +12,9 @@ A table is printed; NAME.csv and NAME.png are written into --output (runs/benchm
 
 import argparse
 import importlib
-import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
-
-import torch
 
 BENCHMARKS = ("optimizer", "loader", "model", "step", "parallel", "scaling")
 
@@ -37,24 +34,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     benchmark.add_options(parser)
     parser.add_argument("--output", type=Path, default=Path("runs/benchmark"), help="folder of NAME.csv and NAME.png")
+    options, rest = parser.parse_known_args(argv)
     if name == "step":
-        options, rest = parser.parse_known_args(argv)
-        report = benchmark.run(options, rest)
-    elif name in ("parallel", "scaling"):
-        options = parser.parse_args(argv)
-        try:
-            report = benchmark.run(options)
-        except (ValueError, OSError) as error:
-            sys.exit(f"largebatch: {error}")
-    else:
-        parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads that compute")
-        parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-        options = parser.parse_args(argv)
-        torch.set_num_threads(options.threads)
-        try:
-            report = benchmark.run(options, torch.device(options.device))
-        except ValueError as error:
-            sys.exit(f"largebatch: {error}")
+        options.training = rest  # the options of largebatch.train, which `step` reads itself
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        report = benchmark.run(options)
+    except (ValueError, OSError) as error:
+        sys.exit(f"largebatch: {error}")
     if report is not None:
         report.write(options.output)
 

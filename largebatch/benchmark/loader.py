@@ -17,18 +17,19 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from largebatch.benchmark.measure import Contender, Report, Result, Round, compare
+from largebatch.benchmark.measure import Contender, Report, Result, Round, add_device_options, compare, set_up_device
 from largebatch.data.dali import TrainLoader
 from largebatch.data.index import COLUMNS, Index
 from largebatch.data.order import Plan
@@ -54,10 +55,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=int, default=4096, help="images per round, in whole batches")
     parser.add_argument("--vs", nargs="+", default=["timm"], choices=["timm", "none"])
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each contender")
+    add_device_options(parser)
 
 
-def run(options: argparse.Namespace, device: torch.device) -> Report:
+def run(options: argparse.Namespace) -> Report:
     """Measure the loaders."""
+    device = set_up_device(options)
     if device.type != "cpu":
         raise ValueError(f"--device is {device}, but this benchmark compares loaders on a CPU: use --device cpu.")
     index = some(open_source(options.data, split="train"), MOST)
@@ -68,7 +71,7 @@ def run(options: argparse.Namespace, device: torch.device) -> Report:
         )
     if options.auto_augment == "cifar10" and "timm" in options.vs:
         raise ValueError("--auto-augment is cifar10, a policy that timm does not have: add --vs none.")
-    watch = Stopwatch()
+    watch = ThreadClock()
     late = f"largebatch, {1000 * DELAY_S:.0f} ms late"
     contenders = [
         Contender("largebatch", partial(ours, options, index, watch=watch)),
@@ -92,24 +95,24 @@ def run(options: argparse.Namespace, device: torch.device) -> Report:
     return Report("loader", title, results, device, images=images, notes=notes)
 
 
-def findings(results: list[Result], watch: "Stopwatch", *, images: int, rounds: int) -> list[str]:
+def findings(results: list[Result], watch: "ThreadClock", *, images: int, rounds: int) -> list[str]:
     """What the table does not say, a line each."""
     first, late = results[:2]
     own_rate = median(a / b for a, b in zip(first.seconds, late.seconds))
     cores, rate = len(os.sched_getaffinity(0)), images / median(first.seconds)
-    parts = {part: 1e6 * seconds / (images * rounds) for part, seconds in watch.measured(rounds).items()}
-    ours_alone = ", ".join(f"{part} {cost:.0f}" for part, cost in sorted(parts.items(), key=lambda item: -item[1]))
+    costs = {job: 1e6 * seconds / (images * rounds) for job, seconds in watch.measured(rounds).items()}
+    ours_alone = ", ".join(f"{job} {cost:.0f}" for job, cost in sorted(costs.items(), key=lambda item: -item[1]))
     return [
         f"{1000 * DELAY_S:.0f} ms in every read: {100 * own_rate:.1f} % of its own rate",
         f"largebatch: {rate / cores:.0f} img/s per core",
         f"CPU time per image in µs: {ours_alone}",
-        f"Python time per image: at most {python_cost(parts):.0f} µs (all threads without kernels of DALI or torch)",
+        f"Python time per image: at most {python_cost(costs):.0f} µs (all threads without kernels of DALI or torch)",
     ]
 
 
-def python_cost(parts: dict[str, float]) -> float:
+def python_cost(costs: dict[str, float]) -> float:
     """Of the threads that hold no kernels of DALI or torch."""
-    return parts.get("reading", 0.0) + parts.get("consumer and source", 0.0)
+    return costs.get("reading", 0.0) + costs.get("consumer and source", 0.0)
 
 
 def some(index: Index, most: int) -> Index:
@@ -118,9 +121,7 @@ def some(index: Index, most: int) -> Index:
     return replace(index, **{name: getattr(index, name)[chosen] for name in COLUMNS})
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# before and during a round
-# ---------------------------------------------------------------------------------------------------------------
+# -- before and during a round --------------------------------------------------------------------------------------
 
 
 def settle(files: Iterable[str]) -> None:
@@ -152,7 +153,7 @@ def thread_seconds(pid: int) -> dict[int, float]:
     return found
 
 
-class Stopwatch:
+class ThreadClock:
     """CPU time of our loader's threads, by what they do."""
 
     def __init__(self) -> None:
@@ -166,11 +167,12 @@ class Stopwatch:
         after, spent = thread_seconds(os.getpid()), Counter[str]()
         names = {thread.native_id: thread.name for thread in threading.enumerate()}
         for thread, seconds in after.items():
-            spent[self.part(thread, names.get(thread))] += seconds - before.get(thread, 0.0)  # type: ignore[assignment]
+            job = self.job_of(thread, names.get(thread))
+            spent[job] += seconds - before.get(thread, 0.0)  # type: ignore[assignment]
         self.rounds.append(spent)
 
     @staticmethod
-    def part(thread: int, name: str | None) -> str:
+    def job_of(thread: int, name: str | None) -> str:
         """What a thread is for; DALI's are not known to Python."""
         if thread == os.getpid():
             return "consumer and source"
@@ -182,9 +184,7 @@ class Stopwatch:
         return sum(self.rounds[-count:], Counter())
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# ours
-# ---------------------------------------------------------------------------------------------------------------
+# -- ours -----------------------------------------------------------------------------------------------------------
 
 
 def late_preadv(descriptor: int, buffers: list, offset: int) -> int:
@@ -195,7 +195,7 @@ def late_preadv(descriptor: int, buffers: list, offset: int) -> int:
 
 @contextmanager
 def ours(
-    options: argparse.Namespace, index: Index, *, preadv: Any = os.preadv, watch: Stopwatch | None = None
+    options: argparse.Namespace, index: Index, *, preadv: Any = os.preadv, watch: ThreadClock | None = None
 ) -> Iterator[Round]:
     """The loader that training uses, on a run without an end."""
     plan = Plan(len(index), options.batch_size, options.batch_size, 2**40, seed=0)
@@ -220,7 +220,7 @@ def ours(
         take = partial(consume, loader, options.images // options.batch_size)
 
         def timed() -> None:
-            with (watch or Stopwatch()).timing():
+            with (watch or ThreadClock()).timing():
                 take()
 
         yield timed
@@ -232,9 +232,7 @@ def consume(batches: Iterator[Any], count: int) -> None:
         next(batches)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# the peer
-# ---------------------------------------------------------------------------------------------------------------
+# -- the peer -------------------------------------------------------------------------------------------------------
 
 
 def as_folders(index: Index) -> Path:

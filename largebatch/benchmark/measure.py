@@ -6,6 +6,7 @@ the median of their ratios round by round: what slows the machine for a while sl
 runs alone, for the memory that it adds, and all together once more to warm up.
 """
 
+import argparse
 import csv
 import ctypes
 import datetime
@@ -16,10 +17,10 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Sequence
 
 import torch
 
@@ -79,6 +80,18 @@ def compare(
     return results
 
 
+def add_device_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of benchmarks that run in one process, without Horovod."""
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads that compute")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+
+
+def set_up_device(options: argparse.Namespace) -> torch.device:
+    """Apply --threads, and return the device of --device."""
+    torch.set_num_threads(options.threads)
+    return torch.device(options.device)
+
+
 def print_line(text: str) -> None:
     """Progress, a line at a time, beside the results on stdout."""
     print(text, file=sys.stderr, flush=True)
@@ -95,9 +108,7 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# memory
-# ---------------------------------------------------------------------------------------------------------------
+# -- memory ---------------------------------------------------------------------------------------------------------
 
 
 def _peak(contender: Contender, device: torch.device) -> int:
@@ -129,9 +140,7 @@ def _status_bytes(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# what the hardware could do
-# ---------------------------------------------------------------------------------------------------------------
+# -- what the hardware could do -------------------------------------------------------------------------------------
 
 
 def matmul_flops(device: torch.device, precision: str, *, repeats: int = 20) -> float:
@@ -170,9 +179,7 @@ def versions() -> str:
     return ", ".join(found)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# the report
-# ---------------------------------------------------------------------------------------------------------------
+# -- the report -----------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -7,16 +7,24 @@ Stochastic depth is that of the model's recipe, on all sides; MFU counts the wor
 """
 
 import argparse
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from largebatch.benchmark.measure import Contender, Report, Round, compare, matmul_flops
+from largebatch.benchmark.measure import (
+    Contender,
+    Report,
+    Round,
+    add_device_options,
+    compare,
+    matmul_flops,
+    set_up_device,
+)
 from largebatch.native.attention import choose_attention
 from largebatch.precision import DTYPES, autocast, choose_precision
 from largebatch.recipes import RECIPES
@@ -36,10 +44,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grad-checkpointing", action="store_true", help="as --model.grad_checkpointing; ours alone")
     parser.add_argument("--vs", nargs="+", default=["timm", "timm-unfused"], choices=["timm", "timm-unfused", "none"])
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each contender, 2 passes each")
+    add_device_options(parser)
 
 
-def run(options: argparse.Namespace, device: torch.device) -> Report:
+def run(options: argparse.Namespace) -> Report:
     """Measure forward and backward passes."""
+    device = set_up_device(options)
     if options.batch_size is None:
         options.batch_size = 8 if options.model in volo.STRUCTURES else 32
     if options.precision == "auto":

@@ -5,14 +5,14 @@ as a real one does: not in the cache.
 """
 
 import argparse
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Callable, Iterator
 
 import torch
 from torch import nn
 
-from largebatch.benchmark.measure import Contender, Report, Round, compare
+from largebatch.benchmark.measure import Contender, Report, Round, add_device_options, compare, set_up_device
 from largebatch.optim import build_optimizer, clip_gradients, gradient_norm
 from zoo import create_model
 
@@ -26,10 +26,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--impl", default="auto", help="auto, compile, eager or plain (largebatch.optim.Lamb)")
     parser.add_argument("--vs", nargs="+", default=["timm", "torch"], choices=["timm", "torch", "apex", "none"])
     parser.add_argument("--rounds", type=int, default=20, help="measured steps of each contender")
+    add_device_options(parser)
 
 
-def run(options: argparse.Namespace, device: torch.device) -> Report:
+def run(options: argparse.Namespace) -> Report:
     """Measure LAMB's step beside those of its peers."""
+    device = set_up_device(options)
     makers: dict[str, Callable[[nn.Module], Round]] = {"largebatch": partial(ours, impl=options.impl)}
     makers |= {name: make for choice, (name, make) in PEERS.items() if choice in options.vs}
     contenders = [Contender(name, partial(_opened, options.model, device, make)) for name, make in makers.items()]

@@ -7,9 +7,9 @@ their share of what there would be if every rank added as much as those of the s
 import argparse
 import csv
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Sequence
 
 SAME = ("benchmark", "command", "hardware", "versions", "date")
 

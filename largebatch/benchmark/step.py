@@ -6,15 +6,14 @@ model's code, the reduction and the optimizer.
 """
 
 import argparse
-import socket
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from statistics import median
-from typing import Any, Iterator
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.augment import Augmented
@@ -25,6 +24,7 @@ from largebatch.comm import Communicator
 from largebatch.config import TrainConfig, parse
 from largebatch.engine import Trainer
 from largebatch.losses import soft_target_cross_entropy
+from largebatch.parallel.rendezvous import start_torch_distributed
 from largebatch.precision import autocast
 from largebatch.recipes import choose
 from largebatch.start import program
@@ -40,12 +40,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each contender")
 
 
-def run(options: argparse.Namespace, argv: list[str]) -> Report | None:
-    """Measure steps of the run that `argv` describes; the report on rank 0."""
-    with program(lambda: parse(DEFAULTS + argv, choose_recipe=choose, prog="python -m largebatch.benchmark step")) as (
-        config,
-        comm,
-    ):
+def run(options: argparse.Namespace) -> Report | None:
+    """Measure steps of the run that `options.training` describes; the report on rank 0."""
+    argv, prog = DEFAULTS + options.training, "python -m largebatch.benchmark step"
+    with program(lambda: parse(argv, choose_recipe=choose, prog=prog)) as (config, comm):
         with closing(Feed(build_trainer(config, comm))) as feed:
             return measure(options, config, comm, feed)
 
@@ -99,10 +97,10 @@ def measure(options: argparse.Namespace, config: TrainConfig, comm: Communicator
         return None
     for result, peaks in zip(results, zip(*(peaks for peaks, _ in seen))):
         result.peak_bytes = max(peaks)
-    mean = {part: sum(share[part] for _, share in seen) / comm.size for part in shares}
+    mean = {phase: sum(share[phase] for _, share in seen) / comm.size for phase in shares}
     images, flops = feed.plan.global_batch_size // comm.size, training_flops(config.model.name, config.model.img_size)
     notes = [f"{result.name}: {mfu(images / median(result.seconds), flops, ceiling)}" for result in results]
-    notes.append("largebatch's step: " + ", ".join(f"{100 * share:.1f} % {part}" for part, share in mean.items()))
+    notes.append("largebatch's step: " + ", ".join(f"{100 * share:.1f} % {phase}" for phase, share in mean.items()))
     batch, passes = config.data.micro_batch_size, images // config.data.micro_batch_size
     title = (
         f"training step, {config.model.name} at {config.model.img_size} px, {config.run.precision}, "
@@ -111,30 +109,28 @@ def measure(options: argparse.Namespace, config: TrainConfig, comm: Communicator
     return Report("step", title, results, feed.device, images=images, ranks=comm.size, notes=notes)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# ours
-# ---------------------------------------------------------------------------------------------------------------
+# -- ours -----------------------------------------------------------------------------------------------------------
 
 
 class Stopwatch:
-    """Seconds that each part of a step took, step by step."""
+    """Seconds that each phase of a step took, step by step."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.steps: list[Counter[str]] = [Counter()]
 
     @contextmanager
-    def timing(self, part: str) -> Iterator[None]:
-        """Add the time of a block to a part of the present step."""
+    def timing(self, phase: str) -> Iterator[None]:
+        """Add the time of a block to a phase of the present step."""
         began = now(self.device)
         yield
-        self.steps[-1][part] += now(self.device) - began  # type: ignore[assignment]  # seconds, not counts
+        self.steps[-1][phase] += now(self.device) - began  # type: ignore[assignment]  # seconds, not counts
 
     def shares(self, seconds: list[float]) -> dict[str, float]:
-        """Share of each part in the last steps, which took `seconds`."""
+        """Share of each phase in the last steps, which took `seconds`."""
         steps = self.steps[-len(seconds) :]
-        parts = ("waiting for data", "exposed communication", "optimizer")
-        return {part: sum(step[part] for step in steps) / sum(seconds) for part in parts}
+        phases = ("waiting for data", "exposed communication", "optimizer")
+        return {phase: sum(step[phase] for step in steps) / sum(seconds) for phase in phases}
 
 
 class TimedCommunicator:
@@ -166,9 +162,7 @@ def ours(config: TrainConfig, comm: Communicator, feed: Feed) -> Iterator[Round]
     yield partial(feed.train, trainer)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# the peer
-# ---------------------------------------------------------------------------------------------------------------
+# -- the peer -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -177,50 +171,33 @@ def timm_ddp(config: TrainConfig, comm: Communicator, feed: Feed) -> Iterator[Ro
     import timm
     from timm.optim import Lamb, param_groups_weight_decay
 
-    with process_group(comm, feed.device):
-        c = config.model
-        model = timm.create_model(
-            timm_name(c.name),
-            img_size=c.img_size,
-            num_classes=c.num_classes,
-            drop_rate=c.drop_rate,
-            pos_drop_rate=c.pos_drop_rate,
-            proj_drop_rate=c.proj_drop_rate,
-            attn_drop_rate=c.attn_drop_rate,
-            drop_path_rate=c.drop_path_rate,
-        ).to(feed.device)
-        parallel = DistributedDataParallel(model)
-        groups = param_groups_weight_decay(model, config.optim.weight_decay, getattr(model, "no_weight_decay")())
-        optimizer = Lamb(groups, lr=1e-3, max_grad_norm=config.optim.clip_norm)
+    start_torch_distributed(comm, feed.device)
+    c = config.model
+    model = timm.create_model(
+        timm_name(c.name),
+        img_size=c.img_size,
+        num_classes=c.num_classes,
+        drop_rate=c.drop_rate,
+        pos_drop_rate=c.pos_drop_rate,
+        proj_drop_rate=c.proj_drop_rate,
+        attn_drop_rate=c.attn_drop_rate,
+        drop_path_rate=c.drop_path_rate,
+    ).to(feed.device)
+    parallel = DistributedDataParallel(model)
+    groups = param_groups_weight_decay(model, config.optim.weight_decay, getattr(model, "no_weight_decay")())
+    optimizer = Lamb(groups, lr=1e-3, max_grad_norm=config.optim.clip_norm)
 
-        def step() -> None:
-            planned = feed.plan.micro_batches(feed.step, comm.rank, comm.size)
-            for number, _ in enumerate(planned, start=1):
-                batch = next(feed.loader)
-                mixed: Augmented = feed.augment(batch.images, batch.labels, torch.Generator().manual_seed(number))
-                with nullcontext() if number == len(planned) else parallel.no_sync():
-                    with autocast(feed.device, config.run.precision):
-                        loss = soft_target_cross_entropy(parallel(mixed.images), mixed.targets)
-                    (loss * (comm.size / feed.plan.global_batch_size)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            feed.step += 1
+    def step() -> None:
+        planned = feed.plan.micro_batches(feed.step, comm.rank, comm.size)
+        for number, _ in enumerate(planned, start=1):
+            batch = next(feed.loader)
+            mixed: Augmented = feed.augment(batch.images, batch.labels, torch.Generator().manual_seed(number))
+            with nullcontext() if number == len(planned) else parallel.no_sync():
+                with autocast(feed.device, config.run.precision):
+                    loss = soft_target_cross_entropy(parallel(mixed.images), mixed.targets)
+                (loss * (comm.size / feed.plan.global_batch_size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        feed.step += 1
 
-        yield step
-
-
-@contextmanager
-def process_group(comm: Communicator, device: torch.device) -> Iterator[None]:
-    """torch's process group beside Horovod's, at an address that Horovod broadcasts."""
-    address = None
-    if comm.rank == 0:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            address = (socket.gethostname(), free.getsockname()[1])
-    host, port = comm.broadcast_object(address, name="benchmark/address")
-    store = dist.TCPStore(host, port, comm.size, is_master=comm.rank == 0)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size)
-    yield
-    dist.barrier()  # else a thread of the group may outlive the interpreter
-    dist.destroy_process_group()
+    yield step
