@@ -12,12 +12,13 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 import zoo._torchvision  # noqa: F401
 from zoo import vit, volo
+from zoo.model import ZooModel
 from zoo.vit import set_fused_attn
 from zoo.weights import load_weights, save_weights
 
@@ -79,8 +80,7 @@ def create_model(
     options = rates | {"outlook_drop_path": outlook_drop_path, "global_pool": global_pool, "weight_init": weight_init}
     model = MODELS[name](img_size=img_size, num_classes=num_classes, **_used(name, options))
     if grad_checkpointing:
-        set_grad_checkpointing: Callable[[bool], None] = getattr(model, "set_grad_checkpointing")
-        set_grad_checkpointing(True)
+        cast(ZooModel, model).set_grad_checkpointing()
     if weights is not None:
         load_weights(model, weights)
     return model

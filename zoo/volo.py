@@ -17,8 +17,9 @@ from timm.layers import Mlp, trunc_normal_
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zoo.model import MixBox
+
 CELL = 16  # pixels per side of a cell of the token grid
-MixBox = tuple[int, int, int, int]  # first row and column, and those behind the last, in cells of the token grid
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 from largebatch.benchmark.measure import Contender, Report, Round, add_device_options, compare, set_up_device
 from largebatch.optim import build_optimizer, clip_gradients, gradient_norm
 from zoo import create_model
+from zoo.model import ZooModel
 
 CLIP_NORM = 1.0
 LR, WEIGHT_DECAY = 1e-3, 0.1
@@ -67,7 +69,8 @@ def timm_lamb(model: nn.Module) -> Round:
     """timm's, which clips by itself."""
     from timm.optim import Lamb, param_groups_weight_decay
 
-    groups = param_groups_weight_decay(model, WEIGHT_DECAY, getattr(model, "no_weight_decay")())
+    without_decay = cast(ZooModel, model).no_weight_decay()
+    groups = param_groups_weight_decay(model, WEIGHT_DECAY, no_weight_decay_list=without_decay)
     return Lamb(groups, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=CLIP_NORM).step
 
 

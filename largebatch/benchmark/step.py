@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +28,7 @@ from largebatch.parallel.rendezvous import start_torch_distributed
 from largebatch.precision import autocast
 from largebatch.recipes import choose
 from largebatch.start import program
+from zoo.model import ZooModel
 
 DEFAULTS = ["--data=synthetic", "--data.micro_batch_size=32", "--data.global_batch_size=256"]
 DEFAULTS += ["--run.precision=auto", "--run.folder=runs/benchmark/step"]
@@ -184,7 +185,8 @@ def timm_ddp(config: TrainConfig, comm: Communicator, feed: Feed) -> Iterator[Ro
         drop_path_rate=c.drop_path_rate,
     ).to(feed.device)
     parallel = DistributedDataParallel(model)
-    groups = param_groups_weight_decay(model, config.optim.weight_decay, getattr(model, "no_weight_decay")())
+    without_decay = cast(ZooModel, model).no_weight_decay()
+    groups = param_groups_weight_decay(model, config.optim.weight_decay, no_weight_decay_list=without_decay)
     optimizer = Lamb(groups, lr=1e-3, max_grad_norm=config.optim.clip_norm)
 
     def step() -> None:
