@@ -3,8 +3,15 @@
     from zoo import create_model
     model = create_model("vit_b32", img_size=384, num_classes=10, weights="vit_b32.safetensors")
 
-A model is timm's, or has timm's interface, and carries `default_cfg`: how its images are to be prepared.
-The dict `MODELS` is the whole list; nothing registers itself. `zoo._torchvision` has to come before timm.
+A model is timm's, or has timm's interface; model.py says what this interface is. Its `default_cfg` tells how to prepare
+its images. The dict `MODELS` lists all models; nothing registers itself. `zoo._torchvision` must be imported before
+timm.
+
+    model.py    the interface of a model: ZooModel, TokenLabelingModel
+    vit.py      the ViTs, by timm's class
+    volo.py     VOLO
+    weights.py  read and write weights
+    teacher.py  logits for each place of an image
 """
 
 import difflib
@@ -52,14 +59,14 @@ def create_model(
     `load_weights`); without it the model is initialised from torch's global random state.
     The rates are timm's: drop_rate is before the head only; dropout as in the ViT paper, after the position
     embedding, the projections and the MLP, is pos_drop_rate and proj_drop_rate.
-    outlook_drop_path: stochastic depth in VOLO's outlookers too, which the published models have not.
+    outlook_drop_path: stochastic depth in VOLO's outlookers as well; the published models do not have it.
     global_pool: "avg" for a ViT whose head acts on the mean of its tokens, as timm does it; "": the class token.
     weight_init: "jax" for timm's initialisation of that name of a ViT, with a head of zeros; "": timm's usual one.
     grad_checkpointing: keep only the blocks' inputs for the backward pass and compute the rest again, with the same
     random draws; `set_grad_checkpointing` of the model switches it later.
 
     Raises ValueError for an unknown name, a size that the model cannot take, a rate outside [0, 1), an option that the
-    model has no use for and weights that do not fit.
+    model does not use, and weights that do not fit.
     """
     if name not in MODELS:
         close = difflib.get_close_matches(name, MODELS, n=1)

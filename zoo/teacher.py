@@ -1,8 +1,8 @@
 """A classifier's logits for each place of an image, to make token labels with.
 
-A network whose head acts on the mean over all places can be asked at each place: the head is applied to the features
-there, as if they were the mean. With a head that is linear, the mean over all places gives the logits of the whole
-image again. VOLO has a head for places of its own.
+If the head of a network acts on the mean over all places, it can be applied to each place: to the features there, as if
+they were the mean. If the head is linear, the mean of these logits is that of the whole image. VOLO has a separate head
+for places.
 """
 
 import difflib
@@ -22,17 +22,18 @@ from zoo.weights import load_weights, read_weights
 def build_teacher(
     name: str, *, num_classes: int = 1000, weights: str | Path | None = None, img_size: int | None = None
 ) -> nn.Module:
-    """A model of the zoo or of timm, in evaluation mode, that `dense_logits` takes.
+    """Build a model of the zoo or of timm, in evaluation mode, for `dense_logits`.
 
-    weights: a file; without it, those that timm downloads. img_size: of a model of the zoo, which has none of its own.
-    ValueError for an unknown name, for weights that do not fit, or if its logits are not those of a mean over places.
+    weights: a file; without it timm downloads them. img_size: for models of the zoo only; timm's have a size of their
+    own. ValueError for an unknown name, for weights that do not fit, or if its logits are not those of a mean over
+    places.
     """
     if name in MODELS:
         if weights is None:
             raise ValueError(f"{name} has no weights to label with: give a file of them.")
         pool = "avg" if "fc_norm.weight" in read_weights(weights) else ""  # what timm calls the norm behind a mean
         model = create_model(name, num_classes=num_classes, img_size=img_size or 224, global_pool=pool)
-        load_weights(model, weights, new_heads=False)  # a new one would label with noise
+        load_weights(model, weights, new_heads=False)  # a new head would label with noise
     elif timm.is_model(name.partition(".")[0]):
         if img_size:
             raise ValueError(f"img_size is {img_size}, but {name} is timm's and has a size of its own: leave it out.")
@@ -73,7 +74,7 @@ def dense_logits(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def _cells(model: Any, features: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """Each place as the features of an image of its own, in the layout of the model; and how many there are."""
+    """Make of each place the features of an image, in the model's layout; return them and (height, width) in places."""
     if features.ndim == 3:  # tokens (B, prefix + N, C); the pool strips the prefix
         prefix = getattr(model, "num_prefix_tokens", 0)
         first, tokens = features[:, :prefix], features[:, prefix:]
@@ -91,7 +92,7 @@ def _channels_last(model: ZooModel, features: Tensor) -> bool:
 
 @torch.inference_mode()
 def _check(model: nn.Module, name: str) -> None:
-    """ValueError unless the head sees no more of the last features than their mean over all places."""
+    """Raise ValueError unless the head depends on the last features only through their mean over all places."""
     if isinstance(model, VOLO):
         return
     side, body_and_head = input_size(model), cast(ZooModel, model)

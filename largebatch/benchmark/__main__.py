@@ -5,9 +5,9 @@
     python -m largebatch.benchmark model     [--model vit_b32] [--vs timm]          forward and backward
     mpirun -np 2 python -m largebatch.benchmark step [--model vit_b32] [--vs timm] [options of largebatch.train]
     mpirun -np 8 python -m largebatch.benchmark parallel [--model vit_l32]          a model that ranks share
-    python -m largebatch.benchmark scaling RANKS_1/step.csv RANKS_2/step.csv ...    joins what `step` wrote
+    python -m largebatch.benchmark scaling RANKS_1/step.csv RANKS_2/step.csv ...    join the tables of `step`
 
-A table is printed; NAME.csv and NAME.png are written into --output (runs/benchmark).
+Each prints a table, and writes NAME.csv and NAME.png into --output (runs/benchmark).
 """
 
 import argparse
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not argv or argv[0] not in BENCHMARKS:
         sys.exit(f"{(__doc__ or '').strip()}\n\nThe first argument is one of {', '.join(BENCHMARKS)}.")
     name = argv.pop(0)
-    benchmark = importlib.import_module(f"largebatch.benchmark.{name}")  # the others' libraries stay out
+    benchmark = importlib.import_module(f"largebatch.benchmark.{name}")  # without the libraries of the others
     parser = argparse.ArgumentParser(
         prog=f"python -m largebatch.benchmark {name}",
         description=benchmark.__doc__,

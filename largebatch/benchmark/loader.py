@@ -1,11 +1,11 @@
-"""Training images out of JPEGs: our loader beside timm's, and beside itself on storage that answers late.
+"""Training images out of JPEGs: our loader beside timm's, and beside itself on slow storage.
 
-Decode, random resized crop, flip, RandAugment if asked for, and normalise on a CPU, for a consumer that does nothing. A
-round takes a number of images out of a loader that is already running. It begins when nothing runs any more and no file
-is left in the page cache. What a loader has ready by then belongs to the round: three batches of ours, two of each of
-timm's workers.
+The loaders decode, crop, resize, flip, augment (with --auto-augment) and normalise on a CPU, for a consumer that does
+nothing. A round takes a number of images out of a loader that is already running. It begins when all loaders are idle
+and no file is left in the page cache. The batches that a loader has ready before count for the round: three batches of
+ours, two of each of timm's workers.
 
-The peer reads the same images as files in folders of classes, the way timm's training script does, with as many worker
+The peer reads the same images as files in folders of classes, as timm's training script does, with as many worker
 processes as ours has threads.
 """
 
@@ -40,12 +40,12 @@ from zoo import _torchvision  # noqa: F401  # lets timm import torchvision besid
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SCALE, RATIO, HFLIP = (0.08, 1.0), (3 / 4, 4 / 3), 0.5
-MOST = 4000  # images of the data set that are used: the peer needs a copy of them
+MOST = 4000  # images of the data set that are used; the peer needs a copy of each
 DELAY_S = 0.005
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
+    """Add the options of this benchmark."""
     parser.add_argument("--data", default="synthetic", help="what largebatch.train's --data takes")
     parser.add_argument("--img-size", type=int, default=224, help="image side in pixels")
     parser.add_argument("--batch-size", type=int, default=64, help="images per batch")
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def findings(results: list[Result], watch: "ThreadClock", *, images: int, rounds: int) -> list[str]:
-    """What the table does not say, a line each."""
+    """Further findings for the report, one per line."""
     first, late = results[:2]
     own_rate = median(a / b for a, b in zip(first.seconds, late.seconds))
     cores, rate = len(os.sched_getaffinity(0)), images / median(first.seconds)
@@ -111,12 +111,12 @@ def findings(results: list[Result], watch: "ThreadClock", *, images: int, rounds
 
 
 def python_cost(costs: dict[str, float]) -> float:
-    """Of the threads that hold no kernels of DALI or torch."""
+    """CPU time of the threads that run no kernels of DALI or torch."""
     return costs.get("reading", 0.0) + costs.get("consumer and source", 0.0)
 
 
 def some(index: Index, most: int) -> Index:
-    """The index of at most `most` of its images, from all over the data set."""
+    """An index of at most `most` images, spread evenly over the data set."""
     chosen = np.unique(np.linspace(0, len(index) - 1, min(most, len(index)), dtype=np.int64))
     return replace(index, **{name: getattr(index, name)[chosen] for name in COLUMNS})
 
@@ -125,7 +125,7 @@ def some(index: Index, most: int) -> Index:
 
 
 def settle(files: Iterable[str]) -> None:
-    """Wait until all loaders have filled their queues and rest, then drop the files from the page cache."""
+    """Wait until all loaders have filled their queues and are idle, then drop the files from the page cache."""
     spent = -1.0
     while (now := cpu_seconds()) - spent > 0.005:
         spent = now
@@ -137,13 +137,13 @@ def settle(files: Iterable[str]) -> None:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and its children."""
+    """CPU time of this process and its children, in seconds."""
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
     return sum(sum(thread_seconds(pid).values()) for pid in pids if pid is not None)
 
 
 def thread_seconds(pid: int) -> dict[int, float]:
-    """CPU time of each thread of a process."""
+    """CPU time of each thread of a process, in seconds."""
     found = {}
     for task in Path(f"/proc/{pid}/task").glob("*"):
         try:
@@ -154,7 +154,7 @@ def thread_seconds(pid: int) -> dict[int, float]:
 
 
 class ThreadClock:
-    """CPU time of our loader's threads, by what they do."""
+    """CPU time of our loader's threads, by their job."""
 
     def __init__(self) -> None:
         self.rounds: list[Counter[str]] = []
@@ -173,7 +173,7 @@ class ThreadClock:
 
     @staticmethod
     def job_of(thread: int, name: str | None) -> str:
-        """What a thread is for; DALI's are not known to Python."""
+        """The job of a thread; Python does not know DALI's threads."""
         if thread == os.getpid():
             return "consumer and source"
         known = {"largebatch-read": "reading", "largebatch-resize": "resize, flip, augment, normalise"}
@@ -188,7 +188,7 @@ class ThreadClock:
 
 
 def late_preadv(descriptor: int, buffers: list, offset: int) -> int:
-    """os.preadv on storage that takes its time."""
+    """os.preadv on storage with a delay."""
     time.sleep(DELAY_S)
     return os.preadv(descriptor, buffers, offset)
 
@@ -197,7 +197,7 @@ def late_preadv(descriptor: int, buffers: list, offset: int) -> int:
 def ours(
     options: argparse.Namespace, index: Index, *, preadv: Any = os.preadv, watch: ThreadClock | None = None
 ) -> Iterator[Round]:
-    """The loader that training uses, on a run without an end."""
+    """The loader that training uses, in a run that never ends."""
     plan = Plan(len(index), options.batch_size, options.batch_size, 2**40, seed=0)
     loader = TrainLoader(
         index,
@@ -249,11 +249,11 @@ def _write_folders(folder: Path, *, index: Index) -> None:
         path = folder / f"{label:05d}" / f"{number:06d}.JPEG"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
-    os.sync()  # pages that are not on disk yet cannot be dropped
+    os.sync()  # the page cache drops only pages that are on disk
 
 
 def faster_with_prefetcher(options: argparse.Namespace, folder: Path) -> bool:
-    """Whether timm is faster when the main process normalises whole batches than when the workers do it."""
+    """Measure if timm is faster when the main process, not its workers, normalises the images."""
     seconds = {}
     for choice in (True, False):
         with timms(options, folder, use_prefetcher=choice) as take:
@@ -265,7 +265,7 @@ def faster_with_prefetcher(options: argparse.Namespace, folder: Path) -> bool:
 
 
 def as_ours(transform: Any) -> None:
-    """Give timm's operations what ours have: bilinear warps. And no posterize to zero bits, which Pillow refuses."""
+    """Make timm's operations warp bilinearly, as ours do, and never posterize to zero bits, which Pillow refuses."""
     for operation in (operation for step in transform.transforms for operation in getattr(step, "ops", ())):
         operation.kwargs["resample"] = Image.Resampling.BILINEAR
         if operation.name == "PosterizeIncreasing":
@@ -274,7 +274,7 @@ def as_ours(transform: Any) -> None:
 
 @contextmanager
 def timms(options: argparse.Namespace, folder: Path, *, use_prefetcher: bool) -> Iterator[Round]:
-    """timm's loader with workers that live on from epoch to epoch."""
+    """timm's loader with workers that survive the end of an epoch."""
     from timm.data import ImageDataset, create_loader
 
     loader = create_loader(
@@ -285,7 +285,7 @@ def timms(options: argparse.Namespace, folder: Path, *, use_prefetcher: bool) ->
         scale=SCALE,
         ratio=RATIO,
         hflip=HFLIP,
-        color_jitter=None,  # type: ignore[arg-type]  # 0 would cost it a transform that changes nothing
+        color_jitter=None,  # type: ignore[arg-type]  # with 0 it would run a transform without effect
         auto_augment=options.auto_augment or None,
         interpolation=options.interpolation,
         mean=MEAN,
@@ -297,7 +297,7 @@ def timms(options: argparse.Namespace, folder: Path, *, use_prefetcher: bool) ->
     )
     inner: Any = loader.loader if use_prefetcher else loader
     as_ours(inner.dataset.transform)
-    # This process has threads, so it must not be copied.
+    # This process has threads, so it must not be forked.
     inner.multiprocessing_context = multiprocessing.get_context("forkserver")
     inner.multiprocessing_context.set_forkserver_preload(["zoo", "timm.data"])
     batches = itertools.chain.from_iterable(itertools.repeat(loader))

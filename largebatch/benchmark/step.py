@@ -1,8 +1,8 @@
 """Whole training steps, on every rank of a launch, beside timm's model and LAMB in torch's DistributedDataParallel.
 
-Ours is the Trainer that `largebatch.train` would run, with its loader. The peer trains on the same micro-batches from
-the same loader, augmented by the same function, with gradients accumulated under `no_sync`: what differs is the
-model's code, the reduction and the optimizer.
+Ours is the Trainer that `largebatch.train` would run, with its loader. The peer trains on micro-batches of the same
+loader, augmented by the same function, and accumulates gradients under `no_sync`. So only the model's code, the
+reduction and the optimizer differ.
 """
 
 import argparse
@@ -32,11 +32,11 @@ from zoo.model import ZooModel
 
 DEFAULTS = ["--data=synthetic", "--data.micro_batch_size=32", "--data.global_batch_size=256"]
 DEFAULTS += ["--run.precision=auto", "--run.folder=runs/benchmark/step"]
-DEFAULTS += ["--model.pos_drop_rate=0", "--model.proj_drop_rate=0"]  # drawing them costs both the same
+DEFAULTS += ["--model.pos_drop_rate=0", "--model.proj_drop_rate=0"]  # dropout costs both the same
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark; all those of largebatch.train follow."""
+    """Add the options of this benchmark; the options of largebatch.train may follow them."""
     parser.add_argument("--vs", nargs="+", default=["timm"], choices=["timm", "none"])
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each contender")
 
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> Report | None:
 
 
 class Feed:
-    """The stream of micro-batches that a trainer would take, one step after the other, whoever takes it."""
+    """The stream of micro-batches of a training run, which the contenders consume in turn, a step at a time."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.plan, self.augment, self.device = trainer.plan, trainer.augment, trainer.device
@@ -79,7 +79,7 @@ class Feed:
 
 
 def measure(options: argparse.Namespace, config: TrainConfig, comm: Communicator, feed: Feed) -> Report | None:
-    """Alternate, then gather what the ranks saw."""
+    """Run the contenders in turns, then gather the measurements of all ranks."""
     contenders = [Contender("largebatch", partial(ours, config, comm, feed))]
     if "timm" in options.vs:
         contenders.append(Contender("timm + DDP", partial(timm_ddp, config, comm, feed)))
@@ -135,7 +135,7 @@ class Stopwatch:
 
 
 class TimedCommunicator:
-    """A Communicator whose share in a step is timed, and that of the optimizer's step, which it makes."""
+    """A Communicator that measures its own time in a step, and the time of the optimizer's step, which it calls."""
 
     def __init__(self, comm: Communicator, watch: Stopwatch) -> None:
         self._comm, self._watch = comm, watch
@@ -144,12 +144,12 @@ class TimedCommunicator:
         return getattr(self._comm, name)
 
     def synchronize(self, optimizer: Any) -> None:
-        """Communicator.synchronize, timed: what is left of the reduction when the last backward pass is over."""
+        """Time Communicator.synchronize: the part of the reduction that outlasts the last backward pass."""
         with self._watch.timing("exposed communication"):
             self._comm.synchronize(optimizer)
 
     def apply(self, *arguments: Any) -> bool:
-        """Communicator.apply, timed: the optimizer's step, without the norm for the clip, taken before it."""
+        """Time Communicator.apply: the optimizer's step, without the norm for the clip, which is computed before."""
         with self._watch.timing("optimizer"):
             return self._comm.apply(*arguments)
 

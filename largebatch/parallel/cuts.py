@@ -1,8 +1,8 @@
-"""What part of each parameter a rank has: cut for a mesh, put together again, and counted once.
+"""The part of each parameter that a rank has: cut it for a mesh, assemble it again, count it once.
 
-A layer that cuts its parameters says how in `cuts`, a dict of its parameters' names; whatever no layer names is whole
-on every rank of its pipeline stage. Parameters are plain tensors under the names of the serial model, so that a plain
-checkpoint is sliced into any mesh and gathered from any.
+A layer that cuts its parameters describes this in its attribute `cuts`, a dict from parameter names to `Cut`. Any other
+parameter is whole on every rank of its pipeline stage. Parameters are plain tensors under the names of the serial
+model, so a plain checkpoint can be cut for any mesh and assembled from any mesh.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,9 +20,9 @@ class Cut:
     """How one parameter is cut.
 
     dims: dimension -> the axes along which it is cut, the coarsest first.
-    pieces: dimension 0 is so many pieces one after another (3: q, k and v), each of which is cut.
-    partial: axes whose ranks each compute a summand of the gradient of what they hold.
-    flat: of a convolution that is computed as a matrix, what dimension 1 of the matrix is, such as (3, 16, 16).
+    pieces: number of blocks stacked along dimension 0 (3: q, k and v); each of them is cut by itself.
+    partial: axes along which each rank computes only a summand of the gradient of its part.
+    flat: for a convolution that is computed as a matrix, the shape that dimension 1 stands for, such as (3, 16, 16).
     """
 
     dims: Mapping[int, tuple[str, ...]]
@@ -31,11 +31,11 @@ class Cut:
     flat: tuple[int, ...] = ()
 
     def axes(self) -> set[str]:
-        """All axes that it is cut along."""
+        """All axes along which the parameter is cut."""
         return {axis for axes in self.dims.values() for axis in axes}
 
     def slice_(self, whole: Tensor, sizes: Mapping[str, int], place: Mapping[str, int]) -> Tensor:
-        """The view of a whole parameter that the rank at `place` holds, with dimension 0 as (pieces, length)."""
+        """View the part of a whole parameter that the rank at `place` holds; dimension 0 becomes (pieces, length)."""
         whole = whole.view(len(whole), -1) if self.flat else whole
         view = whole.unflatten(0, (self.pieces, -1)) if whole.ndim else whole
         for dim, axes in self.dims.items():
@@ -51,7 +51,7 @@ UNCUT = Cut({})
 
 
 def cuts_of(model: nn.Module) -> dict[str, Cut]:
-    """The cut of every parameter, by its name; those of pipeline stages elsewhere are not among them."""
+    """The cut of every parameter of the model by its name, without those of other ranks' pipeline stages."""
     found = {name: UNCUT for name, _ in model.named_parameters()}
     for prefix, module in model.named_modules():
         for name, cut in getattr(module, "cuts", {}).items():
@@ -62,7 +62,7 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
 
 
 def local(whole: Tensor, cut: Cut, mesh: Mesh) -> Tensor:
-    """This rank's part of a whole tensor, contiguous, and a copy: it must not keep the whole in memory."""
+    """Copy this rank's part out of a whole tensor; a view would keep the whole in memory."""
     if not whole.ndim:
         return whole.clone()
     part = cut.slice_(whole.contiguous(), mesh.shape.sizes, mesh.place)
@@ -70,7 +70,7 @@ def local(whole: Tensor, cut: Cut, mesh: Mesh) -> Tensor:
 
 
 def replicas(cut: Cut, mesh: Mesh) -> int:
-    """How many ranks of this rank's pipeline stage hold the same part."""
+    """Number of ranks of this pipeline stage that hold the same part."""
     return mesh.shape.size // mesh.shape.sizes["pipeline"] // _product(mesh.shape.sizes, cut.axes())
 
 

@@ -1,8 +1,8 @@
-"""Start torch.distributed beside Horovod: where its ranks meet, and the addresses at which they talk.
+"""Start torch.distributed beside Horovod: choose the addresses at which its ranks meet and communicate.
 
-Horovod, which is there already, tells everyone where everyone is. On one host that is 127.0.0.1; between hosts the
-addresses of their own names, or those of the network card that GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE names, as
-mpi_scripts/env.sh does for INTERFACE.
+Horovod has started before, and exchanges the addresses. On one host the address is 127.0.0.1. Between hosts it is the
+address of each host's own name, or of the network card that GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE names
+(mpi_scripts/env.sh sets them from INTERFACE).
 """
 
 import os
@@ -19,7 +19,10 @@ from largebatch.parallel import mesh
 
 
 def start_torch_distributed(comm: Communicator, device: torch.device) -> None:
-    """Start torch.distributed, unless the program has; it ends before Horovod does. All ranks raise alike."""
+    """Start torch.distributed, unless it has been started already; it ends before Horovod does.
+
+    If one rank fails, all raise.
+    """
     if dist.is_initialized():
         return
     with comm.together("starting torch.distributed"):
@@ -40,7 +43,10 @@ def start_torch_distributed(comm: Communicator, device: torch.device) -> None:
 
 
 def address_here(environment: MutableMapping[str, str]) -> str:
-    """At which other ranks find this one; torch's Gloo is told of a network card that Horovod's was told of."""
+    """The address at which other ranks find this one.
+
+    If only Horovod's variable names a network card, torch's is set as well.
+    """
     cards = environment.get("GLOO_SOCKET_IFNAME") or environment.get("HOROVOD_GLOO_IFACE", "")
     if not cards:
         return own_address()
