@@ -153,9 +153,9 @@ def build_trainer(config: TrainConfig, comm: Communicator, signals: Signals | No
     weights = find_weights(config.model.weights, comm)[0] if config.model.weights else None
     make_optimizer = partial(_optimizer, config, impl=impl)
     if divides(config):
-        from largebatch.parallel.rendezvous import start  # imported by those alone who need it
+        from largebatch.parallel.rendezvous import start_torch_distributed  # imported by those alone who need it
 
-        start(comm, device)
+        start_torch_distributed(comm, device)
     with comm.together("building"):
         model = build_model(config, device, weights=weights)
     with comm.together("dividing"):  # its ranks talk to each other: what fails here fails on all

@@ -54,13 +54,13 @@ def test_efficiency_is_relative_to_the_smallest_number_of_ranks(tmp_path):
 
 def test_two_tables_of_one_number_of_ranks(tmp_path):
     files = [table(tmp_path / name, ranks=2, images=8, seconds=[1.0]) for name in "ab"]
-    with pytest.raises(SystemExit, match="Two tables are of 2 ranks: give one for each number of ranks."):
+    with pytest.raises(SystemExit, match="Two tables have 2 ranks: give one table for each number of ranks."):
         main(["scaling", *files])
 
 
 def test_a_table_of_something_else(tmp_path):
     (tmp_path / "model.csv").write_text("contender,round,seconds\nlargebatch,0,1\n")
-    with pytest.raises(ValueError, match="is no table of training steps: make it with"):
+    with pytest.raises(ValueError, match="is not a table of training steps: make it with"):
         scaling.read(tmp_path / "model.csv")
     with pytest.raises(SystemExit, match="No such file"):
         main(["scaling", str(tmp_path / "none.csv")])

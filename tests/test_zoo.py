@@ -11,6 +11,7 @@ from torch import nn
 
 import zoo._torchvision
 from zoo import MODELS, create_model
+from zoo.model import TokenLabelingModel, ZooModel
 
 import timm  # isort: skip  (after zoo, which makes it importable beside a CPU build of torch)
 from timm.data import resolve_data_config  # isort: skip
@@ -49,6 +50,13 @@ def on_meta(name: str, **options) -> nn.Module:
 def test_parameter_counts_are_the_published_ones(name, img_size, num_classes, expected):
     model = on_meta(name, img_size=img_size, num_classes=num_classes)
     assert sum(p.numel() for p in model.parameters()) == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_the_interface_of_the_zoo(name):
+    model = on_meta(name)
+    assert isinstance(model, ZooModel)
+    assert isinstance(model, TokenLabelingModel) == name.startswith("volo")
 
 
 @pytest.mark.parametrize("name", TIMM_NAMES)

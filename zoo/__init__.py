@@ -3,8 +3,15 @@
     from zoo import create_model
     model = create_model("vit_b32", img_size=384, num_classes=10, weights="vit_b32.safetensors")
 
-A model is timm's, or has timm's interface, and carries `default_cfg`: how its images are to be prepared.
-The dict `MODELS` is the whole list; nothing registers itself. `zoo._torchvision` has to come before timm.
+A model is timm's, or has timm's interface; model.py says what this interface is. Its `default_cfg` tells how to prepare
+its images. The dict `MODELS` lists all models; nothing registers itself. `zoo._torchvision` must be imported before
+timm.
+
+    model.py    the interface of a model: ZooModel, TokenLabelingModel
+    vit.py      the ViTs, by timm's class
+    volo.py     VOLO
+    weights.py  read and write weights
+    teacher.py  logits for each place of an image
 """
 
 import difflib
@@ -12,12 +19,13 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 import zoo._torchvision  # noqa: F401
 from zoo import vit, volo
+from zoo.model import ZooModel
 from zoo.vit import set_fused_attn
 from zoo.weights import load_weights, save_weights
 
@@ -51,14 +59,14 @@ def create_model(
     `load_weights`); without it the model is initialised from torch's global random state.
     The rates are timm's: drop_rate is before the head only; dropout as in the ViT paper, after the position
     embedding, the projections and the MLP, is pos_drop_rate and proj_drop_rate.
-    outlook_drop_path: stochastic depth in VOLO's outlookers too, which the published models have not.
+    outlook_drop_path: stochastic depth in VOLO's outlookers as well; the published models do not have it.
     global_pool: "avg" for a ViT whose head acts on the mean of its tokens, as timm does it; "": the class token.
     weight_init: "jax" for timm's initialisation of that name of a ViT, with a head of zeros; "": timm's usual one.
     grad_checkpointing: keep only the blocks' inputs for the backward pass and compute the rest again, with the same
     random draws; `set_grad_checkpointing` of the model switches it later.
 
     Raises ValueError for an unknown name, a size that the model cannot take, a rate outside [0, 1), an option that the
-    model has no use for and weights that do not fit.
+    model does not use, and weights that do not fit.
     """
     if name not in MODELS:
         close = difflib.get_close_matches(name, MODELS, n=1)
@@ -79,8 +87,7 @@ def create_model(
     options = rates | {"outlook_drop_path": outlook_drop_path, "global_pool": global_pool, "weight_init": weight_init}
     model = MODELS[name](img_size=img_size, num_classes=num_classes, **_used(name, options))
     if grad_checkpointing:
-        set_grad_checkpointing: Callable[[bool], None] = getattr(model, "set_grad_checkpointing")
-        set_grad_checkpointing(True)
+        cast(ZooModel, model).set_grad_checkpointing()
     if weights is not None:
         load_weights(model, weights)
     return model

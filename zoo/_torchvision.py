@@ -5,8 +5,7 @@ it is imported. The Python registry's torchvision is built for CUDA: beside the 
 library cannot be loaded, the two operators do not exist, and the import fails. Declared beforehand, without
 an implementation, they let everything else work; calling them would fail, and nothing here calls them.
 
-Whether that is needed is found out as torchvision itself does, by loading its library; where that succeeds,
-nothing is declared.
+To find out if this is needed, load the library as torchvision itself does; if that succeeds, declare nothing.
 """
 
 import importlib.machinery
@@ -22,7 +21,7 @@ SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def declare_missing_operators() -> tuple[str, ...]:
-    """Declare the operators that torchvision will ask for and not find; return their names."""
+    """Declare the operators that torchvision will need and not find; return their names."""
     package = importlib.util.find_spec("torchvision")  # finds it without importing it
     if package is None or _library_loads(list(package.submodule_search_locations or ())):
         return ()

@@ -1,20 +1,20 @@
 """A classifier's logits for each place of an image, to make token labels with.
 
-A network whose head acts on the mean over all places can be asked at each place: the head is applied to the features
-there, as if they were the mean. With a head that is linear, the mean over all places gives the logits of the whole
-image again. VOLO has a head for places of its own.
+If the head of a network acts on the mean over all places, it can be applied to each place: to the features there, as if
+they were the mean. If the head is linear, the mean of these logits is that of the whole image. VOLO has a separate head
+for places.
 """
 
 import difflib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import timm
 import torch
 from torch import Tensor, nn
 
 from zoo import MODELS, create_model
+from zoo.model import ZooModel
 from zoo.volo import VOLO
 from zoo.weights import load_weights, read_weights
 
@@ -22,17 +22,18 @@ from zoo.weights import load_weights, read_weights
 def build_teacher(
     name: str, *, num_classes: int = 1000, weights: str | Path | None = None, img_size: int | None = None
 ) -> nn.Module:
-    """A model of the zoo or of timm, in evaluation mode, that `dense_logits` takes.
+    """Build a model of the zoo or of timm, in evaluation mode, for `dense_logits`.
 
-    weights: a file; without it, those that timm downloads. img_size: of a model of the zoo, which has none of its own.
-    ValueError for an unknown name, for weights that do not fit, or if its logits are not those of a mean over places.
+    weights: a file; without it timm downloads them. img_size: for models of the zoo only; timm's have a size of their
+    own. ValueError for an unknown name, for weights that do not fit, or if its logits are not those of a mean over
+    places.
     """
     if name in MODELS:
         if weights is None:
             raise ValueError(f"{name} has no weights to label with: give a file of them.")
         pool = "avg" if "fc_norm.weight" in read_weights(weights) else ""  # what timm calls the norm behind a mean
         model = create_model(name, num_classes=num_classes, img_size=img_size or 224, global_pool=pool)
-        load_weights(model, weights, new_heads=False)  # a new one would label with noise
+        load_weights(model, weights, new_heads=False)  # a new head would label with noise
     elif timm.is_model(name.partition(".")[0]):
         if img_size:
             raise ValueError(f"img_size is {img_size}, but {name} is timm's and has a size of its own: leave it out.")
@@ -57,7 +58,7 @@ def _load(model: nn.Module, weights: str | Path) -> None:
 
 def input_size(model: nn.Module) -> int:
     """The side of the images, in pixels, at which a model is best evaluated."""
-    cfg: dict[str, Any] = getattr(model, "default_cfg")
+    cfg = cast(ZooModel, model).default_cfg
     fixed = cfg.get("fixed_input_size") or not cfg.get("test_input_size")
     return cfg["input_size" if fixed else "test_input_size"][-1]
 
@@ -67,46 +68,42 @@ def dense_logits(model: nn.Module, images: Tensor) -> Tensor:
     if isinstance(model, VOLO):
         _, logits = model.forward_train(images)
         return logits.transpose(1, 2).unflatten(2, model.pos_embed.shape[1:3])
-    forward_features: Callable[[Tensor], Tensor] = getattr(model, "forward_features")
-    features = forward_features(images)
-    cells, (height, width) = _cells(model, features)
-    forward_head: Callable[[Tensor], Tensor] = getattr(model, "forward_head")
-    return forward_head(cells).view(len(images), height, width, -1).permute(0, 3, 1, 2)
+    body_and_head = cast(ZooModel, model)
+    cells, (height, width) = _cells(model, body_and_head.forward_features(images))
+    return body_and_head.forward_head(cells).view(len(images), height, width, -1).permute(0, 3, 1, 2)
 
 
-def _cells(model: nn.Module, features: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """Each place as the features of an image of its own, in the layout of the model; and how many there are."""
+def _cells(model: Any, features: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """Make of each place the features of an image, in the model's layout; return them and (height, width) in places."""
     if features.ndim == 3:  # tokens (B, prefix + N, C); the pool strips the prefix
-        prefix: Any = getattr(model, "num_prefix_tokens", 0)
-        patch_embed: Any = getattr(model, "patch_embed")
+        prefix = getattr(model, "num_prefix_tokens", 0)
         first, tokens = features[:, :prefix], features[:, prefix:]
         cells = torch.cat([first.repeat_interleave(tokens.shape[1], dim=0), tokens.flatten(0, 1)[:, None]], dim=1)
-        return cells, patch_embed.grid_size
+        return cells, model.patch_embed.grid_size
     if _channels_last(model, features):
         return features.flatten(0, 2)[:, None, None], (features.shape[1], features.shape[2])
     cells = features.permute(0, 2, 3, 1).flatten(0, 2)
     return cells[:, :, None, None], (features.shape[2], features.shape[3])
 
 
-def _channels_last(model: nn.Module, features: Tensor) -> bool:
-    return features.shape[1] != getattr(model, "num_features")
+def _channels_last(model: ZooModel, features: Tensor) -> bool:
+    return features.shape[1] != model.num_features
 
 
 @torch.inference_mode()
 def _check(model: nn.Module, name: str) -> None:
-    """ValueError unless the head sees no more of the last features than their mean over all places."""
+    """Raise ValueError unless the head depends on the last features only through their mean over all places."""
     if isinstance(model, VOLO):
         return
-    side = input_size(model)
-    model_features: Callable[[Tensor], Tensor] = getattr(model, "forward_features")
-    forward_head: Callable[[Tensor], Tensor] = getattr(model, "forward_head")
-    features = model_features(torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0)))
+    side, body_and_head = input_size(model), cast(ZooModel, model)
+    features = body_and_head.forward_features(torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0)))
     if features.ndim == 3:
         by_mean = getattr(model, "global_pool", None) == "avg"
     else:
-        dims = (1, 2) if _channels_last(model, features) else (2, 3)
-        whole, mean = forward_head(features), features.mean(dim=dims, keepdim=True)
-        by_mean = torch.allclose(whole, forward_head(mean), rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
+        dims = (1, 2) if _channels_last(body_and_head, features) else (2, 3)
+        whole = body_and_head.forward_head(features)
+        of_mean = body_and_head.forward_head(features.mean(dim=dims, keepdim=True))
+        by_mean = torch.allclose(whole, of_mean, rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
     if not by_mean:
         raise ValueError(
             f"{name} cannot label places: its head does not act on a mean over them (but on a class token, or another "

@@ -1,8 +1,8 @@
 """The vision transformers of the ViT paper (https://arxiv.org/abs/2010.11929), as timm's class.
 
-timm's own `VisionTransformer` is used as it is, so weights, names and logits are timm's and a file written
-here loads there. It is built directly, not through timm's `create_model`: this way every argument is spelled
-out and `default_cfg` describes the model that was built, at its image size.
+timm's `VisionTransformer` is used unchanged. So weights, names and logits are timm's, and timm loads a file written
+here. The class is called directly, not through timm's `create_model`: this way every argument is spelled out, and
+`default_cfg` describes the model that was built, at its image size.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Structure:
-    """What tells one ViT from another; the MLP is four times as wide as the embedding in all of them."""
+    """The sizes that distinguish one ViT from another; the MLP of each is four times as wide as its embedding."""
 
     patch_size: int
     embed_dim: int
@@ -75,10 +75,11 @@ def build_vit(
 
 
 def set_fused_attn(model: nn.Module, enabled: bool) -> nn.Module:
-    """Choose how timm's attention layers compute: torch's fused kernel, or products around a softmax; the model.
+    """Choose torch's fused kernel, or products around a softmax, for timm's attention layers; return the model.
 
-    The same up to rounding. On CPUs the products are faster: ViT-B/32 at 224 px, batch 32, bf16, forward and backward
-    of one attention 18 against 73 ms (one core of an AMD EPYC, torch 2.13.0, 2026-11-21); they keep the attention maps.
+    Both give the same up to rounding. On CPUs the products are faster: ViT-B/32 at 224 px, batch 32, bf16, forward and
+    backward of one attention 18 against 73 ms (one core of an AMD EPYC, torch 2.13.0, 2026-11-21). They keep the
+    attention maps in memory.
     """
     for module in model.modules():
         if hasattr(module, "fused_attn"):
@@ -87,9 +88,9 @@ def set_fused_attn(model: nn.Module, enabled: bool) -> nn.Module:
 
 
 def default_cfg(*, img_size: int, num_classes: int) -> dict[str, Any]:
-    """How the images of a ViT are prepared, in timm's keys.
+    """How to prepare the images of a ViT, in timm's keys.
 
-    timm evaluates its ViTs on the central 0.9 of the image at 224 px and on the whole of it at 384 px.
+    timm evaluates its ViTs on the central 0.9 of the image at 224 px, and on the whole image at 384 px.
     """
     return {
         "num_classes": num_classes,

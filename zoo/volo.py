@@ -2,9 +2,9 @@
 
     images -> stem, 8 px per cell -> outlookers -> 16 px per cell -> transformer blocks -> class attention -> two heads
 
-Ours differs from timm's where that is wrong or slow for training: `forward_train` gives the logits of class and tokens,
-any image size may be built, and outlook attention is two small products between a gather and its adjoint instead of
-unfold and fold with their transpositions. The published model has no stochastic depth in its outlookers.
+Ours differs from timm's where timm's is wrong or slow for training: `forward_train` gives the logits of class and
+tokens, any image size may be built, and outlook attention is two small products between a gather and its adjoint
+instead of unfold and fold with their transpositions. The published model has no stochastic depth in its outlookers.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,15 +17,16 @@ from timm.layers import Mlp, trunc_normal_
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zoo.model import MixBox
+
 CELL = 16  # pixels per side of a cell of the token grid
-MixBox = tuple[int, int, int, int]  # first row and column, and those behind the last, in cells of the token grid
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What tells one VOLO from another: blocks of outlookers and of the three transformer stages, and widths."""
+    """The sizes that distinguish one VOLO from another."""
 
-    depths: tuple[int, int, int, int]
+    depths: tuple[int, int, int, int]  # blocks of the outlookers, and of the three transformer stages
     dims: tuple[int, int]  # of the outlookers, of the transformer blocks
     heads: tuple[int, int]
     mlp_ratio: float
@@ -42,13 +43,14 @@ STRUCTURES = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# outlook attention
-# ---------------------------------------------------------------------------------------------------------------
+# -- outlook attention ----------------------------------------------------------------------------------------------
 
 
 def gather(x: Tensor, num_heads: int) -> Tensor:
-    """The 3 × 3 pixels around every second one, zero outside: (B, H, W, C) -> (B · h · w · heads, 9, C / heads)."""
+    """Gather the 3 × 3 pixels around every second pixel: (B, H, W, C) -> (B · h · w · heads, 9, C / heads).
+
+    Pixels outside of the image are zero.
+    """
     batch, height, width, channels = x.shape
     h, w, d = -(-height // 2), -(-width // 2), channels // num_heads
     padded = x.new_zeros(batch, 2 * h + 1, 2 * w + 1, channels)
@@ -59,7 +61,7 @@ def gather(x: Tensor, num_heads: int) -> Tensor:
 
 
 def scatter(cells: Tensor, shape: torch.Size) -> Tensor:
-    """The adjoint of `gather`: every neighbourhood is added where it came from; shape is (B, H, W, C)."""
+    """The adjoint of `gather`: add every neighbourhood to the pixels it came from; shape is (B, H, W, C)."""
     batch, height, width, channels = shape
     h, w = -(-height // 2), -(-width // 2)
     cells = cells.view(batch, h, w, -1, 9, cells.shape[-1])
@@ -71,7 +73,7 @@ def scatter(cells: Tensor, shape: torch.Size) -> Tensor:
 
 
 class _Outlook(torch.autograd.Function):
-    """Weights times the neighbourhoods of values, added up; everything in the type of the values."""
+    """Weights times the neighbourhoods of values, added up; all in the type of the values."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, values: Tensor) -> Tensor:
@@ -90,7 +92,7 @@ class _Outlook(torch.autograd.Function):
 
 
 class OutlookAttention(nn.Module):
-    """Mixes the 3 × 3 pixels around every second one by weights that are predicted from its 2 × 2 mean."""
+    """Mix the 3 × 3 pixels around every second pixel by weights that are predicted from its 2 × 2 mean."""
 
     def __init__(self, dim: int, num_heads: int, *, attn_drop: float) -> None:
         super().__init__()
@@ -108,10 +110,10 @@ class OutlookAttention(nn.Module):
         return self.proj(_Outlook.apply(weights, values))
 
     def _weights(self, cells: Tensor) -> Tensor:
-        """What each of 9 pixels takes from each of the 9: (B, h, w, C) -> (B, h, w, heads, 9, 9).
+        """The share of each of 9 pixels in each of the 9: (B, h, w, C) -> (B, h, w, heads, 9, 9).
 
-        The layer's outputs are put in another order, in which a softmax over the nine runs along long rows: over nine
-        numbers that lie together it takes six times as long.
+        The layer's outputs are reordered so that the softmax over nine numbers runs along long rows: over nine adjacent
+        numbers it takes six times as long.
         """
         shape = (self.num_heads, 9, 9)
         weight = self.attn.weight.unflatten(0, shape).permute(2, 0, 1, 3).flatten(0, 2)
@@ -120,9 +122,7 @@ class OutlookAttention(nn.Module):
         return logits.softmax(dim=-2).transpose(-2, -1).contiguous().unflatten(-2, shape[:2])
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# blocks
-# ---------------------------------------------------------------------------------------------------------------
+# -- blocks ---------------------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -154,7 +154,7 @@ class Attention(nn.Module):
 
 
 class ClassAttention(nn.Module):
-    """Attention of the class token alone to all tokens, itself included."""
+    """Attention of the class token to all tokens, itself included."""
 
     def __init__(self, dim: int, num_heads: int, *, attn_drop: float) -> None:
         super().__init__()
@@ -166,7 +166,8 @@ class ClassAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 1 + N, C) -> (B, 1, C)"""
-        # one query per head: its keys meet it, and its values the weighted mean of x, not every token
+        # There is one query per head. So the layers of keys and values are applied to this query and to the weighted
+        # mean of x, instead of to every token.
         to_k, to_v = self.kv.weight.unflatten(0, (2, self.num_heads, -1))  # (heads, C / heads, C) each
         q = self.q(x[:, 0]).unflatten(-1, (self.num_heads, -1)).transpose(0, 1)  # (heads, B, C / heads)
         weights = (q * self.scale @ to_k).transpose(0, 1) @ x.mT  # (B, heads, 1 + N)
@@ -178,8 +179,8 @@ class ClassAttention(nn.Module):
 class Block(nn.Module):
     """A layer of attention and an MLP, each with its norm before it and a residual around it.
 
-    Stochastic depth (https://arxiv.org/abs/1603.09382) with rate drop_path: samples skip a layer, and are not computed
-    in it: 6 % of the transformer blocks' work in D1 (rate 0.1), 47 % in D5 (0.75).
+    Stochastic depth (https://arxiv.org/abs/1603.09382) with rate drop_path: samples that skip a layer are not computed
+    in it, which saves 6 % of the transformer blocks' work in D1 (rate 0.1), 47 % in D5 (0.75).
     """
 
     def __init__(self, attn: nn.Module, dim: int, *, mlp_ratio: float, drop_path: float = 0.0) -> None:
@@ -194,15 +195,15 @@ class Block(nn.Module):
         return self._add(x, lambda x: self.mlp(self.norm2(x)))
 
     def _add(self, x: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        """x + layer(x), or without the layer and in return with more of it, per sample."""
+        """x + layer(x) / (1 - drop_path) for samples that take the layer, and x for the others."""
         if not self.training or not self.drop_path:
             return x + layer(x)
         taken, scale = torch.rand(len(x)) >= self.drop_path, 1 / (1 - self.drop_path)  # on the host
-        if torch.compiler.is_compiling():  # to which another number of samples is another graph
+        if torch.compiler.is_compiling():  # it would make a graph for every number of samples
             return x + layer(x) * (taken * scale).to(x.device, x.dtype).view(-1, *[1] * (x.ndim - 1))
         if taken.all():
             return torch.add(x, layer(x), alpha=scale)
-        if not taken.any():  # parameters need a gradient all the same, of zero
+        if not taken.any():  # parameters need a gradient of zero
             taken[0], scale = True, 0.0
         samples = taken.nonzero()[:, 0].to(x.device, non_blocking=True)
         part = x.index_select(0, samples)  # the gradient of x[samples] sorts on a GPU, and takes one thread on a CPU
@@ -212,14 +213,14 @@ class Block(nn.Module):
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
     """The class token and those of cells, (B, 1 + N, C) -> (B, 1, C) and (B, N, C).
 
-    Two slices have two gradients as large as x, and their sum; this has one.
+    Two slices would make two gradients of the size of x and add them; `split` makes one.
     """
     token, cells = x.split([1, x.shape[1] - 1], dim=1)
     return token, cells
 
 
 class ClassBlock(Block):
-    """A block that moves the class token alone."""
+    """A block that changes only the class token."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 1 + N, C) -> the same shape"""
@@ -257,13 +258,11 @@ class Downsample(nn.Module):
         return self.proj(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# the model
-# ---------------------------------------------------------------------------------------------------------------
+# -- the model ------------------------------------------------------------------------------------------------------
 
 
 class VOLO(nn.Module):
-    """See the module. Images (B, 3, H, W), H and W multiples of 16."""
+    """VOLO for images (B, 3, H, W), with H and W multiples of 16; see the head of this file."""
 
     def __init__(
         self,
@@ -334,7 +333,7 @@ class VOLO(nn.Module):
         return {"pos_embed", "cls_token"}
 
     def forward_features(self, images: Tensor, mix_box: MixBox | None = None) -> Tensor:
-        """Images (B, 3, H, W) -> normalised tokens (B, 1 + H · W / 256, C), that of the class first."""
+        """Images (B, 3, H, W) -> normalised tokens (B, 1 + H · W / 256, C), the class token first."""
         x = self.patch_embed(images)
         if mix_box is not None:
             x = mix(x, mix_box, cells=2)
@@ -354,23 +353,24 @@ class VOLO(nn.Module):
         return x
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Tokens (B, 1 + N, C) -> logits (B, K): those of the class, and half the largest of the cells'."""
+        """Tokens (B, 1 + N, C) -> logits (B, K): those of the class plus half the maximum over the cells'."""
         token, cells = split(x)
         token = self.head_drop(token[:, 0])
         if pre_logits or self.aux_head is None:
             return token
-        return self.head(token) + 0.5 * self.aux_head(cells).max(dim=1).values  # amax would divide gradients of equals
+        # amax would divide the gradient among equal cells.
+        return self.head(token) + 0.5 * self.aux_head(cells).max(dim=1).values
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, 3, H, W) -> logits (B, K), in training and evaluation."""
         return self.forward_head(self.forward_features(images))
 
     def forward_train(self, images: Tensor, mix_box: MixBox | None = None) -> tuple[Tensor, Tensor]:
-        """Logits of the class (B, K) and of the cells (B, N, K), row by row, with their heads.
+        """Logits of the class (B, K) and of the cells (B, N, K), row by row, each from its own head.
 
-        mix_box: MixToken (https://arxiv.org/abs/2104.10858): after the stem the cells in this box are those of the
-        flipped batch, image B - 1 - i for image i. The cells' logits are put back, so that they belong to their
-        own images again; those of the class are of the mixture. ValueError for a model without heads.
+        mix_box: MixToken (https://arxiv.org/abs/2104.10858). After the stem the cells in this box are exchanged with
+        those of the flipped batch, image B - 1 - i for image i. The cells' logits are exchanged back, so they belong
+        to their own images; those of the class belong to the mixture. ValueError for a model without heads.
         """
         if self.aux_head is None:
             raise ValueError("forward_train needs heads, and this VOLO was built with num_classes=0")
@@ -379,9 +379,13 @@ class VOLO(nn.Module):
         return self.head(self.head_drop(token[:, 0])), cells
 
 
-@torch.compiler.disable  # a graph for each kind of box would soon be more than torch keeps, and all runs eagerly
+# torch would compile a graph for each kind of box, reach its limit on graphs, and run everything eagerly.
+@torch.compiler.disable
 def mix(grid: Tensor, box: MixBox, *, cells: int = 1) -> Tensor:
-    """Swap a box of (B, H, W, C) with the flipped batch's; `cells` per side of what the box counts in."""
+    """Exchange a box of (B, H, W, C) with that of the flipped batch.
+
+    cells: rows, and columns, of the grid per unit of the box.
+    """
     top, left, bottom, right = (cells * edge for edge in box)
     mixed = grid.clone()
     mixed[:, top:bottom, left:right] = grid.flip(0)[:, top:bottom, left:right]
@@ -389,12 +393,12 @@ def mix(grid: Tensor, box: MixBox, *, cells: int = 1) -> Tensor:
 
 
 def mix_back(cells: Tensor, box: MixBox | None, side: int) -> Tensor:
-    """Cells (B, N, K), `side` per row, each back to the image that it is of, after a `mix` by the same box."""
+    """Undo `mix` for cells (B, N, K), `side` of them per row: bring each back to its own image."""
     return cells if box is None else mix(cells.unflatten(1, (-1, side)), box).flatten(1, 2)
 
 
 def _init_weights(module: nn.Module) -> None:
-    """As published; convolutions keep torch's."""
+    """Initialise linear layers as published; convolutions keep torch's initialisation."""
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
@@ -432,9 +436,9 @@ def build_volo(
 
 
 def default_cfg(name: str, *, img_size: int, num_classes: int) -> dict[str, Any]:
-    """How images are prepared, in timm's keys, as published.
+    """How to prepare images as published, in timm's keys.
 
-    crop_pct 1.15 (D4, D5, and all at 448 px) makes the image smaller than the crop, with a black frame.
+    crop_pct 1.15 (D4, D5, and all at 448 px) makes the image smaller than the crop, which gets a black frame.
     """
     large = name in ("volo_d4", "volo_d5") or img_size >= 448
     return {

@@ -2,11 +2,11 @@
 
 A file is a .safetensors file or a torch file of tensors (read with `weights_only=True`), bare or inside the
 container of a training checkpoint, with or without the prefixes of wrappers. Two things are adapted, and
-logged: the position embedding when the image size differs, the head when the number of classes does.
-Anything else that does not fit is an error that names every key; the model is then left as it was.
+logged: the position embedding if the image size differs, and the head if the number of classes differs.
+Anything else that does not fit is an error that names every key, and leaves the model unchanged.
 
-Loading copies into the model's own tensors. So it works on a wrapped or compiled model, whose names carry a
-prefix, and an optimizer that already holds the parameters keeps them.
+Loading copies into the model's own tensors. So it also works for a wrapped or compiled model, whose names have a
+prefix, and for a model whose parameters an optimizer already has.
 """
 
 import logging
@@ -33,7 +33,7 @@ Tensors = dict[str, Tensor]
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".tar")
 CONTAINERS = ("state_dict", "model", "state_dict_ema")  # the first one found is taken
 WRAPPERS = ("module", "_orig_mod")  # DistributedDataParallel and averaged models; torch.compile
-HEADS = ("head", "aux_head")  # the second one is VOLO's, for its cells
+HEADS = ("head", "aux_head")  # VOLO has the second one, for its cells
 
 
 def load_weights(model: nn.Module, path: str | Path, *, new_heads: bool = True) -> None:
@@ -121,7 +121,7 @@ def _strip_names(tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def _standalone(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU in memory of its own: a view would drag its whole storage into the file."""
+    """Copy a tensor to the CPU, into memory of its own: the file of a view would contain its whole storage."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
@@ -134,7 +134,7 @@ def _resize_pos_embed(weights: Tensors, target: Tensors, *, path: str | Path) ->
     found, wanted = weights[name], target[name]
     old, new = _grid(found), _grid(wanted)
     if not old or not new or found.ndim != wanted.ndim or found.shape[-1] != wanted.shape[-1]:
-        return weights  # not a matter of image size: named as a wrong shape
+        return weights  # the image size is not the reason: `_check_fit` reports a wrong shape
     logger.info("%s: position embedding resized from %d x %d to %d x %d", path, old, old, new, new)
     if found.ndim == 4:
         return weights | {name: resample_abs_pos_embed_nhwc(found.float(), new_size=[new, new])}
@@ -151,7 +151,7 @@ def _grid(pos_embed: Tensor) -> int:
 
 
 def _replace_heads(weights: Tensors, target: Tensors, *, path: str | Path, allowed: bool) -> Tensors:
-    """Put new heads where the file's are for another number of classes; no head is one for 0 classes."""
+    """Put new heads in place of those for another number of classes; a missing head counts as one for 0 classes."""
     for head in HEADS:
         found, wanted = _num_classes(weights, head), _num_classes(target, head)
         if found is None or found == wanted or not (found or wanted):
@@ -168,7 +168,7 @@ def _replace_heads(weights: Tensors, target: Tensors, *, path: str | Path, allow
 
 
 def _num_classes(tensors: Tensors, head: str) -> int | None:
-    """The number of classes of a head; 0 without a head, None if what there is is not a whole head."""
+    """The number of classes of a head; 0 without a head, None if the head is incomplete."""
     weight, bias = tensors.get(f"{head}.weight"), tensors.get(f"{head}.bias")
     if weight is None and bias is None:
         return 0
@@ -178,7 +178,7 @@ def _num_classes(tensors: Tensors, head: str) -> int | None:
 
 
 def recognise(tensors: Tensors) -> str | None:
-    """The model of the zoo that has such weights, at any image size and number of classes; None if there is none."""
+    """The name of the zoo's model with such weights, at any image size and number of classes; None if none has."""
     shapes = _shapes(tensors)
     return vit.recognise(shapes) or volo.recognise(shapes)
 

@@ -1,5 +1,11 @@
-"""Speed beside what a user would otherwise use: `python -m largebatch.benchmark optimizer | loader | step | model`.
+"""Compare our speed with that of the libraries a user would otherwise take: `python -m largebatch.benchmark NAME`.
 
-`measure` is the instrument; each of the other files sets up what is compared. NOTES.md says what the limits were found
-to be and what was tried against them.
+    measure.py      the instrument: it runs the contenders in turns and writes the report
+    optimizer.py    a LAMB step
+    loader.py       images out of JPEGs
+    model.py        forward and backward pass of a model
+    step.py         whole training steps on all ranks
+    parallel.py     a model that ranks share: bytes sent, time and memory
+    scaling.py      join the tables of `step` at several numbers of ranks
+    NOTES.md        where the time goes, and what was tried to save it
 """

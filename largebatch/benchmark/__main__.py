@@ -5,19 +5,16 @@
     python -m largebatch.benchmark model     [--model vit_b32] [--vs timm]          forward and backward
     mpirun -np 2 python -m largebatch.benchmark step [--model vit_b32] [--vs timm] [options of largebatch.train]
     mpirun -np 8 python -m largebatch.benchmark parallel [--model vit_l32]          a model that ranks share
-    python -m largebatch.benchmark scaling RANKS_1/step.csv RANKS_2/step.csv ...    joins what `step` wrote
+    python -m largebatch.benchmark scaling RANKS_1/step.csv RANKS_2/step.csv ...    join the tables of `step`
 
-A table is printed; NAME.csv and NAME.png are written into --output (runs/benchmark).
+Each prints a table, and writes NAME.csv and NAME.png into --output (runs/benchmark).
 """
 
 import argparse
 import importlib
-import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
-
-import torch
 
 BENCHMARKS = ("optimizer", "loader", "model", "step", "parallel", "scaling")
 
@@ -28,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not argv or argv[0] not in BENCHMARKS:
         sys.exit(f"{(__doc__ or '').strip()}\n\nThe first argument is one of {', '.join(BENCHMARKS)}.")
     name = argv.pop(0)
-    benchmark = importlib.import_module(f"largebatch.benchmark.{name}")  # the others' libraries stay out
+    benchmark = importlib.import_module(f"largebatch.benchmark.{name}")  # without the libraries of the others
     parser = argparse.ArgumentParser(
         prog=f"python -m largebatch.benchmark {name}",
         description=benchmark.__doc__,
@@ -37,24 +34,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     benchmark.add_options(parser)
     parser.add_argument("--output", type=Path, default=Path("runs/benchmark"), help="folder of NAME.csv and NAME.png")
+    options, rest = parser.parse_known_args(argv)
     if name == "step":
-        options, rest = parser.parse_known_args(argv)
-        report = benchmark.run(options, rest)
-    elif name in ("parallel", "scaling"):
-        options = parser.parse_args(argv)
-        try:
-            report = benchmark.run(options)
-        except (ValueError, OSError) as error:
-            sys.exit(f"largebatch: {error}")
-    else:
-        parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads that compute")
-        parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-        options = parser.parse_args(argv)
-        torch.set_num_threads(options.threads)
-        try:
-            report = benchmark.run(options, torch.device(options.device))
-        except ValueError as error:
-            sys.exit(f"largebatch: {error}")
+        options.training = rest  # the options of largebatch.train, which `step` reads itself
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        report = benchmark.run(options)
+    except (ValueError, OSError) as error:
+        sys.exit(f"largebatch: {error}")
     if report is not None:
         report.write(options.output)
 

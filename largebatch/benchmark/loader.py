@@ -1,11 +1,11 @@
-"""Training images out of JPEGs: our loader beside timm's, and beside itself on storage that answers late.
+"""Training images out of JPEGs: our loader beside timm's, and beside itself on slow storage.
 
-Decode, random resized crop, flip, RandAugment if asked for, and normalise on a CPU, for a consumer that does nothing. A
-round takes a number of images out of a loader that is already running. It begins when nothing runs any more and no file
-is left in the page cache. What a loader has ready by then belongs to the round: three batches of ours, two of each of
-timm's workers.
+The loaders decode, crop, resize, flip, augment (with --auto-augment) and normalise on a CPU, for a consumer that does
+nothing. A round takes a number of images out of a loader that is already running. It begins when all loaders are idle
+and no file is left in the page cache. The batches that a loader has ready before count for the round: three batches of
+ours, two of each of timm's workers.
 
-The peer reads the same images as files in folders of classes, the way timm's training script does, with as many worker
+The peer reads the same images as files in folders of classes, as timm's training script does, with as many worker
 processes as ours has threads.
 """
 
@@ -17,18 +17,19 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from largebatch.benchmark.measure import Contender, Report, Result, Round, compare
+from largebatch.benchmark.measure import Contender, Report, Result, Round, add_device_options, compare, set_up_device
 from largebatch.data.dali import TrainLoader
 from largebatch.data.index import COLUMNS, Index
 from largebatch.data.order import Plan
@@ -39,12 +40,12 @@ from zoo import _torchvision  # noqa: F401  # lets timm import torchvision besid
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SCALE, RATIO, HFLIP = (0.08, 1.0), (3 / 4, 4 / 3), 0.5
-MOST = 4000  # images of the data set that are used: the peer needs a copy of them
+MOST = 4000  # images of the data set that are used; the peer needs a copy of each
 DELAY_S = 0.005
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
+    """Add the options of this benchmark."""
     parser.add_argument("--data", default="synthetic", help="what largebatch.train's --data takes")
     parser.add_argument("--img-size", type=int, default=224, help="image side in pixels")
     parser.add_argument("--batch-size", type=int, default=64, help="images per batch")
@@ -54,10 +55,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=int, default=4096, help="images per round, in whole batches")
     parser.add_argument("--vs", nargs="+", default=["timm"], choices=["timm", "none"])
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each contender")
+    add_device_options(parser)
 
 
-def run(options: argparse.Namespace, device: torch.device) -> Report:
+def run(options: argparse.Namespace) -> Report:
     """Measure the loaders."""
+    device = set_up_device(options)
     if device.type != "cpu":
         raise ValueError(f"--device is {device}, but this benchmark compares loaders on a CPU: use --device cpu.")
     index = some(open_source(options.data, split="train"), MOST)
@@ -68,7 +71,7 @@ def run(options: argparse.Namespace, device: torch.device) -> Report:
         )
     if options.auto_augment == "cifar10" and "timm" in options.vs:
         raise ValueError("--auto-augment is cifar10, a policy that timm does not have: add --vs none.")
-    watch = Stopwatch()
+    watch = ThreadClock()
     late = f"largebatch, {1000 * DELAY_S:.0f} ms late"
     contenders = [
         Contender("largebatch", partial(ours, options, index, watch=watch)),
@@ -92,39 +95,37 @@ def run(options: argparse.Namespace, device: torch.device) -> Report:
     return Report("loader", title, results, device, images=images, notes=notes)
 
 
-def findings(results: list[Result], watch: "Stopwatch", *, images: int, rounds: int) -> list[str]:
-    """What the table does not say, a line each."""
+def findings(results: list[Result], watch: "ThreadClock", *, images: int, rounds: int) -> list[str]:
+    """Further findings for the report, one per line."""
     first, late = results[:2]
     own_rate = median(a / b for a, b in zip(first.seconds, late.seconds))
     cores, rate = len(os.sched_getaffinity(0)), images / median(first.seconds)
-    parts = {part: 1e6 * seconds / (images * rounds) for part, seconds in watch.measured(rounds).items()}
-    ours_alone = ", ".join(f"{part} {cost:.0f}" for part, cost in sorted(parts.items(), key=lambda item: -item[1]))
+    costs = {job: 1e6 * seconds / (images * rounds) for job, seconds in watch.measured(rounds).items()}
+    ours_alone = ", ".join(f"{job} {cost:.0f}" for job, cost in sorted(costs.items(), key=lambda item: -item[1]))
     return [
         f"{1000 * DELAY_S:.0f} ms in every read: {100 * own_rate:.1f} % of its own rate",
         f"largebatch: {rate / cores:.0f} img/s per core",
         f"CPU time per image in µs: {ours_alone}",
-        f"Python time per image: at most {python_cost(parts):.0f} µs (all threads without kernels of DALI or torch)",
+        f"Python time per image: at most {python_cost(costs):.0f} µs (all threads without kernels of DALI or torch)",
     ]
 
 
-def python_cost(parts: dict[str, float]) -> float:
-    """Of the threads that hold no kernels of DALI or torch."""
-    return parts.get("reading", 0.0) + parts.get("consumer and source", 0.0)
+def python_cost(costs: dict[str, float]) -> float:
+    """CPU time of the threads that run no kernels of DALI or torch."""
+    return costs.get("reading", 0.0) + costs.get("consumer and source", 0.0)
 
 
 def some(index: Index, most: int) -> Index:
-    """The index of at most `most` of its images, from all over the data set."""
+    """An index of at most `most` images, spread evenly over the data set."""
     chosen = np.unique(np.linspace(0, len(index) - 1, min(most, len(index)), dtype=np.int64))
     return replace(index, **{name: getattr(index, name)[chosen] for name in COLUMNS})
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# before and during a round
-# ---------------------------------------------------------------------------------------------------------------
+# -- before and during a round --------------------------------------------------------------------------------------
 
 
 def settle(files: Iterable[str]) -> None:
-    """Wait until all loaders have filled their queues and rest, then drop the files from the page cache."""
+    """Wait until all loaders have filled their queues and are idle, then drop the files from the page cache."""
     spent = -1.0
     while (now := cpu_seconds()) - spent > 0.005:
         spent = now
@@ -136,13 +137,13 @@ def settle(files: Iterable[str]) -> None:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and its children."""
+    """CPU time of this process and its children, in seconds."""
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
     return sum(sum(thread_seconds(pid).values()) for pid in pids if pid is not None)
 
 
 def thread_seconds(pid: int) -> dict[int, float]:
-    """CPU time of each thread of a process."""
+    """CPU time of each thread of a process, in seconds."""
     found = {}
     for task in Path(f"/proc/{pid}/task").glob("*"):
         try:
@@ -152,8 +153,8 @@ def thread_seconds(pid: int) -> dict[int, float]:
     return found
 
 
-class Stopwatch:
-    """CPU time of our loader's threads, by what they do."""
+class ThreadClock:
+    """CPU time of our loader's threads, by their job."""
 
     def __init__(self) -> None:
         self.rounds: list[Counter[str]] = []
@@ -166,12 +167,13 @@ class Stopwatch:
         after, spent = thread_seconds(os.getpid()), Counter[str]()
         names = {thread.native_id: thread.name for thread in threading.enumerate()}
         for thread, seconds in after.items():
-            spent[self.part(thread, names.get(thread))] += seconds - before.get(thread, 0.0)  # type: ignore[assignment]
+            job = self.job_of(thread, names.get(thread))
+            spent[job] += seconds - before.get(thread, 0.0)  # type: ignore[assignment]
         self.rounds.append(spent)
 
     @staticmethod
-    def part(thread: int, name: str | None) -> str:
-        """What a thread is for; DALI's are not known to Python."""
+    def job_of(thread: int, name: str | None) -> str:
+        """The job of a thread; Python does not know DALI's threads."""
         if thread == os.getpid():
             return "consumer and source"
         known = {"largebatch-read": "reading", "largebatch-resize": "resize, flip, augment, normalise"}
@@ -182,22 +184,20 @@ class Stopwatch:
         return sum(self.rounds[-count:], Counter())
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# ours
-# ---------------------------------------------------------------------------------------------------------------
+# -- ours -----------------------------------------------------------------------------------------------------------
 
 
 def late_preadv(descriptor: int, buffers: list, offset: int) -> int:
-    """os.preadv on storage that takes its time."""
+    """os.preadv on storage with a delay."""
     time.sleep(DELAY_S)
     return os.preadv(descriptor, buffers, offset)
 
 
 @contextmanager
 def ours(
-    options: argparse.Namespace, index: Index, *, preadv: Any = os.preadv, watch: Stopwatch | None = None
+    options: argparse.Namespace, index: Index, *, preadv: Any = os.preadv, watch: ThreadClock | None = None
 ) -> Iterator[Round]:
-    """The loader that training uses, on a run without an end."""
+    """The loader that training uses, in a run that never ends."""
     plan = Plan(len(index), options.batch_size, options.batch_size, 2**40, seed=0)
     loader = TrainLoader(
         index,
@@ -220,7 +220,7 @@ def ours(
         take = partial(consume, loader, options.images // options.batch_size)
 
         def timed() -> None:
-            with (watch or Stopwatch()).timing():
+            with (watch or ThreadClock()).timing():
                 take()
 
         yield timed
@@ -232,9 +232,7 @@ def consume(batches: Iterator[Any], count: int) -> None:
         next(batches)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# the peer
-# ---------------------------------------------------------------------------------------------------------------
+# -- the peer -------------------------------------------------------------------------------------------------------
 
 
 def as_folders(index: Index) -> Path:
@@ -251,11 +249,11 @@ def _write_folders(folder: Path, *, index: Index) -> None:
         path = folder / f"{label:05d}" / f"{number:06d}.JPEG"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
-    os.sync()  # pages that are not on disk yet cannot be dropped
+    os.sync()  # the page cache drops only pages that are on disk
 
 
 def faster_with_prefetcher(options: argparse.Namespace, folder: Path) -> bool:
-    """Whether timm is faster when the main process normalises whole batches than when the workers do it."""
+    """Measure if timm is faster when the main process, not its workers, normalises the images."""
     seconds = {}
     for choice in (True, False):
         with timms(options, folder, use_prefetcher=choice) as take:
@@ -267,7 +265,7 @@ def faster_with_prefetcher(options: argparse.Namespace, folder: Path) -> bool:
 
 
 def as_ours(transform: Any) -> None:
-    """Give timm's operations what ours have: bilinear warps. And no posterize to zero bits, which Pillow refuses."""
+    """Make timm's operations warp bilinearly, as ours do, and never posterize to zero bits, which Pillow refuses."""
     for operation in (operation for step in transform.transforms for operation in getattr(step, "ops", ())):
         operation.kwargs["resample"] = Image.Resampling.BILINEAR
         if operation.name == "PosterizeIncreasing":
@@ -276,7 +274,7 @@ def as_ours(transform: Any) -> None:
 
 @contextmanager
 def timms(options: argparse.Namespace, folder: Path, *, use_prefetcher: bool) -> Iterator[Round]:
-    """timm's loader with workers that live on from epoch to epoch."""
+    """timm's loader with workers that survive the end of an epoch."""
     from timm.data import ImageDataset, create_loader
 
     loader = create_loader(
@@ -287,7 +285,7 @@ def timms(options: argparse.Namespace, folder: Path, *, use_prefetcher: bool) ->
         scale=SCALE,
         ratio=RATIO,
         hflip=HFLIP,
-        color_jitter=None,  # type: ignore[arg-type]  # 0 would cost it a transform that changes nothing
+        color_jitter=None,  # type: ignore[arg-type]  # with 0 it would run a transform without effect
         auto_augment=options.auto_augment or None,
         interpolation=options.interpolation,
         mean=MEAN,
@@ -299,7 +297,7 @@ def timms(options: argparse.Namespace, folder: Path, *, use_prefetcher: bool) ->
     )
     inner: Any = loader.loader if use_prefetcher else loader
     as_ours(inner.dataset.transform)
-    # This process has threads, so it must not be copied.
+    # This process has threads, so it must not be forked.
     inner.multiprocessing_context = multiprocessing.get_context("forkserver")
     inner.multiprocessing_context.set_forkserver_preload(["zoo", "timm.data"])
     batches = itertools.chain.from_iterable(itertools.repeat(loader))

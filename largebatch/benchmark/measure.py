@@ -1,11 +1,12 @@
-"""The instrument: contenders take turns in one run, and what is claimed is a ratio.
+"""The instrument: contenders take turns in one run, and the result is a ratio of their times.
 
-Absolute times on a machine that others use too mean little, and a peer measured on another day means nothing. So
-every round runs each contender once, in an order that is turned round every time, and the ratio of two contenders is
-the median of their ratios round by round: what slows the machine for a while slows both. Before that each contender
-runs alone, for the memory that it adds, and all together once more to warm up.
+Absolute times mean little on a shared machine, and a peer that was measured on another day cannot be compared at all.
+So every round runs each contender once, in an order that is reversed every time. The ratio of two contenders is the
+median of their ratios round by round, because a slow phase of the machine slows both. Before that, each contender runs
+alone to measure the memory that it adds, and all run together once to warm up.
 """
 
+import argparse
 import csv
 import ctypes
 import datetime
@@ -16,10 +17,10 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Sequence
 
 import torch
 
@@ -31,7 +32,7 @@ PACKAGES = ("timm", "horovod", "nvidia-dali-cuda120", "apex")
 
 @dataclass(frozen=True)
 class Contender:
-    """One way of doing the work. `open` makes all that it needs and gives what one round calls."""
+    """One way to do the work. `open` prepares it and gives the function that runs one round."""
 
     name: str
     open: Callable[[], AbstractContextManager[Round]]
@@ -39,11 +40,11 @@ class Contender:
 
 @dataclass
 class Result:
-    """What was measured of one contender."""
+    """The measurements of one contender."""
 
     name: str
     peak_bytes: int = 0
-    """memory that it added at its peak, on this rank"""
+    """memory that it added at its peak, on this rank, in bytes"""
     seconds: list[float] = field(default_factory=list)
     """of each round"""
 
@@ -57,9 +58,10 @@ def compare(
     barrier: Callable[[], None] = lambda: None,
     quiet: bool = False,
 ) -> list[Result]:
-    """Measure every contender. `barrier` brings the ranks together before a round, if there are several."""
+    """Measure every contender. `barrier` makes the ranks, if there are several, wait for each other before a round."""
     say = print_nothing if quiet else print_line
-    _peak(contenders[0], device)  # what libraries make at first use and keep is nobody's
+    # Run one contender unmeasured: memory that libraries allocate at first use and keep belongs to none of them.
+    _peak(contenders[0], device)
     results = []
     for contender in contenders:
         say(f"memory: {contender.name}")
@@ -79,48 +81,58 @@ def compare(
     return results
 
 
+def add_device_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of benchmarks that run in one process, without Horovod."""
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads that compute")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+
+
+def set_up_device(options: argparse.Namespace) -> torch.device:
+    """Apply --threads, and return the device of --device."""
+    torch.set_num_threads(options.threads)
+    return torch.device(options.device)
+
+
 def print_line(text: str) -> None:
-    """Progress, a line at a time, beside the results on stdout."""
+    """Print a line of progress on stderr; results go to stdout."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_nothing(text: str) -> None:
-    """What the other ranks say."""
+    """Print nothing, on all ranks but one."""
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
+    """The time in seconds, after waiting for the device to finish its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# memory
-# ---------------------------------------------------------------------------------------------------------------
+# -- memory ---------------------------------------------------------------------------------------------------------
 
 
 def _peak(contender: Contender, device: torch.device) -> int:
-    """Bytes that the contender adds at its peak, opened alone and run twice."""
+    """Bytes that the contender adds at its peak, when it is opened alone and run twice."""
     before = _start_peak(device)
     with contender.open() as run:
         run()
-        run()  # what the first one made to stay, such as moments, is there during the second
+        run()  # again: now memory that the first run keeps, such as moments, is in use from the start
         now(device)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status_bytes("VmHWM")
     return peak - before
 
 
 def _start_peak(device: torch.device) -> int:
-    """Bytes in use now; the peak is counted from here."""
+    """Reset the peak, and return the bytes in use now."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system, and is not used again unseen
-    with suppress(OSError):  # where a container forbids it, the peak is that since the start
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system, so that its reuse counts
+    with suppress(OSError):  # some containers forbid it: the peak is then the one since the start of the process
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     return _status_bytes("VmRSS")
 
 
@@ -129,14 +141,13 @@ def _status_bytes(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# what the hardware could do
-# ---------------------------------------------------------------------------------------------------------------
+# -- hardware and versions ------------------------------------------------------------------------------------------
 
 
 def matmul_flops(device: torch.device, precision: str, *, repeats: int = 20) -> float:
-    """FLOP/s of the fastest large matrix product, the ceiling of a model's; one thread pool or one GPU."""
-    size = 8192 if device.type == "cuda" else 2048 if computes(device, precision) else 256  # a minute each otherwise
+    """FLOP/s of a large matrix product, the best of `repeats`: the ceiling for a model; one thread pool or one GPU."""
+    # Larger products would take a minute each where the device has no instructions for the type.
+    size = 8192 if device.type == "cuda" else 2048 if computes(device, precision) else 256
     a, b = (torch.randn(size, size, device=device).to(DTYPES[precision]) for _ in range(2))
     best = float("inf")
     for _ in range(repeats):
@@ -147,7 +158,7 @@ def matmul_flops(device: torch.device, precision: str, *, repeats: int = 20) -> 
 
 
 def hardware(device: torch.device) -> str:
-    """The processor that computes, in words."""
+    """Describe the processor that computes."""
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, {cores} CPU cores"
@@ -170,29 +181,27 @@ def versions() -> str:
     return ", ".join(found)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# the report
-# ---------------------------------------------------------------------------------------------------------------
+# -- the report -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Report:
-    """A benchmark's results in three forms: a printed table, NAME.csv and NAME.png. The first result is ours."""
+    """A benchmark's results as a printed table, NAME.csv and NAME.png. The first result is ours."""
 
     name: str
-    """of the files"""
+    """name of the files"""
     title: str
     results: Sequence[Result]
     device: torch.device
     images: int = 0
-    """per round on this rank; 0: rounds have no images"""
+    """images per round on this rank; 0: rounds have no images"""
     ranks: int = 1
-    """that worked at the same time"""
+    """number of ranks that worked at the same time"""
     notes: Sequence[str] = ()
     """further findings, a line each"""
 
     def ratios(self, peer: Result) -> list[float]:
-        """Of each round: how many times as fast as `peer` ours was."""
+        """Our speed divided by that of `peer`, for each round."""
         return [theirs / ours for ours, theirs in zip(self.results[0].seconds, peer.seconds)]
 
     def lines(self) -> list[str]:
@@ -222,7 +231,7 @@ class Report:
         self._draw(folder / f"{self.name}.png")
 
     def _write_csv(self, path: Path) -> None:
-        """A row per contender and round; what is the same in all rows stands in each."""
+        """Write a row per contender and round; each row repeats the facts about the whole run."""
         same = {
             "benchmark": self.title,
             "images": self.images,
@@ -242,7 +251,7 @@ class Report:
                     writer.writerow(row | {"peak_mib": round(result.peak_bytes / 2**20)} | same)
 
     def _draw(self, path: Path) -> None:
-        """Every round as a dot, the median as a line; from zero, so that lengths compare."""
+        """Draw every round as a dot and the median as a bar from zero, so that lengths can be compared."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 1.9 + 0.5 * len(self.results)), dpi=120, layout="constrained")

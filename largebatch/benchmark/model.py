@@ -1,33 +1,41 @@
 """Forward and backward of a zoo model beside timm's model of the same name, one process.
 
-Every contender computes `model(images)` in training mode, the cross entropy and all gradients. So it is for VOLO too,
-whose plain forward pass has both heads on either side; timm's own `forward_train` leaves out the class head. On CPUs
-the backward pass of torch's fused attention, timm's default, is slow; timm's model without it is a second contender.
-Stochastic depth is that of the model's recipe, on all sides; MFU counts the work that it saves, too.
+Every contender computes `model(images)` in training mode, the cross entropy and all gradients. This holds for VOLO as
+well: its plain forward pass uses both heads, in ours and in timm's, but timm's `forward_train` leaves out the class
+head. On CPUs the backward pass of torch's fused attention, timm's default, is slow, so timm's model without it is
+another contender. All use the stochastic depth of the model's recipe; MFU also counts the work that it saves.
 """
 
 import argparse
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from largebatch.benchmark.measure import Contender, Report, Round, compare, matmul_flops
+from largebatch.benchmark.measure import (
+    Contender,
+    Report,
+    Round,
+    add_device_options,
+    compare,
+    matmul_flops,
+    set_up_device,
+)
 from largebatch.native.attention import choose_attention
 from largebatch.precision import DTYPES, autocast, choose_precision
 from largebatch.recipes import RECIPES
 from zoo import create_model, set_fused_attn, vit, volo
 
 TIMM_NAMES = {name: structure.timm_name for zoo in (vit, volo) for name, structure in zoo.STRUCTURES.items()}
-PASSES = 2  # per round, so that the second one adds to gradients, as accumulation does
+PASSES = 2  # per round; the second pass adds to gradients, as accumulation does
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
+    """Add the options of this benchmark."""
     parser.add_argument("--model", default="vit_b32", help="zoo model")
     parser.add_argument("--img-size", type=int, default=224, help="image side in pixels")
     parser.add_argument("--batch-size", type=int, help="images per pass; default: 32, and 8 for a VOLO")
@@ -36,10 +44,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grad-checkpointing", action="store_true", help="as --model.grad_checkpointing; ours alone")
     parser.add_argument("--vs", nargs="+", default=["timm", "timm-unfused"], choices=["timm", "timm-unfused", "none"])
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each contender, 2 passes each")
+    add_device_options(parser)
 
 
-def run(options: argparse.Namespace, device: torch.device) -> Report:
+def run(options: argparse.Namespace) -> Report:
     """Measure forward and backward passes."""
+    device = set_up_device(options)
     if options.batch_size is None:
         options.batch_size = 8 if options.model in volo.STRUCTURES else 32
     if options.precision == "auto":
@@ -93,7 +103,7 @@ def ours(options: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def timms(options: argparse.Namespace) -> nn.Module:
-    """The same model from timm, as its own training script would make it."""
+    """The same model from timm, as timm's training script would make it."""
     import timm
 
     name, rate = timm_name(options.model), drop_path_rate(options.model)
@@ -101,21 +111,21 @@ def timms(options: argparse.Namespace) -> nn.Module:
 
 
 def drop_path_rate(model: str) -> float:
-    """Stochastic depth of the model's recipe; 0 without one."""
+    """The rate of stochastic depth in the model's recipe; 0 without a recipe."""
     return RECIPES[model]().model.drop_path_rate if model in RECIPES else 0.0
 
 
 def timm_name(model: str) -> str:
-    """What timm calls a model of the zoo."""
+    """timm's name of a model of the zoo."""
     if model not in TIMM_NAMES:
         raise ValueError(f"--vs timm: timm's name of {model} is not known here; use --vs none.")
     return TIMM_NAMES[model]
 
 
 def training_flops(model: str, img_size: int) -> float:
-    """FLOPs of one image forward and backward, counted as three times the forward pass; no recomputation.
+    """FLOPs of one image forward and backward: three times those of the forward pass, without recomputation.
 
-    Products alone, as in the usual MFU; 26.5 GFLOP for ViT-B/32 at 224 px.
+    Only matrix products count, as usual for MFU; 26.5 GFLOP for ViT-B/32 at 224 px.
     """
     with torch.device("meta"):
         module = set_fused_attn(create_model(model, img_size=img_size), False).eval()
@@ -126,7 +136,7 @@ def training_flops(model: str, img_size: int) -> float:
 
 
 def mfu(images_per_s: float, flops: float, ceiling: float) -> str:
-    """Model FLOP utilisation, in words; all three of one rank."""
+    """Describe the model FLOP utilisation of one rank; images_per_s and ceiling are those of one rank, too."""
     achieved = images_per_s * flops
     share = f"{100 * achieved / ceiling:.1f} %"
     return f"{achieved / 1e9:.0f} GFLOP/s per rank, MFU {share} of the {ceiling / 1e9:.0f} GFLOP/s of a matrix product"

@@ -1,35 +1,39 @@
-"""One optimizer step on the shapes of a model, clip by global norm included.
+"""One optimizer step on the shapes of a model, with the clip by global norm.
 
-Every contender has parameters of its own, with the same values and the same random gradients, so its step finds them
-as a real one does: not in the cache.
+Every contender has its own copy of the parameters and of the random gradients. So they are not in the cache when its
+step begins, as in a real run.
 """
 
 import argparse
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import nn
 
-from largebatch.benchmark.measure import Contender, Report, Round, compare
+from largebatch.benchmark.measure import Contender, Report, Round, add_device_options, compare, set_up_device
 from largebatch.optim import build_optimizer, clip_gradients, gradient_norm
 from zoo import create_model
+from zoo.model import ZooModel
 
 CLIP_NORM = 1.0
 LR, WEIGHT_DECAY = 1e-3, 0.1
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
+    """Add the options of this benchmark."""
     parser.add_argument("--model", default="vit_b32", help="zoo model whose parameters are updated")
     parser.add_argument("--impl", default="auto", help="auto, compile, eager or plain (largebatch.optim.Lamb)")
     parser.add_argument("--vs", nargs="+", default=["timm", "torch"], choices=["timm", "torch", "apex", "none"])
     parser.add_argument("--rounds", type=int, default=20, help="measured steps of each contender")
+    add_device_options(parser)
 
 
-def run(options: argparse.Namespace, device: torch.device) -> Report:
+def run(options: argparse.Namespace) -> Report:
     """Measure LAMB's step beside those of its peers."""
+    device = set_up_device(options)
     makers: dict[str, Callable[[nn.Module], Round]] = {"largebatch": partial(ours, impl=options.impl)}
     makers |= {name: make for choice, (name, make) in PEERS.items() if choice in options.vs}
     contenders = [Contender(name, partial(_opened, options.model, device, make)) for name, make in makers.items()]
@@ -42,7 +46,7 @@ def run(options: argparse.Namespace, device: torch.device) -> Report:
 
 @contextmanager
 def _opened(model: str, device: torch.device, make: Callable[[nn.Module], Round]) -> Iterator[Round]:
-    """Parameters with gradients whose norm is above the clip, as in the first epochs."""
+    """Prepare parameters with gradients whose norm is above the clip, as in the first epochs."""
     torch.manual_seed(0)
     module = create_model(model).to(device)
     for parameter in module.parameters():
@@ -51,7 +55,7 @@ def _opened(model: str, device: torch.device, make: Callable[[nn.Module], Round]
 
 
 def ours(model: nn.Module, *, impl: str) -> Round:
-    """largebatch.optim.Lamb, with the engine's clip."""
+    """largebatch.optim.Lamb with the clip of the engine."""
     optimizer = build_optimizer(model, lr=LR, weight_decay=WEIGHT_DECAY, impl=impl)
 
     def step() -> None:
@@ -62,15 +66,16 @@ def ours(model: nn.Module, *, impl: str) -> Round:
 
 
 def timm_lamb(model: nn.Module) -> Round:
-    """timm's, which clips by itself."""
+    """timm's LAMB, which clips by itself."""
     from timm.optim import Lamb, param_groups_weight_decay
 
-    groups = param_groups_weight_decay(model, WEIGHT_DECAY, getattr(model, "no_weight_decay")())
+    without_decay = cast(ZooModel, model).no_weight_decay()
+    groups = param_groups_weight_decay(model, WEIGHT_DECAY, no_weight_decay_list=without_decay)
     return Lamb(groups, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=CLIP_NORM).step
 
 
 def adamw(model: nn.Module) -> Round:
-    """torch's fused AdamW: no clip and no norms, so the least that memory allows."""
+    """torch's fused AdamW: without clip and norms, so the lower bound that memory sets."""
     return build_optimizer(model, name="adamw", lr=LR, weight_decay=WEIGHT_DECAY).step
 
 

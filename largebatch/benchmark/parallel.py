@@ -1,11 +1,11 @@
-"""What each way to share a model costs: bytes sent, counted; time and peak memory, beside 1D on as many ranks.
+"""The costs of each way to share a model: bytes sent (counted), time and peak memory.
 
     mpirun -np 8 python -m largebatch.benchmark parallel [--model vit_l32] [--depth 2] [--batch-size 16]
 
-Every contender makes a forward and backward pass of the same images, all ranks together: replicas of few ranks share
-them among them. Reducing gradients over the data axis, and the optimizer, are not part of it. Bytes are those that a
-rank gives out under the ring algorithms, 2 (n-1)/n of a tensor in an allreduce, (n-1)/n in a broadcast on the average,
-and so on, whatever the library does; what a layer costs is the difference between models of twice the depth and once.
+Every contender runs a forward and backward pass of the same images on all ranks; if there are several replicas, they
+divide the images among them. The reduction of gradients over the data axis and the optimizer are left out. The bytes
+are those that a rank would send with ring algorithms, whatever the library does: 2 (n-1)/n of a tensor in an allreduce,
+(n-1)/n on average in a broadcast, and so on. The cost of a layer is the difference between models of depth 2 d and d.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from largebatch.benchmark.measure import Contender, Report, Round, compare
 from largebatch.comm import Communicator, session
 from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.losses import classification
-from largebatch.parallel.rendezvous import start
+from largebatch.parallel.rendezvous import start_torch_distributed
 from largebatch.parallel.replica import Divided
 from largebatch.precision import DTYPES, choose_precision
 from zoo import create_model, set_fused_attn
@@ -48,7 +48,7 @@ CONFIGS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
+    """Add the options of this benchmark."""
     parser.add_argument("--model", default="vit_l32", help="ViT of the zoo")
     parser.add_argument("--depth", type=int, default=2, help="blocks that are left of it, 2 or more")
     parser.add_argument("--img-size", type=int, default=224, help="image side in pixels")
@@ -66,8 +66,8 @@ def run(options: argparse.Namespace) -> Report | None:
         configs = {name: config for name, config in CONFIGS.items() if comm.size % config.shape().size == 0}
         with comm.together("benchmark"):
             if not configs:
-                raise ValueError(f"The job has {comm.size} ranks, expected 2, 4 or 8: one alone shares nothing.")
-        start(comm, device)
+                raise ValueError(f"The job has {comm.size} ranks, expected 2, 4 or 8: one rank alone cannot share.")
+        start_torch_distributed(comm, device)
         counts = {name: count(config, options, comm, device) for name, config in configs.items()}
         contenders = [
             Contender(name, partial(opened, config, options, comm, device, options.depth))
@@ -89,11 +89,11 @@ def run(options: argparse.Namespace) -> Report | None:
 
 
 def count(config: ParallelConfig, options: argparse.Namespace, comm: Communicator, device: torch.device) -> float:
-    """Bytes that a rank sends for one block, forward and backward, of its share of the images; the mean over ranks."""
+    """Bytes that a rank sends for one block, forward and backward, for its share of the images; mean over ranks."""
     sent = []
     for depth in (options.depth, 2 * options.depth):
         with opened(config, options, comm, device, depth) as run_pass:
-            run_pass()  # torch's pipeline learns shapes by messages of their own in its first pass
+            run_pass()  # in its first pass torch's pipeline sends extra messages with shapes
             with counting() as counter:
                 run_pass()
         sent.append(counter["bytes"])
@@ -105,7 +105,7 @@ def count(config: ParallelConfig, options: argparse.Namespace, comm: Communicato
 def opened(
     config: ParallelConfig, options: argparse.Namespace, comm: Communicator, device: torch.device, depth: int
 ) -> Iterator[Round]:
-    """A divided model, and what makes a pass of this replica's share of the images."""
+    """Divide a model, and yield a function that runs a pass of this replica's share of the images."""
     model = shortened(options, depth)
     batch_size = options.batch_size * config.shape().size // comm.size
     divided = Divided(
@@ -115,7 +115,7 @@ def opened(
         make_optimizer=lambda model: SGD(model.parameters()),
         limit_s=comm.stall_limit_s,
     )
-    model.to_empty(device=device)  # after the cut: no rank's peak is that of the whole
+    model.to_empty(device=device)  # after the cut, so that no rank ever needs memory for the whole model
     torch.manual_seed(0)
     for tensor in model.state_dict().values():
         tensor.normal_(std=0.02)
@@ -139,25 +139,23 @@ def opened(
 
 
 def shortened(options: argparse.Namespace, depth: int) -> Any:
-    """The model with its first blocks alone, without memory."""
+    """The model with only its first blocks, on the meta device."""
     with torch.device("meta"):
         model: Any = create_model(options.model, img_size=options.img_size, num_classes=NUM_CLASSES)
     if len(getattr(model, "blocks", ())) < depth:
-        raise ValueError(f"--depth is {options.depth}, and twice as many blocks are built: {options.model} has not.")
+        raise ValueError(f"--depth is {options.depth}, and twice as many blocks are built: {options.model} has fewer.")
     model.blocks = model.blocks[:depth]
     return set_fused_attn(model, torch.cuda.is_available())
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# counting
-# ---------------------------------------------------------------------------------------------------------------
+# -- counting -------------------------------------------------------------------------------------------------------
 
 
 def _bytes(tensor: Any) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-# what a rank sends of a tensor of so many bytes, among n: its own first argument, or what it makes
+# Bytes that one of n ranks sends in each function of torch.distributed, by the tensor in its first argument.
 RINGS: dict[str, Callable[[Any, int], float]] = {
     "all_reduce": lambda tensor, n: 2 * (n - 1) / n * _bytes(tensor),
     "all_gather_single": lambda whole, n: (n - 1) / n * _bytes(whole),
@@ -171,7 +169,7 @@ RINGS: dict[str, Callable[[Any, int], float]] = {
 
 @contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """Count the bytes that this rank sends by torch.distributed while the block runs, under "bytes"."""
+    """Count the bytes that this rank sends by torch.distributed while the block runs, under the key "bytes"."""
     sent: Counter[str] = Counter()
     originals = {name: getattr(dist, name) for name in (*RINGS, "batch_isend_irecv")}
 
@@ -185,7 +183,7 @@ def counting() -> Iterator[Counter[str]]:
 
     try:
         for name in RINGS:
-            if name != "isend":  # of which torch's pipeline makes lists, to be compared with the original
+            if name != "isend":  # torch's pipeline compares it with the original
                 setattr(dist, name, partial(counted, name))
         setattr(dist, "batch_isend_irecv", batch)
         yield sent

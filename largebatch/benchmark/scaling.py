@@ -1,52 +1,54 @@
 """Join the tables of `benchmark step` at several numbers of ranks into one table and one picture.
 
-Whether the work of a rank or the global batch is the same in all of them, images per second tell both; efficiency is
-their share of what there would be if every rank added as much as those of the smallest number.
+Images per second serve for weak scaling (the same work per rank) and strong scaling (the same global batch). Efficiency
+is images per second and rank, relative to the run with the fewest ranks.
 """
 
 import argparse
 import csv
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Sequence
 
 SAME = ("benchmark", "command", "hardware", "versions", "date")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
+    """Add the options of this benchmark."""
     parser.add_argument("tables", nargs="+", type=Path, metavar="STEP.CSV", help="what `benchmark step` wrote")
 
 
 def run(options: argparse.Namespace) -> "Scaling":
-    """Read the tables. ValueError if one is not a table of steps, or if two are of the same number of ranks."""
+    """Read the tables. ValueError if one is not a table of steps, or if two have the same number of ranks."""
     rows = sorted((read(path) for path in options.tables), key=lambda row: row.ranks)
     for one, other in zip(rows, rows[1:]):
         if one.ranks == other.ranks:
-            raise ValueError(f"Two tables are of {one.ranks} ranks: give one for each number of ranks.")
+            raise ValueError(f"Two tables have {one.ranks} ranks: give one table for each number of ranks.")
     return Scaling(rows)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured at one number of ranks."""
+    """The measurements at one number of ranks."""
 
     ranks: int
     seconds: float
-    """of a step, the median"""
+    """median time of a step"""
     images_per_s: float
-    """of all ranks"""
+    """images per second of all ranks"""
     same: dict[str, str]
-    """columns that the table has in every row"""
+    """columns that are the same in every row of the table"""
 
 
 def read(path: Path) -> Row:
-    """One table: the rounds of its first contender, which is ours."""
+    """Read the rounds of a table's first contender, which is ours."""
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     if not rows or "ranks" not in rows[0] or rows[0]["images"] in ("", "0"):
-        raise ValueError(f"{path} is no table of training steps: make it with `python -m largebatch.benchmark step`.")
+        raise ValueError(
+            f"{path} is not a table of training steps: make it with `python -m largebatch.benchmark step`."
+        )
     first = [row for row in rows if row["contender"] == rows[0]["contender"]]
     seconds = statistics.median(float(row["seconds"]) for row in first)
     ranks = int(rows[0]["ranks"])
@@ -55,7 +57,7 @@ def read(path: Path) -> Row:
 
 @dataclass
 class Scaling:
-    """Rows by number of ranks, and what they are compared with: the first."""
+    """Rows in order of ranks; all are compared with the first."""
 
     rows: Sequence[Row]
 

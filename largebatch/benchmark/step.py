@@ -1,20 +1,19 @@
 """Whole training steps, on every rank of a launch, beside timm's model and LAMB in torch's DistributedDataParallel.
 
-Ours is the Trainer that `largebatch.train` would run, with its loader. The peer trains on the same micro-batches from
-the same loader, augmented by the same function, with gradients accumulated under `no_sync`: what differs is the
-model's code, the reduction and the optimizer.
+Ours is the Trainer that `largebatch.train` would run, with its loader. The peer trains on micro-batches of the same
+loader, augmented by the same function, and accumulates gradients under `no_sync`. So only the model's code, the
+reduction and the optimizer differ.
 """
 
 import argparse
-import socket
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from statistics import median
-from typing import Any, Iterator
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.augment import Augmented
@@ -25,33 +24,33 @@ from largebatch.comm import Communicator
 from largebatch.config import TrainConfig, parse
 from largebatch.engine import Trainer
 from largebatch.losses import soft_target_cross_entropy
+from largebatch.parallel.rendezvous import start_torch_distributed
 from largebatch.precision import autocast
 from largebatch.recipes import choose
 from largebatch.start import program
+from zoo.model import ZooModel
 
 DEFAULTS = ["--data=synthetic", "--data.micro_batch_size=32", "--data.global_batch_size=256"]
 DEFAULTS += ["--run.precision=auto", "--run.folder=runs/benchmark/step"]
-DEFAULTS += ["--model.pos_drop_rate=0", "--model.proj_drop_rate=0"]  # drawing them costs both the same
+DEFAULTS += ["--model.pos_drop_rate=0", "--model.proj_drop_rate=0"]  # dropout costs both the same
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark; all those of largebatch.train follow."""
+    """Add the options of this benchmark; the options of largebatch.train may follow them."""
     parser.add_argument("--vs", nargs="+", default=["timm"], choices=["timm", "none"])
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each contender")
 
 
-def run(options: argparse.Namespace, argv: list[str]) -> Report | None:
-    """Measure steps of the run that `argv` describes; the report on rank 0."""
-    with program(lambda: parse(DEFAULTS + argv, choose_recipe=choose, prog="python -m largebatch.benchmark step")) as (
-        config,
-        comm,
-    ):
+def run(options: argparse.Namespace) -> Report | None:
+    """Measure steps of the run that `options.training` describes; the report on rank 0."""
+    argv, prog = DEFAULTS + options.training, "python -m largebatch.benchmark step"
+    with program(lambda: parse(argv, choose_recipe=choose, prog=prog)) as (config, comm):
         with closing(Feed(build_trainer(config, comm))) as feed:
             return measure(options, config, comm, feed)
 
 
 class Feed:
-    """The stream of micro-batches that a trainer would take, one step after the other, whoever takes it."""
+    """The stream of micro-batches of a training run, which the contenders consume in turn, a step at a time."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.plan, self.augment, self.device = trainer.plan, trainer.augment, trainer.device
@@ -80,7 +79,7 @@ class Feed:
 
 
 def measure(options: argparse.Namespace, config: TrainConfig, comm: Communicator, feed: Feed) -> Report | None:
-    """Alternate, then gather what the ranks saw."""
+    """Run the contenders in turns, then gather the measurements of all ranks."""
     contenders = [Contender("largebatch", partial(ours, config, comm, feed))]
     if "timm" in options.vs:
         contenders.append(Contender("timm + DDP", partial(timm_ddp, config, comm, feed)))
@@ -99,10 +98,10 @@ def measure(options: argparse.Namespace, config: TrainConfig, comm: Communicator
         return None
     for result, peaks in zip(results, zip(*(peaks for peaks, _ in seen))):
         result.peak_bytes = max(peaks)
-    mean = {part: sum(share[part] for _, share in seen) / comm.size for part in shares}
+    mean = {phase: sum(share[phase] for _, share in seen) / comm.size for phase in shares}
     images, flops = feed.plan.global_batch_size // comm.size, training_flops(config.model.name, config.model.img_size)
     notes = [f"{result.name}: {mfu(images / median(result.seconds), flops, ceiling)}" for result in results]
-    notes.append("largebatch's step: " + ", ".join(f"{100 * share:.1f} % {part}" for part, share in mean.items()))
+    notes.append("largebatch's step: " + ", ".join(f"{100 * share:.1f} % {phase}" for phase, share in mean.items()))
     batch, passes = config.data.micro_batch_size, images // config.data.micro_batch_size
     title = (
         f"training step, {config.model.name} at {config.model.img_size} px, {config.run.precision}, "
@@ -111,34 +110,32 @@ def measure(options: argparse.Namespace, config: TrainConfig, comm: Communicator
     return Report("step", title, results, feed.device, images=images, ranks=comm.size, notes=notes)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# ours
-# ---------------------------------------------------------------------------------------------------------------
+# -- ours -----------------------------------------------------------------------------------------------------------
 
 
 class Stopwatch:
-    """Seconds that each part of a step took, step by step."""
+    """Seconds that each phase of a step took, step by step."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.steps: list[Counter[str]] = [Counter()]
 
     @contextmanager
-    def timing(self, part: str) -> Iterator[None]:
-        """Add the time of a block to a part of the present step."""
+    def timing(self, phase: str) -> Iterator[None]:
+        """Add the time of a block to a phase of the present step."""
         began = now(self.device)
         yield
-        self.steps[-1][part] += now(self.device) - began  # type: ignore[assignment]  # seconds, not counts
+        self.steps[-1][phase] += now(self.device) - began  # type: ignore[assignment]  # seconds, not counts
 
     def shares(self, seconds: list[float]) -> dict[str, float]:
-        """Share of each part in the last steps, which took `seconds`."""
+        """Share of each phase in the last steps, which took `seconds`."""
         steps = self.steps[-len(seconds) :]
-        parts = ("waiting for data", "exposed communication", "optimizer")
-        return {part: sum(step[part] for step in steps) / sum(seconds) for part in parts}
+        phases = ("waiting for data", "exposed communication", "optimizer")
+        return {phase: sum(step[phase] for step in steps) / sum(seconds) for phase in phases}
 
 
 class TimedCommunicator:
-    """A Communicator whose share in a step is timed, and that of the optimizer's step, which it makes."""
+    """A Communicator that measures its own time in a step, and the time of the optimizer's step, which it calls."""
 
     def __init__(self, comm: Communicator, watch: Stopwatch) -> None:
         self._comm, self._watch = comm, watch
@@ -147,12 +144,12 @@ class TimedCommunicator:
         return getattr(self._comm, name)
 
     def synchronize(self, optimizer: Any) -> None:
-        """Communicator.synchronize, timed: what is left of the reduction when the last backward pass is over."""
+        """Time Communicator.synchronize: the part of the reduction that outlasts the last backward pass."""
         with self._watch.timing("exposed communication"):
             self._comm.synchronize(optimizer)
 
     def apply(self, *arguments: Any) -> bool:
-        """Communicator.apply, timed: the optimizer's step, without the norm for the clip, taken before it."""
+        """Time Communicator.apply: the optimizer's step, without the norm for the clip, which is computed before."""
         with self._watch.timing("optimizer"):
             return self._comm.apply(*arguments)
 
@@ -166,9 +163,7 @@ def ours(config: TrainConfig, comm: Communicator, feed: Feed) -> Iterator[Round]
     yield partial(feed.train, trainer)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# the peer
-# ---------------------------------------------------------------------------------------------------------------
+# -- the peer -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -177,50 +172,34 @@ def timm_ddp(config: TrainConfig, comm: Communicator, feed: Feed) -> Iterator[Ro
     import timm
     from timm.optim import Lamb, param_groups_weight_decay
 
-    with process_group(comm, feed.device):
-        c = config.model
-        model = timm.create_model(
-            timm_name(c.name),
-            img_size=c.img_size,
-            num_classes=c.num_classes,
-            drop_rate=c.drop_rate,
-            pos_drop_rate=c.pos_drop_rate,
-            proj_drop_rate=c.proj_drop_rate,
-            attn_drop_rate=c.attn_drop_rate,
-            drop_path_rate=c.drop_path_rate,
-        ).to(feed.device)
-        parallel = DistributedDataParallel(model)
-        groups = param_groups_weight_decay(model, config.optim.weight_decay, getattr(model, "no_weight_decay")())
-        optimizer = Lamb(groups, lr=1e-3, max_grad_norm=config.optim.clip_norm)
+    start_torch_distributed(comm, feed.device)
+    c = config.model
+    model = timm.create_model(
+        timm_name(c.name),
+        img_size=c.img_size,
+        num_classes=c.num_classes,
+        drop_rate=c.drop_rate,
+        pos_drop_rate=c.pos_drop_rate,
+        proj_drop_rate=c.proj_drop_rate,
+        attn_drop_rate=c.attn_drop_rate,
+        drop_path_rate=c.drop_path_rate,
+    ).to(feed.device)
+    parallel = DistributedDataParallel(model)
+    without_decay = cast(ZooModel, model).no_weight_decay()
+    groups = param_groups_weight_decay(model, config.optim.weight_decay, no_weight_decay_list=without_decay)
+    optimizer = Lamb(groups, lr=1e-3, max_grad_norm=config.optim.clip_norm)
 
-        def step() -> None:
-            planned = feed.plan.micro_batches(feed.step, comm.rank, comm.size)
-            for number, _ in enumerate(planned, start=1):
-                batch = next(feed.loader)
-                mixed: Augmented = feed.augment(batch.images, batch.labels, torch.Generator().manual_seed(number))
-                with nullcontext() if number == len(planned) else parallel.no_sync():
-                    with autocast(feed.device, config.run.precision):
-                        loss = soft_target_cross_entropy(parallel(mixed.images), mixed.targets)
-                    (loss * (comm.size / feed.plan.global_batch_size)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            feed.step += 1
+    def step() -> None:
+        planned = feed.plan.micro_batches(feed.step, comm.rank, comm.size)
+        for number, _ in enumerate(planned, start=1):
+            batch = next(feed.loader)
+            mixed: Augmented = feed.augment(batch.images, batch.labels, torch.Generator().manual_seed(number))
+            with nullcontext() if number == len(planned) else parallel.no_sync():
+                with autocast(feed.device, config.run.precision):
+                    loss = soft_target_cross_entropy(parallel(mixed.images), mixed.targets)
+                (loss * (comm.size / feed.plan.global_batch_size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        feed.step += 1
 
-        yield step
-
-
-@contextmanager
-def process_group(comm: Communicator, device: torch.device) -> Iterator[None]:
-    """torch's process group beside Horovod's, at an address that Horovod broadcasts."""
-    address = None
-    if comm.rank == 0:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            address = (socket.gethostname(), free.getsockname()[1])
-    host, port = comm.broadcast_object(address, name="benchmark/address")
-    store = dist.TCPStore(host, port, comm.size, is_master=comm.rank == 0)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size)
-    yield
-    dist.barrier()  # else a thread of the group may outlive the interpreter
-    dist.destroy_process_group()
+    yield step

@@ -1,18 +1,21 @@
-"""What moves along an axis, forward and backward: five functions of (tensor, axis).
+"""Communication along an axis: five functions of (tensor, axis) with a gradient, and plain ones without.
 
-Each is one of two kinds. Where the ranks of the axis hold the same tensor (replicated), its gradient is replicated too;
-where each holds a part, or a summand of its own, so is its gradient. The loss is replicated, and every rank starts its
-backward pass from it with 1. From this follows what backward must be:
+The gradient of a tensor is distributed as the tensor is. If all ranks of the axis hold the same tensor (replicated),
+the gradient is replicated. If each rank holds a part or a summand of it, each holds a part or a summand of the
+gradient. The loss is replicated, and every rank starts its backward pass with 1. This determines each backward
+function:
 
     function    forward                              backward
     copy        replicated -> the same, used apart   sum over the axis
-    reduce      summands   -> sum, replicated        as it is
+    reduce      summands   -> sum, replicated        unchanged
     total       summands   -> sum, used apart        sum over the axis
     gather      parts      -> whole, replicated      this rank's part
-    part        replicated -> this rank's part       whole, gathered
+    split       replicated -> this rank's part       whole, gathered
 
-The plain ones (`all_reduce`, `all_max`, `all_gather`, `reduce_scatter`, `broadcast`, `reduce_to`), without a gradient,
-are for the backward passes of layers that write their own, and for optimizers, as is `gather_objects`.
+torch.distributed.nn.functional has the like of `total` and `gather`; all five are here for symmetry.
+
+The plain functions (`all_reduce`, `all_max`, `all_gather`, `reduce_scatter`, `broadcast`, `reduce_to`) have no
+gradient. Optimizers use them, and layers with a backward pass of their own, as they do `gather_objects`.
 """
 
 from typing import Any
@@ -23,11 +26,14 @@ from torch import Tensor
 
 from largebatch.parallel.mesh import Axis
 
+# Many small tensors travel as one message of at most this many bytes. Gathered parameters count on all ranks together.
+BUCKET_BYTES = 2**26
+
 # -- plain --------------------------------------------------------------------------------------------------------
 
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis, as a new tensor."""
+    """Return the sum over the axis as a new tensor."""
     if axis.size == 1:
         return tensor
     total = tensor.clone(memory_format=torch.contiguous_format)
@@ -36,7 +42,7 @@ def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def all_max(tensor: Tensor, axis: Axis) -> Tensor:
-    """Largest over the axis, element by element, as a new tensor."""
+    """Return the maximum over the axis, element by element, as a new tensor."""
     if axis.size == 1:
         return tensor
     largest = tensor.clone(memory_format=torch.contiguous_format)
@@ -45,7 +51,7 @@ def all_max(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def all_gather(tensor: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """The parts of all ranks of the axis, one after another along `dim`."""
+    """Concatenate the parts of all ranks of the axis along `dim`."""
     if axis.size == 1:
         return tensor
     first = tensor.movedim(dim, 0).contiguous()
@@ -55,7 +61,7 @@ def all_gather(tensor: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's part, along `dim`, of the sum over the axis."""
+    """Sum over the axis, and return this rank's part of the sum along `dim`."""
     if axis.size == 1:
         return tensor
     first = tensor.movedim(dim, 0).contiguous()
@@ -65,7 +71,7 @@ def reduce_scatter(tensor: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:
-    """The tensor of the rank at place `source` of the axis; all give one of the same shape."""
+    """Return the tensor of the rank at place `source` of the axis; all ranks pass tensors of the same shape."""
     if axis.size == 1:
         return tensor
     out = tensor.contiguous() if axis.index == source else tensor.new_empty(tensor.shape)
@@ -74,14 +80,14 @@ def broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:
 
 
 def reduce_to(tensor: Tensor, axis: Axis, target: int) -> Tensor:
-    """Sum over the axis, on the rank at place `target`; elsewhere of no use. Overwrites `tensor`."""
+    """Sum over the axis into `tensor` on the rank at place `target`; on the other ranks `tensor` becomes undefined."""
     if axis.size > 1:
         dist.reduce(tensor, group_dst=target, group=axis.group)
     return tensor
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """The picklable, small values of all ranks of the axis."""
+    """Return the values of all ranks of the axis, which must be picklable and small."""
     values: list[Any] = [value] * axis.size
     if axis.size > 1:
         dist.all_gather_object(values, value, group=axis.group)
@@ -89,7 +95,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 
 
 def own_part(tensor: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """A view of this rank's part along `dim`."""
+    """View this rank's part along `dim`."""
     length = tensor.shape[dim] // axis.size
     return tensor.narrow(dim, axis.index * length, length)
 
@@ -140,7 +146,7 @@ class _Gather(torch.autograd.Function):
         return own_part(grad, ctx.axis, ctx.dim).contiguous(), None, None
 
 
-class _Part(torch.autograd.Function):
+class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
@@ -152,25 +158,25 @@ class _Part(torch.autograd.Function):
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
-    """x, which the ranks of the axis go on to use each for its own part."""
+    """Return x, which each rank of the axis then uses for its own part."""
     return x if axis.size == 1 else _Copy.apply(x, axis)
 
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over the axis, which all its ranks go on to use alike."""
+    """Return the sum over the axis, which all its ranks then use in the same way."""
     return x if axis.size == 1 else _Reduce.apply(x, axis)
 
 
 def total(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over the axis, which its ranks go on to use each for its own part."""
+    """Return the sum over the axis, which each of its ranks then uses for its own part."""
     return x if axis.size == 1 else _Total.apply(x, axis)
 
 
 def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The whole of which each rank of the axis has a part along `dim`; all go on to use it alike."""
+    """Concatenate the ranks' parts along `dim`; all ranks then use the whole in the same way."""
     return x if axis.size == 1 else _Gather.apply(x, axis, dim)
 
 
-def part(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's part along `dim` of what all ranks of the axis have alike."""
-    return x if axis.size == 1 else _Part.apply(x, axis, dim)
+def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return this rank's part, along `dim`, of a tensor that is the same on all ranks of the axis."""
+    return x if axis.size == 1 else _Split.apply(x, axis, dim)

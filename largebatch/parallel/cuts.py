@@ -1,8 +1,8 @@
-"""What part of each parameter a rank has: cut for a mesh, put together again, and counted once.
+"""The part of each parameter that a rank has: cut it for a mesh, assemble it again, count it once.
 
-A layer that cuts its parameters says how in `cuts`, a dict of its parameters' names; whatever no layer names is whole
-on every rank of its pipeline stage. Parameters are plain tensors under the names of the serial model, so that a plain
-checkpoint is sliced into any mesh and gathered from any.
+A layer that cuts its parameters describes this in its attribute `cuts`, a dict from parameter names to `Cut`. Any other
+parameter is whole on every rank of its pipeline stage. Parameters are plain tensors under the names of the serial
+model, so a plain checkpoint can be cut for any mesh and assembled from any mesh.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from largebatch.parallel.collectives import all_reduce
+from largebatch.parallel import collectives
 from largebatch.parallel.mesh import Mesh, block
-
-BUCKET = 2**26  # bytes that messages are copied together into at a time
 
 
 @dataclass(frozen=True)
@@ -22,9 +20,9 @@ class Cut:
     """How one parameter is cut.
 
     dims: dimension -> the axes along which it is cut, the coarsest first.
-    pieces: dimension 0 is so many pieces one after another (3: q, k and v), each of which is cut.
-    partial: axes whose ranks each compute a summand of the gradient of what they hold.
-    flat: of a convolution that is computed as a matrix, what dimension 1 of the matrix is, such as (3, 16, 16).
+    pieces: number of blocks stacked along dimension 0 (3: q, k and v); each of them is cut by itself.
+    partial: axes along which each rank computes only a summand of the gradient of its part.
+    flat: for a convolution that is computed as a matrix, the shape that dimension 1 stands for, such as (3, 16, 16).
     """
 
     dims: Mapping[int, tuple[str, ...]]
@@ -33,11 +31,11 @@ class Cut:
     flat: tuple[int, ...] = ()
 
     def axes(self) -> set[str]:
-        """All axes that it is cut along."""
+        """All axes along which the parameter is cut."""
         return {axis for axes in self.dims.values() for axis in axes}
 
     def slice_(self, whole: Tensor, sizes: Mapping[str, int], place: Mapping[str, int]) -> Tensor:
-        """The view of a whole parameter that the rank at `place` holds, with dimension 0 as (pieces, length)."""
+        """View the part of a whole parameter that the rank at `place` holds; dimension 0 becomes (pieces, length)."""
         whole = whole.view(len(whole), -1) if self.flat else whole
         view = whole.unflatten(0, (self.pieces, -1)) if whole.ndim else whole
         for dim, axes in self.dims.items():
@@ -49,12 +47,12 @@ class Cut:
         return view
 
 
-WHOLE = Cut({})
+UNCUT = Cut({})
 
 
 def cuts_of(model: nn.Module) -> dict[str, Cut]:
-    """The cut of every parameter, by its name; those of pipeline stages elsewhere are not among them."""
-    found = {name: WHOLE for name, _ in model.named_parameters()}
+    """The cut of every parameter of the model by its name, without those of other ranks' pipeline stages."""
+    found = {name: UNCUT for name, _ in model.named_parameters()}
     for prefix, module in model.named_modules():
         for name, cut in getattr(module, "cuts", {}).items():
             key = f"{prefix}.{name}" if prefix else name
@@ -64,7 +62,7 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
 
 
 def local(whole: Tensor, cut: Cut, mesh: Mesh) -> Tensor:
-    """This rank's part of a whole tensor, contiguous, and a copy: it must not keep the whole in memory."""
+    """Copy this rank's part out of a whole tensor; a view would keep the whole in memory."""
     if not whole.ndim:
         return whole.clone()
     part = cut.slice_(whole.contiguous(), mesh.shape.sizes, mesh.place)
@@ -72,7 +70,7 @@ def local(whole: Tensor, cut: Cut, mesh: Mesh) -> Tensor:
 
 
 def replicas(cut: Cut, mesh: Mesh) -> int:
-    """How many ranks of this rank's pipeline stage hold the same part."""
+    """Number of ranks of this pipeline stage that hold the same part."""
     return mesh.shape.size // mesh.shape.sizes["pipeline"] // _product(mesh.shape.sizes, cut.axes())
 
 
@@ -85,7 +83,7 @@ def _product(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
 
 @torch.no_grad()
 def sum_partial_gradients(model: nn.Module, cuts: Mapping[str, Cut], mesh: Mesh) -> None:
-    """Complete the gradients of which each rank of an axis has a summand, many in a message of `BUCKET` bytes."""
+    """Complete the gradients of which each rank of an axis has a summand, many of them in one message."""
     for name in mesh.shape.sizes:
         axis = mesh.axis(name)
         grads = [
@@ -94,16 +92,16 @@ def sum_partial_gradients(model: nn.Module, cuts: Mapping[str, Cut], mesh: Mesh)
             if parameter.grad is not None and name in cuts[key].partial
         ]
         for bucket in _buckets(grads) if axis.size > 1 else ():
-            total = all_reduce(torch.cat([grad.flatten() for grad in bucket]), axis)
+            total = collectives.all_reduce(torch.cat([grad.flatten() for grad in bucket]), axis)
             for grad, own in zip(bucket, total.split([grad.numel() for grad in bucket])):
                 grad.copy_(own.view_as(grad))
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order, some at a time: of `BUCKET` bytes at most, or one that is larger."""
+    """Group tensors, in order, into messages of at most `BUCKET_BYTES`; a larger tensor is a message of its own."""
     bucket: list[Tensor] = []
     for tensor in tensors:
-        if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > BUCKET:
+        if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > collectives.BUCKET_BYTES:
             yield bucket
             bucket = []
         bucket.append(tensor)

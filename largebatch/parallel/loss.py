@@ -55,6 +55,6 @@ def classification(mesh: Mesh) -> Callable[[nn.Module, SoftBatch], Tensor]:
 
     def objective(model: Any, batch: SoftBatch) -> Tensor:
         features = model.forward_head(model.forward_features(batch.images), pre_logits=True)
-        return cross_entropy(model.head.parts(features), batch.targets, mesh)
+        return cross_entropy(model.head.own_logits(features), batch.targets, mesh)
 
     return objective

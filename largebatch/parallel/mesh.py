@@ -1,8 +1,8 @@
 """The ranks of a replica as a mesh: this rank's place on each axis, and the group of ranks along it.
 
-Groups are torch.distributed's, beside Horovod, which keeps the data axis. The mesh knows all of them by the names of
-shape.py, "data" included, so layers say `mesh.axis("row")` and no layer counts ranks. "model" is the whole replica,
-"job" all ranks.
+The groups belong to torch.distributed; Horovod still reduces along the data axis. The axes have the names that
+config/parallel.py gives them; "data", "model" (all ranks of the replica) and "job" (all ranks) are axes, too. So a
+layer asks for `mesh.axis("row")`, and no layer counts ranks.
 """
 
 from dataclasses import dataclass
@@ -18,23 +18,26 @@ from largebatch.config.parallel import Shape
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks that differ from this one in their place on one axis alone."""
+    """The ranks that share this rank's place on all other axes."""
 
     name: str
     size: int
     index: int  # of this rank, 0 .. size - 1
     ranks: tuple[int, ...]  # of the job, in the order of their places
-    group: Any  # torch's ProcessGroup; None for one rank, which has nobody to talk to
+    group: Any  # torch's ProcessGroup; None for an axis of one rank
 
     def __deepcopy__(self, memo: Any) -> "Axis":
         return self  # a copy of a model talks to the same ranks
 
 
 class Mesh:
-    """All axes of a job. torch.distributed must have been started with all its ranks."""
+    """All axes of a job; torch.distributed must have been started on all its ranks."""
 
     def __init__(self, shape: Shape, *, limit_s: float = 0) -> None:
-        """Make the groups: every rank of the job calls this at the same place. limit_s: as that of `start`."""
+        """Make the groups; every rank of the job calls this at the same place.
+
+        limit_s: see `start_process_groups`.
+        """
         self.shape, self._limit_s = shape, limit_s
         size, rank = dist.get_world_size(), dist.get_rank()
         sizes = {"data": shape.data_size(size)} | shape.sizes
@@ -43,13 +46,13 @@ class Mesh:
         self.place = {name: int(index) for name, index in zip(sizes, place)}
         tables = {
             name: ranks.swapaxes(number, -1).reshape(-1, sizes[name]) for number, name in enumerate(sizes)
-        }  # of each axis its groups of ranks, (number of groups, size)
+        }  # for each axis its groups of ranks: (number of groups, size)
         tables |= {"model": ranks.reshape(-1, shape.size), "job": ranks.reshape(1, -1)}
         self._groups: dict[Any, Any] = {}
         self._axes = {name: self._axis(name, table, rank) for name, table in tables.items()}
 
     def _axis(self, name: str, table: np.ndarray, rank: int) -> Axis:
-        """One axis. Axes with the same ranks have one group: each costs threads, or memory of a GPU."""
+        """Make one axis. Axes with the same ranks share a group: each group costs threads or memory of a GPU."""
         key = frozenset(map(tuple, table.tolist()))
         if key not in self._groups:
             self._groups[key] = _new_group(table, _limit(self._limit_s))
@@ -57,32 +60,35 @@ class Mesh:
         return Axis(name, table.shape[1], int(index), tuple(map(int, table[row])), self._groups[key])
 
     def close(self) -> None:
-        """Give its groups back; all ranks do, when no message is under way. `stop` does so for the last mesh."""
+        """Give the groups back; all ranks do so together, when no message is under way.
+
+        The last mesh of a process may leave this to `stop_process_groups`.
+        """
         for group in self._groups.values():
             if group not in (None, dist.group.WORLD):
                 dist.destroy_process_group(group)
         self._groups.clear()
 
     def axis(self, name: str) -> Axis:
-        """The axis `name` of shape.py, "data", "model": all ranks of this replica, or "job": all ranks."""
+        """The axis of this name: one of config/parallel.py, or "data", "model" or "job"."""
         return self._axes[name]
 
     def __deepcopy__(self, memo: Any) -> "Mesh":
         return self
 
     def places(self) -> list[dict[str, int]]:
-        """The place of every rank of this replica on its axes, in the order of "model"."""
+        """The place of every rank of this replica, in the order of the axis "model"."""
         sizes = self.shape.sizes
         indices = np.indices(tuple(sizes.values())).reshape(len(sizes), -1).T
         return [dict(zip(sizes, map(int, row))) for row in indices]
 
     def block(self, axes: tuple[str, ...]) -> tuple[int, int]:
-        """(index, number) of this rank's block of something cut along `axes`, the first one coarsest."""
+        """(index, number) of this rank's block in a dimension that is cut along `axes`, the coarsest axis first."""
         return block(self.shape.sizes, self.place, axes)
 
 
 def block(sizes: dict[str, int], place: dict[str, int], axes: tuple[str, ...]) -> tuple[int, int]:
-    """`Mesh.block` of any place."""
+    """`Mesh.block` for any place."""
     index, number = 0, 1
     for name in axes:
         index, number = index * sizes[name] + place[name], number * sizes[name]
@@ -90,30 +96,31 @@ def block(sizes: dict[str, int], place: dict[str, int], axes: tuple[str, ...]) -
 
 
 def _new_group(table: np.ndarray, limit: timedelta) -> Any:
-    """This rank's of the groups (number of groups, size); a collective of the job."""
+    """Make all groups of a table (number of groups, size), and return this rank's; a collective of the job."""
     number, size = table.shape
     if size == 1:
         return None
     if number == 1:
         return dist.group.WORLD
-    return dist.new_subgroups_by_enumeration(table.tolist(), timeout=limit)[0]  # else torch's own, half an hour
+    # torch's own limit would be half an hour.
+    return dist.new_subgroups_by_enumeration(table.tolist(), timeout=limit)[0]
 
 
 def _limit(limit_s: float) -> timedelta:
     return timedelta(seconds=limit_s) if limit_s else timedelta(days=3650)
 
 
-def start(rank: int, size: int, store: Any, *, device: torch.device, limit_s: float = 0) -> None:
+def start_process_groups(rank: int, size: int, store: Any, *, device: torch.device, limit_s: float = 0) -> None:
     """Start torch.distributed in this process: gloo on CPUs, NCCL (with gloo beside it) on GPUs.
 
-    limit_s: a message fails when a rank waited so long for it; 0: after years.
+    limit_s: the seconds after which a rank that waits for a message fails; 0: ten years.
     """
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_limit(limit_s))
 
 
-def stop() -> None:
-    """Leave torch.distributed after every rank is done; else its threads may outlive Python's, and crash."""
+def stop_process_groups() -> None:
+    """Leave torch.distributed once every rank is done; otherwise its threads may outlive Python and crash."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -1,9 +1,9 @@
 """Pipeline parallelism: a ViT cut into stages, and one micro-batch of the engine through all of them and back.
 
-torch.distributed.pipelining orders the passes and moves activations and their gradients; here are the cut, the checks,
-what is drawn at random, and evaluation. A stage has the modules of the serial model under their names; those of other
-stages are gone, so optimizer, checkpoint and weight decay see a smaller model of the same kind. What is between two
-stages may be part of a tensor (of rows, features or tokens): torch learns its shape from the first part of a batch.
+torch.distributed.pipelining orders the passes and moves activations and their gradients. This file has the cut, the
+checks, the random draws and the evaluation. A stage keeps the modules of the serial model under their names, without
+those of other stages. So optimizer, checkpoint and weight decay see a smaller model of the same kind. Stages may
+exchange parts of activations (some rows, features or tokens); torch learns their shape from the first part of a batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,21 +28,21 @@ LAST = ("norm", "attn_pool", "fc_norm", "head")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MAX_DIMS = 6
 
-# -- what goes where ----------------------------------------------------------------------------------------------
+# -- the cut -----------------------------------------------------------------------------------------------------
 
 
 def num_stages(config: ParallelConfig) -> int:
-    """Stages of the pipeline; interleaved, every rank has two."""
+    """Number of stages of the pipeline; with schedule interleaved every rank has two."""
     return config.pipeline * (2 if config.schedule == "interleaved" else 1)
 
 
 def num_parts(config: ParallelConfig) -> int:
-    """Parts into which `Pipeline.run` cuts a batch."""
+    """Number of parts into which `Pipeline.run` cuts a batch."""
     return num_stages(config) if config.micro_batches is None else config.micro_batches
 
 
 def starts(config: ParallelConfig, depth: int) -> list[int]:
-    """First block of every stage of a model of `depth` blocks; ValueError, one sentence, if it cannot be cut so."""
+    """First block of every stage of a model of `depth` blocks; ValueError if the model cannot be cut this way."""
     stages = num_stages(config)
     if stages > depth:
         raise ValueError(
@@ -61,7 +61,7 @@ def starts(config: ParallelConfig, depth: int) -> list[int]:
 
 
 def check(config: ParallelConfig, *, depth: int, batch_size: int) -> None:
-    """ValueError, one sentence, if a model of `depth` blocks or a batch of so many images does not fit the pipeline."""
+    """Raise ValueError if a model of `depth` blocks, or `batch_size` images per batch, do not fit the pipeline."""
     starts(config, depth)
     stages, parts = num_stages(config), num_parts(config)
     if parts < 1 or batch_size % parts:
@@ -82,7 +82,10 @@ def check(config: ParallelConfig, *, depth: int, batch_size: int) -> None:
 
 
 def stage_of(name: str, firsts: list[int]) -> int:
-    """The stage of a parameter, or module, by its name in the serial model, with `firsts` as `starts` gives them."""
+    """The stage of a parameter or module, by its name in the serial model.
+
+    firsts: the first block of every stage, see `starts`.
+    """
     top, _, rest = name.partition(".")
     if top == "blocks":
         number = int(rest.partition(".")[0])
@@ -94,7 +97,7 @@ def stage_of(name: str, firsts: list[int]) -> int:
 
 
 class Stage(nn.Module):
-    """Some blocks of a model that has been cut; images or activations -> activations or, at the end, logits."""
+    """Some blocks of a model that has been cut: images or activations -> activations or, in the last stage, logits."""
 
     def __init__(self, model: VisionTransformer, index: int, number: int, blocks: range) -> None:
         super().__init__()
@@ -102,7 +105,7 @@ class Stage(nn.Module):
         self.index = index
         self.blocks = blocks
         self.is_first, self.is_last = index == 0, index == number - 1
-        self.precision: tuple[torch.dtype, bool] | None = None  # of autocast; None: as outside
+        self.precision: tuple[torch.dtype, bool] | None = None  # of autocast; None: keep that of the caller
 
     def features(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) or activations -> activations, or pooled features of the last stage."""
@@ -111,27 +114,27 @@ class Stage(nn.Module):
             x = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x))))
         for number in self.blocks:
             block = model.blocks[number]
-            # recomputed with the same random draws
+            # `checkpoint` recomputes the block with the same random draws.
             x = checkpoint(block, x, use_reentrant=False) if model.grad_checkpointing else block(x)
         return model.forward_head(model.norm(x), pre_logits=True) if self.is_last else x.contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `features`, but logits of the last stage, or this rank's part of them if the head has `parts`."""
+        """Compute `features`; in the last stage logits, or this rank's part of them if the head has `own_logits`."""
         dtype, enabled = self.precision or (None, torch.is_autocast_enabled(x.device.type))
         with torch.autocast(x.device.type, dtype=dtype, enabled=enabled):
             x = self.features(x)
-            return getattr(self.model.head, "parts", self.model.head)(x) if self.is_last else x
+            return getattr(self.model.head, "own_logits", self.model.head)(x) if self.is_last else x
 
 
 def cut(model: VisionTransformer, mesh: Mesh, config: ParallelConfig) -> list[Stage]:
-    """The stages of this rank, after taking out of the model, in place, what belongs to other ranks' stages.
+    """Remove from the model, in place, the modules of other ranks' stages, and return the stages of this rank.
 
     Names of parameters, and stochastic-depth rates, stay those of the whole model.
     """
     if not isinstance(model, VisionTransformer):
         raise ValueError(
-            f"--parallel.pipeline is {config.pipeline}, and {type(model).__name__} is no ViT, the only kind of model "
-            "that is cut into stages: set 1."
+            f"--parallel.pipeline is {config.pipeline}, and {type(model).__name__} is not a ViT, the only kind of "
+            "model that can be cut into stages: set 1."
         )
     axis = mesh.axis("pipeline")
     depth = len(model.blocks)
@@ -147,7 +150,7 @@ def cut(model: VisionTransformer, mesh: Mesh, config: ParallelConfig) -> list[St
 
 
 def _remove(model: nn.Module, name: str) -> None:
-    """Take a parameter, or a module with all of its own, out of the model."""
+    """Remove a parameter, or a module with its parameters, from the model."""
     parent, _, last = name.rpartition(".")
     owner = model.get_submodule(parent)
     if isinstance(getattr(owner, last), nn.Module):
@@ -160,12 +163,15 @@ def _remove(model: nn.Module, name: str) -> None:
 
 
 class Pipeline:
-    """A model cut into stages, and what goes through them; all ranks of a replica call its methods together."""
+    """A model cut into stages, and the passes through them; all ranks of a replica call its methods together."""
 
     def __init__(
         self, model: VisionTransformer, mesh: Mesh, config: ParallelConfig, loss: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """Cut the model in place. loss: (logits, or this rank's part; targets (b, K)) -> sum over the b samples."""
+        """Cut the model in place.
+
+        loss: (logits, or this rank's part of them; targets (b, K)) -> sum over the b samples.
+        """
         self.config = config
         self.axis = mesh.axis("pipeline")
         self.loss = loss
@@ -176,7 +182,7 @@ class Pipeline:
         self._schedule: tuple[object, Schedule] | None = None
 
     def log(self) -> str:
-        """A line per stage: its blocks and the parameters that each of its ranks has. Every rank calls it."""
+        """Describe each stage in a line: its blocks, and the parameters on each of its ranks. Every rank calls it."""
         firsts = starts(self.config, self.depth)
         counts = torch.zeros(1, len(firsts), dtype=torch.int64, device=next(self._model.parameters()).device)
         for name, parameter in self._model.named_parameters():
@@ -189,10 +195,11 @@ class Pipeline:
         )
 
     def run(self, images: Tensor, targets: Tensor, weight: float) -> Tensor:
-        """Add the gradients of weight × sum of the losses of (B, 3, H, W) and (B, K); that number, on all stages.
+        """Add the gradients of weight × sum of the losses of images (B, 3, H, W) and targets (B, K).
 
-        Every rank has all images and targets. What it returns is a 0-d float64 tensor without a gradient. Masks come
-        from the state of torch's generator, which is, and stays, the same on all stages. ValueError: see `check`.
+        Returns this weighted sum on all stages, 0-d in float64, without a gradient. Every rank passes all images and
+        targets. Random masks follow from the state of torch's generator, which must be the same on all stages, and
+        stays the same. ValueError: see `check`.
         """
         check(self.config, depth=self.depth, batch_size=len(images))
         self._weight = weight
@@ -209,7 +216,7 @@ class Pipeline:
 
     @contextmanager
     def _own_draws(self, device: torch.device) -> Iterator[None]:
-        """Draw for this rank's stages apart from the others': all draw the seeds of all, from what they have alike."""
+        """Let each rank draw its own numbers: all ranks draw the seeds of all of them from the common generator."""
         seeds = torch.randint(2**62, (self.axis.size,))
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(int(seeds[self.axis.index]))
@@ -217,7 +224,7 @@ class Pipeline:
 
     @contextmanager
     def _autocast_in_stages(self, device: torch.device) -> Iterator[None]:
-        """Autocast forward passes and losses as outside, and nothing else: backward passes are not to run under it."""
+        """Apply the caller's autocast to forward passes and losses only: backward passes must not run under it."""
         precision = (torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type))
         try:
             for stage in self.stages:
@@ -234,7 +241,7 @@ class Pipeline:
             return self._weight * self.loss(logits, targets)
 
     def _schedule_for(self, images: Tensor, targets: Tensor) -> Schedule:
-        """torch's schedule, made again when shapes change, since it keeps buffers for what it receives."""
+        """torch's schedule; a new one when shapes change, because it keeps buffers for its messages."""
         key = (images.shape, images.dtype, targets.shape, self.stages[0].precision)
         if self._schedule is None or self._schedule[0] != key:
             self._schedule = (key, self._new_schedule(images.device))
@@ -252,9 +259,9 @@ class Pipeline:
 
     @torch.no_grad()
     def predict(self, images: Tensor) -> Tensor:
-        """Logits (B, K) of images (B, 3, H, W), any number of them, on all stages; forward only.
+        """Compute the whole logits (B, K) of images (B, 3, H, W) on all stages, without a gradient.
 
-        One part after another, so that stages work at the same time. The whole logits, also of a head that is cut.
+        B may be any number, and the head may be cut. Images go through in parts, so that stages work at the same time.
         """
         found = []
         for x in images.chunk(num_parts(self.config)):
@@ -277,7 +284,7 @@ class Pipeline:
 
 
 def _header(tensor: Tensor) -> Tensor:
-    """What `_empty` needs to make another one like it: number of dtype, of dimensions, and their sizes."""
+    """Encode dtype, number of dimensions and shape of a tensor for `_empty`."""
     return torch.tensor([DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *[0] * (MAX_DIMS - tensor.ndim)])
 
 

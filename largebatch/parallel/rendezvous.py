@@ -1,8 +1,8 @@
-"""Start torch.distributed beside Horovod: where its ranks meet, and the addresses at which they talk.
+"""Start torch.distributed beside Horovod: choose the addresses at which its ranks meet and communicate.
 
-Horovod, which is there already, tells everyone where everyone is. On one host that is 127.0.0.1; between hosts the
-addresses of their own names, or those of the network card that GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE names, as
-mpi_scripts/env.sh does for INTERFACE.
+Horovod has started before, and exchanges the addresses. On one host the address is 127.0.0.1. Between hosts it is the
+address of each host's own name, or of the network card that GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE names
+(mpi_scripts/env.sh sets them from INTERFACE).
 """
 
 import os
@@ -18,8 +18,11 @@ from largebatch.comm.gloo_address import GlooAddress, loopback, own_address, ref
 from largebatch.parallel import mesh
 
 
-def start(comm: Communicator, device: torch.device) -> None:
-    """Start torch.distributed, unless the program has; it ends before Horovod does. All ranks raise alike."""
+def start_torch_distributed(comm: Communicator, device: torch.device) -> None:
+    """Start torch.distributed, unless it has been started already; it ends before Horovod does.
+
+    If one rank fails, all raise.
+    """
     if dist.is_initialized():
         return
     with comm.together("starting torch.distributed"):
@@ -35,12 +38,15 @@ def start(comm: Communicator, device: torch.device) -> None:
             store = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)
     port = comm.broadcast_object(store.port if store else None, name="parallel/port")
     store = store or dist.TCPStore(host, port, None, is_master=False)
-    mesh.start(comm.rank, comm.size, store, device=device, limit_s=comm.stall_limit_s)
-    comm.before_shutdown(mesh.stop)
+    mesh.start_process_groups(comm.rank, comm.size, store, device=device, limit_s=comm.stall_limit_s)
+    comm.before_shutdown(mesh.stop_process_groups)
 
 
 def address_here(environment: MutableMapping[str, str]) -> str:
-    """At which other ranks find this one; torch's Gloo is told of a network card that Horovod's was told of."""
+    """The address at which other ranks find this one.
+
+    If only Horovod's variable names a network card, torch's is set as well.
+    """
     cards = environment.get("GLOO_SOCKET_IFNAME") or environment.get("HOROVOD_GLOO_IFACE", "")
     if not cards:
         return own_address()

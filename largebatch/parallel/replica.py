@@ -23,13 +23,13 @@ from largebatch.engine import Objective, Replica, Trainer
 from largebatch.optim import Lamb
 from largebatch.parallel import pipeline, sequence, vit, volo
 from largebatch.parallel.collectives import gather_objects
-from largebatch.parallel.cuts import WHOLE, Cut, cuts_of, local, sum_partial_gradients
+from largebatch.parallel.cuts import UNCUT, Cut, cuts_of, local, sum_partial_gradients
 from largebatch.parallel.loss import classification, cross_entropy
 from largebatch.parallel.mesh import Mesh, block
 from largebatch.parallel.pipeline import Pipeline
 from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
 from largebatch.parallel.state_sharding import Sharding, state_bytes
-from largebatch.parallel.tensor import layouts, parts
+from largebatch.parallel.tensor import layouts, num_blocks
 from largebatch.precision import autocast
 from zoo.vit import VisionTransformer
 from zoo.volo import VOLO
@@ -66,7 +66,7 @@ class Divided(Replica):
         check(config, model, batch_size=batch_size)
         self.mesh = Mesh(shape, limit_s=limit_s)
         self.serial = _without_memory(model)
-        self.cuts_tensors = parts(shape, shape.tensor) > 1
+        self.cuts_tensors = num_blocks(shape, shape.tensor) > 1
         self.is_vit = isinstance(model, VisionTransformer)
         if self.cuts_tensors:
             (vit if self.is_vit else volo).parallelize(model, self.mesh)
@@ -181,7 +181,7 @@ class Divided(Replica):
     def _find_holders(self, model: nn.Module) -> dict[str, list[Holder]]:
         """For each tensor of the whole model the ranks that hold its parts, each part once."""
         axis, sizes = self.mesh.axis("model"), self.mesh.shape.sizes
-        tables = gather_objects({name: self.cuts.get(name, WHOLE) for name in model.state_dict()}, axis)
+        tables = gather_objects({name: self.cuts.get(name, UNCUT) for name in model.state_dict()}, axis)
         holders: dict[str, dict[Any, Holder]] = {}
         for index, (place, table) in enumerate(zip(self.mesh.places(), tables)):
             for name, cut in table.items():
@@ -210,7 +210,7 @@ class Divided(Replica):
         """This rank's part of a whole tensor, which rank 0 has, in the shape of `own`; None without that."""
         whole = torch.empty(meta.shape, dtype=meta.dtype) if whole is None else whole.detach().contiguous()
         dist.broadcast(whole, 0)
-        return None if own is None else local(whole, self.cuts.get(name, WHOLE), self.mesh).view_as(own).to(own.device)
+        return None if own is None else local(whole, self.cuts.get(name, UNCUT), self.mesh).view_as(own).to(own.device)
 
 
 def check(config: ParallelConfig, model: Any, *, batch_size: int) -> None:
@@ -223,7 +223,7 @@ def check(config: ParallelConfig, model: Any, *, batch_size: int) -> None:
             raise ValueError(f"--parallel is {shape}, and VOLO is cut over tensor axes alone: set --parallel.tensor.")
         volo.check(volo.Dimensions.of(model), shape)
         return
-    if parts(shape, shape.tensor) > 1:
+    if num_blocks(shape, shape.tensor) > 1:
         vit.check(vit.Dimensions.of(model), shape, batch_size)
     if config.sequence > 1:
         sequence.check(model, config.sequence)
@@ -239,7 +239,7 @@ def check(config: ParallelConfig, model: Any, *, batch_size: int) -> None:
 def multiple_of(config: ParallelConfig) -> int:
     """Of so many images a micro-batch must be a multiple: parts for the pipeline, each cut for the mesh."""
     shape = config.shape()
-    return pipeline.num_parts(config) * parts(shape, layouts(shape)[0].batch)
+    return pipeline.num_parts(config) * num_blocks(shape, layouts(shape)[0].batch)
 
 
 def _without_memory(model: nn.Module) -> nn.Module:

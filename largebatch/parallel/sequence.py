@@ -1,11 +1,13 @@
 """Sequence parallelism: the tokens of each image cut over the ranks of an axis, attention as a ring between them.
 
-Keys and values travel around the ring, a block of them per rank, while each rank keeps its queries and merges what it
-finds by the log of the sum of exponentials: no rank ever has all keys, or a map of all tokens against all. Backward
-they travel once more, and their gradients with them, which so come home complete. A message is one block, so a layer
-sends, of (tokens of a rank) × (features) numbers each and per rank, 2 (p - 1) forward and 2 (p - 1) + 2 p backward.
+Each rank keeps its queries, while blocks of keys and values travel around the ring, one block per rank. The rank merges
+the results of the blocks by the log of the sum of exponentials. So no rank ever has all keys, or a map of all tokens
+against all. In the backward pass the blocks travel once more together with their gradients, which are complete when
+they return. Per layer each of the p ranks sends 2 (p - 1) tensors of (tokens of a rank) × (features) forward, and 2 (p
+- 1) + 2 p backward.
 
-The number of tokens, 197 or 50, is rarely a multiple of anything: the last ranks have padding, which nobody attends to.
+The number of tokens, 197 or 50, is rarely a multiple of the ranks: the last ranks get padding, and no token attends to
+it.
 """
 
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from largebatch.parallel.collectives import part, reduce
+from largebatch.parallel.collectives import reduce, split
 from largebatch.parallel.cuts import cuts_of
 from largebatch.parallel.mesh import Axis, Mesh
 from largebatch.parallel.tensor import Dropout
@@ -27,17 +29,17 @@ from zoo.vit import VisionTransformer
 
 
 def tokens_per_rank(length: int, axis: Axis) -> int:
-    """Tokens of each rank, padding included, of `length` in all."""
+    """Number of tokens of each rank, padding included, if there are `length` in all."""
     return -(-length // axis.size)
 
 
 def _valid(owner: int, length: int, number: int) -> int:
-    """How many of the `number` tokens of the rank at place `owner` are no padding."""
+    """How many of the `number` tokens of the rank at place `owner` are not padding."""
     return min(max(length - owner * number, 0), number)
 
 
 def _pass_on(block: Tensor, axis: Axis) -> tuple[Tensor, list[Any]]:
-    """Start sending a block to the next rank of the ring: the one that comes from the rank before, when it is there."""
+    """Start to send a block to the next rank; return the buffer for the previous rank's block, and what to wait for."""
     incoming = torch.empty_like(block)
     after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
     send = dist.P2POp(dist.isend, block, group=axis.group, group_peer=after)
@@ -46,13 +48,13 @@ def _pass_on(block: Tensor, axis: Axis) -> tuple[Tensor, list[Any]]:
 
 
 def _finish(works: list[Any]) -> None:
-    """Wait, and let go of what was sent."""
+    """Wait for messages, and release their tensors."""
     while works:
         works.pop().wait()
 
 
 def _travel(block: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
-    """(owner, block) of every rank, this one's first; the next is on its way while one is used."""
+    """Yield (owner, block) for every rank, this one first; the next block travels while the present one is used."""
     for step in range(axis.size):
         last = step == axis.size - 1
         incoming, works = (block, []) if last else _pass_on(block, axis)
@@ -77,7 +79,8 @@ class _Ring(torch.autograd.Function):
                 found = (scores - merged).exp().to(values.dtype) @ values
                 out = out * (log_sum - merged).exp() + found
                 log_sum = merged
-            del block, keys, values  # else kept while the one after the next arrives
+            # Free the block before the one after the next arrives.
+            del block, keys, values
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, log_sum)
         ctx.scale, ctx.axis, ctx.length = scale, axis, length
@@ -103,7 +106,7 @@ class _Ring(torch.autograd.Function):
                 grad_kv[1, ..., :valid, :] += shares.to(grad.dtype).transpose(-2, -1) @ grad
             del block, keys, values
             if ctx.axis.size > 1:
-                grad_kv, works = _pass_on(grad_kv, ctx.axis)  # after the last block it is at home
+                grad_kv, works = _pass_on(grad_kv, ctx.axis)  # back on its own rank after the last block
                 _finish(works)
         grad_k, grad_v = grad_kv.to(q.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
@@ -123,7 +126,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, length: int) 
 
 
 class RingAttention(nn.Module):
-    """timm's Attention, its modules and their names, with a ring for its middle."""
+    """timm's Attention with the same modules and names, but a ring between its linear layers."""
 
     qkv: nn.Module
     q_norm: nn.Module
@@ -143,7 +146,7 @@ class RingAttention(nn.Module):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """(B, n, C) -> the same, of this rank's tokens."""
         if attn_mask is not None or is_causal:
-            raise ValueError("Ring attention has no masks but that of the padding: call the model without one.")
+            raise ValueError("Ring attention supports no mask but that of the padding: call the model without one.")
         number, tokens, _ = x.shape
         qkv = self.qkv(x).reshape(number, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
@@ -153,7 +156,7 @@ class RingAttention(nn.Module):
 
 
 class CutTokens(nn.Module):
-    """All tokens (B, N, C), which all ranks have -> this rank's (B, n, C), padded with zeros."""
+    """All tokens (B, N, C), the same on all ranks -> this rank's (B, n, C), padded with zeros."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()
@@ -161,25 +164,25 @@ class CutTokens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         missing = tokens_per_rank(x.shape[1], self.axis) * self.axis.size - x.shape[1]
-        return part(F.pad(x, (0, 0, 0, missing)), self.axis, 1)
+        return split(F.pad(x, (0, 0, 0, missing)), self.axis, 1)
 
 
 class ClassToken(nn.Module):
-    """First token (B, C) of each rank -> that of the first rank, on all."""
+    """The first token (B, C) of each rank -> that of the first rank, on all ranks."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()
         self.axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
-        # times 0, not zeros: every rank's backward pass goes through all rings
+        # Multiply by 0 instead of making zeros, so that every rank's backward pass goes through all rings.
         return reduce(x * float(self.axis.index == 0), self.axis)
 
 
 class MeanToken(nn.Module):
-    """This rank's tokens (B, n, C) -> the mean of all but the first `prefix`, on all ranks, (B, prefix + 1, C).
+    """This rank's tokens (B, n, C) -> the mean of all tokens but the first `prefix`, on all ranks.
 
-    For a model that then takes the mean of all but the first `prefix` itself.
+    The result is (B, prefix + 1, C), because the model then averages all tokens but the first `prefix` itself.
     """
 
     def __init__(self, axis: Axis, length: int, prefix: int) -> None:
@@ -194,11 +197,12 @@ class MeanToken(nn.Module):
 
 
 def check(model: nn.Module, size: int) -> None:
-    """ValueError, one sentence, if the tokens of a model cannot be cut over `size` ranks."""
+    """Raise ValueError if the tokens of a model cannot be cut over `size` ranks."""
     option = f"--parallel.sequence is {size}"
     if not isinstance(model, VisionTransformer):
         raise ValueError(
-            f"{option}, and {type(model).__name__} is no ViT, the only kind of model that is cut by its tokens: set 1."
+            f"{option}, and {type(model).__name__} is not a ViT, the only kind of model that can be cut by its tokens: "
+            "set 1."
         )
     length = model.patch_embed.num_patches + model.num_prefix_tokens
     if size > length:
@@ -215,8 +219,8 @@ def check(model: nn.Module, size: int) -> None:
 def parallelize(model: VisionTransformer, mesh: Mesh) -> None:
     """Cut the tokens of a model, in place, behind its embedding; after its matrices, before its stages are cut.
 
-    Embedding and head work on all ranks alike, so do their gradients; those of blocks and norm are summands
-    (`sharding.sum_partial_gradients`). ValueError: see `check`.
+    Embedding and head, and so their gradients, are the same on all ranks. Gradients of blocks and norm are summands
+    (`cuts.sum_partial_gradients`). ValueError: see `check`.
     """
     axis = mesh.axis("sequence")
     check(model, axis.size)
@@ -240,14 +244,14 @@ def _rate(dropout: Any) -> float:
 
 
 def _dropout(dropout: Any, mesh: Mesh) -> nn.Module:
-    """What draws apart for the tokens of each rank, and for what else it was cut along."""
+    """A dropout layer whose mask differs between ranks of the sequence axis, too."""
     if not _rate(dropout):
         return dropout
     return Dropout(_rate(dropout), mesh, ("sequence", *getattr(dropout, "axes", ())))
 
 
 def _mark_partial(module: nn.Module) -> None:
-    """Say that the gradients of all parameters inside are summands; what they are cut along besides stays said."""
+    """Mark the gradients of all parameters inside as summands over "sequence"; keep their other cuts."""
     cuts = cuts_of(module)
     for prefix, owner in module.named_modules():
         names = {name: f"{prefix}.{name}" if prefix else name for name, _ in owner.named_parameters(recurse=False)}

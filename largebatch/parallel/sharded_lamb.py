@@ -1,13 +1,15 @@
-"""LAMB where no rank has a whole tensor: cut along model axes, or updated piece by piece by data ranks (ZeRO).
+"""LAMB for tensors that are cut along model axes, or whose pieces are updated by different data ranks (ZeRO).
 
-The formulas are those of optim/lamb.py, and so are options and state. Its norms are those of whole tensors, so a step
-is in two phases: moments, updates u, and the squares of x and u of what this rank has; one sum of all squares of all
-tensors over all ranks that have a part, each element counted once; then x - lr ratio u, and under ZeRO the gathering
-of the parameters. u depends on the clip, so the norm of the gradients is a sum of its own before that (`global_norm`).
+Formulas, options and state are those of optim/lamb.py. LAMB needs norms of whole tensors, so a step has two phases:
 
-With adapt=False in every group, and eps 1e-8, it is AdamW, to which ZeRO comes this way.
+    1. Each rank computes moments, updates u and the squares of x and u for the elements that it has.
+       One sum over all ranks follows, for all tensors together. It counts each element once.
+    2. Each rank computes x - lr ratio u. Under ZeRO the data ranks then gather the parameters.
 
-u waits for the sum in memory as long as what this rank updates, which is given back after the step.
+u depends on the clip factor, so the gradient norm is reduced first, in a collective of its own (`global_norm`).
+Between the phases u needs as much memory as the parameters that this rank updates; it is freed after the step.
+
+With adapt=False in every group and eps 1e-8 this is AdamW. That is how AdamW runs under ZeRO.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,20 +26,22 @@ from largebatch.parallel.state_sharding import Sharding
 
 
 class _Work(NamedTuple):
-    """What the first phase leaves to the second."""
+    """The results of the first phase that the second one needs."""
 
     params: list[Tensor]  # of one group, at the same step
     s: Scalars
-    owned: list[Tensor]  # those of which this rank updates a piece;
-    x: list[Tensor]  # the pieces, where they are updated,
-    u: Sequence[Tensor]  # and by what
+    owned: list[Tensor]  # the parameters of which this rank updates a piece
+    x: list[Tensor]  # these pieces, on the device that updates them
+    u: Sequence[Tensor]  # the update of each piece
 
 
 class ShardedLamb(Lamb):
-    """`Lamb` for parts of tensors. Set `sharding` before it is used, and after wrapping: Horovod makes a new instance.
+    """`Lamb` for parts of tensors.
 
-    Under ZeRO the moments in `state` are those of this rank's piece, 1-D; step counters are everywhere. `state_of`
-    and `set_state_of` speak of whole local tensors in any case.
+    Set `sharding` before the first use and after Communicator.wrap, because Horovod makes a new instance there.
+
+    Under ZeRO `state` has the moments of this rank's piece, 1-D, and step counters of all parameters. `state_of` and
+    `set_state_of` always exchange whole local tensors.
     """
 
     sharding: Sharding | None = None
@@ -68,7 +72,7 @@ class ShardedLamb(Lamb):
     def _first_phase(
         self, params: list[Tensor], s: Scalars, impl: str, factor: Tensor | None, squares: Tensor
     ) -> _Work:
-        """Moments, u, and this rank's share of the squares of parameters of one device and type."""
+        """Compute moments, u, and this rank's share of the squares, for parameters of one device and type."""
         sharding = self._known()
         owned = [p for p in params if sharding.own(p).length]
         if not owned:
@@ -83,7 +87,7 @@ class ShardedLamb(Lamb):
         return _Work(params, s, owned, x, u)
 
     def _second_phase(self, work: _Work, squares: Tensor) -> dict[Tensor, Tensor]:
-        """Update this rank's pieces; the trust ratios of all parameters."""
+        """Update this rank's pieces; return the trust ratios of all parameters."""
         sharding = self._known()
         x_square, u_square = squares[:, [sharding.numbers[p] for p in work.params]]
         ratios = trust_ratio(x_square, u_square, work.s).to(work.params[0].dtype)
@@ -95,17 +99,18 @@ class ShardedLamb(Lamb):
         return dict(zip(work.params, ratios.to(work.params[0].device).unbind()))
 
     def _tensors(self, p: Tensor) -> Tensors:
-        """x, g, m and v of this rank's piece, flat, on the device where it is updated."""
+        """x, g, m and v of this rank's piece, 1-D, on the device that updates it."""
         sharding = self._known()
         x, g, m, v = super()._tensors(p)
         piece = sharding.own(p)
         x, g = piece.of(x), piece.of(g)
-        if sharding.offload:  # a copy in any case, so that the host's own parameters take the same way
+        if sharding.offload:
+            # Copy parameters of the host, too, so that all take the same path: `_second_phase` copies x back.
             x, g = x.to(sharding.home, copy=True), g.to(sharding.home)
         return x, g.to(x.dtype), m, v
 
     def init_param(self, p: Tensor) -> dict[str, Any]:
-        """The state of one parameter; zeros if it had none."""
+        """Return the state of one parameter, after creating it with zeros if there is none."""
         state = self.state[p]
         if not state:
             zeros = torch.zeros_like(p, memory_format=torch.contiguous_format)
@@ -115,14 +120,14 @@ class ShardedLamb(Lamb):
     # -- whole local tensors, for checkpoints ------------------------------------------------------------------
 
     def state_of(self, p: Tensor) -> dict[str, Any]:
-        """step, exp_avg and exp_avg_sq of p's shape, on all data ranks; {} if there is none. A collective."""
+        """Return step, exp_avg and exp_avg_sq of p's shape; {} without state. All data ranks call it together."""
         sharding, state = self._known(), self.state.get(p)
         if not state:
             return {}
         return {"step": state["step"]} | {name: sharding.whole(p, state[name]) for name in ("exp_avg", "exp_avg_sq")}
 
     def set_state_of(self, p: Tensor, state: dict[str, Any]) -> None:
-        """Take this rank's piece of what `state_of` gave, or of what was put together and cut anew for another mesh."""
+        """Keep this rank's piece of a state of p's shape: of `state_of`'s, or of one that was cut for another mesh."""
         sharding = self._known()
         self.state.pop(p, None)
         if not state:
@@ -141,9 +146,9 @@ class ShardedLamb(Lamb):
 
 
 def global_norm(optimizer: Optimizer, sharding: Sharding) -> Tensor:
-    """Norm of the gradients of the whole model, 0-d, the same on all its ranks: a collective of a replica.
+    """Compute the norm of the whole model's gradient, 0-d; all ranks of the replica call it together and get the same.
 
-    Where a rank has a summand of a gradient, `sharding.sum_partial_gradients` comes before.
+    Call `cuts.sum_partial_gradients` first if ranks have only summands of some gradients.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     device = next(iter(sharding.numbers)).device

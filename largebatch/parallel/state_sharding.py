@@ -1,17 +1,17 @@
-"""What an optimizer must know of the mesh: whose squares count how often, and which piece each data rank updates.
+"""The optimizer's view of the mesh: how each rank's squared norms are weighted, and which slice each data rank updates.
 
-ZeRO stage 1: all parameters of a rank, one after another, make a line of numbers that is cut into as many pieces as
-there are data ranks, equal but for one element, inside of tensors where it comes so. Each data rank keeps the
-optimizer's state of its piece alone, updates that, and gets the other pieces from the others (`Sharding.gather`).
+ZeRO stage 1: imagine all parameters of a rank joined into one long vector. It is cut into one piece per data rank. The
+pieces differ in length by one element at most, so a cut may lie inside a tensor. Each data rank keeps the optimizer's
+state of its own piece only. It updates this piece and receives the others from the other ranks (`Sharding.gather`).
 
-The line exists nowhere: parameters stay the tensors that they are, with memory of their own, as Horovod, checkpoints
-and compiled models know them. They are gathered through a buffer of `BUCKET` bytes instead, at the price of
-copying them in memory once.
+The long vector is never built. Each parameter keeps memory of its own, because Horovod, checkpoints and compiled models
+expect that. `gather` copies the pieces through a buffer of `collectives.BUCKET_BYTES`, so every parameter is copied in
+memory once per step.
 
-Measured for volo_d1 (26.6 million parameters, 102 MiB in float32) on the CPUs of one host, as what a rank's peak of
-resident memory after three steps lies above that of parameters and gradients: without ZeRO 359 MiB, of which 203 MiB
-are state and u most of the rest; on four data ranks 231 to 291 MiB, of which 51 MiB are state, and the bucket and
-what gloo copies of it much of the rest. `state_bytes` says the first of it in any run.
+Measured for volo_d1 (26.6 million parameters, 102 MiB in float32) on the CPUs of one host: a rank's peak of resident
+memory after three steps, less parameters and gradients. Without ZeRO it is 359 MiB: 203 MiB of state, and the updates u
+are most of the rest. On four data ranks it is 231 to 291 MiB: 51 MiB of state, and the buffer and gloo's copies of it
+are much of the rest. `state_bytes` gives the size of the state in any run.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,11 +26,9 @@ from largebatch.parallel import collectives
 from largebatch.parallel.cuts import Cut, replicas
 from largebatch.parallel.mesh import Mesh
 
-BUCKET = 2**26  # bytes that parameters are gathered in at a time: of all data ranks together
-
 
 class Piece(NamedTuple):
-    """Some elements, one after another, of a parameter."""
+    """A range of a parameter's elements."""
 
     parameter: Tensor
     first: int
@@ -38,28 +36,30 @@ class Piece(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.end - self.first
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The view of these elements of a contiguous tensor of the parameter's shape, 1-D."""
+        """View the same range of a contiguous tensor of the parameter's shape, 1-D."""
         return tensor.detach().view(-1)[self.first : self.end]
 
 
 class Sharding:
-    """Which parameters this rank has of which, to be set as an optimizer's `sharding`. A collective of the replica.
+    """The map from this rank's parameters to those of the whole model; assign it to `ShardedLamb.sharding`.
+
+    All ranks of a replica construct it together.
 
     Args:
-        parameters: those of this rank, by their names in the whole model.
-        cuts: how each of them is cut, see `sharding.cuts_of`.
-        zero: each data rank keeps the state of one piece and updates that.
-        offload: in host memory, on the host.
+        parameters: this rank's parameters, by their names in the whole model.
+        cuts: how each parameter is cut, see `cuts.cuts_of`.
+        zero: each data rank keeps the state of one piece only, and updates this piece.
+        offload: keep this state in host memory, and update it there.
 
     Attributes:
-        numbers: each parameter's among all those of the whole model, the same on all its ranks.
-        count: of them.
-        share: of each parameter's squares that this rank counts: one part of those that hold the same.
-        home: the device where the optimizer's state is, and computes.
+        numbers: the index of each parameter among those of the whole model, the same on all ranks of the replica.
+        count: number of parameters of the whole model.
+        share: the weight of a parameter's squares on this rank, 1 / number of ranks that hold the same part.
+        home: the device that holds the optimizer's state and computes the update.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class Sharding:
         self._own = {piece.parameter: piece for piece in self.pieces[self.data.index if zero else 0]}
 
     def own(self, p: Tensor) -> Piece:
-        """What this rank updates of one of its parameters: all, some or, under ZeRO, none of it."""
+        """The range of a parameter that this rank updates; under ZeRO it may be empty."""
         if p not in self.numbers:
             raise ValueError(f"a parameter of shape {tuple(p.shape)} is not among those that Sharding was given")
         return self._own.get(p, Piece(p, 0, 0))
 
     def gather(self, parameters: Iterable[Tensor]) -> None:
-        """Complete these parameters by the pieces that other data ranks have updated."""
+        """Copy into these parameters the pieces that other data ranks have updated."""
         if self.data.size == 1 or not self.zero:
             return
         moved = set(parameters)
@@ -108,9 +108,9 @@ class Sharding:
             self._gather(runs, first, min(first + step, longest))
 
     def _step(self) -> int:
-        """Elements of each data rank in a bucket."""
+        """Elements that each data rank contributes to one message."""
         example = next(iter(self.numbers))
-        return max(1, BUCKET // example.element_size() // self.data.size)
+        return max(1, collectives.BUCKET_BYTES // example.element_size() // self.data.size)
 
     def _gather(self, runs: list[list[Piece]], first: int, end: int) -> None:
         bucket = next(iter(self.numbers)).new_zeros(end - first)
@@ -122,7 +122,7 @@ class Sharding:
                 theirs.copy_(row[at : at + theirs.numel()])
 
     def whole(self, p: Tensor, own: Tensor) -> Tensor:
-        """A tensor of p's shape from what each data rank has for its piece of p: on all of them."""
+        """Assemble, on all data ranks, a tensor of p's shape from each rank's values for its piece of p."""
         whole = own.new_empty(p.numel())
         for index, pieces in enumerate(self.pieces):
             for piece in (piece for piece in pieces if piece.parameter is p):
@@ -133,13 +133,13 @@ class Sharding:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of the optimizer's state on this rank."""
+    """Size of the optimizer's state on this rank, in bytes."""
     tensors = (value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _between(parameters: Iterable[Tensor], first: int, end: int) -> Iterator[Piece]:
-    """The pieces of parameters between two places of the line that they make."""
+    """Yield the pieces of parameters between two positions of the long vector."""
     at = 0
     for p in parameters:
         piece = Piece(p, max(first - at, 0), min(end - at, p.numel()))
@@ -149,7 +149,7 @@ def _between(parameters: Iterable[Tensor], first: int, end: int) -> Iterator[Pie
 
 
 def _window(run: list[Piece], first: int, end: int) -> Iterator[tuple[int, Tensor]]:
-    """(place in the window, view of a parameter) of what lies between two places of a run of pieces."""
+    """Yield (position in the window, view of a parameter) for the elements `first` to `end` of a run of pieces."""
     starts = accumulate((piece.length for piece in run), initial=0)
     for start, piece in zip(starts, run):
         low, high = max(first, start), min(end, start + piece.length)

@@ -1,8 +1,8 @@
 """Layers whose matrices are cut over the tensor axes of a mesh: in one, two, two and a half, three dimensions.
 
-Activations (B, ..., C) are cut as a `Layout` says, and each mode has two of them: the outer one of the residual stream,
-and the inner one between the two linear layers of a pair (qkv and proj, fc1 and fc2). So there are two linear layers,
-inwards and outwards, and what they do is chosen by the axes:
+A `Layout` says how activations (B, ..., C) are cut. Each mode has two layouts: the outer one of the residual stream,
+and the inner one between the two linear layers of a pair (qkv and proj, fc1 and fc2). So there are two kinds of linear
+layers, inwards and outwards. The axes of the mode decide how they compute:
 
     mode    outer: batch; features    inner: batch; features    a linear layer, of x (B, C) and w (C', C)
     1d      -; -                      -; tensor                 inwards w is cut by rows; outwards by columns, and
@@ -12,8 +12,9 @@ inwards and outwards, and what they do is chosen by the axes:
     3d      x, y; z                   x, z; y                   x gathered over y, w over x, the product summed and
                                                                 cut over z; outwards y and z change places
 
-No rank ever holds a whole matrix, and backward fetches again what forward had fetched. Biases, and what else the rows
-of the batch share, have gradients that are summands over the axes of the batch: `Cut.partial`, summed once per step.
+No rank ever holds a whole matrix: the backward pass fetches again the parts that the forward pass had fetched. Each
+rank has only a summand of the gradients of biases and of other parameters that the rows of the batch share.
+`Cut.partial` marks them, and they are summed once per step.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Layout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All of them."""
+        """All axes of the layout."""
         return self.batch + self.features
 
 
@@ -52,29 +53,29 @@ def layouts(shape: Shape) -> tuple[Layout, Layout]:
     return square, square
 
 
-def parts(shape: Shape, axes: tuple[str, ...]) -> int:
-    """Into how many parts something cut along these axes is cut."""
+def num_blocks(shape: Shape, axes: tuple[str, ...]) -> int:
+    """Number of blocks of a dimension that is cut along these axes."""
     return block(shape.sizes, dict.fromkeys(shape.sizes, 0), axes)[1]
 
 
-def check_parts(shape: Shape, what: str, value: int, number: int, option: str = "") -> None:
-    """ValueError, one sentence, if the shape cuts `value` of something into `number` parts that are not equal."""
+def check_divisible(shape: Shape, what: str, value: int, number: int, option: str = "") -> None:
+    """Raise ValueError unless `value` of the model's `what` can be cut into `number` equal parts."""
     if value % number:
         raise ValueError(
-            f"The model has {value} {what}, and {shape} cuts them into {number} equal parts, which do not exist: "
+            f"The model has {value} {what}, and {shape} cuts them into {number} equal parts, which is impossible: "
             f"change {option}--parallel.tensor.size or mode."
         )
 
 
 def own_block(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Tensor:
-    """A view of this rank's block, along `dim`, of what all ranks have alike."""
+    """View this rank's block, along `dim`, of a tensor that is the same on all ranks."""
     index, number = mesh.block(axes)
     length = x.shape[dim] // number
     return x.narrow(dim, index * length, length)
 
 
 def whole(x: Tensor, mesh: Mesh, layout: Layout) -> Tensor:
-    """An activation of this layout put together, replicated, with a gradient."""
+    """Assemble an activation of this layout: whole on every rank, with a gradient."""
     for dim, axes in ((-1, layout.features), (0, layout.batch)):
         for name in reversed(axes):
             x = collectives.gather(x, mesh.axis(name), dim)
@@ -136,9 +137,9 @@ class Linear(nn.Module):
     """A linear layer that takes activations from the outer layout to the inner one, or back."""
 
     def __init__(self, serial: nn.Linear | nn.Conv2d, mesh: Mesh, *, inwards: bool, pieces: int = 1) -> None:
-        """Take this rank's part of `serial`, of whose outputs `pieces` follow one another and are each cut.
+        """Take this rank's part of `serial`. Its outputs are `pieces` blocks, each of which is cut by itself.
 
-        Of a convolution the weight becomes a matrix; who calls it hands over patches.
+        The weight of a convolution becomes a matrix, and the layer then expects patches.
         """
         super().__init__()
         outer, inner = layouts(mesh.shape)
@@ -153,7 +154,7 @@ class Linear(nn.Module):
             self.bias = nn.Parameter(local(serial.bias.detach(), self.cuts["bias"], mesh))
 
     def _weight_cut(self, source: Layout, pieces: int, flat: tuple[int, ...]) -> Cut:
-        sizes, columns = self.mesh.shape.sizes, source.features  # those of 1d
+        sizes, columns = self.mesh.shape.sizes, source.features  # in mode 1d
         partial = ("depth",) if "depth" in sizes else ()
         if "z" in sizes:
             columns = source.features + ("x",)
@@ -182,19 +183,19 @@ class Linear(nn.Module):
 
 
 class Head(Linear):
-    """The linear layer of the classes: its parts for the loss, its whole for everyone else."""
+    """The linear layer of the classes: the loss uses this rank's part of the logits, everyone else the whole."""
 
-    def parts(self, x: Tensor) -> Tensor:
+    def own_logits(self, x: Tensor) -> Tensor:
         """This rank's part of the logits, in `layout`."""
         return super().forward(x)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (B, K), replicated."""
-        return whole(self.parts(x), self.mesh, self.layout)
+        return whole(self.own_logits(x), self.mesh, self.layout)
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """x in the type of autocast, which does not reach into functions with a backward of their own."""
+    """Cast x to the type of autocast, which does not do it in functions with a backward of their own."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -208,7 +209,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _LayerNorm(torch.autograd.Function):
-    """Over features cut along one axis, in parts of one length."""
+    """Layer norm over features that are cut along one axis into equal parts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, axis: Axis, eps: float) -> Tensor:
@@ -231,7 +232,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class LayerNorm(nn.Module):
-    """Layer norm over cut features, with the parts' means and variances exchanged."""
+    """Layer norm over cut features; ranks exchange the means and variances of their parts."""
 
     def __init__(self, serial: nn.LayerNorm, mesh: Mesh, layout: Layout) -> None:
         super().__init__()
@@ -248,14 +249,14 @@ class LayerNorm(nn.Module):
         return _LayerNorm.apply(x, self.weight, self.bias, self.axis, self.eps)
 
 
-# -- chance ---------------------------------------------------------------------------------------------------------
+# -- dropout --------------------------------------------------------------------------------------------------------
 
 
 class Dropout(nn.Module):
-    """Dropout of an activation cut along `axes`: each block draws for itself, and ranks of one block draw alike.
+    """Dropout of an activation cut along `axes`: each block has its own mask, which all ranks of the block share.
 
-    All ranks draw the blocks' seeds from the default generator, which they share: so it stays the same on all of them,
-    and who restores it, such as activation checkpointing, gets the same draws again.
+    All ranks draw the seeds of all blocks from the default generator. So its state stays the same on all ranks, and
+    code that restores it, such as activation checkpointing, gets the same masks again.
     """
 
     def __init__(self, rate: float, mesh: Mesh, axes: tuple[str, ...]) -> None:
@@ -267,7 +268,7 @@ class Dropout(nn.Module):
         return x * self._kept(x, x.shape) if self.training else x
 
     def _kept(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """1 / (1 - rate) where something is kept, else 0."""
+        """Draw a mask: 1 / (1 - rate) for elements that are kept, 0 for the others."""
         index, number = self.mesh.block(self.axes)
         seed = torch.randint(2**62, (number,))[index].item()
         generator = torch.Generator(x.device).manual_seed(int(seed))
@@ -278,7 +279,7 @@ class Dropout(nn.Module):
 
 
 class DropPath(Dropout):
-    """Stochastic depth of a batch cut along `axes`: all parts of a sample are kept, or none."""
+    """Stochastic depth of a batch cut along `axes`: all parts of a sample are kept, or all are dropped."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""

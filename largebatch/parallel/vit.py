@@ -1,8 +1,8 @@
 """timm's VisionTransformer, as the zoo builds it, cut in place for a mesh.
 
-The model stays timm's: its layers are exchanged one for one under their names, attention computes with as many heads as
-this rank has, and images, which every rank gets whole, are cut by the patch embedding. `model(images)` gives whole
-logits on every rank; loss.py computes the loss from their parts.
+The model remains timm's class. Its layers are replaced one by one under their names, attention computes the heads of
+this rank, and the patch embedding cuts the images, which every rank gets whole. `model(images)` returns whole logits on
+every rank; loss.py computes the loss from their parts.
 """
 
 from collections.abc import Callable
@@ -23,17 +23,17 @@ from largebatch.parallel.tensor import (
     LayerNorm,
     Layout,
     Linear,
-    check_parts,
+    check_divisible,
     layouts,
+    num_blocks,
     own_block,
-    parts,
 )
 from zoo.vit import VisionTransformer
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """What of a ViT is cut."""
+    """The sizes of a ViT that are cut."""
 
     embed_dim: int
     num_heads: int
@@ -43,16 +43,16 @@ class Dimensions:
 
     @classmethod
     def of(cls, model: Any) -> "Dimensions":
-        """Those of a whole model."""
+        """The dimensions of a whole model."""
         attn, mlp = model.blocks[0].attn, model.blocks[0].mlp
         patch_features = model.patch_embed.proj.weight[0].numel()
         return cls(model.embed_dim, attn.num_heads, mlp.fc1.out_features, model.num_classes, patch_features)
 
 
 def check(dimensions: Dimensions, shape: Shape, batch: int) -> None:
-    """ValueError, one sentence, if a ViT or a batch of so many images cannot be cut into equal parts."""
+    """Raise ValueError if a ViT, or a batch of `batch` images, cannot be cut into equal parts."""
     _check_dimensions(dimensions, shape)
-    number = parts(shape, layouts(shape)[0].batch)
+    number = num_blocks(shape, layouts(shape)[0].batch)
     if batch % number:
         raise ValueError(
             f"--data.micro_batch_size is {batch}, and {shape} cuts each batch into {number}: expected a multiple of "
@@ -62,19 +62,19 @@ def check(dimensions: Dimensions, shape: Shape, batch: int) -> None:
 
 def _check_dimensions(dimensions: Dimensions, shape: Shape) -> None:
     outer, inner = layouts(shape)
-    linear = 1  # parts of the inputs of a matrix, at most
+    linear = 1  # largest number of parts of a matrix's inputs
     for axes in (outer.features, inner.features):
-        linear = max(linear, parts(shape, axes + (("x",) if "x" in shape.sizes else ())))
-    heads = parts(shape, inner.features)
-    check_parts(shape, "attention heads", dimensions.num_heads, heads)
-    check_parts(shape, "features", dimensions.embed_dim, linear)
-    check_parts(shape, "features inside its MLPs", dimensions.mlp_dim, linear)
-    check_parts(shape, "numbers per patch", dimensions.patch_features, linear)
-    check_parts(shape, "classes", dimensions.num_classes, heads, "--model.num_classes, or ")
+        linear = max(linear, num_blocks(shape, axes + (("x",) if "x" in shape.sizes else ())))
+    heads = num_blocks(shape, inner.features)
+    check_divisible(shape, "attention heads", dimensions.num_heads, heads)
+    check_divisible(shape, "features", dimensions.embed_dim, linear)
+    check_divisible(shape, "features inside its MLPs", dimensions.mlp_dim, linear)
+    check_divisible(shape, "numbers per patch", dimensions.patch_features, linear)
+    check_divisible(shape, "classes", dimensions.num_classes, heads, "--model.num_classes, or ")
 
 
 def parallelize(model: VisionTransformer, mesh: Mesh) -> None:
-    """Cut a whole model, the same on all ranks of the mesh, in place; ValueError for one that cannot be."""
+    """Cut a whole model, which must be the same on all ranks of the mesh, in place; ValueError if it cannot be cut."""
     _check_dimensions(Dimensions.of(model), mesh.shape)
     cut_embedding(model, mesh)
     for block in model.blocks:
@@ -83,7 +83,7 @@ def parallelize(model: VisionTransformer, mesh: Mesh) -> None:
 
 
 def cut_embedding(model: Any, mesh: Mesh) -> None:
-    """Cut what stands before the blocks."""
+    """Cut the layers before the blocks."""
     outer, _ = layouts(mesh.shape)
     model.patch_embed = PatchEmbed(model.patch_embed, mesh)
     cut = Cut({2: outer.features}, partial=outer.batch)
@@ -94,17 +94,18 @@ def cut_embedding(model: Any, mesh: Mesh) -> None:
 
 
 def cut_block(block: Any, mesh: Mesh) -> None:
-    """Cut one block: attention by heads, the MLP by hidden features, norms and dropout as they lie."""
+    """Cut one block: attention by heads, the MLP by hidden features, norms and dropout by their activations."""
     outer, inner = layouts(mesh.shape)
     attn, mlp = block.attn, block.mlp
-    attn.num_heads //= parts(mesh.shape, inner.features)
+    attn.num_heads //= num_blocks(mesh.shape, inner.features)
     attn.attn_dim = attn.num_heads * attn.head_dim
     attn.qkv, attn.proj = Linear(attn.qkv, mesh, inwards=True, pieces=3), Linear(attn.proj, mesh, inwards=False)
     mlp.fc1, mlp.fc2 = Linear(mlp.fc1, mesh, inwards=True), Linear(mlp.fc2, mesh, inwards=False)
     block.norm1, block.norm2 = _norm(block.norm1, mesh, outer), _norm(block.norm2, mesh, outer)
     attn.attn_drop, attn.proj_drop = _dropout(attn.attn_drop, mesh, inner), _dropout(attn.proj_drop, mesh, outer)
     if isinstance(attn.attn_drop, Dropout):
-        attn.fused_attn = False  # the kernel draws from the default generator, so alike for the heads of all ranks
+        # The fused kernel draws from the default generator: the heads of all ranks would get the same mask.
+        attn.fused_attn = False
     mlp.drop1, mlp.drop2 = _dropout(mlp.drop1, mesh, inner), _dropout(mlp.drop2, mesh, outer)
     for name in ("drop_path1", "drop_path2"):
         rate = getattr(getattr(block, name), "drop_prob", 0.0)
@@ -113,7 +114,7 @@ def cut_block(block: Any, mesh: Mesh) -> None:
 
 
 def cut_head(model: Any, mesh: Mesh) -> None:
-    """Cut what stands behind the blocks."""
+    """Cut the layers behind the blocks."""
     outer, _ = layouts(mesh.shape)
     model.norm, model.fc_norm = _norm(model.norm, mesh, outer), _norm(model.fc_norm, mesh, outer)
     model.head_drop = _dropout(model.head_drop, mesh, outer)
@@ -130,13 +131,13 @@ def _dropout(dropout: nn.Module, mesh: Mesh, layout: Layout) -> nn.Module:
 
 
 class PatchEmbed(nn.Module):
-    """The patches of whole images as an activation of the outer layout: a linear layer outwards from their pixels.
+    """Whole images -> patches in the outer layout: a linear layer outwards from their pixels.
 
-    Each rank reads its own part of the pixels alone, in the inner layout.
+    Each rank reads its own part of the pixels only, in the inner layout.
     """
 
     def __init__(self, serial: Any, mesh: Mesh) -> None:
-        """Cut timm's."""
+        """Cut timm's patch embedding."""
         super().__init__()
         self.img_size, self.patch_size, self.grid_size = serial.img_size, serial.patch_size, serial.grid_size
         self.num_patches = serial.num_patches
@@ -146,7 +147,7 @@ class PatchEmbed(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, 3, H, W), replicated -> this rank's part of (B, N, C); ValueError if B cannot be cut."""
         (outer, inner), (height, width) = layouts(self.mesh.shape), self.grid_size
-        number = parts(self.mesh.shape, outer.batch)
+        number = num_blocks(self.mesh.shape, outer.batch)
         if len(images) % number:
             raise ValueError(
                 f"A batch of {len(images)} images cannot be cut into {number} equal parts: change "
@@ -163,7 +164,7 @@ class Predictor(nn.Module):
     """A cut model for batches of any size, such as the last one of an evaluation."""
 
     def __init__(self, model: nn.Module, predict: Callable[[Tensor], Tensor], *, multiple: int) -> None:
-        """predict: gives the model's logits, whole, for batches of a multiple of so many images."""
+        """predict: computes the model's whole logits for a batch whose size is a multiple of `multiple`."""
         super().__init__()
         self.model, self.predict, self.multiple = model, predict, multiple
 
@@ -173,6 +174,6 @@ class Predictor(nn.Module):
 
 
 def filled(tensor: Tensor, multiple: int) -> Tensor:
-    """With zeros behind it, up to a multiple of so many in the first dimension."""
+    """Pad the first dimension with zeros to a multiple of `multiple`."""
     missing = -len(tensor) % multiple
     return F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, missing)) if missing else tensor

@@ -1,8 +1,8 @@
 """VOLO cut in place in one dimension: its attentions by heads, its MLPs by hidden features, its heads by classes.
 
-Everything between them is whole on every rank, and so are the stem, the step between its two grids, norms and position
-embeddings: 3 % of D1's parameters and 1 % of D5's. For the same reason no other mode is offered: convolutions and batch
-norm want all features of all images, in which the other modes cut activations.
+Activations between these layers are whole on every rank. So are the stem, the layer between the two grids, norms and
+position embeddings: 3 % of D1's parameters and 1 % of D5's. No other mode is offered, because the other modes cut
+activations by images and features, and convolutions and batch norm need all features of all images.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from largebatch.losses import TokenBatch, mixed_targets, targets_of_tokens
 from largebatch.parallel import collectives
 from largebatch.parallel.loss import cross_entropy
 from largebatch.parallel.mesh import Mesh
-from largebatch.parallel.tensor import Dropout, Head, Linear, check_parts
+from largebatch.parallel.tensor import Dropout, Head, Linear, check_divisible
 from zoo.volo import CELL, VOLO, Attention, Block, OutlookAttention, mix_back
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """What of a VOLO is cut."""
+    """The sizes of a VOLO that are cut."""
 
     heads: frozenset[int]  # of all its attentions
     mlp_dims: frozenset[int]
@@ -31,29 +31,29 @@ class Dimensions:
 
     @classmethod
     def of(cls, model: VOLO) -> "Dimensions":
-        """Those of a whole model."""
+        """The dimensions of a whole model."""
         blocks: list[Any] = [module for module in model.modules() if isinstance(module, Block)]
         heads = frozenset(block.attn.num_heads for block in blocks)
         return cls(heads, frozenset(block.mlp.fc1.out_features for block in blocks), model.num_classes)
 
 
 def check(dimensions: Dimensions, shape: Shape) -> None:
-    """ValueError, one sentence, if a VOLO cannot be cut so."""
+    """Raise ValueError if a VOLO cannot be cut for this shape."""
     if "tensor" not in shape.sizes:
         raise ValueError(
-            f"--parallel.tensor.mode cuts images and features ({shape}), of which VOLO's convolutions and batch norm "
-            "want all: set mode 1d, the only one that VOLO has, or take a ViT."
+            f"--parallel.tensor.mode cuts images and features ({shape}), and VOLO's convolutions and batch norm need "
+            "all of them: set mode 1d, the only one that VOLO has, or take a ViT."
         )
     number = shape.sizes["tensor"]
     for heads in sorted(dimensions.heads):
-        check_parts(shape, "attention heads", heads, number)
+        check_divisible(shape, "attention heads", heads, number)
     for mlp_dim in sorted(dimensions.mlp_dims):
-        check_parts(shape, "features inside its MLPs", mlp_dim, number)
-    check_parts(shape, "classes", dimensions.num_classes, number, "--model.num_classes, or ")
+        check_divisible(shape, "features inside its MLPs", mlp_dim, number)
+    check_divisible(shape, "classes", dimensions.num_classes, number, "--model.num_classes, or ")
 
 
 def parallelize(model: VOLO, mesh: Mesh) -> None:
-    """Cut a whole model, the same on all ranks of the mesh, in place; ValueError for one that cannot be."""
+    """Cut a whole model, which must be the same on all ranks of the mesh, in place; ValueError if it cannot be cut."""
     check(Dimensions.of(model), mesh.shape)
     for module in list(model.modules()):
         if isinstance(module, Block):
@@ -82,12 +82,12 @@ def cut_block(block: Any, mesh: Mesh) -> None:
 
 
 def token_labeling(mesh: Mesh, *, cls_weight: float, dense_weight: float) -> Callable[[Any, TokenBatch], Tensor]:
-    """The objective `losses.token_labeling` of a cut VOLO: no rank holds all classes' logits of the cells."""
+    """The objective `losses.token_labeling` of a cut VOLO; no rank holds the cells' logits for all classes."""
 
     def objective(model: Any, batch: TokenBatch) -> Tensor:
         x = model.forward_features(batch.images, batch.mix_box)
-        logits = model.head.parts(model.head_drop(x[:, 0]))
-        cells = mix_back(model.aux_head.parts(x[:, 1:]), batch.mix_box, batch.images.shape[-1] // CELL)
+        logits = model.head.own_logits(model.head_drop(x[:, 0]))
+        cells = mix_back(model.aux_head.own_logits(x[:, 1:]), batch.mix_box, batch.images.shape[-1] // CELL)
         num_tokens = cells.shape[1]
         loss = cross_entropy(logits, mixed_targets(batch.targets, batch.mix_box, num_tokens), mesh)
         dense = cross_entropy(cells, targets_of_tokens(batch, num_tokens), mesh) / num_tokens
@@ -97,7 +97,7 @@ def token_labeling(mesh: Mesh, *, cls_weight: float, dense_weight: float) -> Cal
 
 
 class _Branch(Linear):
-    """A layer inwards of which there are several after one `collectives.copy`, or whose weight is used by itself."""
+    """A layer inwards that shares one `collectives.copy` with others, or whose weight is used without the layer."""
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)

@@ -31,7 +31,7 @@ from largebatch.parallel.cuts import Cut
 from largebatch.parallel.mesh import Mesh
 
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = ("vit", "volo", "pipeline", "sequence", "lamb")
+PRELOADED = ("vit", "volo", "pipeline", "sequence", "sharded_lamb")
 CONTEXT.set_forkserver_preload(["pytest", "torch._dynamo", *(f"largebatch.parallel.{name}" for name in PRELOADED)])
 LIMIT_S = 180
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gloo import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from largebatch.parallel import state_sharding as zero
+from largebatch.parallel import collectives
 from largebatch.parallel.mesh import Mesh
 
 FOLDER = Path(__file__).parent
@@ -107,7 +107,8 @@ def _state():
         "folder": os.getcwd(),
         "warnings": len(caught),
         "groups": list(dist.distributed_c10d._world.pg_names.values()),
-        "patched": (zero.BUCKET, hasattr(zero, "_added"), Mesh.close.__name__, dist.all_reduce.__name__),
+        "patched": (collectives.BUCKET_BYTES, hasattr(collectives, "_added")),
+        "patched deeper": (Mesh.close.__name__, dist.all_reduce.__name__),
     }
 
 
@@ -126,7 +127,7 @@ def _leave():
     dist.new_subgroups_by_enumeration([[0], [1]])
     init_device_mesh("cpu", (2,))
     dist.isend(torch.ones(3), 1 - dist.get_rank())  # that nobody receives
-    zero.BUCKET, zero._added, Mesh.close, dist.all_reduce = 1, 1, _state, _state
+    collectives.BUCKET_BYTES, collectives._added, Mesh.close, dist.all_reduce = 1, 1, _state, _state
 
 
 def test_a_call_finds_nothing_of_the_one_before():

@@ -11,8 +11,7 @@ from torch import nn
 from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.optim import build_optimizer, clip_gradients, gradient_norm, init_state
 from largebatch.parallel import collectives
-from largebatch.parallel import state_sharding as zero
-from largebatch.parallel.cuts import WHOLE, Cut, local
+from largebatch.parallel.cuts import UNCUT, Cut, local
 from largebatch.parallel.mesh import Mesh
 from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
 from largebatch.parallel.state_sharding import Sharding, state_bytes
@@ -110,7 +109,7 @@ class Rank:
 
     def __init__(self, parallel, cuts, preset, whole=None):
         self.mesh = Mesh(parallel.shape())
-        self.cuts = {name: cuts.get(name, WHOLE) for name in SHAPES}
+        self.cuts = {name: cuts.get(name, UNCUT) for name in SHAPES}
         stage, stages = self.mesh.axis("pipeline").index, self.mesh.axis("pipeline").size
         names = [name for number, name in enumerate(SHAPES) if number * stages // len(SHAPES) == stage]
         self.model = Parameters({name: self.part(name, (whole or whole_parameters())[name]) for name in names})
@@ -165,7 +164,7 @@ def _expected(preset, clip):
 
 def _errors(parallel, cuts, expected):
     """Largest difference to the reference, relative, of everything, for all presets, with and without a clip."""
-    zero.BUCKET = 8 * 50  # several in a step
+    collectives.BUCKET_BYTES = 8 * 50  # several in a step
     errors = {}
     for case, (expected_norms, expected_parameters) in expected.items():
         rank = Rank(parallel, cuts, case[0])
@@ -305,7 +304,7 @@ def test_without_adaptation_it_is_adamw():
 def _mistakes():
     mesh = Mesh(ParallelConfig(zero=1).shape())
     model = Parameters(whole_parameters())
-    parameters, cuts = dict(model.named_parameters()), dict.fromkeys(SHAPES, WHOLE)
+    parameters, cuts = dict(model.named_parameters()), dict.fromkeys(SHAPES, UNCUT)
     optimizer = ShardedLamb(model.parameters())
     with pytest.raises(ValueError, match="does not know its mesh: set its sharding, after Communicator.wrap"):
         optimizer.step()

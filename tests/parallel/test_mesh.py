@@ -47,7 +47,7 @@ def test_nobody_waits_longer_than_the_limit():
     on_ranks(_waits_alone, 4)
 
 
-def _parts():
+def _cut_and_assembled():
     mesh = Mesh(TWO_AND_A_HALF.shape())
     whole = torch.arange(12.0 * 8).reshape(12, 8)
     cut = Cut({0: ("column",), 1: ("row",)}, pieces=3)
@@ -60,7 +60,7 @@ def _parts():
 
 def test_a_parameter_is_cut_piece_by_piece_and_put_together_again():
     whole = torch.arange(12.0 * 8).reshape(3, 2, 2, 2, 4)  # pieces, column, within it; row, within it
-    for place, mine, same in on_ranks(_parts, 8):
+    for place, mine, same in on_ranks(_cut_and_assembled, 8):
         assert torch.equal(mine, whole[:, place["column"], :, place["row"]].reshape(6, 4)) and same
 
 
@@ -68,10 +68,10 @@ def _gradients(name):
     """One function between two weighted sums; the loss that all ranks have, and the gradient of this rank's input."""
     axis = Mesh(ParallelConfig(tensor=TensorConfig(size=2)).shape()).axis("tensor")
     function = getattr(collectives, name)
-    replicated_in, apart_out = name in ("copy", "part"), name in ("copy", "total", "part")
+    replicated_in, apart_out = name in ("copy", "split"), name in ("copy", "total", "split")
     torch.manual_seed(0 if replicated_in else axis.index)
     x = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    y = function(x, axis, 0) if name in ("gather", "part") else function(x, axis)
+    y = function(x, axis, 0) if name in ("gather", "split") else function(x, axis)
     weights = torch.arange(1.0, 9.0, dtype=torch.float64)[: len(y)] + (10 * axis.index if apart_out else 0)
     loss = (weights * y).sum()
     if apart_out:
@@ -81,18 +81,18 @@ def _gradients(name):
     return xs, loss.item(), x.grad, y.detach()
 
 
-@pytest.mark.parametrize("name", ["copy", "reduce", "total", "gather", "part"])
+@pytest.mark.parametrize("name", ["copy", "reduce", "total", "gather", "split"])
 def test_gradients_of_collectives(name):
     """Against the same function of all inputs at once, without ranks."""
     found = on_ranks(_gradients, 2, name)
     xs = found[0][0].clone().requires_grad_()
-    first, second = (xs[:4], xs[:4]) if name in ("copy", "part") else (xs[:4], xs[4:])
+    first, second = (xs[:4], xs[:4]) if name in ("copy", "split") else (xs[:4], xs[4:])
     outputs = {
         "copy": (first, second),
         "reduce": (first + second,),
         "total": (first + second, first + second),
         "gather": (xs,),
-        "part": (first[:2], first[2:]),
+        "split": (first[:2], first[2:]),
     }[name]
     weights = torch.arange(1.0, 9.0, dtype=torch.float64)
     loss = sum(((weights[: len(y)] + 10 * index) * y).sum() for index, y in enumerate(outputs))
@@ -100,7 +100,7 @@ def test_gradients_of_collectives(name):
     for index, (_, value, grad, y) in enumerate(found):
         assert value == pytest.approx(loss.item(), rel=1e-14)
         torch.testing.assert_close(y, outputs[min(index, len(outputs) - 1)], rtol=1e-14, atol=1e-14)
-        expected = xs.grad[:4] if name in ("copy", "part") else xs.grad[4 * index : 4 * index + 4]
+        expected = xs.grad[:4] if name in ("copy", "split") else xs.grad[4 * index : 4 * index + 4]
         torch.testing.assert_close(grad, expected, rtol=1e-14, atol=1e-14)
 
 

@@ -147,7 +147,7 @@ def test_a_stage_keeps_no_more_micro_batches_than_its_schedule_needs(schedule, e
 class Half(torch.nn.Linear):
     """A head of which a rank gives the loss a part."""
 
-    def parts(self, x):
+    def own_logits(self, x):
         return self(x)[:, :2]
 
 

@@ -9,8 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.losses import soft_target_cross_entropy
-from largebatch.parallel import cuts as sharding
-from largebatch.parallel import vit
+from largebatch.parallel import collectives, vit
 from largebatch.parallel.collectives import all_gather
 from largebatch.parallel.cuts import cuts_of, local, sum_partial_gradients
 from largebatch.parallel.mesh import Mesh
@@ -238,7 +237,7 @@ def _cut_matrices(config):
     parallelize(model, mesh)
     logits = train(model, *batch())
     cuts = cuts_of(model)
-    sharding.BUCKET = 8 * 100  # several messages, and tensors that are larger
+    collectives.BUCKET_BYTES = 8 * 100  # several messages, and tensors that are larger
     sum_partial_gradients(model, cuts, mesh)
     expected = train(whole, *batch())
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
@@ -282,7 +281,7 @@ def _half(images):
         (lambda: build(attn_drop_rate=0.1), 2, "is 2, and the ring has no dropout .* --model.attn_drop_rate 0"),
         (lambda: build(pool="max"), 2, "pools by token or avg, and it has max"),
         (lambda: build(), 51, "sequence is 51, and the model has 50 tokens"),
-        (lambda: torch.nn.Linear(1, 1), 2, "sequence is 2, and Linear is no ViT"),
+        (lambda: torch.nn.Linear(1, 1), 2, "sequence is 2, and Linear is not a ViT"),
     ],
 )
 def test_what_the_ring_cannot_do_is_refused(make, size, sentence):

@@ -19,15 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from largebatch import losses
 from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.optim import build_optimizer, clip_gradients, gradient_norm
-from largebatch.parallel import collectives
-from largebatch.parallel import cuts as sharding
-from largebatch.parallel import vit
+from largebatch.parallel import collectives, vit
 from largebatch.parallel.cuts import cuts_of, sum_partial_gradients
 from largebatch.parallel.loss import classification
 from largebatch.parallel.mesh import Mesh
 from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
 from largebatch.parallel.state_sharding import Sharding
-from largebatch.parallel.tensor import Dropout, DropPath, Linear, layouts, whole
+from largebatch.parallel.tensor import Dropout, DropPath, Linear, layouts, num_blocks, whole
 from zoo.vit import VisionTransformer
 
 MESHES = {
@@ -194,7 +192,7 @@ ALONE = {  # what a rank that talks to nobody would have instead
 }
 
 
-OURS = ("collectives", "sharding", "tensor", "loss")  # not the optimizer, which has tests of its own
+OURS = ("collectives", "cuts", "tensor", "loss")  # not the optimizer, which has tests of its own
 
 
 @contextmanager
@@ -214,13 +212,11 @@ def left_out(site, seen):
     originals = {name: getattr(collectives, name) for name in ALONE}
     for name, original in originals.items():
         setattr(collectives, name, replaced(name, original))
-    sharding.all_reduce, of_sharding = collectives.all_reduce, sharding.all_reduce
     try:
         yield
     finally:
         for name, original in originals.items():
             setattr(collectives, name, original)
-        sharding.all_reduce = of_sharding
 
 
 SHOWS = 1e-4
@@ -353,7 +349,7 @@ def _chances(tensor):
         (inner, Dropout(0.25, mesh, inner.axes)),
         (outer, DropPath(0.25, mesh, outer.batch)),
     ):
-        ones = torch.ones(256 // vit.parts(mesh.shape, layout.batch), 4, 64 // vit.parts(mesh.shape, layout.features))
+        ones = torch.ones(256 // num_blocks(mesh.shape, layout.batch), 4, 64 // num_blocks(mesh.shape, layout.features))
         masks.append(whole(module(ones), mesh, layout))
     random = collectives.all_gather(torch.rand(1), mesh.axis("model"))
     model = make(
@@ -398,15 +394,15 @@ def test_chance_agrees_where_ranks_have_the_same_and_differs_where_they_do_not(n
         for layout, mask in zip((outer, inner), masks):
             blocks = [
                 block
-                for rows in mask.chunk(vit.parts(sizes, layout.batch))
-                for block in rows.chunk(vit.parts(sizes, layout.features), dim=2)
+                for rows in mask.chunk(num_blocks(sizes, layout.batch))
+                for block in rows.chunk(num_blocks(sizes, layout.features), dim=2)
             ]
             for number, block in enumerate(blocks):
                 assert block.unique().tolist() == pytest.approx([0, 1 / 0.75])
                 assert block.mean().item() == pytest.approx(1, abs=0.03)
                 assert not any(torch.equal(block, other) for other in blocks[:number])
         assert (masks[2] == masks[2][:, :1, :1]).all(), "parts of a sample differ in stochastic depth"
-        samples = masks[2][:, 0, 0].chunk(vit.parts(sizes, outer.batch))
+        samples = masks[2][:, 0, 0].chunk(num_blocks(sizes, outer.batch))
         assert not any(torch.equal(rows, other) for k, rows in enumerate(samples) for other in samples[:k])
         (loss, grad), (loss_again, grad_again), (other, _) = found.values()
         assert loss == loss_again and torch.equal(grad, grad_again) and loss != other
