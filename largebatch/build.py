@@ -211,7 +211,7 @@ def build_replica(config: TrainConfig, comm: Communicator, device: torch.device,
         rendezvous.start(comm, device)
     with comm.together("building"):
         model = build_model(config, device, weights=weights)
-    # The ranks of a replica talk to each other while they divide, so a failure there is one of all.
+    # The ranks of a replica talk to each other while they divide the model, so a failure there happens on all of them.
     with comm.together("dividing"):
         replica = divide(config, model, make_optimizer, limit_s=comm.stall_limit_s)
     with comm.together("building"):
