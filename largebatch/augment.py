@@ -1,9 +1,8 @@
 """Augmentation of one numbered micro-batch, on its device: random erasing, soft targets, mixup, cutmix and MixToken.
 
-The arithmetic is pure functions that are told the draw; `Augment` only draws. What it draws depends on the
-generator alone, and the generator on (seed, step, number of the micro-batch): another number of ranks changes
-which process computes a micro-batch, never what comes out. Draws are made on the CPU, so they are the same
-for a GPU.
+The arithmetic is in pure functions that take the draw as an argument; `Augment` only draws. Its draws depend on the
+generator alone, and the generator on (seed, step, number of the micro-batch). So the number of ranks decides which
+process computes a micro-batch, but not its result. Draws are made on the CPU, so they are the same for a GPU.
 """
 
 import hashlib
@@ -23,23 +22,23 @@ MixBox = tuple[int, int, int, int]  # first row and column, last row and column 
 
 
 class Augmented(NamedTuple):
-    """A micro-batch as the objective gets it."""
+    """A micro-batch in the form that an objective takes."""
 
     images: Tensor
     """(B, 3, H, W)"""
     targets: Tensor
     """float32 (B, K), each row the probabilities of the K classes"""
     token_targets: Tensor | None = None
-    """float32 (B, N, K), the same for each of N output cells, row by row, or zeros where nothing is known of a cell"""
+    """float32 (B, N, K), the same for each of N output cells, or zeros for a cell of which nothing is known"""
     mix_box: MixBox | None = None
     """the output cells that image i of the batch is to take from image B - 1 - i; the targets are not mixed yet"""
 
 
 def seed_for(seed: int, step: int, number: int, *, purpose: str = "augment") -> int:
-    """The seed, in [0, 2**63), of what is drawn for one micro-batch: a hash of the run's seed and its place.
+    """Return the seed, in [0, 2**63), of all draws for one micro-batch: a hash of the run's seed and its place.
 
-    A hash, not a sum: neighbouring places share nothing, and seed 1 at step 0 is not seed 0 at step 1.
-    purpose: a name of at most 16 bytes for what is drawn, so that augmentation and dropout are independent.
+    It is a hash, not a sum, so neighbouring places share nothing, and seed 1 at step 0 is not seed 0 at step 1.
+    purpose: a name of at most 16 bytes for the kind of draw, so that augmentation and dropout are independent.
     """
     place = struct.pack("<qqq", seed, step, number)
     digest = hashlib.blake2b(place, digest_size=8, person=purpose.encode()).digest()
@@ -47,9 +46,9 @@ def seed_for(seed: int, step: int, number: int, *, purpose: str = "augment") -> 
 
 
 def one_hot(labels: Tensor, num_classes: int, *, smoothing: float = 0.0) -> Tensor:
-    """Labels int64 (B,) -> probabilities float32 (B, K): `smoothing` is spread evenly over all K classes.
+    """Turn labels int64 (B,) into probabilities float32 (B, K); spread `smoothing` evenly over all K classes.
 
-    The true class so gets 1 - smoothing + smoothing / K (https://arxiv.org/abs/1512.00567).
+    The true class then gets 1 - smoothing + smoothing / K (https://arxiv.org/abs/1512.00567).
     """
     even = smoothing / num_classes
     targets = torch.full((len(labels), num_classes), even, dtype=torch.float32, device=labels.device)
@@ -67,9 +66,9 @@ def mixup(images: Tensor, targets: Tensor, *, lam: float, partners: Tensor) -> t
 
 
 def draw_mixup(num_images: int, alpha: float, *, generator: torch.Generator) -> tuple[float, Tensor]:
-    """One lambda ~ Beta(alpha, alpha) and one random permutation as partners, from a CPU generator."""
+    """Draw one lambda ~ Beta(alpha, alpha) and one random permutation as partners, from a CPU generator."""
     partners = torch.randperm(num_images, generator=generator)
-    # torch's Beta takes no generator, numpy's does: one draw of ours seeds it
+    # torch's Beta takes no generator, but numpy's does, so one draw of our generator seeds it.
     seed = int(torch.randint(2**63 - 1, (), generator=generator))
     return float(np.random.default_rng(seed).beta(alpha, alpha)), partners
 
@@ -98,10 +97,10 @@ def cutmix(images: Tensor, targets: Tensor, *, box: Box, partners: Tensor) -> tu
 def draw_cutmix(
     num_images: int, alpha: float, size: tuple[int, int], *, generator: torch.Generator
 ) -> tuple[Box, Tensor]:
-    """One box for images of `size` (H, W), and partners as for mixup.
+    """Draw one box for images of `size` (H, W), and partners as for mixup.
 
-    The box has the part 1 - lambda of the area, lambda ~ Beta(alpha, alpha), and its centre anywhere; what reaches
-    out of the image is cut off.
+    The box has the share 1 - lambda of the area, lambda ~ Beta(alpha, alpha), and its centre anywhere; it is clipped to
+    the image.
     """
     lam, partners = draw_mixup(num_images, alpha, generator=generator)
     edges: list[int] = []
@@ -116,10 +115,10 @@ ATTEMPTS = 10
 
 
 def draw_boxes(num_images: int, size: tuple[int, int], prob: float, *, generator: torch.Generator) -> Tensor:
-    """Boxes to erase, int64 (num_images, 4) as top, bottom, left, right; each with probability `prob`, or empty.
+    """Draw boxes to erase, int64 (num_images, 4) as top, bottom, left, right; each with probability `prob`, or empty.
 
-    Area uniform, aspect ratio log-uniform; the first of ten attempts that is smaller than the image `size` (H, W), or
-    none. From a CPU generator.
+    The area is uniform and the aspect ratio log-uniform. The box is the first of ten attempts that is smaller than
+    the image, `size` (H, W), or else empty. The generator is a CPU one.
     """
     u = torch.rand(num_images, 1 + 4 * ATTEMPTS, dtype=torch.float64, generator=generator).numpy()
     area, aspect, down, along = u[:, 1:].reshape(num_images, 4, ATTEMPTS).swapaxes(0, 1)
@@ -138,9 +137,9 @@ def draw_boxes(num_images: int, size: tuple[int, int], prob: float, *, generator
 
 
 def erase(images: Tensor, *, boxes: Tensor, noise: Tensor | None) -> Tensor:
-    """Images (B, 3, H, W) with their boxes, on the host as of `draw_boxes`, filled with `noise`, or with 0 if None.
+    """Fill the boxes (of `draw_boxes`, on the host) of images (B, 3, H, W) with `noise`, or with 0 if it is None.
 
-    noise: as many numbers as pixels times channels are erased, image by image, channel by channel, row by row.
+    noise: one number for each erased pixel and channel, image by image, channel by channel, row by row.
     """
     erased = torch.nonzero(boxes[:, 1] > boxes[:, 0])[:, 0]
     edges = boxes[erased].to(images.device, non_blocking=True)[:, :, None]
@@ -156,16 +155,16 @@ def erase(images: Tensor, *, boxes: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def draw_noise(boxes: Tensor, num_channels: int, *, generator: torch.Generator) -> Tensor:
-    """What `erase` fills the boxes with: normal numbers, from a CPU generator and only as many as it needs."""
+    """Draw the normal numbers with which `erase` fills the boxes, from a CPU generator, only as many as needed."""
     pixels = (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2])
     return torch.randn(num_channels * int(pixels.sum()), generator=generator)
 
 
 def draw_mix_box(grid: int, *, generator: torch.Generator) -> MixBox:
-    """MixToken's box among grid x grid output cells, from a CPU generator; it may be empty.
+    """Draw MixToken's box among grid x grid output cells, from a CPU generator; it may be empty.
 
-    As published: lambda ~ Beta(1, 1), sides of sqrt(1 - lambda) of the grid's, a random cell as the centre, and cut
-    off at the border (https://arxiv.org/abs/2104.10858).
+    As published: lambda ~ Beta(1, 1), sides of sqrt(1 - lambda) of the grid's, a random cell as the centre, clipped
+    at the border (https://arxiv.org/abs/2104.10858).
     """
     lam = float(torch.rand((), generator=generator, dtype=torch.float64))
     half = int(grid * math.sqrt(1.0 - lam)) // 2
@@ -175,7 +174,7 @@ def draw_mix_box(grid: int, *, generator: torch.Generator) -> MixBox:
 
 
 def smooth(targets: Tensor, smoothing: float) -> Tensor:
-    """Probabilities (..., K) with a share `smoothing` of them spread evenly, in place; rows of zeros stay zero.
+    """Spread a share `smoothing` of probabilities (..., K) evenly, in place; rows of zeros stay zero.
 
     They add up to 1. The published code keeps 1 - smoothing + smoothing / K of the teacher's, so that its targets add
     up to 1 + smoothing / K.
@@ -185,10 +184,10 @@ def smooth(targets: Tensor, smoothing: float) -> Tensor:
 
 
 def with_ground_truth(teacher: Tensor, own: Tensor, labels: Tensor, *, rule: str) -> Tensor:
-    """r teacher + (1 - r) own: the class targets (B, K) of a teacher and of the labels int64 (B,), by `TEACHERS_SHARE`.
+    """Mix the class targets (B, K) of a teacher and of the labels int64 (B,): r teacher + (1 - r) own.
 
-    r depends on whether the teacher's first class is the label. published: 0.5 if it is, 0.9 if not; intended, which is
-    what the published code says that it does: the wrong teacher gets less, 0.9 if right, 0.5 if not.
+    r is from `TEACHERS_SHARE` and depends on whether the teacher's first class is the label. published: 0.5 if it is,
+    0.9 if not. intended: 0.9 if it is, 0.5 if not, so that a wrong teacher gets less, as the published code says.
     """
     right, wrong = TEACHERS_SHARE[rule]
     share = torch.where(teacher.argmax(dim=1, keepdim=True) == labels[:, None], right, wrong)
@@ -202,10 +201,10 @@ class Augment:
     `switch_prob` and mixup the rest. label_smoothing: in [0, 1). erase_prob: probability of random erasing, with
     normal noise (erase_mode pixel) or with 0, the mean (const: CutOut).
 
-    Where token labels come with the images, the targets are a teacher's: that of the image what it saw over the whole
-    crop (as in ReLabel), with the label's by the rule `ground_truth` (`with_ground_truth`), or the label's alone where
-    it saw nothing of the crop. grid: output cells along each side for which there are token targets, 0: none.
-    mix_token: draw a box among them (`draw_mix_box`), instead of mixup and cutmix.
+    If token labels come with the images, the targets are a teacher's. The target of an image is the teacher's over the
+    whole crop (as in ReLabel), mixed with the label by the rule `ground_truth` (`with_ground_truth`), or the label
+    alone if the teacher saw nothing of the crop. grid: output cells along each side for which there are token targets,
+    0: none. mix_token: draw a box among them (`draw_mix_box`), instead of mixup and cutmix.
     """
 
     def __init__(
@@ -244,7 +243,7 @@ class Augment:
     def __call__(
         self, images: Tensor, labels: Tensor, generator: torch.Generator, token_labels: TokenLabels | None = None
     ) -> Augmented:
-        """Images (B, 3, H, W), labels int64 (B,) and token labels on one device; the generator is a CPU one."""
+        """Augment images (B, 3, H, W), labels int64 (B,) and token labels on one device; the generator is a CPU one."""
         targets, taught = one_hot(labels, self.num_classes, smoothing=self.label_smoothing), None
         if token_labels is not None:
             targets, taught = self._taught(targets, labels, token_labels)
@@ -268,7 +267,7 @@ class Augment:
         return Augmented(images, targets, taught)
 
     def _taught(self, own: Tensor, labels: Tensor, token_labels: TokenLabels) -> tuple[Tensor, Tensor | None]:
-        """A teacher's targets (B, K) and (B, N, K), instead of the label's `own`; the latter None without a grid."""
+        """Return a teacher's targets (B, K), in place of the label's `own`, and (B, N, K); without a grid None."""
         grids = [1, self.grid] if self.grid else [1]
         taught, seen = token_targets(token_labels, num_classes=self.num_classes, grids=grids)
         taught = smooth(taught, self.label_smoothing)
@@ -276,7 +275,7 @@ class Augment:
         return torch.where(seen[:, :1], shared, own), taught[:, 1:] if self.grid else None
 
     def _cuts(self, generator: torch.Generator) -> bool:
-        """Whether this micro-batch gets cutmix; drawn only where there is a choice."""
+        """Decide if this micro-batch gets cutmix; draws only if there is a choice."""
         if self.mixup_alpha and self.cutmix_alpha:
             return float(torch.rand((), generator=generator)) < self.switch_prob
         return self.cutmix_alpha > 0

@@ -1,22 +1,24 @@
 """From a config to a run that can start: the only place that assembles the parts.
 
-Every rank builds alike from the config and the seed; then rank 0's state, fresh or resumed, is given to all. What can
-fail on one rank alone (files, memory, a GPU) happens inside `comm.together`, so that all stop with the cause.
+`build_trainer` sets up the rank, opens the images, builds the replica and the trainer, and resumes. Every rank builds
+the same from the config and the seed; then all get the state of rank 0, fresh or resumed. Work that can fail on one
+rank alone (files, memory, a GPU) is done inside `comm.together`, so that all ranks stop with the cause.
 """
 
 import logging
 import sysconfig
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from largebatch import checkpoint, hooks
-from largebatch.augment import Augment, Augmented
+from largebatch import checkpoint, hooks, optim
+from largebatch.augment import Augment
 from largebatch.comm import Communicator, preflight
 from largebatch.comm.cores import loader_threads
 from largebatch.config import (
@@ -33,14 +35,14 @@ from largebatch.data.order import Plan
 from largebatch.data.randaugment import parse as parse_policy
 from largebatch.data.sources import open_source
 from largebatch.data.token_labels import CELL
-from largebatch.engine import Hook, Replica, Trainer, TrainState
-from largebatch.hooks.batch_norm import BatchNormStatistics, batch_norms
+from largebatch.engine import Hook, Trainer, TrainState
 from largebatch.hooks.ema import Ema, check_half_life
 from largebatch.hooks.profile import Profile
 from largebatch.hooks.stop_early import Signals, StopEarly, end_time
-from largebatch.losses import classification, token_labeling
+from largebatch.losses import Objective, TokenLabeling, classification
 from largebatch.native.attention import choose_attention
-from largebatch.optim import build_optimizer, can_compile, init_state
+from largebatch.optim import can_compile, init_state
+from largebatch.replica import Replica
 from largebatch.schedules import Schedule, make_schedule, scale_lr
 from largebatch.start import set_up
 from zoo import create_model
@@ -48,93 +50,25 @@ from zoo import create_model
 logger = logging.getLogger(__name__)
 
 
-def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
-    """The index of one split, which all ranks must share: all raise Stopped if one sees other images.
-
-    Making it may take long, so no rank waits for it in a collective, where Horovod would take it for stalled: each
-    asks for it, and a file lock lets the first one of a host do the work.
-    """
-    with comm.together(f"opening {config.data.path}"):
-        if not config.data.path:
-            raise ValueError(f"Recipe {config.recipe} has no images of its own: give --data FOLDER or synthetic.")
-        index = open_source(config.data.path, split=split, listed=config.data.quarantine)
-        index = index.for_classes(config.model.num_classes)
-        if split == "train" and config.data.token_labels:
-            index.check_maps(config.model.num_classes)
-    preflight.agree_on(comm, index.digest(), name=f"{split} images in {config.data.path}")
-    return index
-
-
-def find_weights(path: str, comm: Communicator, *, average: bool = False, every: bool = False) -> list[str]:
-    """`checkpoint.find_weights`, the same files on all ranks: only rank 0 looks, and a run may still go on."""
-    found: list[str] = []
-    with comm.together("looking for weights"):
-        if comm.rank == 0:
-            found = [str(file) for file in checkpoint.find_weights(path, average=average, every=every)]
-    return comm.broadcast_object(found, name="build/weights")
-
-
-def build_model(config: TrainConfig, device: torch.device, *, weights: str | None) -> nn.Module:
-    """The zoo model with this config's rates, initialised from a weights file or the run's seed, for `device`.
-
-    It is in host memory still: a model that ranks share may be too large for one device before it is cut.
-    """
-    torch.manual_seed(config.run.seed)
-    values = asdict(config.model) | {"weights": weights}
-    model = create_model(values.pop("name"), **values)
-    return choose_attention(model, device)
-
-
-class Geometry(NamedTuple):
-    """How images are prepared for a model."""
-
-    crop_pct: float
-    interpolation: str
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-
-
-def model_geometry(config: DataConfig, model: nn.Module) -> Geometry:
-    """What the config says, and the model's own where it says nothing."""
-    own: dict[str, Any] = getattr(model, "default_cfg")
-    chosen = {name: getattr(config, name) for name in Geometry._fields}
-    return Geometry(**{name: own[name] if value is None else value for name, value in chosen.items()})
-
-
-def build_plan(config: TrainConfig, index: Index) -> Plan:
-    """How the run cuts its data into steps and micro-batches."""
-    return Plan(
-        num_samples=len(index),
-        global_batch_size=config.data.global_batch_size,
-        micro_batch_size=config.data.micro_batch_size,
-        num_images=_images(config, "run.duration", len(index)),
-        seed=config.run.seed,
-        shard_sizes=index.shard_sizes if config.data.shuffle_window else (),
-        shuffle_window=config.data.shuffle_window,
-    )
-
-
-def build_eval_loader(
-    config: TrainConfig, comm: Communicator, *, model: nn.Module, index: Index, device: torch.device
-) -> EvalLoader:
-    """Held-out images of this rank: numbered batches, the same whoever computes them."""
-    return EvalLoader(
-        index,
-        shard=comm.data_rank,
-        num_shards=comm.data_size,
-        batch_size=config.data.eval_batch_size,
-        img_size=config.model.img_size,
-        device=device,
-        num_threads=config.data.num_threads or loader_threads(comm.num_cores),
-        **model_geometry(config.data, model)._asdict(),
-    )
-
-
 def build_trainer(config: TrainConfig, comm: Communicator, signals: Signals | None = None) -> Trainer:
-    """Everything of a run, resumed from its folder if there is a checkpoint. signals: what may stop it early."""
+    """Build a whole run, resumed from its folder if there is a checkpoint. signals: those that stop it early."""
     device = set_up(config, comm)
+    passes = count_passes(config, comm)
+    train, held_out = open_data(config, comm, "train"), open_data(config, comm, "validation")
+    replica = build_replica(config, comm, device, passes=passes)
+    trainer = assemble(config, replica, device, train=train, held_out=held_out, signals=signals)
+    if not checkpoint.resume(config, trainer):
+        comm.broadcast_model(trainer.model)
+    return trainer
+
+
+# -- the images ------------------------------------------------------------------------------------------------
+
+
+def count_passes(config: TrainConfig, comm: Communicator) -> int:
+    """Return the passes of a rank in a step. Mistakes in batch and augmentation are refused before data are opened."""
     with comm.together("batch"):
-        parse_policy(config.augment.auto_augment)  # a mistake in it is said before the data are opened
+        parse_policy(config.augment.auto_augment)
         passes = accumulation_passes(
             global_batch_size=config.data.global_batch_size,
             micro_batch_size=config.data.micro_batch_size,
@@ -148,141 +82,106 @@ def build_trainer(config: TrainConfig, comm: Communicator, signals: Signals | No
             config.data.micro_batch_size,
             passes,
         )
-    train, held_out = open_data(config, comm, "train"), open_data(config, comm, "validation")
-    impl = lamb_impl(comm, device) if config.optim.name == "lamb" else None
-    weights = find_weights(config.model.weights, comm)[0] if config.model.weights else None
-    make_optimizer = partial(_optimizer, config, impl=impl)
-    if divides(config):
-        from largebatch.parallel.rendezvous import start_torch_distributed  # imported by those alone who need it
-
-        start_torch_distributed(comm, device)
-    with comm.together("building"):
-        model = build_model(config, device, weights=weights)
-    with comm.together("dividing"):  # its ranks talk to each other: what fails here fails on all
-        replica = _replica(config, model, make_optimizer, limit_s=comm.stall_limit_s)
-    with comm.together("building"):
-        model.to(device)
-        if config.run.compile:
-            compile_model(model, device, comm)
-        optimizer = replica.optimizer(make_optimizer(model))
-        optimizer = comm.wrap(optimizer, model, passes=passes, compression=config.run.compression)
-    with comm.together("dividing"):
-        replica.bind(model, optimizer)
-    with comm.together("building"):
-        init_state(optimizer)
-        trainer = _assemble(config, comm, replica, model=model, optimizer=optimizer, train=train, held_out=held_out)
-        trainer.hooks = _hooks(config, trainer.plan, model, signals)
-    for line in replica.describe(optimizer):
-        logger.info("%s", line)
-    average = next((hook.model for hook in trainer.hooks if isinstance(hook, Ema)), None)
-    if not checkpoint.resume(config, trainer, average=average):
-        comm.broadcast_model(trainer.model)
-    return trainer
+    return passes
 
 
-def divides(config: TrainConfig) -> bool:
-    """Whether ranks share a model, or its optimizer's state."""
-    return config.parallel.shape().size > 1 or bool(config.parallel.zero)
+def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
+    """Open the index of one split, which all ranks must share: all raise Stopped if one sees other images.
 
-
-def _replica(
-    config: TrainConfig, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], *, limit_s: float
-) -> Replica:
-    """The replica of this rank; cuts the model in place if ranks share it."""
-    if not divides(config):
-        return Replica()
-    from largebatch.parallel.replica import Divided
-
-    batch_size = config.data.micro_batch_size
-    return Divided(config.parallel, model, batch_size=batch_size, make_optimizer=make_optimizer, limit_s=limit_s)
-
-
-def lamb_impl(comm: Communicator, device: torch.device) -> str:
-    """How every rank runs LAMB: compiled only if all can, since the two ways differ in the last bits of a weight."""
-    able = comm.allgather_object(can_compile(device.type), name="build/can_compile")
-    if not all(able) and comm.rank == 0:
-        logger.warning("no compiler on rank %d: LAMB runs eagerly, which is slower", able.index(False))
-    return "compile" if all(able) else "eager"
-
-
-def compile_model(model: nn.Module, device: torch.device, comm: Communicator) -> None:
-    """Compile the model's forward and backward pass at its first calls; its names and state_dict stay as they are.
-
-    ValueError without a compiler. The compiled backward pass is one piece to autograd: it hands out all gradients at
-    its end, and only then Horovod's hooks run.
+    Making the index may take long, and Horovod would take a rank that waits for it in a collective for stalled. So each
+    rank asks for it, and a file lock lets the first one of a host do the work.
     """
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if not can_compile(device.type) or device.type == "cpu" and not header.exists():
-        on_cpu, on_gpu = f"a C++ compiler (g++, or CXX) and {header}", "Triton and a GPU it supports"
-        needed = on_cpu if device.type == "cpu" else on_gpu
-        raise ValueError(f"--run.compile is true, and there is no compiler for {device.type}: expected {needed}.")
-    model.compile()
-    if hasattr(model, "forward_train"):  # which is called by its name
-        setattr(model, "forward_train", torch.compile(getattr(model, "forward_train")))
-    if comm.size > 1:
-        logger.info("compiled: gradients are reduced after the backward pass, no longer during it")
+    with comm.together(f"opening {config.data.path}"):
+        if not config.data.path:
+            raise ValueError(f"Recipe {config.recipe} has no images of its own: give --data FOLDER or synthetic.")
+        index = open_source(config.data.path, split=split, listed=config.data.quarantine)
+        index = index.for_classes(config.model.num_classes)
+        if split == "train" and config.data.token_labels:
+            index.check_maps(config.model.num_classes)
+    preflight.agree_on(comm, index.digest(), name=f"{split} images in {config.data.path}")
+    return index
 
 
-def _assemble(
-    config: TrainConfig,
-    comm: Communicator,
-    replica: Replica,
-    *,
-    model: nn.Module,
-    optimizer: Optimizer,
-    train: Index,
-    held_out: Index,
-) -> Trainer:
-    device = next(model.parameters()).device
-    plan = build_plan(config, train)
-    data, geometry = config.data, model_geometry(config.data, model)
-    padding = data.crop_padding if data.train_crop == "pad" else None
-    policy = parse_policy(config.augment.auto_augment)
-
-    def open_batches(start_step: int) -> TrainLoader:
-        return TrainLoader(
-            train,
-            plan,
-            shard=comm.data_rank,
-            num_shards=comm.data_size,
-            img_size=config.model.img_size,
-            mean=geometry.mean,
-            std=geometry.std,
-            interpolation=data.train_interpolation or geometry.interpolation,
-            scale=data.scale,
-            ratio=data.ratio,
-            hflip=data.hflip,
-            padding=padding,
-            policy=policy,
-            device=device,
-            num_threads=data.num_threads or loader_threads(comm.num_cores),
-            token_label_axes=data.token_label_axes if data.token_labels else None,
-            start_step=start_step,
-        )
-
-    return Trainer(
-        comm=comm,
-        model=model,
-        objective=replica.objective(build_objective(config, model)),
-        replica=replica,
-        optimizer=optimizer,
-        scaler=torch.amp.GradScaler(device.type, enabled="fp16" in (config.run.precision, config.run.compression)),
-        base_lr=_peak_lr(config),
-        schedule=_schedule(config, plan),
-        plan=plan,
-        open_batches=open_batches,
-        eval_batches=build_eval_loader(config, comm, model=model, index=held_out, device=device),
-        augment=_augment(config),
+def build_plan(config: TrainConfig, index: Index) -> Plan:
+    """Build the plan that cuts the run's data into steps and micro-batches."""
+    return Plan(
+        num_samples=len(index),
+        global_batch_size=config.data.global_batch_size,
+        micro_batch_size=config.data.micro_batch_size,
+        num_images=_images(config, "run.duration", len(index)),
         seed=config.run.seed,
-        precision=config.run.precision,
-        clip_norm=config.optim.clip_norm,
-        eval_images=_images(config, "run.eval_every", plan.num_samples, plan.num_images),
-        device=device,
-        state=TrainState(data=train.digest()),
+        shard_sizes=index.shard_sizes if config.data.shuffle_window else (),
+        shuffle_window=config.data.shuffle_window,
     )
 
 
-def _augment(config: TrainConfig) -> Augment:
+def open_train_loader(
+    config: TrainConfig,
+    comm: Communicator,
+    start_step: int,
+    *,
+    model: nn.Module,
+    index: Index,
+    plan: Plan,
+    device: torch.device,
+) -> TrainLoader:
+    """Open the training images of this rank: its micro-batches from step `start_step` on, in the order of the plan."""
+    data, geometry = config.data, model_geometry(config.data, model)
+    return TrainLoader(
+        index,
+        plan,
+        shard=comm.data_rank,
+        num_shards=comm.data_size,
+        img_size=config.model.img_size,
+        mean=geometry.mean,
+        std=geometry.std,
+        interpolation=data.train_interpolation or geometry.interpolation,
+        scale=data.scale,
+        ratio=data.ratio,
+        hflip=data.hflip,
+        padding=data.crop_padding if data.train_crop == "pad" else None,
+        policy=parse_policy(config.augment.auto_augment),
+        device=device,
+        num_threads=data.num_threads or loader_threads(comm.num_cores),
+        token_label_axes=data.token_label_axes if data.token_labels else None,
+        start_step=start_step,
+    )
+
+
+def build_eval_loader(
+    config: TrainConfig, comm: Communicator, *, model: nn.Module, index: Index, device: torch.device
+) -> EvalLoader:
+    """Open the held-out images of this rank: numbered batches, which do not depend on the number of ranks."""
+    return EvalLoader(
+        index,
+        shard=comm.data_rank,
+        num_shards=comm.data_size,
+        batch_size=config.data.eval_batch_size,
+        img_size=config.model.img_size,
+        device=device,
+        num_threads=config.data.num_threads or loader_threads(comm.num_cores),
+        **model_geometry(config.data, model)._asdict(),
+    )
+
+
+class Geometry(NamedTuple):
+    """The preparation of images for a model."""
+
+    crop_pct: float
+    interpolation: str
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+def model_geometry(config: DataConfig, model: nn.Module) -> Geometry:
+    """Return the geometry of the config, and the model's own for each value that the config leaves open."""
+    own: dict[str, Any] = getattr(model, "default_cfg")
+    chosen = {name: getattr(config, name) for name in Geometry._fields}
+    return Geometry(**{name: own[name] if value is None else value for name, value in chosen.items()})
+
+
+def build_augment(config: TrainConfig) -> Augment:
+    """Build the augmentation of the config's sections."""
     a = config.augment
     return Augment(
         config.model.num_classes,
@@ -298,72 +197,69 @@ def _augment(config: TrainConfig) -> Augment:
     )
 
 
-def build_objective(config: TrainConfig, model: nn.Module) -> Callable[[nn.Module, Augmented], Tensor]:
-    """The loss of the config's section; ValueError if the model has no token logits for it."""
-    loss = config.loss
-    if not loss.dense_weight:
-        return classification
-    if not hasattr(model, "forward_train"):
-        raise ValueError(
-            f"--loss.dense_weight is {loss.dense_weight}: {config.model.name} has no token logits in training, "
-            "expected a model that has them, such as volo_d1, or 0."
-        )
-    return partial(token_labeling, cls_weight=loss.cls_weight, dense_weight=loss.dense_weight)
+# -- the replica -----------------------------------------------------------------------------------------------
 
 
-def _hooks(config: TrainConfig, plan: Plan, model: nn.Module, signals: Signals | None) -> list[Hook]:
-    """In the order of hooks.py: what may stop the run, what averages it, what saves it, what writes it down."""
-    folder, log_images = config.folder, _images(config, "log.every", plan.num_samples, plan.num_images)
-    sinks: list[hooks.Sink] = [hooks.Progress(), hooks.Csv(folder)]
-    if config.log.tensorboard:
-        sinks.append(hooks.TensorBoard(folder))
-    sinks.append(hooks.Curves(folder, title=f"{config.model.name}, recipe {config.recipe or 'custom'}"))
-    save_images = _images(config, "checkpoint.every", plan.num_samples, plan.num_images)
-    ema = _ema(config, plan, model)
-    saving = hooks.Checkpoint(
-        folder,
-        every_images=save_images,
-        keep=config.checkpoint.keep,
-        config_text=dump(config),
-        average=ema.model if ema else None,
-    )
-    guards = hooks.Guards(max_skipped_steps=config.run.max_skipped_steps)
-    statistics = [BatchNormStatistics(model)] if batch_norms(model) else []
-    early: list[Hook] = []
-    if signals:
-        early = [StopEarly(signals, end=end_time(config.run.end_time), longest_save_s=lambda: saving.longest_s)]
-    steps = profiled_steps(config.run.profile_steps)
-    profiling = [Profile(*steps, run=Path(config.folder).resolve().name)] if steps else []
-    averaging, log = [ema] if ema else [], hooks.Log(sinks, every_images=log_images)
-    return [guards, *statistics, *averaging, saving, *early, *profiling, log]
+def build_replica(config: TrainConfig, comm: Communicator, device: torch.device, *, passes: int) -> Replica:
+    """Build this rank's model, cut if ranks share it, and its optimizer, wrapped; both without a state yet."""
+    impl = lamb_impl(comm, device) if config.optim.name == "lamb" else None
+    weights = find_weights(config.model.weights, comm)[0] if config.model.weights else None
+    make_optimizer = partial(build_optimizer, config, impl=impl)
+    if divides(config):
+        from largebatch.parallel import rendezvous  # imported only by runs that need it
+
+        rendezvous.start_torch_distributed(comm, device)
+    with comm.together("building"):
+        model = build_model(config, device, weights=weights)
+    # The ranks of a replica talk to each other while they divide the model, so a failure there happens on all of them.
+    with comm.together("dividing"):
+        replica = divide(config, model, make_optimizer, limit_s=comm.stall_limit_s)
+    with comm.together("building"):
+        model.to(device)
+        if config.run.compile:
+            compile_model(model, device, comm)
+        optimizer = replica.adapt_optimizer(make_optimizer(model))
+        optimizer = comm.wrap(optimizer, model, passes=passes, compression=config.run.compression)
+    with comm.together("dividing"):
+        replica.attach(model, optimizer, comm)
+    return replica
 
 
-def _ema(config: TrainConfig, plan: Plan, model: nn.Module) -> Ema | None:
-    """The average of the weights, if the run has one."""
-    if not config.optim.ema_half_life:
-        return None
-    half_life_images = _images(config, "optim.ema_half_life", plan.num_samples, plan.num_images)
-    check_half_life(half_life_images, run_images=plan.num_images, epoch_images=plan.num_samples)
-    return Ema(model, half_life_images=half_life_images)
+def lamb_impl(comm: Communicator, device: torch.device) -> str:
+    """Choose how LAMB runs: compiled only if all ranks can, since the two ways differ in the last bits of a weight."""
+    able = comm.allgather_object(can_compile(device.type), name="build/can_compile")
+    if not all(able) and comm.rank == 0:
+        logger.warning("no compiler on rank %d: LAMB runs eagerly, which is slower", able.index(False))
+    return "compile" if all(able) else "eager"
 
 
-def _images(config: TrainConfig, option: str, num_samples: int, run_images: int = 0) -> int:
-    """A duration option as images; at least one."""
-    section, name = option.split(".")
-    text = getattr(getattr(config, section), name)
-    batch_size = config.data.global_batch_size
-    images = duration_images(text, option=option, num_samples=num_samples, batch_size=batch_size, run_images=run_images)
-    if images < 1 and section != "schedule":
-        raise ValueError(f"--{option} is {text!r}: expected more than nothing.")
-    return images
+def find_weights(path: str, comm: Communicator, *, average: bool = False, every: bool = False) -> list[str]:
+    """Call `checkpoint.find_weights` on rank 0 and give all ranks its files: a run may add files while ranks look."""
+    found: list[str] = []
+    with comm.together("looking for weights"):
+        if comm.rank == 0:
+            found = [str(file) for file in checkpoint.find_weights(path, average=average, every=every)]
+    return comm.broadcast_object(found, name="build/weights")
 
 
-def _optimizer(config: TrainConfig, model: nn.Module, impl: str | None) -> Optimizer:
+def build_model(config: TrainConfig, device: torch.device, *, weights: str | None) -> nn.Module:
+    """Build the zoo model with this config's rates, initialised from a weights file or the run's seed, for `device`.
+
+    It is still in host memory: a model that ranks share may be too large for one device before it is cut.
+    """
+    torch.manual_seed(config.run.seed)
+    values = asdict(config.model) | {"weights": weights}
+    model = create_model(values.pop("name"), **values)
+    return choose_attention(model, device)
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module, impl: str | None) -> Optimizer:
+    """Build the optimizer of the config's section for a whole model. impl: see `lamb_impl`."""
     o = config.optim
-    return build_optimizer(
+    return optim.build_optimizer(
         model,
         name=o.name,
-        lr=_peak_lr(config),
+        lr=peak_lr(config),
         weight_decay=o.weight_decay,
         betas=o.betas,
         eps=o.eps,
@@ -374,17 +270,107 @@ def _optimizer(config: TrainConfig, model: nn.Module, impl: str | None) -> Optim
     )
 
 
-def _peak_lr(config: TrainConfig) -> float:
-    """optim.lr, scaled to the global batch if the schedule says so."""
-    batch_size = config.data.global_batch_size
-    reference = config.schedule.reference_batch_size or batch_size
-    return scale_lr(
-        config.optim.lr, batch_size=batch_size, reference_batch_size=reference, rule=config.schedule.scaling
+def divides(config: TrainConfig) -> bool:
+    """Return whether ranks share a model, or its optimizer's state."""
+    return config.parallel.shape().size > 1 or bool(config.parallel.zero)
+
+
+def divide(
+    config: TrainConfig, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], *, limit_s: float
+) -> Replica:
+    """Return the replica of this rank; cuts the model in place if ranks share it."""
+    if not divides(config):
+        return Replica()
+    from largebatch.parallel.replica import ParallelReplica
+
+    return ParallelReplica(
+        config.parallel,
+        model,
+        batch_size=config.data.micro_batch_size,
+        precision=config.run.precision,
+        make_optimizer=make_optimizer,
+        limit_s=limit_s,
     )
 
 
-def _schedule(config: TrainConfig, plan: Plan) -> Schedule:
-    """The schedule in steps of this plan."""
+def compile_model(model: nn.Module, device: torch.device, comm: Communicator) -> None:
+    """Compile the model's forward and backward pass at its first calls; its names and state_dict stay as they are.
+
+    Raises ValueError without a compiler. The compiled backward pass is one piece to autograd: it hands out all
+    gradients at its end, and only then Horovod's hooks run.
+    """
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not can_compile(device.type) or device.type == "cpu" and not header.exists():
+        on_cpu, on_gpu = f"a C++ compiler (g++, or CXX) and {header}", "Triton and a GPU it supports"
+        needed = on_cpu if device.type == "cpu" else on_gpu
+        raise ValueError(f"--run.compile is true, and there is no compiler for {device.type}: expected {needed}.")
+    model.compile()
+    if hasattr(model, "forward_train"):  # the objective calls it by name, so model.compile() does not reach it
+        setattr(model, "forward_train", torch.compile(getattr(model, "forward_train")))
+    if comm.size > 1:
+        logger.info("compiled: gradients are reduced after the backward pass, no longer during it")
+
+
+# -- the trainer -----------------------------------------------------------------------------------------------
+
+
+def assemble(
+    config: TrainConfig,
+    replica: Replica,
+    device: torch.device,
+    *,
+    train: Index,
+    held_out: Index,
+    signals: Signals | None,
+) -> Trainer:
+    """Put the parts together, with the optimizer's state created and the run at its beginning."""
+    comm, model = replica.comm, replica.model
+    with comm.together("building"):
+        init_state(replica.optimizer)
+        plan = build_plan(config, train)
+        ema = build_ema(config, plan, model)
+        trainer = Trainer(
+            comm=comm,
+            model=model,
+            objective=replica.adapt_objective(build_objective(config, model)),
+            optimizer=replica.optimizer,
+            scaler=torch.amp.GradScaler(device.type, enabled="fp16" in (config.run.precision, config.run.compression)),
+            base_lr=peak_lr(config),
+            schedule=build_schedule(config, plan),
+            plan=plan,
+            open_batches=partial(open_train_loader, config, comm, model=model, index=train, plan=plan, device=device),
+            eval_batches=build_eval_loader(config, comm, model=model, index=held_out, device=device),
+            augment=build_augment(config),
+            seed=config.run.seed,
+            precision=config.run.precision,
+            clip_norm=config.optim.clip_norm,
+            eval_images=_images(config, "run.eval_every", plan.num_samples, plan.num_images),
+            device=device,
+            replica=replica,
+            hooks=build_hooks(config, plan, ema, signals),
+            average=ema.model if ema else None,
+            state=TrainState(data=train.digest()),
+        )
+    for line in replica.describe():
+        logger.info("%s", line)
+    return trainer
+
+
+def build_objective(config: TrainConfig, model: nn.Module) -> Objective:
+    """Build the loss of the config's section; ValueError if the model has no token logits for it."""
+    loss = config.loss
+    if not loss.dense_weight:
+        return classification
+    if not hasattr(model, "forward_train"):
+        raise ValueError(
+            f"--loss.dense_weight is {loss.dense_weight}: {config.model.name} has no token logits in training, "
+            "expected a model that has them, such as volo_d1, or 0."
+        )
+    return TokenLabeling(cls_weight=loss.cls_weight, dense_weight=loss.dense_weight)
+
+
+def build_schedule(config: TrainConfig, plan: Plan) -> Schedule:
+    """Build the schedule, in steps of this plan."""
     s = config.schedule
     images = {
         option: _images(config, f"schedule.{option}", plan.num_samples, plan.num_images)
@@ -402,3 +388,71 @@ def _schedule(config: TrainConfig, plan: Plan) -> Schedule:
         power=s.power,
         steps_per_epoch=plan.num_samples / plan.global_batch_size if s.stairs else None,
     )
+
+
+def peak_lr(config: TrainConfig) -> float:
+    """Return optim.lr, scaled to the global batch if the schedule says so."""
+    batch_size = config.data.global_batch_size
+    reference = config.schedule.reference_batch_size or batch_size
+    return scale_lr(
+        config.optim.lr, batch_size=batch_size, reference_batch_size=reference, rule=config.schedule.scaling
+    )
+
+
+def build_hooks(config: TrainConfig, plan: Plan, ema: Ema | None, signals: Signals | None) -> list[Hook]:
+    """Build the hooks in the order in which they run.
+
+    Guards may stop the run, Ema averages the weights, Checkpoint saves both, StopEarly ends the run after a save,
+    Profile traces steps, and Log, last, writes down the numbers of all.
+    """
+
+    def images(option: str) -> int:
+        return _images(config, option, plan.num_samples, plan.num_images)
+
+    saving = hooks.Checkpoint(
+        config.folder,
+        every_images=images("checkpoint.every"),
+        keep=config.checkpoint.keep,
+        config_text=dump(config),
+    )
+    early: list[Hook] = []
+    if signals:
+        early = [StopEarly(signals, end=end_time(config.run.end_time), longest_save_s=lambda: saving.longest_s)]
+    steps = profiled_steps(config.run.profile_steps)
+    return [
+        hooks.Guards(max_skipped_steps=config.run.max_skipped_steps),
+        *([ema] if ema else []),
+        saving,
+        *early,
+        *([Profile(*steps, run=Path(config.folder).resolve().name)] if steps else []),
+        hooks.Log(build_sinks(config), every_images=images("log.every")),
+    ]
+
+
+def build_sinks(config: TrainConfig) -> list[hooks.Sink]:
+    """Build the places that numbers go to. The picture comes after the tables, which it draws."""
+    sinks: list[hooks.Sink] = [hooks.Progress(), hooks.Csv(config.folder)]
+    if config.log.tensorboard:
+        sinks.append(hooks.TensorBoard(config.folder))
+    title = f"{config.model.name}, recipe {config.recipe or 'custom'}"
+    return [*sinks, hooks.Curves(config.folder, title=title)]
+
+
+def build_ema(config: TrainConfig, plan: Plan, model: nn.Module) -> Ema | None:
+    """Build the hook that averages the weights, if the run has one."""
+    if not config.optim.ema_half_life:
+        return None
+    half_life_images = _images(config, "optim.ema_half_life", plan.num_samples, plan.num_images)
+    check_half_life(half_life_images, run_images=plan.num_images, epoch_images=plan.num_samples)
+    return Ema(model, half_life_images=half_life_images)
+
+
+def _images(config: TrainConfig, option: str, num_samples: int, run_images: int = 0) -> int:
+    """Return a duration option as images; at least one."""
+    section, name = option.split(".")
+    text = getattr(getattr(config, section), name)
+    batch_size = config.data.global_batch_size
+    images = duration_images(text, option=option, num_samples=num_samples, batch_size=batch_size, run_images=run_images)
+    if images < 1 and section != "schedule":
+        raise ValueError(f"--{option} is {text!r}: expected more than nothing.")
+    return images

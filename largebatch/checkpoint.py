@@ -3,16 +3,16 @@
     RUN/checkpoints/
         00000100/                 the step, in eight digits or more
             model.safetensors     the model's weights under its own names; zoo.create_model(weights=...) reads it
-            model_ema.safetensors likewise the average of the weights, in a run with optim.ema_half_life
+            model_ema.safetensors the average of the weights, in a run with optim.ema_half_life
             state.pt              optimizer, loss scaler, TrainState, config and versions; weights_only is enough
             manifest.json         the step, and size and SHA-256 of these: written last
         00000200/
         00000300.tmp/             one being written, or what a kill left of it; removed by the next save
 
-A folder without the suffix is complete: it is written under the other name, every file is on the disk before
-the manifest is, and only then it is renamed. What happens to it afterwards is found by the digests, before a
-tensor is read; the next older one is taken then. Only rank 0 reads and writes. Nothing about the data is in
-here but the step: the plan of the run is a pure function of it.
+A folder without the suffix is complete: it is written under the other name, every file is on the disk before the
+manifest is, and only then it is renamed. The digests show any later damage before a tensor is read, and the next older
+checkpoint is taken then. Only rank 0 reads and writes. Of the data only the step is in here: the plan of the run is a
+pure function of it.
 """
 
 import errno
@@ -49,7 +49,7 @@ PARTS = (WEIGHTS, AVERAGE, STATE)  # the second only where there is one
 UNFINISHED = ".tmp"
 SPARE_BYTES = 2**20  # names, headers and scalars beside the tensors
 
-MAY_DIFFER = {  # options that change how a run is watched, not what it computes
+MAY_DIFFER = {  # options that change how a run is watched, not its numbers
     "run.max_steps",
     "run.end_time",
     "run.profile_steps",
@@ -59,26 +59,24 @@ MAY_DIFFER = {  # options that change how a run is watched, not what it computes
     "run.device",
     "model.grad_checkpointing",
     "data.num_threads",
-    "data.quarantine",  # which images there are is compared by itself
+    "data.quarantine",  # the images are compared by their digest
     "data.eval_batch_size",
 }
 MAY_DIFFER_SECTIONS = ("horovod.", "log.", "checkpoint.", "parallel.")
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# all ranks
-# ---------------------------------------------------------------------------------------------------------------
+# -- all ranks -------------------------------------------------------------------------------------------------
 
 
-def resume(config: TrainConfig, trainer: Trainer, *, average: nn.Module | None = None) -> bool:
+def resume(config: TrainConfig, trainer: Trainer) -> bool:
     """Bring `trainer` to the newest valid checkpoint in the run folder of `config`; False if there is none.
 
-    Call it on every rank, with the optimizer's state created (`optim.init_state`): rank 0 reads, the others get what
-    it found, the average of the weights included if the run has one. comm.Stopped, on every rank, if the checkpoint was
-    made with other options.
+    Call it on every rank, with the optimizer's state created (`optim.init_state`). Rank 0 reads, and the others get its
+    state, the average of the weights included if the run has one. Raises comm.Stopped, on every rank, if the checkpoint
+    was made with other options.
     """
     comm = trainer.comm
-    model, optimizer = trainer.replica.blank(trainer)
+    model, optimizer = trainer.replica.empty_whole()
     found: dict[str, Any] | None = None
     with comm.together("resume"):
         path = latest(config.folder) if comm.rank == 0 else None
@@ -89,7 +87,7 @@ def resume(config: TrainConfig, trainer: Trainer, *, average: nn.Module | None =
                 optimizer=optimizer,
                 scaler=trainer.scaler,
                 config=config,
-                average=average,
+                average=trainer.average,
             )
             found = {"path": str(path), "state": asdict(state), "scaler": trainer.scaler.state_dict()}
     found = comm.broadcast_object(found, name="resume/found")
@@ -106,17 +104,15 @@ def resume(config: TrainConfig, trainer: Trainer, *, average: nn.Module | None =
         )
     trainer.state.data = present
     trainer.scaler.load_state_dict(found["scaler"])
-    trainer.replica.take(trainer, model, optimizer)
-    if average is not None:
-        comm.broadcast_model(average)
+    trainer.replica.scatter_whole(model, optimizer)
+    if trainer.average is not None:
+        comm.broadcast_model(trainer.average)
     if comm.rank == 0:
         logger.info("resumed at step %d from %s", trainer.state.step, found["path"])
     return True
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# rank 0
-# ---------------------------------------------------------------------------------------------------------------
+# -- rank 0 ----------------------------------------------------------------------------------------------------
 
 
 def save(
@@ -130,16 +126,17 @@ def save(
     keep: int = 2,
     average: nn.Module | None = None,
 ) -> Path:
-    """Write the checkpoint of `state.step` into run folder `folder`, keep the `keep` newest valid ones; its path.
+    """Write the checkpoint of `state.step` into run folder `folder`, keep the `keep` newest valid ones.
 
-    A valid one of this step is left as it is. OSError if it cannot be written; the older ones are then untouched.
+    Returns its path. A valid checkpoint of this step is not written again. Raises OSError if it cannot be written; the
+    older ones are then untouched.
     """
     assert keep >= 2, keep
     root = Path(folder) / FOLDER
     root.mkdir(parents=True, exist_ok=True)
     _clean(root)
     path = root / f"{state.step:08d}"
-    if path.exists() and fault(path) is None:
+    if path.exists() and why_invalid(path) is None:
         return path
     content = {
         "optimizer": optimizer.state_dict(),
@@ -159,28 +156,30 @@ def save(
     except OSError:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    _retain(path, keep)
+    _keep_newest(path, keep)
     return path
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest valid checkpoint of run folder `folder`, None if it has none; warns of newer ones that are damaged.
+    """Return the newest valid checkpoint of run folder `folder`, None if it has none; warn of newer, damaged ones.
 
-    ValueError if all are damaged: to begin again there would be to give up what can perhaps be rescued.
+    Raises ValueError if all are damaged: starting over in this folder would overwrite checkpoints that may still be
+    recoverable.
     """
     paths = checkpoints(folder)
     for path in _valid(paths):
         return path
     if paths:
+        newest, reason = paths[0], why_invalid(paths[0])
         raise ValueError(
-            f"None of the {len(paths)} checkpoints in {paths[0].parent} is valid ({paths[0].name}: {fault(paths[0])}): "
+            f"None of the {len(paths)} checkpoints in {newest.parent} is valid ({newest.name}: {reason}): "
             "restore one, or choose another --run.folder to train from the beginning."
         )
     return None
 
 
 def newest_weights(folder: str | Path, *, average: bool = False) -> Path:
-    """The weights file, or their average's, of the newest valid checkpoint of a run folder; ValueError without one."""
+    """Return the weights file (average: the averaged one) of the newest valid checkpoint; ValueError without one."""
     path = latest(folder)
     if path is None:
         raise ValueError(f"{folder} has no valid checkpoint: expected one in {Path(folder) / FOLDER}.")
@@ -188,9 +187,9 @@ def newest_weights(folder: str | Path, *, average: bool = False) -> Path:
 
 
 def _valid(paths: Iterable[Path]) -> Iterator[Path]:
-    """Those that can be used; warns of the others."""
+    """Yield the valid checkpoints; warn of the others."""
     for path in paths:
-        reason = fault(path)
+        reason = why_invalid(path)
         if reason is None:
             yield path
         else:
@@ -198,10 +197,10 @@ def _valid(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def find_weights(path: str | Path, *, average: bool = False, every: bool = False) -> list[Path]:
-    """The weights files that are meant by a file, or by a run folder: those of its newest valid checkpoint.
+    """Return a weights file itself, or the one of the newest valid checkpoint in a run folder.
 
-    every: of a run folder the weights of all valid checkpoints, of another folder all weights files in it, oldest or
-    alphabetically first. average: of a run folder the averages. ValueError if there are none.
+    every: the weights of all valid checkpoints of a run folder, oldest first, or all weights files in another folder,
+    in alphabetical order. average: the averages of a run folder. Raises ValueError if there are none.
     """
     path = Path(path)
     if not every:
@@ -227,9 +226,9 @@ def load(
     config: TrainConfig | None = None,
     average: nn.Module | None = None,
 ) -> TrainState:
-    """Load a checkpoint that `latest` found; the state it was saved with.
+    """Load a checkpoint that `latest` found; return the state it was saved with.
 
-    ValueError if it was made with options other than `config`'s that change what is computed; nothing is loaded.
+    Raises ValueError, and loads nothing, if it was made with other options than `config`, which change the numbers.
     """
     content = read_state(path)
     if config is not None:
@@ -243,18 +242,18 @@ def load(
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What state.pt holds: optimizer, scaler, state, config (YAML text), versions; tensors on the CPU."""
+    """Read state.pt: optimizer, scaler, state, config (YAML text), versions; tensors on the CPU."""
     return torch.load(path / STATE, map_location="cpu", weights_only=True)
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """Every complete checkpoint of run folder `folder`, newest first, damaged ones included."""
+    """List every complete checkpoint of run folder `folder`, newest first, damaged ones included."""
     found = [path for path in (Path(folder) / FOLDER).glob("*") if re.fullmatch(r"\d{8,}", path.name)]
     return sorted(found, key=lambda path: int(path.name), reverse=True)
 
 
-def fault(path: Path) -> str | None:
-    """Why a checkpoint cannot be used, or None: every byte of it is checked, no tensor is read."""
+def why_invalid(path: Path) -> str | None:
+    """Return the reason why a checkpoint cannot be used, or None; checks every byte of it and reads no tensor."""
     try:
         text = (path / MANIFEST).read_text(encoding="ascii")
         recorded = json.loads(text)["parts"]
@@ -274,7 +273,7 @@ def fault(path: Path) -> str | None:
 
 
 def check_config(text: str, config: TrainConfig, *, path: Path) -> None:
-    """ValueError, naming options and both values, if the YAML `text` of a checkpoint is another run than `config`."""
+    """Raise ValueError, with options and both values, if a checkpoint's YAML `text` is another run than `config`."""
     parser = configs.make_parser(prog="largebatch.train")
     try:
         saved = configs.to_config(parser, parser.parse_string(text))
@@ -293,13 +292,11 @@ def check_config(text: str, config: TrainConfig, *, path: Path) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# the disk
-# ---------------------------------------------------------------------------------------------------------------
+# -- the disk --------------------------------------------------------------------------------------------------
 
 
 def _write(folder: Path, models: dict[str, nn.Module], content: dict[str, Any], *, step: int) -> None:
-    """A complete checkpoint in `folder`, on the disk when this returns."""
+    """Write a complete checkpoint into `folder`; it is on the disk when this returns."""
     folder.mkdir()
     try:
         for name, model in models.items():
@@ -317,13 +314,13 @@ def _write(folder: Path, models: dict[str, nn.Module], content: dict[str, Any], 
 
 
 def _manifest(parts: dict[str, dict[str, Any]], *, step: int) -> str:
-    """The one text of manifest.json for these parts, so that a change anywhere in it shows."""
+    """Return the one possible text of manifest.json for these parts, so that a change anywhere in it shows."""
     known = {name: {"bytes": parts[name]["bytes"], "sha256": parts[name]["sha256"]} for name in _parts(parts)}
     return json.dumps({"step": step, "parts": known}, indent=2) + "\n"
 
 
 def _parts(recorded: Collection[str]) -> list[str]:
-    """The names that a checkpoint with these in its manifest must have."""
+    """List the files that a checkpoint must have whose manifest has these names."""
     return [name for name in PARTS if name != AVERAGE or name in recorded]
 
 
@@ -342,7 +339,7 @@ def _sync(path: Path) -> None:
 
 
 def _check_space(root: Path, models: dict[str, nn.Module], optimizer: Optimizer) -> None:
-    """OSError before anything is written, if it cannot fit."""
+    """Raise OSError before anything is written, if it cannot fit."""
     moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     weights = [tensor for model in models.values() for tensor in model.state_dict().values()]
     needed = sum(tensor.nbytes for tensor in (*weights, *moments)) + SPARE_BYTES
@@ -351,12 +348,12 @@ def _check_space(root: Path, models: dict[str, nn.Module], optimizer: Optimizer)
         raise OSError(errno.ENOSPC, f"{root} has {free / 1e9:.3g} GB free, a checkpoint needs {needed / 1e9:.3g} GB")
 
 
-def _retain(written: Path, keep: int) -> None:
-    """Remove what is not among the `keep` newest valid checkpoints, if there are that many."""
+def _keep_newest(written: Path, keep: int) -> None:
+    """Remove all but the `keep` newest valid checkpoints, if there are that many."""
     paths = checkpoints(written.parent.parent)
     valid: list[Path] = []
-    if len(paths) > keep:  # else there is nothing to verify for
-        newest_valid = (path for path in paths if path == written or fault(path) is None)
+    if len(paths) > keep:  # else there is nothing to remove
+        newest_valid = (path for path in paths if path == written or why_invalid(path) is None)
         valid = list(itertools.islice(newest_valid, keep))
     if len(valid) == keep:
         for path in paths:
@@ -373,6 +370,6 @@ def _remove(path: Path) -> None:
 
 
 def _clean(root: Path) -> None:
-    """Remove what earlier saves were killed in."""
+    """Remove the unfinished folders of saves that were killed."""
     for path in root.glob("*" + UNFINISHED):
         shutil.rmtree(path)

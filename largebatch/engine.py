@@ -1,34 +1,35 @@
-"""The run: one training step, one loop around it, one evaluation.
+"""The training step, and the loop around it.
 
-Fine-tuning, validation and benchmarks use the same three. The engine knows neither recipes nor files: it is
-given finished parts (build.py), and hooks do the rest. A step is one optimizer update on the global batch:
-this rank's numbered micro-batches are summed by accumulation and the ranks by Horovod, so that every number
-of ranks computes the same update.
+A step is one optimizer update on the global batch: gradient accumulation sums over this rank's numbered micro-batches
+and Horovod sums over the ranks, so that any number of ranks computes the same update. Training, fine-tuning and
+benchmarks share this one step. The engine knows neither recipes nor files: `build` gives it finished parts, and hooks
+do the rest.
 """
 
-import logging
 import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from largebatch.augment import Augment, Augmented, seed_for
 from largebatch.comm import Communicator
 from largebatch.data.order import Plan
-from largebatch.losses import COUNTS, count_correct
-from largebatch.optim import clip_gradients, gradient_norm
+from largebatch.evaluation import evaluate
+from largebatch.losses import Objective
+from largebatch.optim import clip_gradients
 from largebatch.precision import autocast
-
-logger = logging.getLogger(__name__)
+from largebatch.replica import Replica
 
 
 @dataclass
 class TrainState:
-    """Where the run is. Everything else that a resumed run needs follows from these and the tensors."""
+    """The place of the run. Everything else that a resumed run needs follows from these and the tensors."""
 
     step: int = 0  # optimizer steps done, skipped ones included
     images: int = 0  # training images seen
@@ -44,100 +45,12 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step tells the hooks; tensors stay on the device until somebody reads them."""
+    """The results of one step, for the hooks; tensors stay on the device until somebody reads them."""
 
     loss_sum: Tensor  # 0-d; the mean over ranks is the mean loss of the global batch
     grad_norm: Tensor  # 0-d; of the reduced gradient before clipping, the same on all ranks
     applied: bool  # False: the gradient was not finite and nothing moved
     images: int  # size of the global batch
-
-
-Objective = Callable[[nn.Module, Augmented], Tensor]  # sum of the losses of a micro-batch
-
-
-class Replica:
-    """One copy of the model and what works on it: here, whole on one rank. largebatch.parallel divides it."""
-
-    def optimizer(self, serial: Optimizer) -> Optimizer:
-        """What trains this copy, given what would train it whole."""
-        return serial
-
-    def bind(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Tell the optimizer, wrapped by now, whose parameters it has."""
-
-    def objective(self, serial: Objective) -> Objective:
-        """The objective of this copy, given that of a whole model."""
-        return serial
-
-    def describe(self, optimizer: Optimizer) -> list[str]:
-        """Lines for the log; every rank calls it."""
-        return []
-
-    def run_pass(self, trainer: "Trainer", batch: Augmented, weight: float) -> Tensor:
-        """Add the gradients of a micro-batch's summed loss × `weight` to those there are; that number, 0-d."""
-        with autocast(trainer.device, trainer.precision):
-            loss = trainer.objective(trainer.model, batch)
-        loss = loss * weight
-        trainer.scaler.scale(loss).backward()  # Horovod starts reducing in the last pass
-        return loss.detach()
-
-    def complete_gradients(self, trainer: "Trainer") -> None:
-        """Add what the other ranks of this copy know of the gradients, after the last pass."""
-
-    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
-        """Norm of the whole gradient, 0-d."""
-        return gradient_norm(optimizer)
-
-    def predictor(self, model: nn.Module) -> nn.Module:
-        """What makes logits (B, K) of images (B, 3, H, W), on every rank, with a model like the trainer's."""
-        return model
-
-    def plain(self, trainer: "Trainer") -> tuple[nn.Module, Optimizer]:
-        """Model and optimizer as one rank would have them, for rank 0 to save; every rank calls it."""
-        return trainer.model, trainer.optimizer
-
-    def blank(self, trainer: "Trainer") -> tuple[nn.Module, Optimizer]:
-        """What a saved model and optimizer can be loaded into; for `take`."""
-        return trainer.model, trainer.optimizer
-
-    def take(self, trainer: "Trainer", model: nn.Module, optimizer: Optimizer) -> None:
-        """Give every rank its part of what rank 0 loaded into `blank`'s; every rank calls it."""
-        trainer.comm.broadcast_state(model, optimizer)
-
-
-class Hook:
-    """Something that watches a run. Every method runs on every rank, at these places::
-
-        before_fit
-        for each step:
-            train_step                          -> StepOutput
-            after_train_step(output)
-            if an evaluation is due:
-                evaluate                        -> metrics
-                after_evaluate(metrics)
-            after_step()                        checkpoints: the step and its evaluation are done
-        after_fit
-
-    A hook may communicate, if it does so on all ranks; it writes files on rank 0 only.
-    """
-
-    def before_fit(self, trainer: "Trainer") -> None:
-        """The state is final: resumed, broadcast, ready for its first step."""
-
-    def after_train_step(self, trainer: "Trainer", output: StepOutput) -> None:
-        """One optimizer step is done and counted in trainer.state."""
-
-    def after_evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        """An evaluation is done; metrics as `Trainer.evaluate` returns them, and train_loss since the last one.
-
-        A hook may add to them, for the hooks that follow it.
-        """
-
-    def after_step(self, trainer: "Trainer") -> None:
-        """Everything that belongs to this step has happened."""
-
-    def after_fit(self, trainer: "Trainer") -> None:
-        """The last step of this process is done."""
 
 
 @dataclass(kw_only=True)
@@ -160,69 +73,86 @@ class Trainer:
     clip_norm: float | None
     eval_images: int  # training images between evaluations
     device: torch.device
-    replica: Replica = field(default_factory=Replica)
-    hooks: Sequence[Hook] = ()
+    replica: Replica  # attached to this model, optimizer and comm
+    hooks: Sequence["Hook"] = ()
+    average: nn.Module | None = None  # average of the weights, kept by hooks.ema, saved and resumed with the model
     state: TrainState = field(default_factory=TrainState)
     stop_reason: str = ""  # a hook that wants no further step says why, on all ranks after the same one
 
-    @property
-    def num_steps(self) -> int:
-        """Steps of the whole run."""
-        return self.plan.num_steps
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the training set so far."""
-        return self.state.images / self.plan.num_samples
-
-    def lr(self) -> float:
-        """Learning rate of the coming step."""
-        return self.base_lr * self.schedule(self.state.step)
-
     # -- one step ----------------------------------------------------------------------------------------------
 
-    def window(self, batches: Iterator[Any]) -> Iterator[Augmented]:
-        """This rank's micro-batches of the coming step, augmented, in the order of their numbers.
+    @record_function("step")
+    def train_step(self, batches: Iterator[Any]) -> StepOutput:
+        """Do one optimizer step on the global batch: this rank's micro-batches, one reduction, one update."""
+        window_images = self.plan.window_images(self.state.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr()
+        # Losses are sums over samples. Scaled by data_size / images, the mean over ranks of the accumulated gradients
+        # is the gradient of the batch mean.
+        weight = self.comm.data_size / window_images
+        loss_sum = torch.zeros((), device=self.device)  # read only when logged
+        # GradScaler creates its scale on first use. In a short last step this rank may have no micro-batch, and
+        # without a scale `unscale_` would fail.
+        self.scaler.scale(loss_sum)
+        for batch in self.window(batches):
+            loss_sum += self.replica.run_pass(batch, weight, self.forward_backward)
+        self.replica.complete_gradients()
+        with record_function("synchronize"):
+            self.comm.synchronize(self.optimizer)
+        # From here on all ranks hold the same gradients, so what each decides by them is the same on all.
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = self.replica.gradient_norm()
+        # LAMB multiplies by the clip factor while it reads the gradients.
+        clip_gradients(self.optimizer, grad_norm, self.clip_norm)
+        # The step's only wait for the device: `apply` reads the norm, and skips the update if it is not finite.
+        with record_function("optimizer step"):
+            applied = self.comm.apply(self.optimizer, self.scaler, grad_norm)
+        self.replica.statistics.complete_step(applied=applied)
+        self.model.zero_grad(set_to_none=True)
+        # The schedule moves on even if the weights did not.
+        self.state.advance(window_images, applied=applied)
+        return StepOutput(loss_sum, grad_norm, applied, window_images)
 
-        Mixup, boxes and everything the model draws are seeded by (seed, step, number): who computes a micro-batch
-        does not matter to it.
+    def forward_backward(self, batch: Augmented, weight: float) -> Tensor:
+        """Add the gradients of a micro-batch's summed loss × `weight` to those there are; return that loss, 0-d."""
+        with record_function("forward"), autocast(self.device, self.precision):
+            loss = self.objective(self.model, batch)
+        loss = loss * weight
+        with record_function("backward"):
+            self.scaler.scale(loss).backward()  # Horovod starts reducing in the last pass
+        return loss.detach()
+
+    def window(self, batches: Iterator[Any]) -> Iterator[Augmented]:
+        """Yield this rank's micro-batches of the coming step, augmented, in the order of their numbers.
+
+        Mixup, boxes and everything the model draws are seeded by (seed, step, number), so they do not depend on the
+        rank that computes a micro-batch.
         """
         for planned in self.plan.micro_batches(self.state.step, self.comm.data_rank, self.comm.data_size):
-            batch = next(batches)
+            with record_function("load"):
+                batch = next(batches)
             assert (batch.step, batch.number) == (planned.step, planned.number), "the loader left the plan"
             torch.manual_seed(seed_for(self.seed, planned.step, planned.number, purpose="model"))
             generator = torch.Generator().manual_seed(seed_for(self.seed, planned.step, planned.number))
             yield self.augment(batch.images, batch.labels, generator, batch.token_labels)
 
-    def train_step(self, batches: Iterator[Any]) -> StepOutput:
-        """One optimizer step on the global batch."""
-        window_images = self.plan.window_images(self.state.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr()
-        loss_sum = torch.zeros((), device=self.device)  # read only when logged: nobody waits for the device
-        self.scaler.scale(loss_sum)  # the scale comes with its first use, and a short window may give this rank none
-        weight = self.comm.data_size / window_images  # of a sum over samples: then the mean over ranks of the sum
-        for batch in self.window(batches):  # over passes is the mean of the batch
-            loss_sum += self.replica.run_pass(self, batch, weight)
-        self.replica.complete_gradients(self)
-        self.comm.synchronize(self.optimizer)  # from here on all ranks hold the same gradients,
-        self.scaler.unscale_(self.optimizer)  # so a local check of them decides alike everywhere
-        grad_norm = self.replica.gradient_norm(self.optimizer)
-        clip_gradients(self.optimizer, grad_norm, self.clip_norm)  # applied as the optimizer reads them
-        applied = self.comm.apply(self.optimizer, self.scaler, grad_norm)  # skipped if the norm is not finite
-        self.model.zero_grad(set_to_none=True)
-        self.state.advance(window_images, applied=applied)  # the schedule moves on even if the weights did not
-        return StepOutput(loss_sum, grad_norm, applied, window_images)
+    def lr(self) -> float:
+        """Return the learning rate of the coming step."""
+        return self.base_lr * self.schedule(self.state.step)
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
     def fit(self, *, max_steps: int = 0) -> str:
-        """Train from the present state to step `max_steps` (0: to the end of the run); why not so far, or nothing."""
+        """Train from the present state to step `max_steps` (0: to the end of the run).
+
+        Returns the reason if it stopped early, else "".
+        """
         last_step = min(max_steps or self.num_steps, self.num_steps)
-        self._each("before_fit")
-        with closing(self.open_batches(self.state.step)) as batches:
-            self._train_until(last_step, batches)
-        self._each("after_fit")
+        with self.replica.statistics.over_steps():
+            self._each("before_fit")
+            with closing(self.open_batches(self.state.step)) as batches:
+                self._train_until(last_step, batches)
+            self._each("after_fit")
         return self.stop_reason if self.state.step < last_step else ""
 
     def _train_until(self, last_step: int, batches: Iterator[Any]) -> None:
@@ -239,13 +169,23 @@ class Trainer:
                 losses.zero_()
             self._each("after_step")
 
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.plan.num_steps
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training set so far."""
+        return self.state.images / self.plan.num_samples
+
     def due(self, interval_images: int) -> bool:
-        """Whether the step just done passed a multiple of `interval_images`, or was the last of the run."""
+        """Return whether the step just done passed a multiple of `interval_images`, or was the last of the run."""
         before = self.state.images - self.plan.window_images(self.state.step - 1)
         return self.state.images // interval_images > before // interval_images or self.state.step == self.num_steps
 
     def mean_loss(self, losses: Tensor) -> float:
-        """Mean loss per image from every rank's (sum, images)."""
+        """Return the mean loss per image from every rank's (sum, images)."""
         total, images = self.comm.allreduce(losses.cpu(), name="train_loss").tolist()
         return total / images if images else math.nan  # nan: every step was skipped
 
@@ -254,46 +194,41 @@ class Trainer:
             getattr(hook, event)(self, *arguments)
 
     def evaluate(self, model: nn.Module | None = None) -> dict[str, float]:
-        """`evaluate` of the model as it is now, or of another one."""
+        """Call `evaluation.evaluate` for the model as it is now, or for another one."""
         model = self.replica.predictor(self.model if model is None else model)
         return evaluate(model, self.eval_batches, comm=self.comm, device=self.device, precision=self.precision)
 
 
-def evaluate(
-    model: nn.Module, batches: Iterable[Any], *, comm: Communicator, device: torch.device, precision: str
-) -> dict[str, float]:
-    """top1 and top5 in percent, mean loss in nats, images: exact, each image counted once at any number of ranks."""
-    totals = tally(model, batches, device=device, precision=precision)
-    sums = dict(zip(COUNTS, comm.allreduce(totals, name="evaluate").tolist()))
-    images = sums["images"]
-    return {
-        "top1": 100 * sums["top1"] / images,
-        "top5": 100 * sums["top5"] / images,
-        "loss": sums["loss"] / images,
-        "images": images / comm.model_size,  # each rank of a replica has counted its images
-    }
+class Hook:
+    """A part that watches a run. Every method runs on every rank, at these places::
 
+        before_fit
+        for each step:
+            train_step                          -> StepOutput
+            after_train_step(output)
+            if an evaluation is due:
+                evaluate                        -> metrics
+                after_evaluate(metrics)
+            after_step()                        checkpoints: the step and its evaluation are done
+        after_fit
 
-def count_batch(logits: Tensor, batch: Any) -> Tensor:
-    """`count_correct` of a batch."""
-    return count_correct(logits, batch.labels)
+    A hook may communicate, if it does so on all ranks; it writes files on rank 0 only.
+    """
 
+    def before_fit(self, trainer: Trainer) -> None:
+        """Called when the state is final: resumed, broadcast, ready for its first step."""
 
-@torch.inference_mode()
-def tally(
-    model: nn.Module,
-    batches: Iterable[Any],
-    *,
-    device: torch.device,
-    precision: str,
-    count: Callable[[Tensor, Any], Tensor] = count_batch,
-    num_counts: int = len(COUNTS),
-) -> Tensor:
-    """What `count(logits, batch)`, (num_counts,), adds up to over the batches of this rank: float64, on the host."""
-    model.eval()
-    totals = torch.zeros(num_counts, dtype=torch.float64, device=device)
-    for batch in batches:
-        with autocast(device, precision):
-            logits = model(batch.images)
-        totals += count(logits, batch)
-    return totals.cpu()
+    def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
+        """Called when one optimizer step is done and counted in trainer.state."""
+
+    def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Called after an evaluation; metrics are those of `Trainer.evaluate`, and train_loss since the last one.
+
+        A hook may add to them, for the hooks that follow it.
+        """
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Called when everything that belongs to this step has happened."""
+
+    def after_fit(self, trainer: Trainer) -> None:
+        """Called after the last step of this process."""

@@ -1,9 +1,8 @@
-"""An evaluation that takes smaller batches where memory does not suffice, on all ranks alike.
+"""Evaluation: the counts of a batch, their sums over batches and ranks, and smaller batches if memory is short.
 
-A batch only says what is computed together, so any size gives the same counts. A rank that ran out of memory cannot
-go on alone: the others would wait for it at the end, and Horovod takes a long wait for a stall. So the ranks look
-after one another every few batches; if one has failed, all begin again with batches of half the size. What comes out
-is then what `--data.eval_batch_size` of that size gives, to the last bit.
+Counts do not depend on the batch size; it only decides how much is computed at once. So if one rank runs out of
+memory, all begin again with batches of half the size, and the result is, to the last bit, the one that
+`--data.eval_batch_size` of that size gives.
 """
 
 import logging
@@ -12,18 +11,106 @@ from contextlib import closing
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from largebatch.comm import Communicator, Stopped
+from largebatch.precision import at_least_float32, autocast
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY = 16  # batches; the first one fails where one does, mostly
+COUNTS = ("images", "top1", "top5", "loss")
+LISTED_COUNTS = ("real_images", "real_top1", "real_top5")
+CHECK_EVERY = 16  # batches; if one fails, it is mostly the first
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")  # a CPU's, CUDA's, its libraries'
+
+# -- one batch -------------------------------------------------------------------------------------------------
+
+
+def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the counts that an evaluation adds up over batches and ranks: float64 (4,), in the order of `COUNTS`.
+
+    Number of images, right within the first 1, right within the first 5, and summed cross entropy, of logits
+    (B, K) and labels int64 (B,). float64 holds the counts exactly, and keeps the order of adding from showing
+    in any printed digit of the loss.
+
+    Classes of equal logits rank by their number, the lower first: half-precision logits do tie, and no
+    library's top-k promises an order. A sample with a NaN among its logits is wrong, and makes the loss NaN.
+    """
+    logits = at_least_float32(logits)
+    own = logits.gather(1, labels[:, None])
+    before = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
+    rank = ((logits > own) | ((logits == own) & before)).sum(dim=1)  # of the true class, from 0
+    valid = ~logits.isnan().any(dim=1)
+    loss = F.cross_entropy(logits, labels, reduction="none").double().sum()
+    hits = [((rank < k) & valid).sum().double() for k in (1, 5)]
+    return torch.stack([torch.full_like(loss, len(labels)), *hits, loss])
+
+
+def count_listed(logits: Tensor, listed: Tensor) -> Tensor:
+    """Return the counts if an image may show several classes, or none that counts: float64 (3,), as `LISTED_COUNTS`.
+
+    listed: int64 (B, L), each row the classes of an image, filled up with -1. Number of images that have one, and of
+    those for which one is among the first 1, and the first 5, of logits (B, K). Ties and NaN as in `count_correct`.
+    """
+    first = at_least_float32(logits).sort(dim=1, descending=True, stable=True).indices[:, :5]
+    valid = ~logits.isnan().any(dim=1, keepdim=True)
+    found = (first[:, :, None] == listed[:, None, :]).any(dim=2) & valid
+    hits = [found[:, :k].any(dim=1).sum().double() for k in (1, 5)]
+    return torch.stack([(listed >= 0).any(dim=1).sum().double(), *hits])
+
+
+# -- all batches -----------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    model: nn.Module, batches: Iterable[Any], *, comm: Communicator, device: torch.device, precision: str
+) -> dict[str, float]:
+    """Return top1 and top5 in percent, the mean loss in nats and the number of images.
+
+    They are exact: each image is counted once, at any number of ranks.
+    """
+    totals = tally(model, batches, device=device, precision=precision)
+    sums = dict(zip(COUNTS, comm.allreduce(totals, name="evaluate").tolist()))
+    images = sums["images"]
+    return {
+        "top1": 100 * sums["top1"] / images,
+        "top5": 100 * sums["top5"] / images,
+        "loss": sums["loss"] / images,
+        "images": images / comm.model_size,  # each rank of a replica has counted its images
+    }
+
+
+def count_batch(logits: Tensor, batch: Any) -> Tensor:
+    """Call `count_correct` for the labels of a batch."""
+    return count_correct(logits, batch.labels)
+
+
+@torch.inference_mode()
+def tally(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    device: torch.device,
+    precision: str,
+    count: Callable[[Tensor, Any], Tensor] = count_batch,
+    num_counts: int = len(COUNTS),
+) -> Tensor:
+    """Add up `count(logits, batch)`, (num_counts,), over the batches of this rank: float64, on the host."""
+    model.eval()
+    totals = torch.zeros(num_counts, dtype=torch.float64, device=device)
+    for batch in batches:
+        with autocast(device, precision):
+            logits = model(batch.images)
+        totals += count(logits, batch)
+    return totals.cpu()
+
+
+# -- if memory is short ----------------------------------------------------------------------------------------
 
 
 class _AnotherFailed(Exception):
-    """On each rank that did not run out of memory itself."""
+    """Raised on each rank that did not run out of memory itself."""
 
 
 def tally_fitting(
@@ -34,10 +121,12 @@ def tally_fitting(
     batch_size: int,
     comm: Communicator,
 ) -> tuple[Tensor, int]:
-    """`tally` of this rank's batches, and the size at which they fitted: `batch_size`, or a half, a quarter, ...
+    """Tally this rank's batches; return the totals and the size that fitted: `batch_size`, or a half, a quarter, ...
 
-    open_batches(size) gives the batches of this rank, of all `num_images` in batches of that size dealt out in turn.
-    Stopped, on all ranks, if memory does not suffice for one image at a time.
+    open_batches(size) cuts all `num_images` into batches of that size, deals them out in turn and gives those of this
+    rank. A rank that ran out of memory cannot go on alone: the others would wait for it at the end, and Horovod takes a
+    long wait for a stall. So the ranks ask one another every few batches. Raises Stopped, on all ranks, if memory does
+    not suffice for one image at a time.
     """
     batch_size = min(batch_size, num_images)
     while True:
@@ -57,7 +146,7 @@ def tally_fitting(
 def _attempt(
     tally: Callable[[Iterable[Any]], Tensor], batches: Iterable[Any], *, rounds: int, comm: Communicator
 ) -> Tensor | None:
-    """None, on all ranks, if one of them ran out of memory."""
+    """Tally the batches; return None, on all ranks, if one of them ran out of memory."""
     try:
         with closing(_watched(iter(batches), rounds, comm)) as watched:
             return tally(watched)
@@ -66,17 +155,17 @@ def _attempt(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    _any_failed(comm, True)  # the others are told when they look next
+    _any_failed(comm, True)  # the others hear it when they ask next
     return None
 
 
 def _watched(batches: Iterator[Any], rounds: int, comm: Communicator) -> Generator[Any, None, None]:
-    """The batches of this rank, a look at the others between them; as many rounds on each rank."""
+    """Yield the batches of this rank, and ask the other ranks between them; as many rounds on each rank."""
     for number in range(rounds):
         batch = next(batches, None)
         if batch is not None:  # the last round may have fewer batches than ranks
             yield batch
-        if (number % LOOK_EVERY == 0 or number == rounds - 1) and _any_failed(comm, False):
+        if (number % CHECK_EVERY == 0 or number == rounds - 1) and _any_failed(comm, False):
             raise _AnotherFailed
 
 
@@ -85,6 +174,6 @@ def _any_failed(comm: Communicator, failed: bool) -> bool:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether this is how torch or Python report that memory could not be had, on a GPU or a CPU."""
+    """Return whether torch or Python reports by this error that memory is short, on a GPU or a CPU."""
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return known or any(words in str(error) for words in OUT_OF_MEMORY)

@@ -1,6 +1,7 @@
-"""In which type a model computes, and what the processor is good at."""
+"""The type in which a model computes, and the types for which the processor has instructions."""
 
 import torch
+from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -10,8 +11,13 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     return torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
 
 
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Return half-precision logits as float32, and others as they are."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def computes(device: torch.device, precision: str) -> bool:
-    """Whether the processor has instructions for this type; a CPU without them takes a hundred times as long."""
+    """Return whether the processor has instructions for this type; a CPU without them takes a hundred times as long."""
     if precision == "fp32":
         return True
     if device.type == "cuda":
@@ -21,7 +27,7 @@ def computes(device: torch.device, precision: str) -> bool:
 
 
 def choose_precision(device: torch.device) -> str:
-    """bf16 where the processor computes it, else fp16 on a GPU and fp32 on a CPU."""
+    """Return bf16 if the processor computes it, else fp16 on a GPU and fp32 on a CPU."""
     if computes(device, "bf16"):
         return "bf16"
     return "fp16" if device.type == "cuda" else "fp32"

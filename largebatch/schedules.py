@@ -1,8 +1,8 @@
 r"""Learning-rate schedules: pure functions from the optimizer step to a factor of the peak learning rate.
 
-A schedule has no state: the engine writes ``group["lr"] = peak * factor(step)`` at the top of every step, so
+A schedule has no state: the engine writes `group["lr"] = peak * factor(step)` at the top of every step, so
 a resumed run needs one integer and a curve can be tabulated without training. Durations arrive here in
-optimizer steps only; epochs, images and fractions are converted by the configuration.
+optimizer steps only; the configuration converts epochs, images and fractions.
 
     factor
       1 |        ______ peak
@@ -13,10 +13,10 @@ optimizer steps only; epochs, images and fractions are converted by the configur
         +--|-----|----------------|----------|--> step
            0     warmup_steps     end        total_steps        end = total_steps - cooldown_steps
 
-Without a ``start`` the warm-up is (step + 1) / (warmup_steps + 1): the first step already has a rate above
+Without a `start` the warm-up is (step + 1) / (warmup_steps + 1): the first step already has a rate above
 zero, and the step after the warm-up has the full one. Together with linear decay, which is
 (end - step) / (end - warmup_steps), that is the schedule of the published 32K run; it moved once per epoch
-(``steps_per_epoch``).
+(`steps_per_epoch`).
 """
 
 import math
@@ -45,7 +45,7 @@ def make_schedule(
     power: float = 1.0,
     steps_per_epoch: float | None = None,
 ) -> Schedule:
-    """The factor of the peak learning rate as a function of the optimizer step (0, 1, ..., total_steps - 1).
+    """Return the factor of the peak learning rate as a function of the optimizer step (0, 1, ..., total_steps - 1).
 
     Args:
         name: linear, cosine, poly or constant.
@@ -85,7 +85,7 @@ def make_schedule(
 
 
 def scale_lr(lr: float, *, batch_size: int, reference_batch_size: int, rule: str = "none") -> float:
-    """The learning rate for ``batch_size`` when ``lr`` was tuned at ``reference_batch_size``.
+    """Scale a learning rate to `batch_size` when `lr` was tuned at `reference_batch_size`.
 
     The linear rule is for SGD (arXiv:1706.02677), the square-root rule for Adam and LAMB (arXiv:1904.00962).
     """
@@ -101,7 +101,7 @@ def scale_lr(lr: float, *, batch_size: int, reference_batch_size: int, rule: str
 
 
 def _in_epochs(steps: int, steps_per_epoch: float | None) -> float:
-    """A duration in the unit that the schedule counts: steps, or epochs when it moves once per epoch."""
+    """Convert a duration to the unit that the schedule counts: steps, or epochs when it moves once per epoch."""
     if steps_per_epoch is None:
         return float(steps)
     epochs = steps / steps_per_epoch

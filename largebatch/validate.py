@@ -34,9 +34,7 @@ from largebatch.config.parallel import ParallelConfig
 from largebatch.data.imagenet_real import real_labels
 from largebatch.data.index import Index
 from largebatch.data.records import atomic_file
-from largebatch.engine import count_batch, tally
-from largebatch.evaluation import tally_fitting
-from largebatch.losses import COUNTS, LISTED_COUNTS, count_listed
+from largebatch.evaluation import COUNTS, LISTED_COUNTS, count_batch, count_listed, tally, tally_fitting
 from largebatch.recipes import RECIPES, choose
 from largebatch.start import program, set_up
 from zoo import load_weights

@@ -70,7 +70,7 @@ def load(path: Path, parts: Parts, **options) -> TrainState:
 
 
 def valid_steps(folder: Path) -> list[int]:
-    return [int(path.name) for path in checkpoint.checkpoints(folder) if checkpoint.fault(path) is None]
+    return [int(path.name) for path in checkpoint.checkpoints(folder) if checkpoint.why_invalid(path) is None]
 
 
 def assert_equal(one: object, other: object) -> None:

@@ -188,7 +188,8 @@ def test_every_option_of_augmentation_arrives():
         reprob=0.25, remode="const", mixup_alpha=0.2, cutmix_alpha=0.3, mixup_switch_prob=0.4, label_smoothing=0.1
     )
     loss = c.LossConfig(dense_weight=0.5, ground_truth="intended")
-    augment = build._augment(c.TrainConfig(model=c.ModelConfig(num_classes=7, img_size=64), augment=section, loss=loss))
+    model = c.ModelConfig(num_classes=7, img_size=64)
+    augment = build.build_augment(c.TrainConfig(model=model, augment=section, loss=loss))
     assert vars(augment) == {
         "num_classes": 7,
         "mixup_alpha": 0.2,
@@ -214,7 +215,7 @@ def test_every_option_of_augmentation_arrives():
 )
 def test_every_option_of_the_optimizer_arrives(name, options):
     section = c.OptimConfig(name=name, lr=0.5, weight_decay=0.25, **options)
-    optimizer = build._optimizer(c.TrainConfig(optim=section), torch.nn.Linear(2, 2), impl=None)
+    optimizer = build.build_optimizer(c.TrainConfig(optim=section), torch.nn.Linear(2, 2), impl=None)
     assert optimizer.param_groups[0].items() >= ({"lr": 0.5, "weight_decay": 0.25} | options).items()
 
 

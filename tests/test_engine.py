@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import zoo
 from largebatch import precision
@@ -14,6 +15,7 @@ from largebatch.data.stream import Batch
 from largebatch.engine import Hook, Trainer
 from largebatch.losses import classification
 from largebatch.native.attention import choose_attention
+from largebatch.replica import Replica
 
 CLASSES, BATCH = 3, 16
 
@@ -38,6 +40,8 @@ class Alone:
 def make_trainer(num_images: int, *, eval_images: int, hooks: tuple[Hook, ...] = ()) -> Trainer:
     plan = Plan(num_samples=100, global_batch_size=BATCH, micro_batch_size=8, num_images=num_images, seed=0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, CLASSES))
+    comm, optimizer, replica = Alone(), torch.optim.SGD(model.parameters(), lr=0.1), Replica()
+    replica.attach(model, optimizer, comm)
 
     def open_batches(start: int):
         for step in range(start, plan.num_steps):
@@ -47,10 +51,10 @@ def make_trainer(num_images: int, *, eval_images: int, hooks: tuple[Hook, ...] =
                 yield Batch(torch.ones(len(labels), 3, 2, 2), labels, micro.step, micro.number, samples)
 
     return Trainer(
-        comm=Alone(),
+        comm=comm,
         model=model,
         objective=classification,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        optimizer=optimizer,
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         base_lr=0.1,
         schedule=lambda step: 1.0,
@@ -63,6 +67,7 @@ def make_trainer(num_images: int, *, eval_images: int, hooks: tuple[Hook, ...] =
         clip_norm=None,
         eval_images=eval_images,
         device=torch.device("cpu"),
+        replica=replica,
         hooks=hooks,
     )
 
@@ -94,6 +99,16 @@ def test_the_training_loss_is_the_mean_over_the_images_since_the_last_evaluation
     trainer.objective = objective
     trainer.fit()
     assert [(step, found["train_loss"]) for step, found in metrics.found] == [(2, 1.5), (3, 3.0)]
+
+
+def test_the_phases_of_a_step_have_names():
+    trainer = make_trainer(2 * BATCH, eval_images=2 * BATCH)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        trainer.fit()
+    phases = ("step", "load", "forward", "backward", "synchronize", "optimizer step")
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    names = [event.name for event in events if event.name in phases]
+    assert names == ["step", *["load", "forward", "backward"] * 2, "synchronize", "optimizer step"] * 2
 
 
 @pytest.mark.parametrize("interval, steps", [(16, [1, 2, 3, 4]), (32, [2, 4]), (40, [3, 4]), (1000, [4])])

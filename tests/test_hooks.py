@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.image import imread
+from torch.profiler import record_function
 
 from largebatch import checkpoint, hooks
 from largebatch.config import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, dump
@@ -450,35 +451,23 @@ def test_the_bar_and_the_log_share_a_terminal(monkeypatch, caplog):
 # -- profile -----------------------------------------------------------------------------------------------------
 
 
-class Profiled:
-    """What Profile names in a trainer: methods of its class, and functions of its own."""
-
-    def __init__(self) -> None:
-        self.device, self.comm = torch.device("cpu"), SimpleNamespace(rank=0, synchronize=str, apply=str)
-        self.objective = torch.ones(3).sum
-
-    def train_step(self) -> None:
-        self.objective()
-        self.comm.synchronize()
-        self.comm.apply()
-
-
-def test_a_profile_is_of_its_steps_and_gives_the_trainer_back(tmp_path, monkeypatch):
+def test_a_profile_is_of_its_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    trainer, hook = Profiled(), Profile(2, 3, run="a run")
-    before = dict(vars(trainer)), dict(vars(trainer.comm))
+    trainer = SimpleNamespace(device=torch.device("cpu"), comm=SimpleNamespace(rank=0))
+    hook = Profile(2, 3, run="a run")
     hook.before_fit(trainer)
     for step in range(1, 6):
-        assert (vars(trainer) == before[0]) == (step not in (2, 3)), "only steps that are recorded have names"
-        trainer.train_step()
+        with record_function(f"step {step}"):
+            torch.ones(3).sum()
         hook.after_train_step(trainer, SimpleNamespace())
+        with record_function("evaluation"):
+            torch.ones(3).sum()
         hook.after_step(trainer)
     hook.after_fit(trainer)
-    assert (vars(trainer), vars(trainer.comm)) == before
     (trace,) = tmp_path.iterdir()
     assert trace.name == "largebatch-a run-rank0-steps-2-3.json"
     names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
-    assert [names.count(name) for name in ("step", "forward", "synchronize", "optimizer step")] == [2, 2, 2, 2]
+    assert [name for name in names if name.startswith(("step", "eval"))] == ["step 2", "evaluation", "step 3"]
 
 
 # -- curves ------------------------------------------------------------------------------------------------------

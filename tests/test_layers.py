@@ -7,23 +7,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = {
-    "largebatch bind config data losses precision schedules zoo": "",
+    "largebatch bind config data precision schedules zoo": "",
     "native": "zoo",
     "optim": "native",
     "augment": "data",
+    "losses": "augment precision",
     "recipes": "config",
     "comm": "config",
     "doctor": "comm",
     "pack": "comm data zoo",
-    "evaluation": "comm",
-    "engine": "augment comm data losses optim precision",
+    "evaluation": "comm precision",
+    "batch_norm": "comm",
+    "replica": "augment batch_norm comm losses optim",
+    "engine": "augment comm data evaluation losses optim precision replica",
     "checkpoint": "config engine zoo",
     "hooks": "checkpoint comm config data engine optim",
-    "parallel": "augment comm config engine losses optim precision zoo",
+    "parallel": "augment comm config losses optim precision replica zoo",
     "start": "comm config precision",
-    "build": "augment checkpoint comm config data engine hooks losses native optim parallel schedules start zoo",
+    "build": "augment checkpoint comm config data engine hooks losses native optim parallel replica schedules start "
+    "zoo",
     "train": "build comm config hooks recipes start",
-    "validate": "build comm config data engine evaluation losses recipes start zoo",
+    "validate": "build comm config data evaluation recipes start zoo",
     "benchmark": "augment build comm config data engine losses native optim parallel precision recipes start zoo",
 }
 OWNERS = {"horovod": "comm", "nvidia": "data", "jsonargparse": "config", "rich": "hooks", "mpi4py": "comm doctor pack"}

@@ -10,7 +10,8 @@ from torch import nn
 
 import zoo  # noqa: F401  (makes timm importable beside a CPU build of torch)
 from largebatch.augment import Augmented, one_hot
-from largebatch.losses import COUNTS, classification, count_correct, soft_target_cross_entropy
+from largebatch.evaluation import COUNTS, count_correct
+from largebatch.losses import classification, soft_target_cross_entropy
 
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy  # isort: skip
 from timm.utils import accuracy  # isort: skip

@@ -12,7 +12,7 @@ from largebatch.data.imagenet_real import image_names, real_labels
 from largebatch.data.index import Index
 from largebatch.data.records import FILENAME, IMAGE, LABEL, encode_example, write_records
 from largebatch.data.sources import open_source
-from largebatch.losses import count_listed
+from largebatch.evaluation import count_listed
 
 CLASSES, IMAGES = 8, 40
 ORDER = np.random.default_rng(0).permutation(IMAGES)  # which image of ImageNet's numbering comes when

@@ -35,8 +35,8 @@ def learning_rates(config: TrainConfig) -> list[float]:
     batch = config.data.global_batch_size
     epochs = int(config.run.duration.split()[0])
     plan = Plan(IMAGENET, batch, config.data.micro_batch_size, epochs * IMAGENET, seed=0)
-    schedule = build._schedule(config, plan)
-    peak = build._peak_lr(config)
+    schedule = build.build_schedule(config, plan)
+    peak = build.peak_lr(config)
     return [peak * schedule(round((epoch + 0.5) * IMAGENET / batch)) for epoch in range(epochs)]
 
 
@@ -62,7 +62,7 @@ def test_a_published_volo(name):
 def test_the_rate_follows_the_batch():
     base, config = RECIPES["volo_d5"](), RECIPES["volo_d5"]()
     config.data.global_batch_size = 352  # the published command's: 1e-4 there, 2.75e-4 by the published rule
-    assert build._peak_lr(config) == pytest.approx(build._peak_lr(base) * 352 / 1024) == 2.75e-4
+    assert build.peak_lr(config) == pytest.approx(build.peak_lr(base) * 352 / 1024) == 2.75e-4
 
 
 def test_large_batches_keep_what_is_not_the_optimizer():
@@ -71,7 +71,7 @@ def test_large_batches_keep_what_is_not_the_optimizer():
         check(ours)
         assert ours.data.global_batch_size == 32768 and ours.optim.name == "lamb"
         assert (ours.model, ours.augment, ours.loss) == (base.model, base.augment, base.loss)
-        assert build._peak_lr(ours) == pytest.approx(3e-3 * math.sqrt(32768 / 2048))
+        assert build.peak_lr(ours) == pytest.approx(3e-3 * math.sqrt(32768 / 2048))
 
 
 def test_which_recipe_fine_tunes():

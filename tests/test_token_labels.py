@@ -457,9 +457,9 @@ def test_the_objective_by_loops(mix_box, taught, weights):
     batch = Augmented(images.double(), targets, token_targets, mix_box)
     options = dict(zip(("cls_weight", "dense_weight"), weights))
     expected = reference_loss(*model.forward_train(batch.images, mix_box), batch, **options)
-    torch.testing.assert_close(losses.token_labeling(model, batch, **options), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(losses.TokenLabeling(**options)(model, batch), expected, rtol=1e-6, atol=0)
     halves = batch._replace(images=images.bfloat16())
-    loss = losses.token_labeling(model.bfloat16(), halves, **options)
+    loss = losses.TokenLabeling(**options)(model.bfloat16(), halves)
     reference = reference_loss(*model.forward_train(halves.images, mix_box), halves, **options)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), reference, rtol=1e-5, atol=0)
@@ -468,20 +468,21 @@ def test_the_objective_by_loops(mix_box, taught, weights):
 def test_targets_of_another_grid_are_refused():
     batch = Augmented(torch.zeros(2, 3, 64, 64), torch.eye(CLASSES)[:2], torch.zeros(2, 9, CLASSES))
     with pytest.raises(ValueError, match="logits of 16 tokens, expected 9"):
-        losses.token_labeling(Tokens(), batch, cls_weight=1, dense_weight=1)
+        losses.TokenLabeling(cls_weight=1, dense_weight=1)(Tokens(), batch)
 
 
 def test_200_steps_without_labels_are_finite_and_learn():
     """Each token has its image's target; boxes of all sizes, the last image of an odd batch its own partner."""
     torch.manual_seed(0)
     model, mix = Tokens(), Augment(CLASSES, label_smoothing=0.1, grid=4, mix_token=True)
+    objective = losses.TokenLabeling(cls_weight=1.0, dense_weight=0.5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     history = []
     for step in range(200):
         labels = torch.randint(CLASSES, (7,))
         images = torch.randn(7, 3, 64, 64) * 0.1 + one_hot(labels, CLASSES)[:, :3, None, None]
         batch = mix(images, labels, torch.Generator().manual_seed(step))
-        loss = losses.token_labeling(model, batch, cls_weight=1.0, dense_weight=0.5) / 7
+        loss = objective(model, batch) / 7
         optimizer.zero_grad()
         loss.backward()
         assert loss.isfinite() and all(parameter.grad.isfinite().all() for parameter in model.parameters())
@@ -532,5 +533,6 @@ def test_a_model_without_token_logits_is_refused():
         build.build_objective(c, nn.Linear(2, 2))
     assert build.build_objective(config.TrainConfig(), nn.Linear(2, 2)) is losses.classification
     objective = build.build_objective(c, Tokens())
+    assert objective == losses.TokenLabeling(cls_weight=c.loss.cls_weight, dense_weight=0.5)
     batch = Augmented(torch.randn(2, 3, 64, 64), torch.eye(CLASSES)[:2])
     assert objective(Tokens(), batch).isfinite()

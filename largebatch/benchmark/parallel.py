@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import SGD
 
 from largebatch.augment import Augmented
@@ -26,8 +26,8 @@ from largebatch.comm import Communicator, session
 from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.losses import classification
 from largebatch.parallel.rendezvous import start_torch_distributed
-from largebatch.parallel.replica import Divided
-from largebatch.precision import DTYPES, choose_precision
+from largebatch.parallel.replica import ParallelReplica
+from largebatch.precision import DTYPES, autocast, choose_precision
 from zoo import create_model, set_fused_attn
 
 NUM_CLASSES = 1000
@@ -108,10 +108,11 @@ def opened(
     """Divide a model, and yield a function that runs a pass of this replica's share of the images."""
     model = shortened(options, depth)
     batch_size = options.batch_size * config.shape().size // comm.size
-    divided = Divided(
+    replica = ParallelReplica(
         config,
         model,
         batch_size=batch_size,
+        precision=options.precision,
         make_optimizer=lambda model: SGD(model.parameters()),
         limit_s=comm.stall_limit_s,
     )
@@ -121,21 +122,21 @@ def opened(
         tensor.normal_(std=0.02)
     images = torch.randn(batch_size, 3, options.img_size, options.img_size, device=device)
     batch = Augmented(images, torch.full((batch_size, NUM_CLASSES), 1 / NUM_CLASSES, device=device))
-    trainer: Any = SimpleNamespace(  # what a replica asks a Trainer for
-        model=model,
-        objective=divided.objective(classification),
-        scaler=torch.amp.GradScaler(device.type, enabled=False),
-        device=device,
-        precision=options.precision,
-    )
+    objective = replica.adapt_objective(classification)
+
+    def forward_backward(batch: Augmented, weight: float) -> Tensor:
+        with autocast(device, options.precision):
+            loss = objective(model, batch) * weight
+        loss.backward()
+        return loss.detach()
 
     def run_pass() -> None:
-        divided.run_pass(trainer, batch, 1 / options.batch_size)
-        divided.complete_gradients(trainer)
+        replica.run_pass(batch, 1 / options.batch_size, forward_backward)
+        replica.complete_gradients()
         model.zero_grad(set_to_none=True)
 
     yield run_pass
-    divided.mesh.close()
+    replica.mesh.close()
 
 
 def shortened(options: argparse.Namespace, depth: int) -> Any:

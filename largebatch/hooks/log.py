@@ -21,7 +21,6 @@ from typing import Callable, Sequence, TextIO
 import torch
 from rich import progress
 from rich.console import Console
-from torch import nn
 
 from largebatch import checkpoint
 from largebatch.comm import Stopped
@@ -83,8 +82,6 @@ class Guards(Hook):
 class Checkpoint(Hook):
     """Saves every `every_images` and at the end. A save that fails is a warning: older ones stay, the run goes on.
     The last one must not fail.
-
-    average: a model to be saved beside the trainer's, `Ema`'s.
     """
 
     def __init__(
@@ -94,13 +91,11 @@ class Checkpoint(Hook):
         every_images: int,
         keep: int,
         config_text: str,
-        average: nn.Module | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.every_images = every_images
         self.keep = keep
         self.config_text = config_text
-        self.average = average
         self.saved_step = 0
         self.failure: OSError | None = None  # of the newest save, on rank 0
         self.longest_s = 0.0  # time of a save, on rank 0
@@ -129,7 +124,7 @@ class Checkpoint(Hook):
         """Write a checkpoint, on rank 0."""
         began = time.perf_counter()
         self.saved_step = trainer.state.step  # or tried to, on all ranks alike
-        model, optimizer = trainer.replica.plain(trainer)
+        model, optimizer = trainer.replica.gather_whole()
         if trainer.comm.rank != 0:
             return
         self.failure = None
@@ -142,7 +137,7 @@ class Checkpoint(Hook):
                 state=trainer.state,
                 config_text=self.config_text,
                 keep=self.keep,
-                average=self.average,
+                average=trainer.average,
             )
         except OSError as error:
             self.failure = error

@@ -1,14 +1,16 @@
 """The objective of image classification from parts of the logits: no rank holds a whole row of them."""
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from largebatch.losses import SoftBatch
+from largebatch.augment import Augmented
 from largebatch.parallel import collectives
 from largebatch.parallel.mesh import Mesh
 from largebatch.parallel.tensor import Layout, layouts, own_block
+from largebatch.precision import at_least_float32
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -40,20 +42,20 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(logits: Tensor, targets: Tensor, mesh: Mesh) -> Tensor:
     """Cross entropy against probabilities (B, K) or (B, N, K), summed over all samples, in nats; replicated.
 
-    logits: this rank's part, in the inner layout; half precision is taken to float32 first. targets: whole; (B, 1, K)
-    for logits (B, N, K) means the same for each of the N.
+    logits: this rank's part, in the inner layout; half precision becomes float32 first. targets: whole; (B, 1, K) for
+    logits (B, N, K) means the same for each of the N.
     """
     layout = layouts(mesh.shape)[1]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = at_least_float32(logits)
     rows = own_block(targets, mesh, layout.batch, 0).to(logits.dtype)
     own = own_block(rows, mesh, layout.features, -1)
     return _CrossEntropy.apply(logits, own, rows.sum(-1), mesh, layout)
 
 
-def classification(mesh: Mesh) -> Callable[[nn.Module, SoftBatch], Tensor]:
-    """The objective `losses.classification` of a model that vit.py has cut for this mesh."""
+def classification(mesh: Mesh) -> Callable[[nn.Module, Augmented], Tensor]:
+    """Return the objective `losses.classification` for a model that vit.py has cut for this mesh."""
 
-    def objective(model: Any, batch: SoftBatch) -> Tensor:
+    def objective(model: Any, batch: Augmented) -> Tensor:
         features = model.forward_head(model.forward_features(batch.images), pre_logits=True)
         return cross_entropy(model.head.own_logits(features), batch.targets, mesh)
 

@@ -1,15 +1,14 @@
-"""A replica of the model divided among ranks: the engine's seam, filled with the parts of this package.
+"""One copy of the model, divided among ranks: puts the parts of this package behind the methods of `Replica`.
 
-Every rank builds the whole model from the seed in host memory, cuts it and keeps its part; from then on names are the
-serial model's and everything else asks the mesh. A checkpoint is always the plain one: tensor by tensor what the ranks
-hold is put together on rank 0, into a model and an optimizer as one rank would have them, and what is read goes the way
-back.
+Every rank builds the whole model from the seed in host memory, cuts it and keeps its part. From then on the names are
+those of the serial model, and everything else asks the mesh. A checkpoint is always that of a whole model: rank 0 puts
+the ranks' parts together, tensor by tensor, into a model and an optimizer as one rank would have them, and divides what
+it reads in the same way.
 """
 
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.augment import Augmented
+from largebatch.comm import Communicator
 from largebatch.config.parallel import ParallelConfig
-from largebatch.engine import Objective, Replica, Trainer
+from largebatch.losses import Objective, TokenLabeling
 from largebatch.optim import Lamb
 from largebatch.parallel import pipeline, sequence, vit, volo
 from largebatch.parallel.collectives import gather_objects
@@ -31,6 +31,7 @@ from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
 from largebatch.parallel.state_sharding import Sharding, state_bytes
 from largebatch.parallel.tensor import layouts, num_blocks
 from largebatch.precision import autocast
+from largebatch.replica import ForwardBackward, Replica
 from zoo.vit import VisionTransformer
 from zoo.volo import VOLO
 
@@ -44,7 +45,7 @@ class Holder:
     cut: Cut
 
 
-class Divided(Replica):
+class ParallelReplica(Replica):
     """A replica that the ranks of a mesh share."""
 
     def __init__(
@@ -53,17 +54,19 @@ class Divided(Replica):
         model: Any,
         *,
         batch_size: int,
+        precision: str,
         make_optimizer: Callable[[nn.Module], Optimizer],
         limit_s: float = 0,
     ) -> None:
         """Cut `model`, a whole module, the same on every rank, in place. torch.distributed has been started.
 
-        batch_size: images of a micro-batch. make_optimizer: gives what one rank would train a whole model with.
-        limit_s: `Mesh`'s. ValueError, on all ranks, for a model or a batch that cannot be cut so.
+        batch_size: images of a micro-batch. make_optimizer: makes the optimizer of a whole model. limit_s: see `Mesh`.
+        Raises ValueError, on all ranks, for a model or a batch that cannot be cut so.
         """
-        self.config, self.make_optimizer = config, make_optimizer
+        self.config, self.precision, self.make_optimizer = config, precision, make_optimizer
         shape = config.shape()
         check(config, model, batch_size=batch_size)
+        self.model = model
         self.mesh = Mesh(shape, limit_s=limit_s)
         self.serial = _without_memory(model)
         self.cuts_tensors = num_blocks(shape, shape.tensor) > 1
@@ -81,69 +84,73 @@ class Divided(Replica):
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(logits, targets, self.mesh)
 
-    def optimizer(self, serial: Optimizer) -> Optimizer:
-        """Replica's."""
+    def adapt_optimizer(self, serial: Optimizer) -> Optimizer:
+        """Return LAMB for parts of the parameters; other optimizers need none."""
         return ShardedLamb(serial.param_groups) if isinstance(serial, Lamb) else serial
 
-    def bind(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Replica's: what its tensors are parts of."""
+    def adapt_objective(self, serial: Objective) -> Objective:
+        """Return the objective of parts of the logits, if no rank has them whole."""
+        if not self.cuts_tensors:
+            return serial
+        if isinstance(serial, TokenLabeling):
+            return volo.token_labeling(self.mesh, cls_weight=serial.cls_weight, dense_weight=serial.dense_weight)
+        return classification(self.mesh) if self.is_vit else serial
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, comm: Communicator) -> None:
+        """Take the parts, and tell the optimizer of which tensors its parameters are parts."""
+        super().attach(model, optimizer, comm)
         self._device = next(model.parameters()).device
         zero, offload = bool(self.config.zero), self.config.offload
         self.sharding = Sharding(dict(model.named_parameters()), self.cuts, self.mesh, zero=zero, offload=offload)
         if isinstance(optimizer, ShardedLamb):
             optimizer.sharding = self.sharding
 
-    def objective(self, serial: Objective) -> Objective:
-        """Replica's: from parts of the logits, where no rank has them whole."""
-        if not self.cuts_tensors:
-            return serial
-        if isinstance(serial, partial):  # `losses.token_labeling` and its weights
-            return volo.token_labeling(self.mesh, **serial.keywords)
-        return classification(self.mesh) if self.is_vit else serial
-
-    def describe(self, optimizer: Optimizer) -> list[str]:
-        """Replica's: stages, and the memory of the optimizer's state."""
+    def describe(self) -> list[str]:
+        """Describe the stages, and the memory of the optimizer's state."""
         stages = self.pipeline.log().splitlines() if self.pipeline else []
-        return [*stages, f"the optimizer's state on rank 0: {state_bytes(optimizer) / 2**20:.1f} MiB"]
+        return [*stages, f"the optimizer's state on rank 0: {state_bytes(self.optimizer) / 2**20:.1f} MiB"]
 
-    # -- the step ----------------------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------------------
 
-    def run_pass(self, trainer: Trainer, batch: Augmented, weight: float) -> Tensor:
-        """Replica's; a batch too short for the mesh is filled up with images without a target, so without a loss."""
+    def run_pass(self, batch: Augmented, weight: float, forward_backward: ForwardBackward) -> Tensor:
+        """Fill a batch too short for the mesh up with images without a target, so without a loss, and run it.
+
+        A pipeline has a schedule of its own, in which the forward and backward passes of its stages alternate.
+        """
         images, targets = (vit.filled(tensor, self.multiple) for tensor in (batch.images, batch.targets))
         batch = batch._replace(images=images, targets=targets)
         if self.pipeline is None:
-            return super().run_pass(trainer, batch, weight)
-        with autocast(trainer.device, trainer.precision):
+            return forward_backward(batch, weight)
+        with autocast(batch.images.device, self.precision):
             return self.pipeline.run(batch.images, batch.targets, weight)
 
-    def complete_gradients(self, trainer: Trainer) -> None:
-        """Replica's: sums over the axes along which images or tokens are cut."""
-        sum_partial_gradients(trainer.model, self.cuts, self.mesh)
+    def complete_gradients(self) -> None:
+        """Sum over the axes along which images or tokens are cut."""
+        sum_partial_gradients(self.model, self.cuts, self.mesh)
 
-    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
-        """Replica's: each element of the whole model once."""
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of the whole gradient, 0-d, with each element of the whole model counted once."""
         assert self.sharding is not None
-        return global_norm(optimizer, self.sharding)
+        return global_norm(self.optimizer, self.sharding)
 
     def predictor(self, model: nn.Module) -> nn.Module:
-        """Replica's."""
+        """Return a module that runs batches of any size through all ranks of the replica."""
         predict = self.pipeline.predict if self.pipeline else model
         return vit.Predictor(model, predict, multiple=self.multiple)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
-    def plain(self, trainer: Trainer) -> tuple[nn.Module, Optimizer]:
-        """On rank 0 the whole model and optimizer, in host memory; elsewhere the trainer's own."""
-        own, axis = dict(trainer.model.state_dict(keep_vars=True)), self.mesh.axis("model")
-        described = gather_objects(_describe(trainer.model, trainer.optimizer), axis)
+    def gather_whole(self) -> tuple[nn.Module, Optimizer]:
+        """Return, on rank 0, the whole model and optimizer in host memory; elsewhere this rank's own."""
+        own, axis = dict(self.model.state_dict(keep_vars=True)), self.mesh.axis("model")
+        described = gather_objects(_describe(self.model, self.optimizer), axis)
         states = {name: state for of_rank in described for name, state in of_rank.items()}
-        model, optimizer = self.blank(trainer)
-        leads = trainer.comm.rank == 0
+        model, optimizer = self.empty_whole()
+        leads = self.comm.rank == 0
         parameters = dict(model.named_parameters())
         for name, meta in self.serial.state_dict().items():
             self._gather(name, own.get(name), model.state_dict()[name] if leads else meta)
-            state = _state_of(trainer.optimizer, own[name]) if name in own and name in states else {}
+            state = _state_of(self.optimizer, own[name]) if name in own and name in states else {}
             for key, value in states.get(name, {}).items():
                 whole = torch.empty(meta.shape, dtype=meta.dtype) if leads else meta
                 if value is MOMENT:
@@ -151,20 +158,20 @@ class Divided(Replica):
                 if leads:
                     optimizer.state[parameters[name]][key] = whole if value is MOMENT else value
         for group in optimizer.param_groups:
-            group["lr"] = trainer.optimizer.param_groups[0]["lr"]
+            group["lr"] = self.optimizer.param_groups[0]["lr"]
         return model, optimizer
 
-    def blank(self, trainer: Trainer) -> tuple[nn.Module, Optimizer]:
-        """On rank 0 a whole model and optimizer, in host memory; elsewhere the trainer's own."""
-        if trainer.comm.rank > 0:
-            return trainer.model, trainer.optimizer
+    def empty_whole(self) -> tuple[nn.Module, Optimizer]:
+        """Return, on rank 0, an empty whole model and optimizer in host memory; elsewhere this rank's own."""
+        if self.comm.rank > 0:
+            return self.model, self.optimizer
         model = copy.deepcopy(self.serial).to_empty(device="cpu")
         return model, self.make_optimizer(model)
 
-    def take(self, trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> None:
-        """Replica's: tensor by tensor, each rank keeps its part."""
-        own, leads = dict(trainer.model.state_dict(keep_vars=True)), trainer.comm.rank == 0
-        states = trainer.comm.broadcast_object(_describe(model, optimizer) if leads else None, name="replica/states")
+    def scatter_whole(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Give every rank its part, tensor by tensor."""
+        own, leads = dict(self.model.state_dict(keep_vars=True)), self.comm.rank == 0
+        states = self.comm.broadcast_object(_describe(model, optimizer) if leads else None, name="replica/states")
         tensors, parameters = model.state_dict(), dict(model.named_parameters())
         for name, meta in self.serial.state_dict().items():
             part = self._scatter(name, tensors[name] if leads else None, meta, own.get(name))
@@ -176,10 +183,10 @@ class Divided(Replica):
             if part is not None:
                 own[name].detach().copy_(part)
             if part is not None and state:
-                _set_state_of(trainer.optimizer, own[name], state)
+                _set_state_of(self.optimizer, own[name], state)
 
     def _find_holders(self, model: nn.Module) -> dict[str, list[Holder]]:
-        """For each tensor of the whole model the ranks that hold its parts, each part once."""
+        """Find, for each tensor of the whole model, the ranks that hold its parts, each part once."""
         axis, sizes = self.mesh.axis("model"), self.mesh.shape.sizes
         tables = gather_objects({name: self.cuts.get(name, UNCUT) for name in model.state_dict()}, axis)
         holders: dict[str, dict[Any, Holder]] = {}
@@ -207,14 +214,14 @@ class Divided(Replica):
                 view.copy_(part.reshape(view.shape))
 
     def _scatter(self, name: str, whole: Tensor | None, meta: Tensor, own: Tensor | None) -> Tensor | None:
-        """This rank's part of a whole tensor, which rank 0 has, in the shape of `own`; None without that."""
+        """Return this rank's part of a whole tensor, which rank 0 has, in the shape of `own`; None without `own`."""
         whole = torch.empty(meta.shape, dtype=meta.dtype) if whole is None else whole.detach().contiguous()
         dist.broadcast(whole, 0)
         return None if own is None else local(whole, self.cuts.get(name, UNCUT), self.mesh).view_as(own).to(own.device)
 
 
 def check(config: ParallelConfig, model: Any, *, batch_size: int) -> None:
-    """ValueError, one sentence with the numbers, for a module or a micro-batch that cannot be cut so."""
+    """Raise ValueError, one sentence with the numbers, for a module or a micro-batch that cannot be cut so."""
     shape = config.shape()
     if shape.size == 1:
         return
@@ -237,13 +244,13 @@ def check(config: ParallelConfig, model: Any, *, batch_size: int) -> None:
 
 
 def multiple_of(config: ParallelConfig) -> int:
-    """Of so many images a micro-batch must be a multiple: parts for the pipeline, each cut for the mesh."""
+    """Return the number that divides every micro-batch: parts for the pipeline, each cut for the mesh."""
     shape = config.shape()
     return pipeline.num_parts(config) * num_blocks(shape, layouts(shape)[0].batch)
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """A copy on device "meta", without a second copy of the tensors on the way."""
+    """Copy a module to device "meta", without a second copy of its tensors on the way."""
     memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -251,7 +258,7 @@ def _without_memory(model: nn.Module) -> nn.Module:
 
 
 class _Moment:
-    """Stands for a tensor of the parameter's shape in what `_describe` tells; one object, also after a journey."""
+    """Stands for a tensor of the parameter's shape in a result of `_describe`; pickling keeps it one object."""
 
     def __reduce__(self) -> str:
         return "MOMENT"
@@ -261,20 +268,20 @@ MOMENT = _Moment()
 
 
 def _describe(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Every parameter's state by its name: scalars as they are, `MOMENT` for tensors of the parameter's shape."""
+    """Return every parameter's state by its name: scalars unchanged, `MOMENT` for tensors of the parameter's shape."""
     found = {}
     for name, parameter in model.named_parameters():
         state = dict(optimizer.state.get(parameter, {}))
         if isinstance(optimizer, ShardedLamb) and state:
             state = {"step": state["step"], "exp_avg": MOMENT, "exp_avg_sq": MOMENT}
-        found[name] = {key: _told(value) for key, value in state.items()}
+        found[name] = {key: _described(value) for key, value in state.items()}
     return {name: state for name, state in found.items() if state}
 
 
-def _told(value: Any) -> Any:
+def _described(value: Any) -> Any:
     if not torch.is_tensor(value):
         return value
-    return MOMENT if value.ndim else value.cpu()  # a step counter: not on this rank's GPU where it arrives
+    return MOMENT if value.ndim else value.cpu()  # a step counter, which other ranks keep on GPUs of their own
 
 
 def _state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from largebatch.augment import Augmented
 from largebatch.config.parallel import Shape
-from largebatch.losses import TokenBatch, mixed_targets, targets_of_tokens
+from largebatch.losses import mixed_targets, targets_of_tokens
 from largebatch.parallel import collectives
 from largebatch.parallel.loss import cross_entropy
 from largebatch.parallel.mesh import Mesh
@@ -81,10 +82,10 @@ def cut_block(block: Any, mesh: Mesh) -> None:
     mlp.fc1, mlp.fc2 = Linear(mlp.fc1, mesh, inwards=True), Linear(mlp.fc2, mesh, inwards=False)
 
 
-def token_labeling(mesh: Mesh, *, cls_weight: float, dense_weight: float) -> Callable[[Any, TokenBatch], Tensor]:
-    """The objective `losses.token_labeling` of a cut VOLO; no rank holds the cells' logits for all classes."""
+def token_labeling(mesh: Mesh, *, cls_weight: float, dense_weight: float) -> Callable[[Any, Augmented], Tensor]:
+    """The objective `losses.TokenLabeling` of a cut VOLO: no rank holds all classes' logits of the cells."""
 
-    def objective(model: Any, batch: TokenBatch) -> Tensor:
+    def objective(model: Any, batch: Augmented) -> Tensor:
         x = model.forward_features(batch.images, batch.mix_box)
         logits = model.head.own_logits(model.head_drop(x[:, 0]))
         cells = mix_back(model.aux_head.own_logits(x[:, 1:]), batch.mix_box, batch.images.shape[-1] // CELL)

@@ -1,7 +1,6 @@
 """VOLO under one-dimensional tensor parallelism, on real gloo ranks, against the whole model."""
 
 import copy
-import functools
 from types import SimpleNamespace
 
 import pytest
@@ -46,7 +45,7 @@ def _compare(size, fused, again, parts):
     for model in (cut, serial):
         torch.manual_seed(3)
         model.set_grad_checkpointing(again)
-        objective = functools.partial(losses.token_labeling, cls_weight=1.0, dense_weight=0.5)
+        objective = losses.TokenLabeling(cls_weight=1.0, dense_weight=0.5)
         if model is cut and parts:
             objective = volo.token_labeling(mesh, cls_weight=1.0, dense_weight=0.5)
         loss = objective(model, batch)

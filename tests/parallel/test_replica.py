@@ -1,7 +1,6 @@
 """A replica that ranks share, as the engine calls it, against the whole model; on real gloo ranks."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,14 +10,13 @@ from largebatch.augment import Augmented
 from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.losses import classification
 from largebatch.parallel.cuts import local
-from largebatch.parallel.replica import Divided
+from largebatch.parallel.replica import ParallelReplica
 from zoo.vit import VisionTransformer
 
 MESHES = {
     "pipeline": ParallelConfig(pipeline=2),
     "2d": ParallelConfig(tensor=TensorConfig(mode="2d", size=4)),
 }
-CPU = torch.device("cpu")
 
 
 def build():
@@ -39,24 +37,30 @@ def _passes(config, sizes):
     """Losses, logits and the largest difference of gradients, of batches of these sizes."""
     model = build()
     whole = copy.deepcopy(model)
-    divided = Divided(config, model, batch_size=4, make_optimizer=lambda model: torch.optim.SGD(model.parameters()))
-    trainer = SimpleNamespace(
-        model=model,
-        objective=divided.objective(classification),
-        scaler=torch.amp.GradScaler("cpu", enabled=False),
-        device=CPU,
+    replica = ParallelReplica(
+        config,
+        model,
+        batch_size=4,
         precision="fp32",
+        make_optimizer=lambda model: torch.optim.SGD(model.parameters()),
     )
+    objective = replica.adapt_objective(classification)
+
+    def forward_backward(batch, weight):
+        loss = objective(model, batch) * weight
+        loss.backward()
+        return loss.detach()
+
     found = []
     for size in sizes:
-        loss = divided.run_pass(trainer, batch(size), 1 / size)
-        divided.complete_gradients(trainer)
+        loss = replica.run_pass(batch(size), 1 / size, forward_backward)
+        replica.complete_gradients()
         (classification(whole, batch(size)) / size).backward()
         differences = []
         for name, parameter in model.named_parameters():
-            expected = local(whole.get_parameter(name).grad, divided.cuts[name], divided.mesh).view_as(parameter)
+            expected = local(whole.get_parameter(name).grad, replica.cuts[name], replica.mesh).view_as(parameter)
             differences.append(float((parameter.grad - expected).abs().max()))
-        found.append((float(loss), divided.predictor(model)(batch(size).images).detach(), max(differences)))
+        found.append((float(loss), replica.predictor(model)(batch(size).images).detach(), max(differences)))
         for one in (model, whole):
             one.zero_grad()
     return found

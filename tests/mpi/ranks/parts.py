@@ -12,6 +12,7 @@ from largebatch.data.stream import Batch
 from largebatch.engine import Trainer
 from largebatch.losses import classification
 from largebatch.optim import build_optimizer, init_state
+from largebatch.replica import Replica
 from zoo.vit import VisionTransformer
 
 CLASSES = 7
@@ -95,6 +96,8 @@ def small_trainer(
     plain = build_optimizer(model, name=optimizer_name, lr=lr, weight_decay=0.1, impl=impl)
     optimizer = comm.wrap(plain, model, passes=passes, compression=compression)
     init_state(optimizer)
+    replica = Replica()
+    replica.attach(model, optimizer, comm)
 
     def open_batches(start: int) -> Iterator[Batch]:
         for step in range(start, plan.num_steps):
@@ -118,6 +121,7 @@ def small_trainer(
         clip_norm=clip_norm,
         eval_images=10**9,
         device=torch.device("cpu"),
+        replica=replica,
     )
 
 

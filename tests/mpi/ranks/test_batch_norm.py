@@ -7,7 +7,6 @@ from parts import CLASSES, images, plan_for, small_trainer
 from torch import nn
 
 from largebatch.data.order import Plan
-from largebatch.hooks.batch_norm import BatchNormStatistics
 
 STEPS, PASSES, MOMENTUM = 3, 2, 0.1
 
@@ -39,7 +38,6 @@ def expected_statistics(plan: Plan, trainer) -> tuple[torch.Tensor, torch.Tensor
 def test_the_statistics_are_those_of_all_micro_batches(comm):
     plan = plan_for(comm, steps=STEPS, left_over=3)  # most ranks have nothing in the last step
     trainer = small_trainer(comm, plan, passes=PASSES, model=normalised_model(), mixup_alpha=0.0, lr=0.0)
-    trainer.hooks = [BatchNormStatistics(trainer.model)]
     expected = expected_statistics(plan, trainer)
     trainer.fit()
     norm = trainer.model[1]
@@ -56,7 +54,6 @@ def test_a_skipped_step_leaves_them_alone(comm):
     before = trainer.model[1].running_mean.clone()
     with torch.no_grad():
         trainer.model[0].bias[comm.size % 8] = torch.inf  # on every rank
-    trainer.hooks = [BatchNormStatistics(trainer.model)]
     trainer.fit(max_steps=1)
     assert trainer.state.skipped == 1
     assert torch.equal(trainer.model[1].running_mean, before)

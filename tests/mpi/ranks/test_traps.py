@@ -214,7 +214,8 @@ def test_the_average_that_rank_0_found_is_given_to_all(comm, tmp_path):
                 tmp_path, model=trainer.model, optimizer=trainer.optimizer, scaler=trainer.scaler,
                 state=trainer.state, config_text=dump(config), average=averages[0],
             )  # fmt: skip
-    assert checkpoint.resume(config, trainer, average=averages[1])
+    trainer.average = averages[1]
+    assert checkpoint.resume(config, trainer)
     assert replicas_agree(comm, averages[1], "resumed average") and trainer.scaler.get_scale() == 512.0
     if comm.rank == 0:
         assert all(torch.equal(p, q) for p, q in zip(averages[0].parameters(), averages[1].parameters()))

@@ -121,7 +121,7 @@ def test_out_of_memory_on_some_ranks_halves_the_batch_on_all(
 ):
     """At the first batch or the second; the result is that of the smaller batch to the last bit."""
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(evaluation, "LOOK_EVERY", 2)
+    monkeypatch.setattr(evaluation, "CHECK_EVERY", 2)
     forward, seen = vit.VisionTransformer.forward, []
 
     def limited(self, images):

@@ -1,0 +1,96 @@
+"""Running statistics of batch normalisation that do not depend on the rank that computes a micro-batch.
+
+Left to torch, each rank would follow the micro-batches that it happens to see, and a checkpoint would hold those of
+rank 0. Here
+
+    statistics = statistics + momentum (mean over all micro-batches of the step - statistics)
+
+once per step, and every rank always holds the same numbers, so nothing has to be agreed on before an evaluation or a
+checkpoint. With one rank and one pass per step this is what torch does.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from largebatch.comm import Communicator
+
+
+@dataclass(eq=False)
+class _Layer:
+    module: _BatchNorm
+    momentum: float
+    kept: list[Tensor]  # mean and variance (C,) of the last step
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The module's own: after a step the statistics, within a step the mean of its micro-batches so far."""
+        mean, variance = self.module.running_mean, self.module.running_var
+        assert mean is not None and variance is not None
+        return [mean, variance]
+
+    @property
+    def passes(self) -> Tensor:
+        """Micro-batches of this step so far, int64 0-d."""
+        assert self.module.num_batches_tracked is not None
+        return self.module.num_batches_tracked
+
+
+class BatchNormStatistics:
+    """Applies momentum once per step instead of once per micro-batch, in every layer that has running statistics.
+
+    A step costs one small allreduce; a model without such layers costs nothing. num_batches_tracked is 0 after each
+    step: without a momentum, torch then begins a new mean.
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+        self.modules = batch_norms(model)
+        self.comm = comm
+        self.layers: list[_Layer] = []  # empty outside `over_steps`
+
+    @contextmanager
+    def over_steps(self) -> Iterator[None]:
+        """Let torch take plain means inside the block, and give the modules their momentum back after it.
+
+        The statistics of a resumed run are already in the buffers.
+        """
+        for module in self.modules:
+            assert module.momentum is not None
+            layer = _Layer(module, module.momentum, [])
+            layer.kept = [buffer.clone() for buffer in layer.buffers]
+            self.layers.append(layer)
+            module.momentum = None
+            layer.passes.zero_()
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.module.momentum = layer.momentum
+            self.layers.clear()
+
+    @torch.no_grad()
+    def complete_step(self, *, applied: bool) -> None:
+        """Average over all micro-batches of all ranks. Skipped steps do not count."""
+        if not self.layers:
+            return
+        passes = self.layers[0].passes
+        sums = torch.cat([buffer.double() * passes for layer in self.layers for buffer in layer.buffers])
+        total = self.comm.allreduce(torch.cat([sums, passes[None].double()]), name="batch_norm")
+        step = iter((total[:-1] / total[-1]).float().split([len(b) for layer in self.layers for b in layer.buffers]))
+        for layer in self.layers:
+            for kept, buffer in zip(layer.kept, layer.buffers):
+                mean = next(step)
+                if applied:
+                    kept.lerp_(mean, layer.momentum)
+                buffer.copy_(kept)
+            layer.passes.zero_()
+
+
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """List the batch-normalisation layers that keep running statistics by momentum."""
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [layer for layer in layers if layer.track_running_stats and layer.momentum is not None]

@@ -1,0 +1,77 @@
+"""One copy of the model, whole on one rank. `parallel.replica` has one that several ranks share.
+
+A replica is given the model, the optimizer and the communicator once (`attach`) and never sees the trainer. The trainer
+asks it for everything that differs when ranks share a model.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from largebatch.augment import Augmented
+from largebatch.batch_norm import BatchNormStatistics
+from largebatch.comm import Communicator
+from largebatch.losses import Objective
+from largebatch.optim import gradient_norm
+
+ForwardBackward = Callable[[Augmented, float], Tensor]  # `Trainer.forward_backward`
+
+
+class Replica:
+    """A whole model on this rank."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    comm: Communicator
+    statistics: BatchNormStatistics
+
+    # -- assembly ----------------------------------------------------------------------------------------------
+
+    def adapt_optimizer(self, serial: Optimizer) -> Optimizer:
+        """Return the optimizer of this copy, given the one that would train a whole model."""
+        return serial
+
+    def adapt_objective(self, serial: Objective) -> Objective:
+        """Return the objective of this copy, given the one of a whole model."""
+        return serial
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, comm: Communicator) -> None:
+        """Take the parts that all methods below work on; `optimizer` has been wrapped by `comm.wrap`."""
+        self.model, self.optimizer, self.comm = model, optimizer, comm
+        self.statistics = BatchNormStatistics(model, comm)
+
+    def describe(self) -> list[str]:
+        """Return lines for the log; every rank calls it."""
+        return []
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    def run_pass(self, batch: Augmented, weight: float, forward_backward: ForwardBackward) -> Tensor:
+        """Add the gradients of a micro-batch's summed loss × `weight` to those there are; return that loss, 0-d."""
+        return forward_backward(batch, weight)
+
+    def complete_gradients(self) -> None:
+        """Add the summands of the gradients that other ranks of this copy hold, after the last pass."""
+
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of the whole gradient, 0-d."""
+        return gradient_norm(self.optimizer)
+
+    def predictor(self, model: nn.Module) -> nn.Module:
+        """Return a module that computes logits (B, K) of images (B, 3, H, W) on every rank, by a model like ours."""
+        return model
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def gather_whole(self) -> tuple[nn.Module, Optimizer]:
+        """Return model and optimizer as one rank would have them, for rank 0 to save; every rank calls it."""
+        return self.model, self.optimizer
+
+    def empty_whole(self) -> tuple[nn.Module, Optimizer]:
+        """Return a model and an optimizer that rank 0 can load a checkpoint into; for `scatter_whole`."""
+        return self.model, self.optimizer
+
+    def scatter_whole(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Give every rank its part of what rank 0 loaded into those of `empty_whole`; every rank calls it."""
+        self.comm.broadcast_state(model, optimizer)
