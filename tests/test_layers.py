@@ -26,7 +26,13 @@ PLAN = {
     "validate": "build comm config data engine evaluation losses recipes start zoo",
     "benchmark": "augment build comm config data engine losses native optim parallel precision recipes start zoo",
 }
-OWNERS = {"horovod": "comm", "nvidia": "data", "jsonargparse": "config", "rich": "hooks", "mpi4py": "comm doctor pack"}
+OWNERS = {
+    "horovod": "comm",
+    "nvidia": "data",
+    "jsonargparse": "config",
+    "rich": "hooks pack",
+    "mpi4py": "comm doctor pack",
+}
 
 
 def imports(path: Path) -> set[str]:

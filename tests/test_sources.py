@@ -274,7 +274,7 @@ def test_pack_an_image_folder(image_folder, tmp_path, cache_home, capsys):
             reference = np.asarray(picture(51), dtype=int)  # was a PNG, now a JPEG of high quality
             assert np.abs(np.asarray(image, dtype=int) - reference).mean() < 1.0
     assert index.label.tolist() != sorted(index.label.tolist())  # shuffled
-    with pytest.raises(SystemExit, match="already has shards of another packing .*: 3.*, now .*: 1.*choose another"):
+    with pytest.raises(SystemExit, match="already has shards that .*: 3.*, now .*: 1.*choose another"):
         pack.main([str(image_folder), str(out)])
 
 
