@@ -33,9 +33,9 @@ from largebatch.config import ModelConfig, TrainConfig, parse
 from largebatch.config.parallel import ParallelConfig
 from largebatch.data.imagenet_real import real_labels
 from largebatch.data.index import Index
-from largebatch.data.records import atomic_file
 from largebatch.engine import count_batch, tally
 from largebatch.evaluation import tally_fitting
+from largebatch.files import atomic_file
 from largebatch.losses import COUNTS, LISTED_COUNTS, count_listed
 from largebatch.recipes import RECIPES, choose
 from largebatch.start import program, set_up

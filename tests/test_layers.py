@@ -7,24 +7,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = {
-    "largebatch bind config data losses precision schedules zoo": "",
-    "native": "zoo",
+    "largebatch bind config files losses precision schedules zoo": "",
+    "data": "files",
+    "native": "files zoo",
     "optim": "native",
     "augment": "data",
     "recipes": "config",
     "comm": "config",
     "doctor": "comm",
-    "pack": "comm data zoo",
+    "pack": "comm data files zoo",
     "evaluation": "comm",
     "engine": "augment comm data losses optim precision",
     "checkpoint": "config engine zoo",
-    "hooks": "checkpoint comm config data engine optim",
+    "hooks": "checkpoint comm config engine files optim",
     "parallel": "augment comm config engine losses optim precision zoo",
     "start": "comm config precision",
     "build": "augment checkpoint comm config data engine hooks losses native optim parallel schedules start zoo",
     "train": "build comm config hooks recipes start",
-    "validate": "build comm config data engine evaluation losses recipes start zoo",
-    "benchmark": "augment build comm config data engine losses native optim parallel precision recipes start zoo",
+    "validate": "build comm config data engine evaluation files losses recipes start zoo",
+    "benchmark": "augment build comm config data engine files losses native optim parallel precision recipes start zoo",
 }
 OWNERS = {
     "horovod": "comm",

@@ -20,7 +20,8 @@ import numpy as np
 from PIL import Image
 
 from largebatch.data.index import Index, find_image, image_size
-from largebatch.data.records import WRONG_CRC, atomic_file, read_span, scan_records
+from largebatch.data.records import WRONG_CRC, read_span, scan_records
+from largebatch.files import atomic_file
 
 NAME = "quarantine.csv"
 IMAGES_PER_TASK = 256  # image files; a shard is one task

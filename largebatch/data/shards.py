@@ -6,10 +6,6 @@ processes may share the shards of a split, and one that was interrupted goes on 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -95,36 +91,3 @@ def write_split(
         finally:  # also where the consumer stops early
             stopped.set()
             pool.shutdown(cancel_futures=True)
-
-
-def written_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `write` if it does not exist yet: in a temporary place, then renamed."""
-    if folder.is_dir():
-        return folder
-    with locked(folder):
-        if folder.is_dir():
-            return folder
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            write(temporary)
-            with contextlib.suppress(FileExistsError):  # without locks another process may be first
-                temporary.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return folder
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Lets one process at a time do the work on `path`; the others wait and find it done.
-
-    Only an economy: every write is atomic, so where the file system has no locks all may do the work.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.parent / f".{path.name}.lock", "w") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -33,7 +33,8 @@ from PIL import Image
 
 from largebatch.data import archives, quarantine
 from largebatch.data.index import VERSION, Index, index_images, index_shards
-from largebatch.data.shards import Images, locked, write_split, written_once
+from largebatch.data.shards import Images, write_split
+from largebatch.files import cache_folder, locked, written_once
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +44,6 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 _DIGITS_SIZE, _DIGITS_HELD_OUT = 64, 36  # pixels; images of each class
 _SYNTHETIC_CLASSES, _SYNTHETIC_SHARDS = 1000, {"train": 64, "validation": 4}
 _SYNTHETIC_IMAGES = {"train": 4, "validation": 1}  # of each class
-
-
-def default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "largebatch"
 
 
 def open_source(path: str, *, split: str, cache: str = "", listed: str = "") -> Index:
@@ -72,7 +69,7 @@ def open_everything(path: str, *, split: str, cache: str = "") -> tuple[Path, In
     """The folder that holds the data, and its index with what cannot be read (see `open_source`)."""
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, expected train or validation.")
-    root = Path(cache).expanduser() if cache else default_cache()
+    root = Path(cache).expanduser() if cache else cache_folder()
     folder = Path(path).expanduser()
     if path == "digits":
         folder = written_once(root / "digits-v1", _write_digits)

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from largebatch.data.records import atomic_file
 from largebatch.engine import Hook, StepOutput, Trainer
+from largebatch.files import atomic_file
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from largebatch.data import records, sources
+from largebatch.data import sources
+from largebatch.files import atomic_file
 from largebatch.pack.processes import World
 
 
@@ -38,7 +39,7 @@ def _begin(file: Path, plan: Mapping[str, Any], has_shards: Callable[[], bool]) 
             "choose another folder, or delete them."
         )
     file.parent.mkdir(parents=True, exist_ok=True)
-    with records.atomic_file(file) as opened:
+    with atomic_file(file) as opened:
         opened.write(json.dumps(plan, indent=2).encode() + b"\n")
 
 

@@ -29,6 +29,7 @@ from largebatch.data import records, sources
 from largebatch.data.dali import EvalLoader
 from largebatch.data.index import Index
 from largebatch.data.label_maps import encode_map
+from largebatch.files import atomic_file
 from largebatch.pack import output
 from largebatch.pack.processes import World, mpi_world
 from zoo.teacher import build_teacher, dense_logits, input_size
@@ -152,7 +153,7 @@ def _copy_held_out(folder: Path, target: Path) -> list[str]:
     for path in held_out:
         copy = target / os.path.basename(path)
         if not copy.exists():
-            with open(path, "rb") as file, records.atomic_file(copy) as out:
+            with open(path, "rb") as file, atomic_file(copy) as out:
                 shutil.copyfileobj(file, out)
     return held_out
 
