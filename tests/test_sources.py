@@ -183,7 +183,7 @@ def test_wrong_folders_say_what_was_looked_for(tmp_path, image_folder):
     with pytest.raises(ValueError, match="split is 'test', expected train or validation"):
         sources.open_source("digits", split="test", cache=cache)
     write(image_folder / "val" / "n99" / "a.jpg", picture(1))
-    with pytest.raises(ValueError, match="val has the class folder n99, which the training split has not"):
+    with pytest.raises(ValueError, match="val has the class folder n99, which the training split does not have"):
         sources.open_source(str(image_folder), split="validation", cache=cache)
     (tmp_path / "hollow" / "train" / "n01").mkdir(parents=True)
     with pytest.raises(ValueError, match="train holds no images: looked for <class>/"):

@@ -28,14 +28,14 @@ def choose_attention(model: nn.Module, device: torch.device) -> nn.Module:
     """Let the model's attention layers use the fastest kernel of this device; return the model."""
     set_fused_attn(model, device.type != "cpu")
     layers = [module for module in model.modules() if isinstance(module, Attention) and not module.attn_drop.p]
-    if device.type == "cpu" and layers and has_native_attention():
+    if device.type == "cpu" and layers and available():
         for layer in layers:
             layer.native = attend
     return model
 
 
 @functools.cache
-def has_native_attention() -> bool:
+def available() -> bool:
     """Return whether this processor has dot products of bfloat16, and attention.cpp can be used here."""
     has_instructions = torch.cpu.get_capabilities().get("avx512_bf16", False)
     return has_instructions and can_load("VOLO's attention", SOURCE, *FLAGS)

@@ -27,7 +27,7 @@ class _Tensor(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_void_p) for name in "xgmvu"), ("size", ctypes.c_int64)]
 
 
-def has_native_lamb() -> bool:
+def available() -> bool:
     """Return whether lamb.cpp can be used here; if not, a warning tells why."""
     return can_load("LAMB", SOURCE)
 

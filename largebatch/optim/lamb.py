@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from largebatch.native.lamb import has_native_lamb, lamb_native_, moments_native_
+from largebatch.native import lamb as native
 
 IMPLS = ("auto", "compile", "eager", "plain")
 CHUNK = 2**18  # elements that the eager path works on at a time: arrays of 1 MiB, which stay in cache
@@ -175,7 +175,7 @@ def lamb_list_(tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> list[T
 def can_compile(device_type: str) -> bool:
     """Whether LAMB can be compiled for this device: by a C++ compiler, which is tried, or by Triton on a GPU."""
     if device_type == "cpu":
-        return has_native_lamb()
+        return native.available()
     from torch.utils._triton import has_triton
 
     return has_triton()
@@ -196,7 +196,7 @@ def lamb_compiled_(tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> li
     try:
         if factor.device.type == "cpu":
             same_dtype = [(x, g.to(x.dtype), m, v) for x, g, m, v in tensors]
-            return lamb_native_(same_dtype, s, float(factor))
+            return native.lamb_native_(same_dtype, s, float(factor))
         # Numbers are 0-d tensors: a new learning rate compiles nothing.
         numbers = Scalars(*torch.tensor(s, dtype=factor.dtype).to(factor.device).unbind())
         alike = tuple((len(x), g.dtype) for x, g, _, _ in tensors)
@@ -225,7 +225,7 @@ def moments(impl: str, rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tenso
         return moments_foreach_(rows, s, factor)
     if impl == "compile" or impl == "auto" and can_compile("cpu"):
         try:
-            return moments_native_(rows, s, float(factor))
+            return native.moments_native_(rows, s, float(factor))
         except (OSError, subprocess.CalledProcessError) as error:
             raise RuntimeError(NOT_COMPILED) from error
     return torch.stack([moments_eager_(row, s, factor) for row in rows], 1)
