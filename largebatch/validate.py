@@ -33,8 +33,8 @@ from largebatch.config import ModelConfig, TrainConfig, parse
 from largebatch.config.parallel import ParallelConfig
 from largebatch.data.imagenet_real import real_labels
 from largebatch.data.index import Index
-from largebatch.data.records import atomic_file
 from largebatch.evaluation import COUNTS, LISTED_COUNTS, count_batch, count_listed, tally, tally_fitting
+from largebatch.files import atomic_file
 from largebatch.recipes import RECIPES, choose
 from largebatch.start import program, set_up
 from zoo import load_weights

@@ -7,30 +7,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = {
-    "largebatch bind config data precision schedules zoo": "",
-    "native": "zoo",
+    "bind config files largebatch precision schedules zoo": "",
+    "native": "files zoo",
+    "data": "files",
+    "comm": "config",
+    "recipes": "config",
     "optim": "native",
     "augment": "data",
-    "losses": "augment precision",
-    "recipes": "config",
-    "comm": "config",
+    "pack": "comm data files zoo",
     "doctor": "comm",
-    "pack": "comm data zoo",
-    "evaluation": "comm precision",
     "batch_norm": "comm",
+    "evaluation": "comm precision",
+    "losses": "augment precision",
     "replica": "augment batch_norm comm losses optim",
     "engine": "augment comm data evaluation losses optim precision replica",
-    "checkpoint": "config engine zoo",
-    "hooks": "checkpoint comm config data engine optim",
     "parallel": "augment comm config losses optim precision replica zoo",
+    "checkpoint": "config engine zoo",
+    "hooks": "checkpoint comm config engine files optim",
     "start": "comm config precision",
-    "build": "augment checkpoint comm config data engine hooks losses native optim parallel replica schedules start "
-    "zoo",
+    "build": "augment checkpoint comm config data engine hooks losses native optim parallel replica schedules "
+    "start zoo",
     "train": "build comm config hooks recipes start",
-    "validate": "build comm config data evaluation recipes start zoo",
-    "benchmark": "augment build comm config data engine losses native optim parallel precision recipes start zoo",
+    "validate": "build comm config data evaluation files recipes start zoo",
+    "benchmark": "augment build comm config data engine files losses native optim parallel precision recipes start zoo",
 }
-OWNERS = {"horovod": "comm", "nvidia": "data", "jsonargparse": "config", "rich": "hooks", "mpi4py": "comm doctor pack"}
+OWNERS = {"horovod": "comm", "jsonargparse": "config", "mpi4py": "comm doctor pack", "nvidia": "data"}
 
 
 def imports(path: Path) -> set[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import zoo  # noqa: F401  lets timm be imported beside torch's CPU build
-from largebatch.native import compile as cpp
+from largebatch.native.compile import compile_library
 from largebatch.optim import (
     Lamb,
     Lars,
@@ -215,7 +215,7 @@ def test_processes_that_start_together_compile_once_and_later_ones_never(tmp_pat
 
 @needs_compiler
 def test_what_was_compiled_of_another_source_is_not_taken(tmp_path, monkeypatch):
-    """And a library has its name when it is whole: it is the very file that the compiler wrote elsewhere."""
+    """And a library has its name when it is complete: it is the very file that the compiler wrote elsewhere."""
     source, compiler, inode = (tmp_path / name for name in ("answer.cpp", "compiler", "inode"))
     real = os.environ.get("CXX", "g++")
     compiler.write_text(f'#!/bin/sh\n{real} "$@" || exit 1\nfor out; do :; done\nstat -c %i "$out" >{inode}\n')
@@ -223,7 +223,7 @@ def test_what_was_compiled_of_another_source_is_not_taken(tmp_path, monkeypatch)
     monkeypatch.setenv("CXX", str(compiler))
     for number in (1, 2):
         source.write_text(f'extern "C" int answer() {{ return {number}; }}')
-        library = cpp._built(source, (), tmp_path)
+        library = compile_library(source, (), tmp_path)
         assert ctypes.CDLL(str(library)).answer() == number
         assert library.stat().st_ino == int(inode.read_text())
 

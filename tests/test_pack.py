@@ -19,7 +19,8 @@ from largebatch.data import archives, records, sources
 from largebatch.data.dali import TrainLoader
 from largebatch.data.order import Plan
 from largebatch.data.records import FILENAME, IMAGE, LABEL
-from largebatch.pack import inputs as originals
+from largebatch.pack import inputs
+from largebatch.pack.progress import show_progress
 
 WNIDS = ["n01440764", "n01443537", "n01484850"]
 NUMBERS = {"n01440764": 7, "n01443537": 3, "n01484850": 9}  # ILSVRC2012_ID: in another order than the names
@@ -309,7 +310,7 @@ def test_record_that_went_bad_after_it_was_indexed_is_not_packed(tmp_path):
 def test_levels_of_16_bits_are_scaled_as_the_decoder_does():
     ramp, file = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64) * 16, io.BytesIO()
     Image.fromarray(ramp).save(file, "PNG")
-    packed = Image.open(io.BytesIO(originals.as_jpeg(file.getvalue(), where="")))
+    packed = Image.open(io.BytesIO(inputs.as_jpeg(file.getvalue(), where="")))
     levels = np.asarray(packed).astype(float)
     assert levels.shape == (64, 64, 3) and np.abs(levels - ramp[..., None] / 257).max() <= 2
 
@@ -344,14 +345,14 @@ def test_folder_of_another_packing_is_refused(tmp_path, image_folder):
     command = [str(image_folder), str(tmp_path / "out"), "--shards", "2"]
     assert pack.main(command) == 0
     before = contents(tmp_path / "out")
-    with pytest.raises(SystemExit, match="already has shards of another packing .seed 0, now 1.: choose another"):
+    with pytest.raises(SystemExit, match="already has shards that were made differently .seed 0, now 1.: choose"):
         pack.main([*command, "--seed", "1"])
     (image_folder / "train" / WNIDS[0] / "more.JPEG").write_bytes(encoded(1))
     with pytest.raises(SystemExit, match="images .*'train': 9.*, now .*'train': 10.*digest"):
         pack.main(command)
     assert contents(tmp_path / "out") == before
     (tmp_path / "out" / pack.PLAN).unlink()
-    with pytest.raises(SystemExit, match="already has shards, and no packing.json of them"):
+    with pytest.raises(SystemExit, match="already has shards .*there is no packing.json"):
         pack.main(command)
 
 
@@ -369,11 +370,12 @@ def test_progress_fills_a_terminal_line_and_not_a_log(monkeypatch):
         stream = io.StringIO()
         stream.isatty = lambda: terminal
         monkeypatch.setattr(sys, "stderr", stream)
-        progress = pack.Progress("packing", 1000)
-        for done in range(1, 1001):
-            progress(done)
-        assert stream.getvalue().count("\n") == lines and stream.getvalue().endswith("packing: 1000 of 1000 images\n")
-        assert terminal == ("[===" in stream.getvalue())
+        monkeypatch.setenv("TERM", "xterm")
+        with show_progress("packing", 1000) as show:
+            for done in range(1, 1001):
+                show(done)
+        assert stream.getvalue().count("\n") == lines and "packing: 1000 of 1000 images" in stream.getvalue()
+        assert terminal == ("\N{BOX DRAWINGS HEAVY HORIZONTAL}" in stream.getvalue())
 
 
 def test_shares_of_several_processes_are_disjoint(tmp_path, image_folder):

@@ -220,7 +220,7 @@ def test_list_in_another_place(shards, capsys):
     assert f"{shards}/train-00000-of-00002, record 1 (at byte" in capsys.readouterr().out
     assert not (shards / "quarantine.csv").exists()
     assert len(sources.open_source(str(shards), split="train", listed=str(away))) == 9
-    with pytest.raises(ValueError, match="There is no quarantine list /no/where: expected what .*--out"):
+    with pytest.raises(ValueError, match="There is no quarantine list /no/where: expected one .*--out"):
         sources.open_source(str(shards), split="train", listed="/no/where")
 
 
@@ -298,7 +298,7 @@ def test_image_that_can_be_read_again(image_folder):
         sources.open_source(str(image_folder), split="train")
     path.write_bytes(data)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(ValueError, match="0.jpg, record 0 .* could not be read .*, and can be now: touch it"):
+    with pytest.raises(ValueError, match="0.jpg, record 0 .* could not be read .*, and can be read now: touch"):
         sources.open_source(str(image_folder), split="train")
     path.touch()
     assert len(sources.open_source(str(image_folder), split="train")) == 8

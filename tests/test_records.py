@@ -188,34 +188,6 @@ def test_failed_write_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_is_never_seen_half_written(tmp_path, monkeypatch):
-    """Its name stands for the old bytes, and then for the new: those of another file, which is on the disk by then."""
-    path, old, new = tmp_path / "list", b"old" * 1000, b"new" * 1001
-    path.write_bytes(old)
-    synced, real = [], os.fsync
-
-    def fsync(file):
-        real(file)
-        synced.append((os.fstat(file).st_ino, path.read_bytes()))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with open(path, "rb") as reader:
-        with records.atomic_file(path) as file:
-            file.write(new)
-        assert reader.read() == old, "who has opened the old file reads it to its end"
-    assert path.read_bytes() == new
-    assert synced == [(path.stat().st_ino, old)]
-
-    def fail(file):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space left"):
-        with records.atomic_file(path) as file:
-            file.write(old)
-    assert path.read_bytes() == new and os.listdir(tmp_path) == ["list"]
-
-
 def test_dali_reads_our_files(tmp_path):
     import nvidia.dali.tfrecord as tfrec
     from nvidia.dali import Pipeline, fn

@@ -1,14 +1,14 @@
-"""Data sets in the files that they are published in: ImageNet's tars and CIFAR-10, read without unpacking.
+"""Reads data sets in their published files, ImageNet's tars and CIFAR-10, without unpacking them.
 
     ILSVRC2012_img_train.tar      1000 tars of JPEGs, nXXXXXXXX.tar
-    ILSVRC2012_img_val.tar        50,000 JPEGs; their classes are in
-    ILSVRC2012_devkit_t12.tar.gz  as numbers of its own, which its meta.mat turns into nXXXXXXXX
+    ILSVRC2012_img_val.tar        50,000 JPEGs
+    ILSVRC2012_devkit_t12.tar.gz  their classes, as numbers, and meta.mat, which maps the numbers to nXXXXXXXX
     cifar-10-batches-bin          the binary version: data_batch_1.bin ... test_batch.bin
     cifar-10-batches-py           the python version, which also has the names of the images
     cifar-10-{binary,python}.tar.gz
 
-A tar is walked through once; then each image is one read at its offset. Images of ImageNet come in the order of their
-class and name, as they would from an image folder. CIFAR-10 becomes PNG, so that its pixels stay what they are.
+A tar is scanned once; after that, each image takes one read at its offset. Images of ImageNet come in the order of
+their class and name, as from an image folder. CIFAR-10 becomes PNG, which keeps every pixel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Member = tuple[str, int, int]  # name, offset and length in the tar
 
 
 def named(names: Sequence[str]) -> Callable[[int], Mapping[str, Values]]:
-    """The feature that says which file each image comes from."""
+    """Return a function that gives each image a feature with the name of its file."""
     return lambda k: {FILENAME: [PurePosixPath(names[k]).name.encode("utf-8", "surrogateescape")]}
 
 
@@ -44,12 +44,12 @@ def named(names: Sequence[str]) -> Callable[[int], Mapping[str, Values]]:
 
 
 def imagenet_splits(folder: Path) -> list[str]:
-    """The splits whose tar is in `folder`."""
+    """Return the splits whose tar is in `folder`."""
     return [split for split, name in TARS.items() if (folder / name).is_file()]
 
 
 def imagenet(folder: Path, split: str) -> Images:
-    """One split, as JPEGs just as they are in the tar. ValueError for what is missing or does not fit."""
+    """Return one split; its JPEGs keep their bytes. Raise ValueError if a file is missing or does not fit."""
     path = folder / TARS[split]
     try:
         names = _train_classes(folder) if (folder / TARS["train"]).is_file() else []
@@ -68,7 +68,7 @@ def imagenet(folder: Path, split: str) -> Images:
 
 
 def _members(file: Any) -> list[Member]:
-    """The files in a plain tar, which must not be compressed: their bytes are read in place."""
+    """Return the files in a tar that is not compressed, so that their bytes can be read in place."""
     with tarfile.open(fileobj=file, mode="r:") as tar:
         return [(member.name, member.offset_data, member.size) for member in tar if member.isfile()]
 
@@ -79,7 +79,7 @@ def _train_classes(folder: Path) -> list[str]:
 
 
 def _train_rows(path: Path, names: Sequence[str]) -> list[tuple[int, Member]]:
-    """Label and member of every image."""
+    """Return the label and the member of every image."""
     rows: list[tuple[int, Member]] = []
     labels = {name: label for label, name in enumerate(names)}
     with tarfile.open(path, mode="r:") as tar:
@@ -101,7 +101,7 @@ def _validation_rows(folder: Path, path: Path, names: Sequence[str]) -> list[tup
         raise ValueError(f"{path} holds {len(members)} images, and {folder / DEVKIT} classes for {len(wnids)}.")
     unknown = sorted(set(wnids) - set(labels))
     if unknown:
-        raise ValueError(f"{folder / DEVKIT} gives images to class {unknown[0]}, which {TARS['train']} has not.")
+        raise ValueError(f"{folder / DEVKIT} gives images to class {unknown[0]}, which {TARS['train']} does not have.")
     # ILSVRC2012_val_00000001.JPEG is the first line of the ground truth
     numbers = [int(PurePosixPath(name).stem.rpartition("_")[2]) for name, _, _ in members]
     if sorted(numbers) != list(range(1, len(wnids) + 1)):
@@ -110,7 +110,7 @@ def _validation_rows(folder: Path, path: Path, names: Sequence[str]) -> list[tup
 
 
 def _validation_wnids(folder: Path) -> list[str]:
-    """The class of each validation image."""
+    """Return the class of each validation image."""
     ids = [int(line) for line in _devkit(folder, GROUND_TRUTH).split()]
     wnids = {number: wnid for number, wnid, _ in _synsets(folder)}
     return [wnids[number] for number in ids]
@@ -121,8 +121,8 @@ def _all_wnids(folder: Path) -> list[str]:
 
 
 def _synsets(folder: Path) -> list[tuple[int, str, int]]:
-    """Number, name and how many children of every synset; images belong to those without children."""
-    from scipy.io import loadmat  # only needed once, when they are packed
+    """Return the number, the name and the number of children of every synset; those without children have images."""
+    from scipy.io import loadmat  # a slow import, needed only to pack
 
     synsets = loadmat(io.BytesIO(_devkit(folder, META)), squeeze_me=True)["synsets"]
     rows = zip(synsets["ILSVRC2012_ID"], synsets["WNID"], synsets["num_children"])
@@ -140,14 +140,14 @@ def _devkit(folder: Path, name: str) -> bytes:
 
 
 def is_cifar10(path: Path) -> bool:
-    """Whether `path` is a folder or tar.gz with the five batches, in one of the two versions."""
+    """Return whether `path` is a folder or tar.gz with the five batches, in one of the two versions."""
     if path.name in ("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz"):
         return path.is_file()
     return (path / "data_batch_1.bin").is_file() or (path / "data_batch_1").is_file()
 
 
 def cifar10_files(path: Path, split: str) -> list[Path]:
-    """What a split is read from."""
+    """Return the files that hold a split."""
     if path.is_file():
         return [path]
     suffix = ".bin" if (path / "data_batch_1.bin").is_file() else ""
@@ -155,14 +155,14 @@ def cifar10_files(path: Path, split: str) -> list[Path]:
 
 
 def cifar10_key(path: Path) -> str:
-    """Twelve digits that change when the path or a file of it does."""
+    """Return twelve digits that change when the path or one of its files changes."""
     files = [file for split in CIFAR_BATCHES for file in cifar10_files(path, split) if file.is_file()]
     seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(seen).encode()).hexdigest()[:12]
 
 
 def cifar10(path: Path, split: str) -> Images:
-    """One split, as PNGs. ValueError naming the file that is not as published."""
+    """Return one split, as PNGs. Raise ValueError with the name of a file that is not as published."""
     files = cifar10_files(path, split)
     if path.is_file():
         suffix = ".bin" if path.name == "cifar-10-binary.tar.gz" else ""
@@ -170,7 +170,7 @@ def cifar10(path: Path, split: str) -> Images:
     else:
         missing = [file for file in files if not file.is_file()]
         if missing:
-            raise ValueError(f"{missing[0]} is missing: expected CIFAR-10's batches, {path} has others of them.")
+            raise ValueError(f"{missing[0]} is missing: expected all batches of CIFAR-10, because {path} has some.")
         contents = {file.name: file.read_bytes() for file in files}
     rows: list[np.ndarray] = []
     labels: list[int] = []
@@ -213,7 +213,7 @@ def _python_batch(data: bytes) -> Batch:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds arrays and Python's own types; a pickle could otherwise call anything."""
+    """Builds arrays and Python's own types only, because a pickle can call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = {
@@ -229,12 +229,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes for Python 2."""
+    """Decode bytes that Python 3 wrote for Python 2."""
     return text.encode("latin1")
 
 
 def _read_compressed(path: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """Files of a tar.gz by the last part of their names."""
+    """Return files of a tar.gz; `names` are the last parts of their paths."""
     found: dict[str, bytes] = {}
     try:
         with tarfile.open(path, mode="r:gz") as tar:

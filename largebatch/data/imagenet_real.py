@@ -1,8 +1,10 @@
-"""ReaL: for each held-out image of ImageNet all classes that people see in it (https://arxiv.org/abs/2006.07159).
+"""ReaL labels: for each held-out image of ImageNet, all classes that people see in it.
+
+They are from https://arxiv.org/abs/2006.07159.
 
 The published file, real.json, is a list of 50,000 lists of zero-based classes, for ILSVRC2012_val_00000001 to
-ILSVRC2012_val_00050000 in this order. 3,163 of them are empty: those images do not count. So an image is found by its
-name, never by its place, which differs between a folder and TFRecords.
+ILSVRC2012_val_00050000 in this order. 3,163 lists are empty: their images do not count. An image is found by its name,
+because its position differs between a folder and TFRecords.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.\w+")
 
 
 def real_labels(path: str, index: Index) -> np.ndarray:
-    """The classes of each image of `index`, one row per image, filled up with -1: int64 (N, L).
+    """Return the classes of each image of `index`, one row per image, filled up with -1: int64 (N, L).
 
-    Reads every record once for its name. ValueError if the file is no such list, or an image none of its images.
+    Reads every record once for its name. Raise ValueError if the file is not such a list, or has no image of that name.
     """
     lists = _read(path, num_classes=index.num_classes)
     rows = []
@@ -32,7 +34,7 @@ def real_labels(path: str, index: Index) -> np.ndarray:
         number = int(match[1]) if match else 0
         if not 1 <= number <= len(lists):
             raise ValueError(
-                f"{path} has no labels for the image {name!r}: expected the names ILSVRC2012_val_00000001.JPEG to "
+                f"{path} has no labels for the image {name!r}: expected names from ILSVRC2012_val_00000001.JPEG to "
                 f"ILSVRC2012_val_{len(lists):08d}.JPEG, those of ImageNet's validation split."
             )
         rows.append(lists[number - 1])
@@ -43,7 +45,7 @@ def real_labels(path: str, index: Index) -> np.ndarray:
 
 
 def image_names(index: Index) -> list[str]:
-    """The name of the file that each image was, without its folder; of records as packed. ValueError without names."""
+    """Return the file name of each image, without its folder. Raise ValueError if the records have no names."""
     if index.class_names:  # image files
         return [os.path.basename(index.files[number]) for number in index.file]
     names = []
@@ -79,5 +81,5 @@ def _read(path: str, *, num_classes: int) -> list[list[int]]:
     except (OSError, ValueError) as error:
         raise ValueError(f"The ReaL labels {path} cannot be read: {error}.") from None
     if not is_real:
-        raise ValueError(f"{path} is no list of ReaL labels: expected lists of classes from 0 to {num_classes - 1}.")
+        raise ValueError(f"{path} is not a list of ReaL labels: expected lists of classes from 0 to {num_classes - 1}.")
     return lists

@@ -29,12 +29,12 @@ from largebatch.data.label_maps import Found, find_map, map_bytes
 from largebatch.data.records import (
     IMAGE,
     LABEL,
-    atomic_file,
     bytes_spans,
     feature_spans,
     int64_values,
     scan_records,
 )
+from largebatch.files import atomic_file
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
-"""Images that cannot be decoded: found once by `find_bad`, kept in a list, left out of every training.
+"""Quarantine: images that cannot be decoded are found once by `find_bad`, listed, and left out of every training.
 
-The list is a CSV file, quarantine.csv in the data folder unless told otherwise. An entry names a span of bytes (the
-image, or its whole record where the image is not to be found in it) and their SHA-256. So a list tells when it is
-no longer about the files beside it, and every process that reads the same list and files leaves out the same images.
+The list is a CSV file, by default quarantine.csv in the data folder. An entry has the offset, the length and the
+SHA-256 of an image, or of its whole record if the image cannot be found in it. So a list whose files have changed is
+noticed, and all processes that read the same list and files leave out the same images.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import numpy as np
 from PIL import Image
 
 from largebatch.data.index import Index, find_image, image_size
-from largebatch.data.records import WRONG_CRC, atomic_file, read_span, scan_records
+from largebatch.data.records import WRONG_CRC, read_span, scan_records
+from largebatch.files import atomic_file
 
 NAME = "quarantine.csv"
-IMAGES_PER_TASK = 256  # image files; a shard is one task
+IMAGES_PER_TASK = 256  # for image files; a shard is always one task
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One image of a split: its file as seen from the data folder, its record there, its bytes, and what is wrong."""
+    """A bad image of a split: its file, relative to the data folder, its record, its bytes, and the reason."""
 
     split: str
     file: str
@@ -43,9 +44,9 @@ class Entry:
 
 
 def find_bad(index: Index, *, folder: Path, split: str, num_threads: int) -> Iterator[tuple[int, list[Entry]]]:
-    """Decodes every image of `index`, which describes `split` of the data folder `folder`.
+    """Decode every image of `index`, which describes `split` of the data folder `folder`.
 
-    Yields, file after file, how many images are done so far and the entries of those in the file that are bad.
+    After each task, yield the number of images done so far and the entries of the bad images that the task has found.
     """
     sizes = index.shard_sizes
     firsts = np.cumsum((0, *sizes)).tolist()
@@ -71,7 +72,7 @@ def find_bad(index: Index, *, folder: Path, split: str, num_threads: int) -> Ite
 
 
 def _faults(index: Index, number: int, first: int) -> Iterator[str]:
-    """What is wrong with each image of a file, the first of which is sample `first`; empty where nothing is."""
+    """Yield the fault of each image of a file, whose first image is sample `first`; '' for a good image."""
     path = index.files[number]
     if index.class_names:  # a file is an image
         yield _fault(lambda: read_span(path, 0, int(index.length[first])))
@@ -104,7 +105,7 @@ def _entry(index: Index, sample: int, reason: str, *, folder: Path, split: str) 
 
 
 def _sha256(path: str, offset: int, length: int) -> str:
-    """Of the bytes, or nothing where they cannot be read."""
+    """Return the digest of the bytes, or '' if they cannot be read."""
     try:
         return hashlib.sha256(read_span(path, offset, length)).hexdigest()
     except OSError:
@@ -115,7 +116,7 @@ def _sha256(path: str, offset: int, length: int) -> str:
 
 
 def save(path: Path, entries: Sequence[Entry]) -> None:
-    """Writes the list, sorted, atomically."""
+    """Write the list, sorted."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(field.name for field in dataclasses.fields(Entry))
@@ -125,7 +126,7 @@ def save(path: Path, entries: Sequence[Entry]) -> None:
 
 
 def load(path: Path) -> list[Entry]:
-    """Reads what `save` wrote; ValueError naming the line that is none of it."""
+    """Read a list that `save` wrote. Raise ValueError with the number of the first malformed entry."""
     entries: list[Entry] = []
     with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
         try:
@@ -142,10 +143,10 @@ def load(path: Path) -> list[Entry]:
 
 
 def leave_out(index: Index, entries: Sequence[Entry], *, folder: Path, split: str, listed_in: Path) -> Index:
-    """`index` without what the entries of its split name.
+    """Return `index` without the images that the entries of its split name.
 
-    ValueError if they are about other files than these, if nothing is left, or if what is left has an image that
-    could not be read when it was indexed.
+    Raise ValueError if the files have changed since, if no image is left, or if an image that is left could not be read
+    when it was indexed.
     """
     listed = listed_spans(entries, folder=folder, split=split, listed_in=listed_in)
     numbers = {path: number for number, path in enumerate(index.files)} if listed else {}
@@ -153,10 +154,12 @@ def leave_out(index: Index, entries: Sequence[Entry], *, folder: Path, split: st
     for path, offset, length in listed:
         found = _matching(index, numbers[path], offset, length) if path in numbers else []
         if len(found) != 1:
-            raise ValueError(f"{listed_in} names byte {offset} of {path}, where no {split} image is: delete the list.")
+            raise ValueError(
+                f"{listed_in} names byte {offset} of {path}, but there is no {split} image: delete the list."
+            )
         samples += found
     if samples and len(set(samples)) == len(index):
-        raise ValueError(f"{listed_in} names all {len(index)} {split} images: nothing is left of them.")
+        raise ValueError(f"{listed_in} names all {len(index)} {split} images: nothing is left.")
     kept = index.without(samples) if samples else index
     damaged = np.flatnonzero(kept.width == 0)
     if len(damaged):
@@ -167,7 +170,7 @@ def leave_out(index: Index, entries: Sequence[Entry], *, folder: Path, split: st
 def listed_spans(
     entries: Sequence[Entry], *, folder: Path, split: str, listed_in: Path
 ) -> list[tuple[str, int, int]]:
-    """File, offset and length of what the entries of a split name; ValueError if those bytes are not what they were."""
+    """Return the file, offset and length of each entry of a split. Raise ValueError if those bytes have changed."""
     spans = []
     for entry in entries:
         path = str(folder / entry.file)
@@ -182,13 +185,13 @@ def listed_spans(
 
 
 def _is_as_listed(path: str, entry: Entry) -> bool:
-    """Whether the bytes are the same; an image file (records begin later) may also have grown."""
+    """Return whether the bytes are the same. An image file (offset 0, unlike records) must not have grown either."""
     whole = entry.offset > 0 or not os.path.exists(path) or os.path.getsize(path) == entry.length
     return whole and _sha256(path, entry.offset, entry.length) == entry.sha256
 
 
 def _matching(index: Index, number: int, offset: int, length: int) -> list[int]:
-    """The samples of a file at a span: the same bytes, or either is the whole record of the other."""
+    """Return the samples of a file at a span: the same bytes, or one is the whole record of the other."""
     first, stop = np.searchsorted(index.file, [number, number + 1]).tolist()
     starts, ends = index.offset[first:stop], index.offset[first:stop] + index.length[first:stop]
     inside = (offset <= starts) & (ends <= offset + length)
@@ -197,7 +200,7 @@ def _matching(index: Index, number: int, offset: int, length: int) -> list[int]:
 
 
 def _refuse(index: Index, sample: int, count: int, *, folder: Path) -> None:
-    """Says what is wrong with the first of `count` damaged samples."""
+    """Raise ValueError with the fault of `sample`, the first of `count` damaged ones."""
     number = int(index.file[sample])
     if index.class_names:
         (reason,) = _faults(index, number, sample)
@@ -205,11 +208,11 @@ def _refuse(index: Index, sample: int, count: int, *, folder: Path) -> None:
         reason = list(_faults(index, number, 0))[index.record(sample)]
     if not reason:
         raise ValueError(
-            f"{index.where(sample)} could not be read when it was indexed, and can be now: touch it, so that it is "
-            "indexed again."
+            f"{index.where(sample)} could not be read when it was indexed, and can be read now: touch the file, so "
+            "that it is indexed again."
         )
     more = f" ({count - 1} more cannot be read)" if count > 1 else ""
     raise ValueError(
-        f"{index.where(sample)} {reason}{more}; to train without what is bad, list it by `python -m largebatch.pack "
-        f"check {folder}`."
+        f"{index.where(sample)} {reason}{more}; to train without the bad images, list them by `python -m "
+        f"largebatch.pack check {folder}`."
     )

@@ -8,15 +8,14 @@ written by hand. The field names are those of the published ImageNet records, `i
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-import secrets
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import google_crc32c
+
+from largebatch.files import atomic_file
 
 IMAGE, LABEL, FILENAME = "image/encoded", "image/class/label", "image/filename"
 WRONG_CRC = "has a wrong CRC: the file is damaged, copy it again"
@@ -95,20 +94,6 @@ def write_records(path: str | Path, payloads: Iterable[bytes]) -> int:
             file.write(frame(payload))
             number += 1
     return number
-
-
-@contextlib.contextmanager
-def atomic_file(path: str | Path) -> Iterator[io.BufferedWriter]:
-    """A file that appears under its name only when it is whole; its temporary name starts with a dot."""
-    temporary = Path(path).with_name(f".{Path(path).name}.{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # -- tf.train.Example ----------------------------------------------------------------------------------------

@@ -1,15 +1,11 @@
-"""Writing TFRecord shards: whole or not at all, the same bytes whoever writes them and however often it is begun.
+"""Writes TFRecord shards. Each shard appears when it is complete, and its bytes depend on its images alone.
 
-A shard is a pure function of its images and its number and appears under its name when it is whole. So several
-processes may share the shards of a split, and one that was interrupted goes on with those that are missing.
+So several processes can share the shards of a split, and a process that was interrupted writes only those that are
+missing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -26,9 +22,10 @@ def _nothing(k: int) -> Mapping[str, Values]:
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images that are not packed yet: `encoded(k)` gives the bytes of image k, `labels` are zero-based.
+    """Images that are not packed yet: `encoded(k)` returns the bytes of image k; `labels` are zero-based.
 
-    `others(k)` gives further features for its record. `names` tell the images of one source from those of another.
+    `others(k)` returns further features for the record of image k. `names` tell the images of one source from those of
+    another source.
     """
 
     labels: Sequence[int]
@@ -38,12 +35,12 @@ class Images:
 
 
 def shard_images(shard: int, *, count: int, num_shards: int) -> range:
-    """Which of `count` images a shard holds."""
+    """Return the numbers of the images, of `count` in all, that a shard holds."""
     return range(count * shard // num_shards, count * (shard + 1) // num_shards)
 
 
 class _Stopped(Exception):
-    """Ends a shard because another one has failed."""
+    """Ends the writing of a shard, because another shard has failed."""
 
 
 def write_split(
@@ -55,11 +52,10 @@ def write_split(
     num_threads: int = 1,
     mine: Iterable[int] | None = None,
 ) -> Iterator[int]:
-    """Writes <split>-00000-of-0000N ... into `folder`, with labels from 1 as in the published ImageNet
-    records; of them only `mine`, if given. A shard that is there is kept.
+    """Write <split>-00000-of-0000N ... into `folder`, or of these only the shards `mine`; keep those that are there.
 
-    Each thread writes a shard of its own. Yields the number of images done so far after each shard, so it must be
-    iterated to the end.
+    Labels count from 1, as in the published ImageNet records. Each thread writes a shard of its own. Yields the number
+    of images done so far after each shard, so it must be iterated to the end.
     """
     count = len(images.labels)
     assert 1 <= num_shards <= count, (num_shards, count)
@@ -88,43 +84,10 @@ def write_split(
         try:
             tasks = [pool.submit(write, shard) for shard in (range(num_shards) if mine is None else mine)]
             for task in as_completed(tasks):
-                if isinstance(task.exception(), _Stopped):  # the cause is still to come
+                if isinstance(task.exception(), _Stopped):  # the task that failed comes later
                     continue
                 done += task.result()
                 yield done
-        finally:  # also where the consumer stops early
+        finally:  # also if the consumer stops early
             stopped.set()
             pool.shutdown(cancel_futures=True)
-
-
-def written_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `write` if it does not exist yet: in a temporary place, then renamed."""
-    if folder.is_dir():
-        return folder
-    with locked(folder):
-        if folder.is_dir():
-            return folder
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            write(temporary)
-            with contextlib.suppress(FileExistsError):  # without locks another process may be first
-                temporary.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return folder
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Lets one process at a time do the work on `path`; the others wait and find it done.
-
-    Only an economy: every write is atomic, so where the file system has no locks all may do the work.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.parent / f".{path.name}.lock", "w") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

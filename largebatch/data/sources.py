@@ -1,9 +1,9 @@
-"""What `--data` may name: embedded digits, synthetic images, a folder of TFRecords, or a folder of images.
+"""The sources that `--data` can name: digits, synthetic images, folders of TFRecords or images, and CIFAR-10's files.
 
-`open_source` turns each into an `Index`. The two built-in sources are written once as JPEG TFRecords into the
-user's cache, so that training on them uses the very path that ImageNet takes. Everything that is written
-appears under its name only when it is whole, and the first of several processes does the work; the user's
-data folder is never written to.
+`open_source` turns each of them into an `Index`. The two built-in sources are written once as JPEG TFRecords into the
+user's cache, so that training on them uses the same code as training on ImageNet. Everything that is written appears
+under its name only when it is complete, and the first of several processes does the work. The user's data folder is
+never written to.
 
     digits      scikit-learn's 1,797 handwritten digits of 8 x 8 pixels: 1,437 for training, 360 held out, 36
                 of each digit. Stored as grey JPEGs of 64 x 64 (bicubic, quality 95): enlarged 8 times,
@@ -15,7 +15,7 @@ data folder is never written to.
                 0, 1, ...
     CIFAR-10    the folder or tar.gz of its binary or python version; written once into the cache, too, as PNG.
 
-What quarantine.csv in the data folder lists (`largebatch.pack check` writes it) is left out.
+Images that quarantine.csv in the data folder lists are left out; `largebatch.pack check` writes this list.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from PIL import Image
 
 from largebatch.data import archives, quarantine
 from largebatch.data.index import VERSION, Index, index_images, index_shards
-from largebatch.data.shards import Images, locked, write_split, written_once
+from largebatch.data.shards import Images, write_split
+from largebatch.files import cache_folder, locked, written_once
 
 logger = logging.getLogger(__name__)
 
@@ -45,22 +46,19 @@ _SYNTHETIC_CLASSES, _SYNTHETIC_SHARDS = 1000, {"train": 64, "validation": 4}
 _SYNTHETIC_IMAGES = {"train": 4, "validation": 1}  # of each class
 
 
-def default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "largebatch"
-
-
 def open_source(path: str, *, split: str, cache: str = "", listed: str = "") -> Index:
-    """The index of one split of what `--data` may name, without the images that are in quarantine.
+    """Return the index of one split of a source, without the images in quarantine.
 
-    It is kept in `cache` (default: $XDG_CACHE_HOME or ~/.cache, folder largebatch) and built again when a
-    file of the source has changed. The label base of TFRecords is detected, from the training split if there
-    is one; `Index.for_classes` makes it certain. `listed` is the file of the quarantine, if it is not the one in the
-    data folder. Raises ValueError saying what was looked for, which file is damaged, or which image is.
+    The index is kept in `cache` (default: $XDG_CACHE_HOME or ~/.cache, folder largebatch) and built again when a
+    file of the source has changed. The label base of TFRecords is detected, from the training split if there is one;
+    `Index.for_classes` makes it certain. `listed` is the quarantine list, if it is not the one in the data folder.
+    Raise ValueError if there are no images, with the places that were searched, or if a file or image is damaged, with
+    its name.
     """
     folder, index = open_everything(path, split=split, cache=cache)
     file = Path(listed).expanduser() if listed else folder / quarantine.NAME
     if listed and not file.is_file():
-        raise ValueError(f"There is no quarantine list {listed}: expected what `largebatch.pack check --out` wrote.")
+        raise ValueError(f"There is no quarantine list {listed}: expected one from `largebatch.pack check --out`.")
     entries = quarantine.load(file) if file.is_file() else []
     kept = quarantine.leave_out(index, entries, folder=folder, split=split, listed_in=file)
     if len(kept) < len(index):
@@ -69,10 +67,10 @@ def open_source(path: str, *, split: str, cache: str = "", listed: str = "") -> 
 
 
 def open_everything(path: str, *, split: str, cache: str = "") -> tuple[Path, Index]:
-    """The folder that holds the data, and its index with what cannot be read (see `open_source`)."""
+    """Return the folder that holds the data, and its index, which includes images that cannot be read."""
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, expected train or validation.")
-    root = Path(cache).expanduser() if cache else default_cache()
+    root = Path(cache).expanduser() if cache else cache_folder()
     folder = Path(path).expanduser()
     if path == "digits":
         folder = written_once(root / "digits-v1", _write_digits)
@@ -102,7 +100,7 @@ def _open_folder(folder: Path, split: str, root: Path) -> Index:
 
 
 def _cached_index(path: Path, files: Sequence[str], build: Callable[[], Index]) -> Index:
-    """The index saved at `path` if it still describes `files`, else a new one, saved there."""
+    """Return the index saved at `path` if it still describes `files`, else build one and save it there."""
     with locked(path):
         if path.exists():
             index = Index.load(path)
@@ -119,7 +117,7 @@ def _cached_index(path: Path, files: Sequence[str], build: Callable[[], Index]) 
 
 
 def find_shards(folder: Path, split: str) -> list[str]:
-    """The sorted TFRecord files of a split in `folder` or its split folder; empty if there are none.
+    """Return the sorted TFRecord files of a split in `folder` or its split folder; empty if there are none.
 
     Their names start with the split and a dash, and end as published (train-00000-of-01024) or in
     .tfrecord(s).
@@ -146,9 +144,9 @@ def _warn_of_missing_shards(files: Sequence[str]) -> None:
 
 
 def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[str]]:
-    """Files, zero-based labels and class names of one split of an image folder, in sorted order.
+    """Return the files, zero-based labels and class names of one split of an image folder, in sorted order.
 
-    The classes are those of the training split where there is one, so that both splits number them alike.
+    If there is a training split, its class folders number the classes of both splits.
     """
     place = _split_folder(folder, split)
     if place is None:
@@ -159,7 +157,7 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
     names = _class_names(_split_folder(folder, "train") or place)
     unknown = sorted(set(_class_names(place)) - set(names))
     if unknown:
-        raise ValueError(f"{place} has the class folder {unknown[0]}, which the training split has not.")
+        raise ValueError(f"{place} has the class folder {unknown[0]}, which the training split does not have.")
     files, labels = [], []
     for label, name in enumerate(names):
         if (place / name).is_dir():
@@ -172,7 +170,7 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
 
 
 def available_splits(path: str) -> list[str]:
-    """The splits that `open_source(path, ...)` would find."""
+    """Return the splits that `open_source` would find."""
     folder = Path(path).expanduser()
     if path in BUILT_IN or archives.is_cifar10(folder):
         return list(SPLITS)
@@ -202,8 +200,8 @@ def _jpeg(image: Image.Image, *, quality: int) -> bytes:
 
 
 def digits(split: str) -> Images:
-    """One split of scikit-learn's digits: 36 of each class held out, chosen and ordered by a fixed seed."""
-    from sklearn.datasets import load_digits  # only needed once, when they are packed
+    """Return one split of scikit-learn's digits; a fixed seed holds out 36 of each class and orders the images."""
+    from sklearn.datasets import load_digits  # a slow import, needed only to write the images
 
     data = load_digits()
     order = np.argsort(np.random.Philox(key=[0, 0]).random_raw(len(data.target)), kind="stable")
@@ -241,15 +239,16 @@ def _write_cifar10(folder: Path, *, source: Path) -> None:
 
 @functools.cache
 def _photographs() -> list[Image.Image]:
-    from sklearn.datasets import load_sample_images  # only needed once, when they are packed
+    from sklearn.datasets import load_sample_images  # a slow import, needed only to write the images
 
     return [Image.fromarray(pixels) for pixels in load_sample_images().images]
 
 
 def synthetic(split: str) -> Images:
-    """Windows of two photographs under grain; a class is one of them in a tint, the same in both splits.
+    """Return one split of synthetic images: windows of two photographs, tinted by class, with grain.
 
-    What decoding costs depends on the bytes: grain and quality are such that they are as many as ImageNet's.
+    A class has the same photograph and tint in both splits. Grain and JPEG quality are chosen so that an image has as
+    many bytes as one of ImageNet, because they decide how long decoding takes.
     """
     photographs = _photographs()
 

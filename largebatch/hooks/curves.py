@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import Any, Sequence
 
+from largebatch.files import atomic_file
+
 Row = dict[str, float]
 
 TRUST = ("trust_min", "trust_median", "trust_max")
@@ -133,9 +135,8 @@ def draw_curves(folder: Path, *, title: str) -> None:
     for name in below:
         panels[name].set_xlabel("epoch")
     figure.suptitle(title + (f"\n{_result(epochs[-1])}" if epochs else ""), fontsize=12)
-    unfinished = folder / (CURVES + ".tmp")
-    figure.savefig(unfinished, format="png")
-    os.replace(unfinished, folder / CURVES)
+    with atomic_file(folder / CURVES) as file:
+        figure.savefig(file, format="png")
 
 
 def _result(row: Row) -> str:

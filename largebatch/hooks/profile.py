@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from largebatch.data.records import atomic_file
 from largebatch.engine import Hook, StepOutput, Trainer
+from largebatch.files import atomic_file
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,10 @@
-// softmax(scale · q kᵀ) v and its gradients in bfloat16, for processors with dot products of it (AVX-512 BF16).
+// softmax(scale · q kᵀ) v and its gradients in bfloat16, for processors with dot products of bfloat16 (AVX-512 BF16).
 //
-// A thread takes a head of an image, whose keys and values stay in its cache, and goes through the queries in blocks of
-// rows: no map of attention is written to memory. Sums are float32; weights are rounded to bfloat16 where they meet the
-// values, as torch's products do. qkv is read, and its gradient written, where the linear layer has it. The gradient
-// computes the weights again, from the logarithms of their sums, as in https://arxiv.org/abs/2307.08691.
+// A thread works on one head of one image, whose keys and values stay in its cache, and goes through the queries in
+// blocks of rows. So the map of attention weights is never written to memory. Sums are float32; the weights are rounded
+// to bfloat16 before they are multiplied with the values, as in torch. qkv is read, and its gradient is written, in the
+// layout of the linear layer. The backward pass computes the weights again from the logarithms of their sums, as in
+// https://arxiv.org/abs/2307.08691.
 
 #include <immintrin.h>
 
@@ -14,22 +15,22 @@
 #include <vector>
 
 using Half = uint16_t;  // bfloat16
-using Pair = uint32_t;  // two of them that meet in a dot product, the first in the low half
+using Pair = uint32_t;  // two bfloat16 that a dot product takes together, the first in the low half
 
-constexpr int ROWS = 32;  // queries of a block
+constexpr int ROWS = 32;  // queries in a block
 constexpr int LANES = 16;
-constexpr int MAX_DIM = 1024;  // of a head
+constexpr int MAX_DIM = 1024;  // the largest dimension of a head
 
 struct Shape {
-    int64_t batch, tokens, heads, dim;  // dim: of a head, a multiple of 16
+    int64_t batch, tokens, heads, dim;  // dim is that of a head, a multiple of 16
 };
 
 static int up(int64_t n, int to) { return int((n + to - 1) / to * to); }
 
-// ---- products: C (rows × columns) = A B, or added to it, with `depth` pairs in each sum ------------------------------
+// -- products: C (rows × columns) = A B, or C += A B, with `depth` pairs in each sum ----------------------------------
 
-struct Left { const Pair *at; int64_t row, pair; };  // A: where it begins, strides of its rows and pairs
-struct Right { const Pair *at; int64_t pair; };      // B: columns lie together
+struct Left { const Pair *at; int64_t row, pair; };  // A: its first pair, and the strides of its rows and pairs
+struct Right { const Pair *at; int64_t pair; };      // B: its columns are adjacent
 
 template <int N>
 static inline void tile(const Left &a, const Right &b, int depth, float *c, int64_t stride, bool add) {
@@ -49,7 +50,7 @@ static inline void tile(const Left &a, const Right &b, int depth, float *c, int6
         for (int n = 0; n < N; n++) _mm512_storeu_ps(c + m * stride + n * LANES, sum[m][n]);
 }
 
-// rows: a multiple of 4; columns: of 16, and the stride of C's rows
+// `rows` is a multiple of 4; `columns` is a multiple of 16, and the stride of C's rows.
 static void product(const Left &a, const Right &b, int rows, int columns, int depth, float *c, bool add = false) {
     for (int n = 0; n < columns; n += 4 * LANES)
         for (int m = 0; m < rows; m += 4) {
@@ -65,16 +66,16 @@ static void product(const Left &a, const Right &b, int rows, int columns, int de
         }
 }
 
-// ---- rows of bfloat16, and operands made of them ---------------------------------------------------------------------
+// -- rows of bfloat16, and the operands that are made of them ----------------------------------------------------------
 
-struct Rows {  // of one head in a tensor (batch, tokens, ..., dim)
+struct Rows {  // the rows of one head in a tensor (batch, tokens, ..., dim)
     Half *at;
     int64_t stride, count;
     Half *row(int64_t m) const { return at + m * stride; }
     Rows from(int64_t m) const { return {row(m), stride, count - m}; }
 };
 
-// Each gives `rows` of them, an even number, of which those behind the last one are zeros.
+// Each of these functions writes `rows` rows, an even number, and fills up with zeros behind the last row of x.
 
 static void copy(const Rows &x, int rows, int dim, Pair *out) {  // rows × dim / 2: left, for sums over dim
     const int count = std::min<int64_t>(rows, x.count);
@@ -122,11 +123,11 @@ static void write(const float *x, int dim, const Rows &out, int rows) {
         for (int k = 0; k < dim; k += LANES) store(out.row(m) + k, _mm512_loadu_ps(x + m * dim + k));
 }
 
-// ---- weights, from scores in float32, whose rows follow each other by `columns` --------------------------------------
+// -- weights, computed from scores in float32 whose rows have the stride `columns` -------------------------------------
 
-static inline __m512 exp2(__m512 x) {  // 2 to the x, within 2e-7 of it
+static inline __m512 exp2(__m512 x) {  // 2 to the power x, with a relative error of 2e-7
     const __m512 whole = _mm512_roundscale_ps(x, 0), t = _mm512_sub_ps(x, whole);
-    __m512 y = _mm512_set1_ps(1.5403530e-4f);  // Taylor's series of 2^t, |t| <= 1/2
+    __m512 y = _mm512_set1_ps(1.5403530e-4f);  // Taylor series of 2^t, |t| <= 1/2
     for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
         y = _mm512_fmadd_ps(y, t, _mm512_set1_ps(c));
     return _mm512_scalef_ps(y, whole);
@@ -141,9 +142,9 @@ static inline __m512 weight(const float *score, float scale, float log, __mmask1
     return _mm512_maskz_mov_ps(mask, exp2(x));
 }
 
-struct Sum { float shift, total; };  // total · 2^shift, of a row's weights
+struct Sum { float shift, total; };  // the sum of a row's weights is total · 2^shift
 
-// A row's weights before they are divided by their sum
+// Writes the weights of a row before they are divided by their sum, and returns the sum.
 static Sum weigh(const float *scores, int64_t tokens, int columns, float scale, Half *weights) {
     __m512 top = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
     for (int n = 0; n < columns; n += LANES)
@@ -157,11 +158,11 @@ static Sum weigh(const float *scores, int64_t tokens, int columns, float scale, 
     return {shift, _mm512_reduce_add_ps(sum)};
 }
 
-struct Query { float log, mean; };  // of the sum of its weights, and of its weights' gradients
+struct Query { float log, mean; };  // the logarithm of the sum of its weights, the mean of their gradients
 
-struct Maps { Half *d_scores; Pair *d_scores_down, *weights_down; };  // by rows; and with pairs that go down, twice
+struct Maps { Half *d_scores; Pair *d_scores_down, *weights_down; };  // `_down`: a pair holds two rows of a column
 
-// Of two queries: the weights again, and gradients of scores from those of weights, d = weight · (g - mean) · outer
+// Computes the weights of two queries again, and the gradients of their scores: d = weight · (g - mean) · outer.
 static void differentiate(
     const float *scores, const float *g, const Query *query, int64_t tokens, int columns, float scale, float outer,
     const Maps &out) {
@@ -178,14 +179,14 @@ static void differentiate(
     }
 }
 
-// ---- a head ----------------------------------------------------------------------------------------------------------
+// -- a head, and the calls from Python ---------------------------------------------------------------------------------
 
-class Memory {  // of a thread, handed out piece by piece, each from a cache line on
+class Memory {  // a thread's scratch memory, handed out in pieces that each begin with a cache line
     std::vector<float> all;
     size_t used = 0;
 
   public:
-    explicit Memory(const Shape &s) {  // what `backward` takes
+    explicit Memory(const Shape &s) {  // as much as `backward` takes
         const size_t n = up(s.tokens, LANES), d = s.dim;
         all.resize(7 * n * d / 2 + 7 * ROWS * n / 2 + 3 * ROWS * d + 16 * LANES);
     }
@@ -260,7 +261,7 @@ static void backward(
         interleaved(g_here, rows, d, g_down);
         product({q, d / 2, 1}, {keys, n}, rows, n, d / 2, scores);
         product({g, d / 2, 1}, {values, n}, rows, n, d / 2, d_weights);
-        Query queries[ROWS] = {};  // those behind the last one get no gradient, whatever their weights
+        Query queries[ROWS] = {};  // queries behind the last one get no gradient, whatever their weights
         for (int r = 0; r < rows && first + r < s.tokens; r++)
             queries[r] = {logs[first + r], dot(g_here.row(r), out.row(first + r), d)};
         for (int r = 0; r < rows; r += 2) {
@@ -276,8 +277,6 @@ static void backward(
     write(dv, d, to.v, n);
 }
 
-// ---- called through ctypes -------------------------------------------------------------------------------------------
-
 constexpr float LOG2_E = 1.44269504f;
 
 template <typename Work> static void each_head(const Shape &s, int threads, const Work &work) {
@@ -292,7 +291,8 @@ template <typename Work> static void each_head(const Shape &s, int threads, cons
     }
 }
 
-// qkv (batch, tokens, 3, heads, dim) -> out (batch, tokens, heads, dim); logs (batch, heads, tokens) are for `gradient`
+// Reads qkv (batch, tokens, 3, heads, dim); writes out (batch, tokens, heads, dim) and, for `gradient`, logs (batch,
+// heads, tokens).
 extern "C" void attend(Half *qkv, Half *out, float *logs, const Shape *shape, float scale, int threads) {
     const Shape &s = *shape;
     each_head(s, threads, [&](int64_t number, Memory &memory) {
@@ -300,7 +300,7 @@ extern "C" void attend(Half *qkv, Half *out, float *logs, const Shape *shape, fl
     });
 }
 
-// grad: out's; d_qkv: qkv's, to be written
+// Reads `grad`, the gradient of out; writes `d_qkv`, the gradient of qkv.
 extern "C" void gradient(
     Half *qkv, Half *out, Half *grad, const float *logs, Half *d_qkv, const Shape *shape, float scale, int threads) {
     const Shape &s = *shape;

@@ -1,8 +1,9 @@
-"""How a model computes attention on a device: torch's fused kernel on GPUs, on CPUs what is faster there.
+"""The fastest way to compute attention on each device.
 
-On CPUs that is two products around a softmax, and for a VOLO in bfloat16 attention.cpp, which writes no map of
-attention to memory: 7 instead of 10 to 16 ms for a layer of D1, forward and backward, with a third of the rounding
-error (batch 8, 224 px, two cores of an AMD EPYC with AVX-512 BF16, torch 2.13.0, 2026-11-22).
+GPUs use torch's fused kernel. CPUs use two matrix products around a softmax, except for a VOLO in bfloat16, which uses
+attention.cpp. That kernel never writes the map of attention weights to memory: a layer of D1 takes 7 ms, forward and
+backward, instead of 10 to 16 ms, with a third of the rounding error (batch 8, 224 px, two cores of an AMD EPYC with
+AVX-512 BF16, torch 2.13.0, 2026-11-22).
 """
 
 import ctypes
@@ -14,17 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from largebatch.native import compile as cpp
+from largebatch.native.compile import can_load, load_library
 from zoo import set_fused_attn
 from zoo.volo import Attention
 
 SOURCE = Path(__file__).with_name("attention.cpp")
-FLAGS = ("-fopenmp",)  # torch's threads: its library of OpenMP has the name that a compiler gives to it
-MAX_DIM = 1024  # of a head
+FLAGS = ("-fopenmp",)  # resolves to the libgomp that torch has loaded, so both use the same threads
+MAX_DIM = 1024  # the largest dimension of a head
 
 
 def choose_attention(model: nn.Module, device: torch.device) -> nn.Module:
-    """Let the layers of attention compute as is best on this device; the model."""
+    """Let the model's attention layers use the fastest kernel of this device; return the model."""
     set_fused_attn(model, device.type != "cpu")
     layers = [module for module in model.modules() if isinstance(module, Attention) and not module.attn_drop.p]
     if device.type == "cpu" and layers and available():
@@ -35,21 +36,23 @@ def choose_attention(model: nn.Module, device: torch.device) -> nn.Module:
 
 @functools.cache
 def available() -> bool:
-    """Whether this processor computes dot products of bfloat16, and attention.cpp could be compiled."""
+    """Return whether this processor has dot products of bfloat16, and attention.cpp can be used here."""
     has_instructions = torch.cpu.get_capabilities().get("avx512_bf16", False)
-    return has_instructions and cpp.available("VOLO's attention", SOURCE, *FLAGS)
+    return has_instructions and can_load("VOLO's attention", SOURCE, *FLAGS)
 
 
 def attend(qkv: Tensor, scale: float) -> Tensor:
-    """softmax(scale · q kᵀ) v: bfloat16 (B, N, 3, heads, d), d a multiple of 16, -> (B, N, heads, d)."""
+    """Return softmax(scale · q kᵀ) v: bfloat16 (B, N, 3, heads, d), d a multiple of 16, -> (B, N, heads, d)."""
     dim = qkv.shape[-1]
     if qkv.dtype != torch.bfloat16 or dim % 16 or dim > MAX_DIM:
-        raise ValueError(f"attend has {qkv.dtype} and heads of {dim}: expected bfloat16 and a multiple of 16.")
+        raise ValueError(
+            f"attend got {qkv.dtype} and heads of {dim}: expected bfloat16 and a multiple of 16, up to {MAX_DIM}."
+        )
     return _Attend.apply(qkv, scale)
 
 
 class _Shape(ctypes.Structure):
-    """Shape of attention.cpp."""
+    """The struct Shape of attention.cpp."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("batch", "tokens", "heads", "dim")]
 
@@ -79,4 +82,4 @@ def _call(name: str, tensors: tuple[Tensor, ...], qkv: Tensor, scale: float) -> 
     batch, tokens, _, heads, dim = qkv.shape
     addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
     shape, threads = ctypes.byref(_Shape(batch, tokens, heads, dim)), torch.get_num_threads()
-    getattr(cpp.library(SOURCE, *FLAGS), name)(*addresses, shape, ctypes.c_float(scale), threads)
+    getattr(load_library(SOURCE, *FLAGS), name)(*addresses, shape, ctypes.c_float(scale), threads)

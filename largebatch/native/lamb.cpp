@@ -1,7 +1,7 @@
-// LAMB's update on a CPU: the formulas of lamb.py, each array read and written as few times as they allow.
+// LAMB's update on a CPU: the formulas of optim/lamb.py, with as few passes over the arrays as they allow.
 //
-// A tensor is the work of one thread, so its norms are added up in one order and do not depend on how many threads there
-// are. The update u goes into scratch memory, as a second division and root per element would take longer than reading it.
+// One thread updates one tensor, so its norms are added up in one order, whatever the number of threads. The update u
+// goes into scratch memory: to read it again takes less time than a second division and root per element.
 
 #include <cmath>
 #include <cstdint>
@@ -15,7 +15,7 @@ template <typename T> struct Tensor {
     int64_t size;
 };
 
-// One element: moments, update, and both squares in double precision.
+// Updates the moments of one element, computes u, and adds the squares of x and u in double precision.
 template <typename T>
 static inline void update(const Tensor<T> &t, T *u, int64_t i, const Scalars<T> &s, T factor, double &xx, double &uu) {
     const T g = t.g[i] * factor, x = t.x[i];
@@ -34,9 +34,9 @@ template <typename T> static T trust_ratio(double xx, double uu, const Scalars<T
     return std::fmin(std::fmin(std::fmax(x_norm, s.norm_min), s.norm_max) / u_norm, s.ratio_max);
 }
 
-// The first half: moments, update and the squares of the whole tensor.
+// The first half of an update: the moments, u, and the sums of the squares of x and u.
 template <typename T> static void moments(const Tensor<T> &t, const Scalars<T> &s, T factor, double &x2, double &u2) {
-    constexpr int LANES = 16;  // sums side by side: a compiler may not reorder one sum, so could not use vectors for it
+    constexpr int LANES = 16;  // separate sums: a compiler may not reorder one sum, so it could not use vectors
     double xx[LANES] = {}, uu[LANES] = {};
     T *__restrict u = t.u;
     const int64_t whole = t.size - t.size % LANES;

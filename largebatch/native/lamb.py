@@ -1,7 +1,7 @@
-"""LAMB's update for CPUs, lamb.cpp.
+"""LAMB's update on CPUs: calls lamb.cpp.
 
-C++ rather than torch.compile, which took 10 s of each rank's start (3 s with a warm cache, 12 s where two ranks compile
-at once) for a slower loop; this takes a quarter of a second, once.
+It is C++ because torch.compile took 10 s of each rank's start (3 s with a warm cache, 12 s if two ranks compile at
+once) and made a slower loop; compiling lamb.cpp takes a quarter of a second, once.
 """
 
 import ctypes
@@ -13,27 +13,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from largebatch.native import compile as cpp
+from largebatch.native.compile import can_load, load_library
 
 SOURCE = Path(__file__).with_name("lamb.cpp")
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v of one parameter, flat, of one dtype
-Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # and u, as long or longer, scratch memory
+Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # the same and u, scratch memory that is at least as long
 
 
 class _Tensor(ctypes.Structure):
-    """Tensor of lamb.cpp."""
+    """The struct Tensor of lamb.cpp."""
 
     _fields_ = [*((name, ctypes.c_void_p) for name in "xgmvu"), ("size", ctypes.c_int64)]
 
 
 def available() -> bool:
-    """Whether lamb.cpp is compiled, or could be; if not, a warning has said why."""
-    return cpp.available("LAMB", SOURCE)
+    """Return whether lamb.cpp can be used here; if not, a warning tells why."""
+    return can_load("LAMB", SOURCE)
 
 
 def lamb_native_(tensors: Sequence[Tensors], scalars: Sequence[float], factor: float) -> list[Tensor]:
-    """One update of tensors of one dtype, float32 or float64, by as many threads as torch uses; their trust ratios."""
+    """Update tensors of one dtype, float32 or float64, with as many threads as torch uses; return the trust ratios."""
     example = tensors[0][0]
     shares = _shares([four[0].numel() for four in tensors], torch.get_num_threads())
     scratch = example.new_empty(len(shares), max(four[0].numel() for four in tensors))
@@ -45,7 +45,10 @@ def lamb_native_(tensors: Sequence[Tensors], scalars: Sequence[float], factor: f
 
 
 def moments_native_(rows: Sequence[Row], scalars: Sequence[float], factor: float) -> Tensor:
-    """The first half of it: m, v, u in place, each u of its own; the sums of squares of x and u, (2, len(rows))."""
+    """Compute the first half of the update: write m, v and u of each row in place.
+
+    Return the sums of the squares of x and of u, (2, len(rows)).
+    """
     shares = _shares([row[0].numel() for row in rows], torch.get_num_threads())
     found = [torch.empty(len(share), 2, dtype=torch.float64) for share in shares]
     _call("moments", [[rows[k] for k in share] for share in shares], scalars, factor, found)
@@ -56,9 +59,9 @@ def moments_native_(rows: Sequence[Row], scalars: Sequence[float], factor: float
 
 
 def _call(name: str, shares: list[list[Row]], scalars: Sequence[float], factor: float, results: list[Tensor]) -> None:
-    """Call a function of lamb.cpp in a thread for each share of the rows, which fills its results."""
+    """Call a function of lamb.cpp for each share of the rows, in a thread of its own; it fills the share's results."""
     single = shares[0][0][0].dtype == torch.float32
-    function = getattr(cpp.library(SOURCE), f"{name}_float{32 if single else 64}")
+    function = getattr(load_library(SOURCE), f"{name}_float{32 if single else 64}")
     numbers = ((ctypes.c_float if single else ctypes.c_double) * len(scalars))(*scalars)
 
     def work(rows: list[Row], result: Tensor) -> None:
@@ -70,7 +73,7 @@ def _call(name: str, shares: list[list[Row]], scalars: Sequence[float], factor: 
 
 
 def _shares(sizes: Sequence[int], num_threads: int) -> list[list[int]]:
-    """Which tensors each thread updates: the largest first, each to the thread with the least so far."""
+    """Return the tensors that each thread updates: the largest first, each to the thread with the least so far."""
     shares: list[list[int]] = [[] for _ in range(min(num_threads, len(sizes)))]
     loads = [0] * len(shares)
     for k in sorted(range(len(sizes)), key=lambda k: -sizes[k]):

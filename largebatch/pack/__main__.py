@@ -1,6 +1,6 @@
-"""`python -m largebatch.pack`; see `packing`."""
+"""Runs `python -m largebatch.pack`; see `command_line`."""
 
-from largebatch.pack.packing import main
+from largebatch.pack.command_line import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

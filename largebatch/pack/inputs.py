@@ -1,8 +1,8 @@
-"""What can be packed: a folder of images, ImageNet's tars, CIFAR-10's files, TFRecords, and the built-in sources.
+"""The sources that can be packed: image folders, ImageNet's tars, CIFAR-10's files, TFRecords, the built-in ones.
 
-Each becomes `Images`. A JPEG stays as it is; whatever else an image folder or a tar holds becomes an RGB JPEG, so that
-the shards are as the published ones. Records keep their bytes. Every image is decoded when it is read, so that nothing
-bad is packed.
+Each of them becomes `Images`. JPEGs are kept byte for byte. Other files of an image folder or a tar become RGB JPEGs,
+so that the shards are like the published ones. Records keep their bytes. Every image is decoded when it is read, so
+that no bad image is packed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from largebatch.data.shards import Images
 
 
 def splits(source: str) -> list[str]:
-    """The splits of a source; the training split if it has none, so that opening says what was looked for."""
+    """Return the splits of a source; if it has none, `train`, so that opening it reports the files it looked for."""
     tars = archives.imagenet_splits(Path(source).expanduser())
     return tars or sources.available_splits(source) or ["train"]
 
 
 def open_images(source: str, split: str) -> Images:
-    """One split of a source, in its own order, without what is in quarantine.
+    """Return one split of a source, in the source's order, without the images in quarantine.
 
-    ValueError saying what was looked for. Reading a bad image raises ValueError, too, with its name.
+    Raise ValueError with the files that were looked for, if there are none. Reading a bad image raises ValueError, too,
+    with its name.
     """
     folder = Path(source).expanduser()
     if source in sources.BUILT_IN:
@@ -46,7 +47,7 @@ def open_images(source: str, split: str) -> Images:
 
 
 def _image_folder(folder: Path, split: str) -> Images:
-    """The images that are not in quarantine."""
+    """Return the images of a split that are not in quarantine."""
     files, labels, _ = sources.find_images(folder, split)
     listed_in = folder / quarantine.NAME
     entries = quarantine.load(listed_in) if listed_in.is_file() else []
@@ -58,7 +59,7 @@ def _image_folder(folder: Path, split: str) -> Images:
 
 
 def _records(source: str, split: str) -> Images:
-    """Records as they are, but for the order and for labels that begin with 0."""
+    """Return records with all their features; their labels are renumbered to begin with 0."""
     index = sources.open_source(source, split=split)
     spans = functools.cache(records.record_spans)
     places = [f"{os.path.basename(index.files[index.file[k]])} {index.offset[k]}" for k in range(len(index))]
@@ -74,7 +75,7 @@ def _records(source: str, split: str) -> Images:
 
     def encoded(k: int) -> bytes:
         data = records.read_span(index.files[index.file[k]], int(index.offset[k]), int(index.length[k]))
-        as_jpeg(data, where=index.where(k))  # to see that it can be decoded
+        as_jpeg(data, where=index.where(k))  # raises ValueError if it cannot be decoded
         return data
 
     return Images(index.label.tolist(), encoded, others, places)
@@ -87,7 +88,7 @@ def _as_jpegs(images: Images, *, where: str) -> Images:
 
 
 def shuffled(images: Images, seed: int) -> Images:
-    """The same images in an order that the seed fixes."""
+    """Return the same images in an order that depends on the seed alone."""
     words = np.random.Philox(key=[seed, 0]).random_raw(len(images.labels))
     order = np.argsort(words, kind="stable").tolist()
     labels = [images.labels[k] for k in order]
@@ -95,7 +96,7 @@ def shuffled(images: Images, seed: int) -> Images:
 
 
 def as_jpeg(data: bytes, *, where: str) -> bytes:
-    """`data` itself if it is an RGB or grey JPEG, else the same image as an RGB JPEG."""
+    """Return `data` itself if it is an RGB or grey JPEG, else the same image as an RGB JPEG."""
     try:
         with Image.open(io.BytesIO(data)) as image:
             image.load()
@@ -109,7 +110,7 @@ def as_jpeg(data: bytes, *, where: str) -> bytes:
 
 
 def eight_bits(image: Image.Image) -> Image.Image:
-    """A grey PNG of 16 bits as the decoder gives it; Pillow's own conversion makes white of all but the lowest 255."""
+    """Scale a grey PNG of 16 bits to 8 bits, as DALI does; Pillow's own conversion makes all levels above 255 white."""
     if image.mode != "I;16":
         return image
     return Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))

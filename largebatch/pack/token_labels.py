@@ -1,21 +1,20 @@
-"""Adds label maps to TFRecords: converted from the published files, or made by any classifier.
+"""Adds label maps to TFRecords: those of the published files, or new ones that a classifier (the teacher) makes.
 
     python -m largebatch.pack token-labels shards/ labelled/ --labels token_labels/   # <wnid>/<image>.pt, as published
     python -m largebatch.pack token-labels shards/ labelled/ --teacher dm_nfnet_f6    # timm's name, or the zoo's
-    mpirun -np 8 python -m largebatch.pack token-labels ...                           # shards are shared out
+    mpirun -np 8 python -m largebatch.pack token-labels ...                           # processes share the shards
 
-Whole new shards are written, under the names of the old ones and with the same records in the same order, apart from
-those in quarantine; held-out shards are copied. What was interrupted goes on when the same command is given again:
-token_labels.json in the folder says what it was, and whole shards are kept.
+New shards are written, under the names of the old ones and with the same records in the same order, except for records
+in quarantine. Held-out shards are copied. If it is interrupted, the same command goes on: token_labels.json in the
+folder tells how the shards are made, and complete shards are kept.
 
-A teacher sees the centre square of each image at its own size (crop 1.0), and the five highest logits of each place
-are kept.
+A teacher sees the centre square of each image (crop 1.0), scaled to the teacher's own image size. The five highest
+logits of each place are kept.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import shutil
@@ -30,20 +29,24 @@ from largebatch.data import records, sources
 from largebatch.data.dali import EvalLoader
 from largebatch.data.index import Index
 from largebatch.data.label_maps import encode_map
+from largebatch.files import atomic_file
+from largebatch.pack import output
+from largebatch.pack.processes import World, mpi_world
 from zoo.teacher import build_teacher, dense_logits, input_size
 
 logger = logging.getLogger(__name__)
 
-TOP = 5  # scores of a place that are kept
+TOP = 5  # the number of scores that are kept for each place
 PLAN = "token_labels.json"
-EXACT_HALVES = 2048  # the published files hold classes in half precision, which is exact up to here
+EXACT_HALVES = 2048  # half precision, in which the published files hold classes, has all integers up to this one
 LOCAL_RANKS = tuple(launcher.local_rank for launcher in (*MPI_LAUNCHERS, SRUN))
 
-Maps = Callable[[Index], Iterator[tuple[np.ndarray, np.ndarray]]]  # of images: scores and classes (k, h, w) of each
+# For an index of images, yields the scores and classes of each image, both of shape (k, h, w).
+Maps = Callable[[Index], Iterator[tuple[np.ndarray, np.ndarray]]]
 
 
-def main(argv: Sequence[str], *, rank: int, size: int, barrier: Callable[[], None]) -> int:
-    """Runs the command line as process `rank` of `size`; returns the exit status."""
+def main(argv: Sequence[str]) -> int:
+    """Run the sub-command; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m largebatch.pack token-labels", description=(__doc__ or "").partition("\n\n")[0]
     )
@@ -51,21 +54,27 @@ def main(argv: Sequence[str], *, rank: int, size: int, barrier: Callable[[], Non
     parser.add_argument("out", help="folder for the same records with label maps")
     one = parser.add_mutually_exclusive_group(required=True)
     one.add_argument("--labels", default="", help="folder of published label files, <class>/<image>.pt")
-    one.add_argument("--teacher", default="", help="model that makes them: a name in timm or in the zoo")
+    one.add_argument("--teacher", default="", help="model that makes the label maps: a name in timm or in the zoo")
     parser.add_argument("--weights", default="", help="file of the teacher's weights (default: timm's download)")
-    parser.add_argument("--num-classes", type=int, default=1000, help="of the teacher (default 1000)")
-    parser.add_argument("--img-size", type=int, default=0, help="of a teacher of the zoo (default 224)")
-    parser.add_argument("--batch-size", type=int, default=32, help="images at once (default 32)")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="of the teacher")
-    parser.add_argument("--threads", type=int, default=4, help="decoding threads (default 4)")
+    parser.add_argument("--num-classes", type=int, default=1000, help="classes of the teacher (default: 1000)")
+    parser.add_argument("--img-size", type=int, default=0, help="image size of a teacher of the zoo (default: 224)")
+    parser.add_argument("--batch-size", type=int, default=32, help="images that the teacher sees at once (default: 32)")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        choices=["auto", "cpu", "cuda"],
+        help="device of the teacher (default: a GPU if there is one)",
+    )
+    parser.add_argument("--threads", type=int, default=4, help="decoding threads (default: 4)")
     args = parser.parse_args(argv)
     if args.labels and args.weights:
-        raise ValueError("--weights are those of a --teacher, and --labels needs none: leave one of them out.")
-    maps = converted(args.labels) if args.labels else _taught(args)
-    made_by = {"labels": args.labels} if args.labels else {"teacher": args.teacher, "weights": args.weights}
-    count = add_maps(args.source, args.out, maps, made_by=made_by, rank=rank, size=size, barrier=barrier)
-    if rank == 0:
-        print(f"train: {count} images with label maps")
+        raise ValueError("--weights belongs to --teacher; --labels needs no weights: leave one of the two out.")
+    with mpi_world() as world:
+        maps = converted(args.labels) if args.labels else _taught(args)
+        made_by = {"labels": args.labels} if args.labels else {"teacher": args.teacher, "weights": args.weights}
+        count = add_maps(args.source, args.out, maps, made_by=made_by, world=world)
+        if world.rank == 0:
+            print(f"train: {count} images with label maps")
     return 0
 
 
@@ -77,7 +86,7 @@ def _taught(args: argparse.Namespace) -> Maps:
 
 
 def _device(kind: str) -> torch.device:
-    """The processes of a host share its GPUs."""
+    """Return the teacher's device; the processes of a host share its GPUs."""
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     local_rank = next((int(os.environ[name]) for name in LOCAL_RANKS if name in os.environ), 0)
@@ -87,60 +96,35 @@ def _device(kind: str) -> torch.device:
 # -- shards ------------------------------------------------------------------------------------------------------
 
 
-def add_maps(
-    source: str,
-    out: str,
-    maps: Maps,
-    *,
-    made_by: Mapping[str, str],
-    rank: int = 0,
-    size: int = 1,
-    barrier: Callable[[], None] = lambda: None,
-) -> int:
-    """Writes the training shards of the folder `source` with `maps` into `out`; the number of images.
+def add_maps(source: str, out: str, maps: Maps, *, made_by: Mapping[str, str], world: World = World()) -> int:
+    """Write the training shards of the folder `source` with `maps` into `out`; return the number of images.
 
-    Process `rank` of `size` writes every `size`-th shard that is not there yet. ValueError if `source` has no shards,
-    or `out` others, made by something else.
+    The processes take turns: rank r of n writes shards r, r + n, ..., unless they are complete already. Raise
+    ValueError if `source` has no shards, or if `out` has shards that were made differently.
     """
     folder, target = Path(source).expanduser(), Path(out).expanduser()
     if not sources.find_shards(folder, "train"):
         raise ValueError(f"{source} has no TFRecords train-*: pack the images with `largebatch.pack` first.")
     index = sources.open_source(source, split="train")
     plan = {**made_by, "images": len(index), "digest": index.digest()}
-    if rank == 0:
-        _begin(target, plan)
-    barrier()
-    if rank > 0:
-        _begin(target, plan)  # finds rank 0's, or says that this rank sees other images
-    for number in range(rank, len(index.files), size):
+    output.begin(
+        target / PLAN, plan, has_shards=lambda: bool(sources.find_shards(target, "train")), world=world
+    )
+    for number in range(world.rank, len(index.files), world.size):
         path = target / os.path.basename(index.files[number])
         if not path.exists():
             shard = index.without(np.flatnonzero(index.file != number).tolist())
             written = records.write_records(path, _labelled(shard, number, maps))
             logger.info("%s: %d images", path.name, written)
-    barrier()
-    if rank == 0:
-        _finish(folder, target)
+    world.barrier()
+    if world.rank == 0:
+        held_out = _copy_held_out(folder, target)
+        output.finish(target, ("train", "validation") if held_out else ("train",))
     return len(index)
 
 
-def _begin(target: Path, plan: Mapping) -> None:
-    """Writes down what is made. ValueError if the folder has shards of something else."""
-    file = target / PLAN
-    begun = json.loads(file.read_text()) if file.is_file() else {}
-    if begun == plan:
-        return
-    if sources.find_shards(target, "train"):
-        names = sorted(name for name in {*plan, *begun} if begun.get(name) != plan.get(name))
-        was = "; ".join(f"{name} {begun.get(name)}, now {plan.get(name)}" for name in names) if begun else f"no {PLAN}"
-        raise ValueError(f"{target} already has other training shards ({was}): choose another folder, or delete them.")
-    target.mkdir(parents=True, exist_ok=True)
-    with records.atomic_file(file) as opened:
-        opened.write(json.dumps(plan, indent=2).encode() + b"\n")
-
-
 def _labelled(shard: Index, number: int, maps: Maps) -> Iterator[bytes]:
-    """The records of file `number`, which `shard` describes, with their maps."""
+    """Yield the records of file `number`, which `shard` describes, with their maps."""
     if not len(shard):
         return
     for sample, (features, (scores, ids)) in enumerate(zip(_features(shard), maps(shard), strict=True)):
@@ -151,7 +135,7 @@ def _labelled(shard: Index, number: int, maps: Maps) -> Iterator[bytes]:
 
 
 def _features(shard: Index) -> Iterator[dict]:
-    """The features of each record that holds an image of `shard`, an index of one file."""
+    """Yield the features of each record that holds an image of `shard`, an index of one file."""
     path = shard.files[shard.file[0]]
     kept = iter([*shard.offset.tolist(), -1])
     image = next(kept)
@@ -163,41 +147,38 @@ def _features(shard: Index) -> Iterator[dict]:
             image = next(kept)
 
 
-def _finish(folder: Path, target: Path) -> None:
-    """Copies the held-out shards, and builds the indexes."""
+def _copy_held_out(folder: Path, target: Path) -> list[str]:
+    """Copy the held-out shards that are not there yet; return all of them."""
     held_out = sources.find_shards(folder, "validation")
     for path in held_out:
         copy = target / os.path.basename(path)
         if not copy.exists():
-            with open(path, "rb") as file, records.atomic_file(copy) as out:
+            with open(path, "rb") as file, atomic_file(copy) as out:
                 shutil.copyfileobj(file, out)
-    for split in ("train", "validation") if held_out else ("train",):
-        for left in target.glob(f".{split}-*"):  # by one that was killed
-            left.unlink()
-        sources.open_source(str(target), split=split)
+    return held_out
 
 
 # -- maps --------------------------------------------------------------------------------------------------------
 
 
 def converted(root: str) -> Maps:
-    """Maps out of the published tree: <root>/<class>/<image>.pt, a tensor of half floats (2, k, h, w).
+    """Return the maps of the published files: <root>/<class>/<image>.pt, a tensor of half floats (2, k, h, w).
 
-    [0] are logits, [1] classes. Classes are numbered by their sorted folders; the image's name is that in its record,
-    up to the first dot.
+    [0] are logits, [1] are classes. Classes are numbered in the sorted order of their folders. <image> is the file name
+    in the image's record, up to the first dot.
     """
     folder = Path(root).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"There is no folder {root}: expected one of label files, <class>/<image>.pt.")
+        raise ValueError(f"There is no folder {root}: expected a folder of label files, <class>/<image>.pt.")
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
     def maps(shard: Index) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         if len(names) != shard.num_classes:
-            raise ValueError(f"{root} has {len(names)} class folders, expected those of {shard.num_classes} classes.")
+            raise ValueError(f"{root} has {len(names)} class folders, expected {shard.num_classes}, one per class.")
         for sample, features in enumerate(_features(shard)):
             if records.FILENAME not in features:
                 raise ValueError(
-                    f"{shard.where(sample)} has no {records.FILENAME}, by which its labels are found: pack the images "
+                    f"{shard.where(sample)} has no {records.FILENAME}, which names its label file: pack the images "
                     "again with `largebatch.pack`."
                 )
             file = os.path.basename(features[records.FILENAME][0].decode("utf-8", "surrogateescape"))
@@ -207,21 +188,23 @@ def converted(root: str) -> Maps:
 
 
 def load_published(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and classes (k, h, w) of a published label file; ValueError if it is missing or something else."""
+    """Return the scores and classes (k, h, w) of a published label file; raise ValueError if it is not one."""
     try:
         tensor = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file may raise nearly anything
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(tensor, torch.Tensor) or tensor.ndim != 4 or len(tensor) != 2:
-        raise ValueError(f"{path} is no label file: expected a tensor of shape (2, k, h, w).")
+        raise ValueError(f"{path} is not a label file: expected a tensor of shape (2, k, h, w).")
     scores, ids = tensor.numpy()
     if not (ids == np.rint(ids)).all() or ids.max() > EXACT_HALVES:
-        raise ValueError(f"{path} has classes that half precision cannot tell apart: expected 0 to {EXACT_HALVES}.")
+        raise ValueError(
+            f"{path} has classes that half precision cannot tell apart: expected whole numbers up to {EXACT_HALVES}."
+        )
     return scores, ids.astype(np.int64)
 
 
 def generated(model: torch.nn.Module, *, batch_size: int, num_threads: int) -> Maps:
-    """Maps by a teacher of `zoo.teacher`, on its device and at its own size."""
+    """Return the maps that a teacher of `zoo.teacher` makes, on its device and at its own image size."""
     cfg = getattr(model, "default_cfg")
     device = next(model.parameters()).device
 

@@ -69,7 +69,7 @@ def test_a_launcher_of_another_mpi_is_refused(tmp_path, digits):
 @pytest.mark.parametrize("launcher", ["torchrun", "horovodrun --gloo"])
 def test_a_launcher_without_mpi_is_refused(tmp_path, digits, launcher):
     code, output = launch([*COMMAND, str(digits), str(tmp_path / "out")], ranks=2, launcher=launcher)
-    assert code != 0 and f"as {launcher} sets it, but the processes of pack share out their work by MPI" in output
+    assert code != 0 and f"{launcher} started several processes, but pack shares its work by MPI" in output
     assert not (tmp_path / "out").exists()
 
 

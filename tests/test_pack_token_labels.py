@@ -12,7 +12,8 @@ from torch import nn
 import zoo
 from largebatch import pack
 from largebatch.data import label_maps, records, sources
-from largebatch.pack import token_labels as labelling
+from largebatch.pack import token_labels
+from largebatch.pack.processes import World
 from zoo import teacher
 from zoo.teacher import build_teacher, dense_logits, input_size
 from zoo.volo import VOLO, Structure
@@ -111,15 +112,15 @@ def test_it_goes_on_where_it_was_interrupted_and_shares_the_work(tmp_path, shard
     add(shards, tmp_path / "out", "--labels", root)
     assert contents(tmp_path / "out") == whole and kept.stat() == status
     for rank in (0, 1, 0):  # the last one finishes, as after a barrier
-        maps, made_by = labelling.converted(str(root)), {"labels": str(root)}
-        labelling.add_maps(str(shards), str(tmp_path / "two"), maps, made_by=made_by, rank=rank, size=2)
+        maps, made_by = token_labels.converted(str(root)), {"labels": str(root)}
+        token_labels.add_maps(str(shards), str(tmp_path / "two"), maps, made_by=made_by, world=World(rank, 2))
         written = {path.name for path in (tmp_path / "two").glob("train-*")}
         assert len(written) == 2 + 2 * (rank == 1 or len(written) == 4)
     assert contents(tmp_path / "two") == whole
     shutil.move(root, tmp_path / "others")
-    with pytest.raises(SystemExit, match="already has other training shards .labels .*now .*others.: choose"):
+    with pytest.raises(SystemExit, match="already has shards that were .* .labels .*now .*others.: choose"):
         add(shards, tmp_path / "out", "--labels", tmp_path / "others")
-    with pytest.raises(SystemExit, match="already has other training shards .no token_labels.json.: choose"):
+    with pytest.raises(SystemExit, match="already has shards that .* .there is no token_labels.json.: choose"):
         add(shards, shards, "--labels", tmp_path / "others")
 
 
@@ -148,7 +149,7 @@ def test_what_is_no_label_file_is_named(tmp_path, shards, tree):
     root, _ = tree
     file = root / "n02" / "n02_3.pt"
     broken = [torch.zeros(5, 3, 4), torch.full((2, *SHAPE), 2050.0), torch.full((2, *SHAPE), float("inf"))]
-    words = ["n02_3.pt is no label file", "n02_3.pt has classes that half", "n02_3.pt has classes|not finite"]
+    words = ["n02_3.pt is not a label file", "n02_3.pt has classes that half", "n02_3.pt has classes|not finite"]
     for tensor, word in zip(broken, words):
         torch.save(tensor.half(), file)
         with pytest.raises(SystemExit, match=word):
@@ -157,7 +158,7 @@ def test_what_is_no_label_file_is_named(tmp_path, shards, tree):
     with pytest.raises(SystemExit, match="n02_3.pt cannot be read: .*No such file"):
         add(shards, tmp_path / "out", "--labels", root)
     shutil.rmtree(root / "n02")
-    with pytest.raises(SystemExit, match="2 class folders, expected those of 3 classes"):
+    with pytest.raises(SystemExit, match="2 class folders, expected 3, one per class"):
         add(shards, tmp_path / "out", "--labels", root)
 
 

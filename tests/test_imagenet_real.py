@@ -103,8 +103,8 @@ def test_ties_and_nan():
     "text, sentence",
     [
         (json.dumps([[0]] * 10), "has no labels for the image 'ILSVRC2012_val_00000.*JPEG to ILSVRC2012_val_00000010"),
-        (json.dumps([[CLASSES]] * IMAGES), "is no list of ReaL labels: expected lists of classes from 0 to 7"),
-        (json.dumps({"a": 1}), "is no list of ReaL labels"),
+        (json.dumps([[CLASSES]] * IMAGES), "is not a list of ReaL labels: expected lists of classes from 0 to 7"),
+        (json.dumps({"a": 1}), "is not a list of ReaL labels"),
         ("{", "cannot be read"),
     ],
 )

@@ -1,0 +1,79 @@
+"""Lists the images that cannot be decoded.
+
+    python -m largebatch.pack check shards/
+
+All images of a folder of TFRecords or images are decoded, and the bad ones are listed in quarantine.csv in that folder.
+From then on training, validation and packing leave them out. A record with a wrong CRC may be among them. If the folder
+cannot be written, `--out FILE` tells where the list goes, and `--data.quarantine FILE` tells the training where it is.
+
+The exit status is 1 if an image is bad. If all images are good, an old list is removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from largebatch.data import quarantine, sources
+from largebatch.pack.processes import cores_per_process
+from largebatch.pack.progress import show_progress
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the sub-command; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m largebatch.pack check", description="Decodes all images and lists the bad ones."
+    )
+    parser.add_argument("data", help='folder of TFRecords or images, or "digits"')
+    parser.add_argument("--out", default="", help=f"file for the list (default: {quarantine.NAME} in the folder)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=cores_per_process(),
+        help="number of files that are decoded at once (default: one per core)",
+    )
+    args = parser.parse_args(argv)
+    lists: dict[Path, list[quarantine.Entry]] = {}
+    lines = []
+    for split in sources.available_splits(args.data) or ["train"]:
+        folder, bad = _check_split(args.data, split, num_threads=args.threads)
+        lines += [_line(folder, entry) for entry in bad]
+        file = Path(args.out).expanduser() if args.out else folder / quarantine.NAME
+        lists[file] = lists.get(file, []) + bad
+    for line in lines:
+        print(line)
+    for file, entries in lists.items():
+        _keep_list(file, entries)
+    return 1 if lines else 0
+
+
+def _check_split(data: str, split: str, *, num_threads: int) -> tuple[Path, list[quarantine.Entry]]:
+    """Decode the images of a split; return the folder that holds the data, and its bad images, sorted."""
+    folder, index = sources.open_everything(data, split=split)
+    found = []
+    with show_progress(f"checking {split}", len(index)) as show:
+        for done, bad in quarantine.find_bad(index, folder=folder, split=split, num_threads=num_threads):
+            found += bad
+            show(done)
+    print(f"{split}: {len(index)} images, {len(found)} bad")
+    return folder, sorted(found, key=dataclasses.astuple)
+
+
+def _line(folder: Path, entry: quarantine.Entry) -> str:
+    return f"{folder / entry.file}, record {entry.record} (at byte {entry.offset}): {entry.reason}"
+
+
+def _keep_list(file: Path, bad: Sequence[quarantine.Entry]) -> None:
+    """Write the list, or remove an old one if no image is bad."""
+    try:
+        if bad:
+            quarantine.save(file, bad)
+            print(f"listed in {file}: training leaves them out")
+        else:
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{file} cannot be written ({error.strerror}): give --out FILE, and train with --data.quarantine FILE."
+        ) from error

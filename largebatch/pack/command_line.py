@@ -1,0 +1,30 @@
+"""The command line of `python -m largebatch.pack`: packing itself, and its sub-commands check and token-labels."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from largebatch.pack import check, packing
+
+
+def _token_labels(argv: Sequence[str]) -> int:
+    from largebatch.pack import token_labels  # imports torch and timm, which the other commands do not need
+
+    return token_labels.main(argv)
+
+
+SUB_COMMANDS = {"check": check.main, "token-labels": _token_labels}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the sub-command that `argv` begins with, or else pack; return the exit status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        if argv and argv[0] in SUB_COMMANDS:
+            return SUB_COMMANDS[argv[0]](argv[1:])
+        return packing.main(argv)
+    except (ValueError, OSError) as error:  # a mistake of the user, a full disk, or a file that cannot be read
+        sys.exit(str(error))

@@ -1,0 +1,58 @@
+"""The folder that shards are written into: its plan, by which an interrupted command goes on, and its last touches.
+
+A plan is a small JSON file that tells how the shards are made. The same command finds the same plan and keeps the
+shards that are complete; another command is refused, because its shards would not fit to those.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from largebatch.data import sources
+from largebatch.files import atomic_file
+from largebatch.pack.processes import World
+
+
+def begin(file: Path, plan: Mapping[str, Any], *, has_shards: Callable[[], bool], world: World) -> None:
+    """Write the plan into `file`: rank 0 first, so that the others find it.
+
+    Raise ValueError if the folder has shards that were made by another plan. So does a rank that sees other images
+    than rank 0.
+    """
+    if world.rank == 0:
+        _begin(file, plan, has_shards)
+    world.barrier()
+    if world.rank > 0:
+        _begin(file, plan, has_shards)
+
+
+def _begin(file: Path, plan: Mapping[str, Any], has_shards: Callable[[], bool]) -> None:
+    begun = json.loads(file.read_text()) if file.is_file() else {}
+    if begun == plan:
+        return
+    if has_shards():
+        raise ValueError(
+            f"{file.parent} already has shards that were made differently ({_differences(begun, plan, file.name)}): "
+            "choose another folder, or delete them."
+        )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(file) as opened:
+        opened.write(json.dumps(plan, indent=2).encode() + b"\n")
+
+
+def _differences(begun: Mapping[str, Any], plan: Mapping[str, Any], name: str) -> str:
+    if not begun:
+        return f"there is no {name}"
+    names = [name for name in dict.fromkeys([*plan, *begun]) if begun.get(name) != plan.get(name)]
+    return "; ".join(f"{name} {begun.get(name)}, now {plan.get(name)}" for name in names)
+
+
+def finish(folder: Path, splits: Iterable[str]) -> None:
+    """Remove the unfinished shards of processes that were killed, and build the indexes."""
+    for split in splits:
+        for unfinished in folder.glob(f".{split}-*"):
+            unfinished.unlink()
+        sources.open_source(str(folder), split=split)
