@@ -2,33 +2,53 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from largebatch.comm import Communicator, preflight, session
+from largebatch.comm.launcher import recognise
 from largebatch.comm.placement import check_placement
 from largebatch.config import TrainConfig, options
 from largebatch.precision import choose_precision, computes
 
 logger = logging.getLogger(__name__)
 
+WAIT_S = 10.0  # long enough for rank 0 to print its sentence and for the launcher to end the other ranks
+
 
 @contextmanager
-def program(read: Callable[[], TrainConfig]) -> Iterator[tuple[TrainConfig, Communicator]]:
-    """Read a command line and start the ranks. A mistake in it is the same on all of them: it is said once."""
-    config, mistake = TrainConfig(), None
+def report_mistakes() -> Iterator[None]:
+    """End this process with exit code 2 if the block, which reads a command line, raises ValueError.
+
+    Horovod is not needed for that: rank 0 prints the sentence, and the launcher then ends the other ranks. A rank that
+    still runs after WAIT_S seconds prints its own sentence: the mistake may be on that rank alone.
+    """
     try:
-        config = read()
-    except ValueError as error:
-        mistake = error
-    run, shape = config.run, config.parallel.shape()
-    with session(deterministic=run.deterministic, horovod=config.horovod, shape=shape) as comm:
-        with comm.together("command line"):
-            if mistake:
-                raise mistake
-        yield config, comm
+        yield
+    except ValueError as mistake:
+        sys.stderr.write(f"largebatch: {_for_one_rank(mistake)}\n")
+        sys.exit(2)
+
+
+def _for_one_rank(mistake: ValueError) -> str:
+    """The sentence that this rank prints, later and with its number if it is not rank 0."""
+    try:
+        launch = recognise(os.environ)
+    except ValueError as ambiguous:  # so no process knows its rank
+        return str(ambiguous)
+    if launch.rank == 0:
+        return str(mistake)
+    time.sleep(WAIT_S)
+    return f"rank {launch.rank} of {launch.size}, command line: {mistake}"
+
+
+def start_ranks(config: TrainConfig) -> AbstractContextManager[Communicator]:
+    """Start Horovod as the config says; the ranks end with the block."""
+    return session(deterministic=config.run.deterministic, horovod=config.horovod, shape=config.parallel.shape())
 
 
 def set_up_torch(config: TrainConfig) -> None:

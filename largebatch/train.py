@@ -18,14 +18,16 @@ from largebatch.comm import Communicator, StoppedEarly
 from largebatch.config import TrainConfig, dump, parse
 from largebatch.hooks.stop_early import Signals
 from largebatch.recipes import RECIPES, choose
-from largebatch.start import program
+from largebatch.start import report_mistakes, start_ranks
 
 logger = logging.getLogger("largebatch.train")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's)."""
-    with Signals() as signals, program(lambda: read(sys.argv[1:] if argv is None else argv)) as (config, comm):
+    with report_mistakes():
+        config = read(sys.argv[1:] if argv is None else argv)
+    with Signals() as signals, start_ranks(config) as comm:
         with comm.together("opening the run folder"):
             open_folder(config, comm)
         train(config, comm, signals)

@@ -36,7 +36,7 @@ from largebatch.data.index import Index
 from largebatch.evaluation import COUNTS, LISTED_COUNTS, count_batch, count_listed, tally, tally_fitting
 from largebatch.files import atomic_file
 from largebatch.recipes import RECIPES, choose
-from largebatch.start import program, set_up
+from largebatch.start import report_mistakes, set_up, start_ranks
 from zoo import load_weights
 
 
@@ -78,7 +78,9 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's)."""
     flags = Flags()
-    with program(lambda: read(sys.argv[1:] if argv is None else argv, flags)) as (config, comm):
+    with report_mistakes():
+        config = read(sys.argv[1:] if argv is None else argv, flags)
+    with start_ranks(config) as comm:
         validate(config, comm, flags)
 
 
