@@ -44,15 +44,18 @@ from largebatch.native.attention import choose_attention
 from largebatch.optim import can_compile, init_state
 from largebatch.replica import Replica
 from largebatch.schedules import Schedule, make_schedule, scale_lr
-from largebatch.start import set_up
 from zoo import create_model
 
 logger = logging.getLogger(__name__)
 
 
-def build_trainer(config: TrainConfig, comm: Communicator, signals: Signals | None = None) -> Trainer:
-    """Build a whole run, resumed from its folder if there is a checkpoint. signals: those that stop it early."""
-    device = set_up(config, comm)
+def build_trainer(
+    config: TrainConfig, comm: Communicator, device: torch.device, signals: Signals | None = None
+) -> Trainer:
+    """Build a whole run, resumed from its folder if there is a checkpoint.
+
+    config and device: those of `start.set_up`. signals: those that stop the run early.
+    """
     passes = count_passes(config, comm)
     train, held_out = open_data(config, comm, "train"), open_data(config, comm, "validation")
     replica = build_replica(config, comm, device, passes=passes)

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -58,17 +59,13 @@ def set_up_torch(config: TrainConfig) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def set_up(config: TrainConfig, comm: Communicator) -> torch.device:
-    """The device of this rank, after all ranks were found to run the same program on devices of their own.
-
-    A precision of auto is replaced in `config` by what it means on the device, the same on all ranks.
-    """
+def set_up(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, torch.device]:
+    """Check that all ranks run the same program on devices of their own; return the resolved config and the device."""
     with comm.together("set-up"):
         device = comm.device(config.run.device)
         set_up_torch(config)
-    if config.run.precision == "auto":
-        config.run.precision = choose_precision(device)  # type: ignore[assignment]
-    elif comm.rank == 0 and not computes(device, config.run.precision):
+    config = resolve(config, device)
+    if comm.rank == 0 and not computes(device, config.run.precision):
         logger.warning(
             "--run.precision is %s, for which this %s has no instructions: it will be very slow, and auto would be %s.",
             config.run.precision,
@@ -78,4 +75,12 @@ def set_up(config: TrainConfig, comm: Communicator) -> torch.device:
     logger.info("%s", preflight.agree(comm, options(config)))
     for line in check_placement(comm, device, loader_threads=config.data.num_threads):
         logger.info("%s", line)
-    return device
+    return config, device
+
+
+def resolve(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """The config with the precision that "auto" means on the device; the ranks compare it before they use it."""
+    if config.run.precision != "auto":
+        return config
+    precision = choose_precision(device)
+    return replace(config, run=replace(config.run, precision=precision))  # type: ignore[arg-type]  # one of its texts

@@ -18,7 +18,7 @@ from largebatch.comm import Communicator, StoppedEarly
 from largebatch.config import TrainConfig, dump, parse
 from largebatch.hooks.stop_early import Signals
 from largebatch.recipes import RECIPES, choose
-from largebatch.start import report_mistakes, start_ranks
+from largebatch.start import report_mistakes, set_up, start_ranks
 
 logger = logging.getLogger("largebatch.train")
 
@@ -52,7 +52,8 @@ def open_folder(config: TrainConfig, comm: Communicator) -> None:
 def train(config: TrainConfig, comm: Communicator, signals: Signals) -> None:
     """Train as `config` says, from where its folder stands; all ranks raise StoppedEarly if the run was told to end."""
     logger.info("%s", headline(config))
-    trainer = build_trainer(config, comm, signals)
+    config, device = set_up(config, comm)
+    trainer = build_trainer(config, comm, device, signals)
     with comm.together("writing config.yaml"):
         if comm.rank == 0:
             (Path(config.folder) / "config.yaml").write_text(dump(config))

@@ -35,13 +35,14 @@ from largebatch.data.imagenet_real import real_labels
 from largebatch.data.index import Index
 from largebatch.evaluation import COUNTS, LISTED_COUNTS, count_batch, count_listed, tally, tally_fitting
 from largebatch.files import atomic_file
-from largebatch.recipes import RECIPES, choose
+from largebatch.recipes import RECIPES, find
 from largebatch.start import report_mistakes, set_up, start_ranks
 from zoo import load_weights
 
 
-class Flags(argparse.Namespace):
-    """What a validation takes beside the options of a config."""
+@dataclass(frozen=True)
+class Flags:
+    """The options of a validation that are not in the config of a run."""
 
     ema: bool = False
     all: bool = False
@@ -77,20 +78,19 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's)."""
-    flags = Flags()
     with report_mistakes():
-        config = read(sys.argv[1:] if argv is None else argv, flags)
+        config, flags = read(sys.argv[1:] if argv is None else argv)
     with start_ranks(config) as comm:
         validate(config, comm, flags)
 
 
-def read(argv: Sequence[str], flags: Flags) -> TrainConfig:
-    """The config of a command line, whose other flags go into `flags`.
+def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
+    """The config and the flags of a command line.
 
-    It is that of the run folder that comes first, if one does, with the options on top; model.weights is then empty
-    unless it is given, too.
+    If the first word is a run folder, the config is the one in it, with the options of the command line on top;
+    model.weights is then empty unless it is given, too.
     """
-    words = _take_flags(argv, flags)
+    flags, words = _take_flags(argv)
     run = Path(words.pop(0)) if words and not words[0].startswith("-") else None
     if run and not (run / "config.yaml").is_file():
         raise ValueError(
@@ -99,37 +99,36 @@ def read(argv: Sequence[str], flags: Flags) -> TrainConfig:
     if run:
         words = ["--config", str(run / "config.yaml"), "--run.folder", str(run), "--model.weights=", *words]
     config = parse(words, choose_recipe=defaults, prog="python -m largebatch.validate", description=__doc__)
-    config.parallel = ParallelConfig()  # a checkpoint is of the whole model, which each rank has here
     if not run and not config.model.weights:
         raise ValueError("There is nothing to validate: give a run folder, or --model, --init-from FILE and --data.")
     if flags.ema and config.model.weights:
         raise ValueError("--ema and --init-from both choose weights: expected one; averages are files like any other.")
     if flags.ema and not config.optim.ema_half_life:
         raise ValueError(f"--ema finds no averaged weights: {run} was trained without --optim.ema_half_life.")
-    return config
+    # A checkpoint holds the whole model, and each rank has all of it here, however the run divided it.
+    return replace(config, parallel=ParallelConfig()), flags
 
 
-def _take_flags(argv: Sequence[str], flags: Flags) -> list[str]:
-    """Read the flags; the rest of the command line."""
+def _take_flags(argv: Sequence[str]) -> tuple[Flags, list[str]]:
+    """Split a command line into the flags and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--ema", action="store_true")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--real-labels", default="")
     parser.add_argument("--csv", default="")
     try:
-        return parser.parse_known_args(argv, namespace=flags)[1]
+        flags, words = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}.") from None
+    return Flags(**vars(flags)), words
 
 
 def defaults(given: Mapping[str, Any]) -> TrainConfig:
-    """As in training; but a model needs no recipe to be validated."""
+    """The recipe as in training; but a model needs no recipe to be validated, and a fine-tuning no first weights."""
     model, data = given.get("model.name"), given.get("data.path")
     if not given.get("recipe") and model and model not in RECIPES and data not in (None, "", "digits"):
         return TrainConfig(model=ModelConfig(name=model))
-    if given.get("recipe"):
-        given = {**given, "model.weights": "of the run"}  # which a fine-tuning's recipe asks for
-    return choose(given)
+    return find(given)
 
 
 def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]:
@@ -137,7 +136,7 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
 
     Without config.model.weights: those of the newest checkpoint in the run folder. Rank 0 prints, and writes the table.
     """
-    device = set_up(config, comm)
+    config, device = set_up(config, comm)
     with comm.together("opening the table"):
         table = _read_table(flags.csv) if comm.rank == 0 and flags.csv else []
     source = config.model.weights or config.folder

@@ -27,7 +27,7 @@ from largebatch.losses import soft_target_cross_entropy
 from largebatch.parallel.rendezvous import start_torch_distributed
 from largebatch.precision import autocast
 from largebatch.recipes import choose
-from largebatch.start import report_mistakes, start_ranks
+from largebatch.start import report_mistakes, set_up, start_ranks
 from zoo.model import ZooModel
 
 DEFAULTS = ["--data=synthetic", "--data.micro_batch_size=32", "--data.global_batch_size=256"]
@@ -46,8 +46,10 @@ def run(options: argparse.Namespace) -> Report | None:
     argv = DEFAULTS + options.training
     with report_mistakes():
         config = parse(argv, choose_recipe=choose, prog="python -m largebatch.benchmark step")
-    with start_ranks(config) as comm, closing(Feed(build_trainer(config, comm))) as feed:
-        return measure(options, config, comm, feed)
+    with start_ranks(config) as comm:
+        config, device = set_up(config, comm)
+        with closing(Feed(build_trainer(config, comm, device))) as feed:
+            return measure(options, config, comm, feed)
 
 
 class Feed:
@@ -158,7 +160,7 @@ class TimedCommunicator:
 @contextmanager
 def ours(config: TrainConfig, comm: Communicator, feed: Feed) -> Iterator[Round]:
     """The Trainer's own step."""
-    trainer = build_trainer(config, comm)
+    trainer = build_trainer(config, comm, feed.device)
     trainer.comm = TimedCommunicator(comm, feed.watch)  # type: ignore[assignment]
 
     yield partial(feed.train, trainer)

@@ -16,7 +16,7 @@ NO_HIERARCHY = "--horovod.hierarchical_allreduce is true, which only NCCL does, 
 CPU_CYCLE_TIME_MS = 5  # Horovod's thread takes its time from the ranks' cores: 3.8 % of it at Horovod's own 1 ms
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class HorovodConfig:
     """Horovod: what travels when, and what happens when a rank does not answer."""
 

@@ -15,7 +15,7 @@ from typing import Literal
 Mode = Literal["1d", "2d", "2.5d", "3d"]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TensorConfig:
     """Tensor parallelism: every matrix cut over the ranks of a replica."""
 
@@ -28,7 +28,7 @@ class TensorConfig:
     """squares of 2.5d; size must be depth × a square"""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Ranks that share one copy of the model; what is left of the job is data parallel."""
 

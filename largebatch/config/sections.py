@@ -11,7 +11,7 @@ from largebatch.config.horovod import HorovodConfig
 from largebatch.config.parallel import ParallelConfig
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A model of the zoo."""
 
@@ -44,7 +44,7 @@ class ModelConfig:
     2313 -> 1306 MiB in all, 16 % slower (ViT-B/32, micro-batch 64, bf16, 2 CPU cores)"""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Images, the batch, and the geometry of crops."""
 
@@ -90,7 +90,7 @@ class DataConfig:
     code does it: with rows and columns swapped, and as if the teacher had seen more than the centre square"""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
     """What is drawn per image (policy, erasing) and per micro-batch (mixup, cutmix)."""
 
@@ -114,7 +114,7 @@ class AugmentConfig:
     """paste a box of each image's tokens from another image; needs loss.dense_weight"""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LossConfig:
     """Class and token logits, for models that have both in training."""
 
@@ -127,7 +127,7 @@ class LossConfig:
     intended 0.1, 0.5, which is what the published code says that it does"""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """The optimizer and the clip in front of it."""
 
@@ -153,7 +153,7 @@ class OptimConfig:
     """half-life of an average of the weights, evaluated and saved beside them, such as "5 epochs"; empty: none"""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """The learning rate over the run, as a function of the step."""
 
@@ -179,7 +179,7 @@ class ScheduleConfig:
     """batch that optim.lr was tuned for; needed by linear and sqrt scaling"""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The run: where, how long, from which seed, in which precision."""
 
@@ -216,7 +216,7 @@ class RunConfig:
     trains with a loss scale in every precision; an overflow on the wire skips the step"""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """What is written while training."""
 
@@ -226,7 +226,7 @@ class LogConfig:
     """write TensorBoard event files into the run folder"""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """What is kept to resume from."""
 
@@ -236,7 +236,7 @@ class CheckpointConfig:
     """how many to keep, at least 2"""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A whole run."""
 
