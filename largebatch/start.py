@@ -1,4 +1,4 @@
-"""From a command line to ranks that run the same program, each on a device of its own."""
+"""Start the ranks of a program, and make sure that all run the same program, each on its own device."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ WAIT_S = 10.0  # long enough for rank 0 to print its sentence and for the launch
 def report_mistakes() -> Iterator[None]:
     """End this process with exit code 2 if the block, which reads a command line, raises ValueError.
 
-    Horovod is not needed for that: rank 0 prints the sentence, and the launcher then ends the other ranks. A rank that
+    This does not start Horovod: rank 0 prints the sentence, and the launcher then ends the other ranks. A rank that
     still runs after WAIT_S seconds prints its own sentence: the mistake may be on that rank alone.
     """
     try:
@@ -36,10 +36,10 @@ def report_mistakes() -> Iterator[None]:
 
 
 def _for_one_rank(mistake: ValueError) -> str:
-    """The sentence that this rank prints, later and with its number if it is not rank 0."""
+    """Return the sentence that this rank is to print; a rank other than 0 waits first and adds its number."""
     try:
         launch = recognise(os.environ)
-    except ValueError as ambiguous:  # so no process knows its rank
+    except ValueError as ambiguous:  # no process knows its rank, so each prints this
         return str(ambiguous)
     if launch.rank == 0:
         return str(mistake)
@@ -48,12 +48,12 @@ def _for_one_rank(mistake: ValueError) -> str:
 
 
 def start_ranks(config: TrainConfig) -> AbstractContextManager[Communicator]:
-    """Start Horovod as the config says; the ranks end with the block."""
+    """Start Horovod with the settings of the config; it ends with the block."""
     return session(deterministic=config.run.deterministic, horovod=config.horovod, shape=config.parallel.shape())
 
 
 def set_up_torch(config: TrainConfig) -> None:
-    """Choose repeatable kernels, if they are asked for."""
+    """Choose repeatable kernels if --run.deterministic asks for them."""
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums only with this
         torch.use_deterministic_algorithms(True)
@@ -79,7 +79,7 @@ def set_up(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, torch.
 
 
 def resolve(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """The config with the precision that "auto" means on the device; the ranks compare it before they use it."""
+    """Replace a precision of "auto" by the one that suits the device; `set_up` compares the ranks."""
     if config.run.precision != "auto":
         return config
     precision = choose_precision(device)

@@ -9,7 +9,7 @@ from largebatch.config.sections import AugmentConfig, DataConfig, TrainConfig
 
 
 def check(config: TrainConfig) -> None:
-    """Raise ValueError, one sentence, for the first value that cannot be meant."""
+    """Raise ValueError for the first invalid value, or the first options that contradict each other."""
     c = config
     at_least = [
         ("data.global_batch_size", c.data.global_batch_size, 1),
@@ -53,52 +53,52 @@ def check(config: TrainConfig) -> None:
     if (c.schedule.scaling == "none") == bool(c.schedule.reference_batch_size):
         raise ValueError(
             f"--schedule.scaling is {c.schedule.scaling} and --schedule.reference_batch_size is "
-            f"{c.schedule.reference_batch_size}: linear and sqrt need a reference batch, none has no use for it."
+            f"{c.schedule.reference_batch_size}: linear and sqrt need a reference batch; with none, leave it at 0."
         )
     _check_tokens(c)
     _check_parallel(c)
 
 
 def _check_parallel(config: TrainConfig) -> None:
-    """Raise ValueError, one sentence, for what does not fit together about --parallel."""
+    """Check the options of ranks that share a model, or its optimizer's state."""
     parallel = config.parallel
     if parallel.offload and not parallel.zero:
-        raise ValueError("--parallel.offload is true, which moves a ZeRO part to the host: set --parallel.zero 1.")
+        raise ValueError("--parallel.offload is true, which moves ZeRO's part to the host: set --parallel.zero 1.")
     if parallel.zero and config.optim.name != "lamb":
-        raise ValueError(f"--parallel.zero is 1 and --optim.name {config.optim.name}: only lamb's state is divided.")
+        raise ValueError(f"--parallel.zero is 1 and --optim.name {config.optim.name}: ZeRO divides lamb's state only.")
     own = ParallelConfig()
     for name in ("schedule", "micro_batches", "cuts"):
         value = getattr(parallel, name)
         if parallel.pipeline == 1 and value != getattr(own, name):
-            raise ValueError(f"--parallel.{name} is {value}, of use to a pipeline alone: raise --parallel.pipeline.")
+            raise ValueError(f"--parallel.{name} is {value}, which only a pipeline uses: raise --parallel.pipeline.")
     if parallel.shape().size == 1:
         return
     if config.optim.name in ("lars", "apex_lamb"):
         raise ValueError(
-            f"--optim.name is {config.optim.name}, which needs each tensor whole on its rank: with --parallel choose "
+            f"--optim.name is {config.optim.name}, which needs whole tensors on every rank: with --parallel choose "
             "lamb, adamw or sgd."
         )
     for option, refused, reason in (
-        ("run.precision", "fp16", "the ranks of a replica would scale their losses apart; choose bf16 or fp32"),
-        ("run.compression", "fp16", "it needs a loss scale, which the ranks of a replica would set apart; choose none"),
-        ("run.compile", True, "torch.compile does not follow the messages inside a model; choose false"),
+        ("run.precision", "fp16", "the ranks of a replica would choose different loss scales; choose bf16 or fp32"),
+        ("run.compression", "fp16", "the ranks of a replica would choose different loss scales; choose none"),
+        ("run.compile", True, "torch.compile cannot compile the messages inside a model; choose false"),
     ):
         section, name = option.split(".")
         if getattr(getattr(config, section), name) == refused:
             raise ValueError(f"--{option} is {refused} and --parallel {parallel.shape()}: {reason}.")
     if config.optim.ema_half_life:
         raise ValueError(
-            f"--optim.ema_half_life is {config.optim.ema_half_life!r} and --parallel {parallel.shape()}: an average of "
-            "divided weights is not kept, leave it out."
+            f"--optim.ema_half_life is {config.optim.ema_half_life!r} and --parallel {parallel.shape()}: there is no "
+            "average of divided weights, so leave it out."
         )
 
 
 def _check_tokens(config: TrainConfig) -> None:
-    """Raise ValueError, one sentence, for what does not fit together about token labels and the dense loss."""
+    """Check the options of token labels and of the loss of token logits."""
     data, loss, augment = config.data, config.loss, config.augment
     if loss.ground_truth != "none" and not data.token_labels:
         raise ValueError(
-            f"--loss.ground_truth is {loss.ground_truth}: it shares the target with a teacher, so it needs "
+            f"--loss.ground_truth is {loss.ground_truth}: it divides the target between label and teacher, so it needs "
             "--data.token_labels true."
         )
     if data.token_label_axes != "exact" and not data.token_labels:
@@ -106,12 +106,12 @@ def _check_tokens(config: TrainConfig) -> None:
     if loss.cls_weight != 1 and not loss.dense_weight:
         raise ValueError(
             f"--loss.cls_weight is {loss.cls_weight} and --loss.dense_weight 0: it weighs the class logits against the "
-            "token logits, so set both, or none."
+            "token logits, so set both or neither."
         )
     if augment.mix_token and not loss.dense_weight:
         raise ValueError(
-            "--augment.mix_token is true and --loss.dense_weight 0: what makes up for a pasted box is the loss of its "
-            "tokens, so set --loss.dense_weight, such as 0.5, with a model that has token logits."
+            "--augment.mix_token is true and --loss.dense_weight 0: only the loss of the tokens learns from a pasted "
+            "box, so set --loss.dense_weight, such as 0.5, with a model that has token logits."
         )
     for option in ("mixup_alpha", "cutmix_alpha"):
         if augment.mix_token and getattr(augment, option):
@@ -122,7 +122,7 @@ def _check_tokens(config: TrainConfig) -> None:
     if augment.cutmix_alpha and data.token_labels and loss.dense_weight:
         raise ValueError(
             f"--augment.cutmix_alpha is {augment.cutmix_alpha} with token labels: the tokens of a pasted box would "
-            "have labels of what it covers, so use --augment.mix_token instead."
+            "have the labels of the image below it, so use --augment.mix_token instead."
         )
     if loss.dense_weight and config.model.img_size % 16:
         raise ValueError(
@@ -135,12 +135,12 @@ def _check_crop(data: DataConfig) -> None:
     own = DataConfig()
     if data.train_crop == "pad" and (data.scale, data.ratio) != (own.scale, own.ratio):
         raise ValueError(
-            f"--data.train_crop is pad, which has no use for --data.scale {list(data.scale)} and --data.ratio "
+            f"--data.train_crop is pad, which does not use --data.scale {list(data.scale)} and --data.ratio "
             f"{list(data.ratio)}: leave them at {list(own.scale)} and {list(own.ratio)}, or set random_resized."
         )
     if data.train_crop != "pad" and data.crop_padding:
         raise ValueError(
-            f"--data.crop_padding is {data.crop_padding}, which --data.train_crop {data.train_crop} has no use for: "
+            f"--data.crop_padding is {data.crop_padding}, which --data.train_crop {data.train_crop} does not use: "
             "leave it out, or set pad."
         )
 

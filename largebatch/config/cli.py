@@ -26,7 +26,7 @@ ALIASES = {
 
 
 def make_parser(*, prog: str, description: str = "") -> jsonargparse.ArgumentParser:
-    """The parser of every dotted option."""
+    """Return the parser of all dotted options."""
     parser = jsonargparse.ArgumentParser(prog=prog, description=description, exit_on_error=False)
     parser.add_argument("--config", action="config", help="YAML file of options, such as a run folder's config.yaml")
     parser.add_class_arguments(TrainConfig)
@@ -52,8 +52,8 @@ def parse(
 ) -> TrainConfig:
     """Read a command line into a checked config.
 
-    choose_recipe returns the defaults, given the options that were said, by their dotted names.
-    ValueError: an unknown option (with the nearest known one) or a value that is not allowed.
+    choose_recipe: returns the defaults for the options that the command line gives, by dotted name.
+    ValueError for an unknown option, with the nearest known one, and for a value that is not allowed.
     """
     parser = make_parser(prog=prog, description=description)
     argv = expand_aliases(argv)
@@ -70,7 +70,10 @@ def parse(
 
 
 def for_optimizer(optim: OptimConfig, name: str | None) -> OptimConfig:
-    """A recipe's section when the command line chooses optimizer `name`: without what only the recipe's own can use."""
+    """The section of a recipe if the command line chooses optimizer `name`.
+
+    For another optimizer it loses the options that only the recipe's optimizer uses; lamb and apex_lamb share theirs.
+    """
     lambs = ("lamb", "apex_lamb")
     if name is None or name == optim.name or (name in lambs and optim.name in lambs):
         return optim
@@ -84,7 +87,7 @@ def to_config(parser: jsonargparse.ArgumentParser, values: jsonargparse.Namespac
 
 
 def explain(error: Exception, parser: jsonargparse.ArgumentParser) -> str:
-    """One sentence for a parser's error, with the nearest known option where one was misspelt."""
+    """Turn an error of the parser into one sentence, with the nearest known option if one is misspelt."""
     text = " ".join(str(error).split())
     in_group = re.search(r"Group '([\w.]+)' does not accept option '([\w.\-]+)'", text)
     stray = re.search(r"unrecognized arguments: --([\w.\-]+)", text)
@@ -98,19 +101,19 @@ def explain(error: Exception, parser: jsonargparse.ArgumentParser) -> str:
 
 
 def dump(config: TrainConfig) -> str:
-    """The YAML text of a config, every option written out; `load` reads it back."""
+    """Write a config as YAML, with every option; `load` reads it back."""
     parser = make_parser(prog="largebatch.train")
     set_defaults(parser, config)
     return parser.dump(parser.get_defaults(), skip_unset=False)
 
 
 def load(path: str) -> TrainConfig:
-    """Read the YAML file that `dump` made."""
+    """Read a YAML file that `dump` wrote."""
     return parse(["--config", path], choose_recipe=lambda _: TrainConfig(), prog="largebatch.train")
 
 
 def options(config: TrainConfig) -> dict[str, Any]:
-    """Every option by its dotted name."""
+    """Return the value of every option by its dotted name."""
     return _dotted("", asdict(config))
 
 
@@ -122,6 +125,6 @@ def _dotted(prefix: str, section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """The dotted options in which two configs differ, each with both values."""
+    """Return the dotted options that differ between two configs, each with both values."""
     left, right = options(one), options(other)
     return {name: (value, right[name]) for name, value in left.items() if "." in name and value != right[name]}

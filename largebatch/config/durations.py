@@ -8,8 +8,8 @@ import re
 def duration_images(text: str, *, option: str, num_samples: int, batch_size: int, run_images: int = 0) -> int:
     """Turn "300 epochs", "500 steps", "1e6 images" or "5 %" (of the run) into a number of images.
 
-    num_samples: images of one epoch. batch_size: images of one step. run_images: images of the run, needed by
-    percentages. option names the setting in the error.
+    num_samples: images of one epoch. batch_size: images of one step. run_images: images of the run, needed for a
+    percentage. option: the name of the option, for the error.
     """
     match = re.fullmatch(r"\s*([0-9.eE+]+)\s*(epoch|step|image|%)s?\s*", text)
     try:
@@ -24,7 +24,7 @@ def duration_images(text: str, *, option: str, num_samples: int, batch_size: int
 
 
 def epoch_seconds(value: float | str, *, option: str) -> float:
-    """Seconds since the epoch, given as such or in ISO 8601 (local time, if it names no zone)."""
+    """Return a time as seconds since the epoch; a text in ISO 8601 without a zone is in local time."""
     try:
         if isinstance(value, str) and not re.fullmatch(r"[0-9.]+", value):
             return datetime.datetime.fromisoformat(value).timestamp()
@@ -36,7 +36,7 @@ def epoch_seconds(value: float | str, *, option: str) -> float:
 
 
 def profiled_steps(text: str) -> tuple[int, int] | None:
-    """The first and the last step of run.profile_steps; None for none. ValueError for what is no range of steps."""
+    """Return the first and the last step of run.profile_steps, None if it is empty; ValueError for an invalid range."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if not text:
         return None
@@ -48,12 +48,12 @@ def profiled_steps(text: str) -> tuple[int, int] | None:
 
 
 def accumulation_passes(*, global_batch_size: int, micro_batch_size: int, num_ranks: int) -> int:
-    """Micro-batches that each rank sums into one step; ValueError names the nearest exact batches if not whole."""
+    """Return the number of micro-batches per rank and step; ValueError names the nearest batches if it is not whole."""
     passes, rest = divmod(global_batch_size, micro_batch_size * num_ranks)
     if passes and not rest:
         return passes
     per_rank = max(1, math.ceil(global_batch_size / (micro_batch_size * num_ranks)))
-    below = int(global_batch_size / (num_ranks * per_rank)) // 4 * 4  # multiples of 4 keep kernels aligned
+    below = int(global_batch_size / (num_ranks * per_rank)) // 4 * 4  # kernels are faster with aligned sizes
     nearest = [
         f"{num_ranks * micro * per_rank} = {num_ranks} ranks × {micro} micro-batch × {per_rank} passes"
         for micro in (below, below + 4)

@@ -22,36 +22,38 @@ class ModelConfig:
     num_classes: int = 1000
     """number of classes"""
     weights: str = ""
-    """file to start from (safetensors or torch), or a run folder: its newest; empty: random initialisation"""
+    """file of weights to start from (safetensors or torch), or a run folder, whose newest weights are taken; empty:
+    random initialisation"""
     pos_drop_rate: float = 0.0
-    """dropout after the position embedding"""
+    """dropout rate after the position embedding"""
     proj_drop_rate: float = 0.0
-    """dropout after attention projection and in the MLP"""
+    """dropout rate after the attention projection and in the MLP"""
     attn_drop_rate: float = 0.0
-    """dropout of attention weights"""
+    """dropout rate of the attention weights"""
     drop_rate: float = 0.0
-    """dropout before the classifier"""
+    """dropout rate before the classifier"""
     drop_path_rate: float = 0.0
-    """stochastic depth of the last block; earlier blocks have proportionally less"""
+    """stochastic depth rate of the last block; the rate of an earlier block is proportionally lower"""
     outlook_drop_path: bool = False
-    """stochastic depth in VOLO's outlookers too; the published models have none there"""
+    """use stochastic depth in VOLO's outlookers as well; the published models do not"""
     global_pool: Literal["", "avg"] = ""
-    """what a ViT's head acts on: empty, the class token; avg, the mean of the others, as a teacher of labels needs"""
+    """input of a ViT's head; empty: the class token; avg: the mean of the other tokens, as a teacher of token labels
+    needs it"""
     weight_init: Literal["", "jax"] = ""
-    """initialisation of a ViT: timm's usual one, or the one it calls jax, with a head of zeros"""
+    """initialisation of a ViT; empty: timm's default; jax: the one that timm calls jax, with zeros in the head"""
     grad_checkpointing: bool = False
-    """compute the blocks anew in the backward pass, with the same draws, instead of keeping what is inside them:
-    2313 -> 1306 MiB in all, 16 % slower (ViT-B/32, micro-batch 64, bf16, 2 CPU cores)"""
+    """compute the blocks again in the backward pass, with the same random numbers, instead of keeping their
+    activations: 1306 instead of 2313 MiB in all, 16 % slower (ViT-B/32, micro-batch 64, bf16, 2 CPU cores)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Images, the batch, and the geometry of crops."""
+    """The images, the sizes of batches, and the crops."""
 
     path: str = "digits"
-    """folder of TFRecords, image folder, CIFAR-10's files, "synthetic", or "digits" (embedded)"""
+    """folder of TFRecords, image folder, folder of CIFAR-10's files, "synthetic", or "digits" (embedded)"""
     quarantine: str = ""
-    """list of images to leave out (pack check --out); empty: quarantine.csv in the data folder, if there is one"""
+    """list of images to leave out (made by pack check --out); empty: quarantine.csv in the data folder, if it exists"""
     global_batch_size: int = 32768
     """images per optimizer step, over all ranks and passes"""
     micro_batch_size: int = 256
@@ -59,14 +61,14 @@ class DataConfig:
     eval_batch_size: int = 256
     """images per forward pass of one rank in evaluation"""
     train_crop: Literal["random_resized", "pad"] = "random_resized"
-    """random_resized: a window of random area and aspect ratio; pad: one of the stored image's own size, moved by up to
-    crop_padding pixels, as for CIFAR-10; either is then resized to the model's size"""
+    """random_resized: a window of random area and aspect ratio; pad: a window of the size of the stored image, moved by
+    up to crop_padding pixels, as for CIFAR-10. The window is then resized to the model's image size"""
     crop_padding: int = 0
-    """pixels of the stored image by which a padded training crop may reach out of it, into black; pad only"""
+    """pixels by which a training crop may reach beyond the stored image, into black; for train_crop pad only"""
     scale: tuple[float, float] = (0.08, 1.0)
-    """area of a random_resized training crop, as fractions of the image"""
+    """smallest and largest area of a random_resized training crop, as fractions of the image"""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """aspect ratio of a random_resized training crop"""
+    """smallest and largest aspect ratio of a random_resized training crop"""
     hflip: float = 0.5
     """probability of a horizontal flip"""
     crop_pct: float | None = None
@@ -74,83 +76,88 @@ class DataConfig:
     interpolation: Literal["bilinear", "bicubic"] | None = None
     """resizing filter in training and evaluation; null: the model's own"""
     train_interpolation: Literal["bilinear", "bicubic", "random"] | None = None
-    """resizing filter in training; random: bilinear or bicubic, drawn for each image; null: that of evaluation"""
+    """resizing filter in training; random: bilinear or bicubic, drawn for each image; null: the filter of evaluation"""
     mean: tuple[float, float, float] | None = None
     """mean of the RGB channels in 0..1; null: the model's own"""
     std: tuple[float, float, float] | None = None
     """standard deviation of the RGB channels in 0..1; null: the model's own"""
     num_threads: int | None = None
-    """decoding threads per rank; null: one fewer than the cores it has, 1 to 8"""
+    """decoding threads per rank; null: one fewer than the cores of the rank, from 1 to 8"""
     shuffle_window: int = 0
-    """shards shuffled together, for storage that needs sequential reads; 0: shuffle over the whole set"""
+    """number of shards that are shuffled together, for storage that needs sequential reads; 0: shuffle the whole set"""
     token_labels: bool = False
-    """train on a teacher's label maps, which `python -m largebatch.pack token-labels` adds to the records"""
+    """train on the label maps of a teacher; `python -m largebatch.pack token-labels` adds them to the records"""
     token_label_axes: Literal["exact", "legacy_transposed"] = "exact"
-    """exact: tokens get what the teacher saw there; legacy_transposed: crops are cut out of the maps as the published
-    code does it: with rows and columns swapped, and as if the teacher had seen more than the centre square"""
+    """exact: a token gets the label that the teacher gave to the same place; legacy_transposed: the label maps are
+    cropped as in the published code: with rows and columns swapped, and as if the teacher had seen more than the centre
+    square"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
-    """What is drawn per image (policy, erasing) and per micro-batch (mixup, cutmix)."""
+    """Random changes of each image (policy, erasing) and of each micro-batch (mixup, cutmix)."""
 
     auto_augment: str = ""
-    """policy: RandAugment in timm's spelling, such as rand-m9-mstd0.5-inc1 (m magnitude, n number of operations,
-    p probability of each, mstd deviation of the magnitude, mmax its bound, inc1 stronger always means more changed);
-    cifar10: AutoAugment's for CIFAR-10; empty: none"""
+    """policy: RandAugment in timm's notation, such as rand-m9-mstd0.5-inc1 (m: magnitude, n: number of operations, p:
+    probability of each operation, mstd: standard deviation of the magnitude, mmax: its upper bound, inc1: a higher
+    magnitude always changes more); cifar10: AutoAugment's policy for CIFAR-10; empty: no policy"""
     reprob: float = 0.0
     """probability of random erasing; 0: off"""
     remode: Literal["pixel", "const"] = "pixel"
-    """what erased pixels become: pixel: normal noise each; const: the mean (CutOut)"""
+    """new value of erased pixels; pixel: normal noise, drawn for each pixel; const: the mean (CutOut)"""
     mixup_alpha: float = 0.0
-    """Beta(alpha, alpha) of mixup; 0: off"""
+    """alpha of mixup's distribution, Beta(alpha, alpha); 0: off"""
     cutmix_alpha: float = 0.0
-    """Beta(alpha, alpha) of cutmix; 0: off"""
+    """alpha of cutmix's distribution, Beta(alpha, alpha); 0: off"""
     mixup_switch_prob: float = 0.5
-    """probability that a micro-batch gets cutmix where both are on; the others get mixup"""
+    """probability that a micro-batch gets cutmix if both are on; otherwise it gets mixup"""
     label_smoothing: float = 0.0
-    """share of the target spread over all classes"""
+    """share of the target that is spread over all classes"""
     mix_token: bool = False
-    """paste a box of each image's tokens from another image; needs loss.dense_weight"""
+    """paste a box of tokens from another image into each image; needs loss.dense_weight"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """Class and token logits, for models that have both in training."""
+    """The loss of class logits and token logits, for models that compute both in training."""
 
     dense_weight: float = 0.0
     """weight of the mean cross entropy of the token logits; 0: class logits alone. Published: 0.5 (VOLO), 1 (LV-ViT)"""
     cls_weight: float = 1.0
-    """weight of the cross entropy of the class logits beside it"""
+    """weight of the cross entropy of the class logits, beside dense_weight"""
     ground_truth: Literal["none", "published", "intended"] = "none"
-    """share of the label in the class target, beside a teacher who is right, or wrong: none 0, 0; published 0.5, 0.1;
-    intended 0.1, 0.5, which is what the published code says that it does"""
+    """share of the label in the class target, the rest is the teacher's: one share if the teacher is right, another if
+    it is wrong: none: 0 and 0; published: 0.5 and 0.1; intended: 0.1 and 0.5, as the published code describes itself"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """The optimizer and the clip in front of it."""
+    """The optimizer, and the clipping of the gradient before it."""
 
     name: Literal["lamb", "adamw", "sgd", "lars", "apex_lamb"] = "lamb"
-    """lamb and lars (ours), adamw and sgd with Nesterov momentum (torch's), apex_lamb (NVIDIA's, if installed)"""
+    """lamb and lars (this project's), adamw and sgd with Nesterov momentum (torch's), apex_lamb (NVIDIA's, if
+    installed)"""
     preset: Literal["paper", "colossal", "nvlamb", "lambc"] | None = None
-    """which LAMB (see largebatch.optim.PRESETS); null: paper; refused for what is no LAMB"""
+    """variant of LAMB (see largebatch.optim.PRESETS); null: paper; an error for optimizers that are not LAMB"""
     lr: float = 1e-3
     """peak learning rate at schedule.reference_batch_size"""
     weight_decay: float = 0.01
-    """weight decay: decoupled for adamw, part of the update for lamb, coupled (added to the gradient) for sgd, lars"""
+    """weight decay: decoupled for adamw, part of the update for lamb, added to the gradient (coupled) for sgd and
+    lars"""
     betas: tuple[float, float] | None = None
-    """decay of the two moments; null: 0.9 and 0.999; refused for sgd and lars"""
+    """decay rates of the two moments; null: 0.9 and 0.999; an error for sgd and lars"""
     eps: float | None = None
-    """added to the divisor; null: 1e-6 for lamb and apex_lamb, 1e-8 for adamw and lars; refused for sgd"""
+    """number added to the divisor; null: 1e-6 for lamb and apex_lamb, 1e-8 for adamw and lars; an error for sgd"""
     clip_norm: float | None = 1.0
-    """global norm to which the averaged gradient is clipped; null: no clip"""
+    """global norm to which the averaged gradient is clipped; null: no clipping"""
     momentum: float | None = None
-    """momentum of sgd and lars; null: 0.9; refused for the others"""
+    """momentum of sgd and lars; null: 0.9; an error for the other optimizers"""
     trust_coefficient: float | None = None
-    """length of a step of lars at learning rate 1, in parts of the weights' norm; null: 1e-3; lars only"""
+    """length of a step of lars at learning rate 1, as a fraction of the norm of the weights; null: 1e-3; for lars
+    only"""
     ema_half_life: str = ""
-    """half-life of an average of the weights, evaluated and saved beside them, such as "5 epochs"; empty: none"""
+    """half-life of a moving average of the weights, such as "5 epochs"; the average is evaluated and saved beside the
+    weights; empty: no average"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,67 +165,68 @@ class ScheduleConfig:
     """The learning rate over the run, as a function of the step."""
 
     name: Literal["linear", "cosine", "poly", "constant"] = "cosine"
-    """form of the decay"""
+    """shape of the decay"""
     warmup: str = "0 epochs"
     """length of the linear warm-up"""
     start: float | None = None
-    """learning rate of the first warm-up step as a fraction of the peak; null: one warm-up step's share"""
+    """learning rate of the first warm-up step as a fraction of the peak; null: 1 / (number of warm-up steps + 1)"""
     floor: float = 0.0
     """lowest learning rate of the decay as a fraction of the peak"""
     cooldown: str = "0 epochs"
-    """time at the floor, at the end of the run"""
+    """time at the lowest learning rate, at the end of the run"""
     prefix: bool = True
-    """true: the decay begins at its top after the warm-up; false: the warm-up hides the decay's beginning"""
+    """true: the decay begins after the warm-up, at the peak; false: the decay begins with the run, and the warm-up
+    replaces its first part"""
     power: float = 1.0
     """exponent of the poly decay"""
     stairs: bool = False
-    """hold the rate constant within each epoch"""
+    """keep the learning rate constant within each epoch"""
     scaling: Literal["none", "linear", "sqrt"] = "none"
-    """how optim.lr follows the global batch"""
+    """rule by which optim.lr follows the global batch size"""
     reference_batch_size: int = 0
-    """batch that optim.lr was tuned for; needed by linear and sqrt scaling"""
+    """global batch size for which optim.lr was tuned; needed by linear and sqrt scaling"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The run: where, how long, from which seed, in which precision."""
+    """The run: its folder, length, seed, device and precision."""
 
     folder: str = ""
-    """run folder; empty: runs/<recipe>. The same command line resumes what it finds there"""
+    """run folder; empty: runs/<recipe>. The same command line resumes the run that it finds there"""
     duration: str = "300 epochs"
     """length of training"""
     max_steps: int = 0
-    """stop after this step, without changing the schedule; 0: the whole duration"""
+    """stop after this step, without a change of the schedule; 0: train for the whole duration"""
     end_time: float | str | None = None
-    """when the job around this run will be ended: seconds since the epoch, or ISO 8601 such as 2026-11-21T18:00; the
+    """time at which the job around this run ends: seconds since the epoch, or ISO 8601 such as 2026-11-21T18:00; the
     run stops before it, with a checkpoint and exit code 75. null: SLURM_JOB_END_TIME, if Slurm sets it"""
     profile_steps: str = ""
-    """record steps a to b - 1 of this process, counted from 1, with torch's profiler on rank 0: "a:b", such as 10:13; a
-    trace for https://ui.perfetto.dev is written to TMPDIR or /tmp; empty: none"""
+    """record steps with torch's profiler on rank 0: "a:b", such as 10:13, records steps a to b - 1 of this process,
+    counted from 1. The trace for https://ui.perfetto.dev is written to TMPDIR or /tmp; empty: no trace"""
     eval_every: str = "1 epoch"
     """time between evaluations"""
     seed: int = 0
-    """seed of weights, data order, crops, mixup and dropout"""
+    """seed of the weights, the data order, crops, mixup and dropout"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """autocast type; auto: bf16 where the processor computes it, else fp16 on GPUs and fp32 on CPUs, and written so to
-    config.yaml. Parameters and gradients are fp32 always"""
+    """autocast type; auto: bf16 if the processor computes it, else fp16 on GPUs and fp32 on CPUs; config.yaml then
+    names the type that was chosen. Parameters and gradients are always fp32"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the GPU of the local rank where there is one"""
+    """auto: the GPU of the local rank, if there is one, else the CPU"""
     deterministic: bool = False
-    """the same bits in each repetition, at some cost in speed"""
+    """compute the same bits in each repetition, at some cost in speed"""
     max_skipped_steps: int = 25
     """give up after this many steps in a row with a non-finite gradient"""
     compile: bool = False
-    """compile the model: 8 % faster after 31 s of compiling (ViT-B/32, micro-batch 64, bf16, 2 CPU cores); dropout then
-    draws other masks than without, a function of the seed all the same; reduction no longer overlaps with backward"""
+    """compile the model: 8 % faster after 31 s of compiling (ViT-B/32, micro-batch 64, bf16, 2 CPU cores). Dropout then
+    draws other masks, which still depend on the seed alone; the reduction no longer overlaps with the backward pass"""
     compression: Literal["none", "fp16"] = "none"
-    """type of gradients on the wire; fp16 halves the bytes, rounds the reduced gradient by 4e-4 (3 CPU ranks), and
-    trains with a loss scale in every precision; an overflow on the wire skips the step"""
+    """type in which gradients are sent; fp16 halves the bytes, rounds the reduced gradient by 4e-4 (3 CPU ranks), and
+    trains with a loss scale in every precision; a step whose gradients overflow in fp16 is skipped"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What is written while training."""
+    """The files that are written during training."""
 
     every: str = "10 steps"
     """time between rows of steps.csv and TensorBoard points"""
@@ -228,12 +236,12 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What is kept to resume from."""
+    """The checkpoints from which a run is resumed."""
 
     every: str = "1 epoch"
     """time between checkpoints; the last step always writes one"""
     keep: int = 2
-    """how many to keep, at least 2"""
+    """number of checkpoints to keep, at least 2"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +249,7 @@ class TrainConfig:
     """A whole run."""
 
     recipe: str = ""
-    """recipe this configuration began with"""
+    """name of the recipe from which this configuration was made"""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -256,5 +264,5 @@ class TrainConfig:
 
     @property
     def folder(self) -> str:
-        """The run folder, `run.folder` or runs/<recipe>."""
+        """The run folder: `run.folder`, or runs/<recipe>."""
         return self.run.folder or f"runs/{self.recipe or 'custom'}"

@@ -53,7 +53,7 @@ CONTRADICTIONS = [
         {"HOROVOD_FUSION_THRESHOLD": "64 MB"},
         "--horovod.fusion_threshold_mb means HOROVOD_FUSION_THRESHOLD=67108864, and the environment has 64 MB",
     ),
-    (["--run.deterministic", "true"], {"HOROVOD_AUTOTUNE": "1"}, "cannot be kept with HOROVOD_AUTOTUNE"),
+    (["--run.deterministic", "true"], {"HOROVOD_AUTOTUNE": "1"}, "which excludes HOROVOD_AUTOTUNE"),
     (["--horovod.timeline", "/nowhere/timeline.json"], {}, "there is no folder /nowhere, make it first."),
     ([], {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "soon"}, "is 'soon': expected a number of seconds."),
 ]
