@@ -1,54 +1,71 @@
-"""From a command line to ranks that run the same program, each on a device of its own."""
+"""Start the ranks of a program, and make sure that all run the same program, each on its own device."""
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 
 from largebatch.comm import Communicator, preflight, session
+from largebatch.comm.launcher import recognise
 from largebatch.comm.placement import check_placement
 from largebatch.config import TrainConfig, options
 from largebatch.precision import choose_precision, computes
 
 logger = logging.getLogger(__name__)
 
+WAIT_S = 10.0  # long enough for rank 0 to print its sentence and for the launcher to end the other ranks
+
 
 @contextmanager
-def program(read: Callable[[], TrainConfig]) -> Iterator[tuple[TrainConfig, Communicator]]:
-    """Read a command line and start the ranks. A mistake in it is the same on all of them: it is said once."""
-    config, mistake = TrainConfig(), None
+def report_mistakes() -> Iterator[None]:
+    """End this process with exit code 2 if the block, which reads a command line, raises ValueError.
+
+    This does not start Horovod: rank 0 prints the sentence, and the launcher then ends the other ranks. A rank that
+    still runs after WAIT_S seconds prints its own sentence: the mistake may be on that rank alone.
+    """
     try:
-        config = read()
-    except ValueError as error:
-        mistake = error
-    run, shape = config.run, config.parallel.shape()
-    with session(deterministic=run.deterministic, horovod=config.horovod, shape=shape) as comm:
-        with comm.together("command line"):
-            if mistake:
-                raise mistake
-        yield config, comm
+        yield
+    except ValueError as mistake:
+        sys.stderr.write(f"largebatch: {_for_one_rank(mistake)}\n")
+        sys.exit(2)
+
+
+def _for_one_rank(mistake: ValueError) -> str:
+    """Return the sentence that this rank is to print; a rank other than 0 waits first and adds its number."""
+    try:
+        launch = recognise(os.environ)
+    except ValueError as ambiguous:  # no process knows its rank, so each prints this
+        return str(ambiguous)
+    if launch.rank == 0:
+        return str(mistake)
+    time.sleep(WAIT_S)
+    return f"rank {launch.rank} of {launch.size}, command line: {mistake}"
+
+
+def start_ranks(config: TrainConfig) -> AbstractContextManager[Communicator]:
+    """Start Horovod with the settings of the config; it ends with the block."""
+    return session(deterministic=config.run.deterministic, horovod=config.horovod, shape=config.parallel.shape())
 
 
 def set_up_torch(config: TrainConfig) -> None:
-    """Choose repeatable kernels, if they are asked for."""
+    """Choose repeatable kernels if --run.deterministic asks for them."""
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums only with this
         torch.use_deterministic_algorithms(True)
 
 
-def set_up(config: TrainConfig, comm: Communicator) -> torch.device:
-    """The device of this rank, after all ranks were found to run the same program on devices of their own.
-
-    A precision of auto is replaced in `config` by what it means on the device, the same on all ranks.
-    """
+def set_up(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, torch.device]:
+    """Check that all ranks run the same program on devices of their own; return the resolved config and the device."""
     with comm.together("set-up"):
         device = comm.device(config.run.device)
         set_up_torch(config)
-    if config.run.precision == "auto":
-        config.run.precision = choose_precision(device)  # type: ignore[assignment]
-    elif comm.rank == 0 and not computes(device, config.run.precision):
+    config = resolve(config, device)
+    if comm.rank == 0 and not computes(device, config.run.precision):
         logger.warning(
             "--run.precision is %s, for which this %s has no instructions: it will be very slow, and auto would be %s.",
             config.run.precision,
@@ -58,4 +75,12 @@ def set_up(config: TrainConfig, comm: Communicator) -> torch.device:
     logger.info("%s", preflight.agree(comm, options(config)))
     for line in check_placement(comm, device, loader_threads=config.data.num_threads):
         logger.info("%s", line)
-    return device
+    return config, device
+
+
+def resolve(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """Replace a precision of "auto" by the one that suits the device; `set_up` compares the ranks."""
+    if config.run.precision != "auto":
+        return config
+    precision = choose_precision(device)
+    return replace(config, run=replace(config.run, precision=precision))  # type: ignore[arg-type]  # one of its texts

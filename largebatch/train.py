@@ -2,10 +2,11 @@
 
     horovodrun -np 4 python -m largebatch.train --model vit_b32 [--data FOLDER] [--section.option value ...]
 
-With --data the model's published recipe is taken, without it a quick start on embedded images. Any option of the
-config follows as --section.option; the same command line resumes an interrupted run.
+With --data, the run follows the published recipe of the model; without it, a quick start on embedded images. Any option
+of the config may follow as --section.option. The same command line resumes an interrupted run.
 
-SIGUSR1 or SIGTERM to any rank, or a Slurm job that nears its end, stop it after a step: checkpoint, exit code 75.
+SIGUSR1 or SIGTERM to any rank, or the near end of a Slurm job, stops the run after a step, with a checkpoint and exit
+code 75.
 """
 
 import logging
@@ -18,26 +19,28 @@ from largebatch.comm import Communicator, StoppedEarly
 from largebatch.config import TrainConfig, dump, parse
 from largebatch.hooks.stop_early import Signals
 from largebatch.recipes import RECIPES, choose
-from largebatch.start import program
+from largebatch.start import report_mistakes, set_up, start_ranks
 
 logger = logging.getLogger("largebatch.train")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: this process's)."""
-    with Signals() as signals, program(lambda: read(sys.argv[1:] if argv is None else argv)) as (config, comm):
+    """Run a command line, by default that of this process."""
+    with report_mistakes():
+        config = read(sys.argv[1:] if argv is None else argv)
+    with Signals() as signals, start_ranks(config) as comm:
         with comm.together("opening the run folder"):
             open_folder(config, comm)
         train(config, comm, signals)
 
 
 def read(argv: Sequence[str]) -> TrainConfig:
-    """The config of a command line."""
+    """Return the config of a command line; ValueError for a mistake in it."""
     return parse(argv, choose_recipe=choose, prog="python -m largebatch.train", description=__doc__)
 
 
 def open_folder(config: TrainConfig, comm: Communicator) -> None:
-    """Make the run folder and the log in it."""
+    """Make the run folder and start the log in it."""
     folder = Path(config.folder)
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if comm.rank == 0:
@@ -48,9 +51,10 @@ def open_folder(config: TrainConfig, comm: Communicator) -> None:
 
 
 def train(config: TrainConfig, comm: Communicator, signals: Signals) -> None:
-    """Train as `config` says, from where its folder stands; all ranks raise StoppedEarly if the run was told to end."""
+    """Train, or resume the run in the folder of the config; all ranks raise StoppedEarly if it was told to end."""
     logger.info("%s", headline(config))
-    trainer = build_trainer(config, comm, signals)
+    config, device = set_up(config, comm)
+    trainer = build_trainer(config, comm, device, signals)
     with comm.together("writing config.yaml"):
         if comm.rank == 0:
             (Path(config.folder) / "config.yaml").write_text(dump(config))
@@ -65,7 +69,7 @@ def train(config: TrainConfig, comm: Communicator, signals: Signals) -> None:
 
 
 def headline(config: TrainConfig) -> str:
-    """Which recipe this is, and how to get the other."""
+    """Describe the recipe of a run, and how to get the other one."""
     other = ""
     if config.recipe == "quickstart" and config.model.name in RECIPES:
         other = f"; --data FOLDER takes the published recipe of {config.model.name}"

@@ -1,17 +1,17 @@
-"""Exact top-1 and top-5 of a run or of a zoo model; every held-out image is counted once, at any number of ranks.
+"""Exact top-1 and top-5 of a run or of a zoo model; every held-out image is counted once, with any number of ranks.
 
 python -m largebatch.validate RUN [--ema] [--section.option value ...]
 horovodrun -np 4 python -m largebatch.validate --model vit_b16 --init-from FILE --data FOLDER
 
-Each model brings its own crop, filter, mean and standard deviation (`default_cfg`); a crop_pct above 1 pads. Batches
-that do not fit into memory are halved.
+Each model has its own crop, filter, mean and standard deviation (`default_cfg`); a crop_pct above 1 pads the image. A
+batch that does not fit into memory is halved.
 
---init-from takes a weights file, or a run folder: its newest. Of a file with several containers plain weights come
-before averaged ones.
+--init-from takes a weights file, or a run folder, whose newest weights are used. If a file holds plain and averaged
+weights, the plain ones are used.
 --ema takes the averaged weights of a run that was trained with --optim.ema_half_life.
 --all validates every checkpoint of the run, or every weights file in the folder that --init-from names.
---real-labels FILE also counts a prediction as right if it is among an image's classes in ReaL's real.json.
---csv FILE adds a row for each to a table.
+--real-labels FILE counts a second time: a prediction is right if ReaL's real.json lists it for the image.
+--csv FILE adds one row per validation to a table.
 """
 
 import argparse
@@ -35,13 +35,14 @@ from largebatch.data.imagenet_real import real_labels
 from largebatch.data.index import Index
 from largebatch.evaluation import COUNTS, LISTED_COUNTS, count_batch, count_listed, tally, tally_fitting
 from largebatch.files import atomic_file
-from largebatch.recipes import RECIPES, choose
-from largebatch.start import program, set_up
+from largebatch.recipes import RECIPES, find
+from largebatch.start import report_mistakes, set_up, start_ranks
 from zoo import load_weights
 
 
-class Flags(argparse.Namespace):
-    """What a validation takes beside the options of a config."""
+@dataclass(frozen=True)
+class Flags:
+    """The options of a validation that are not in the config of a run."""
 
     ema: bool = False
     all: bool = False
@@ -51,7 +52,7 @@ class Flags(argparse.Namespace):
 
 @dataclass(frozen=True)
 class Row:
-    """One model's result; percentages, and the mean loss in nats. The two of ReaL are None without its labels."""
+    """The result of one model: percentages, and the mean loss in nats. Without ReaL's labels, its columns are None."""
 
     model: str
     weights: str
@@ -76,66 +77,67 @@ class Row:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: this process's)."""
-    flags = Flags()
-    with program(lambda: read(sys.argv[1:] if argv is None else argv, flags)) as (config, comm):
+    """Run a command line, by default that of this process."""
+    with report_mistakes():
+        config, flags = read(sys.argv[1:] if argv is None else argv)
+    with start_ranks(config) as comm:
         validate(config, comm, flags)
 
 
-def read(argv: Sequence[str], flags: Flags) -> TrainConfig:
-    """The config of a command line, whose other flags go into `flags`.
+def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
+    """The config and the flags of a command line.
 
-    It is that of the run folder that comes first, if one does, with the options on top; model.weights is then empty
-    unless it is given, too.
+    If the first word is a run folder, the config is the one in it, with the options of the command line on top;
+    model.weights is then empty unless it is given, too.
     """
-    words = _take_flags(argv, flags)
+    flags, words = _take_flags(argv)
     run = Path(words.pop(0)) if words and not words[0].startswith("-") else None
     if run and not (run / "config.yaml").is_file():
         raise ValueError(
-            f"{run} is no run folder: expected a config.yaml in it; give the --run.folder of a training run."
+            f"{run} is not a run folder: expected a config.yaml in it; give the --run.folder of a training run."
         )
     if run:
         words = ["--config", str(run / "config.yaml"), "--run.folder", str(run), "--model.weights=", *words]
     config = parse(words, choose_recipe=defaults, prog="python -m largebatch.validate", description=__doc__)
-    config.parallel = ParallelConfig()  # a checkpoint is of the whole model, which each rank has here
     if not run and not config.model.weights:
         raise ValueError("There is nothing to validate: give a run folder, or --model, --init-from FILE and --data.")
     if flags.ema and config.model.weights:
-        raise ValueError("--ema and --init-from both choose weights: expected one; averages are files like any other.")
+        raise ValueError("--ema and --init-from both choose weights: give one; --init-from also takes averages.")
     if flags.ema and not config.optim.ema_half_life:
         raise ValueError(f"--ema finds no averaged weights: {run} was trained without --optim.ema_half_life.")
-    return config
+    # A checkpoint holds the whole model, and each rank has all of it here, however the run divided it.
+    return replace(config, parallel=ParallelConfig()), flags
 
 
-def _take_flags(argv: Sequence[str], flags: Flags) -> list[str]:
-    """Read the flags; the rest of the command line."""
+def _take_flags(argv: Sequence[str]) -> tuple[Flags, list[str]]:
+    """Split a command line into the flags and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--ema", action="store_true")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--real-labels", default="")
     parser.add_argument("--csv", default="")
     try:
-        return parser.parse_known_args(argv, namespace=flags)[1]
+        flags, words = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}.") from None
+    return Flags(**vars(flags)), words
 
 
 def defaults(given: Mapping[str, Any]) -> TrainConfig:
-    """As in training; but a model needs no recipe to be validated."""
+    """Choose a recipe as training does, but a model may have no recipe, and a fine-tuning needs no first weights."""
     model, data = given.get("model.name"), given.get("data.path")
     if not given.get("recipe") and model and model not in RECIPES and data not in (None, "", "digits"):
         return TrainConfig(model=ModelConfig(name=model))
-    if given.get("recipe"):
-        given = {**given, "model.weights": "of the run"}  # which a fine-tuning's recipe asks for
-    return choose(given)
+    return find(given)
 
 
 def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]:
-    """Evaluate config.model on the held-out images of config.data, with each of the weights that are meant.
+    """Evaluate config.model on the held-out images of config.data, with each set of weights that the flags choose.
 
-    Without config.model.weights: those of the newest checkpoint in the run folder. Rank 0 prints, and writes the table.
+    If config.model.weights is empty, the weights are those of the newest checkpoint in the run folder. Rank 0 prints
+    the results and writes the table.
     """
-    device = set_up(config, comm)
+    config, device = set_up(config, comm)
     with comm.together("opening the table"):
         table = _read_table(flags.csv) if comm.rank == 0 and flags.csv else []
     source = config.model.weights or config.folder
@@ -147,7 +149,7 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
     rows = []
     for path in paths:
         with comm.together(f"loading {path}"):
-            load_weights(model, path, new_heads=False)  # a new one would guess
+            load_weights(model, path, new_heads=False)  # an untrained head would guess
         rows.append(evaluate_weights(path, model, config, comm, held_out=held_out, listed=listed))
         config = replace(config, data=replace(config.data, eval_batch_size=rows[-1].eval_batch_size))
         with comm.together("writing the table"):
@@ -161,7 +163,7 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
 def evaluate_weights(
     path: str, model: nn.Module, config: TrainConfig, comm: Communicator, *, held_out: Index, listed: Tensor | None
 ) -> Row:
-    """The result of a model that holds the weights of `path`."""
+    """Evaluate a model that already holds the weights of `path`."""
     device = next(model.parameters()).device
 
     def count(logits: Tensor, batch: Any) -> Tensor:
@@ -206,7 +208,7 @@ def evaluate_weights(
 
 
 def _real_labels(path: str, held_out: Index, comm: Communicator) -> Tensor:
-    """(N, L), read on rank 0: of records the names are inside, and need not be read on every rank."""
+    """Return the listed classes (N, L). Rank 0 alone reads the names of images, which records have inside."""
     labels = None
     with comm.together(f"reading {path}"):
         if comm.rank == 0:
@@ -215,7 +217,7 @@ def _real_labels(path: str, held_out: Index, comm: Communicator) -> Tensor:
 
 
 def _read_table(path: str) -> list[dict[str, Any]]:
-    """The rows of an earlier validation; ValueError if the file is something else."""
+    """Read the rows of earlier validations; ValueError if the file is another kind of table."""
     if not Path(path).exists():
         return []
     with open(path, newline="") as file:

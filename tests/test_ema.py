@@ -96,6 +96,6 @@ def test_the_option(tmp_path):
 def test_validation_of_an_average_that_is_not_there(tmp_path):
     (tmp_path / "config.yaml").write_text("recipe: quickstart\n")
     with pytest.raises(ValueError, match="was trained without --optim.ema_half_life"):
-        validate.read([str(tmp_path), "--ema"], validate.Flags())
+        validate.read([str(tmp_path), "--ema"])
     with pytest.raises(ValueError, match="--ema and --init-from both choose weights"):
-        validate.read(["--ema", "--model", "vit_b32", "--init-from", "x.safetensors"], validate.Flags())
+        validate.read(["--ema", "--model", "vit_b32", "--init-from", "x.safetensors"])

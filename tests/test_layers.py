@@ -25,8 +25,7 @@ PLAN = {
     "checkpoint": "config engine zoo",
     "hooks": "checkpoint comm config engine files optim",
     "start": "comm config precision",
-    "build": "augment checkpoint comm config data engine hooks losses native optim parallel replica schedules "
-    "start zoo",
+    "build": "augment checkpoint comm config data engine hooks losses native optim parallel replica schedules zoo",
     "train": "build comm config hooks recipes start",
     "validate": "build comm config data evaluation files recipes start zoo",
     "benchmark": "augment build comm config data engine files losses native optim parallel precision recipes start zoo",

@@ -513,12 +513,12 @@ def test_boxes_of_all_kinds_share_the_graphs_of_a_compiled_model():
     [
         (["--loss.ground_truth", "intended"], "needs --data.token_labels true"),
         (["--data.token_label_axes", "legacy_transposed"], "needs --data.token_labels true"),
-        (["--loss.cls_weight", "0.5"], "so set both, or none"),
+        (["--loss.cls_weight", "0.5"], "so set both or neither"),
         (["--loss.dense_weight", "-1"], "expected at least 0"),
         (["--augment.mix_token", "true"], "so set --loss.dense_weight"),
         (["--augment.mix_token", "true", "--loss.dense_weight", "1", "--augment.mixup_alpha", "1"], "in pairs"),
         (["--augment.mix_token", "true", "--loss.dense_weight", "1", "--augment.cutmix_alpha", "1"], "in pairs"),
-        (["--augment.cutmix_alpha", "1", "--loss.dense_weight", "1", "--data.token_labels", "true"], "what it covers"),
+        (["--augment.cutmix_alpha", "1", "--loss.dense_weight", "1", "--data.token_labels", "true"], "the image below"),
         (["--loss.dense_weight", "1", "--model.img_size", "72"], "needs a multiple of 16"),
     ],
 )

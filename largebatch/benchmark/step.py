@@ -27,7 +27,7 @@ from largebatch.losses import soft_target_cross_entropy
 from largebatch.parallel.rendezvous import start_torch_distributed
 from largebatch.precision import autocast
 from largebatch.recipes import choose
-from largebatch.start import program
+from largebatch.start import report_mistakes, set_up, start_ranks
 from zoo.model import ZooModel
 
 DEFAULTS = ["--data=synthetic", "--data.micro_batch_size=32", "--data.global_batch_size=256"]
@@ -43,9 +43,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Report | None:
     """Measure steps of the run that `options.training` describes; the report on rank 0."""
-    argv, prog = DEFAULTS + options.training, "python -m largebatch.benchmark step"
-    with program(lambda: parse(argv, choose_recipe=choose, prog=prog)) as (config, comm):
-        with closing(Feed(build_trainer(config, comm))) as feed:
+    argv = DEFAULTS + options.training
+    with report_mistakes():
+        config = parse(argv, choose_recipe=choose, prog="python -m largebatch.benchmark step")
+    with start_ranks(config) as comm:
+        config, device = set_up(config, comm)
+        with closing(Feed(build_trainer(config, comm, device))) as feed:
             return measure(options, config, comm, feed)
 
 
@@ -157,7 +160,7 @@ class TimedCommunicator:
 @contextmanager
 def ours(config: TrainConfig, comm: Communicator, feed: Feed) -> Iterator[Round]:
     """The Trainer's own step."""
-    trainer = build_trainer(config, comm)
+    trainer = build_trainer(config, comm, feed.device)
     trainer.comm = TimedCommunicator(comm, feed.watch)  # type: ignore[assignment]
 
     yield partial(feed.train, trainer)

@@ -1,15 +1,19 @@
-"""The options of a run, and what must be true of them."""
+"""The options of a run.
 
-from largebatch.config.horovod import (
-    HorovodConfig,
-)
-from largebatch.config.parallel import (
-    ParallelConfig,
-    Shape,
-    TensorConfig,
-)
+sections.py   every option: dataclasses with default, unit and meaning
+horovod.py    the options of Horovod, and the environment variables they become
+parallel.py   the options of a model that several ranks share, and the sizes of its axes
+checks.py     which values are allowed, and which options fit together
+durations.py  "5 epochs" as images, a global batch as passes, times, ranges of steps
+cli.py        command line and YAML: parse, dump, load, compare
+"""
+
+from largebatch.config.checks import check
+from largebatch.config.cli import differences, dump, explain, load, make_parser, options, parse, to_config
+from largebatch.config.durations import accumulation_passes, duration_images, epoch_seconds, profiled_steps
+from largebatch.config.horovod import HorovodConfig
+from largebatch.config.parallel import ParallelConfig, Shape, TensorConfig
 from largebatch.config.sections import (
-    ALIASES,
     AugmentConfig,
     CheckpointConfig,
     DataConfig,
@@ -20,28 +24,9 @@ from largebatch.config.sections import (
     RunConfig,
     ScheduleConfig,
     TrainConfig,
-    accumulation_passes,
-    check,
-    check_parallel,
-    check_tokens,
-    differences,
-    dump,
-    duration_images,
-    epoch_seconds,
-    expand_aliases,
-    explain,
-    for_optimizer,
-    load,
-    make_parser,
-    options,
-    parse,
-    profiled_steps,
-    set_defaults,
-    to_config,
 )
 
 __all__ = [
-    "ALIASES",
     "AugmentConfig",
     "CheckpointConfig",
     "DataConfig",
@@ -58,20 +43,15 @@ __all__ = [
     "TrainConfig",
     "accumulation_passes",
     "check",
-    "check_parallel",
-    "check_tokens",
     "differences",
     "dump",
     "duration_images",
     "epoch_seconds",
-    "expand_aliases",
     "explain",
-    "for_optimizer",
     "load",
     "make_parser",
     "options",
     "parse",
     "profiled_steps",
-    "set_defaults",
     "to_config",
 ]

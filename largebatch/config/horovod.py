@@ -1,8 +1,8 @@
-"""What Horovod is told before it starts: options of the config, as the variables that it reads.
+"""Horovod's settings as options of the config, and the environment variables that they become.
 
-Horovod takes its settings from the environment, silently: a variable that contradicts another one, or that has no
-effect on this machine, costs speed or correctness unseen. So each has an option here, and what cannot be meant is
-refused with the reason. Nothing of Horovod is imported.
+Horovod reads its settings from the environment without any message: a variable that contradicts another one, or that
+has no effect on this machine, costs speed or correctness unseen. So each setting has an option here, and contradictory
+settings are refused with the reason. This file does not import Horovod.
 """
 
 import os
@@ -10,47 +10,50 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
-STALL_LIMIT_S = 600  # Horovod warns after 60 s of a missing rank and, unless told, never stops
-STALL_WARNING_S = 60  # its own; it must come before the limit
-NO_HIERARCHY = "--horovod.hierarchical_allreduce is true, which only NCCL does, on GPUs: leave it out on CPUs."
-CPU_CYCLE_TIME_MS = 5  # Horovod's thread takes its time from the ranks' cores: 3.8 % of it at Horovod's own 1 ms
+STALL_LIMIT_S = 600  # Horovod itself warns of a missing rank after 60 s, and by default never stops
+STALL_WARNING_S = 60  # Horovod's default; the warning must come before the limit
+NO_HIERARCHY = "--horovod.hierarchical_allreduce is true, which needs GPUs and NCCL: leave it out on CPUs."
+CPU_CYCLE_TIME_MS = 5  # at Horovod's default of 1 ms, its thread takes 3.8 % of a rank's core
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class HorovodConfig:
-    """Horovod: what travels when, and what happens when a rank does not answer."""
+    """Horovod: when gradients are sent, and how long a rank waits for the others."""
 
     reduction: Literal["average", "adasum"] = "average"
-    """how the gradients of the ranks become one; adasum is refused: it joins the steps of the ranks, not their
-    gradients, so nothing is left to clip, and wants a power of two of them"""
+    """rule by which the gradients of the ranks become one; adasum is an error: it combines the steps of the ranks, not
+    their gradients, so there is no gradient left to clip, and it needs a power of two of ranks"""
     fusion_threshold_mb: int | None = None
-    """gradients that become ready together are reduced in one message up to this many MiB, 0: each by itself; null:
-    HOROVOD_FUSION_THRESHOLD, or Horovod's 128. More pays on networks with a high latency. No difference where messages
-    are cheap: 5.16 s per step with 0, 5.26 with 128 (ViT-B/32, batch 64, 2 CPU ranks on one host)"""
+    """gradients that become ready together are reduced in one message of up to this many MiB; 0: each in a message of
+    its own; null: HOROVOD_FUSION_THRESHOLD, or Horovod's 128. More pays on networks with a high latency. It makes no
+    difference if messages are cheap: 5.16 s per step with 0, 5.26 with 128 (ViT-B/32, batch 64, 2 CPU ranks on one
+    host)"""
     cycle_time_ms: float | None = None
-    """Horovod looks for ready gradients once in this many milliseconds: longer fuses more of them, shorter begins
-    earlier. null: HOROVOD_CYCLE_TIME, or Horovod's 1 on GPUs and 5 on CPUs, where its thread shares a rank's core and
-    takes 1 % of it instead of 3.8 % (ViT-B/32, 2 ranks × 1 thread)"""
+    """Horovod looks for ready gradients once in this many milliseconds: a longer time fuses more of them, a shorter
+    time starts earlier. null: HOROVOD_CYCLE_TIME, or Horovod's 1 on GPUs and 5 on CPUs, where Horovod's thread shares a
+    core with the rank and takes 1 % of it instead of 3.8 % (ViT-B/32, 2 ranks × 1 thread)"""
     hierarchical_allreduce: bool = False
-    """reduce among the GPUs of a host first, then between hosts; pays where those are many and the network is far
-    slower than what joins them. GPUs with NCCL only; each host needs the same number of ranks"""
+    """reduce among the GPUs of each host first, then between the hosts. This pays if a host has many GPUs and the
+    network is far slower than the links between its GPUs. For GPUs with NCCL only; each host needs the same number of
+    ranks"""
     autotune: bool = False
-    """let Horovod search for the threshold and cycle time while training; pays in runs of hours on an unknown network:
-    its first steps are slower, and sums change in their last bits whenever it changes its mind"""
+    """let Horovod search for the fusion threshold and the cycle time while it trains. This pays in runs of hours on an
+    unknown network: the first steps are slower, and the last bits of sums change whenever Horovod changes a setting"""
     timeline: str = ""
-    """file for Horovod's timeline, every message of every tensor, for chrome://tracing: some MB per step, so name one
-    on a disk of the host; empty: none. --run.profile_steps records a few steps for the same viewer"""
+    """file for Horovod's timeline, which shows every message of every tensor in chrome://tracing: some MB per step, so
+    choose a file on a disk of the host; empty: no timeline. --run.profile_steps records a few steps for the same
+    viewer"""
     stall_limit_s: float | None = None
-    """end the run when a rank waited this long for the others, so longer than any save or evaluation on one rank takes;
-    null: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 600; 0: wait for ever, as a debugger needs it"""
+    """end the run if a rank has waited this long for the others; choose more than any save or evaluation on one rank
+    takes. null: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 600; 0: wait for ever, as a debugger needs"""
 
     def check(self, *, deterministic: bool, device: str = "auto") -> None:
-        """Raise ValueError, one sentence, for what cannot be meant with --run.deterministic and --run.device."""
+        """Raise ValueError, one sentence, for invalid values, also beside --run.deterministic and --run.device."""
         if self.hierarchical_allreduce and device == "cpu":
             raise ValueError(NO_HIERARCHY)
         if self.reduction == "adasum":
             raise ValueError(
-                "--horovod.reduction is adasum, which joins the steps that each rank took by itself: there is no "
+                "--horovod.reduction is adasum, which combines the steps that each rank took by itself: there is no "
                 "gradient of the global batch for --optim.clip_norm and LAMB's trust ratios, so use average."
             )
         if self.cycle_time_ms is not None and self.cycle_time_ms <= 0:
@@ -67,28 +70,28 @@ class HorovodConfig:
         if deterministic and self.fusion_threshold_mb is not None:
             raise ValueError(
                 f"--horovod.fusion_threshold_mb is {self.fusion_threshold_mb} and --run.deterministic is true, which "
-                "reduces each gradient by itself, because what is fused depends on timing: leave one of them out."
+                "reduces each gradient by itself, because fusion depends on timing: leave one of them out."
             )
         if deterministic and self.autotune:
             raise ValueError(
-                "--horovod.autotune and --run.deterministic are both true: what autotune tries depends on timing, and "
-                "changes the order of sums, so leave one of them out."
+                "--horovod.autotune and --run.deterministic are both true: the choices of autotune depend on timing "
+                "and change the order of sums, so leave one of them out."
             )
         fixed = [name for name in ("fusion_threshold_mb", "cycle_time_ms") if getattr(self, name) is not None]
         if self.autotune and fixed:
             raise ValueError(
-                f"--horovod.autotune is true and --horovod.{fixed[0]} {getattr(self, fixed[0])}, which would keep it "
-                "from being tuned: leave one of them out."
+                f"--horovod.autotune is true and --horovod.{fixed[0]} {getattr(self, fixed[0])}, and a value that is "
+                "set is not tuned: leave one of them out."
             )
 
     def apply(self, environment: MutableMapping[str, str], *, deterministic: bool, on_gpus: bool) -> None:
-        """Write the variables of this process; on_gpus: gradients are reduced by NCCL.
+        """Set the environment variables that Horovod reads; on_gpus: NCCL reduces the gradients.
 
-        ValueError, one sentence, for an option that contradicts a variable, or has no effect here.
+        ValueError, one sentence, for an option that contradicts a variable or has no effect on this machine.
         """
         self.check(deterministic=deterministic)
         if deterministic and environment.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
-            raise ValueError("--run.deterministic cannot be kept with HOROVOD_AUTOTUNE: unset one of them.")
+            raise ValueError("--run.deterministic is true, which excludes HOROVOD_AUTOTUNE: unset one of them.")
         if self.hierarchical_allreduce and not on_gpus:
             raise ValueError(NO_HIERARCHY)
         folder = os.path.dirname(os.path.abspath(self.timeline))
@@ -106,8 +109,8 @@ class HorovodConfig:
             if value is not None:
                 _set_variable(environment, VARIABLES[option], value, option=option)
         if deterministic:
-            environment["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused depends on timing
-        if not on_gpus and environment.get("HOROVOD_AUTOTUNE", "0") in ("", "0"):  # it would not tune what is set
+            environment["HOROVOD_FUSION_THRESHOLD"] = "0"  # fusion depends on timing
+        if not on_gpus and environment.get("HOROVOD_AUTOTUNE", "0") in ("", "0"):  # it tunes no set variable
             environment.setdefault("HOROVOD_CYCLE_TIME", str(CPU_CYCLE_TIME_MS))
         environment.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_LIMIT_S))
         limit_s = stall_limit(environment)
@@ -126,7 +129,7 @@ VARIABLES = {
 
 
 def stall_limit(environment: MutableMapping[str, str]) -> float:
-    """Seconds that a rank may wait for the others, once `HorovodConfig.apply` was called; 0: for ever."""
+    """Return for how many seconds a rank may wait for the others, 0: for ever; call `HorovodConfig.apply` before."""
     text = environment["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]
     try:
         return float(text)
@@ -135,7 +138,7 @@ def stall_limit(environment: MutableMapping[str, str]) -> float:
 
 
 def _set_variable(environment: MutableMapping[str, str], name: str, value: float | str, *, option: str) -> None:
-    """ValueError if the environment says something else already."""
+    """Set a variable; ValueError if the environment already has another value for it."""
     present = environment.setdefault(name, str(value))
     if not _same(present, value):
         raise ValueError(

@@ -1,11 +1,11 @@
-"""Which axes a model replica is cut along: options of the config, and what they mean in ranks; no torch, no ranks.
+"""Options for a model replica that several ranks share, and the axes along which they cut it. No torch here.
 
-The ranks of a job are counted with the last axis fastest:
+The ranks of a job are numbered with the last axis fastest:
 
     data × pipeline × sequence × tensor        1d: tensor;  2d: row, column;  2.5d: depth, row, column;  3d: x, y, z
 
-so the ranks of one replica are neighbours, on one host where it has enough of them, and those that talk most are the
-nearest. The size of the data axis is what is left. A batch is one of the data axis: all ranks of a replica work on it.
+so the ranks of one replica are neighbours, on one host if it has enough ranks, and the ranks that talk most are the
+nearest. The size of the data axis is the number of replicas. All ranks of a replica work on the same batch.
 """
 
 import math
@@ -15,42 +15,42 @@ from typing import Literal
 Mode = Literal["1d", "2d", "2.5d", "3d"]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TensorConfig:
-    """Tensor parallelism: every matrix cut over the ranks of a replica."""
+    """Tensor parallelism: every matrix is cut over ranks of a replica."""
 
     mode: Mode = "1d"
-    """how: 1d: columns, then rows, size ranks; 2d: a square of them (SUMMA); 2.5d: depth squares, each with a part of
-    the batch; 3d: a cube"""
+    """way to cut: 1d: columns, then rows, over size ranks; 2d: over a square of ranks (SUMMA); 2.5d: over depth
+    squares, each with a part of the batch; 3d: over a cube of ranks"""
     size: int = 1
-    """ranks per replica that share each matrix; 1: none"""
+    """ranks of a replica that share each matrix; 1: no tensor parallelism"""
     depth: int = 1
-    """squares of 2.5d; size must be depth × a square"""
+    """number of squares in mode 2.5d; size must be depth × a square"""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Ranks that share one copy of the model; what is left of the job is data parallel."""
+    """Numbers of ranks that share one copy of the model; the copies train in data parallel."""
 
     pipeline: int = 1
-    """stages, each on ranks of its own"""
+    """number of pipeline stages, each on ranks of its own"""
     schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
-    """order of forward and backward passes of the stages; interleaved: each rank has two shorter stages, a smaller
-    bubble for more messages"""
+    """order of the forward and backward passes of the stages; interleaved: each rank has two shorter stages, which
+    means a smaller bubble and more messages"""
     micro_batches: int | None = None
-    """parts into which the pipeline cuts a micro-batch (data.micro_batch_size); null: as many as stages"""
+    """number of parts into which the pipeline cuts a micro-batch (data.micro_batch_size); null: as many as stages"""
     cuts: list[int] | None = None
-    """first block of each stage but the first, such as [5, 9]; null: equal numbers of blocks"""
+    """first block of each stage except the first stage, such as [5, 9]; null: equal numbers of blocks"""
     sequence: int = 1
     """ranks that share the tokens of each image (ring attention)"""
     tensor: TensorConfig = field(default_factory=TensorConfig)
     zero: Literal[0, 1] = 0
-    """1: each data rank keeps and updates a part of the optimizer's state (ZeRO stage 1)"""
+    """1: each data rank keeps and updates one part of the optimizer's state (ZeRO stage 1)"""
     offload: bool = False
-    """keep that part in host memory and update it there; zero 1 only"""
+    """keep this part of the optimizer's state in host memory and update it there; needs zero 1"""
 
     def shape(self) -> "Shape":
-        """The axes; ValueError, one sentence, for numbers that make none."""
+        """Return the axes and their sizes; ValueError, one sentence, for impossible numbers of ranks."""
         for name, size in (("pipeline", self.pipeline), ("sequence", self.sequence), ("tensor.size", self.tensor.size)):
             if size < 1:
                 raise ValueError(f"--parallel.{name} is {size}: expected a number of ranks, 1 or more.")
@@ -58,10 +58,10 @@ class ParallelConfig:
 
 
 def _tensor_axes(tensor: TensorConfig) -> dict[str, int]:
-    """Names and sizes of the axes of one mode."""
+    """Return the names and sizes of the axes of a tensor-parallel mode."""
     size, depth = tensor.size, tensor.depth
     if tensor.mode != "2.5d" and depth != 1:
-        raise ValueError(f"--parallel.tensor.depth is {depth}, which only mode 2.5d has: leave it out, or set 2.5d.")
+        raise ValueError(f"--parallel.tensor.depth is {depth}, which only mode 2.5d uses: leave it out, or set 2.5d.")
     if tensor.mode == "1d":
         return {"tensor": size}
     if tensor.mode == "3d":
@@ -81,22 +81,22 @@ def _tensor_axes(tensor: TensorConfig) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Shape:
-    """The axes of one replica by name, the fastest last."""
+    """Sizes of the axes of one replica by name, the fastest axis last."""
 
     sizes: dict[str, int]
 
     @property
     def size(self) -> int:
-        """Ranks of one replica."""
+        """Number of ranks of one replica."""
         return math.prod(self.sizes.values())
 
     @property
     def tensor(self) -> tuple[str, ...]:
-        """The axes over which every matrix is cut."""
+        """Names of the axes over which every matrix is cut."""
         return tuple(name for name in self.sizes if name not in ("pipeline", "sequence"))
 
     def data_size(self, num_ranks: int) -> int:
-        """Replicas of a job; ValueError if its ranks cannot be divided into them."""
+        """Return the number of replicas in a job; ValueError if its ranks do not make whole replicas."""
         if num_ranks % self.size:
             raise ValueError(
                 f"--parallel asks for replicas of {self.size} ranks ({self}), and the job has {num_ranks}: start a "
@@ -108,4 +108,4 @@ class Shape:
         return " × ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1)
 
 
-WHOLE = Shape({})  # each rank has a replica of its own
+WHOLE = Shape({})  # every rank has the whole model

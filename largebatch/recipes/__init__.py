@@ -35,11 +35,19 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
 
 
 def choose(given: Mapping[str, Any]) -> TrainConfig:
-    """The recipe for what was given by dotted name; what was not is absent or None.
+    """The recipe to train, as `find` has it; ValueError also for a fine-tuning without weights to start from."""
+    config = find(given)
+    if config.recipe in {recipe.__name__ for recipe in FINE_TUNING} and not given.get("model.weights"):
+        raise ValueError(f"Recipe {config.recipe} is a fine-tuning: give the weights to start from with --init-from.")
+    return config
 
-    The one that was named; or else a quick start without data, and with data the model's published one: its fine-tuning
-    for an image size, where there is one, if there are weights to start from. The model is vit_b32 if none was given.
-    ValueError for an unknown recipe, a model without a published one, and a fine-tuning without weights.
+
+def find(given: Mapping[str, Any]) -> TrainConfig:
+    """The recipe for the options that were given, by dotted name; the others are absent or None.
+
+    A recipe that was named is taken. Without data it is the quick start, and with data the published recipe of the
+    model: its fine-tuning for the image size, if there is one and there are weights to start from. The model is vit_b32
+    if none was given. ValueError for an unknown recipe and for a model without a published one.
     """
     model, weights = given.get("model.name") or "vit_b32", given.get("model.weights")
     without_data = given.get("data.path") in (None, "", "digits")
@@ -51,6 +59,4 @@ def choose(given: Mapping[str, Any]) -> TrainConfig:
         close = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"There is no recipe {name!r}: {hint}--recipe takes {', '.join(RECIPES)}.")
-    if name in {recipe.__name__ for recipe in FINE_TUNING} and not weights:
-        raise ValueError(f"Recipe {name} is a fine-tuning: give the weights to start from with --init-from.")
     return RECIPES[name]()

@@ -6,9 +6,14 @@ by epochs but was stepped by batches, here its 32 and 300 are epochs; a batch of
 with one replica. No accuracy is known of any.
 """
 
+from dataclasses import replace
+
 from largebatch.config import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
 from largebatch.config.parallel import Mode, ParallelConfig, TensorConfig
 from largebatch.recipes.cifar import cifar10
+
+OPTIM = OptimConfig(name="adamw", lr=3e-3, weight_decay=0.3, clip_norm=1.0)
+SCHEDULE = ScheduleConfig(name="cosine", warmup="32 epochs")
 
 
 def cifar10_pipeline() -> TrainConfig:
@@ -16,16 +21,18 @@ def cifar10_pipeline() -> TrainConfig:
 
     horovodrun -np 4 python -m largebatch.train --recipe cifar10_pipeline --data cifar10/
     """
-    config = cifar10()
-    config.recipe = "cifar10_pipeline"
-    config.model.grad_checkpointing = True
-    config.model.pos_drop_rate = config.model.proj_drop_rate = 0.0
-    config.data.global_batch_size, config.data.micro_batch_size = 512, 256  # = 2 replicas × 256
-    config.augment.label_smoothing = 0.1
-    config.optim, config.schedule = _adamw()
-    config.run.precision = "bf16"
-    config.parallel = ParallelConfig(pipeline=2)
-    return config
+    base = cifar10()
+    return replace(
+        base,
+        recipe="cifar10_pipeline",
+        model=replace(base.model, grad_checkpointing=True, pos_drop_rate=0.0, proj_drop_rate=0.0),
+        data=replace(base.data, global_batch_size=512, micro_batch_size=256),  # 512 = 2 replicas × 256
+        augment=replace(base.augment, label_smoothing=0.1),
+        optim=OPTIM,
+        schedule=SCHEDULE,
+        run=replace(base.run, precision="bf16"),
+        parallel=ParallelConfig(pipeline=2),
+    )
 
 
 def cifar10_hybrid() -> TrainConfig:
@@ -33,11 +40,13 @@ def cifar10_hybrid() -> TrainConfig:
 
     horovodrun -np 4 python -m largebatch.train --recipe cifar10_hybrid --data cifar10/
     """
-    config = cifar10_pipeline()
-    config.recipe = "cifar10_hybrid"
-    config.data.global_batch_size = 256
-    config.parallel = ParallelConfig(pipeline=2, tensor=TensorConfig(size=2))
-    return config
+    base = cifar10_pipeline()
+    return replace(
+        base,
+        recipe="cifar10_hybrid",
+        data=replace(base.data, global_batch_size=256),
+        parallel=ParallelConfig(pipeline=2, tensor=TensorConfig(size=2)),
+    )
 
 
 def vit_6b16(mode: Mode, *, size: int, stages: int, global_batch_size: int) -> TrainConfig:
@@ -50,13 +59,8 @@ def vit_6b16(mode: Mode, *, size: int, stages: int, global_batch_size: int) -> T
         recipe=f"vit_6b16_{mode}",
         model=ModelConfig(name="vit_6b16", grad_checkpointing=True),
         data=DataConfig(path="", global_batch_size=global_batch_size, micro_batch_size=global_batch_size),
-        optim=_adamw()[0],
-        schedule=_adamw()[1],
+        optim=OPTIM,
+        schedule=SCHEDULE,
         run=RunConfig(duration="300 epochs", precision="bf16"),
         parallel=ParallelConfig(pipeline=stages, tensor=TensorConfig(mode=mode, size=size)),
     )
-
-
-def _adamw() -> tuple[OptimConfig, ScheduleConfig]:
-    optim = OptimConfig(name="adamw", lr=3e-3, weight_decay=0.3, clip_norm=1.0)
-    return optim, ScheduleConfig(name="cosine", warmup="32 epochs")

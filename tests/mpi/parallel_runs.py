@@ -6,7 +6,7 @@ All of them put as many ranks to a replica, since Horovod is told of it when it 
 import sys
 
 from largebatch.hooks.stop_early import Signals
-from largebatch.start import program
+from largebatch.start import start_ranks
 from largebatch.train import open_folder, read, train
 from zoo import volo
 
@@ -40,7 +40,7 @@ def main(folder: str, *runs: str) -> None:
         name, _, other = place.partition("/")
         argvs.append([*BASE, *RUNS[name].split(), "--run.folder", f"{folder}/{other or name}"])
         argvs[-1] += ["--run.max_steps", steps or "0"]
-    with Signals() as signals, program(lambda: read(argvs[0])) as (_, comm):
+    with Signals() as signals, start_ranks(read(argvs[0])) as comm:
         for argv in argvs:
             config = read(argv)
             with comm.together("opening the run folder"):

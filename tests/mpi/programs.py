@@ -38,11 +38,12 @@ def places(first_start: str = "") -> None:
 
 def cores(*options: str) -> None:
     """Set up the ranks as training does; the line of each host, and the warnings of all ranks."""
-    from largebatch.start import program, set_up
+    from largebatch.start import set_up, start_ranks
     from largebatch.train import read
 
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
-    with program(lambda: read(["--run.device", "cpu", *options])) as (config, comm):
+    config = read(["--run.device", "cpu", *options])
+    with start_ranks(config) as comm:
         logging.getLogger().setLevel(logging.INFO if comm.rank == 0 else logging.WARNING)
         set_up(config, comm)
 

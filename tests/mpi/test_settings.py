@@ -33,6 +33,15 @@ def test_autotune_tries_settings(tmp_path):
         assert len({row["cycle_time_ms"] for row in csv.DictReader(file)}) > 1
 
 
+def test_a_mistake_is_said_once_and_before_horovod_starts(tmp_path):
+    """Starting Horovod would complain of the limit first."""
+    options = ["--optim.lrr", "1", "--run.folder", str(tmp_path / "run")]
+    environment = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "soon"}
+    code, output = launch(["-m", "largebatch.train", *options], ranks=2, environment=environment)
+    assert code == 2 and "soon" not in output, output
+    assert output.count("largebatch: There is no option optim.lrr; did you mean --optim.lr?\n") == 1, output
+
+
 CONTRADICTIONS = [
     (
         ["--horovod.cycle_time_ms", "5"],
@@ -44,7 +53,7 @@ CONTRADICTIONS = [
         {"HOROVOD_FUSION_THRESHOLD": "64 MB"},
         "--horovod.fusion_threshold_mb means HOROVOD_FUSION_THRESHOLD=67108864, and the environment has 64 MB",
     ),
-    (["--run.deterministic", "true"], {"HOROVOD_AUTOTUNE": "1"}, "cannot be kept with HOROVOD_AUTOTUNE"),
+    (["--run.deterministic", "true"], {"HOROVOD_AUTOTUNE": "1"}, "which excludes HOROVOD_AUTOTUNE"),
     (["--horovod.timeline", "/nowhere/timeline.json"], {}, "there is no folder /nowhere, make it first."),
     ([], {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "soon"}, "is 'soon': expected a number of seconds."),
 ]

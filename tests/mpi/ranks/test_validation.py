@@ -45,8 +45,7 @@ def make(place) -> None:
 def validated(comm, folder, *words: str, weights: str = "one.safetensors") -> list[validate.Row]:
     model = ["--model", "vit_nano32", "--img-size", str(SIDE), f"--model.num_classes={CLASSES}", "--run.precision=fp32"]
     data = ["--data", str(folder), "--data.num_threads=1", "--run.deterministic=true"]
-    flags = validate.Flags()
-    config = validate.read([*model, "--init-from", str(folder / "weights" / weights), *data, *words], flags)
+    config, flags = validate.read([*model, "--init-from", str(folder / "weights" / weights), *data, *words])
     return validate.validate(config, comm, flags)
 
 

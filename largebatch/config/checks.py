@@ -1,0 +1,163 @@
+"""The checks of a config: the range of each value, and the options that must fit together.
+
+Each check raises ValueError with one sentence: the value given, the value expected, and the option to change.
+"""
+
+from largebatch.config.durations import epoch_seconds, profiled_steps
+from largebatch.config.parallel import ParallelConfig
+from largebatch.config.sections import AugmentConfig, DataConfig, TrainConfig
+
+
+def check(config: TrainConfig) -> None:
+    """Raise ValueError for the first invalid value, or the first options that contradict each other."""
+    c = config
+    at_least = [
+        ("data.global_batch_size", c.data.global_batch_size, 1),
+        ("data.micro_batch_size", c.data.micro_batch_size, 1),
+        ("data.eval_batch_size", c.data.eval_batch_size, 1),
+        ("data.num_threads", c.data.num_threads, 1),
+        ("data.shuffle_window", c.data.shuffle_window, 0),
+        ("model.num_classes", c.model.num_classes, 1),
+        ("data.crop_padding", c.data.crop_padding, 0),
+        ("augment.mixup_alpha", c.augment.mixup_alpha, 0),
+        ("loss.dense_weight", c.loss.dense_weight, 0),
+        ("loss.cls_weight", c.loss.cls_weight, 0),
+        ("augment.cutmix_alpha", c.augment.cutmix_alpha, 0),
+        ("optim.lr", c.optim.lr, 0),
+        ("run.max_steps", c.run.max_steps, 0),
+        ("run.seed", c.run.seed, 0),
+        ("run.max_skipped_steps", c.run.max_skipped_steps, 1),
+        ("checkpoint.keep", c.checkpoint.keep, 2),
+    ]
+    for option, value, minimum in at_least:
+        if value is not None and value < minimum:
+            raise ValueError(f"--{option} is {value}: expected at least {minimum}.")
+    for option in ("pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_rate", "drop_path_rate"):
+        if not 0 <= getattr(c.model, option) < 1:
+            raise ValueError(f"--model.{option} is {getattr(c.model, option)}: expected 0 <= rate < 1.")
+    low, high = c.data.scale
+    if not 0 < low <= high <= 1:
+        raise ValueError(f"--data.scale is [{low}, {high}]: expected 0 < low <= high <= 1.")
+    if not 0 < c.data.ratio[0] <= c.data.ratio[1]:
+        raise ValueError(f"--data.ratio is {list(c.data.ratio)}: expected 0 < low <= high.")
+    if not 0 <= c.data.hflip <= 1:
+        raise ValueError(f"--data.hflip is {c.data.hflip}: expected a probability, 0 to 1.")
+    _check_crop(c.data)
+    _check_augment(c.augment)
+    if c.optim.clip_norm is not None and c.optim.clip_norm <= 0:
+        raise ValueError(f"--optim.clip_norm is {c.optim.clip_norm}: expected a positive norm, or null for no clip.")
+    profiled_steps(c.run.profile_steps)
+    if c.run.end_time is not None:
+        epoch_seconds(c.run.end_time, option="--run.end_time")
+    c.horovod.check(deterministic=c.run.deterministic, device=c.run.device)
+    if (c.schedule.scaling == "none") == bool(c.schedule.reference_batch_size):
+        raise ValueError(
+            f"--schedule.scaling is {c.schedule.scaling} and --schedule.reference_batch_size is "
+            f"{c.schedule.reference_batch_size}: linear and sqrt need a reference batch; with none, leave it at 0."
+        )
+    _check_tokens(c)
+    _check_parallel(c)
+
+
+def _check_parallel(config: TrainConfig) -> None:
+    """Check the options of ranks that share a model, or its optimizer's state."""
+    parallel = config.parallel
+    if parallel.offload and not parallel.zero:
+        raise ValueError("--parallel.offload is true, which moves ZeRO's part to the host: set --parallel.zero 1.")
+    if parallel.zero and config.optim.name != "lamb":
+        raise ValueError(f"--parallel.zero is 1 and --optim.name {config.optim.name}: ZeRO divides lamb's state only.")
+    own = ParallelConfig()
+    for name in ("schedule", "micro_batches", "cuts"):
+        value = getattr(parallel, name)
+        if parallel.pipeline == 1 and value != getattr(own, name):
+            raise ValueError(f"--parallel.{name} is {value}, which only a pipeline uses: raise --parallel.pipeline.")
+    if parallel.shape().size == 1:
+        return
+    if config.optim.name in ("lars", "apex_lamb"):
+        raise ValueError(
+            f"--optim.name is {config.optim.name}, which needs whole tensors on every rank: with --parallel choose "
+            "lamb, adamw or sgd."
+        )
+    for option, refused, reason in (
+        ("run.precision", "fp16", "the ranks of a replica would choose different loss scales; choose bf16 or fp32"),
+        ("run.compression", "fp16", "the ranks of a replica would choose different loss scales; choose none"),
+        ("run.compile", True, "torch.compile cannot compile the messages inside a model; choose false"),
+    ):
+        section, name = option.split(".")
+        if getattr(getattr(config, section), name) == refused:
+            raise ValueError(f"--{option} is {refused} and --parallel {parallel.shape()}: {reason}.")
+    if config.optim.ema_half_life:
+        raise ValueError(
+            f"--optim.ema_half_life is {config.optim.ema_half_life!r} and --parallel {parallel.shape()}: there is no "
+            "average of divided weights, so leave it out."
+        )
+
+
+def _check_tokens(config: TrainConfig) -> None:
+    """Check the options of token labels and of the loss of token logits."""
+    data, loss, augment = config.data, config.loss, config.augment
+    if loss.ground_truth != "none" and not data.token_labels:
+        raise ValueError(
+            f"--loss.ground_truth is {loss.ground_truth}: it divides the target between label and teacher, so it needs "
+            "--data.token_labels true."
+        )
+    if data.token_label_axes != "exact" and not data.token_labels:
+        raise ValueError(f"--data.token_label_axes is {data.token_label_axes}: it needs --data.token_labels true.")
+    if loss.cls_weight != 1 and not loss.dense_weight:
+        raise ValueError(
+            f"--loss.cls_weight is {loss.cls_weight} and --loss.dense_weight 0: it weighs the class logits against the "
+            "token logits, so set both or neither."
+        )
+    if augment.mix_token and not loss.dense_weight:
+        raise ValueError(
+            "--augment.mix_token is true and --loss.dense_weight 0: only the loss of the tokens learns from a pasted "
+            "box, so set --loss.dense_weight, such as 0.5, with a model that has token logits."
+        )
+    for option in ("mixup_alpha", "cutmix_alpha"):
+        if augment.mix_token and getattr(augment, option):
+            raise ValueError(
+                f"--augment.mix_token is true and --augment.{option} {getattr(augment, option)}: both mix the images "
+                "of a micro-batch in pairs, and their targets with them, so leave one of them out."
+            )
+    if augment.cutmix_alpha and data.token_labels and loss.dense_weight:
+        raise ValueError(
+            f"--augment.cutmix_alpha is {augment.cutmix_alpha} with token labels: the tokens of a pasted box would "
+            "have the labels of the image below it, so use --augment.mix_token instead."
+        )
+    if loss.dense_weight and config.model.img_size % 16:
+        raise ValueError(
+            f"--model.img_size is {config.model.img_size}: --loss.dense_weight needs a multiple of 16, the "
+            "pixels along each side of an output cell."
+        )
+
+
+def _check_crop(data: DataConfig) -> None:
+    own = DataConfig()
+    if data.train_crop == "pad" and (data.scale, data.ratio) != (own.scale, own.ratio):
+        raise ValueError(
+            f"--data.train_crop is pad, which does not use --data.scale {list(data.scale)} and --data.ratio "
+            f"{list(data.ratio)}: leave them at {list(own.scale)} and {list(own.ratio)}, or set random_resized."
+        )
+    if data.train_crop != "pad" and data.crop_padding:
+        raise ValueError(
+            f"--data.crop_padding is {data.crop_padding}, which --data.train_crop {data.train_crop} does not use: "
+            "leave it out, or set pad."
+        )
+
+
+def _check_augment(augment: AugmentConfig) -> None:
+    if not 0 <= augment.reprob <= 1:
+        raise ValueError(f"--augment.reprob is {augment.reprob}: expected a probability, 0 to 1.")
+    if augment.remode != "pixel" and not augment.reprob:
+        raise ValueError(f"--augment.remode is {augment.remode}, but nothing is erased: set --augment.reprob above 0.")
+    if not 0 < augment.mixup_switch_prob < 1:
+        raise ValueError(
+            f"--augment.mixup_switch_prob is {augment.mixup_switch_prob}: expected a probability between 0 and 1; for "
+            "mixup or cutmix alone, set the other's alpha to 0."
+        )
+    both = augment.mixup_alpha > 0 and augment.cutmix_alpha > 0
+    if augment.mixup_switch_prob != AugmentConfig().mixup_switch_prob and not both:
+        raise ValueError(
+            f"--augment.mixup_switch_prob is {augment.mixup_switch_prob}, but there is nothing to choose: set "
+            "--augment.mixup_alpha and --augment.cutmix_alpha both above 0, or leave it out."
+        )

@@ -1,0 +1,66 @@
+"""Turn texts and sizes of the config into numbers: images, passes, seconds, ranges of steps."""
+
+import datetime
+import math
+import re
+
+
+def duration_images(text: str, *, option: str, num_samples: int, batch_size: int, run_images: int = 0) -> int:
+    """Turn "300 epochs", "500 steps", "1e6 images" or "5 %" (of the run) into a number of images.
+
+    num_samples: images of one epoch. batch_size: images of one step. run_images: images of the run, needed for a
+    percentage. option: the name of the option, for the error.
+    """
+    match = re.fullmatch(r"\s*([0-9.eE+]+)\s*(epoch|step|image|%)s?\s*", text)
+    try:
+        count = float(match[1]) if match else math.nan
+    except ValueError:
+        count = math.nan
+    if not match or math.isnan(count) or (match[2] == "%" and not run_images):
+        units = "epochs, steps or images" + (" or %" if run_images else "")
+        raise ValueError(f"{option} is {text!r}: expected a number and a unit ({units}), such as '5 epochs'.")
+    unit = {"epoch": num_samples, "step": batch_size, "image": 1, "%": run_images / 100}[match[2]]
+    return math.ceil(round(count * unit, 6))
+
+
+def epoch_seconds(value: float | str, *, option: str) -> float:
+    """Return a time as seconds since the epoch; a text in ISO 8601 without a zone is in local time."""
+    try:
+        if isinstance(value, str) and not re.fullmatch(r"[0-9.]+", value):
+            return datetime.datetime.fromisoformat(value).timestamp()
+        return float(value)
+    except ValueError:
+        raise ValueError(
+            f"{option} is {value!r}: expected seconds since the epoch, or a time such as 2026-11-21T18:00."
+        ) from None
+
+
+def profiled_steps(text: str) -> tuple[int, int] | None:
+    """Return the first and the last step of run.profile_steps, None if it is empty; ValueError for an invalid range."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if not text:
+        return None
+    if not match or not 1 <= int(match[1]) < int(match[2]):
+        raise ValueError(
+            f"--run.profile_steps is {text!r}: expected a:b with 1 <= a < b, such as 10:13 for steps 10, 11 and 12."
+        )
+    return int(match[1]), int(match[2]) - 1
+
+
+def accumulation_passes(*, global_batch_size: int, micro_batch_size: int, num_ranks: int) -> int:
+    """Return the number of micro-batches per rank and step; ValueError names the nearest batches if it is not whole."""
+    passes, rest = divmod(global_batch_size, micro_batch_size * num_ranks)
+    if passes and not rest:
+        return passes
+    per_rank = max(1, math.ceil(global_batch_size / (micro_batch_size * num_ranks)))
+    below = int(global_batch_size / (num_ranks * per_rank)) // 4 * 4  # kernels are faster with aligned sizes
+    nearest = [
+        f"{num_ranks * micro * per_rank} = {num_ranks} ranks × {micro} micro-batch × {per_rank} passes"
+        for micro in (below, below + 4)
+        if micro
+    ]
+    raise ValueError(
+        f"A global batch of {global_batch_size} is not a whole number of passes of {num_ranks} ranks × micro-batch "
+        f"{micro_batch_size} (= {num_ranks * micro_batch_size}); set --data.global_batch_size and "
+        f"--data.micro_batch_size, nearest exact: {', or '.join(nearest)}."
+    )

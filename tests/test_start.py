@@ -1,0 +1,32 @@
+"""Mistakes in a command line, before there are ranks."""
+
+import time
+
+import pytest
+
+from largebatch import start
+
+
+def said(monkeypatch, capsys, **environment: str) -> tuple[str, list[float]]:
+    """The sentence of a process with these variables, and how long it waited before."""
+    waits: list[float] = []
+    monkeypatch.setattr(start.os, "environ", environment)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with pytest.raises(SystemExit) as end, start.report_mistakes():
+        raise ValueError("There is no option x.")
+    assert end.value.code == 2
+    return capsys.readouterr().err, waits
+
+
+def test_a_mistake_is_said_by_rank_0_and_later_by_a_rank_that_still_runs(monkeypatch, capsys):
+    alone = said(monkeypatch, capsys)
+    first = said(monkeypatch, capsys, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="3")
+    assert alone == first == ("largebatch: There is no option x.\n", [])
+    second = said(monkeypatch, capsys, OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="3")
+    assert second == ("largebatch: rank 1 of 3, command line: There is no option x.\n", [start.WAIT_S])
+
+
+def test_a_mistake_of_a_rank_that_two_launchers_claim(monkeypatch, capsys):
+    mpirun = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}
+    sentence, waits = said(monkeypatch, capsys, **mpirun, RANK="2", WORLD_SIZE="4")
+    assert "claims to have started this process" in sentence and not waits
