@@ -16,6 +16,9 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 ROOT = Path(__file__).parents[1]
 SCRIPTS_README = ROOT / "mpi_scripts" / "README.md"
 GUARDIAN = Path(__file__).with_name("guardian.py")
+SHARED_MEMORY = Path("/dev/shm")
+# Open MPI 4 and 5: the folder of the segments by which ranks of a host talk. It keeps them if mpirun is killed.
+MPI_MEMORY = ("OMPI_MCA_btl_vader_backing_directory", "OMPI_MCA_btl_sm_backing_directory")
 TIERS = {  # marker: what its tests are
     "cluster": "several hosts, networks that fail and Slurm, on this machine",
     "evidence": "full-size runs, and the breaks of mutants.py",
@@ -27,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One folder for all that this session leaves anywhere, and a guardian that clears it."""
+    """Give the session a folder for its files, one for its shared memory, and a guardian that clears both."""
     config.option.keyword = re.sub(r"\b(\d) (ranks?)\b", r"\1_\2", config.option.keyword)
     if "LARGEBATCH_TESTS" in os.environ:  # a process of a session that has both: pytest-xdist's, or a rank's
         return
@@ -35,7 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in ("tmp", "compiled"):
         os.mkdir(f"{folder}/{name}")
     os.environ |= {"LARGEBATCH_TESTS": folder, "TMPDIR": f"{folder}/tmp"}
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"  # what is elsewhere a killed run may have left half
+    # A cache outside of it may hold files that a killed run has left incomplete.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
+    if SHARED_MEMORY.is_dir():
+        memory = SHARED_MEMORY / Path(folder).name
+        memory.mkdir(mode=0o700)
+        os.environ |= dict.fromkeys(MPI_MEMORY, str(memory))
     tempfile.tempdir = None
     reads, _ = os.pipe()  # the other end closes when this process ends
     command = [sys.executable, "-IS", str(GUARDIAN), folder]

@@ -161,12 +161,14 @@ class Hosts:
         """Start a command on a host, in the root of the repository, with our environment and these variables."""
         self.num_jobs += 1
         file = self.folder / f"job{self.num_jobs}.out"
+        ours = {name: value for name, value in os.environ.items() if not name.endswith("_backing_directory")}
         enter = ["nsenter", "-t", str(self.init[host]), "--net", "--uts", "--ipc", "--pid", "--mount"]
         there = ["sh", "-c", f'cd {shlex.quote(str(ROOT))} && exec "$@"', "sh"]
         with open(file, "wb") as output:
             process = subprocess.Popen(
                 [*DIE_WITH_US, *enter, *there, *command],
-                env=os.environ | {"PATH": PATH, "TMPDIR": str(self.folder / "tmp")} | (environment or {}),
+                # each host has a /dev/shm of its own, in which the folder of this session is not
+                env=ours | {"PATH": PATH, "TMPDIR": str(self.folder / "tmp")} | (environment or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
