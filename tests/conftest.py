@@ -3,6 +3,8 @@
 import os
 import random
 import re
+import shlex
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -52,10 +54,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tier of a folder. Shuffle if asked to."""
+    """Mark the tier of a folder, skip what this machine cannot run, and shuffle if asked to."""
+    compiler = shlex.split(os.environ.get("CXX") or "g++")[0]
+    reason = f"there is no C++ compiler: {compiler} is not found; install g++, or name another compiler with CXX=..."
+    has_compiler = shutil.which(compiler)
     for item in items:
         if item.path.parent.name == "cluster":
             item.add_marker("cluster")
+        if item.get_closest_marker("needs_compiler") and not has_compiler:
+            item.add_marker(pytest.mark.skip(reason=reason))
     if config.option.shuffle is not None:
         draws = random.Random(config.option.shuffle)
         draws.shuffle(items)
@@ -95,7 +102,9 @@ def pytest_testnodedown(node: Any, error: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Name the tiers that were not asked for."""
+    """Name the seed of a shuffled order, and the tiers that were not asked for."""
+    if config.option.shuffle is not None:
+        terminalreporter.write_line(f"shuffled: --shuffle {config.option.shuffle} gives the same order again")
     asked = config.option.markexpr
     for tier, count in LEFT_OUT.items():
         if f"not {tier}" in asked or asked and tier not in asked:
