@@ -1,4 +1,4 @@
-"""The commands of zoo/README.md, one after the other: with two steps for each training, and once as they stand there."""
+"""The commands of zoo/README.md, one after the other: with two steps for each training, and as they stand there."""
 
 import re
 import shlex
