@@ -1,4 +1,4 @@
-"""The hosts themselves: what the other tests of this folder take for granted."""
+"""The hosts themselves work as the other tests of this folder expect."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Slurm itself: what the other tests of this folder take for granted."""
+"""Slurm itself works as the other tests of this folder expect."""
 
 from hosts import wait_for
 
