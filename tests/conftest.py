@@ -1,4 +1,4 @@
-"""What tests of several folders share: tiers, the order of tests, a folder of the session's own that is cleared."""
+"""The setting of all tests: tiers, their order, and a folder of the session that is removed at its end."""
 
 import os
 import random
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Together(LoadScopeScheduling):
-    """Gives pytest-xdist's processes a whole file at a time, and of mpi/ranks what one launch runs."""
+    """Gives each process of pytest-xdist whole files, and of mpi/ranks all tests of a launch."""
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
@@ -91,7 +91,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A process of pytest-xdist's has collected the tests, and the one that a user started says what was left out."""
+    """Send the counts of left-out tests from a process of pytest-xdist to the process that the user started."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = dict(LEFT_OUT)
 
@@ -113,7 +113,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Tests compute little at a time: a second thread would do less for it than it costs to wait for it, spinning."""
+    """Compute with one thread: tests compute little at a time, and a second thread costs more than it saves."""
     if torch := sys.modules.get("torch"):  # it takes seconds to import where no test has
         torch.set_num_threads(1)
 
