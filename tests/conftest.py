@@ -1,8 +1,10 @@
-"""What tests of several folders share: tiers, the order of tests, a folder of the session's own that is cleared."""
+"""The setting of all tests: tiers, their order, and a folder of the session that is removed at its end."""
 
 import os
 import random
 import re
+import shlex
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -16,6 +18,9 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 ROOT = Path(__file__).parents[1]
 SCRIPTS_README = ROOT / "mpi_scripts" / "README.md"
 GUARDIAN = Path(__file__).with_name("guardian.py")
+SHARED_MEMORY = Path("/dev/shm")
+# Open MPI 4 and 5: the folder of the segments by which ranks of a host talk. It keeps them if mpirun is killed.
+MPI_MEMORY = ("OMPI_MCA_btl_vader_backing_directory", "OMPI_MCA_btl_sm_backing_directory")
 TIERS = {  # marker: what its tests are
     "cluster": "several hosts, networks that fail and Slurm, on this machine",
     "evidence": "full-size runs, and the breaks of mutants.py",
@@ -27,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One folder for all that this session leaves anywhere, and a guardian that clears it."""
+    """Give the session a folder for its files, one for its shared memory, and a guardian that clears both."""
     config.option.keyword = re.sub(r"\b(\d) (ranks?)\b", r"\1_\2", config.option.keyword)
     if "LARGEBATCH_TESTS" in os.environ:  # a process of a session that has both: pytest-xdist's, or a rank's
         return
@@ -35,7 +40,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in ("tmp", "compiled"):
         os.mkdir(f"{folder}/{name}")
     os.environ |= {"LARGEBATCH_TESTS": folder, "TMPDIR": f"{folder}/tmp"}
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"  # what is elsewhere a killed run may have left half
+    # A cache outside of it may hold files that a killed run has left incomplete.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
+    if SHARED_MEMORY.is_dir():
+        memory = SHARED_MEMORY / Path(folder).name
+        memory.mkdir(mode=0o700)
+        os.environ |= dict.fromkeys(MPI_MEMORY, str(memory))
     tempfile.tempdir = None
     reads, _ = os.pipe()  # the other end closes when this process ends
     command = [sys.executable, "-IS", str(GUARDIAN), folder]
@@ -44,10 +54,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tier of a folder. Shuffle if asked to."""
+    """Mark the tier of a folder, skip what this machine cannot run, and shuffle if asked to."""
+    compiler = shlex.split(os.environ.get("CXX") or "g++")[0]
+    reason = f"there is no C++ compiler: {compiler} is not found; install g++, or name another compiler with CXX=..."
+    has_compiler = shutil.which(compiler)
     for item in items:
         if item.path.parent.name == "cluster":
             item.add_marker("cluster")
+        if item.get_closest_marker("needs_compiler") and not has_compiler:
+            item.add_marker(pytest.mark.skip(reason=reason))
     if config.option.shuffle is not None:
         draws = random.Random(config.option.shuffle)
         draws.shuffle(items)
@@ -56,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Together(LoadScopeScheduling):
-    """Gives pytest-xdist's processes a whole file at a time, and of mpi/ranks what one launch runs."""
+    """Gives each process of pytest-xdist whole files, and of mpi/ranks all tests of a launch."""
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
@@ -76,7 +91,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A process of pytest-xdist's has collected the tests, and the one that a user started says what was left out."""
+    """Send the counts of left-out tests from a process of pytest-xdist to the process that the user started."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = dict(LEFT_OUT)
 
@@ -87,7 +102,9 @@ def pytest_testnodedown(node: Any, error: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Name the tiers that were not asked for."""
+    """Name the seed of a shuffled order, and the tiers that were not asked for."""
+    if config.option.shuffle is not None:
+        terminalreporter.write_line(f"shuffled: --shuffle {config.option.shuffle} gives the same order again")
     asked = config.option.markexpr
     for tier, count in LEFT_OUT.items():
         if f"not {tier}" in asked or asked and tier not in asked:
@@ -96,7 +113,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Tests compute little at a time: a second thread would do less for it than it costs to wait for it, spinning."""
+    """Compute with one thread: tests compute little at a time, and a second thread costs more than it saves."""
     if torch := sys.modules.get("torch"):  # it takes seconds to import where no test has
         torch.set_num_threads(1)
 

@@ -36,7 +36,7 @@ def launch(
     environment: dict[str, str] | None = None,
     cold: bool = False,
 ) -> tuple[int, str]:
-    """Run `python arguments...` on so many ranks; see `run`."""
+    """Run `python arguments...` on this number of ranks; see `run`."""
     command = [*LAUNCHERS[launcher](ranks), "python", *arguments]
     return run(command, timeout_s=timeout_s, environment=environment, cold=cold)
 
@@ -44,7 +44,7 @@ def launch(
 def run(
     command: list[str], *, timeout_s: int = 240, environment: dict[str, str] | None = None, cold: bool = False
 ) -> tuple[int, str]:
-    """Run a command from the root of the repository; (exit code, stdout and stderr together).
+    """Run a command from the root of the repository; return its exit code, and its stdout and stderr together.
 
     A run over its time limit is killed whole and fails.
     """
@@ -66,13 +66,13 @@ def run(
 
 
 def with_python(command: list[str], *, cold: bool) -> list[str]:
-    """The command with the warm Python, or this one, in place of each word "python"."""
+    """Return the command with the warm Python, or this one, in place of each word "python"."""
     path = sys.executable if cold else warm.python()
     return [path if word == "python" else word for word in command]
 
 
 def _end(process: subprocess.Popen) -> str:
-    """Kill a launcher and its ranks, which torchrun puts into sessions of their own; what they had written."""
+    """Kill a launcher and its ranks, which torchrun puts into sessions of their own; return their output."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
         return process.communicate(timeout=10)[0]
@@ -85,7 +85,7 @@ def _end(process: subprocess.Popen) -> str:
 def started(
     command: list[str], output: Path, *, environment: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen]:
-    """A command with a cold Python, its output in a file; it is killed at the end of the block."""
+    """Start a command with a cold Python and its output in a file; kill it at the end of the block."""
     with open(output, "w") as file:
         process = subprocess.Popen(
             with_python(command, cold=True),
@@ -104,7 +104,7 @@ def started(
 
 
 def wait_for(condition: Callable[[], object], output: Path) -> None:
-    """Poll until the condition is true; fails with what the file holds."""
+    """Poll until the condition is true; an AssertionError shows the file if the time is over."""
     limit = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < limit, output.read_text()

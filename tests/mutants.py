@@ -328,13 +328,15 @@ def _wait(pid: int, limit_s: float) -> int | None:
 def end_children() -> None:
     """End all that is left of a run: what loses its parent becomes a child of the keeper, its subreaper.
 
-    Python's tracker of semaphores is not killed: when the others have gone, it removes theirs, and ends by itself.
+    Two kinds of process are not killed, since they clear up when the others have gone, and end by themselves:
+    Python's tracker of semaphores, and the guardian of a pytest that is killed.
     """
     deadline = time.monotonic() + GRACE_S
     while children := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         for pid in map(int, children):
-            tracks = b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-            if time.monotonic() > deadline and not tracks:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            clears = b"resource_tracker" in command or b"guardian.py" in command
+            if time.monotonic() > deadline and not clears:
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, os.WNOHANG)
         time.sleep(0.01)

@@ -33,6 +33,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
+@pytest.mark.needs_compiler
 @pytest.mark.parametrize(
     "batch, tokens, heads, dim",
     [(2, 196, 12, 32), (1, 784, 2, 32), (2, 197, 3, 64), (1, 33, 2, 48), (3, 16, 1, 16), (1, 5, 2, 80), (1, 1, 1, 16)],
@@ -53,6 +54,7 @@ def test_it_errs_no_more_than_products_do(batch, tokens, heads, dim):
         assert error(found, exact) <= bound
 
 
+@pytest.mark.needs_compiler
 def test_large_scores_and_strides():
     """Scores of hundreds, which exp alone would not survive; not contiguous; as many threads as one likes."""
     qkv = (40 * torch.randn(2, 50, 3, 4, 32)).bfloat16().transpose(1, 2).contiguous().transpose(1, 2)
@@ -65,6 +67,7 @@ def test_large_scores_and_strides():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.needs_compiler
 def test_what_is_not_finite_stays_so():
     qkv = torch.zeros(1, 20, 3, 1, 16, dtype=torch.bfloat16)
     qkv[0, 7, 0, 0, 3] = torch.nan
@@ -77,6 +80,7 @@ def test_what_it_does_not_know_is_refused(qkv):
         attention.attend(qkv, 1.0)
 
 
+@pytest.mark.needs_compiler
 def test_a_volo_trains_with_it_as_with_products(monkeypatch):
     """Loss and gradients in bf16 are as near to those in float64 as they are with products."""
     torch.manual_seed(0)

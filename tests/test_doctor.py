@@ -216,18 +216,21 @@ def test_horovod_without_its_compiled_part(horovod):
     assert_failed(horovod_result(), cause="without its torch extension", fix="install.sh --force")
 
 
+@pytest.mark.needs_compiler
 def test_a_symbol_is_missing(horovod):
     compile_extension(horovod, "namespace c10 { void gone(); } void use() { c10::gone(); }")
     cause = "compiled for another torch than the one installed (undefined symbol _ZN3c104goneEv)"
     assert_failed(horovod_result(), cause=cause, fix="install.sh --force")
 
 
+@pytest.mark.needs_compiler
 def test_a_library_is_missing(horovod, tmp_path):
     subprocess.run(["g++", "-shared", "-x", "c++", "/dev/null", "-o", f"{tmp_path}/libgoing.so"], check=True)
     compile_extension(horovod, "", f"-L{tmp_path}", "-Wl,--no-as-needed", "-lgoing")
     assert_failed(horovod_result(), cause="libgoing.so, which Horovod was linked with, is not found", fix="--force")
 
 
+@pytest.mark.needs_compiler
 def test_the_compiled_part_crashes(horovod):
     compile_extension(horovod, "#include <csignal>\nstatic int crash = raise(SIGSEGV);")
     assert_failed(horovod_result(), cause="importing Horovod was killed by SIGSEGV", fix="install.sh --force")
@@ -244,6 +247,7 @@ def test_horovod_does_not_answer(horovod):
     assert_failed(installation.check_horovod(facts, output), cause="did not end in time", fix="install.sh --force")
 
 
+@pytest.mark.needs_compiler
 def test_built_for_another_torch(horovod):
     """Known before it is loaded, which may fail for just that reason."""
     rewrite(horovod / "metadata.json", '{"pytorch": "1.0.0"}')
@@ -256,6 +260,7 @@ def test_built_for_another_torch(horovod):
     assert_failed(result, cause="built for torch an unknown version", fix="install.sh --force")
 
 
+@pytest.mark.needs_compiler
 def test_built_with_another_abi(horovod):
     compile_extension(horovod, ABI_OF, "-D_GLIBCXX_USE_CXX11_ABI=0")
     result = installation.check_built_for(installation.horovod_facts()[0])
@@ -328,6 +333,7 @@ def test_mpirun_is_horovods(our_bin):
     assert installation.check_launchers(GOOD).ok
 
 
+@pytest.mark.needs_compiler
 def test_no_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert_noted(installation.check_compiler(), cause="no-such-compiler is not found", fix="unset CXX")
@@ -337,6 +343,7 @@ def test_no_compiler(monkeypatch):
     assert_noted(installation.check_compiler(), cause="g++ is not found", fix="apt-get install g++")
 
 
+@pytest.mark.needs_compiler
 def test_no_python_header(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     assert_noted(installation.check_compiler(), cause=f"no Python.h in {tmp_path}", fix="apt-get install python3.")

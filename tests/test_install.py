@@ -94,6 +94,7 @@ def test_compiler_too_old(install, tmp_path):
     assert_refused(install(CXX=old), "cannot compile and link C++17", "g++ 9 or newer")
 
 
+@pytest.mark.needs_compiler
 def test_disk_full(install, tmp_path):
     assert_refused(install(MIN_FREE_GB="99999999"), "99999999 GB are needed", "VENV=/path/with/room")
     assert not (tmp_path / ".venv").exists()
@@ -124,6 +125,7 @@ def test_help_names_every_variable(install):
     assert "set -E" not in printed
 
 
+@pytest.mark.needs_compiler
 def test_a_folder_of_someone_else_is_left_alone(install, tmp_path):
     mine = tmp_path / ".venv" / "mine.txt"
     mine.parent.mkdir()
@@ -132,6 +134,7 @@ def test_a_folder_of_someone_else_is_left_alone(install, tmp_path):
     assert mine.read_text() == "precious"
 
 
+@pytest.mark.needs_compiler
 def test_no_network_and_the_half_made_folder(install, tmp_path):
     """pip finds nothing; what it leaves is what it found: no installation, but a folder to begin anew."""
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}

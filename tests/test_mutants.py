@@ -1,4 +1,4 @@
-"""The catalogue of breaks fits the sources and the tests as they are; that each is noticed, `evidence` shows."""
+"""The catalogue of breaks fits the sources and the tests; the `evidence` tier shows that tests notice each break."""
 
 import ast
 import re

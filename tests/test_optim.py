@@ -30,8 +30,7 @@ from largebatch.optim import (
 )
 
 SHAPES = ((7, 5), (11,), (3, 2, 2), (1,), (12, 1), (), (700, 500))  # the last is longer than a chunk
-needs_compiler = pytest.mark.skipif(not lamb.can_compile("cpu"), reason="no C++ compiler")
-COMPILE = pytest.param("compile", marks=needs_compiler)
+COMPILE = pytest.param("compile", marks=pytest.mark.needs_compiler)
 
 
 def make_params(dtype=torch.float64, shapes=SHAPES, seed=0):
@@ -168,7 +167,7 @@ def scheduled_run(impl):
     return params, torch.stack([optimizer.trust_ratios[p] for p in params])
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 100])
 def test_compiled_gives_the_plain_numbers_and_the_same_bits_at_any_number_of_threads(num_threads, threads):
     torch.set_num_threads(1)
@@ -202,7 +201,7 @@ def start(tmp_path, count: int, **environment: str) -> list[str]:
     return [process.communicate(timeout=120)[0] for process in processes]
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 def test_processes_that_start_together_compile_once_and_later_ones_never(tmp_path):
     calls, compiler = tmp_path / "calls", tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\necho >> {calls}\nexec {os.environ.get("CXX", "g++")} "$@"\n')
@@ -213,7 +212,7 @@ def test_processes_that_start_together_compile_once_and_later_ones_never(tmp_pat
     assert calls.read_text() == "\n" and len(set(together)) == 1
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 def test_what_was_compiled_of_another_source_is_not_taken(tmp_path, monkeypatch):
     """And a library has its name when it is complete: it is the very file that the compiler wrote elsewhere."""
     source, compiler, inode = (tmp_path / name for name in ("answer.cpp", "compiler", "inode"))
@@ -228,7 +227,7 @@ def test_what_was_compiled_of_another_source_is_not_taken(tmp_path, monkeypatch)
         assert library.stat().st_ino == int(inode.read_text())
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
     (tmp_path / "file").touch()
     assert start(tmp_path, 1, XDG_CACHE_HOME=str(tmp_path / "file"))[0].startswith("True [0.99")

@@ -1,4 +1,4 @@
-"""The warm Python of tests is what `python` is: arguments, environment, descriptors, signals, its end, no leftovers."""
+"""The warm Python behaves as `python`: arguments, environment, descriptors, signals, its end, no leftovers."""
 
 import os
 import selectors

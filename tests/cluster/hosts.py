@@ -138,7 +138,7 @@ class Hosts:
             self._write_files()
             self.outer["switch"] = self._namespace("--net", "sleep", "infinity")
             switch = f"/proc/{self.outer['switch'].pid}/ns/net"
-            wait_for(lambda: os.readlink(switch) != os.readlink("/proc/self/ns/net"), "the switch", 10)
+            wait_for(lambda: os.readlink(switch) != os.readlink("/proc/self/ns/net"), "the switch", 30)
             self._on_switch("ip", "link", "add", "br0", "type", "bridge")
             self._on_switch("ip", "link", "set", "br0", "up")
             for name in self.names:
@@ -161,12 +161,14 @@ class Hosts:
         """Start a command on a host, in the root of the repository, with our environment and these variables."""
         self.num_jobs += 1
         file = self.folder / f"job{self.num_jobs}.out"
+        ours = {name: value for name, value in os.environ.items() if not name.endswith("_backing_directory")}
         enter = ["nsenter", "-t", str(self.init[host]), "--net", "--uts", "--ipc", "--pid", "--mount"]
         there = ["sh", "-c", f'cd {shlex.quote(str(ROOT))} && exec "$@"', "sh"]
         with open(file, "wb") as output:
             process = subprocess.Popen(
                 [*DIE_WITH_US, *enter, *there, *command],
-                env=os.environ | {"PATH": PATH, "TMPDIR": str(self.folder / "tmp")} | (environment or {}),
+                # each host has a /dev/shm of its own, in which the folder of this session is not
+                env=ours | {"PATH": PATH, "TMPDIR": str(self.folder / "tmp")} | (environment or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -242,7 +244,7 @@ class Hosts:
         self.harmed.add(host)
         os.kill(self.init[host], signal.SIGKILL)
         self.outer[host].wait(10)
-        wait_for(lambda: not self._port_exists(host), f"the cable of {host} is gone", 10)
+        wait_for(lambda: not self._port_exists(host), f"the cable of {host} is gone", 30)
 
     def mend(self) -> None:
         """Kill what is left of earlier commands, boot killed hosts, put cables in, take limits away."""
@@ -269,7 +271,7 @@ class Hosts:
         wait = f"until ip addr show dev eth0 2>/dev/null | grep -q 10.77.0.{number}/; do sleep 0.05; done"
         self.outer[name] = self._namespace(*namespaces, "sh", "-c", f"{wait}; exec sh {script}")
         children = Path(f"/proc/{self.outer[name].pid}/task/{self.outer[name].pid}/children")
-        wait_for(lambda: children.read_text().split(), f"the first process of {name}", 10)
+        wait_for(lambda: children.read_text().split(), f"the first process of {name}", 30)
         self.init[name] = int(children.read_text().split()[0])
         self.residents.add(self.init[name])
         port = self._port(name)
@@ -301,7 +303,7 @@ class Hosts:
             else:
                 process.kill()
             process.wait(10)
-        wait_for(lambda: not any(map(self.processes, self.init)), "the processes of the hosts are gone", 10)
+        wait_for(lambda: not any(map(self.processes, self.init)), "the processes of the hosts are gone", 30)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # -- parts -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Each rank writes what Horovod says of its place into a file of its number: `python -m tests.cluster.place FOLDER`."""
+"""Each rank writes its place, as Horovod gives it, into a file: `python -m tests.cluster.place FOLDER`."""
 
 import socket
 import sys

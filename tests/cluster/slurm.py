@@ -72,8 +72,11 @@ class Slurm:
         # proctrack/linuxproc needs no control groups, but slurmd looks for them all the same
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
-    def ready(self, timeout_s: float = 30) -> None:
-        """Start the daemons that do not run, cancel every job, and wait until all nodes are idle."""
+    def ready(self, timeout_s: float = 120) -> None:
+        """Start the daemons that do not run, cancel every job, and wait until all nodes are idle.
+
+        Slurm may look only once a minute for a job whose processes were killed.
+        """
         munge = self.folder / "munge"
         key = self.folder / "munge.key"
         if not key.exists():
@@ -83,7 +86,7 @@ class Slurm:
         options = [f"--{name}={file}" for name, file in files.items()]
         socket = f"--socket={self.folder}/munge.socket"
         self._daemon("munged", "h1", ["munged", "--foreground", "--force", socket, *options])
-        wait_for((self.folder / "munge.socket").exists, "munged", 10)
+        wait_for((self.folder / "munge.socket").exists, "munged", 30)
         self._daemon("slurmctld", "h1", ["slurmctld", "-D"])
         for name in self.hosts.names:
             self._daemon(f"slurmd {name}", name, ["slurmd", "-D", "-N", name])

@@ -1,4 +1,4 @@
-"""The doctor's look at several hosts, on real ones with one fault each: it names the host, or the two hosts.
+"""The doctor examines several real hosts with one fault each, and names the host or the pair of hosts.
 
 Every run is the command that a user gives, on h1. Each fault is one that other programs meet as a hang.
 """

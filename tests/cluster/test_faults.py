@@ -1,4 +1,4 @@
-"""A rank, a host or a cable is lost: the job ends on all hosts, with an exit code other than 0, within seconds.
+"""If a rank, a host or a cable is lost, the job ends on all hosts within seconds, with an exit code other than 0.
 
 Nothing is asked for on the command line: the limits that make it so are what mpi_scripts/install.sh writes.
 """

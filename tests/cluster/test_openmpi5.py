@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from hosts import wait_for
 from training import ONE_THREAD, training
 
 VERSION = "5.0.11"
@@ -41,7 +42,7 @@ def test_its_mpirun_reads_the_same_keepalives(mpirun_5, hosts):
     environment = {f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in keepalives.items()}
     command = [mpirun_5, "-np", "2", "-H", "h1:1,h2:1", "sh", "-c", "echo started; exec sleep 1000"]
     job = hosts.start("h1", command, environment=environment)
-    job.wait_for_line("started\nstarted", 60)
+    wait_for(lambda: job.output.count("started") == 2, "both commands", 60)
     hosts.cut("h2")
     _, output = job.wait(30)
     assert "lost communication with a remote daemon" in output, output

@@ -56,7 +56,7 @@ def test_only_the_named_variables_travel(hosts, tmp_path):
     def ranks() -> list[int]:
         return [pid for pid, line in hosts.processes("h2").items() if f"{sys.prefix}/bin/python -m" in line]
 
-    wait_for(ranks, "a rank on h2", 60)
+    wait_for(ranks, "a rank on h2", LIMIT_S)
     words = Path(f"/proc/{ranks()[0]}/environ").read_text().split("\0")
     found = dict(word.split("=", 1) for word in words if "=" in word)
     assert found["CHOSEN"] == "yes" and found["NCCL_SOCKET_IFNAME"] == "=eth0" and found["VENV"] == sys.prefix

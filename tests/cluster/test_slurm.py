@@ -1,4 +1,4 @@
-"""Slurm itself: what the other tests of this folder take for granted."""
+"""Slurm itself works as the other tests of this folder expect."""
 
 from hosts import wait_for
 
@@ -10,7 +10,7 @@ def test_srun_runs_on_every_node(slurm):
 
 def test_a_batch_job_ends_with_its_exit_code(slurm, tmp_path):
     job = slurm.sbatch("-N", "2", f"--output={tmp_path}/out", "--wrap", "srun hostname; exit 3")
-    assert slurm.wait(job, timeout_s=30) == ("FAILED", 3)
+    assert slurm.wait(job, timeout_s=60) == ("FAILED", 3)
     assert sorted((tmp_path / "out").read_text().split()) == ["h1", "h2"]
 
 
@@ -27,9 +27,11 @@ def test_an_urgent_job_preempts_by_signal_and_a_requeued_job_starts_again(slurm,
     job = slurm.sbatch(*options, f"--output={tmp_path}/out", str(script))
     slurm.wait_for_state(job, "RUNNING", timeout_s=60)
     output = tmp_path / "out"  # which may come a moment after that state
-    wait_for(lambda: output.exists() and "started" in output.read_text(), "the job's first line", 10)
+    wait_for(lambda: output.exists() and "started" in output.read_text(), "the job's first line", 60)
     urgent = ["-N", "3", "--exclusive", "-p", "urgent", f"--output={tmp_path}/urgent", "--wrap", "true"]
-    assert slurm.wait(slurm.sbatch(*urgent), timeout_s=60) == ("COMPLETED", 0)
+    assert slurm.wait(slurm.sbatch(*urgent), timeout_s=120) == ("COMPLETED", 0)
+    # Until it is queued again, the first job has ended with the signal's exit code, and may be seen so.
+    wait_for(lambda: "1 started" in output.read_text(), "the job's second start", 120)
     assert slurm.wait(job, timeout_s=60) == ("COMPLETED", 0)
     lines = output.read_text().splitlines()
     said = [line for line in lines if line and not line.startswith("slurmstepd")]  # which may note the requeue there

@@ -43,10 +43,10 @@ def test_a_job_that_lost_a_node_starts_again_on_the_others(slurm, tmp_path):
     )
     arguments = [*TWO_NODES, "--requeue", "--open-mode=append", f"--output={tmp_path}/out", str(script)]
     job = slurm.sbatch(*arguments, environment=ONE_THREAD)
-    assert slurm.wait_for_state(job, "RUNNING", timeout_s=30)["NodeList"] == "h[1-2]"
-    wait_for(lambda: (tmp_path / "out").exists() and "life 0" in (tmp_path / "out").read_text(), "the script", 30)
+    assert slurm.wait_for_state(job, "RUNNING", timeout_s=60)["NodeList"] == "h[1-2]"
+    wait_for(lambda: (tmp_path / "out").exists() and "life 0" in (tmp_path / "out").read_text(), "the script", 60)
     slurm.hosts.kill("h2")
-    slurm.wait_for_state(job, "PENDING", timeout_s=90)
+    # Between its lives the job is NODE_FAIL for a moment, then PENDING for some seconds: a slow answer may miss both.
+    wait_for(lambda: "life 1" in (tmp_path / "out").read_text(), "the second life", 180)
     assert slurm.wait(job, timeout_s=300) == ("COMPLETED", 0), (tmp_path / "out").read_text()
-    assert "life 1" in (tmp_path / "out").read_text()
     assert_trained(tmp_path / "run", second_host="h3")

@@ -1,4 +1,4 @@
-"""The small training run of the tests in this folder: how it is started across hosts, and what it leaves."""
+"""The small training run of the tests in this folder: its start across hosts, and the files that it leaves."""
 
 from pathlib import Path
 

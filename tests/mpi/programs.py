@@ -81,6 +81,25 @@ def waits_for_ever() -> None:
         time.sleep(1000)
 
 
+def holds_shared_memory() -> None:
+    """Hold a segment, a semaphore and a folder, name them with all that is mapped of /dev/shm, and never end."""
+    import multiprocessing
+    import tempfile
+    from multiprocessing.shared_memory import SharedMemory
+
+    with session() as comm:
+        comm.barrier(name="begin")
+        segment = SharedMemory(create=True, size=4096)
+        multiprocessing.set_start_method("spawn")  # after a fork, a semaphore needs no name
+        semaphore = multiprocessing.Semaphore()
+        with open("/proc/self/maps") as maps:
+            mapped = {line.split()[-1] for line in maps if " /dev/shm/" in line and "(deleted)" not in line}
+        mapped.add(f"/dev/shm/sem.{semaphore._semlock.name[1:]}")  # it is mapped under a name that is gone
+        os.write(1, f"held: {' '.join(sorted(mapped))} {tempfile.mkdtemp()}\n".encode())
+        time.sleep(1000)
+        del segment
+
+
 # -- Horovod's settings ----------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""What a launcher's binding leaves to a rank, its threads, and the one warning about it."""
+"""The cores and threads that a launcher's binding leaves to a rank, and the one warning about them."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Real launchers: the same places and the same weights under each, one sentence where a start cannot be."""
+"""Real launchers give the same places and the same weights; an impossible start is refused in one sentence."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Ranks that do not run the same thing stop together, before the first step, and the odd one is named."""
+"""Ranks that run different programs stop together before the first step, and the odd rank is named."""
 
 import os
 import re

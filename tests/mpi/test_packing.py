@@ -1,4 +1,4 @@
-"""Packing under MPI, and training on data with bad records in it: found, left out, and named if they slip through."""
+"""Packing under MPI, and training on data with bad records: they are found, left out, or named if they slip through."""
 
 import os
 import shutil

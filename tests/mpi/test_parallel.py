@@ -1,4 +1,4 @@
-"""Runs whose ranks share a model are the run of ranks that do not, whatever the mesh, and go on in any other."""
+"""Runs whose ranks share a model equal the plain run on every mesh, and resume on any other mesh."""
 
 import re
 from pathlib import Path

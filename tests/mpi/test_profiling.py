@@ -1,4 +1,4 @@
-"""A trace of real training steps: whole, with the phases of a step in it, or none."""
+"""A trace of real training steps is complete, with the phases of a step in it, or it is not written."""
 
 import json
 import signal

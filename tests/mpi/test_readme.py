@@ -1,4 +1,4 @@
-"""Every command of README.md is run as it stands there, but for a folder of its own and a shorter, smaller run.
+"""Every command of README.md is run as it stands there, except for its folder and a shorter, smaller run.
 
 test.sh is what runs these tests; .ci/run calls it.
 """

@@ -125,6 +125,7 @@ def test_every_checkpoint_of_a_run_into_a_table(tmp_path, interrupted, uninterru
     assert "/interrupted/checkpoints/00000003/model.safetensors" in last["weights"]
 
 
+@pytest.mark.needs_compiler
 def test_every_lever_at_once_trains_the_same(tmp_path):
     """Recomputed, compiled and compressed, but for rounding; without dropout, whose draws a compiler changes."""
     levers = ["--model.grad_checkpointing", "true", "--run.compile", "true", "--run.compression", "fp16"]

@@ -1,4 +1,4 @@
-"""Horovod's own settings, from our options, as its timeline shows them."""
+"""Horovod's timeline shows the settings that our options give to Horovod."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Runs that are told to end, under real launchers: after the same step everywhere, to be resumed to the last bit."""
+"""Runs that are told to end stop after the same step on all ranks, and resume to the last bit."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Ranks that wait for one that does not come end the run, under every launcher, and say where they were."""
+"""If a rank does not come, the ranks that wait for it end the run under every launcher, and say where they waited."""
 
 import pytest
 from launch import launch

@@ -1,4 +1,4 @@
-"""A machine without an ssh client, as slim containers are: one host works, another host is refused with the cause."""
+"""Without an ssh client, as in slim containers, one host works; another host is refused with the cause."""
 
 import os
 import sys

@@ -21,6 +21,8 @@ BOUND = {torch.float64: 1e-12, torch.float32: 1e-5}  # of ||difference|| / ||gra
 DROPOUT = {"proj_drop_rate": 0.3, "drop_path_rate": 0.3}
 PASSES = 2
 
+pytestmark = pytest.mark.needs_compiler
+
 
 @pytest.fixture(autouse=True)
 def forget_graphs():
