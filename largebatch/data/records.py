@@ -37,16 +37,11 @@ def frame(payload: bytes) -> bytes:
     return b"".join((head, crcs[0], payload, crcs[1]))
 
 
-def read_records(path: str) -> Iterator[tuple[int, bytes]]:
-    """Offset in the file and bytes of each payload; both CRCs are checked. Errors name file and record."""
-    for number, (start, payload, intact) in enumerate(scan_records(path)):
-        if not intact:
-            raise ValueError(f"{path}: record {number} (at byte {start - 12}) {WRONG_CRC}.")
-        yield start, payload
-
-
 def scan_records(path: str) -> Iterator[tuple[int, bytes, bool]]:
-    """Offset and bytes of each payload, and whether its CRC is right. ValueError where the next record is lost."""
+    """Yield the offset and the bytes of each payload, and True if its CRC is right.
+
+    Raises ValueError, naming file and record, if the place of the next record is not known.
+    """
     with open(path, "rb") as file:
         size, number = os.fstat(file.fileno()).st_size, 0
         while head := file.read(12):
