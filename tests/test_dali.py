@@ -20,9 +20,9 @@ from PIL import Image
 import zoo  # noqa: F401  # lets torchvision be imported beside any build of torch
 from largebatch.data import dali, order, randaugment, reader, records
 from largebatch.data.dali import EvalLoader, TrainLoader
-from largebatch.data.index import index_images, index_shards
 from largebatch.data.order import Plan
 from largebatch.data.randaugment_ops import fill_colour, with_pillow
+from largebatch.data.scan import index_images, index_shards
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MEAN_BOUND, MAX_BOUND = 0.35, 16.0

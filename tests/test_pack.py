@@ -42,7 +42,7 @@ def encoded(seed, kind="JPEG", mode="RGB"):
 def payloads(folder, split):
     """The features of all records of a packed split."""
     files = sorted(folder.glob(f"{split}-*"))
-    return [records.decode_example(payload) for file in files for _, payload in records.read_records(str(file))]
+    return [records.decode_example(payload) for file in files for _, payload, _ in records.scan_records(str(file))]
 
 
 def contents(folder):

@@ -62,7 +62,7 @@ def tree(tmp_path):
 def features_of(folder, split="train"):
     """The features of all records, in order."""
     files = sorted(folder.glob(f"{split}-*"))
-    return [records.decode_example(payload) for file in files for _, payload in records.read_records(str(file))]
+    return [records.decode_example(payload) for file in files for _, payload, _ in records.scan_records(str(file))]
 
 
 def maps_of(folder):
@@ -169,7 +169,7 @@ def test_sources_that_cannot_be_labelled(tmp_path, shards, tree):
     with pytest.raises(SystemExit, match="There is no folder .*nowhere"):
         add(shards, tmp_path / "out", "--labels", tmp_path / "nowhere")
     for file in shards.glob("train-*"):  # records without names
-        payloads = [records.decode_example(payload) for _, payload in records.read_records(str(file))]
+        payloads = [records.decode_example(payload) for _, payload, _ in records.scan_records(str(file))]
         [features.pop(records.FILENAME) for features in payloads]
         records.write_records(file, [records.encode_example(features) for features in payloads])
     with pytest.raises(SystemExit, match="record 0 .*has no image/filename"):

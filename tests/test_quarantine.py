@@ -40,7 +40,7 @@ def shards(tmp_path):
 def rewrite(path, changes, *, crc=True):
     """Change records of a shard: number -> function of the payload; without a new CRC if not `crc`."""
     whole = b""
-    for number, (_, payload) in enumerate(records.read_records(str(path))):
+    for number, (_, payload, _) in enumerate(records.scan_records(str(path))):
         frame = records.frame(payload)
         if number in changes:
             changed = changes[number](payload)

@@ -13,9 +13,10 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from PIL import Image
 
-from largebatch.data import quarantine, records
-from largebatch.data.index import Index, index_images, index_shards, label_base
+from largebatch.data import index_file, quarantine, records
+from largebatch.data.index import Index, label_base
 from largebatch.data.records import IMAGE, LABEL
+from largebatch.data.scan import index_images, index_shards
 
 
 def jpeg(width, height, *, value=128, orientation=1):
@@ -110,9 +111,8 @@ def test_file_equals_tensorboards(tmp_path):
         writer.flush()
     records.write_records(tmp_path / "ours", payloads)
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    read = list(records.read_records(str(tmp_path / "ours")))
-    assert [payload for _, payload in read] == payloads
-    assert [start for start, _ in read] == [12, 28, 45]
+    read = list(records.scan_records(str(tmp_path / "ours")))
+    assert read == [(start, payload, True) for start, payload in zip((12, 28, 45), payloads)]
 
 
 def test_example_equals_protobufs(example_class):
@@ -157,12 +157,15 @@ def test_random_bytes_are_refused_politely():
 def test_flipped_bit_names_file_and_record(tmp_path, place, message):
     path = tmp_path / "train-00000-of-00001"
     make_shard(path, [1, 2, 3])
-    starts = [start - 12 for start, _ in records.read_records(str(path))]
+    starts = [start - 12 for start, _, _ in records.scan_records(str(path))]
     data = bytearray(path.read_bytes())
     data[starts[1] + place] ^= 4
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=f"{path}: record 1 .at byte {starts[1]}. has a {message}"):
-        list(records.read_records(str(path)))
+    if message == "wrong CRC":
+        assert [intact for _, _, intact in records.scan_records(str(path))] == [True, False, True]
+    else:
+        with pytest.raises(ValueError, match=f"{path}: record 1 .at byte {starts[1]}. has a {message}"):
+            list(records.scan_records(str(path)))
     at = starts[1] + (12 if message == "wrong CRC" else 0)  # the payload, or the record
     with pytest.raises(ValueError, match=f"{path}.* record 1 .at byte {at}. has a {message}"):
         opened(path)
@@ -175,7 +178,7 @@ def test_every_truncation_is_noticed(tmp_path):
     for length in range(20, len(whole)):  # the first record is 19 bytes
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match="shard: record 1 .at byte 19. is cut off"):
-            list(records.read_records(str(path)))
+            list(records.scan_records(str(path)))
 
 
 def test_failed_write_leaves_nothing(tmp_path):
@@ -194,7 +197,7 @@ def test_dali_reads_our_files(tmp_path):
 
     path, idx = str(tmp_path / "shard"), str(tmp_path / "idx")
     images = make_shard(path, [1, 500, 1000])
-    lines = [f"{start - 12} {len(payload) + 16}" for start, payload in records.read_records(path)]
+    lines = [f"{start - 12} {len(payload) + 16}" for start, payload, _ in records.scan_records(path)]
     with open(idx, "w") as file:
         file.write("\n".join(lines) + "\n")
     features = {
@@ -321,21 +324,21 @@ def saved(tmp_path):
     for file in files:
         make_shard(file, [1, 2, 3])
     index = index_shards(files)
-    index.save(tmp_path / "index.npz")
+    index_file.save(index, tmp_path / "index.npz")
     return index, tmp_path / "index.npz"
 
 
 def test_save_and_load(saved, tmp_path):
     index, path = saved
-    loaded = Index.load(path)
+    loaded = index_file.load(path)
     for field in dataclasses.fields(Index):
         ours, theirs = getattr(index, field.name), getattr(loaded, field.name)
         assert type(ours) is type(theirs) and np.array_equal(ours, theirs), field.name
         assert not isinstance(ours, np.ndarray) or ours.dtype == theirs.dtype
-    loaded.verify()
+    assert index_file.why_stale(loaded, loaded.files) == ""
     named = dataclasses.replace(index, class_names=("cat", "ü"))
-    named.save(path)
-    assert Index.load(path).class_names == ("cat", "ü")
+    index_file.save(named, path)
+    assert index_file.load(path).class_names == ("cat", "ü")
     assert sorted(os.listdir(tmp_path)) == ["data", "index.npz"]
 
 
@@ -345,7 +348,7 @@ def test_truncated_index_is_an_error_naming_it(saved):
     for length in [0, 1, 100, len(whole) // 2, len(whole) - 1]:
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match=f"The index {path} is damaged .*delete it"):
-            Index.load(path)
+            index_file.load(path)
 
 
 @pytest.mark.parametrize(
@@ -360,22 +363,21 @@ def test_truncated_index_is_an_error_naming_it(saved):
 def test_inconsistent_index_is_damaged(saved, change, message):
     index, path = saved
     arrays = {name: getattr(index, name)[part] for name, part in change.items()}
-    dataclasses.replace(index, **arrays).save(path)
+    index_file.save(dataclasses.replace(index, **arrays), path)
     with pytest.raises(ValueError, match=message):
-        Index.load(path)
-    dataclasses.replace(index, length=index.length + 10**6).save(path)
+        index_file.load(path)
+    index_file.save(dataclasses.replace(index, length=index.length + 10**6), path)
     with pytest.raises(ValueError, match="outside its file"):
-        Index.load(path)
+        index_file.load(path)
 
 
 def test_changed_files_are_noticed(saved):
     index, _ = saved
-    assert index.stale(index.files) == ""
-    assert "there are 1" in index.stale(index.files[:1])
+    assert index_file.why_stale(index, index.files) == ""
+    assert "there are 1" in index_file.why_stale(index, index.files[:1])
     status = os.stat(index.files[1])
     os.utime(index.files[1], ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    with pytest.raises(ValueError, match=f"out of date: {index.files[1]} has changed"):
-        index.verify()
+    assert index_file.why_stale(index, index.files) == f"{index.files[1]} has changed"
     with open(index.files[0], "ab") as file:
         file.write(b"x")
-    assert index.stale(index.files) == f"{index.files[0]} has changed"
+    assert index_file.why_stale(index, index.files) == f"{index.files[0]} has changed"

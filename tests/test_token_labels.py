@@ -22,11 +22,11 @@ from torch._dynamo.utils import counters
 
 from largebatch import augment, build, config, losses
 from largebatch.augment import Augment, Augmented, draw_mix_box, one_hot
-from largebatch.data import label_maps, records, token_labels
+from largebatch.data import index_file, label_maps, records, token_labels
 from largebatch.data.dali import TrainLoader
-from largebatch.data.index import Index, index_shards
 from largebatch.data.order import Draws, Plan
 from largebatch.data.randaugment import AutoAugment
+from largebatch.data.scan import index_shards
 from largebatch.data.token_labels import TokenLabels, place
 from zoo import _torchvision  # noqa: F401  (makes torchvision importable beside a CPU build of torch)
 from zoo.volo import VOLO, Structure
@@ -102,8 +102,8 @@ def test_maps_come_out_of_the_loader_as_they_were(tmp_path):
     rng = np.random.default_rng(0)
     maps = [(scores, ids + 60_000) for scores, ids in (random_map(rng, (3, 5, 7)) for _ in range(24))]
     index = write(tmp_path / "train-a", [jpeg(40 + k, 30) for k in range(24)], maps)
-    index.save(tmp_path / "index.npz")
-    kept = Index.load(tmp_path / "index.npz").without([3, 8])
+    index_file.save(index, tmp_path / "index.npz")
+    kept = index_file.load(tmp_path / "index.npz").without([3, 8])
     kept.check_maps(60_000 + CLASSES)
     with loader(kept.number_labels(num_classes=CLASSES), axes="exact", img_size=16) as batches:
         batch = next(batches)

@@ -1,18 +1,19 @@
-"""The loaders: numbers of samples in, normalised tensors out. DALI decodes, `order` decides.
+"""The loaders for training and evaluation: they take sample numbers and give normalised tensors.
 
-The order, crop window and flip of every sample come from `order`, the place of its bytes from the `Index`. What is done
-to an image is told to a `Stream`, which runs it.
+`order` decides the order, the crop window and the flip of every sample, the `Index` says where its bytes lie, and
+`randaugment` draws its operations. A loader says what is done to an image; a `Stream` runs it, with DALI.
 
-On a GPU, DALI also resizes and normalises. On a CPU its resize takes twice as long as its decoder, and six times
-as long as torch's kernel for bytes, which is closer to PIL too. There DALI only decodes, and `num_threads`
-threads of ours finish the images. RandAugment's operations, which `randaugment` draws, are
-theirs too, with Pillow; on a GPU they are torch's, on batches of bytes that DALI leaves to be normalised after them.
+On a GPU, DALI decodes, resizes and normalises; RandAugment's operations run in torch on batches of bytes, and are
+normalised after them. On a CPU, DALI only decodes, and `num_threads` threads of ours do the rest, RandAugment with
+Pillow. DALI's resize on a CPU takes twice as long as its decoder, and six times as long as torch's kernel for bytes,
+which is also closer to PIL.
 """
 
 import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,19 +33,44 @@ INTERPOLATIONS = {
     "bicubic": types.DALIInterpType.INTERP_CUBIC,
     "lanczos": types.DALIInterpType.INTERP_LANCZOS3,
 }
-FILTERS = {kind.value: name for name, kind in INTERPOLATIONS.items()}
+FILTERS = {kind.value: name for name, kind in INTERPOLATIONS.items()}  # by DALI's number
+
+
+@dataclass(frozen=True, eq=False)
+class Crops:
+    """The arrays of a training batch, one row per sample."""
+
+    corners: np.ndarray
+    """(n, 2) int32: x and y of the window in the stored image"""
+    sizes: np.ndarray
+    """(n, 2) int32: width and height of the window"""
+    filters: np.ndarray
+    """(n,) int32: DALI's number of the resizing filter"""
+    flips: np.ndarray
+    """(n,) int32: 1 if the window is mirrored"""
+    operations: Operations
+
+
+@dataclass(frozen=True, eq=False)
+class CentreCrops:
+    """The arrays of an evaluation batch, one row per sample."""
+
+    sizes: np.ndarray
+    """(n, 2) float32: height and width to resize the image to"""
+    corners: np.ndarray
+    """(n, 2) int32: x and y of the square in the resized image"""
 
 
 class TrainLoader(Iterator[Batch]):
     """The micro-batches of shard `shard` of `num_shards`, from step `start_step` to the end of the plan.
 
-    Order: that of `plan.micro_batches(step, shard, num_shards)`, step by step. Each image is cut to its
-    random window while it is decoded, resized to `img_size` square with antialiasing, maybe flipped, put through
-    what it draws from `policy`, then normalised with `mean` and `std` (of RGB in [0, 1]). `scale`, `ratio`, `hflip`
-    are those of a random resized crop; with `padding`, a window of the image's own size is moved by up to so many
-    pixels instead. `interpolation` may be random: bilinear or bicubic, drawn for each sample. `num_threads`
-    decode, and on a CPU as many more resize. `preadv` reads, as os.preadv does.
-    With `token_label_axes` (see `token_labels.place`) label maps are read, too, which all images must have.
+    Batches come step by step, in the order of `plan.micro_batches(step, shard, num_shards)`. Each image is cut to its
+    random window while it is decoded, resized to `img_size` square with antialiasing, flipped at random, augmented as
+    `policy` draws, and normalised with `mean` and `std` (of RGB in [0, 1]). `scale`, `ratio` and `hflip` are those of a
+    random resized crop. With `padding`, a window of the image's own size is moved by up to that many pixels instead.
+    `interpolation` may be "random": bilinear or bicubic, drawn for each sample. `num_threads` threads decode, and on a
+    CPU as many more resize. `preadv` reads, as os.preadv does. With `token_label_axes` (see `token_labels.place`) the
+    label maps are read, too; then every image must have one.
     """
 
     def __init__(
@@ -86,7 +112,7 @@ class TrainLoader(Iterator[Batch]):
             index,
             (job for step in steps for job in plan.micro_batches(step, shard, num_shards)),
             self,
-            num_arguments=4 if not self._on_cpu else 2 if padding is None else 0,
+            graph_inputs=_train_inputs(on_cpu=self._on_cpu, padded=padding is not None),
             finishes=self._on_cpu,
             img_size=img_size,
             max_batch_size=plan.micro_batch_size,
@@ -96,25 +122,28 @@ class TrainLoader(Iterator[Batch]):
             with_maps=token_label_axes is not None,
         )
 
-    def encode(self, job: MicroBatch) -> Encoded:
-        """Corners, sizes, filters and flips, RandAugment's operations, and where the label maps go."""
+    def encode(self, job: MicroBatch) -> Encoded[Crops]:
+        """Draw windows, filters, flips, operations and the placement of label maps; reserve memory for the bytes."""
         seed, (epochs, samples) = self._plan.seed, self._plan.samples(job.start, job.stop)
         shape = {"width": self._index.width[samples], "height": self._index.height[samples]}
         draws = self._crops(seed, epochs, samples, **shape)
         operations = randaugment.draw(self._policy, seed, epochs, samples)
-        corners = np.stack([draws.x, draws.y], axis=-1)
-        sizes = np.stack([draws.width, draws.height], axis=-1)
-        filters, flips = self._filters_of(seed, epochs, samples), draws.flip.astype(np.int32)
-        arguments = (corners, sizes, filters, flips, operations.codes, operations.arguments, operations.affine)
+        crops = Crops(
+            corners=np.stack([draws.x, draws.y], axis=-1),
+            sizes=np.stack([draws.width, draws.height], axis=-1),
+            filters=self._filters_of(seed, epochs, samples),
+            flips=draws.flip.astype(np.int32),
+            operations=operations,
+        )
         room = reader.room(self._index, samples, self._memory, with_maps=self._axes is not None)
         if self._axes is None:
-            return Encoded(job, samples, room, arguments)
+            return Encoded(job, samples, room, crops)
         warp = token_labels.warps(operations.affine) if self._policy else None
         placement = token_labels.place(draws, **shape, axes=self._axes, warp=warp)
-        return Encoded(job, samples, room, arguments, placement, warp)
+        return Encoded(job, samples, room, crops, placement, warp)
 
     def decode(self, jpegs: Any, corners: Any = None, sizes: Any = None, filters: Any = None, flips: Any = None) -> Any:
-        """The window; on a GPU resized, flipped and, unless operations come in between, normalised."""
+        """Decode the window. On a GPU, also resize, flip and, unless operations come first, normalise it."""
         padded = self._padding is not None
         images = _decode(jpegs, self._device) if padded else _window(jpegs, corners, sizes, self._device)
         if self._on_cpu:
@@ -125,35 +154,34 @@ class TrainLoader(Iterator[Batch]):
         images = fn.resize(images, size=self._size, interp_type=by_sample, antialias=True)
         return _bytes(images, mirror=flips) if self._policy else self._normalise(images, mirror=flips)
 
-    def finish(
-        self, image: np.ndarray, out: np.ndarray, corner: Any, size: Any, number: int, flip: int, *drawn: np.ndarray
-    ) -> None:
-        """The same on a CPU, RandAugment included."""
+    def finish(self, image: np.ndarray, out: np.ndarray, arrays: Crops, k: int) -> None:
+        """Cut, resize, flip, augment and normalise one image on a CPU."""
         if self._padding is not None:
-            image = pixels.window(image, *corner.tolist(), *size.tolist())
-        resized = pixels.resize(image, self._size, FILTERS[number])
+            image = pixels.window(image, *arrays.corners[k].tolist(), *arrays.sizes[k].tolist())
+        resized, flip = pixels.resize(image, self._size, FILTERS[arrays.filters[k]]), arrays.flips[k]
+        drawn = arrays.operations.codes[k], arrays.operations.arguments[k], arrays.operations.affine[k]
         self._to_floats(with_pillow(resized[:, ::-1] if flip else resized, self._fill, *drawn), out)
 
-    def augment(self, images: torch.Tensor, batch: Encoded) -> torch.Tensor:
-        """RandAugment on a GPU, and what was put off for it."""
+    def augment(self, images: torch.Tensor, batch: Encoded[Crops]) -> torch.Tensor:
+        """Apply the policy on a GPU, then normalise, which the graph has left to us in this case."""
         if not self._policy:
             return images
-        return self._to_floats.batch(with_torch(images, self._fill, Operations(*batch.arguments[-3:])))
+        return self._to_floats.batch(with_torch(images, self._fill, batch.arrays.operations))
 
     def __next__(self) -> Batch:
         return next(self._stream)
 
     def close(self) -> None:
-        """Ends the threads and frees the pipeline; safe to call twice."""
+        """End the threads and free the pipeline; safe to call twice."""
         self._stream.close()
 
 
 class EvalLoader:
-    """Every sample once over all shards, in the order of the index; may be iterated again and again.
+    """Every sample once over all shards, in the order of the index. It can be iterated several times.
 
-    Shard r of R takes the batches r, r + R, ... of `batch_size` consecutive samples; their numbers are in
-    `Batch.number`, and `Batch.step` is 0. The geometry is that of timm's evaluation transform
-    (`order.centre_geometry`). `len(loader)` is the number of batches of this shard; shards may differ by one.
+    Shard r of R takes the batches r, r + R, ... of `batch_size` consecutive samples. `Batch.number` is the number of
+    the batch, and `Batch.step` is 0. Images are cut as by timm's evaluation transform (`order.centre_geometry`).
+    `len(loader)` is the number of batches of this shard; it may differ by one between shards.
     """
 
     def __init__(
@@ -179,30 +207,31 @@ class EvalLoader:
         self._normalise, self._resize = functools.partial(_normalise, mean=mean, std=std), _resize(interpolation)
         self._max_batch_size, self._num_threads = plan.micro_batch_size, num_threads
 
-    def encode(self, job: MicroBatch) -> Encoded:
-        """Sizes and corners."""
+    def encode(self, job: MicroBatch) -> Encoded[CentreCrops]:
+        """Compute the centre crops; reserve memory for the bytes."""
         samples = np.arange(job.start, job.stop, dtype=np.int64)
         width, height = self._index.width[samples], self._index.height[samples]
         sizes, corners = order.centre_geometry(width, height, img_size=self._img_size, crop_pct=self._crop_pct)
-        arguments = (sizes.astype(np.float32), corners.astype(np.int32))
-        return Encoded(job, samples, reader.room(self._index, samples, self._memory), arguments)
+        crops = CentreCrops(sizes.astype(np.float32), corners.astype(np.int32))
+        return Encoded(job, samples, reader.room(self._index, samples, self._memory), crops)
 
     def decode(self, jpegs: Any, sizes: Any = None, corners: Any = None) -> Any:
-        """The image; on a GPU resized, cut and normalised."""
+        """Decode the image. On a GPU, also resize, cut and normalise it."""
         images = _decode(jpegs, self._device)
         if self._on_cpu:
             return images
         images = fn.resize(images, size=sizes, **self._resize)
         return self._normalise(_slice(images, corners, (self._img_size, self._img_size)))
 
-    def finish(self, image: np.ndarray, out: np.ndarray, size: np.ndarray, corner: np.ndarray) -> None:
-        """The same on a CPU."""
-        resized = pixels.resize(image, (int(size[0]), int(size[1])), self._interpolation)
-        x, y = corner.tolist()
+    def finish(self, image: np.ndarray, out: np.ndarray, arrays: CentreCrops, k: int) -> None:
+        """Resize, cut and normalise one image on a CPU."""
+        height, width = arrays.sizes[k]
+        resized = pixels.resize(image, (int(height), int(width)), self._interpolation)
+        x, y = arrays.corners[k].tolist()
         self._to_floats(pixels.window(resized, x, y, self._img_size, self._img_size), out)
 
-    def augment(self, images: torch.Tensor, batch: Encoded) -> torch.Tensor:
-        """Nothing."""
+    def augment(self, images: torch.Tensor, batch: Encoded[CentreCrops]) -> torch.Tensor:
+        """Return the images unchanged: evaluation augments nothing."""
         return images
 
     def __len__(self) -> int:
@@ -215,7 +244,7 @@ class EvalLoader:
             self._index,
             iter(self._jobs),
             self,
-            num_arguments=0 if self._on_cpu else 2,
+            graph_inputs=() if self._on_cpu else ("sizes", "corners"),
             finishes=self._on_cpu,
             img_size=self._img_size,
             max_batch_size=self._max_batch_size,
@@ -223,16 +252,23 @@ class EvalLoader:
             num_threads=self._num_threads,
             preadv=os.preadv,
         )
-        with contextlib.closing(stream):  # also when the consumer stops early
+        with contextlib.closing(stream):  # also if the consumer stops early
             yield from stream
 
 
-# -- the graph -----------------------------------------------------------------------------------------------
+# -- the graph --------------------------------------------------------------------------------------------------------
 
 
 def _finishes_on_cpu(device: torch.device) -> bool:
-    """Whether threads of ours make the images out of what DALI has decoded (`pixels`), or the graph does."""
+    """Tell whether threads of ours finish the images (with `pixels`); otherwise DALI's graph does."""
     return device.type == "cpu"
+
+
+def _train_inputs(*, on_cpu: bool, padded: bool) -> tuple[str, ...]:
+    """The names of the `Crops` that the graph takes. On a CPU it needs at most the window, to decode only that."""
+    if not on_cpu:
+        return "corners", "sizes", "filters", "flips"
+    return () if padded else ("corners", "sizes")
 
 
 def _decode(jpegs: Any, device: torch.device) -> Any:
@@ -240,29 +276,29 @@ def _decode(jpegs: Any, device: torch.device) -> Any:
 
 
 def _window(jpegs: Any, corners: Any, sizes: Any, device: torch.device) -> Any:
-    """The window of an image that it is decoded for; inside of it."""
+    """Decode only a window, which must lie inside the image."""
     in_pixels: dict[str, Any] = {"normalized_anchor": False, "normalized_shape": False}
     return fn.decoders.image_slice(jpegs, corners, sizes, axis_names="WH", **in_pixels, **_decoder(device))
 
 
 def _decoder(device: torch.device) -> dict[str, Any]:
-    # An EXIF orientation is ignored, as timm does, and as the sizes in the index assume.
+    # An EXIF orientation is ignored, as in timm; the sizes in the index assume that, too.
     return {
         "device": "mixed" if device.type == "cuda" else "cpu",
         "output_type": types.DALIImageType.RGB,
         "adjust_orientation": False,
-        "jpeg_fancy_upsampling": True,  # as libjpeg does by default, so as PIL
+        "jpeg_fancy_upsampling": True,  # the default of libjpeg, and so of PIL
     }
 
 
 def _slice(images: Any, corners: Any, sizes: Any) -> Any:
-    """A window that may reach out of the image, where it is black."""
+    """Cut a window that may reach out of the image; it is black there."""
     outside: dict[str, Any] = {"out_of_bounds_policy": "pad", "fill_values": 0}
     return fn.slice(images, start=corners, shape=sizes, axis_names="WH", **outside)
 
 
 def _filters(interpolation: str) -> Callable[[int, np.ndarray, np.ndarray], np.ndarray]:
-    """What gives DALI's number of the filter of each (seed, epoch, sample)."""
+    """Return a function of seed, epochs and samples that gives DALI's number of each sample's filter."""
     if interpolation == "random":
         either = np.array([INTERPOLATIONS[name].value for name in ("bilinear", "bicubic")], dtype=np.int32)
         return lambda *place: either[order.draw_bicubic(*place).astype(np.int32)]

@@ -1,11 +1,11 @@
-"""Label maps in records: a teacher's highest scores, and their classes, in each cell of a grid over an image.
+"""Label maps in records: a teacher's highest scores and their classes, in each cell of a grid over an image.
 
-The map is one more feature beside the image, so that both are read at once and one CRC covers both:
+The map is one more feature of the record, beside the image, so that both are read at once and one CRC covers both:
 
     token_labels/map     float16 scores (k, h, w), then uint16 classes (k, h, w), little-endian
     token_labels/shape   k, h, w
 
-Scores are raw logits, the highest first. What a map means for a training image is in `token_labels`.
+Scores are raw logits, the highest first. `token_labels` turns a map into targets for a training image.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ import numpy as np
 from largebatch.data.records import Values, bytes_spans, feature_spans, int64_values
 
 MAP, SHAPE = "token_labels/map", "token_labels/shape"
-MOST_CLASSES = 2**16  # that uint16 numbers
+MOST_CLASSES = 2**16  # a class is stored as uint16
 
 
 def encode_map(scores: np.ndarray, ids: np.ndarray) -> Mapping[str, Values]:
-    """The features of a map: scores and classes (k, h, w). ValueError if they are not finite or not classes."""
+    """Return the features of a map with these scores and classes (k, h, w).
+
+    Raises ValueError if a score is not finite in half precision or a class is out of range.
+    """
     assert scores.shape == ids.shape and scores.ndim == 3, (scores.shape, ids.shape)
     halves = scores.astype("<f2")
     if not np.isfinite(halves).all():
@@ -34,7 +37,7 @@ def encode_map(scores: np.ndarray, ids: np.ndarray) -> Mapping[str, Values]:
 
 
 class Found(NamedTuple):
-    """A map in a record; all zero where there is none."""
+    """The place and shape of a map in a record; all zero if there is none."""
 
     offset: int = 0
     k: int = 0
@@ -45,8 +48,8 @@ class Found(NamedTuple):
 
 
 def find_map(payload: bytes) -> Found:
-    """Where the map lies in a record. One that does not fit its shape is none."""
-    if MAP.encode() not in payload:  # many times faster than reading all fields
+    """Locate the label map in a record; an empty `Found` if there is none or its size does not match its shape."""
+    if MAP.encode() not in payload:  # many times faster than parsing all fields
         return Found()
     try:
         spans = feature_spans(payload)
@@ -61,12 +64,12 @@ def find_map(payload: bytes) -> Found:
 
 
 def map_bytes(shape: Sequence[int]) -> int:
-    """The bytes of a map of shape (k, h, w)."""
+    """Return the size in bytes of a map of shape (k, h, w)."""
     return 4 * math.prod(shape)
 
 
 def decode_maps(encoded: Sequence[np.ndarray], shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Classes int32 and scores float16 (n, k, h, w) of n maps, each uint8, of shape (k, h, w)."""
+    """Return classes int32 and scores float16, both (n, k, h, w), of n maps, each in bytes and of shape (k, h, w)."""
     maps = np.stack(encoded)
     half = maps.shape[1] // 2
     scores, ids = maps[:, :half].copy().view("<f2"), maps[:, half:].copy().view("<u2").astype(np.int32)

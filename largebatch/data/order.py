@@ -1,12 +1,12 @@
-"""Which sample comes when, with which crop, flip and resizing filter: pure functions of (seed, epoch, position).
+"""The order of the samples, and the crop, flip and resizing filter of each: pure functions of (seed, epoch, position).
 
-The order is decided here and not in the image library, so that it is the same for any number of shards, on
-CPU and GPU, and after a resume: the data position of a run is one integer. A run is one endless stream of
-epoch permutations, cut into global batches, which are cut into numbered micro-batches; shard r of R takes the
-numbers r, r + R, r + 2R, ... Another R changes who computes what, never what is computed.
+The order is decided here and not in the image library, so that it is the same for any number of shards, on CPU and
+GPU, and after a resume: the data position of a run is one integer. A run is one endless stream of epoch permutations,
+cut into global batches, which are cut into numbered micro-batches. Shard r of R takes the numbers r, r + R, r + 2R, ...
+Another R changes who computes a micro-batch, never its content.
 
-Only the raw words of a counter-based bit generator and integer mixing are used: NumPy keeps the former fixed,
-while the methods of its Generator may change between versions.
+Only the raw words of a counter-based bit generator and integer mixing are used. NumPy guarantees the raw words, while
+the methods of its Generator may change between versions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 ATTEMPTS = 10  # tries of a random resized crop before the centre crop, as torchvision and timm do
 _FLIP = 4 * ATTEMPTS  # the draws of attempt a are numbered 4a .. 4a + 3
-_INTERPOLATION = _FLIP + 1  # numbers from 64 up are those of randaugment
+_INTERPOLATION = _FLIP + 1  # numbers from 64 up belong to randaugment
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run cuts the endless stream of epoch permutations.
+    """The plan of a run: how it cuts the endless stream of epoch permutations into batches.
 
-    `num_images` is the length of the whole run; only its last global batch may be short. With
-    `shuffle_window` W > 0 the files (`shard_sizes` samples each, numbered in this order) are permuted and
-    samples are mixed only inside W consecutive files, which keeps reads sequential on slow storage; 0 mixes
-    all samples of an epoch.
+    `num_images` is the length of the whole run; only its last global batch may be short. With `shuffle_window` W > 0
+    the files (with `shard_sizes` samples, numbered in this order) are permuted, and samples are mixed only inside W
+    consecutive files, which keeps reads sequential on slow storage. 0 mixes all samples of an epoch.
     """
 
     num_samples: int
@@ -74,12 +73,12 @@ class Plan:
         return math.ceil(self.num_images / self.global_batch_size)
 
     def window_images(self, step: int) -> int:
-        """Images in this step: the global batch, or what is left of the run; 0 after its end."""
+        """Return the images in this step: the global batch, or the rest of the run; 0 after its end."""
         left = self.num_images - step * self.global_batch_size
         return max(0, min(self.global_batch_size, left))
 
     def micro_batches(self, step: int, shard: int, num_shards: int) -> list[MicroBatch]:
-        """The micro-batches of `step` for shard `shard` of `num_shards`, maybe none in a short window."""
+        """Return the micro-batches of `step` for shard `shard` of `num_shards`; there may be none in a short step."""
         assert step >= 0 and 0 <= shard < num_shards, (step, shard, num_shards)
         start = step * self.global_batch_size
         stop = start + self.window_images(step)
@@ -88,7 +87,7 @@ class Plan:
         return [MicroBatch(step, k, cuts[k], cuts[k + 1]) for k in range(shard, count, num_shards)]
 
     def samples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Epochs and sample numbers (int64) at the stream positions [start, stop); may straddle epochs."""
+        """Return epochs and sample numbers (int64) at the stream positions [start, stop), which may span epochs."""
         epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.num_samples)
         samples = np.empty_like(places)
         for epoch in np.unique(epochs):
@@ -102,9 +101,9 @@ class Plan:
         return _epoch_order(self.seed, epoch, self.num_samples)
 
 
-@functools.lru_cache(maxsize=4)  # two epochs of a training and two of another plan: 8 bytes per sample each
+@functools.lru_cache(maxsize=4)  # two epochs of the training plan and two of another one; each takes 8 bytes per sample
 def _epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
-    """A permutation of range(num_samples): the ranks of random 64-bit words."""
+    """Return a permutation of range(num_samples): the order that sorts random 64-bit words."""
     words = np.random.Philox(key=[seed, epoch]).random_raw(num_samples)
     order = np.argsort(words, kind="stable")
     order.flags.writeable = False
@@ -113,7 +112,7 @@ def _epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def _windowed_order(seed: int, epoch: int, shard_sizes: tuple[int, ...], window: int) -> np.ndarray:
-    """Files permuted, then samples mixed inside windows of `window` files."""
+    """Permute the files, then mix the samples inside windows of `window` files."""
     sizes = np.asarray(shard_sizes, dtype=np.int64)
     words = np.random.Philox(key=[seed, epoch]).random_raw(len(sizes) + int(sizes.sum()))
     place = np.argsort(np.argsort(words[: len(sizes)], kind="stable"), kind="stable")  # of each file
@@ -124,7 +123,7 @@ def _windowed_order(seed: int, epoch: int, shard_sizes: tuple[int, ...], window:
 
 
 def uniform(seed: int, epochs: np.ndarray, samples: np.ndarray, draw: int) -> np.ndarray:
-    """Draw number `draw` of each (epoch, sample): float64 in [0, 1), one pure function per element."""
+    """Return draw number `draw` of each (epoch, sample): float64 in [0, 1). Elements do not depend on each other."""
     state = _mix(np.full(1, seed, dtype=np.uint64))
     state = _mix(state + np.asarray(epochs).astype(np.uint64))
     state = _mix(state + np.asarray(samples).astype(np.uint64))
@@ -133,7 +132,7 @@ def uniform(seed: int, epochs: np.ndarray, samples: np.ndarray, draw: int) -> np
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64 (Steele, Lea and Flood, 2014); it wraps as uint64 does."""
+    """Apply the output function of SplitMix64 (Steele, Lea and Flood, 2014), modulo 2**64."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -142,9 +141,9 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Per sample: the crop window in pixels of the stored image (int32) and whether to flip it (bool).
+    """Per sample: the crop window in pixels of the stored image (int32), and a flag to flip it (bool).
 
-    The window may reach out of the image, where all is black.
+    The window may reach out of the image; it is black there.
     """
 
     x: np.ndarray
@@ -165,10 +164,10 @@ def draw(
     ratio: tuple[float, float],
     hflip: float,
 ) -> Draws:
-    """Random resized crop and flip of each sample; `width`, `height` are those of its stored image in pixels.
+    """Draw the random resized crop and the flip of each sample. `width` and `height` are those of its stored image.
 
-    The crop follows torchvision's RandomResizedCrop: area uniform in `scale`, aspect ratio log-uniform in
-    `ratio`, up to ten attempts, then the largest centre crop whose ratio is allowed.
+    The crop follows torchvision's RandomResizedCrop: area uniform in `scale`, aspect ratio log-uniform in `ratio`, up
+    to ten attempts, then the largest centre crop with an allowed ratio.
     """
     width, height = np.asarray(width, dtype=np.int64), np.asarray(height, dtype=np.int64)
     attempts = np.arange(ATTEMPTS)[:, None]
@@ -199,7 +198,7 @@ def draw_padded(
     padding: int,
     hflip: float,
 ) -> Draws:
-    """A window of the image's own size, moved by up to `padding` pixels as by torchvision's RandomCrop, and a flip."""
+    """Draw a window of the image's own size, moved as by torchvision's RandomCrop by up to `padding` pixels; a flip."""
     x, y = (
         np.floor(uniform(seed, epochs, samples, number) * (2 * padding + 1)).astype(np.int32) - padding
         for number in (2, 3)
@@ -209,12 +208,12 @@ def draw_padded(
 
 
 def draw_bicubic(seed: int, epochs: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """Whether each sample is resized with the bicubic filter, else with the bilinear one: bool, half of them."""
+    """Draw the filter of each sample: True for bicubic, False for bilinear, each with probability 1/2."""
     return uniform(seed, epochs, samples, _INTERPOLATION) < 0.5
 
 
 def _centre_crop(width: np.ndarray, height: np.ndarray, ratio: tuple[float, float]) -> tuple[np.ndarray, ...]:
-    """x, y, width, height of the largest centred window whose aspect ratio lies in `ratio`."""
+    """Return x, y, width and height of the largest centred window with an aspect ratio inside `ratio`."""
     aspect = width / height
     w = np.where(aspect > ratio[1], np.rint(height * ratio[1]), width)
     h = np.where(aspect < ratio[0], np.rint(width / ratio[0]), height)
@@ -224,12 +223,11 @@ def _centre_crop(width: np.ndarray, height: np.ndarray, ratio: tuple[float, floa
 def centre_geometry(
     width: np.ndarray, height: np.ndarray, *, img_size: int, crop_pct: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Evaluation as timm does it: sizes (n, 2) as (height, width) to resize to, and crop corners (n, 2) as
-    (x, y).
+    """Return the crops of timm's evaluation: (height, width) to resize to and corners (x, y), both (n, 2).
 
-    The shorter side becomes floor(img_size / crop_pct), the aspect is kept, then an img_size square is cut
-    from the centre. With crop_pct > 1 the square is larger than the image: corners are negative, the outside
-    is black.
+    The shorter side becomes floor(img_size / crop_pct), the aspect ratio is kept, then a square of side img_size is cut
+    from the centre. With crop_pct > 1 the square is larger than the image: corners are negative, and the outside is
+    black.
     """
     width, height = np.asarray(width, dtype=np.int64), np.asarray(height, dtype=np.int64)
     short = math.floor(img_size / crop_pct)

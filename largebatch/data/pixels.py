@@ -1,6 +1,7 @@
-"""From a decoded image to normalised floats on a CPU, as DALI does it on a GPU.
+"""Turn a decoded image into normalised floats on a CPU, as DALI does on a GPU.
 
-Called by several threads at once, an image at a time. Bytes stay bytes until the last step, as in PIL and timm.
+Several threads call these functions at once, each with one image. Pixels stay bytes until the last step, as in PIL and
+timm.
 """
 
 import numpy as np
@@ -9,14 +10,14 @@ from torch.nn import functional
 
 
 def resize(image: np.ndarray, size: tuple[int, int], interpolation: str) -> np.ndarray:
-    """(H, W, 3) to (*size, 3), all uint8. torch's kernel runs in one thread and lets go of the interpreter."""
+    """Resize (H, W, 3) to (*size, 3), both uint8. torch's kernel runs in one thread and releases the interpreter."""
     pixels = torch.from_numpy(image).permute(2, 0, 1)[None]
     resized = functional.interpolate(pixels, size=size, mode=interpolation, antialias=True)
     return resized[0].permute(1, 2, 0).numpy()
 
 
 def window(image: np.ndarray, x: int, y: int, width: int, height: int) -> np.ndarray:
-    """The window (height, width, 3) whose corner is (x, y), black outside of `image` (H, W, 3)."""
+    """Cut the window (height, width, 3) with its corner at (x, y); it is black outside of `image` (H, W, 3)."""
     left, top = max(x, 0), max(y, 0)
     inside = image[top : max(y + height, 0), left : max(x + width, 0)]
     if inside.shape[:2] == (height, width):
@@ -27,9 +28,9 @@ def window(image: np.ndarray, x: int, y: int, width: int, height: int) -> np.nda
 
 
 class Normalise:
-    """Bytes to normalised floats: an image (H, W, 3) to (3, H, W) by call, a batch (n, 3, H, W) by `batch`.
+    """Normalises bytes to floats: an image (H, W, 3) to (3, H, W) if called, a batch (n, 3, H, W) with `batch`.
 
-    NumPy for the image, since torch would start a team of threads in each of ours.
+    It uses NumPy for one image, because torch would start a team of threads in each of ours.
     """
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
@@ -41,7 +42,7 @@ class Normalise:
         np.multiply(out, self._scale, out=out)
 
     def batch(self, images: torch.Tensor) -> torch.Tensor:
-        """On the device of the images; the host does not wait for it."""
+        """Normalise a batch on its device; the host does not wait for it."""
         both = (self._mean, self._scale)
         mean, scale = (torch.from_numpy(array).to(images.device, non_blocking=True) for array in both)
         return images.float().sub_(mean).mul_(scale)

@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from largebatch.data.index import Index, find_image, image_size
+from largebatch.data.index import Index
 from largebatch.data.records import WRONG_CRC, read_span, scan_records
+from largebatch.data.scan import find_image, image_size
 from largebatch.files import atomic_file
 
 NAME = "quarantine.csv"

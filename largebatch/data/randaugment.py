@@ -1,10 +1,10 @@
-"""RandAugment and AutoAugment: which operations, how strong, where to: pure functions of (seed, epoch, sample).
+"""RandAugment and AutoAugment: draw the operations of each sample, as pure functions of (seed, epoch, sample).
 
-Each sample goes through up to k operations, one layer after the other. What is drawn here is what Pillow's functions
-take (a factor, a threshold, an angle), so `operations` knows no policy, and a GPU gets the draws of a CPU.
+Each sample goes through up to k operations, one layer after the other. The draws are the arguments of Pillow's
+functions (a factor, a threshold, an angle), so `randaugment_ops` knows no policy, and a GPU uses the draws of a CPU.
 
-Two differences from timm's RandAugment: shears, shifts and turns resample bilinearly always, where timm draws bilinear
-or bicubic, and what keeps no bit of an image makes it black, where timm with Pillow 13 ends in an error.
+Two things differ from timm's RandAugment. Shears, shifts and rotations always resample bilinearly; timm draws bilinear
+or bicubic. An operation that keeps no bit of an image makes it black; timm with Pillow 13 ends in an error.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ NONE = 0
 CODES = {name: code for code, name in enumerate(NAMES)}
 AFFINE = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
 
-FIRST_DRAW = 64  # the draws of layer l are numbered FIRST_DRAW + 8l + 0 .. 7; those below are order's
+FIRST_DRAW = 64  # the draws of layer l are numbered FIRST_DRAW + 8l + 0 .. 7; lower numbers belong to `order`
 _OPERATION, _APPLY, _RADIUS, _ANGLE, _SIGN, _DRAWS = 0, 1, 2, 3, 4, 8
 
 
 @dataclass(frozen=True, eq=False)
 class Operations:
-    """Per sample and layer: what to do."""
+    """One operation per sample and layer, with its argument."""
 
     codes: np.ndarray
-    """(n, k) int64, places in NAMES"""
+    """(n, k) int64, positions in NAMES"""
     arguments: np.ndarray
-    """(n, k) float64: degrees for rotate, pixels per pixel for shears, parts of the image's side for translations; a
-    threshold, an addend or bits to keep for operations on grey levels, a factor for those that blend; else 0"""
+    """(n, k) float64: degrees for rotate, pixels per pixel for shears, fractions of the image's side for translations;
+    a threshold, an addend or the number of bits to keep for operations on grey levels; a factor for blends; else 0"""
     affine: np.ndarray
-    """(n, k, 2, 3) float64: where the operation takes a point of its output from, see `matrices`"""
+    """(n, k, 2, 3) float64: from points of an operation's output to points of its input, see `matrices`"""
 
 
 # -- strength to argument ----------------------------------------------------------------------------------------------
 
-Level = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of the strength, 1 at the scale's end, and of a sign +1 or -1
+# From the strength, which is 1 at the end of the scale, and a sign, +1 or -1, to the argument of an operation.
+Level = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def _signed(most: float) -> Level:
@@ -66,7 +67,7 @@ RAND_INCREASING: dict[str, Level] = {
     "solarize_add": lambda level, sign: np.minimum(128, np.trunc(level * 110)),
     **{name: lambda level, sign: np.maximum(0.1, 1.0 + sign * (level * 0.9)) for name in _BLENDS},
 }
-RAND_PLAIN: dict[str, Level] = RAND_INCREASING | {  # some get weaker with the level
+RAND_PLAIN: dict[str, Level] = RAND_INCREASING | {  # some operations get weaker with the level
     "posterize": lambda level, sign: np.minimum(8, np.trunc(level * 4)),
     "solarize": lambda level, sign: np.minimum(256, np.trunc(level * 256)),
     **{name: lambda level, sign: level * 1.8 + 0.1 for name in _BLENDS},
@@ -75,7 +76,7 @@ AUTO: dict[str, Level] = _RAND_GEOMETRY | {
     "translate_x": _signed(150 / 331),
     "translate_y": _signed(150 / 331),
     "posterize": lambda level, sign: 8 - np.rint(level * 4),
-    "solarize": lambda level, sign: np.ceil(255 - level * 255 - 1e-6),  # of whole levels the same are below it
+    "solarize": lambda level, sign: np.ceil(255 - level * 255 - 1e-6),  # the same whole levels are below it
     **{name: lambda level, sign: 1.0 + sign * (level * 0.9) for name in _BLENDS},
 }
 
@@ -93,10 +94,10 @@ def _operations(codes: np.ndarray, levels: np.ndarray, signs: np.ndarray, scales
 
 @dataclass(frozen=True)
 class RandAugment:
-    """`num_ops` of the 15 operations, each drawn alone and applied with `prob` (https://arxiv.org/abs/1909.13719).
+    """Apply `num_ops` of the 15 operations, drawn independently, each with probability `prob`, as in timm.
 
-    The strength is drawn from N(magnitude, magnitude_std), cut to 0 .. magnitude_max, on a scale of 10. With
-    `increasing` more strength always changes an image more. As timm does it.
+    The strength is drawn from N(magnitude, magnitude_std) and clipped to 0 .. magnitude_max, on a scale of 10. With
+    `increasing`, more strength always changes an image more. RandAugment is https://arxiv.org/abs/1909.13719.
     """
 
     magnitude: float = 10.0
@@ -107,7 +108,7 @@ class RandAugment:
     increasing: bool = False
 
     def draw(self, seed: int, epochs: np.ndarray, samples: np.ndarray) -> Operations:
-        """The operations of each sample."""
+        """Draw the operations of each sample."""
 
         def u(number: int) -> np.ndarray:  # (n, k)
             draws = [uniform(seed, epochs, samples, FIRST_DRAW + _DRAWS * k + number) for k in range(self.num_ops)]
@@ -123,11 +124,11 @@ class RandAugment:
 
 @dataclass(frozen=True)
 class AutoAugment:
-    """One of the sub-policies for each sample, each of their operations with its own probability.
+    """Draw one of the sub-policies for each sample, and apply each of its operations with its own probability.
 
-    `sub_policies` name operation, probability and strength from 0 to 9. Strengths mean what they do in torchvision:
-    ten even steps over the ranges of https://arxiv.org/abs/1805.09501, the sign drawn, blends from 1 outwards, shifts
-    by 150/331 of the side at most (not cut to whole pixels).
+    `sub_policies` hold operation, probability and strength from 0 to 9. Strengths have the meaning that they have in
+    torchvision: ten even steps over the ranges of https://arxiv.org/abs/1805.09501, with a random sign; blends go away
+    from 1; shifts are at most 150/331 of the side (not rounded to whole pixels).
     """
 
     sub_policies: tuple[tuple[tuple[str, float, int], ...], ...]
@@ -183,10 +184,10 @@ Policy = RandAugment | AutoAugment
 
 
 def parse(text: str) -> Policy | None:
-    """The policy that `text` spells: "" none, "cifar10", or timm's "rand-m9-mstd0.5-inc1". ValueError otherwise.
+    """Return the policy for "cifar10" or a text like timm's "rand-m9-mstd0.5-inc1"; None for "". Else a ValueError.
 
-    m: magnitude (10), n: number of operations (2), p: probability of each (0.5), mstd: deviation of the magnitude (0),
-    mmax: its bound (10), inc1: increasing.
+    m: magnitude (default 10), n: number of operations (2), p: probability of each (0.5), mstd: standard deviation of
+    the magnitude (0), mmax: its upper bound (10), inc1: increasing.
     """
     if text in ("", "cifar10"):
         return CIFAR10 if text else None
@@ -195,7 +196,7 @@ def parse(text: str) -> Policy | None:
     matches = [re.fullmatch(r"(m|n|p|mstd|mmax|inc)(\d+\.?\d*)", part) for part in parts]
     given = {match[1]: float(match[2]) for match in matches if match}
     known = name == "rand" and all(matches) and len(given) == len(parts)
-    whole = all(given.get(key, 1) % 1 == 0 for key in ("m", "n", "mmax", "inc"))  # timm cuts or refuses others
+    whole = all(given.get(key, 1) % 1 == 0 for key in ("m", "n", "mmax", "inc"))  # timm truncates or refuses others
     small = given.get("p", 0) <= 1 and given.get("mstd", 0) <= 100 and given.get("inc", 0) <= 1
     if not (known and whole and small and given.get("n", 1) and given.get("mmax", 1)):
         raise ValueError(
@@ -208,7 +209,7 @@ def parse(text: str) -> Policy | None:
 
 
 def draw(policy: Policy | None, seed: int, epochs: np.ndarray, samples: np.ndarray) -> Operations:
-    """The operations of each (epoch, sample); without a policy none, in no layers."""
+    """Draw the operations of each (epoch, sample). Without a policy there are no layers, so the arrays are (n, 0)."""
     if policy is None:
         no_layers = np.zeros((len(samples), 0))
         return _operations(no_layers.astype(np.int64), no_layers, no_layers, {})
@@ -219,9 +220,10 @@ def draw(policy: Policy | None, seed: int, epochs: np.ndarray, samples: np.ndarr
 
 
 def matrices(codes: np.ndarray, arguments: np.ndarray) -> np.ndarray:
-    """(..., 2, 3) from points of the output to points of the input: Pillow's affine maps on the unit square, y down.
+    """Return affine maps (..., 2, 3) from points of the output to points of the input, as Pillow's, on the unit square.
 
-    (x, y, 1) of the output times it is (x, y) of the input. The identity where the operation moves nothing.
+    A map times (x, y, 1) of the output is (x, y) of the input; y goes down. Operations that do not move pixels have the
+    identity.
     """
     a, angle = arguments, np.radians(arguments)
     affine = np.zeros((*codes.shape, 2, 3))

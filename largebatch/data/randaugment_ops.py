@@ -1,9 +1,9 @@
-"""RandAugment's operations on bytes: with Pillow on a CPU, and the same levels with torch for a batch on a GPU.
+"""Apply RandAugment's operations to bytes: with Pillow on a CPU, with torch to a batch on a GPU; the results are equal.
 
-`randaugment` draws them. Pillow is what the field trains with, and it lets go of the interpreter, so that threads run
-side by side. On a GPU all samples of a batch that drew one operation go through it together. There the arithmetic is
-Pillow's to the last bit, in its order and its types, since equalize or posterize after a rotation would blow up one
-grey level of difference.
+`randaugment` draws the operations. Pillow is the library that the field trains with, and it releases the interpreter,
+so that threads run in parallel. On a GPU, all samples of a batch that drew one operation go through it together. The
+arithmetic there equals Pillow's to the last bit, in its order and its types, because equalize or posterize after a
+rotation would magnify a difference of one grey level. torchvision's operators on tensors are not equal to that degree.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from largebatch.data.randaugment import AFFINE, NAMES, NONE, Operations
 
 
 def fill_colour(mean: tuple[float, ...]) -> tuple[int, ...]:
-    """The colour of what a warp leaves empty: the mean of the data, as bytes."""
+    """Return the colour of pixels that a warp leaves empty: the mean of the data, as bytes."""
     return tuple(min(255, round(255 * value)) for value in mean)
 
 
 # -- one image, with Pillow --------------------------------------------------------------------------------------------
 
-ADD_BELOW = 128  # solarize_add adds to what is darker
+ADD_BELOW = 128  # solarize_add changes only darker pixels
 _LEVELS, _MAP = np.arange(256), Image.Transform.AFFINE
 
 
@@ -55,7 +55,7 @@ _PILLOW: dict[str, Callable[[Image.Image, float], Image.Image]] = {
 def with_pillow(
     pixels: np.ndarray, fill: tuple[int, ...], codes: np.ndarray, arguments: np.ndarray, affine: np.ndarray
 ) -> np.ndarray:
-    """An image (S, S, 3) uint8 after its operations: codes and arguments (k,), affine (k, 2, 3)."""
+    """Apply operations to an image (S, S, 3) uint8: codes and arguments (k,), affine (k, 2, 3)."""
     drawn = np.flatnonzero(codes != NONE)
     if not len(drawn):
         return pixels
@@ -71,14 +71,14 @@ def with_pillow(
 
 
 def _image(pixels: np.ndarray) -> Image.Image:
-    """Of a mirrored view, Pillow makes the mirror image in a fifth of the time that a copy of the view takes."""
+    """Return a Pillow image. For a mirrored view, Pillow's own flip takes a fifth of the time of copying the view."""
     if pixels.strides[1] > 0:
         return Image.fromarray(pixels)
     return Image.fromarray(pixels[:, ::-1]).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
 
 
 def _in_pixels(affine: np.ndarray, side: int) -> np.ndarray:
-    """Maps (..., 2, 3) of the unit square as maps of an image of `side` pixels."""
+    """Turn maps (..., 2, 3) of the unit square into maps of an image of `side` pixels."""
     return affine * np.array([1, 1, side])
 
 
@@ -87,7 +87,7 @@ def _in_pixels(affine: np.ndarray, side: int) -> np.ndarray:
 
 
 def _by_table(images: Tensor, tables: Tensor) -> Tensor:
-    """Each level replaced by its place in `tables` (n, 1 or 3, 256)."""
+    """Replace each level by its entry in `tables` (n, 1 or 3, 256)."""
     n, channels = images.shape[:2]
     tables = tables.clamp(0, 255).to(torch.uint8).expand(n, channels, 256)
     return tables.gather(2, images.flatten(2).long()).view_as(images)
@@ -98,7 +98,7 @@ def _levels(images: Tensor) -> Tensor:
 
 
 def _histograms(images: Tensor) -> Tensor:
-    """(n, channels, 256) int64"""
+    """Count the levels of each channel: (n, channels, 256) int64."""
     n, channels = images.shape[:2]
     counts = torch.zeros(n, channels, 256, dtype=torch.int64, device=images.device)
     flat = images.flatten(2).long()
@@ -141,13 +141,13 @@ def _solarize_add(images: Tensor, addends: Tensor) -> Tensor:
 
 
 def _blend(images: Tensor, degenerate: Tensor, factors: Tensor) -> Tensor:
-    """From `degenerate` (0) through the images (1) and on. Cut, not rounded, as Pillow does."""
+    """Blend from `degenerate` (factor 0) to the images (factor 1) and beyond. Truncates, as Pillow does."""
     from_, factor = degenerate.float(), factors.float().view(-1, 1, 1, 1)
     return ((images.float() - from_) * factor + from_).clamp(0, 255).to(torch.uint8)
 
 
 def _grey(images: Tensor) -> Tensor:
-    """(n, 1, S, S) int32: luma of ITU-R 601-2 in Pillow's fixed point."""
+    """Return the luma of ITU-R 601-2 in Pillow's fixed point: (n, 1, S, S) int32."""
     red, green, blue = images.int().split(1, dim=1)
     return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
 
@@ -158,7 +158,7 @@ def _color(images: Tensor, factors: Tensor) -> Tensor:
 
 def _contrast(images: Tensor, factors: Tensor) -> Tensor:
     sums, count = _grey(images).sum(dim=(1, 2, 3), keepdim=True), images[0, 0].numel()
-    return _blend(images, (2 * sums + count) // (2 * count), factors)  # from their mean, rounded
+    return _blend(images, (2 * sums + count) // (2 * count), factors)  # from the rounded mean
 
 
 def _brightness(images: Tensor, factors: Tensor) -> Tensor:
@@ -166,17 +166,17 @@ def _brightness(images: Tensor, factors: Tensor) -> Tensor:
 
 
 def _sharpness(images: Tensor, factors: Tensor) -> Tensor:
-    """Away from a smoothed image; its border is not smoothed."""
+    """Blend away from a smoothed image, whose border is not smoothed."""
     wide, size = images.float(), images.shape[-1]
     smooth = wide.clone()
     if size > 2:
         sums = functional.avg_pool2d(wide, 3, stride=1, divisor_override=1) + 4 * wide[:, :, 1:-1, 1:-1]
-        smooth[:, :, 1:-1, 1:-1] = ((2 * sums + 13) / 26).floor()  # the 13th part, rounded; never halfway
+        smooth[:, :, 1:-1, 1:-1] = ((2 * sums + 13) / 26).floor()  # sums / 13, rounded; it is never halfway
     return _blend(images, smooth, factors)
 
 
 def _warp(images: Tensor, affine: Tensor, fill: Tensor) -> Tensor:
-    """Bilinear, `affine` (n, 2, 3) float64 in pixels, `fill` (1, 3, 1, 1) where nothing is. In float64 as Pillow."""
+    """Warp bilinearly, in float64 as Pillow. `affine` (n, 2, 3) is in pixels; `fill` (1, 3, 1, 1) is the outside."""
     n, channels, size = images.shape[:3]
     centres = torch.arange(size, dtype=torch.float64, device=images.device) + 0.5
     column, row = centres.view(1, 1, size), centres.view(1, size, 1)
@@ -212,7 +212,7 @@ _TORCH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def with_torch(images: Tensor, fill: tuple[int, ...], operations: Operations) -> Tensor:
-    """A batch uint8 (n, 3, S, S) after its operations, on its device and in place. The host never waits for it."""
+    """Apply operations to a batch uint8 (n, 3, S, S), on its device and in place. The host does not wait for it."""
     colour = torch.tensor(fill, dtype=torch.uint8).to(images.device, non_blocking=True).view(1, 3, 1, 1)
     affine = _in_pixels(operations.affine, images.shape[-1])
     for layer, codes in enumerate(operations.codes.T):

@@ -1,4 +1,4 @@
-"""The encoded bytes of images: read side by side by many threads, into memory that is used again."""
+"""Read the encoded bytes of images with many threads at once, into memory that is used again."""
 
 import collections
 import functools
@@ -13,17 +13,20 @@ import numpy as np
 from largebatch.data.index import Index
 from largebatch.data.label_maps import map_bytes
 
-KEPT_BLOCKS = 32  # blocks of free memory
+KEPT_BLOCKS = 32  # free blocks of memory that are kept
 
 
 class Memory:
-    """Memory that is used again when nobody holds it any more: on a CPU, fresh pages cost as much as the resize."""
+    """Memory that is used again when nobody holds it any more. On a CPU, fresh pages cost as much as the resize."""
 
     def __init__(self) -> None:
         self._free: collections.deque[np.ndarray] = collections.deque(maxlen=KEPT_BLOCKS)
 
     def take(self, size: int) -> np.ndarray:
-        """`size` bytes, free again when this very array is gone, with what holds it: not a view, but a tensor of it."""
+        """Return an array of `size` bytes. Its memory is used again when the array, and every tensor of it, is gone.
+
+        A NumPy view of the array does not keep it, because it refers to the block behind the array.
+        """
         try:
             block = self._free.popleft()
         except IndexError:
@@ -37,9 +40,9 @@ class Memory:
 
 @dataclass(frozen=True, eq=False)
 class Room:
-    """For the bytes of some samples: a uint8 buffer, and views of it for each sample.
+    """Memory for the bytes of some samples: a uint8 buffer, and views of it for each sample.
 
-    A span is what is read at once: the image, or all from the image to its label map, which lie side by side.
+    A span is read at once: the image alone, or the image with its label map, which lie side by side.
     """
 
     buffer: np.ndarray
@@ -49,7 +52,7 @@ class Room:
 
 
 def room(index: Index, samples: np.ndarray, memory: Memory, *, with_maps: bool = False) -> Room:
-    """Room for the encoded bytes of samples, and for those of their label maps if it is `with_maps`."""
+    """Reserve memory for the encoded bytes of samples, and for those of their label maps if `with_maps` is set."""
     starts, stops = index.spans(samples, with_maps=with_maps)
     ends = np.cumsum(stops - starts)
     buffer = memory.take(int(ends[-1]))
@@ -63,7 +66,7 @@ def room(index: Index, samples: np.ndarray, memory: Memory, *, with_maps: bool =
 
 
 class _File:
-    """A descriptor that closes when its last user lets go: a thread may still read what the cache dropped."""
+    """A file descriptor that closes with its last user: a thread may still read a file that the cache has dropped."""
 
     def __init__(self, path: str) -> None:
         self.fd = -1
@@ -75,16 +78,16 @@ class _File:
 
 
 class Reader:
-    """Reads the encoded bytes of samples; used by several threads at once."""
+    """Reads the encoded bytes of samples; several threads may use it at once."""
 
     def __init__(self, index: Index, preadv: Callable[[int, list, int], int], *, with_maps: bool = False) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        kept = min(len(index.files), 4096, limit // 4)  # a global shuffle visits all shards all the time
+        kept = min(len(index.files), 4096, limit // 4)  # a global shuffle needs all shards all the time
         self._index, self._preadv, self._with_maps = index, preadv, with_maps
         self._open = functools.lru_cache(maxsize=kept)(_File)
 
     def read(self, samples: np.ndarray, views: list[np.ndarray]) -> None:
-        """Fills each view, a span of `room`, with the bytes of its sample."""
+        """Fill each view, a span of `room`, with the bytes of its sample."""
         starts, _ = self._index.spans(samples, with_maps=self._with_maps)
         for sample, start, view in zip(samples.tolist(), starts.tolist(), views):
             try:

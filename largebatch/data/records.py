@@ -1,9 +1,10 @@
-"""TFRecord files without TensorFlow: framing, check sums and the one message in them.
+"""TFRecord files without TensorFlow: framing, check sums and the protobuf message inside.
 
-A record is framed as length (u64), masked CRC-32C of the length (u32), payload, masked CRC-32C of the payload
-(u32), all little-endian; the payload is a `tf.train.Example`, whose few protobuf messages are read and
-written by hand. The field names are those of the published ImageNet records, `image/encoded` and
-`image/class/label`, and that of the file an image comes from, `image/filename`; others are ignored.
+A record is framed as length (u64), masked CRC-32C of the length (u32), payload, masked CRC-32C of the payload (u32),
+all little-endian. The payload is a `tf.train.Example`. Its few protobuf messages are read and written by hand, because
+the place of the image's bytes in the file is needed, which a protobuf library does not tell. The field names are those
+of the published ImageNet records: `image/encoded`, `image/class/label` and `image/filename`, the file that the image
+comes from. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -21,32 +22,27 @@ IMAGE, LABEL, FILENAME = "image/encoded", "image/class/label", "image/filename"
 WRONG_CRC = "has a wrong CRC: the file is damaged, copy it again"
 
 
-# -- record framing ------------------------------------------------------------------------------------------
+# -- record framing ----------------------------------------------------------------------------------------------------
 
 
 def masked_crc(data: bytes) -> int:
-    """The CRC-32C of `data`, rotated and shifted as TFRecords store it."""
+    """Return the CRC-32C of `data`, rotated and shifted as TFRecords store it."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def frame(payload: bytes) -> bytes:
-    """One record as it stands in the file."""
+    """Return one record as it is in the file: the payload with its length and CRCs."""
     head = struct.pack("<Q", len(payload))
     crcs = [struct.pack("<I", masked_crc(part)) for part in (head, payload)]
     return b"".join((head, crcs[0], payload, crcs[1]))
 
 
-def read_records(path: str) -> Iterator[tuple[int, bytes]]:
-    """Offset in the file and bytes of each payload; both CRCs are checked. Errors name file and record."""
-    for number, (start, payload, intact) in enumerate(scan_records(path)):
-        if not intact:
-            raise ValueError(f"{path}: record {number} (at byte {start - 12}) {WRONG_CRC}.")
-        yield start, payload
-
-
 def scan_records(path: str) -> Iterator[tuple[int, bytes, bool]]:
-    """Offset and bytes of each payload, and whether its CRC is right. ValueError where the next record is lost."""
+    """Yield the offset and the bytes of each payload, and True if its CRC is right.
+
+    Raises ValueError, naming file and record, if the place of the next record is not known.
+    """
     with open(path, "rb") as file:
         size, number = os.fstat(file.fileno()).st_size, 0
         while head := file.read(12):
@@ -68,7 +64,7 @@ def scan_records(path: str) -> Iterator[tuple[int, bytes, bool]]:
 
 
 def record_spans(path: str) -> list[tuple[int, int]]:
-    """Offset and length of each payload; only the framing is read."""
+    """Return offset and length of each payload; only the framing is read."""
     spans = []
     with open(path, "rb") as file:
         while head := file.read(8):
@@ -78,7 +74,7 @@ def record_spans(path: str) -> list[tuple[int, int]]:
 
 
 def read_span(path: str | Path, offset: int, length: int) -> bytes:
-    """`length` bytes of a file; OSError if it has fewer."""
+    """Read `length` bytes of a file. Raises OSError if it ends before them."""
     with open(path, "rb", buffering=0) as file:
         data = os.pread(file.fileno(), length, offset)
     if len(data) < length:
@@ -87,7 +83,7 @@ def read_span(path: str | Path, offset: int, length: int) -> bytes:
 
 
 def write_records(path: str | Path, payloads: Iterable[bytes]) -> int:
-    """Writes a TFRecord file, which appears when it is whole; returns the number of records."""
+    """Write a TFRecord file, which appears under its name when it is complete. Returns the number of records."""
     number = 0
     with atomic_file(path) as file:
         for payload in payloads:
@@ -96,15 +92,15 @@ def write_records(path: str | Path, payloads: Iterable[bytes]) -> int:
     return number
 
 
-# -- tf.train.Example ----------------------------------------------------------------------------------------
-# Example {1: Features}, Features {1: map entry {1: name, 2: Feature}}, Feature {1: bytes, 2: floats, 3:
-# ints}, and each of these lists {1: values}; numbers packed into one field or one by one.
+# -- tf.train.Example --------------------------------------------------------------------------------------------------
+# Example {1: Features}, Features {1: map entry {1: name, 2: Feature}}, Feature {1: bytes, 2: floats, 3: ints}, and each
+# of these lists {1: values}. Numbers are packed into one field, or stored one by one.
 
 Values = Sequence[bytes] | Sequence[int] | Sequence[float]
 
 
 def encode_example(features: Mapping[str, Values]) -> bytes:
-    """Serialises non-empty lists of bytes, ints or floats (told apart by the first), in sorted order."""
+    """Serialise non-empty lists of bytes, ints or floats, sorted by name; the first value decides the type."""
     entries = []
     for name, values in sorted(features.items()):
         assert len(values) > 0, name
@@ -135,7 +131,7 @@ def _encode_varint(value: int) -> bytes:
 
 
 def decode_example(data: bytes) -> dict[str, list]:
-    """All features by name, as lists of bytes, floats or ints. ValueError if `data` is not an Example."""
+    """Return all features by name, as lists of bytes, floats or ints. Raises ValueError if `data` is not an Example."""
     decoded: dict[str, list] = {}
     for name, span in feature_spans(data).items():
         decoded[name] = [data[a:b] for a, b in bytes_spans(data, span)] or int64_values(data, span)
@@ -147,7 +143,7 @@ Span = tuple[int, int]
 
 
 def feature_spans(data: bytes) -> dict[str, Span]:
-    """Start and stop of each Feature message in `data`, by name."""
+    """Return start and stop of each Feature message in `data`, by name."""
     spans = {}
     for features in _children(data, (0, len(data)), 1):
         for entry in _children(data, features, 1):
@@ -158,12 +154,12 @@ def feature_spans(data: bytes) -> dict[str, Span]:
 
 
 def bytes_spans(data: bytes, feature: Span) -> list[Span]:
-    """Start and stop in `data` of each value of a bytes feature."""
+    """Return start and stop in `data` of each value of a bytes feature."""
     return [span for values in _children(data, feature, 1) for span in _children(data, values, 1)]
 
 
 def int64_values(data: bytes, feature: Span) -> list[int]:
-    """The values of an int64 feature, packed or not."""
+    """Return the values of an int64 feature, packed or not."""
     numbers = []
     for values in _children(data, feature, 3):
         for at, stop in _children(data, values, 1):
@@ -179,7 +175,7 @@ def _float_values(data: bytes, feature: Span) -> list[float]:
 
 
 def _children(data: bytes, span: Span, wanted: int) -> Iterator[Span]:
-    """Start and stop of the content of each field number `wanted` of the message at `span`."""
+    """Yield start and stop of the content of each field with number `wanted` in the message at `span`."""
     at, stop = span
     while at < stop:
         key, at = _varint(data, at)

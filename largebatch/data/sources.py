@@ -31,8 +31,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from largebatch.data import archives, quarantine
-from largebatch.data.index import VERSION, Index, index_images, index_shards
+from largebatch.data import archives, index_file, quarantine
+from largebatch.data.index import Index
+from largebatch.data.scan import index_images, index_shards
 from largebatch.data.shards import Images, write_split
 from largebatch.files import cache_folder, locked, written_once
 
@@ -90,7 +91,8 @@ def open_everything(path: str, *, split: str, cache: str = "") -> tuple[Path, In
 
 def _open_folder(folder: Path, split: str, root: Path) -> Index:
     key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
-    saved = root / "index" / f"{folder.resolve().name}-{split}-{key}-v{VERSION}.npz"  # other versions have theirs
+    # The version is in the name, so that an older installation keeps its own index.
+    saved = root / "index" / f"{folder.resolve().name}-{split}-{key}-v{index_file.VERSION}.npz"
     if shards := find_shards(folder, split):
         index = _cached_index(saved, shards, lambda: index_shards(shards))
         known = split == "train" or index.label_range[0] == 0 or not find_shards(folder, "train")
@@ -103,13 +105,13 @@ def _cached_index(path: Path, files: Sequence[str], build: Callable[[], Index]) 
     """Return the index saved at `path` if it still describes `files`, else build one and save it there."""
     with locked(path):
         if path.exists():
-            index = Index.load(path)
-            reason = index.stale(files)
+            index = index_file.load(path)
+            reason = index_file.why_stale(index, files)
             if not reason:
                 return index
             logger.info("building the index %s again: %s", path, reason)
         index = build()
-        index.save(path)
+        index_file.save(index, path)
     return index
 
 

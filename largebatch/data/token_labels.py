@@ -1,18 +1,18 @@
-"""Token labels: what a teacher saw where in an image, cut to what a network is shown of it.
+"""Token labels: a teacher's predictions for the cells of an image, cut to the part that the network sees.
 
 A label map (`label_maps`) holds, for each cell of a grid over the image's centre square, the teacher's highest scores
 and their classes.
 
-Where a point of the network's input lies in the map is one affine function per sample, composed on the host in
+One affine function per sample maps a point of the network's input to a point of the map. It is composed on the host in
 float64 from crop, flip and warp (`place`). The rest is done on the device for a whole batch at once (`targets`): the
 weight of each cell of the map in each cell of the output, times the map. For a crop inside the map and without a warp
-these are the weights of ROI-align as it was published (torchvision's, aligned=False on coordinates shifted by half a
-cell, adaptive sampling; only its enlarging of crops of less than one cell is left out).
+these are the weights of ROI-align as published (torchvision's, aligned=False on coordinates shifted by half a cell,
+adaptive sampling), except that crops of less than one cell are not enlarged.
 
-Unlike the published code, which takes the map for one of the full image, this one knows that the teacher saw the
-centre square only. Points that it did not see, outside of the square or empty after a warp, do not count; an output
-cell with no other points has no target: its row is zero and adds nothing to a cross entropy. (Scores of zero would be
-a target that is even over all classes, and that on a fourth of a typical photograph.)
+The published code treats the map as one of the full image; this one knows that the teacher saw only the centre square.
+Points that it did not see, outside of the square or empty after a warp, do not count. An output cell without any other
+points has no target: its row is zero and adds nothing to a cross entropy. (Scores of zero would be a uniform target
+over all classes, for a fourth of a typical photograph.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Axes = Literal["exact", "legacy_transposed"]
 
 
 class TokenLabels(NamedTuple):
-    """The maps of a batch and where its images lie in them."""
+    """The maps of a batch and the placement of its images in them."""
 
     ids: Tensor
     """int32 (B, k, h, w), classes"""
@@ -42,23 +42,23 @@ class TokenLabels(NamedTuple):
     placement: Tensor
     """float64 (B, 2, 3): from points of the network's input to points of the map, see `place`"""
     warp: Tensor | None = None
-    """float64 (B, S, 2, 3): from points of the network's input to where they were before the last of S warps, the last
-    two, ..., all of them, which is in the crop; None: nothing was warped"""
+    """float64 (B, S, 2, 3): from points of the network's input to their places before the last of S warps, before the
+    last two, ..., before all of them, which is a place in the crop; None if nothing was warped"""
 
 
-# -- on the host -------------------------------------------------------------------------------------------------
+# -- on the host -------------------------------------------------------------------------------------------------------
 
 
 def place(
     draws: Draws, *, width: np.ndarray, height: np.ndarray, axes: Axes = "exact", warp: np.ndarray | None = None
 ) -> np.ndarray:
-    """(n, 2, 3) float64: from points of the network's input to points of the map, both in the unit square.
+    """Return maps (n, 2, 3) float64 from points of the network's input to points of the map, both in the unit square.
 
-    x goes right, y down. `width` and `height` are those of the stored images in pixels, `warp` is of `warps`. After the
-    warps come the flip, the crop, and the step from the image to its centre square, which is what the teacher saw.
+    x goes right, y down. `width` and `height` are those of the stored images in pixels; `warp` comes from `warps`.
+    After the warps come the flip, the crop, and the step from the image to its centre square, which the teacher saw.
 
-    legacy_transposed is what the published code does: it swaps the axes of the crop (its rows are taken from the map's
-    columns), after the flip, and takes the map for one of the full image.
+    "legacy_transposed" does what the published code does: it swaps the axes of the crop (its rows are taken from the
+    map's columns), after the flip, and treats the map as one of the full image.
     """
     w, h, flip = draws.width / np.float64(1), draws.height / np.float64(1), draws.flip
     placement = np.zeros((len(w), 2, 3))
@@ -75,10 +75,10 @@ def place(
 
 
 def warps(steps: np.ndarray) -> np.ndarray:
-    """`TokenLabels.warp` of operations (n, S, 2, 3) in the order in which they are applied to the image.
+    """Return `TokenLabels.warp` for operations (n, S, 2, 3), in the order in which they are applied to the image.
 
-    Each is from points of the unit square after it to points before it. All of them together do not tell what is seen:
-    what one has moved out of the image does not come back with the next.
+    Each maps points of the unit square after it to points before it. Their composition alone does not tell which points
+    are seen: content that one operation moves out of the image does not come back with the next.
     """
     composed = [steps[:, -1]]
     for number in range(steps.shape[1] - 2, -1, -1):
@@ -87,21 +87,21 @@ def warps(steps: np.ndarray) -> np.ndarray:
 
 
 def compose(outer: np.ndarray, inner: np.ndarray) -> np.ndarray:
-    """Affine functions (n, 2, 3): `inner` first."""
+    """Compose affine functions (n, 2, 3); `inner` is applied first."""
     composed = outer[:, :, :2] @ inner
     composed[:, :, 2] += outer[:, :, 2]
     return composed
 
 
-# -- on the device -----------------------------------------------------------------------------------------------
+# -- on the device -----------------------------------------------------------------------------------------------------
 
 
 def targets(labels: TokenLabels, *, num_classes: int, grids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The teacher's probabilities on grids of `grids` x `grids` cells over the network's input.
+    """Return the teacher's probabilities on grids of g x g cells over the network's input, for each g of `grids`.
 
-    Float32 (B, N, num_classes), N the cells of all grids, one after the other and row by row; and bool (B, N): whether
-    the teacher saw any of the cell. Rows that it did not see are zero. As published, classes that are not among the k
-    kept in a cell of the map have the score 0 there, and softmax comes last.
+    They are float32 (B, N, num_classes), where N counts the cells of all grids, one grid after the other and row by
+    row; and bool (B, N): True if the teacher saw any part of the cell. Other rows are zero. As published, classes that
+    are not among the k kept in a cell of the map have the score 0 there, and softmax comes last.
     """
     parts = [cell_weights(labels, grid=grid) for grid in grids]
     weights, seen = (torch.cat(part, dim=1) for part in zip(*parts))
@@ -113,10 +113,11 @@ def targets(labels: TokenLabels, *, num_classes: int, grids: Sequence[int]) -> t
 
 
 def cell_weights(labels: TokenLabels, *, grid: int) -> tuple[Tensor, Tensor]:
-    """Weights float32 (B, grid², h * w) of the map's cells in those of the output; they add up to 1, or all are 0.
+    """Return the weights float32 (B, grid², h * w) of the map's cells in the output cells, and a flag for the latter.
 
-    And bool (B, grid²): whether the former. Each output cell is sampled at as many points as ROI-align takes, about
-    one for each cell of the map that it covers, and between the centres of the map's cells it is interpolated.
+    The weights of an output cell add up to 1 if its flag, bool (B, grid²), is set; otherwise all are 0. Each output
+    cell is sampled at as many points as ROI-align takes, about one for each cell of the map that it covers. Between the
+    centres of the map's cells the weights are interpolated.
     """
     height, width = labels.ids.shape[2:]
     most = math.ceil(max(height, width) / grid)
@@ -133,10 +134,10 @@ def cell_weights(labels: TokenLabels, *, grid: int) -> tuple[Tensor, Tensor]:
 
 
 def _points(placement: Tensor, *, grid: int, most: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Float64 (B, grid², P, 2), points (x, y) of the input in each output cell, and bool (B, grid², P): which count.
+    """Return points (x, y) of the input in each output cell, float64 (B, grid², P, 2), and flags bool (B, 1, P).
 
-    Along each axis of the input there are as many as cells of the map in an output cell, rounded up, and at most
-    `most`; P is most², whatever the sample, so that nobody waits for the device.
+    Points without the flag do not count. Along each axis of the input there are as many points as cells of the map in
+    an output cell, rounded up, and at most `most`. P is most² for every sample, so that nobody waits for the device.
     """
     cells = placement[:, :, :2].abs() * placement.new_tensor(size)[:, None]
     number = (cells.amax(dim=1) / grid).ceil().clamp(1, most)[:, :, None]  # (B, 2, 1)
@@ -151,7 +152,7 @@ def _points(placement: Tensor, *, grid: int, most: int, size: tuple[int, int]) -
 
 
 def _apply(affine: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
-    """x and y (B, N, P) of points (B, N, P, 2) under affine functions (B, 2, 3)."""
+    """Return x and y (B, N, P) of points (B, N, P, 2) after affine functions (B, 2, 3)."""
     moved = points.flatten(1, 2) @ affine[:, :, :2].transpose(1, 2) + affine[:, None, :, 2]
     x, y = moved.view(points.shape).unbind(dim=-1)
     return x, y
@@ -162,6 +163,6 @@ def _inside(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _interpolation(x: Tensor, size: int) -> Tensor:
-    """Float32 (..., size): the weights of `size` cells at points of [0, 1]; the outermost reach to the border."""
+    """Return the weights float32 (..., size) of `size` cells at points of [0, 1]. The outermost reach to the border."""
     at = (x * size - 0.5).clamp(0, size - 1)
     return (1 - (at[..., None] - torch.arange(size, device=x.device)).abs()).clamp(min=0).float()

@@ -1,4 +1,10 @@
-"""Optimizers for large batches: ours, torch's beside them, and how a run builds one."""
+"""Optimizers for large batches.
+
+    factory     builds the optimizer of a run, ours or torch's; clips gradients; sets initial states
+    lamb        LAMB: formulas, implementations and the optimizer
+    lars        LARS
+    apex_lamb   NVIDIA's FusedLAMB made safe for Horovod
+"""
 
 from largebatch.optim.factory import (
     PRESETS,

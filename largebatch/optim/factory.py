@@ -1,4 +1,4 @@
-"""The optimizer that a run is built with: presets, parameter groups, and what works for every optimizer alike."""
+"""Build the optimizer of a run, with presets and parameter groups; and functions that work for every optimizer."""
 
 import fnmatch
 import math
@@ -16,24 +16,24 @@ from largebatch.optim.lars import Lars
 
 
 def gradient_norm(optimizer: Optimizer) -> Tensor:
-    """The global norm of the gradients, 0-d."""
+    """Return the global norm of the gradients, 0-d."""
     return nn.utils.get_total_norm(_gradients(optimizer))
 
 
 def clip_gradients(optimizer: Optimizer, norm: Tensor, max_norm: float | None) -> None:
-    """Clip the gradients of the coming step, whose global norm is `norm`, to `max_norm`; None: leave them.
+    """Clip the gradients of the next step, whose global norm is `norm`, to `max_norm`; do nothing if that is None.
 
-    The factor is applied as the optimizer reads them.
+    See `scale_gradients` for how the factor is applied.
     """
     if max_norm is not None:
         scale_gradients(optimizer, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
 def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
-    """Make the next step of ``optimizer`` use its gradients times ``factor``, a 0-d tensor.
+    """Make the next step of `optimizer` use its gradients times `factor`, a 0-d tensor.
 
     Lamb multiplies while it reads them, which saves a pass over memory; for any other optimizer the gradients
-    change here. Call it right before that step, on the instance that steps (Horovod's wrapper).
+    change here. Call it right before the step, on the instance that steps (Horovod's wrapper).
     """
     if isinstance(optimizer, Lamb):
         optimizer.clip_factor = factor
@@ -47,9 +47,10 @@ def _gradients(optimizer: Optimizer) -> list[Tensor]:
 
 
 def trust_summary(optimizer: Optimizer) -> Tensor | None:
-    """Minimum, median and maximum of the trust ratios of the last step: (3,), on the device of the parameters.
+    """Return minimum, median and maximum of the trust ratios of the last step: (3,), on the device of the parameters.
 
-    Over the tensors that are adapted, each a whole one; None if there are none, or the optimizer has no such ratios.
+    They are over the adapted tensors, each counted as a whole. Returns None if no tensor is adapted or the optimizer
+    has no trust ratios.
     """
     ratios: Mapping[Tensor, Tensor] = getattr(optimizer, "trust_ratios", {})
     groups = (group["params"] for group in optimizer.param_groups if group.get("adapt"))
@@ -60,9 +61,10 @@ def trust_summary(optimizer: Optimizer) -> Tensor | None:
 
 
 def init_state(optimizer: Optimizer) -> None:
-    """Give every trainable parameter without state what it would have before its first step: zeros.
+    """Set the state of every trainable parameter that has none to zeros, its value before the first step.
 
-    Never by stepping: a step with zero gradients moves decayed weights. For what `build_optimizer` builds.
+    It never steps, because a step with zero gradients would decay the weights. It knows the optimizers of
+    `build_optimizer`.
     """
     init_param = getattr(optimizer, "init_param", None)  # ours have it
     if init_param is None and not isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):
@@ -81,38 +83,38 @@ def init_state(optimizer: Optimizer) -> None:
 
 
 def _adam_state(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-    on_device = group["capturable"] or group["fused"]  # else torch keeps the step counter on the host
+    on_device = group["capturable"] or group["fused"]  # otherwise torch keeps the step counter on the host
     state = {"step": torch.zeros((), device=p.device if on_device else "cpu")}
     names = ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
     return state | {name: torch.zeros_like(p) for name in names}
 
 
 def _momentum_state(p: Tensor, group: Mapping[str, Any]) -> Tensor:
-    if group["dampening"]:  # torch takes the first gradient undampened, which no initial buffer can express
+    if group["dampening"]:  # torch does not dampen the first gradient, which no initial buffer can express
         raise ValueError(f"SGD with dampening={group['dampening']} has no initial state; set dampening to 0")
     return torch.zeros_like(p)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """One published reading of LAMB. Excluded from decay are 1-D tensors, biases and what the model names."""
+    """One published reading of LAMB. 1-D tensors, biases and the parameters that the model names may be excluded."""
 
     bias_correction: bool
     exclude: bool
-    """Whether anything is excluded."""
+    """exclude them from decay"""
     adapt_excluded: bool | None = None
-    """Whether what is excluded gets a trust ratio."""
+    """give excluded parameters a trust ratio"""
     max_trust_ratio: float = math.inf
 
 
 PRESETS: dict[str, Preset] = {
     # arXiv:1904.00962 with the exclusions of its authors' code
     "paper": Preset(bias_correction=True, exclude=True, adapt_excluded=False),
-    # the 32K run: everything decayed and adapted, moments as they are; its clip of 1.0 is the engine's
+    # the 32K run: everything decayed and adapted, no bias correction; its clip of 1.0 is the engine's
     "colossal": Preset(bias_correction=False, exclude=False),
-    # NVIDIA's reading: what is excluded from decay is adapted all the same; its clip of 1.0 is the engine's
+    # NVIDIA's reading: parameters without decay are adapted, too; its clip of 1.0 is the engine's
     "nvlamb": Preset(bias_correction=True, exclude=True, adapt_excluded=True),
-    # arXiv:2011.13584: the paper's with ratios of at most 1
+    # arXiv:2011.13584: as in the paper, with ratios of at most 1
     "lambc": Preset(bias_correction=True, exclude=True, adapt_excluded=False, max_trust_ratio=1.0),
 }
 
@@ -120,11 +122,11 @@ PRESETS: dict[str, Preset] = {
 def param_groups(
     model: nn.Module, *, weight_decay: float, exclude: bool = True, adapt_excluded: bool | None = None
 ) -> list[dict[str, Any]]:
-    """Parameter groups: decayed, and not decayed (1-D, biases, names in ``model.no_weight_decay()``).
+    """Return the parameter groups: decayed, and not decayed (1-D, biases, names in `model.no_weight_decay()`).
 
-    With ``exclude=False`` there is only the first; ``adapt_excluded`` is the second's ``adapt``, of Lamb and Lars.
-    Frozen parameters are kept: they have no gradient, so no state and no update, and unfreezing one renumbers
-    nothing in a saved state.
+    With `exclude=False` there is only the first group; `adapt_excluded` is the option `adapt` of the second, for Lamb
+    and Lars. Frozen parameters stay in their group: without a gradient they get no state and no update, and unfreezing
+    one does not renumber a saved state.
     """
     names: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
     decayed: dict[str, Any] = {"params": [], "weight_decay": weight_decay}
@@ -138,7 +140,8 @@ def param_groups(
     return [group for group in (decayed, excluded) if group["params"]]
 
 
-DEFAULTS: dict[str, dict[str, Any]] = {  # the optimizers, and the options that not every one of them has
+# The optimizers, with the options that not every one of them has.
+DEFAULTS: dict[str, dict[str, Any]] = {
     "lamb": {"preset": "paper", "betas": (0.9, 0.999), "eps": 1e-6, "impl": "auto"},
     "apex_lamb": {"preset": "paper", "betas": (0.9, 0.999), "eps": 1e-6},
     "adamw": {"betas": (0.9, 0.999), "eps": 1e-8},
@@ -160,10 +163,10 @@ def build_optimizer(
     momentum: float | None = None,
     trust_coefficient: float | None = None,
 ) -> Optimizer:
-    """The optimizer of a run.
+    """Build the optimizer of a run.
 
     Args:
-        model: its parameters, frozen ones included, see `param_groups`.
+        model: the owner of the parameters; frozen ones are included, see `param_groups`.
         name: "lamb"; torch's "adamw" or "sgd" (Nesterov), fused; "lars"; "apex_lamb" (NVIDIA's, on GPUs).
         weight_decay: decoupled for adamw, added to the gradient for sgd and lars, in the update for LAMB.
         betas, eps, preset, impl, momentum, trust_coefficient: see `DEFAULTS`, `PRESETS`, `Lamb` and `Lars`.

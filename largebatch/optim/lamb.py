@@ -1,4 +1,4 @@
-"""LAMB for large batches: its formulas, four ways to compute them, and the optimizer.
+"""LAMB for large batches: the formulas, four ways to compute them, and the optimizer.
 
 One step for one parameter tensor x with gradient g (arXiv:1904.00962), at its t-th step:
 
@@ -8,13 +8,13 @@ One step for one parameter tensor x with gradient g (arXiv:1904.00962), at its t
     ratio = phi(|x|) / |u|               phi(z) = clamp(z, *norm_range); ratio <= max_trust_ratio
     x = x - lr ratio u
 
-|.| is the L2 norm of the whole tensor, added up in double precision. The ratio is 1 where a group says
-adapt=False and where a norm is zero or not finite. Clipping is no part of LAMB: the caller computes a factor
-from the global gradient norm and hands it over with `factory.scale_gradients`; Lamb multiplies while it reads.
+|.| is the L2 norm of the whole tensor, added up in double precision. The ratio is 1 if the group has adapt=False, and
+if a norm is zero or not finite. Clipping is not part of LAMB: the caller computes a factor from the global gradient
+norm and hands it over with `factory.scale_gradients`; Lamb multiplies the gradients by it while it reads them.
 
-Why every option sits in the parameter group: Horovod's DistributedOptimizer is a new instance of a subclass,
-built from ``param_groups`` alone, and what a constructor stored elsewhere is silently back at its default.
-The step counter is per parameter, so that one that is unfrozen late gets its own bias correction.
+Every option sits in the parameter group, because Horovod's DistributedOptimizer is a new instance of a subclass that is
+built from `param_groups` alone: an option that a constructor stored elsewhere would silently return to its default.
+The step counter is per parameter, so that a parameter that is unfrozen late gets its own bias correction.
 """
 
 import functools
@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from largebatch.native import lamb as native
+from largebatch.native import lamb as cpp_lamb
 
 IMPLS = ("auto", "compile", "eager", "plain")
-CHUNK = 2**18  # elements that the eager path works on at a time: arrays of 1 MiB, which stay in cache
+CHUNK = 2**18  # elements per chunk of the eager path: 1 MiB in float32, which stays in cache
 
 NOT_COMPILED = "LAMB could not be compiled here; set its impl to eager"
 
@@ -42,14 +42,14 @@ Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # and u, scratch memory for
 
 
 class Scalars(NamedTuple):
-    """The numbers of one update: floats, or 0-d tensors for compiled code, which must not depend on them.
+    """The numbers of one update: floats, or 0-d tensors for compiled code, so that it does not depend on their values.
 
-    m_hat / (sqrt(v_hat) + eps) is computed as m / (root sqrt(v) + eps): two divisions less per element.
+    m_hat / (sqrt(v_hat) + eps) is computed as m / (root sqrt(v) + eps), which saves two divisions per element.
     """
 
     lr: Any
     beta1: Any
-    new1: Any  # 1 - beta1, subtracted in double precision: in single precision it would be wrong by 1e-5
+    new1: Any  # 1 - beta1, subtracted in double precision; single precision would be wrong by 1e-5
     beta2: Any
     new2: Any  # 1 - beta2
     root: Any  # bias1 / sqrt(bias2)
@@ -62,7 +62,7 @@ class Scalars(NamedTuple):
 
 
 def scalars(group: Mapping[str, Any], step: int) -> Scalars:
-    """The numbers of a group at its parameters' step-th update (1, 2, ...)."""
+    """Return the numbers of a group for update number `step` of its parameters; the first is 1."""
     beta1, beta2 = group["betas"]
     bias1, bias2 = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
     return Scalars(
@@ -81,11 +81,11 @@ def scalars(group: Mapping[str, Any], step: int) -> Scalars:
     )
 
 
-# The update of one tensor. x, g, m, v are flat and equally long; x, m and v change in place.
+# In all updates of one tensor, x, g, m and v are flat and equally long; x, m and v change in place.
 
 
 def trust_ratio(x_square: Tensor, u_square: Tensor, s: Scalars) -> Tensor:
-    """phi(|x|) / |u| from the sums of squares: a 0-d tensor on their device."""
+    """Return phi(|x|) / |u|, computed from the sums of squares: a 0-d tensor on their device."""
     x_norm, u_norm = x_square.sqrt(), u_square.sqrt()
     ratio = (x_norm.clamp(s.norm_min, s.norm_max) / u_norm).clamp(max=s.ratio_max)
     usable = (x_norm > 0) & (u_norm > 0) & (x_norm < math.inf) & (u_norm < math.inf) & (s.adapt > 0)
@@ -93,17 +93,18 @@ def trust_ratio(x_square: Tensor, u_square: Tensor, s: Scalars) -> Tensor:
 
 
 def _square_sum(t: Tensor) -> Tensor:
-    """Added up in double precision, so that length, threads and compiler do not show in the ratio.
+    """Return the sum of squares, in double precision so that length, threads and compiler do not change the ratio.
 
-    In single precision torch.compile would choose its way of adding by the length, and so compile twice.
+    In single precision torch.compile would choose the algorithm of the sum by the length, and so compile twice.
     """
     return t.square().sum(dtype=torch.float64)
 
 
 def lamb_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: Tensor) -> Tensor:
-    """The specification, and what a GPU compiles; lamb.cpp is the same for a CPU. Returns the trust ratio.
+    """Update one tensor: the specification, and the code that is compiled for GPUs. Returns the trust ratio.
 
-    Returned, the ratio is stored once by compiled code, which else works it out anew for every few elements.
+    lamb.cpp is the same for CPUs. The ratio is returned because compiled code then stores it once; otherwise it would
+    compute it again for every few elements.
     """
     g = g.to(x.dtype) * factor
     m.copy_(s.beta1 * m + s.new1 * g)
@@ -115,9 +116,9 @@ def lamb_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: Tensor
 
 
 def lamb_eager_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: Tensor, u: Tensor) -> Tensor:
-    """The same without a compiler: in place and chunk by chunk, so that no temporary but u leaves cache.
+    """Do the same as `lamb_` without a compiler: in place and in chunks, so that all temporaries but u stay in cache.
 
-    u is scratch memory as long as x, handed in because a new one per tensor would be paged in every time.
+    u is scratch memory as long as x. It is a parameter because new memory per tensor would cost page faults.
     """
     x_square, u_square = moments_eager_((x, g, m, v, u), s, factor)
     ratio = trust_ratio(x_square, u_square, s).to(x.dtype)
@@ -128,7 +129,7 @@ def lamb_eager_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: 
 
 
 def moments_eager_(row: Row, s: Scalars, factor: Tensor) -> Tensor:
-    """The first half of it: m, v and u; the sums of squares of x and u, (2,)."""
+    """Compute m, v and u, the first half of an update. Returns the sums of squares of x and u, (2,)."""
     x, chunk, squares = row[0], _chunk(row[0]), []
     work = x.new_empty(min(chunk, x.numel()))
     for xc, gc, mc, vc, uc in zip(*(t.split(chunk) for t in row)):
@@ -138,13 +139,13 @@ def moments_eager_(row: Row, s: Scalars, factor: Tensor) -> Tensor:
         vc.mul_(s.beta2).addcmul_(w, w, value=s.new2)
         torch.sqrt(vc, out=w).mul_(s.root).add_(s.eps)
         torch.div(mc, w, out=uc).add_(xc, alpha=s.weight_decay)
-        # not x.dot(x): its rounding depends on the processor and on the number of threads
+        # Not x.dot(x), because its rounding depends on the processor and on the number of threads.
         squares.append(torch.stack([torch.mul(t, t, out=w).sum() for t in (xc, uc)]))
     return torch.stack(squares).sum(0, dtype=torch.float64)
 
 
 def moments_foreach_(rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tensor:
-    """The same for many tensors in few kernels, as a GPU likes it; (2, len(rows))."""
+    """Do the same as `moments_eager_` for many tensors in few kernels, for GPUs. Returns (2, len(rows))."""
     x, g, m, v, u = (list(column) for column in zip(*rows))
     torch._foreach_copy_(u, g)
     torch._foreach_mul_(u, factor)
@@ -167,15 +168,15 @@ def _chunk(x: Tensor) -> int:
 
 
 def lamb_list_(tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> list[Tensor]:
-    """`lamb_` for many tensors: one graph on a GPU, where a call per tensor would cost more than its work."""
+    """Apply `lamb_` to many tensors. On a GPU this is one graph; a call per tensor would cost more than its work."""
     return [lamb_(*four, s, factor) for four in tensors]
 
 
 @functools.cache
 def can_compile(device_type: str) -> bool:
-    """Whether LAMB can be compiled for this device: by a C++ compiler, which is tried, or by Triton on a GPU."""
+    """Tell whether LAMB can be compiled for this device: by a C++ compiler, which is tried, or by Triton on a GPU."""
     if device_type == "cpu":
-        return native.available()
+        return cpp_lamb.available()
     from torch.utils._triton import has_triton
 
     return has_triton()
@@ -183,21 +184,22 @@ def can_compile(device_type: str) -> bool:
 
 @functools.cache
 def compiled(alike: tuple[Any, ...]) -> Callable[..., Any]:
-    """The update of a GPU, for lists of tensors that are alike. A copy of the code for each: torch compiles one only
-    for 8 lists, which freezing a model part by part soon makes. With fullgraph, its silent return to eager past that
-    becomes an error.
+    """Return the compiled update for a GPU, for lists of tensors of the same lengths and dtypes.
+
+    Each kind of list gets its own copy of the code, because torch compiles one function for at most 8 kinds, and
+    freezing a model part by part soon makes more. fullgraph turns torch's silent return to eager into an error.
     """
     own = types.FunctionType(lamb_list_.__code__.replace(), globals(), lamb_list_.__name__)
     return torch.compile(own, dynamic=False, fullgraph=True)
 
 
 def lamb_compiled_(tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> list[Tensor]:
-    """The compiled update of many tensors."""
+    """Update many tensors with compiled code. Returns their trust ratios."""
     try:
         if factor.device.type == "cpu":
             same_dtype = [(x, g.to(x.dtype), m, v) for x, g, m, v in tensors]
-            return native.lamb_native_(same_dtype, s, float(factor))
-        # Numbers are 0-d tensors: a new learning rate compiles nothing.
+            return cpp_lamb.lamb_native_(same_dtype, s, float(factor))
+        # 0-d tensors, so that a new learning rate does not recompile.
         numbers = Scalars(*torch.tensor(s, dtype=factor.dtype).to(factor.device).unbind())
         alike = tuple((len(x), g.dtype) for x, g, _, _ in tensors)
         return compiled((factor.device, factor.dtype, alike))(tensors, numbers, factor)
@@ -206,7 +208,7 @@ def lamb_compiled_(tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> li
 
 
 def update(impl: str, tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> list[Tensor]:
-    """One LAMB update of tensors of one device and dtype, those of the factor; returns their trust ratios."""
+    """Update tensors of one device and dtype, those of the factor. Returns their trust ratios."""
     if impl == "plain":
         return lamb_list_(tensors, s, factor)
     if impl == "compile" or impl == "auto" and can_compile(factor.device.type):
@@ -216,16 +218,16 @@ def update(impl: str, tensors: Sequence[Tensors], s: Scalars, factor: Tensor) ->
 
 
 def moments(impl: str, rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tensor:
-    """The first half of an update, for who adds up squares elsewhere before the second, x - lr ratio u.
+    """Compute the first half of an update: m, v and u. Returns the sums of squares of x and u, (2, len(rows)), float64.
 
-    Moments and u, and the sums of squares of x and u, (2, len(rows)), in double precision. A GPU knows one way of
-    it, whatever impl says.
+    The caller may add up squares of several ranks before the second half, x - lr ratio u. On a GPU there is only one
+    implementation, so `impl` has no effect there.
     """
     if factor.device.type != "cpu":
         return moments_foreach_(rows, s, factor)
     if impl == "compile" or impl == "auto" and can_compile("cpu"):
         try:
-            return native.moments_native_(rows, s, float(factor))
+            return cpp_lamb.moments_native_(rows, s, float(factor))
         except (OSError, subprocess.CalledProcessError) as error:
             raise RuntimeError(NOT_COMPILED) from error
     return torch.stack([moments_eager_(row, s, factor) for row in rows], 1)
@@ -241,15 +243,15 @@ class Lamb(Optimizer):
         eps: added to the root of the second moment.
         weight_decay: decay, part of the update whose norm is taken.
         bias_correction: divide the moments by 1 - beta^t.
-        adapt: multiply by the trust ratio; else the group takes Adam's steps, decayed.
+        adapt: multiply by the trust ratio; if False, the group takes Adam's steps, with decay.
         norm_range: phi clamps the norm of the parameter to this range.
         max_trust_ratio: upper bound of the ratio; 1 gives LAMBC.
-        impl: "compile", "eager", "plain" (the specification), or "auto": compile where a compiler is found.
+        impl: "compile", "eager", "plain" (the specification), or "auto": compile if a compiler is found.
 
-    ``trust_ratios`` holds each parameter's ratio in the last step, as 0-d tensors: free until they are read.
+    `trust_ratios` holds each parameter's ratio in the last step, as 0-d tensors, so nobody waits until they are read.
     """
 
-    # Made and used up by one step, so in no state_dict. Class defaults, because copies skip the constructor.
+    # Set for one step and used up by it, so not in the state_dict. Class defaults, because copies skip the constructor.
     clip_factor: Tensor | None = None
     trust_ratios: Mapping[Tensor, Tensor] = MappingProxyType({})
 
@@ -301,21 +303,21 @@ class Lamb(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but impl stays: this machine may not be the one that saved it."""
+        """Load as torch does, but keep impl: the state may come from another machine."""
         impls = [group["impl"] for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, impl in zip(self.param_groups, impls):
             group["impl"] = impl
 
     def init_param(self, p: Tensor) -> dict[str, Any]:
-        """The state of one parameter; zeros if it had none."""
+        """Return the state of one parameter; if it has none, first set it to zeros."""
         state = self.state[p]
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         return state
 
     def _alike(self, group: dict[str, Any]) -> dict[tuple[int, torch.device, torch.dtype], list[Tensor]]:
-        """The parameters that have a gradient, by what one update shares; advances their step counters."""
+        """Advance the steps of the parameters with a gradient. Returns them by step, device and dtype."""
         alike = defaultdict(list)
         for p in group["params"]:
             if p.grad is not None:
@@ -332,7 +334,7 @@ class Lamb(Optimizer):
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """A 1-D alias. Through .data it forgets its base, whose shape would make torch.compile compile again."""
+    """Return a 1-D alias. With .data it has no base, whose shape would make torch.compile compile again."""
     return tensor.view(-1).data
 
 

@@ -7,9 +7,9 @@ One step for one parameter tensor x with gradient g:
     m = momentum m + d
     x = x - lr m                        nesterov: x = x - lr (d + momentum m)
 
-|.| is the L2 norm of the whole tensor, added up in double precision. The ratio is 1 where a group says adapt=False
-and where a norm is zero or not finite. The learning rate stands outside of the momentum, as in torch's SGD; in the
-paper it stands inside, which is the same while it does not change.
+|.| is the L2 norm of the whole tensor, added up in double precision. The ratio is 1 if the group has adapt=False, and
+if a norm is zero or not finite. The learning rate is outside of the momentum, as in torch's SGD; in the paper it is
+inside, which is the same as long as it does not change.
 """
 
 import math
@@ -30,12 +30,12 @@ class Lars(Optimizer):
         lr: learning rate.
         momentum: decay of the sum of past steps.
         weight_decay: decay, added to the gradient before the ratio.
-        trust_coefficient: how far, in parts of the norm of the tensor, a step of rate 1 goes.
+        trust_coefficient: the length of a step of learning rate 1, as a fraction of the norm of the tensor.
         eps: added to the divisor of the ratio.
         nesterov: look ahead by one step.
-        adapt: multiply by the ratio; else the group takes SGD's steps.
+        adapt: multiply by the ratio; if False, the group takes SGD's steps.
 
-    ``trust_ratios`` holds each parameter's ratio in the last step, as 0-d tensors: free until they are read.
+    `trust_ratios` holds each parameter's ratio in the last step, as 0-d tensors, so nobody waits until they are read.
     """
 
     trust_ratios: Mapping[Tensor, Tensor] = MappingProxyType({})  # a class default: copies skip the constructor
@@ -78,7 +78,7 @@ class Lars(Optimizer):
         return loss
 
     def init_param(self, p: Tensor) -> dict[str, Any]:
-        """The state of one parameter; zeros if it had none."""
+        """Return the state of one parameter; if it has none, first set it to zeros."""
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
@@ -86,7 +86,7 @@ class Lars(Optimizer):
 
 
 def trust_ratios(params: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]) -> list[Tensor]:
-    """The ratio of each tensor of a group, 0-d, of its dtype and on its device."""
+    """Return the ratio of each tensor of a group, 0-d, of its dtype and on its device."""
     if not group["adapt"]:
         return [p.new_ones(()) for p in params]
     norms = (torch._foreach_norm(tensors, 2, torch.float64) for tensors in (params, grads))
@@ -99,11 +99,11 @@ def trust_ratios(params: list[Tensor], grads: list[Tensor], group: Mapping[str, 
 
 
 def lars_(x: Tensor, g: Tensor, m: Tensor, ratio: Tensor, group: Mapping[str, Any]) -> None:
-    """The update of one tensor; x and m change in place, and nothing as long as they are is made."""
+    """Update one tensor: x and m change in place, without a temporary of their size."""
     lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"] * ratio
     m.mul_(momentum).addcmul_(g, ratio).addcmul_(x, decay)
     if group["nesterov"]:
-        x.mul_(1 - lr * decay).addcmul_(g, ratio, value=-lr)  # d, without an array for it
+        x.mul_(1 - lr * decay).addcmul_(g, ratio, value=-lr)  # d, without storing it
         x.sub_(m, alpha=lr * momentum)
     else:
         x.sub_(m, alpha=lr)

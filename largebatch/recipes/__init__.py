@@ -1,4 +1,11 @@
-"""Published runs by name. A recipe is a function that returns a complete `TrainConfig`."""
+"""Published runs by name. A recipe is a function that returns a complete `TrainConfig`.
+
+    quickstart  any model on handwritten digits, in minutes on two CPU cores
+    vit         ViT-B/32, B/16 and L/32 on ImageNet with LAMB at batch 32,768
+    cifar       ViT-B/16 on CIFAR-10 with LAMB
+    hybrid      ranks that share a model: ViT-B/16 on CIFAR-10, and a ViT of 6.45 billion parameters
+    volo        VOLO-D1 to D5 on ImageNet with token labels, and their fine-tunings
+"""
 
 import difflib
 from collections.abc import Callable, Mapping

@@ -78,7 +78,7 @@ def spoil(index: sources.Index, sample: int) -> None:
     path, offset, length = index.files[index.file[sample]], int(index.offset[sample]), int(index.length[sample])
     status = os.stat(path)
     whole = b""
-    for start, payload in records.read_records(path):
+    for start, payload, _ in records.scan_records(path):
         at = offset - start
         if 0 <= at < len(payload):
             payload = payload[: at + length // 2] + bytes(length - length // 2) + payload[at + length :]

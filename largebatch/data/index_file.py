@@ -1,0 +1,79 @@
+"""The file that keeps an index: save it, load it, and check it against itself and against the data.
+
+A damaged index would give wrong bytes or labels silently, so `load` checks whatever can be checked cheaply.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from largebatch.data.index import COLUMNS, Index
+from largebatch.files import atomic_file
+
+VERSION = 2  # of the index files
+NAMES = ("utf-8", "surrogateescape")  # a file name is bytes, which need not be UTF-8
+
+
+def save(index: Index, path: str | Path) -> None:
+    """Write the index as .npz, atomically."""
+    arrays = {field.name: getattr(index, field.name) for field in dataclasses.fields(index)}
+    for name in ("files", "class_names"):  # as bytes: an array of strings would be as wide as its longest
+        arrays[name] = np.frombuffer("\0".join(arrays[name]).encode(*NAMES), dtype=np.uint8)
+    with atomic_file(path) as file:
+        np.savez(file, version=np.int64(VERSION), **{f"index_{name}": arrays[name] for name in arrays})
+
+
+def load(path: str | Path) -> Index:
+    """Read what `save` wrote. Raises ValueError naming the file if it is truncated or damaged."""
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as data:
+            arrays = {name.removeprefix("index_"): data[name] for name in data.files}
+        version = int(arrays.pop("version"))
+        for name in ("files", "class_names"):
+            text = arrays[name].tobytes().decode(*NAMES)
+            arrays[name] = tuple(text.split("\0")) if text else ()
+        for name in ("num_classes", "label_base", "map_classes"):
+            arrays[name] = int(arrays[name])
+        arrays["label_range"] = tuple(arrays["label_range"].tolist())
+        index = Index(**arrays)
+        reason = why_damaged(index) if version == VERSION else f"its version is {version}, not {VERSION}"
+    except Exception as error:  # a damaged archive may raise anything
+        reason = str(error)
+    if reason:
+        raise ValueError(f"The index {path} is damaged ({reason}): delete it, it is built again.")
+    return index
+
+
+def why_damaged(index: Index) -> str:
+    """Return the reason why the index contradicts itself, or "" if it does not."""
+    if len({len(getattr(index, name)) for name in COLUMNS}) != 1 or not len(index.file):
+        return "its columns have different lengths or are empty"
+    if (len(index.map_offset), len(index.map_shape)) not in ((0, 0), (len(index), len(index))):
+        return "its label maps are not those of its images"
+    if len({len(index.files), len(index.file_size), len(index.file_mtime_ns)}) != 1:
+        return "its list of files is incomplete"
+    steps = np.diff(index.file)
+    if (steps < 0).any() or index.file[0] < 0 or index.file[-1] >= len(index.files):
+        return "its file numbers are out of order"
+    ends, shortest = index.offset + index.length, index.width > 0
+    if (index.offset < 0).any() or (index.length < shortest).any() or (ends > index.file_size[index.file]).any():
+        return "an image lies outside its file"
+    if ((index.offset[1:] < ends[:-1]) & (steps == 0)).any():
+        return "its offsets are not in order"
+    return ""
+
+
+def why_stale(index: Index, files: Sequence[str]) -> str:
+    """Return the reason why the index does not describe `files` as they are now, or "" if it does."""
+    if tuple(files) != index.files:
+        return f"it lists {len(index.files)} files, there are {len(files)}, or their names differ"
+    for path, size, mtime in zip(index.files, index.file_size.tolist(), index.file_mtime_ns.tolist()):
+        status = os.stat(path)
+        if (status.st_size, status.st_mtime_ns) != (size, mtime):
+            return f"{path} has changed"
+    return ""

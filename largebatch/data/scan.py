@@ -1,0 +1,160 @@
+"""Build an index: scan TFRecord files, or read the headers of image files. No image is decoded."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from largebatch.data.index import Index
+from largebatch.data.index_file import why_damaged
+from largebatch.data.label_maps import Found, find_map
+from largebatch.data.records import IMAGE, LABEL, bytes_spans, feature_spans, int64_values, scan_records
+
+logger = logging.getLogger(__name__)
+
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP")  # the formats that the decoder reads, by PIL's names
+_CHUNK = 1000  # image files per task of the thread pool
+
+# Columns for the images of a file: offset, length, label, width, height. Then, in TFRecords, columns for their label
+# maps: offset, k, h, w, number of classes.
+Rows = tuple[np.ndarray, ...]
+
+
+def index_shards(files: Sequence[str]) -> Index:
+    """Scan TFRecord files. Raises ValueError if a file ends early or its records cannot be told apart.
+
+    Labels are those in the records; `Index.number_labels` makes them zero-based.
+    """
+    status = [os.stat(path) for path in files]  # before reading: a change in between makes the index stale
+    tables = _parallel(scan_shard, files, unit="shards")
+    counts = [len(rows[0]) for rows in tables]
+    if not sum(counts):
+        raise ValueError(f"{os.path.dirname(files[0])}: the TFRecord files hold no records.")
+    rows = tuple(np.concatenate(column) for column in zip(*tables))
+    file = np.repeat(np.arange(len(files), dtype=np.int32), counts)
+    return _make_index(files, status, file, rows)
+
+
+def index_images(files: Sequence[str], labels: Sequence[int], *, class_names: Sequence[str]) -> Index:
+    """Read the headers of image files; `labels` are zero-based and `class_names` lists all classes."""
+    status = [os.stat(path) for path in files]
+    chunks = [files[at : at + _CHUNK] for at in range(0, len(files), _CHUNK)]
+
+    def image_sizes(chunk: Sequence[str]) -> list[tuple[int, int]]:
+        sizes = []
+        for path in chunk:
+            size = (0, 0)
+            with contextlib.suppress(ValueError):
+                size = image_size(path)
+            sizes.append(size)
+        return sizes
+
+    sizes = _parallel(image_sizes, chunks, unit="thousand images")
+    width, height = np.array([size for chunk in sizes for size in chunk], dtype=np.int64).T
+    length = np.array([entry.st_size for entry in status], dtype=np.int64)
+    rows = (np.zeros_like(length), length, np.asarray(labels, dtype=np.int64), width, height)
+    file = np.arange(len(files), dtype=np.int32)
+    return _make_index(files, status, file, rows, class_names)
+
+
+def scan_shard(path: str) -> Rows:
+    """Return the rows of one TFRecord file, with the labels that its records have. Every CRC is checked."""
+    rows = []
+    for start, payload, intact in scan_records(path):
+        row, found = (start, len(payload), 0, 0, 0), Found()
+        with contextlib.suppress(ValueError):
+            if intact:
+                a, b, label = find_image(payload)
+                row = (start + a, b - a, label, *image_size(io.BytesIO(payload[a:b])))
+                found = find_map(payload)
+        rows.append((*row, found.offset and start + found.offset, *found[1:]))
+    return tuple(np.array(rows, dtype=np.int64).reshape(-1, 10).T)
+
+
+def find_image(payload: bytes) -> tuple[int, int, int]:
+    """Return start and stop of the image in a record, and the label there. Raises ValueError if it lacks one."""
+    try:
+        spans = feature_spans(payload)
+        ((start, stop),) = bytes_spans(payload, spans[IMAGE])
+        (label,) = int64_values(payload, spans[LABEL])
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"lacks one {IMAGE} and one {LABEL}: {error}") from error
+    return start, stop, label
+
+
+def image_size(file: io.BytesIO | str) -> tuple[int, int]:
+    """Return width and height from the header, as stored: an EXIF orientation is not applied.
+
+    Raises ValueError with the reason if the image cannot be read.
+    """
+    try:
+        with Image.open(file) as image:
+            kind, size = image.format, image.size
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # PIL has no common class
+        reason = "of no known format" if isinstance(error, UnidentifiedImageError) else error
+        raise ValueError(f"is not a readable image: {reason}") from error
+    if kind not in FORMATS:
+        raise ValueError(f"is a {kind} image, expected {', '.join(FORMATS)}: convert it first")
+    return size
+
+
+def _make_index(
+    files: Sequence[str],
+    status: Sequence[os.stat_result],
+    file: np.ndarray,
+    rows: Rows,
+    class_names: Sequence[str] = (),
+) -> Index:
+    offset, length, label, width, height, *maps = rows
+    known = label[width > 0] if (width > 0).any() else label
+    low, high = (0, len(class_names) - 1) if class_names else (int(known.min()), int(known.max()))
+    index = Index(
+        files=tuple(files),
+        file=file,
+        offset=offset,
+        length=length,
+        label=np.where(width > 0, label, low) if not class_names else label,
+        width=width.astype(np.int32),
+        height=height.astype(np.int32),
+        num_classes=high + 1,
+        file_size=np.array([entry.st_size for entry in status], dtype=np.int64),
+        file_mtime_ns=np.array([entry.st_mtime_ns for entry in status], dtype=np.int64),
+        label_range=(low, high),
+        class_names=tuple(class_names),
+        **_map_columns(*maps),
+    )
+    assert not why_damaged(index), why_damaged(index)
+    return index
+
+
+def _map_columns(offset: np.ndarray | None = None, *others: np.ndarray) -> dict[str, Any]:
+    """The fields of an index about label maps; {} if there are no maps."""
+    if offset is None or not offset.any():
+        return {}
+    *shape, classes = others
+    shapes = np.stack(shape, axis=1).astype(np.int32)
+    return {"map_offset": offset, "map_shape": shapes, "map_classes": int(classes.max())}
+
+
+def _parallel(function: Callable, items: Sequence, *, unit: str) -> list:
+    """Compute [function(item) for item in items] in threads: reading and CRC release the interpreter."""
+    results = []
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        futures = [pool.submit(function, item) for item in items]
+        try:
+            for number, future in enumerate(futures, start=1):
+                results.append(future.result())
+                if number % max(1, len(items) // 10) == 0 and len(items) >= 10:
+                    logger.info("indexed %d of %d %s", number, len(items), unit)
+        finally:
+            for future in futures:
+                future.cancel()
+    return results
