@@ -1,13 +1,14 @@
-"""The hooks that watch a run. `build` calls them in this order:
+"""The hooks that watch a run. `build` lets them run in this order, for these reasons:
 
-    Guards                  guards.py         a run that is given up goes no further into the other hooks
-    Ema                     ema.py            the checkpoint includes the average, and Log writes its accuracy down
-    Checkpoint              checkpointing.py  StopEarly plans with the time that a save takes
-    StopEarly               stop_early.py     ends the run at a signal or before the job's time is over
-    Profile                 profile.py        begins a step after the other hooks, so that it records none of them
-    Log                     log.py            does not count the time of the hooks before it as training time
+    Guards        guards.py          counts skipped steps; if it gives the run up, no other hook runs
+    Ema           ema.py             averages the weights; Checkpoint saves them, Log writes their accuracy
+    Checkpoint    checkpointing.py   saves; StopEarly needs to know how long a save takes
+    StopEarly     stop_early.py      ends the run at a signal, or before the time of the job is over
+    Profile       profile.py         starts to record after the hooks above, so the trace shows only steps
+    Log           log.py             starts its clock last, so that no hook counts as training time
 
-Log hands its rows to the sinks (sinks.py): a progress bar, CSV files (tables.py), TensorBoard, a picture (curves.py).
+Log computes rows of numbers and hands them to the sinks in sinks.py: a progress bar, CSV files (tables.py), TensorBoard
+and a picture (curves.py).
 """
 
 from largebatch.hooks.checkpointing import Checkpoint

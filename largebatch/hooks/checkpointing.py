@@ -1,4 +1,4 @@
-"""Decides when checkpoints are saved, and what happens if that fails; `largebatch.checkpoint` writes them."""
+"""Decides when to save a checkpoint, and what to do if a save fails. `largebatch.checkpoint` writes the files."""
 
 import logging
 import time
@@ -11,8 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoint(Hook):
-    """Saves every `every_images` and at the end. A save that fails is a warning: older ones stay, the run goes on.
-    The last one must not fail.
+    """Saves a checkpoint every `every_images` and at the end of the run.
+
+    A checkpoint includes the average of `Ema`. If a save fails, the hook warns, keeps the older checkpoints and lets the
+    run go on. If the last save fails, the run fails.
     """
 
     def __init__(
@@ -28,20 +30,23 @@ class Checkpoint(Hook):
         self.keep = keep
         self.config_text = config_text
         self.saved_step = 0
-        self.failure: OSError | None = None  # of the newest save, on rank 0
-        self.longest_s = 0.0  # time of a save, on rank 0
+        self.failure: OSError | None = None  # the error of the newest save, on rank 0
+        self.longest_s = 0.0  # the longest save so far, on rank 0
 
     def before_fit(self, trainer: Trainer) -> None:
-        """What was resumed need not be saved again."""
+        """A state that was resumed need not be saved again."""
         self.saved_step = trainer.state.step
 
     def after_step(self, trainer: Trainer) -> None:
-        """The other ranks go on, and wait in the next step's reduction."""
+        """Save if a save is due. The other ranks go on, and wait in the allreduce of the next step."""
         if trainer.due(self.every_images):
             self.save(trainer)
 
     def after_fit(self, trainer: Trainer) -> None:
-        """Also where run.max_steps ended. comm.Stopped if what this process trained is nowhere."""
+        """Save the last step, also if run.max_steps ended the run.
+
+        Raises comm.Stopped if no checkpoint holds what this process has trained.
+        """
         if trainer.state.step != self.saved_step:
             self.save(trainer)
         with trainer.comm.together("saving"):
@@ -54,7 +59,7 @@ class Checkpoint(Hook):
     def save(self, trainer: Trainer) -> None:
         """Write a checkpoint, on rank 0."""
         began = time.perf_counter()
-        self.saved_step = trainer.state.step  # or tried to, on all ranks alike
+        self.saved_step = trainer.state.step  # also if the save fails, so that all ranks hold the same number
         model, optimizer = trainer.replica.gather_whole()
         if trainer.comm.rank != 0:
             return

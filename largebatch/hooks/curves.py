@@ -1,4 +1,4 @@
-"""Draws RUN/curves.png, from the CSV files of the run alone."""
+"""Draws RUN/curves.png from the CSV tables of the run."""
 
 import math
 from pathlib import Path
@@ -21,9 +21,9 @@ GREEN = {"color": "#3b8f5c", "linewidth": 1.8}
 def draw_curves(folder: Path, *, title: str) -> None:
     """Draw RUN/curves.png from RUN/steps.csv and RUN/epochs.csv.
 
-    Loss, accuracy, learning rate, gradient norm and, if the optimizer has them, trust ratios.
+    The panels show loss, accuracy, learning rate, gradient norm and, if the optimizer has them, trust ratios.
     """
-    from matplotlib.figure import Figure  # half a second, and on rank 0 only
+    from matplotlib.figure import Figure  # takes half a second to import, and only rank 0 needs it
 
     steps, epochs = read_rows(folder / STEPS), read_rows(folder / EPOCHS)
     figure = Figure(figsize=(10.5, 6.6), dpi=120, layout="constrained")
@@ -32,7 +32,8 @@ def draw_curves(folder: Path, *, title: str) -> None:
     rows: list[Any] = [["loss"] * 3 + ["accuracy"] * 3, [name for name in below for _ in range(width)]]
     panels = figure.subplot_mosaic(rows, sharex=True)
     for name in ("loss", "accuracy"):
-        panels[name].tick_params(labelbottom=len(below) > 2)  # else the axes below have the same place and numbers
+        # With two panels below, these stand at the same place and show the same numbers.
+        panels[name].tick_params(labelbottom=len(below) > 2)
     averaged = _has(epochs, "ema_top1")
     lines: Lines = [
         ("training, single steps", steps, "loss", THIN),
@@ -80,7 +81,7 @@ def _log_scale(axes: Any) -> None:
 
 
 def _draw(axes: Any, name: str, lines: Lines) -> None:
-    """One panel: each line over the epochs, points that are not finite left out."""
+    """Draw a panel: each line over the epochs, without the points that are not finite."""
     for label, rows, column, style in lines:
         points = [(row["epoch"], row[column]) for row in rows if math.isfinite(row.get(column, math.nan))]
         marker = "o" if len(points) < 40 and style is not THIN else ""

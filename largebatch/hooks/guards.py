@@ -19,7 +19,7 @@ class Guards(Hook):
         self.in_a_row = 0
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
-        """comm.Stopped on every rank; all see the same `applied`, so all count alike."""
+        """Raises comm.Stopped on every rank: `applied` is the same on all ranks, so all count alike."""
         self.in_a_row = 0 if output.applied else self.in_a_row + 1
         if output.applied:
             return
@@ -34,7 +34,10 @@ class Guards(Hook):
             )
 
     def explain(self, trainer: Trainer, output: StepOutput) -> tuple[str, str]:
-        """Why the gradient is not finite, the model or the cast to fp16 on the wire, and what to change."""
+        """Returns why the gradient is not finite and the option to change. A collective.
+
+        Either the model itself gave a gradient that is not finite, or the cast to fp16 for the allreduce did.
+        """
         advice = "lower --optim.lr, or use --run.precision bf16 or fp32"
         mine = bool(torch.isfinite(output.loss_sum)), trainer.comm.peak_sent(trainer.optimizer)
         finite, peaks = zip(*trainer.comm.allgather_object(mine, name="guards/finite"))
@@ -45,7 +48,7 @@ class Guards(Hook):
             return "the loss is finite on every rank", advice
         scale = f"loss scale now {trainer.scaler.get_scale():g}" if trainer.scaler.is_enabled() else "no loss scale"
         return (
-            f"every rank's own was finite, at most {max(peaks):.3g}, and overflowed in fp16 on the wire ({scale}), "
-            "which --run.compression none avoids",
-            "set that",
+            f"the gradient of each rank was finite, at most {max(peaks):.3g}, but overflowed in fp16 on the wire "
+            f"({scale}), which --run.compression none avoids",
+            "set that option",
         )

@@ -1,7 +1,7 @@
 """Computes the rows of numbers of a run, and hands them to the sinks.
 
-Each number is computed once, on all ranks. A row holds the numbers of its own step, not means since an earlier row, so
-an interrupted run leaves the same rows as one that was not.
+All ranks compute each number together, once; the sinks on rank 0 only write. A row holds the numbers of its own step,
+not means since an earlier row, so an interrupted and resumed run leaves the same rows as a run without interruption.
 """
 
 import logging
@@ -18,32 +18,32 @@ logger = logging.getLogger(__name__)
 
 
 class Log(Hook):
-    """Computes the rows on all ranks, every `every_images` and at each evaluation, and hands them to the sinks.
+    """Computes a row every `every_images` and at each evaluation, on all ranks, and hands it to the sinks.
 
-    It comes last among the hooks: what they do after a step is then not counted as training time.
+    It must be the last hook: its clock for a step starts after the other hooks, whose time is then not training time.
     """
 
     def __init__(self, sinks: Sequence[Sink], *, every_images: int) -> None:
         self.sinks = sinks
         self.every_images = every_images
         self.since_row, self.since_epoch = Throughput(), Throughput()
-        self.started: float | None = None  # when the present step began; None before the first one is done
+        self.started: float | None = None  # when the current step began; None during the first step
 
     def before_fit(self, trainer: Trainer) -> None:
-        """comm.Stopped if a sink cannot be opened."""
+        """Open the sinks. Raises comm.Stopped if a sink cannot be opened."""
         with trainer.comm.together("log"):
             for sink in self.sinks if trainer.comm.rank == 0 else ():
                 sink.open(trainer)
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
-        """One small reduction where a row is due, nothing else anywhere."""
+        """Measure the step; if a row is due, write it. Only a row needs communication, one small allreduce."""
         if self.started is not None:
             for throughput in (self.since_row, self.since_epoch):
                 throughput.add(output.images, time.perf_counter() - self.started)
         self.tell(trainer, lambda sink: sink.advance(trainer.state.step))
         if trainer.due(self.every_images):
             loss = trainer.comm.allreduce(output.loss_sum.double().cpu(), name="log/loss") / trainer.comm.size
-            row = self.place(trainer) | {
+            row = self.position(trainer) | {
                 "loss": float(loss),
                 "grad_norm": float(output.grad_norm),
                 "images_per_s": self.since_row.take(),
@@ -52,8 +52,8 @@ class Log(Hook):
             self.tell(trainer, lambda sink: sink.write_step(row))
 
     def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """The engine has reduced these already."""
-        row = self.place(trainer) | {
+        """Write the row of the evaluation. The engine has already reduced the metrics over all ranks."""
+        row = self.position(trainer) | {
             "train_loss": metrics["train_loss"],
             "eval_loss": metrics["loss"],
             "top1": metrics["top1"],
@@ -65,20 +65,20 @@ class Log(Hook):
         self.tell(trainer, lambda sink: sink.write_epoch(row))
 
     def after_step(self, trainer: Trainer) -> None:
-        """The next step begins."""
+        """Start the clock of the next step."""
         self.started = time.perf_counter()
 
     def after_fit(self, trainer: Trainer) -> None:
-        """Also when the run only stops."""
+        """Close the sinks, also if the run stops early."""
         self.tell(trainer, lambda sink: sink.close())
 
-    def place(self, trainer: Trainer) -> Row:
-        """Where the run is, with the learning rate of the step just done."""
+    def position(self, trainer: Trainer) -> Row:
+        """Returns the columns that say where the run is, with the learning rate of the step just done."""
         state, lr = trainer.state, trainer.optimizer.param_groups[0]["lr"]
         return {"step": state.step, "epoch": trainer.epoch, "images": state.images, "lr": lr, "skipped": state.skipped}
 
     def tell(self, trainer: Trainer, call: Callable[[Sink], None]) -> None:
-        """Call every sink, on rank 0. A full disk costs numbers, not the run."""
+        """Call every sink, on rank 0. On a full disk the rows are lost, but the run goes on."""
         for sink in self.sinks if trainer.comm.rank == 0 else ():
             try:
                 call(sink)
@@ -87,8 +87,11 @@ class Log(Hook):
 
 
 def trust_ratios(trainer: Trainer, output: StepOutput) -> Row:
-    """Smallest, median and largest ratio of the step just done: one wait for the device; nan where there are none."""
-    summary = trust_summary(trainer.optimizer) if output.applied else None  # a skipped step left those of another
+    """Returns the smallest, median and largest trust ratio of the step just done, nan if it has none.
+
+    Waits for the device once.
+    """
+    summary = trust_summary(trainer.optimizer) if output.applied else None  # a skipped step leaves older ratios
     values = [math.nan] * len(TRUST) if summary is None else summary.tolist()
     return dict(zip(TRUST, values))
 
@@ -100,12 +103,12 @@ class Throughput:
         self.images, self.seconds = 0, 0.0
 
     def add(self, images: int, seconds: float) -> None:
-        """One step."""
+        """Add a step."""
         self.images += images
         self.seconds += seconds
 
     def take(self) -> float:
-        """nan where no step was measured, as after the first."""
+        """Returns images per second and starts anew; nan if no step was measured, as after the first step."""
         rate = self.images / self.seconds if self.seconds else math.nan
         self.images, self.seconds = 0, 0.0
         return rate

@@ -1,10 +1,12 @@
-"""The places that the numbers of a run are written to.
+"""The sinks: they write the rows of numbers that `Log` computes.
 
-    RUN/steps.csv  epochs.csv     a row every log.every; a row per evaluation
-    RUN/curves.png                both, drawn
-    RUN/tensorboard/              the same numbers as event files
+    Csv            RUN/steps.csv      a row every log.every
+                   RUN/epochs.csv     a row per evaluation
+    Curves         RUN/curves.png     a picture of both tables
+    TensorBoard    RUN/tensorboard/   the same numbers as event files
+    Progress       the terminal       a bar, or lines if stderr is not a terminal
 
-and the bar or the lines on a terminal. Sinks exist on rank 0 only, and cannot communicate.
+Sinks are open on rank 0 only, so they cannot communicate.
 """
 
 import datetime
@@ -25,31 +27,34 @@ from largebatch.hooks.tables import EMA, EPOCH_COLUMNS, EPOCHS, STEP_COLUMNS, ST
 
 logger = logging.getLogger(__name__)
 
-PLAIN_LINES = 40  # lines of progress per run where there is no terminal, besides the evaluations
-REDRAW_S = 10.0  # the curves are drawn at most this often
+PLAIN_LINES = 40  # lines of progress per run if stderr is not a terminal; lines about evaluations come on top
+REDRAW_S = 10.0  # shortest time between two drawings of the curves
 
 
 class Sink:
-    """Where numbers go; only rank 0 has any that are open. Rows are those of STEP_COLUMNS and EPOCH_COLUMNS."""
+    """A destination of rows; open on rank 0 only.
+
+    `write_step` gets rows with the columns STEP_COLUMNS, `write_epoch` rows with EPOCH_COLUMNS.
+    """
 
     def open(self, trainer: Trainer) -> None:
-        """The run starts, or goes on, at trainer.state."""
+        """The run starts or resumes at trainer.state."""
 
     def advance(self, step: int) -> None:
-        """Another step is done."""
+        """One more step is done."""
 
     def write_step(self, row: Row) -> None:
-        """A step that is logged."""
+        """Write the row of a step."""
 
     def write_epoch(self, row: Row) -> None:
-        """An evaluation; its step is written before it."""
+        """Write the row of an evaluation; the row of its step came before."""
 
     def close(self) -> None:
-        """The run ends, or stops."""
+        """The run ends or stops early."""
 
 
 class Progress(Sink):
-    """A bar below the log on a terminal, a line now and then anywhere else; a line per evaluation on both."""
+    """Shows a bar below the log on a terminal, and otherwise logs a line now and then; logs a line per evaluation."""
 
     def open(self, trainer: Trainer) -> None:
         self.num_steps, self.num_epochs = trainer.num_steps, trainer.plan.num_images / trainer.plan.num_samples
@@ -84,13 +89,13 @@ class Progress(Sink):
             _stop_bar(self.bar)
 
     def left(self, row: Row) -> str:
-        """Time to the end of the run at the pace so far, evaluations and checkpoints included."""
+        """Returns the time to the end of the run at the pace so far, including evaluations and checkpoints."""
         pace = (time.perf_counter() - self.opened) / (row["step"] - self.first_step)
         return str(datetime.timedelta(seconds=round(pace * (self.num_steps - row["step"]))))
 
 
 class Csv(Sink):
-    """RUN/steps.csv and RUN/epochs.csv, each row on its way to the disk before the step's checkpoint is."""
+    """Writes RUN/steps.csv and RUN/epochs.csv. A row is flushed before the checkpoint of its step is saved."""
 
     def __init__(self, folder: str | Path) -> None:
         self.steps = Table(Path(folder) / STEPS, STEP_COLUMNS)
@@ -112,14 +117,14 @@ class Csv(Sink):
 
 
 class TensorBoard(Sink):
-    """RUN/tensorboard, with what an interrupted run wrote past the present step hidden."""
+    """Writes RUN/tensorboard. Points that an interrupted run wrote after the resumed step are hidden."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder) / "tensorboard"
 
     def open(self, trainer: Trainer) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter  # seconds, and on rank 0 only
+            from torch.utils.tensorboard import SummaryWriter  # takes seconds to import, and only rank 0 needs it
         except ImportError as error:
             raise ValueError(
                 f"TensorBoard is not installed ({error}): run `python -m pip install tensorboard`, or set "
@@ -138,14 +143,14 @@ class TensorBoard(Sink):
         self.writer.close()
 
     def add(self, section: str, row: Row, names: Sequence[str]) -> None:
-        """One point per name that the row has a number for."""
+        """Add a point for each name that has a number in the row."""
         for name in names:
             if not math.isnan(row.get(name, math.nan)):
                 self.writer.add_scalar(f"{section}/{name}", row[name], int(row["step"]))
 
 
 class Curves(Sink):
-    """RUN/curves.png; comes after Csv, whose files it draws."""
+    """Draws RUN/curves.png. It must come after Csv, because it draws the files of Csv."""
 
     def __init__(self, folder: str | Path, *, title: str) -> None:
         self.folder = Path(folder)
@@ -169,7 +174,10 @@ def _rate(row: Row) -> str:
 
 
 def _start_bar(num_steps: int, *, done: int) -> progress.Progress:
-    """Draw the bar, and send the log above it: rich replaces sys.stderr, which handlers have kept."""
+    """Draw the bar, and let the log appear above it.
+
+    rich replaces sys.stderr, but logging handlers still hold the old stream, so they get the new one.
+    """
     bar = progress.Progress(
         progress.TextColumn("step {task.completed}/{task.total}"),
         progress.BarColumn(),
@@ -181,7 +189,7 @@ def _start_bar(num_steps: int, *, done: int) -> progress.Progress:
     bar.add_task("", total=num_steps, completed=done)
     before = sys.stderr
     bar.start()
-    bar.console.show_cursor(True)  # a run that is aborted could not show it again
+    bar.console.show_cursor(True)  # a run that is aborted would leave the cursor hidden
     _redirect_log(before, sys.stderr)
     return bar
 
@@ -193,6 +201,7 @@ def _stop_bar(bar: progress.Progress) -> None:
 
 
 def _redirect_log(old: TextIO, new: TextIO) -> None:
+    """Give the new stream to every logging handler that writes to the old one."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is old:
             handler.setStream(new)

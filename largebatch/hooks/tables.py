@@ -1,7 +1,6 @@
-"""The CSV files of a run.
+"""The CSV tables in the run folder: steps.csv has a row per logged step, epochs.csv a row per evaluation.
 
-Tables are CSV files in the run folder, with a row per step that was logged and a row per evaluation. They outlive the
-process: a resumed run continues them, and the picture is drawn from them alone.
+A resumed run continues the tables of its folder. The picture is drawn from them alone.
 """
 
 import csv
@@ -32,13 +31,13 @@ STEPS, EPOCHS = "steps.csv", "epochs.csv"
 
 
 class Table:
-    """A CSV file of rows in the order of their steps, which a resumed run continues."""
+    """A CSV file with rows in the order of their steps. A resumed run continues it."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self.path, self.columns = path, columns
 
     def open(self, *, last_step: int) -> None:
-        """Keep the rows up to `last_step`; the run repeats the others."""
+        """Keep the rows up to `last_step`; the run will write the later ones again."""
         kept = [row for row in read_rows(self.path) if row["step"] <= last_step]
         unfinished = self.path.with_suffix(".tmp")
         self.file = open(unfinished, "w", newline="")
@@ -47,10 +46,10 @@ class Table:
         self.file.flush()
         for row in kept:
             self.append(row)
-        os.replace(unfinished, self.path)  # the open file goes with it
+        os.replace(unfinished, self.path)  # the open file is renamed with it
 
     def append(self, row: Row) -> None:
-        """Write a row and hand it to the system, so that a kill cannot take it back."""
+        """Write a row and flush it to the system, so that a kill of this process does not lose it."""
         self.writer.writerow({name: _cell(row.get(name, math.nan)) for name in self.columns})
         self.file.flush()
 
@@ -60,7 +59,7 @@ class Table:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file as numbers, empty cells as nan; a line that was cut short is left out."""
+    """Returns the rows of a CSV file as numbers, with nan for empty cells. Damaged lines are left out."""
     if not path.is_file():
         return []
     with open(path, newline="") as file:
@@ -71,7 +70,7 @@ def read_rows(path: Path) -> list[Row]:
 def _numbers(cells: dict[str, str]) -> Row:
     try:
         return {name: float(cell) if cell != "" else math.nan for name, cell in cells.items()}
-    except (TypeError, ValueError):  # cells are missing, or none of ours
+    except (TypeError, ValueError):  # a cell is missing, is one too many or is not a number
         return {}
 
 
