@@ -25,8 +25,8 @@ def examine(*, device: str = "auto", limit_s: float = 120) -> Iterator[Result]:
         limit_s = min(limit_s, 10 + 7 * import_s)  # where importing is slow, so is launching
         yield from launch_each(device=launches.device_for_launches(facts, device), limit_s=limit_s)
     else:
-        cause = "not tried, as a check above failed"
-        yield Result(f"{launches.RANKS}-process allreduce", False, cause=cause, fix="the fix above")
+        cause = "not tried, because a check above failed"
+        yield Result(f"{launches.RANKS}-process allreduce", False, cause=cause, fix="apply the fix above first")
 
 
 def before_launching(facts: dict, output: Output, *, device: str, limit_s: float) -> Iterator[Result]:
@@ -76,7 +76,8 @@ def examine_hosts(options: argparse.Namespace) -> Iterator[Result]:
         all_ok &= result.ok
         yield result
     if not all_ok:
-        yield Result("messages between hosts", False, cause="not tried, as a check above failed", fix="the fix above")
+        cause = "not tried, because a check above failed"
+        yield Result("messages between hosts", False, cause=cause, fix="apply the fix above first")
         return
     own_names = {answer.facts["hostname"]: answer.name for answer in answers}
     here = own_names.get(socket.gethostname(), socket.gethostname())
@@ -94,11 +95,11 @@ def print_commands(options: argparse.Namespace) -> None:
     slots = sum(host.slots for host in options.hosts)
     ranks = options.num_ranks or slots
     if ranks > slots:
-        raise ValueError(f"-np {ranks} is more than the {slots} ranks of the hosts; raise those of -H, or lower -np")
+        raise ValueError(f"-np {ranks} is more than the {slots} ranks of the hosts; give -H more ranks, or lower -np")
     mpi, chosen = commands.detect_mpi(), hosts.local_network(options.hosts)
     program = options.program or commands.default_program()
-    by = f"by {chosen.cidr}, {chosen.selector}" if chosen else "by any interface but those within a machine"
-    print(f"# {mpi}; {ranks} ranks; {by}. Whether it works, tell: python -m largebatch.doctor --hosts", end=" ")
+    over = f"over {chosen.cidr}, {chosen.selector}" if chosen else "over any interface that leaves the machine"
+    print(f"# {mpi}; {ranks} ranks; {over}. Test these hosts with: python -m largebatch.doctor --hosts", end=" ")
     print(commands.host_list(options.hosts))
     for name, command in commands.recommend(mpi, options.hosts, ranks, program, network=chosen).items():
         print(f"\n# {name}\n{shlex.join(command)}")
@@ -113,14 +114,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="what training will use; auto: GPUs where there are any",
+        help="device that training will use; auto: GPUs if there are any",
     )
     add("--limit-s", type=float, default=120, help="time limit of each check, in seconds")
-    add("-H", "--hosts", default="", metavar="a:2,b:2", help="look at several hosts, each with its number of ranks")
-    add("--data", default="", metavar="FOLDER", help="with --hosts: a folder that all hosts must see alike")
+    add("-H", "--hosts", default="", metavar="a:2,b:2", help="check several hosts, each given with its number of ranks")
+    add("--data", default="", metavar="FOLDER", help="with --hosts: a folder that must look the same on all hosts")
     add("--print", action="store_true", help="with --hosts: print the commands for a job there, and run nothing")
-    add("-np", dest="num_ranks", type=int, default=0, help="with --print: number of ranks (all slots of the hosts)")
-    add("program", nargs="*", help="with --print, after --: what the ranks run")
+    add("-np", dest="num_ranks", type=int, default=0, help="with --print: number of ranks (default: all of the hosts)")
+    add("program", nargs="*", help="with --print, after --: the program that the ranks run")
     options = parser.parse_args(arguments)
     try:
         check_options(options)
@@ -134,10 +135,10 @@ def check_options(options: argparse.Namespace) -> None:
     """Every option given has an effect. Raises ValueError."""
     if not options.hosts and (options.print or options.data):
         name = "--print" if options.print else "--data"
-        raise ValueError(f"{name} is about several hosts; name them, as in --hosts a:2,b:2")
+        raise ValueError(f"{name} needs hosts; name them, as in --hosts a:2,b:2")
     if not options.print and (options.num_ranks or options.program):
         name = "-np" if options.num_ranks else shlex.join(options.program)
-        raise ValueError(f"{name} is for --print; to look at the hosts, --hosts alone says how many ranks each has")
+        raise ValueError(f"{name} has an effect only with --print; without it, --hosts gives each host its ranks")
     if options.print and options.data:
         raise ValueError("--data has no effect with --print; leave one of them out")
     if options.num_ranks < 0 or options.limit_s <= 0:

@@ -87,9 +87,9 @@ class Line:
         stage = "no message"
         try:
             self.trip(0)
-            stage = "small messages pass, but not all"
+            stage = "some small messages pass, but not all"
             latency_s = statistics.median(self.small_trips()) / 2
-            stage = f"small messages pass, one of {FIRST_BYTES // 2**20} MiB did not"
+            stage = f"small messages pass, but one of {FIRST_BYTES // 2**20} MiB did not"
             num_bytes = FIRST_BYTES
             took_s = self.trip(num_bytes)
             if took_s < SLOW_S:

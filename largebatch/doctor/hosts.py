@@ -178,7 +178,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         if slots < 1:
             raise ValueError(f"--hosts {text}: {name} has no rank; leave it out or give it one, as in {name}:1")
         if name in [host.name for host in hosts]:
-            raise ValueError(f"--hosts {text}: {name} is there twice; write it once, with all its ranks")
+            raise ValueError(f"--hosts {text}: {name} is listed twice; list it once, with all its ranks")
         hosts.append(Host(name, slots))
     return tuple(hosts)
 
@@ -194,7 +194,7 @@ def check_ssh(hosts: tuple[Host, ...]) -> Result:
     if others and shutil.which("ssh") is None:
         cause = f"there is no ssh client on this host to reach {', '.join(others)}"
         return Result("ssh client", False, cause=cause, fix="sudo apt-get install openssh-client")
-    return Result("ssh client", True, "there, where one is needed")
+    return Result("ssh client", True, "found, or not needed")
 
 
 def examine_hosts(
@@ -338,9 +338,9 @@ def check_host(answer: Answer) -> Result:
     if answer.cause:
         return Result(answer.name, False, cause=answer.cause, fix=answer.fix)
     if not answer.facts["launcher"]:
-        return Result(answer.name, False, cause="the MPI that starts ranks is not there", fix=f"ssh {answer.name} ls")
+        return Result(answer.name, False, cause="the mpirun of this host is not there", fix=f"ssh {answer.name} ls")
     cards = ", ".join(f"{card.name} {card.address}" for card in answer.interfaces if usable(card))
-    return Result(answer.name, True, f"answers within {answer.took_s:.1f} s; {cards or 'loopback alone'}")
+    return Result(answer.name, True, f"answers within {answer.took_s:.1f} s; {cards or 'only loopback'}")
 
 
 def check_clocks(answers: list[Answer]) -> Result:
@@ -376,7 +376,7 @@ def check_data(answers: list[Answer], folder: str) -> Result:
         return Result(name, False, cause=cause, fix=f"ssh {odd[0].name} df {shlex.quote(folder)}")
     usual, odd = odd_ones(answers, [answer.facts["data"]["times"] for answer in answers])
     if odd:
-        cause = f"{folder} holds the same files on all hosts, but changed at other times on {odd[0].name}: a copy?"
+        cause = f"{folder} holds the same files on all hosts, but their times differ on {odd[0].name}: is it a copy?"
         return Result(name, True, cause=cause, fix=f"ssh {odd[0].name} df {shlex.quote(folder)}")
     return Result(name, True, f"{folder} is the same on all hosts, {counts[usual.name]} entries")
 
@@ -387,10 +387,16 @@ def check_packages(answers: list[Answer]) -> Result:
     for package in packages[0]:
         usual, odd = odd_ones(answers, [installed[package] for installed in packages])
         if odd:
-            theirs, ours = (one.facts["packages"][package] or "none" for one in (odd[0], usual))
-            cause = f"{odd[0].name} has {package} {theirs}, {usual.name} has {ours}"
+            theirs, ours = (describe_package(package, one) for one in (odd[0], usual))
+            cause = f"{odd[0].name} has {theirs}, but {usual.name} has {ours}"
             return Result(name, False, cause=cause, fix=f"ssh {odd[0].name} {shlex.quote(reinstall())}")
     return Result(name, True, f"{len(packages[0])} versions are the same on all hosts")
+
+
+def describe_package(package: str, answer: Answer) -> str:
+    """Returns the package of a host with its version."""
+    version = answer.facts["packages"][package]
+    return f"{package} {version}" if version else f"no {package}"
 
 
 def reinstall() -> str:
@@ -417,12 +423,12 @@ def check_names(answers: list[Answer]) -> Result:
         right = next((card.address for card in answer.interfaces if usable(card)), "ADDRESS")
         on = f"# on {answer.name}"
         if not address:
-            cause = f"{answer.name} does not know its own name, {own}, so Horovod on Gloo crashes there"
+            cause = f"{answer.name} cannot resolve its own name, {own}, so Horovod on Gloo crashes there"
             return Result(name, False, cause=cause, fix=f"echo '{right} {own}' | sudo tee -a /etc/hosts  {on}")
         if ipaddress.ip_address(address).is_loopback and len(answers) > 1 and not one_machine(answers):
-            cause = f"on {answer.name} its own name, {own}, is {address}, so horovodrun --gloo will not connect to it"
+            cause = f"{answer.name} resolves its own name, {own}, to {address}: horovodrun --gloo cannot connect to it"
             return Result(name, True, cause=cause, fix=f"sudo sed -i 's/^{address}.*/{right} {own}/' /etc/hosts  {on}")
-    return Result(name, True, "each stands for an address that others can reach")
+    return Result(name, True, "each name resolves to an address that other hosts can reach")
 
 
 def usable(card: Interface) -> bool:
@@ -460,13 +466,13 @@ def check_network(answers: list[Answer]) -> Result:
     network = choose_network(answers)
     if network:
         unused = sorted({card.name for answer in answers for card in answer.interfaces} - set(network.names))
-        others = f"; left alone: {', '.join(unused)}" if unused else ""
+        others = f"; not used: {', '.join(unused)}" if unused else ""
         return Result("network", True, f"{network.cidr}, {', '.join(network.names)} on all hosts{others}")
     first, *rest = [
         f"{answer.name} is in {', '.join(str(card.network) for card in answer.interfaces if usable(card)) or 'none'}"
         for answer in answers
     ]
-    cause = f"no network holds all hosts, so MPI has to guess which interface to use: {first}, {rest[-1]}"
+    cause = f"the hosts share no network, so MPI has to guess which interface to use: {first}, {rest[-1]}"
     return Result("network", True, cause=cause, fix=f"ssh {answers[-1].name} ip -br addr")
 
 

@@ -96,9 +96,9 @@ def check_versions() -> Result:
         except importlib.metadata.PackageNotFoundError:
             return Result(name, False, cause=f"{requirement} is not installed", fix=INSTALL)
         if not requirement.specifier.contains(version, prereleases=True):
-            cause = f"{requirement} is needed, {version} is installed"
+            cause = f"{requirement} is needed, but {version} is installed"
             return Result(name, False, cause=cause, fix=f"{sys.executable} -m pip install '{requirement}'")
-    return Result(name, True, f"{len(requirements)} packages as pinned")
+    return Result(name, True, f"{len(requirements)} packages have the pinned version")
 
 
 def importable(folder: Path) -> set[str]:
@@ -122,10 +122,10 @@ def check_shadowing() -> Result:
     for folder in [*of_path, *folders]:
         shadows = sorted(importable(folder) & known) if folder not in site_packages else []
         if shadows:
-            cause = f"{', '.join(shadows[:3])} of {folder} would be imported in place of what is installed"
+            cause = f"{', '.join(shadows[:3])} in {folder} would be imported instead of the installed modules"
             fix = "unset PYTHONPATH" if folder in of_path else "export PYTHONSAFEPATH=1"
             return Result(name, False, cause=cause, fix=fix)
-    return Result(name, True, "nothing in front of what is installed")
+    return Result(name, True, "no file hides an installed module")
 
 
 def check_imports(modules: tuple[str, ...] = MODULES, *, limit_s: float = 120) -> Result:
@@ -181,12 +181,12 @@ def check_built_for(facts: dict) -> Result:
     """Horovod was compiled against this very torch, version and C++ ABI: a near one may load and still be wrong."""
     name = "Horovod's torch"
     if facts["built_for"] != facts["torch"]:
-        built_for = facts["built_for"] or "an unknown version"
-        cause = f"Horovod was built for torch {built_for}, torch {facts['torch']} is installed"
+        built_for = f"torch {facts['built_for']}" if facts["built_for"] else "an unknown version of torch"
+        cause = f"Horovod was built for {built_for}, but torch {facts['torch']} is installed"
         return Result(name, False, cause=cause, fix=REINSTALL)
     ours, theirs = facts.get("horovod_abi"), facts["torch_abi"]
     if ours is not None and ours != theirs:
-        cause = f"Horovod was built with _GLIBCXX_USE_CXX11_ABI={ours:d}, torch {facts['torch']} with {theirs:d}"
+        cause = f"Horovod was built with _GLIBCXX_USE_CXX11_ABI={ours:d}, but torch {facts['torch']} with {theirs:d}"
         return Result(name, False, cause=cause, fix=f"env -u CXXFLAGS {REINSTALL}")
     return Result(name, True, f"built for torch {facts['torch']}, C++ ABI {theirs:d}")
 
@@ -198,7 +198,7 @@ def check_controllers(facts: dict) -> Result:
     if missing:
         cause = f"Horovod was built without {' and '.join(missing)}"
         return Result(name, False, cause=cause, fix=REINSTALL)
-    return Result(name, True, "both built")
+    return Result(name, True, "Horovod was built with both")
 
 
 def mpi_number(text: str) -> str:
@@ -247,6 +247,6 @@ def check_compiler(*, limit_s: float = 60) -> Result:
     if output.code != 0:
         found = re.search(r"error: (.*)", output.stderr)
         error = found[1] if found else output.last_error
-        cause = f"{compiler}, which is to compile LAMB, {output.how_it_ended}: {error}"
+        cause = f"{compiler}, which must compile LAMB, {output.how_it_ended}: {error}"
         return Result(name, False, cause=cause, fix="unset CXX" if "CXX" in os.environ else "sudo apt-get install g++")
     return Result(name, True, f"{compiler} compiles")

@@ -76,16 +76,17 @@ def explain(output: Output, launch: str, launcher: list[str], *, ranks: int, lim
         return f"no answer within {limit_s:.3g} s", f"HOROVOD_LOG_LEVEL=debug {by_hand}"
     got = answers(output)
     if {size for _, size, _ in got} == {1}:
-        cause = f"{ranks} processes were started, but each sees a size of 1: it is not its MPI that started them"
+        cause = f"{ranks} processes were started, but each sees a size of 1: another MPI than Horovod's started them"
         return cause, REINSTALL
     if "plm_rsh_agent" in output.stderr:
-        return f"{launch} looks for an ssh client, which is not here, although one host needs none", INSTALL
+        cause = f"{launch} looks for an ssh client, which is not installed, although one host needs none"
+        return cause, INSTALL
     if output.code != 0:
         return f"{launch} {output.how_it_ended}: {output.last_error}", by_hand
     if {rank for rank, _, _ in got} != set(range(ranks)):
         return f"{len(got)} of {ranks} processes answered", by_hand
     totals = ", ".join(str(total) for total in sorted({total for _, _, total in got}))
-    return f"the sum should be {expected_total(ranks)}, it is {totals}", REINSTALL
+    return f"the sum should be {expected_total(ranks)}, but is {totals}", REINSTALL
 
 
 def blame(command: list[str], *, ranks: int = RANKS, limit_s: float) -> str:

@@ -25,9 +25,9 @@ def check_launcher_variables() -> Result:
     if "SLURM_JOB_ID" not in os.environ and os.environ.get("SLURM_NTASKS", "") not in ("", "1"):
         leftover.append("SLURM_NTASKS")
     if not leftover:
-        return Result(name, True, "none left over")
+        return Result(name, True, "none is left over from a launch")
     seen = ", ".join(f"{name}={os.environ[name]}" for name in leftover)
-    cause = f"{seen} is set, as in a rank of a launch, so a program started by itself would refuse to train alone"
+    cause = f"{seen} is set, as in a rank of a launch, so a program started without a launcher would refuse to train"
     return Result(name, False, cause=cause, fix=f"unset {' '.join(leftover)}")
 
 
@@ -53,10 +53,10 @@ def check_shared_memory(folder: str = "/dev/shm") -> Result:
     name = "shared memory"
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
         fix = f"sudo mkdir -p {folder} && sudo mount -t tmpfs -o mode=1777 tmpfs {folder}"
-        return Result(name, False, cause=f"{folder} is not a folder in which files can be made", fix=fix)
+        return Result(name, False, cause=f"{folder} is not a folder where files can be created", fix=fix)
     free = shutil.disk_usage(folder).free
     if free < NEEDED_SHM_BYTES:
-        cause = f"{folder} has {free // MIB} MiB free, {NEEDED_SHM_BYTES // MIB} are needed (docker: --shm-size=1g)"
+        cause = f"{folder} has {free // MIB} MiB free, but needs {NEEDED_SHM_BYTES // MIB} (docker: --shm-size=1g)"
         return Result(name, False, cause=cause, fix=f"sudo mount -o remount,size=1g {folder}")
     return Result(name, True, f"{free / GIB:.1f} GiB free in {folder}")
 
@@ -65,7 +65,8 @@ def check_disk(folder: str = ".") -> Result:
     """Where this was started, under which run folders are made, there is room for checkpoints."""
     name, free = "disk", shutil.disk_usage(folder).free
     if free < NEEDED_DISK_BYTES:
-        cause = f"{free / GIB:.1f} GiB free in {os.path.abspath(folder)}, checkpoints need {NEEDED_DISK_BYTES // GIB}"
+        needed = NEEDED_DISK_BYTES // GIB
+        cause = f"{free / GIB:.1f} GiB are free in {os.path.abspath(folder)}, but checkpoints need {needed} GiB"
         return Result(name, False, cause=cause, fix=f"df -h {os.path.abspath(folder)}")
     return Result(name, True, f"{free / GIB:.0f} GiB free")
 
@@ -76,7 +77,8 @@ def check_open_files() -> Result:
     if 0 <= soft < NEEDED_FILES:
         may_raise = hard < 0 or hard >= NEEDED_FILES
         fix = "ulimit -n $(ulimit -H -n)" if may_raise else f"sudo prlimit --pid $$ --nofile={2**16}"
-        return Result(name, False, cause=f"a process may have {soft} files open, {NEEDED_FILES} are needed", fix=fix)
+        cause = f"a process may have {soft} files open, but {NEEDED_FILES} are needed"
+        return Result(name, False, cause=cause, fix=fix)
     return Result(name, True, f"{soft} allowed per process")
 
 
@@ -100,7 +102,8 @@ def check_memory() -> Result:
         return Result(name, False, cause=cause, fix="ulimit -v unlimited")
     available = available_memory()
     if available < NEEDED_MEMORY_BYTES:
-        cause = f"{available / GIB:.1f} GiB available, two ranks of the quick start need {NEEDED_MEMORY_BYTES // GIB}"
+        needed = NEEDED_MEMORY_BYTES // GIB
+        cause = f"{available / GIB:.1f} GiB are available, but two ranks of the quick start need {needed} GiB"
         return Result(name, False, cause=cause, fix="ps aux --sort=-rss | head")
     return Result(name, True, f"{available / GIB:.0f} GiB available")
 
@@ -112,10 +115,10 @@ def check_threads() -> Result:
         return Result(name, True, f"{cores} cores, shared by the ranks")
     first = text.split(",")[0]
     if not first.isdigit() or not int(first):
-        cause = f"OMP_NUM_THREADS is {text!r}, which is no number of threads"
+        cause = f"OMP_NUM_THREADS is {text!r}; expected a number of threads, at least 1"
         return Result(name, False, cause=cause, fix="unset OMP_NUM_THREADS")
     if int(first) > cores:
-        cause = f"OMP_NUM_THREADS is {first} for each rank, but there are {cores} cores: ranks will slow one another"
+        cause = f"OMP_NUM_THREADS is {first} for each rank on {cores} cores: ranks will slow each other down"
         return Result(name, True, cause=cause, fix="unset OMP_NUM_THREADS")
     return Result(name, True, f"{first} per rank on {cores} cores")
 
@@ -132,13 +135,13 @@ def check_gpu(facts: dict, device: str) -> Result:
     """On a machine with GPUs, torch sees them and Horovod reduces them with NCCL."""
     name = "GPU and NCCL"
     if device == "cpu":
-        return Result(name, True, "not looked at (--device cpu)")
+        return Result(name, True, "not checked (--device cpu)")
     gpus = visible_gpus()
     if gpus == 0:
         if device == "cuda":
             cause = "--device cuda was given, but no GPU is visible"
             return Result(name, False, cause=cause, fix="nvidia-smi -L")
-        return Result(name, True, "no GPU is visible, training uses the CPU")
+        return Result(name, True, "no GPU is visible, so training uses the CPU")
     if facts["cuda"] is None:
         cause = (
             f"{gpus} GPUs are visible, but torch {facts['torch']} was built without CUDA "

@@ -131,7 +131,7 @@ def check_starts(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
         output = run(command, limit_s=limit_s)
         name = f"mpirun, {cluster.here} to {host.name}"
         if output.code == 0 and "started" in output.stdout:
-            return Result(name, True, "a process is started")
+            return Result(name, True, "it starts a process there")
         how = f"nothing started within {limit_s:g} s" if output.code is None else f"mpirun {output.how_it_ended}"
         cause = f"{cluster.here} and {host.name}: {how}: {explain_start(output)}"
         return Result(name, False, cause=cause, fix=shlex.join(command))
@@ -146,15 +146,16 @@ def explain_start(output: Output) -> str:
         if phrase in output.stderr:
             return meaning
     if output.code is None and not output.stderr.strip():
-        return "its daemon there finds no way back, by the interface chosen or through a firewall"
+        return NO_WAY_BACK
     return output.last_error
 
 
+NO_WAY_BACK = "its daemon there cannot connect back, because of the chosen interface or a firewall"
 START_FAULTS = (
-    (": not found", "its own parts are not found there"),
-    ("No such file", "its own parts are not found there"),
+    (": not found", "its own programs are not found there"),
+    ("No such file", "its own programs are not found there"),
     ("Could not resolve hostname", "the name does not resolve"),
-    ("create a connection back", "its daemon there finds no way back, by the interface chosen or through a firewall"),
+    ("create a connection back", NO_WAY_BACK),
 )
 
 
@@ -172,7 +173,7 @@ def wait_until_ready(launch: Launch, cluster: Cluster, num_ranks: int, *, limit_
             elif "ready" not in event:
                 early.append(event)  # rank 0 may begin before another rank's word is here
             elif event.get("size", num_ranks) != num_ranks:
-                raise RuntimeError(f"{num_ranks} ranks were started, but one sees {event['size']}")
+                raise RuntimeError(f"{num_ranks} ranks were started, but one of them sees a size of {event['size']}")
             else:
                 ready[event["ready"]] = cluster.names.get(event["host"], event["host"])
     except TimeoutError:
@@ -211,8 +212,8 @@ def check_pairs(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
             yield Result(pair, False, cause=cause, fix=shlex.join(command))
             return
     if left_out:
-        cause = f"{names[0]}, which leads the others, does not reach {left_out}: their other pairs were not tried"
-        yield Result("other pairs", False, cause=cause, fix="the fix above")
+        cause = f"{names[0]}, which leads the others, does not reach {left_out}; the other pairs with it were not tried"
+        yield Result("other pairs", False, cause=cause, fix="apply the fix above first")
     yield from compare(found)
 
 
@@ -243,7 +244,7 @@ def compare(found: dict[str, dict]) -> Iterator[Result]:
     for pair, figure in found.items():
         late = figure["latency_s"] > max(FAR_SLOWER * latency_s, latency_s + NOTED_LATENCY_S)
         if late or figure["bytes_per_s"] < bytes_per_s / FAR_SLOWER:
-            cause = f"{pair} are far slower than others: {figures(figure)}; the faster pairs: {usual}"
+            cause = f"{pair} are far slower than other pairs: {figures(figure)}; the faster pairs: {usual}"
             first, second = pair.split(" and ")
             yield Result(pair, True, cause=cause, fix=f"ssh {second} ethtool eth0  # speed and errors; {first}, too")
 

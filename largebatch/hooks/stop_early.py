@@ -39,7 +39,7 @@ SLURM_END = "SLURM_JOB_END_TIME"
 class Signals:
     """Keeps the first of `SIGNALS` that reaches this process inside `with`, and ends the process at a later one.
 
-    After `with`, a process that exits ignores the signals: the run may have stopped because of a signal to another rank,
+    After `with`, a process that exits ignores the signals: the run may have stopped for a signal to another rank,
     and the signal to this rank may come later.
     """
 
@@ -85,8 +85,8 @@ def _heard(number: int, frame: FrameType | None) -> None:
 def end_time(option: float | str | None) -> float | None:
     """Returns the end of the job in seconds since the epoch, from --run.end_time or else Slurm; None if unknown.
 
-    Raises ValueError if the option is in the past. A time of Slurm's in the past is ignored: the variable is not updated
-    if the time limit of a job is raised.
+    Raises ValueError if the option is in the past. A time of Slurm's in the past is ignored, because Slurm does not
+    update the variable if the time limit of a job is raised.
     """
     if option is not None:
         end = epoch_seconds(option, option="run.end_time")
