@@ -92,7 +92,7 @@ def assert_noted(result: Result, *, cause: str, fix: str) -> None:
     assert str(result).startswith("note  ")
 
 
-# ---- versions and imports ------------------------------------------------------------------------
+# -- versions and imports --------------------------------------------------------------------------------------
 
 
 def fake_distributions(monkeypatch, versions: dict[str, str]) -> None:
@@ -181,7 +181,7 @@ def test_import_hangs(tmp_path, monkeypatch):
     assert_failed(result, cause="importing stuck did not end within 2 s", fix="-X importtime -c 'import stuck'")
 
 
-# ---- Horovod -------------------------------------------------------------------------------------
+# -- Horovod ---------------------------------------------------------------------------------------------------
 
 ABI_OF = """
 #include <string>
@@ -272,7 +272,7 @@ def test_a_controller_is_missing(horovod, flag, label):
     assert_failed(result, cause=f"Horovod was built without {label}", fix="install.sh --force")
 
 
-# ---- launchers and compiler ------------------------------------------------------------------------
+# -- launchers and compiler ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -348,7 +348,7 @@ def test_compiler_does_not_compile(programs):
     assert_failed(result, cause="exit code 1: omp.h: No such file or directory", fix="apt-get install g++")
 
 
-# ---- machine -------------------------------------------------------------------------------------
+# -- machine ---------------------------------------------------------------------------------------------------
 
 
 def under_limit(limit: str, check: str) -> str:
@@ -455,7 +455,7 @@ def test_no_gpu(programs):
     assert_failed(machine.check_gpu(GOOD, "cuda"), cause="no GPU is visible", fix="nvidia-smi -L")
 
 
-# ---- launches ------------------------------------------------------------------------------------
+# -- launches --------------------------------------------------------------------------------------------------
 
 EXACT = launches.expected_total(2)
 

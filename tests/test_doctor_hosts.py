@@ -51,7 +51,7 @@ def failed(result, cause: str) -> None:
     assert not result.ok and cause in result.cause and result.fix and "\n" not in result.cause + result.fix, result
 
 
-# ---- what is given -------------------------------------------------------------------------------
+# -- what is given ---------------------------------------------------------------------------------------------
 
 
 def test_hosts_with_and_without_a_number():
@@ -98,7 +98,7 @@ def test_more_ranks_than_the_hosts_have(capsys):
     assert "-np 5 is more than the 4 ranks of the hosts" in capsys.readouterr().err
 
 
-# ---- answers -------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_pairs_far_slower_than_others_are_notes():
     assert "12 us, 100 MB/s; the faster pairs: 10 us, 900 MB/s" in notes[0].cause
 
 
-# ---- commands ------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_the_printed_mpirun_command_runs_on_two_hosts(two_names, capfd):
     assert found == [("0", "n1"), ("1", "n1"), ("2", "n2"), ("3", "n2")], done.stdout + done.stderr
 
 
-# ---- what the ranks run --------------------------------------------------------------------------
+# -- what the ranks run ----------------------------------------------------------------------------------------
 
 
 def test_a_message_that_never_comes_ends_with_its_limit():

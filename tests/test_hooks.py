@@ -40,7 +40,7 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-# -- whole runs --------------------------------------------------------------------------------------------------
+# -- whole runs ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_throughput_is_that_of_training_alone(runs):
     assert [float(row["images_per_s"]) for row in epochs] == [8.0] * 3
 
 
-# -- the program -------------------------------------------------------------------------------------------------
+# -- the program -----------------------------------------------------------------------------------------------
 
 
 class At(Hook):
@@ -321,7 +321,7 @@ def main(folder: Path) -> dict[str, Any]:
     return report | {"log": log.getvalue().splitlines()}
 
 
-# -- sinks -------------------------------------------------------------------------------------------------------
+# -- sinks -----------------------------------------------------------------------------------------------------
 
 
 def trainer_at(step: int, *, num_steps: int = 100) -> Any:
@@ -449,7 +449,7 @@ def test_the_bar_and_the_log_share_a_terminal(monkeypatch, caplog):
     assert len(caplog.messages) == 1, "steps are shown by the bar"
 
 
-# -- profile -----------------------------------------------------------------------------------------------------
+# -- profile ---------------------------------------------------------------------------------------------------
 
 
 def test_a_profile_is_of_its_steps(tmp_path, monkeypatch):
@@ -471,7 +471,7 @@ def test_a_profile_is_of_its_steps(tmp_path, monkeypatch):
     assert [name for name in names if name.startswith(("step", "eval"))] == ["step 2", "evaluation", "step 3"]
 
 
-# -- curves ------------------------------------------------------------------------------------------------------
+# -- curves ----------------------------------------------------------------------------------------------------
 
 
 def share_of(path: Path, colour: str) -> float:

@@ -166,7 +166,7 @@ class Curves(Sink):
         self.drawn = time.perf_counter()
 
 
-# -- the bar on a terminal ---------------------------------------------------------------------------
+# -- the bar on a terminal -------------------------------------------------------------------------------------
 
 
 def _rate(row: Row) -> str:
