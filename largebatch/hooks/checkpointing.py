@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 class Checkpoint(Hook):
     """Saves a checkpoint every `every_images` and at the end of the run.
 
-    A checkpoint includes the average of `Ema`. If a save fails, the hook warns, keeps the older checkpoints and lets the
-    run go on. If the last save fails, the run fails.
+    A checkpoint includes the average of `Ema`. If a save fails, the hook warns, keeps the older checkpoints and lets
+    the run go on. If the last save fails, the run fails.
     """
 
     def __init__(
