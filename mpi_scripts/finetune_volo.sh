@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What:     fine-tunes a VOLO at its published higher resolution with token labels, then measures it.
-# Hardware: as published, 8 GPUs; fewer work alike (more passes per step), several hosts with HOSTS.
+# Hardware: 8 GPUs, as published. Fewer GPUs give the same result with more passes per step; HOSTS for several hosts.
 # Time:     40 epochs of ImageNet-1K (30 and 10 of cooldown); not measured yet.
 # Prints:   the commands, the recipe, one line per epoch, and the exact top-1 and top-5.
 #
@@ -22,7 +22,7 @@ shift 3
 options=(--recipe "$recipe" --init-from "$weights" --data "$data" --run.folder "runs/$recipe" "$@")
 if [ -n "${HOSTS:-}" ]; then "$here/train_multinode.sh" -H "$HOSTS" "${options[@]}"
 else "$here/train_local.sh" "${options[@]}"; fi
-folder=runs/$recipe                             # but for a --run.folder among the options
+folder=runs/$recipe                             # unless the options have a --run.folder
 while [ $# -gt 0 ]; do
     case $1 in
         --run.folder) folder=${2:-$folder} ;;

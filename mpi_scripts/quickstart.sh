@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What:     trains ViT-B/32 with LAMB on two processes, on the embedded handwritten digits, then measures the
-#           accuracy on the held-out ones. Sets up .venv first where that is still to do.
-# Hardware: two CPU cores and 8 GB of memory; GPUs are used when they are there.
+#           accuracy on the held-out digits. Sets up .venv first if needed.
+# Hardware: two CPU cores and 8 GB of memory; GPUs are used if there are any.
 # Time:     about 3.5 minutes on two idle cores, plus about 3 for the first set-up.
 # Prints:   the command, the recipe, one line per epoch, and the held-out top-1, 95 % or more.
 #
@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-run_folder() {                      # what --run.folder says, else the recipe's own
+run_folder() {                      # prints the value of --run.folder, or the folder of the recipe
     local folder=runs/quickstart
     while [ $# -gt 0 ]; do
         case $1 in

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What:     measures training steps at 1, 2, 4, ... ranks, each with the same work per rank (weak scaling), and joins
-#           them into one table and one picture: images per second, and the share of perfect scaling.
-# Hardware: any; GPUs or cores that do nothing else. Ranks that share a core show its limits, not the network's.
-# Time:     per number of ranks six steps and the start: on two cores about 3 minutes each for ViT-B/32.
+# What:     measures training steps on 1, 2, 4, ... ranks with the same work per rank (weak scaling), and joins the
+#           results in one table and one picture: images per second, and the percentage of perfect scaling.
+# Hardware: any, with idle GPUs or cores. Ranks that share a core measure the core, not the network.
+# Time:     six steps and the start for each number of ranks; with ViT-B/32 on two cores about 3 minutes each.
 # Prints:   the commands, a table of each benchmark, and the joined one.
 # Writes:   OUTPUT/scaling.csv and scaling.png; OUTPUT/ranks_N/step.csv and step.png
 #
@@ -17,11 +17,11 @@ set -euo pipefail
 
 hosts=()
 if [ "${1:-}" = -H ]; then
-    [ -n "${RANKS:-}" ] || fail "with -H say which numbers of ranks to measure, e.g. RANKS=\"8 16 32\""
+    [ -n "${RANKS:-}" ] || fail "with -H, give the numbers of ranks to measure, e.g. RANKS=\"8 16 32\""
     hosts=(-H "$2")
     shift 2
 fi
-found=$(gpus) bind=("$ROOT/mpi_scripts/bind.sh")   # without a GPU there is nothing to be near
+found=$(gpus) bind=("$ROOT/mpi_scripts/bind.sh")   # without a GPU there is nothing to bind to
 [ "$found" -gt 0 ] || [ ${#hosts[@]} -gt 0 ] || { found=2 bind=(); }
 numbers=${RANKS:-$(for ((n = 1; n <= found; n *= 2)); do echo "$n"; done)}
 output=${OUTPUT:-runs/scaling}

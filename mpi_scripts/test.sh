@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What:     runs the tests, under real MPI launchers where ranks matter. Sets up .venv first where needed.
+# What:     runs the tests, those on several ranks under real MPI launchers. Sets up .venv first if needed.
 # Hardware: two CPU cores and 12 GB of memory; no GPU needed.
 # Time:     about 12 minutes on two idle cores; the parts of --all add up to 30. The first set-up takes 3 more.
-# Prints:   pytest's output; at the end what this machine cannot run, and what was left out, each with its reason.
+# Prints:   pytest's output; at the end the tests that this machine cannot run or that were left out, with the reasons.
 #
 # Usage:    mpi_scripts/test.sh [--all] [options of pytest, e.g. -k lamb or tests/test_optim.py]
 #           --all: also several hosts and Slurm on this machine (-m cluster, as root), and full-size runs (-m evidence)
@@ -18,5 +18,5 @@ if [ "${1:-}" = --all ]; then
     shift
     tiers=(-m "")
 fi
-# as many processes as there are cores, up to four: each one starts ranks of its own
+# One process per core, at most four, because each process starts ranks of its own.
 exec python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder "${tiers[@]}" "$@"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What:     trains on several hosts over ssh, with Open MPI: fills one host's slots after the other, binds each rank
-#           near its GPU, and hands on the variables that env.sh lists, no others.
+# What:     trains on several hosts over ssh, with Open MPI: fills the slots of one host after the other, binds each
+#           rank near its GPU, and hands on only the variables that env.sh lists.
 # Hardware: hosts that reach each other by ssh without a password, see the same repository and .venv under the same
 #           path, and the same data. Check them first: python -m largebatch.doctor --hosts a:8,b:8
-# Time:     the run's own; it starts within seconds.
+# Time:     the time of the run; it starts within seconds.
 # Prints:   the command, one line of bind.sh per rank, then what largebatch.train prints.
 #
 # Usage:    mpi_scripts/train_multinode.sh -H a:8,b:8 [options of largebatch.train]

@@ -92,7 +92,7 @@ def assert_noted(result: Result, *, cause: str, fix: str) -> None:
     assert str(result).startswith("note  ")
 
 
-# ---- versions and imports ------------------------------------------------------------------------
+# -- versions and imports --------------------------------------------------------------------------------------
 
 
 def fake_distributions(monkeypatch, versions: dict[str, str]) -> None:
@@ -109,13 +109,13 @@ def fake_distributions(monkeypatch, versions: dict[str, str]) -> None:
 
 def test_versions_as_pinned(monkeypatch):
     fake_distributions(monkeypatch, {"aa": "1.0+cpu", "bb": "2.0"})
-    assert installation.check_versions() == Result("package versions", True, "2 packages as pinned")
+    assert installation.check_versions() == Result("package versions", True, "2 packages have the pinned version")
 
 
 def test_version_differs(monkeypatch):
     fake_distributions(monkeypatch, {"aa": "1.0", "bb": "2.1"})
     assert_failed(
-        installation.check_versions(), cause="bb==2.0 is needed, 2.1 is installed", fix="pip install 'bb==2.0'"
+        installation.check_versions(), cause="bb==2.0 is needed, but 2.1 is installed", fix="pip install 'bb==2.0'"
     )
 
 
@@ -156,7 +156,7 @@ def test_package_is_shadowed(tmp_path, monkeypatch, through, entry):
     else:
         monkeypatch.chdir(tmp_path)
     result = installation.check_shadowing()
-    assert_failed(result, cause=f"{name} of {tmp_path} would be imported in place of what is installed", fix=fix[1])
+    assert_failed(result, cause=f"{name} in {tmp_path} would be imported instead of the installed modules", fix=fix[1])
     monkeypatch.setenv(fix[0], "1" if fix[0] == "PYTHONSAFEPATH" else "")
     assert installation.check_shadowing().ok
 
@@ -181,7 +181,7 @@ def test_import_hangs(tmp_path, monkeypatch):
     assert_failed(result, cause="importing stuck did not end within 2 s", fix="-X importtime -c 'import stuck'")
 
 
-# ---- Horovod -------------------------------------------------------------------------------------
+# -- Horovod ---------------------------------------------------------------------------------------------------
 
 ABI_OF = """
 #include <string>
@@ -254,17 +254,17 @@ def test_built_for_another_torch(horovod):
     compile_extension(horovod, "namespace c10 { void gone(); } void use() { c10::gone(); }")
     facts, _ = installation.horovod_facts()
     result = installation.check_built_for(facts)
-    assert_failed(result, cause="built for torch 1.0.0, torch 2.", fix="install.sh --force")
+    assert_failed(result, cause="built for torch 1.0.0, but torch 2.", fix="install.sh --force")
     (horovod / "metadata.json").unlink()
     result = installation.check_built_for(installation.horovod_facts()[0])
-    assert_failed(result, cause="built for torch an unknown version", fix="install.sh --force")
+    assert_failed(result, cause="built for an unknown version of torch, but", fix="install.sh --force")
 
 
 @pytest.mark.needs_compiler
 def test_built_with_another_abi(horovod):
     compile_extension(horovod, ABI_OF, "-D_GLIBCXX_USE_CXX11_ABI=0")
     result = installation.check_built_for(installation.horovod_facts()[0])
-    assert_failed(result, cause="Horovod was built with _GLIBCXX_USE_CXX11_ABI=0, torch 2.", fix="env -u CXXFLAGS")
+    assert_failed(result, cause="Horovod was built with _GLIBCXX_USE_CXX11_ABI=0, but torch 2.", fix="env -u CXXFLAGS")
     compile_extension(horovod, ABI_OF)
     assert installation.check_built_for(installation.horovod_facts()[0]).ok
 
@@ -277,7 +277,7 @@ def test_a_controller_is_missing(horovod, flag, label):
     assert_failed(result, cause=f"Horovod was built without {label}", fix="install.sh --force")
 
 
-# ---- launchers and compiler ------------------------------------------------------------------------
+# -- launchers and compiler ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -355,7 +355,7 @@ def test_compiler_does_not_compile(programs):
     assert_failed(result, cause="exit code 1: omp.h: No such file or directory", fix="apt-get install g++")
 
 
-# ---- machine -------------------------------------------------------------------------------------
+# -- machine ---------------------------------------------------------------------------------------------------
 
 
 def under_limit(limit: str, check: str) -> str:
@@ -367,7 +367,7 @@ def under_limit(limit: str, check: str) -> str:
 
 def test_few_open_files():
     printed = under_limit("--nofile=64", "check_open_files")
-    assert "FAIL" in printed and "may have 64 files open, 256 are needed" in printed
+    assert "FAIL" in printed and "may have 64 files open, but 256 are needed" in printed
     assert "fix:   sudo prlimit --pid $$ --nofile=65536" in printed
     printed = under_limit("--nofile=64:4096", "check_open_files")
     assert "fix:   ulimit -n $(ulimit -H -n)" in printed
@@ -382,20 +382,22 @@ def test_little_address_space():
 def test_little_memory(monkeypatch):
     assert machine.check_memory().ok
     monkeypatch.setattr(machine, "NEEDED_MEMORY_BYTES", 2**60)
-    assert_failed(machine.check_memory(), cause="GiB available, two ranks of the quick start need", fix="ps aux")
+    cause = "GiB are available, but two ranks of the quick start need"
+    assert_failed(machine.check_memory(), cause=cause, fix="ps aux")
 
 
 def test_little_disk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert machine.check_disk().ok
     monkeypatch.setattr(machine, "NEEDED_DISK_BYTES", 2**60)
-    assert_failed(machine.check_disk(), cause=f"GiB free in {tmp_path}, checkpoints need", fix=f"df -h {tmp_path}")
+    cause = f"GiB are free in {tmp_path}, but checkpoints need"
+    assert_failed(machine.check_disk(), cause=cause, fix=f"df -h {tmp_path}")
 
 
 def test_shared_memory(tmp_path, monkeypatch):
     assert machine.check_shared_memory().ok
     result = machine.check_shared_memory(f"{tmp_path}/shm")
-    assert_failed(result, cause="is not a folder in which files can be made", fix=f"tmpfs {tmp_path}/shm")
+    assert_failed(result, cause="is not a folder where files can be created", fix=f"tmpfs {tmp_path}/shm")
     monkeypatch.setattr(machine, "NEEDED_SHM_BYTES", 2**60)
     assert_failed(machine.check_shared_memory(), cause="(docker: --shm-size=1g)", fix="remount,size=1g /dev/shm")
 
@@ -460,7 +462,7 @@ def test_no_gpu(programs):
     assert_failed(machine.check_gpu(GOOD, "cuda"), cause="no GPU is visible", fix="nvidia-smi -L")
 
 
-# ---- launches ------------------------------------------------------------------------------------
+# -- launches --------------------------------------------------------------------------------------------------
 
 EXACT = launches.expected_total(2)
 
@@ -488,7 +490,7 @@ EXACT = launches.expected_total(2)
         ("echo 'the cause'; echo '[n:1] PMIX ERROR: UNREACHABLE'; exit 1", "exit code 1: the cause", "mpirun -np 2"),
         (
             "printf 'could not be found:\\n  plm_rsh_agent: ssh : rsh\\nFORCE-TERMINATE\\n' >&2; exit 243",
-            "mpirun looks for an ssh client, which is not here, although one host needs none",
+            "mpirun looks for an ssh client, which is not installed, although one host needs none",
             "mpi_scripts/install.sh",
         ),
     ],
@@ -546,7 +548,7 @@ def test_main_stops_where_horovod_does_not_load(horovod, monkeypatch, capsys):
     assert command_line.main(["--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert "FAIL  Horovod imports" in printed and "fix:   mpi_scripts/install.sh --force" in printed
-    assert "not tried, as a check above failed" in printed and "ready to train" not in printed
+    assert "not tried, because a check above failed" in printed and "ready to train" not in printed
     assert "launchers" not in printed
 
 

@@ -51,7 +51,7 @@ def failed(result, cause: str) -> None:
     assert not result.ok and cause in result.cause and result.fix and "\n" not in result.cause + result.fix, result
 
 
-# ---- what is given -------------------------------------------------------------------------------
+# -- what is given ---------------------------------------------------------------------------------------------
 
 
 def test_hosts_with_and_without_a_number():
@@ -66,7 +66,7 @@ def test_hosts_with_and_without_a_number():
         ("-oProxyCommand=x", "'-oProxyCommand=x' is not a host"),
         ("a;reboot", "'a;reboot' is not a host"),
         ("a:0", "a has no rank; leave it out or give it one, as in a:1"),
-        ("a:1,b,a:2", "a is there twice; write it once, with all its ranks"),
+        ("a:1,b,a:2", "a is listed twice; list it once, with all its ranks"),
     ],
 )
 def test_what_is_no_host(text, sentence):
@@ -77,10 +77,10 @@ def test_what_is_no_host(text, sentence):
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["--print"], "--print is about several hosts; name them, as in --hosts a:2,b:2"),
-        (["--data", "."], "--data is about several hosts"),
-        (["--hosts", "a:2", "-np", "2"], "-np is for --print"),
-        (["--hosts", "a:2", "--", "python", "x.py"], "python x.py is for --print"),
+        (["--print"], "--print needs hosts; name them, as in --hosts a:2,b:2"),
+        (["--data", "."], "--data needs hosts"),
+        (["--hosts", "a:2", "-np", "2"], "-np has an effect only with --print"),
+        (["--hosts", "a:2", "--", "python", "x.py"], "python x.py has an effect only with --print"),
         (["--hosts", "a:2", "--print", "--data", "."], "--data has no effect with --print"),
         (["--hosts", "a:2", "--print", "-np", "-1"], "-np and --limit-s must be more than 0"),
         (["--hosts", "a:2", "--limit-s", "0"], "-np and --limit-s must be more than 0"),
@@ -98,7 +98,7 @@ def test_more_ranks_than_the_hosts_have(capsys):
     assert "-np 5 is more than the 4 ranks of the hosts" in capsys.readouterr().err
 
 
-# ---- answers -------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_a_clock_is_wrong_when_it_surely_is(ahead_s, bound_s, ok):
 
 def test_the_odd_one_is_who_differs_from_most():
     old = answer("a", packages={"Python": "3.11.7", "torch": "2.12.0"})
-    failed(hosts.check_packages([old, answer("b"), answer("c")]), "a has torch 2.12.0, b has 2.13.0")
+    failed(hosts.check_packages([old, answer("b"), answer("c")]), "a has torch 2.12.0, but b has torch 2.13.0")
     gone = answer("c", packages={"Python": "3.11.7", "torch": None})
-    failed(hosts.check_packages([answer("a"), answer("b"), gone]), "c has torch none, a has 2.13.0")
+    failed(hosts.check_packages([answer("a"), answer("b"), gone]), "c has no torch, but a has torch 2.13.0")
 
 
 def test_sources_name_the_file():
@@ -143,14 +143,14 @@ def test_sources_name_the_file():
 
 def test_a_copy_of_the_data_is_a_note():
     result = hosts.check_data([answer("a"), answer("b", data={"count": 3, "listing": 7, "times": 9})], "/data")
-    assert result.ok and "changed at other times on b: a copy?" in result.cause
+    assert result.ok and "their times differ on b: is it a copy?" in result.cause
 
 
 def test_an_own_name_that_is_loopback_is_a_note():
     """As Debian writes it: MPI works, Gloo tells the others to connect to themselves."""
     result = hosts.check_names([answer("a"), answer("b", address="127.0.1.1")])
-    assert result.ok and "its own name, b, is 127.0.1.1" in result.cause and "10.0.0.2 b" in result.fix
-    failed(hosts.check_names([answer("a"), answer("b", address="")]), "b does not know its own name")
+    assert result.ok and "resolves its own name, b, to 127.0.1.1" in result.cause and "10.0.0.2 b" in result.fix
+    failed(hosts.check_names([answer("a"), answer("b", address="")]), "b cannot resolve its own name, b")
 
 
 ON_A = {"docker0": "172.17.0.1", "usb0": "10.9.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}
@@ -234,7 +234,7 @@ def test_pairs_far_slower_than_others_are_notes():
     assert "12 us, 100 MB/s; the faster pairs: 10 us, 900 MB/s" in notes[0].cause
 
 
-# ---- commands ------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_the_printed_mpirun_command_runs_on_two_hosts(two_names, capfd):
     assert found == [("0", "n1"), ("1", "n1"), ("2", "n2"), ("3", "n2")], done.stdout + done.stderr
 
 
-# ---- what the ranks run --------------------------------------------------------------------------
+# -- what the ranks run ----------------------------------------------------------------------------------------
 
 
 def test_a_message_that_never_comes_ends_with_its_limit():

@@ -28,8 +28,9 @@ from largebatch import checkpoint, hooks
 from largebatch.config import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
 from largebatch.engine import Hook, Trainer, TrainState
-from largebatch.hooks import curves
+from largebatch.hooks import curves, tables
 from largebatch.hooks.profile import Profile
+from largebatch.hooks.sinks import PLAIN_LINES
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,7 +40,7 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-# -- whole runs --------------------------------------------------------------------------------------------------
+# -- whole runs ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +59,14 @@ def test_a_run_writes_every_row_once(runs):
     steps, epochs = read(folder / "whole" / "steps.csv"), read(folder / "whole" / "epochs.csv")
     assert [row["step"] for row in steps] == ["2", "4", "6", "8", "10", "12"]
     assert [row["step"] for row in epochs] == ["4", "8", "12"]
-    assert tuple(steps[0]) == curves.STEP_COLUMNS and tuple(epochs[0]) == curves.EPOCH_COLUMNS
+    assert tuple(steps[0]) == tables.STEP_COLUMNS and tuple(epochs[0]) == tables.EPOCH_COLUMNS
     for row in steps:
         step = int(row["step"])
         assert row["images"] == str(16 * step) and float(row["epoch"]) == pytest.approx(16 * step / 48)
         assert float(row["lr"]) == pytest.approx(0.01 / step)  # of the step that the row is about
         assert float(row["loss"]) == pytest.approx(report["losses"][step - 1], rel=1e-6)
         assert float(row["grad_norm"]) == pytest.approx(report["grad_norms"][step - 1], rel=1e-6)
-        assert [float(row[name]) for name in curves.TRUST] == pytest.approx(report["trust"][step - 1], rel=1e-6)
+        assert [float(row[name]) for name in tables.TRUST] == pytest.approx(report["trust"][step - 1], rel=1e-6)
 
 
 def test_an_interrupted_run_leaves_the_same_rows(runs):
@@ -138,7 +139,7 @@ def test_throughput_is_that_of_training_alone(runs):
     assert [float(row["images_per_s"]) for row in epochs] == [8.0] * 3
 
 
-# -- the program -------------------------------------------------------------------------------------------------
+# -- the program -----------------------------------------------------------------------------------------------
 
 
 class At(Hook):
@@ -171,7 +172,7 @@ class Record(Hook):
 class Failing(hooks.Sink):
     """Runs out of space at step 4."""
 
-    def write_step(self, row: curves.Row) -> None:
+    def write_step(self, row: tables.Row) -> None:
         if row["step"] == 4:
             raise OSError(28, "full")
 
@@ -320,7 +321,7 @@ def main(folder: Path) -> dict[str, Any]:
     return report | {"log": log.getvalue().splitlines()}
 
 
-# -- sinks -------------------------------------------------------------------------------------------------------
+# -- sinks -----------------------------------------------------------------------------------------------------
 
 
 def trainer_at(step: int, *, num_steps: int = 100) -> Any:
@@ -329,24 +330,24 @@ def trainer_at(step: int, *, num_steps: int = 100) -> Any:
     return SimpleNamespace(state=TrainState(step=step, images=10 * step), num_steps=num_steps, plan=plan)
 
 
-def step_row(step: int, **values: float) -> curves.Row:
+def step_row(step: int, **values: float) -> tables.Row:
     row = {"step": step, "epoch": step / 5, "images": 10 * step, "lr": 1e-3 / step, "loss": 2 / step}
     return row | {"grad_norm": 1 / step, "images_per_s": 5.0, "skipped": 0} | values
 
 
-def epoch_row(step: int, **values: float) -> curves.Row:
+def epoch_row(step: int, **values: float) -> tables.Row:
     row = {"step": step, "epoch": step / 5, "images": 10 * step, "lr": 1e-3 / step, "train_loss": 2 / step}
     return row | {"eval_loss": 3 / step, "top1": 60.0, "top5": 90.0, "images_per_s": 5.0, "skipped": 0} | values
 
 
 def test_a_number_comes_back_as_it_was(tmp_path):
-    table = curves.Table(tmp_path / "t.csv", ("step", "images", "loss", "grad_norm", "epoch"))
+    table = tables.Table(tmp_path / "t.csv", ("step", "images", "loss", "grad_norm", "epoch"))
     table.open(last_step=0)
     row = {"step": 1, "images": 4_300_000_001, "loss": 0.1234567806124687, "grad_norm": math.inf, "epoch": math.nan}
     table.append(row)
     text = (tmp_path / "t.csv").read_text()
     assert text.splitlines() == ["step,images,loss,grad_norm,epoch", "1,4300000001,0.123456781,inf,"]
-    back = curves.read_rows(tmp_path / "t.csv")[0]
+    back = tables.read_rows(tmp_path / "t.csv")[0]
     assert math.isnan(back.pop("epoch")) and back == {k: pytest.approx(row[k]) for k in back}
 
 
@@ -358,7 +359,7 @@ def test_rows_past_the_resumed_step_are_dropped(tmp_path):
             sink.write_step(step_row(step, loss=first))
             sink.write_epoch(epoch_row(step, train_loss=first))
     for file, column in (("steps.csv", "loss"), ("epochs.csv", "train_loss")):
-        rows = curves.read_rows(tmp_path / file)
+        rows = tables.read_rows(tmp_path / file)
         assert [(row["step"], row[column]) for row in rows] == [(s, 1 if s < 6 else 6) for s in range(1, 11)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epochs.csv", "steps.csv"]
 
@@ -366,7 +367,7 @@ def test_rows_past_the_resumed_step_are_dropped(tmp_path):
 @pytest.mark.parametrize("tail", ["3,0.", "3", "\0\0\0\0\n", "3,x,1\n", "3,1,2,9\n"])
 def test_a_damaged_line_is_dropped(tmp_path, tail):
     (tmp_path / "t.csv").write_text("step,loss,lr\n1,2,3\n2,2,3\n" + tail)
-    table = curves.Table(tmp_path / "t.csv", ("step", "loss", "lr"))
+    table = tables.Table(tmp_path / "t.csv", ("step", "loss", "lr"))
     table.open(last_step=9)
     table.append({"step": 3, "loss": 1.0, "lr": 0.5})
     assert (tmp_path / "t.csv").read_text().splitlines() == ["step,loss,lr", "1,2,3", "2,2,3", "3,1,0.5"]
@@ -374,7 +375,7 @@ def test_a_damaged_line_is_dropped(tmp_path, tail):
 
 def test_a_column_of_a_later_version(tmp_path):
     (tmp_path / "t.csv").write_text("step,loss,old\n1,2,3\n")
-    table = curves.Table(tmp_path / "t.csv", ("step", "loss", "new"))
+    table = tables.Table(tmp_path / "t.csv", ("step", "loss", "new"))
     table.open(last_step=9)
     table.append({"step": 2, "loss": 1.5, "new": 7})
     assert read(tmp_path / "t.csv") == [{"step": "1", "loss": "2", "new": ""}, {"step": "2", "loss": "1.5", "new": "7"}]
@@ -413,7 +414,7 @@ def test_plain_lines_are_few(caplog, num_steps):
         sink.write_step(step_row(step))
     sink.write_epoch(epoch_row(num_steps))
     sink.close()
-    assert min(num_steps, hooks.PLAIN_LINES) <= len(caplog.messages) <= hooks.PLAIN_LINES + 2
+    assert min(num_steps, PLAIN_LINES) <= len(caplog.messages) <= PLAIN_LINES + 2
     assert caplog.messages[0].startswith(f"step 1/{num_steps}  epoch 0.20  loss 2.0000  lr 0.001  5 img/s  ")
     assert caplog.messages[-2].startswith(f"step {num_steps}/{num_steps} ")
     assert caplog.messages[-2].endswith("0:00:00 left")
@@ -448,7 +449,7 @@ def test_the_bar_and_the_log_share_a_terminal(monkeypatch, caplog):
     assert len(caplog.messages) == 1, "steps are shown by the bar"
 
 
-# -- profile -----------------------------------------------------------------------------------------------------
+# -- profile ---------------------------------------------------------------------------------------------------
 
 
 def test_a_profile_is_of_its_steps(tmp_path, monkeypatch):
@@ -470,7 +471,7 @@ def test_a_profile_is_of_its_steps(tmp_path, monkeypatch):
     assert [name for name in names if name.startswith(("step", "eval"))] == ["step 2", "evaluation", "step 3"]
 
 
-# -- curves ------------------------------------------------------------------------------------------------------
+# -- curves ----------------------------------------------------------------------------------------------------
 
 
 def share_of(path: Path, colour: str) -> float:

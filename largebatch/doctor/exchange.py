@@ -1,11 +1,11 @@
-"""What the ranks run for the doctor: messages between every two of them, or sums over all; started by network.py.
+"""The program of the ranks for the doctor: messages between every two ranks, or sums over all. network.py starts it.
 
     mpirun -np 3 -H a,b,c python -m largebatch.doctor.exchange pairs 10
     mpirun -np 6 -H a:2,b:2,c:2 python -m largebatch.doctor.exchange sums
 
-Rank 0 tells two ranks at a time to measure, by messages to each, never by a collective: a barrier would itself use
-the connection that is cut. So a rank that rank 0 does not reach is left out, and every other pair is still measured.
-Each line that starts with "doctor " is for network.py, and says what begins before it begins.
+Rank 0 tells two ranks at a time to measure, by a message to each and never by a collective, because a barrier would
+itself use the connection that is cut. So only the ranks that rank 0 does not reach are left out, and every other pair
+is measured. Lines that start with "doctor " are for network.py; each step prints such a line before it begins.
 """
 
 import json
@@ -18,21 +18,21 @@ from typing import Any
 
 import numpy as np
 
-ORDER, REPORT, DATA = 1, 2, 3  # tags: do this pair; how it went; what is measured
+ORDER, REPORT, DATA = 1, 2, 3  # message tags: measure this pair; the result; the measured data
 TRIPS, WARM_UP_TRIPS, TRIPS_LIMIT_S = 200, 20, 2.0
 FIRST_BYTES, LARGE_BYTES = 2**20, 2**24
-SLOW_S = 0.25  # where the first large message takes longer, a larger one would tell nothing new
+SLOW_S = 0.25  # if the first large message takes longer, a larger one is not needed
 SUMS = {"small": 1, "large": 2**22}  # float32 values
 REPEATS = 5
 
 
 def say(**what: Any) -> None:
-    """One line, in one write, so that those of several ranks do not mix."""
+    """Print a line in one write, so that lines of several ranks do not mix."""
     os.write(1, f"doctor {json.dumps(what)}\n".encode())
 
 
 def finish(request: Any, deadline: float, *, idle: bool = False) -> None:
-    """Wait for a message with a limit. A rank that idles leaves its core to those that measure."""
+    """Wait for a message, with a time limit. An idle rank sleeps and leaves its core to the ranks that measure."""
     while not request.Test():
         if time.monotonic() > deadline:
             raise TimeoutError
@@ -41,7 +41,7 @@ def finish(request: Any, deadline: float, *, idle: bool = False) -> None:
 
 
 class Line:
-    """The connection to one other rank, with a limit for each message."""
+    """The connection to one other rank, with a time limit for each message."""
 
     def __init__(self, comm: Any, peer: int, limit_s: float) -> None:
         self.comm, self.peer, self.limit_s = comm, peer, limit_s
@@ -53,7 +53,7 @@ class Line:
         finish(self.comm.Irecv(values, source=self.peer, tag=DATA), time.monotonic() + self.limit_s)
 
     def trip(self, num_bytes: int) -> float:
-        """Seconds until a message of this size was there and back; 0 bytes: the small one that says the size."""
+        """Returns the seconds of a round trip. 0 bytes measures the small message that announces the size."""
         size, values = np.array([num_bytes]), np.zeros(num_bytes, dtype=np.uint8)
         back = np.empty_like(values)
         began = time.perf_counter()
@@ -66,7 +66,7 @@ class Line:
         return time.perf_counter() - began
 
     def echo(self) -> None:
-        """The other side of `trip`, until a negative size."""
+        """Answer the messages of `trip` until a negative size comes."""
         size = np.empty(1, dtype=np.int64)
         while True:
             self.receive(size)
@@ -83,13 +83,15 @@ class Line:
         self.receive(np.empty(1, dtype=np.int64))
 
     def measure(self) -> dict[str, Any]:
-        """Half the median trip of a small message in seconds, and bytes per second of a large one."""
+        """Returns the latency in seconds, half the median round trip of a small message, and the bytes per second of
+        a large message; or the error.
+        """
         stage = "no message"
         try:
             self.trip(0)
-            stage = "small messages pass, but not all"
+            stage = "some small messages pass, but not all"
             latency_s = statistics.median(self.small_trips()) / 2
-            stage = f"small messages pass, one of {FIRST_BYTES // 2**20} MiB did not"
+            stage = f"small messages pass, but one of {FIRST_BYTES // 2**20} MiB did not"
             num_bytes = FIRST_BYTES
             took_s = self.trip(num_bytes)
             if took_s < SLOW_S:
@@ -109,7 +111,7 @@ class Line:
 
 
 def lead(comm: Any, limit_s: float) -> bool:
-    """Rank 0: every pair in turn, its own first, so that it is known whom it can tell anything. Whether all passed."""
+    """Rank 0: measure every pair in turn, its own first, to know which ranks it reaches. Returns whether all passed."""
     unreached: set[int] = set()
     passed = True
     for first in range(comm.size):
@@ -132,7 +134,7 @@ def lead(comm: Any, limit_s: float) -> bool:
 
 
 def order_and_measure(comm: Any, peer: int, limit_s: float) -> dict[str, Any]:
-    """Rank 0 with another rank. What it sends is tried with the limit, too."""
+    """Measure rank 0 with another rank. The order to that rank has a time limit, too."""
     try:
         finish(comm.Isend(np.array([0, 0]), dest=peer, tag=ORDER), time.monotonic() + limit_s)
     except TimeoutError:
@@ -141,7 +143,7 @@ def order_and_measure(comm: Any, peer: int, limit_s: float) -> dict[str, Any]:
 
 
 def order_others(comm: Any, first: int, second: int, limit_s: float) -> dict[str, Any]:
-    """Two other ranks: the second echoes what the first sends; both report, and the first one's word is passed on."""
+    """Let two other ranks measure: the second echoes the messages of the first. Returns the report of the first."""
     comm.Send(np.array([first, 0]), dest=second, tag=ORDER)
     comm.Send(np.array([second, 1]), dest=first, tag=ORDER)
     deadline = time.monotonic() + 4 * limit_s + TRIPS_LIMIT_S
@@ -157,7 +159,7 @@ def order_others(comm: Any, first: int, second: int, limit_s: float) -> dict[str
 
 
 def follow(comm: Any, limit_s: float) -> bool:
-    """Another rank: does what rank 0 says until it says stop. Whether all passed."""
+    """Another rank: obey rank 0 until it says stop. Returns whether all pairs of this rank passed."""
     passed = True
     while True:
         order = np.empty(2, dtype=np.int64)
@@ -179,7 +181,7 @@ def follow(comm: Any, limit_s: float) -> bool:
 
 
 def sums(comm: Any) -> None:
-    """A small and a large sum over all ranks, each repeated; every rank checks that its sum is exact."""
+    """Compute a small and a large sum over all ranks, each several times. Every rank checks that its sum is exact."""
     for name, count in SUMS.items():
         if comm.rank == 0:
             say(sum=name)
@@ -199,7 +201,7 @@ def sums(comm: Any) -> None:
 
 def main(arguments: list[str]) -> None:
     say(started=socket.gethostname())
-    from mpi4py import MPI  # which starts MPI: what hangs in there has said before that it was started
+    from mpi4py import MPI  # this import starts MPI and may hang, so the rank has reported first
 
     comm = MPI.COMM_WORLD
     say(ready=comm.rank, size=comm.size, host=socket.gethostname())
@@ -208,7 +210,7 @@ def main(arguments: list[str]) -> None:
         return
     limit_s = float(arguments[1])
     passed = lead(comm, limit_s) if comm.rank == 0 else follow(comm, limit_s)
-    if not passed:  # the end of MPI would wait for messages that never come
+    if not passed:  # MPI_Finalize would wait for messages that never come
         sys.stdout.flush()
         if comm.rank == 0:
             comm.Abort(1)

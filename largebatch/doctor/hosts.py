@@ -1,9 +1,9 @@
-"""Several hosts looked at before MPI is: can each be reached, and do they agree on what training needs?
+"""Checks of several hosts before MPI is used: can each be reached, and do they agree on everything training needs?
 
-One ssh per host, all at the same time, each with its limit. The script that it runs there needs nothing but Python's
-own library, and asks for nothing that could hang for ever without saying at what: its last word is in the cause.
-The other host's clock is read over the same connection: the answer came between question and receipt, so half the
-round trip bounds the error.
+The doctor starts one ssh per host, all at the same time, each with a time limit. The script that ssh runs needs only
+Python's standard library. It announces each step, so if it hangs, the cause names the last step. The same connection
+reads the clock of the other host: the host reads it between our question and its answer, so the error is at most half
+the round trip.
 """
 
 import ipaddress
@@ -27,13 +27,13 @@ from typing import IO
 
 from largebatch.doctor.result import INSTALL, Result
 
-MAX_SKEW_S = 1.0  # what the log lines of two hosts may disagree by, and a checkpoint's age
-NO_FOLDER, NO_INTERPRETER = 91, 92  # exit codes of our own
+MAX_SKEW_S = 1.0  # tolerated difference in the log lines of two hosts and in a checkpoint's age
+NO_FOLDER, NO_INTERPRETER = 91, 92  # exit codes of the remote script
 SSH_FAILED = 255
-LIMIT_S = 30  # for all that is asked of one host
+LIMIT_S = 30  # for all questions to one host
 CLOCK_QUESTIONS = 8
 
-# Networks within one machine, that other machines cannot reach or that exist there with the same addresses.
+# Interfaces of networks within a machine: others cannot reach them, or have their own at the same addresses.
 WITHIN_A_MACHINE = re.compile(r"(lo|docker|br-|virbr|veth|cni|flannel|cali|podman|lxc|lxd|tun|tap|tailscale|zt)")
 
 PROBE = r"""
@@ -109,7 +109,7 @@ print("facts " + json.dumps(facts), flush=True)
 
 @dataclass(frozen=True)
 class Host:
-    """A name as ssh takes it, and how many ranks may run there."""
+    """A host by its name for ssh, and the number of ranks that may run there."""
 
     name: str
     slots: int = 1
@@ -125,7 +125,7 @@ class Interface:
 
 @dataclass
 class Answer:
-    """What a host said within the limit: facts, and how far its clock is ahead of ours, give or take `bound_s`."""
+    """The answer of a host: its facts, and the seconds that its clock is ahead of ours, give or take `bound_s`."""
 
     host: Host
     facts: dict = field(default_factory=dict)
@@ -141,7 +141,7 @@ class Answer:
 
     @property
     def interfaces(self) -> list[Interface]:
-        """Those with an IPv4 address that are up."""
+        """The interfaces that are up and have an IPv4 address."""
         found = []
         for name, address, speed in self.facts["interfaces"]:
             whole = ipaddress.ip_interface(address)
@@ -151,24 +151,24 @@ class Answer:
 
 @dataclass(frozen=True)
 class Network:
-    """What the hosts reach one another by: a network, and the interfaces that are in it, by host."""
+    """A network that connects the hosts, and the interface of each host in it."""
 
     cidr: str
     interfaces: dict[str, str]
 
     @property
     def names(self) -> list[str]:
-        """Names of the interfaces, each once."""
+        """The names of the interfaces, each once."""
         return list(dict.fromkeys(self.interfaces.values()))
 
     @property
     def selector(self) -> str:
-        """For MPI: the interface's name where all hosts have the same, otherwise the network."""
+        """The value for MPI: the name of the interface if it is the same on all hosts, otherwise the network."""
         return self.names[0] if len(self.names) == 1 else self.cidr
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Hosts of "a:2,b:2"; without a number a host has one rank. Raises ValueError for anything else."""
+    """Parse "a:2,b:2"; a host without a number has one rank. Raises ValueError for any other text."""
     hosts: list[Host] = []
     for part in text.split(","):
         found = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d+))?", part.strip())
@@ -178,29 +178,29 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         if slots < 1:
             raise ValueError(f"--hosts {text}: {name} has no rank; leave it out or give it one, as in {name}:1")
         if name in [host.name for host in hosts]:
-            raise ValueError(f"--hosts {text}: {name} is there twice; write it once, with all its ranks")
+            raise ValueError(f"--hosts {text}: {name} is listed twice; list it once, with all its ranks")
         hosts.append(Host(name, slots))
     return tuple(hosts)
 
 
 def is_here(name: str) -> bool:
-    """Whether a host is this machine: mpirun starts its ranks there without ssh."""
+    """Returns whether the host is this machine, where mpirun starts ranks without ssh."""
     return name in (socket.gethostname(), socket.gethostname().partition(".")[0], "localhost", "127.0.0.1")
 
 
 def check_ssh(hosts: tuple[Host, ...]) -> Result:
-    """The doctor asks other hosts, and mpirun and horovodrun start ranks there, over ssh."""
+    """Check for an ssh client: the doctor, mpirun and horovodrun reach other hosts over ssh."""
     others = [host.name for host in hosts if not is_here(host.name)]
     if others and shutil.which("ssh") is None:
         cause = f"there is no ssh client on this host to reach {', '.join(others)}"
         return Result("ssh client", False, cause=cause, fix="sudo apt-get install openssh-client")
-    return Result("ssh client", True, "there, where one is needed")
+    return Result("ssh client", True, "found, or not needed")
 
 
 def examine_hosts(
     hosts: tuple[Host, ...], *, data: str = "", launcher: str = "", packages: list[str], limit_s: float
 ) -> list[Answer]:
-    """Ask all hosts at the same time; each has the limit for itself."""
+    """Ask all hosts at the same time, each with its own time limit."""
     asked = {"packages": packages, "data": os.path.abspath(data) if data else "", "launcher": launcher}
     with ThreadPoolExecutor(max_workers=min(len(hosts), 64)) as pool:
         return list(pool.map(lambda host: ask(host, asked, limit_s=limit_s), hosts))
@@ -209,7 +209,7 @@ def examine_hosts(
 def ask(host: Host, wanted: dict, *, limit_s: float) -> Answer:
     """Run the probe on a host, in this folder and with this interpreter."""
     here, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
-    path = os.environ.get("PYTHONPATH")  # which the ranks get, too
+    path = os.environ.get("PYTHONPATH")  # the ranks get it, too
     script = (
         f"cd {here} 2>/dev/null || exit {NO_FOLDER}; [ -x {python} ] || exit {NO_INTERPRETER}; "
         f"{f'export PYTHONPATH={shlex.quote(path)}; ' if path else ''}"
@@ -231,7 +231,7 @@ def ask(host: Host, wanted: dict, *, limit_s: float) -> Answer:
 
 
 def converse(command: list[str], answer: Answer, errors: IO[str], *, limit_s: float) -> tuple[str, int | None]:
-    """Fill in the answer; returns what the probe was at last, and its exit code, None when its time ran out."""
+    """Fill in the answer. Returns the last step of the probe and its exit code, None if its time ran out."""
     last, over = "", threading.Event()
     with subprocess.Popen(
         command,
@@ -251,7 +251,7 @@ def converse(command: list[str], answer: Answer, errors: IO[str], *, limit_s: fl
         timer.start()
         try:
             for line in process.stdout:
-                if line == "ready\n":  # what shells say at login comes before
+                if line == "ready\n":  # lines before it come from the login shell
                     answer.ahead_s, answer.bound_s = compare_clocks(process.stdin, process.stdout)
                     process.stdin.close()
                 elif line.startswith("at "):
@@ -259,7 +259,7 @@ def converse(command: list[str], answer: Answer, errors: IO[str], *, limit_s: fl
                 elif line.startswith("facts "):
                     answer.facts = json.loads(line.removeprefix("facts "))
             process.wait()
-        except (BrokenPipeError, ValueError):  # it ended in the middle of a question
+        except (BrokenPipeError, ValueError):  # the probe ended in the middle of a question
             process.wait()
         finally:
             timer.cancel()
@@ -267,7 +267,7 @@ def converse(command: list[str], answer: Answer, errors: IO[str], *, limit_s: fl
 
 
 def compare_clocks(questions: IO[str], answers: IO[str]) -> tuple[float, float]:
-    """How far the other clock is ahead, and the bound of that, in seconds: of the quickest of a few questions."""
+    """Returns (seconds ahead, bound) of the other clock, from the quickest of several questions."""
     measured = []
     for _ in range(CLOCK_QUESTIONS):
         sent = time.time()
@@ -280,12 +280,12 @@ def compare_clocks(questions: IO[str], answers: IO[str]) -> tuple[float, float]:
 
 
 def skew(sent: float, theirs: float, received: float) -> tuple[float, float]:
-    """(seconds ahead, bound): they read their clock at some moment between our two readings."""
+    """Returns (seconds ahead, bound): the other host read its clock at some moment between our two readings."""
     return theirs - (sent + received) / 2, (received - sent) / 2
 
 
 def explain(host: Host, code: int | None, errors: str, last: str, *, limit_s: float) -> tuple[str, str]:
-    """Cause and fix of a host that gave no facts, by its exit code and what ssh said."""
+    """Returns cause and fix for a host that gave no facts, from its exit code and the errors of ssh."""
     name, by_hand = host.name, f"ssh -v {host.name} true"
     said = ([line.strip() for line in errors.splitlines() if line.strip()] or ["no message"])[-1]
     if code is None:
@@ -304,7 +304,7 @@ def explain(host: Host, code: int | None, errors: str, last: str, *, limit_s: fl
     return f"ssh fails: {said}", by_hand
 
 
-# What ssh says, what that means, and what helps.
+# A pattern in the errors of ssh, the cause, and the fix.
 SSH_FAULTS = (
     ("Could not resolve hostname", "the name {name} does not resolve", "getent hosts {name}"),
     ("Connection refused", "no sshd answers on {name} ({said})", "sudo systemctl start ssh  # on {name}"),
@@ -314,11 +314,11 @@ SSH_FAULTS = (
 )
 
 
-# ---- what the answers say ------------------------------------------------------------------------
+# -- checks of the answers -------------------------------------------------------------------------------------
 
 
 def check_answers(answers: list[Answer], *, data: str = "") -> Iterator[Result]:
-    """A result per host, then, of those that answered, what they must agree on."""
+    """Yield a result per host and, if all hosts answered, the checks that they agree."""
     for answer in answers:
         yield check_host(answer)
     known = [answer for answer in answers if answer.facts]
@@ -334,17 +334,17 @@ def check_answers(answers: list[Answer], *, data: str = "") -> Iterator[Result]:
 
 
 def check_host(answer: Answer) -> Result:
-    """The host answered, from this folder and this interpreter, and has the launcher."""
+    """Check that the host answered, with this folder and this interpreter, and has the launcher."""
     if answer.cause:
         return Result(answer.name, False, cause=answer.cause, fix=answer.fix)
     if not answer.facts["launcher"]:
-        return Result(answer.name, False, cause="the MPI that starts ranks is not there", fix=f"ssh {answer.name} ls")
+        return Result(answer.name, False, cause="the mpirun of this host is not there", fix=f"ssh {answer.name} ls")
     cards = ", ".join(f"{card.name} {card.address}" for card in answer.interfaces if usable(card))
-    return Result(answer.name, True, f"answers within {answer.took_s:.1f} s; {cards or 'loopback alone'}")
+    return Result(answer.name, True, f"answers within {answer.took_s:.1f} s; {cards or 'only loopback'}")
 
 
 def check_clocks(answers: list[Answer]) -> Result:
-    """No clock is surely further from this machine's than a second."""
+    """Check that no clock surely differs from the clock of this machine by more than a second."""
     worst = max(answers, key=lambda answer: abs(answer.ahead_s) - answer.bound_s)
     text = f"{abs(worst.ahead_s):.3g} s {'ahead of' if worst.ahead_s > 0 else 'behind'} this machine's"
     text = f"the clock of {worst.name} is {text}, give or take {worst.bound_s:.2g} s"
@@ -354,7 +354,7 @@ def check_clocks(answers: list[Answer]) -> Result:
 
 
 def odd_ones(answers: list[Answer], values: list) -> tuple[Answer, list[Answer]]:
-    """One host that has what most have (the first host's in a draw), and those that have something else."""
+    """Returns one host with the most common value (the first host's in a tie), and the hosts with other values."""
     keys = [json.dumps(value, sort_keys=True) for value in values]
     usual = Counter(keys).most_common(1)[0][0]
     odd = [answer for answer, key in zip(answers, keys) if key != usual]
@@ -362,7 +362,7 @@ def odd_ones(answers: list[Answer], values: list) -> tuple[Answer, list[Answer]]
 
 
 def check_data(answers: list[Answer], folder: str) -> Result:
-    """All hosts list the same files and sizes; other times of change alone tell copies, which is a note."""
+    """Check that all hosts list the same files and sizes. If only the times of change differ, note a possible copy."""
     name = "data folder"
     for answer in answers:
         if "error" in answer.facts["data"]:
@@ -376,21 +376,27 @@ def check_data(answers: list[Answer], folder: str) -> Result:
         return Result(name, False, cause=cause, fix=f"ssh {odd[0].name} df {shlex.quote(folder)}")
     usual, odd = odd_ones(answers, [answer.facts["data"]["times"] for answer in answers])
     if odd:
-        cause = f"{folder} holds the same files on all hosts, but changed at other times on {odd[0].name}: a copy?"
+        cause = f"{folder} holds the same files on all hosts, but their times differ on {odd[0].name}: is it a copy?"
         return Result(name, True, cause=cause, fix=f"ssh {odd[0].name} df {shlex.quote(folder)}")
     return Result(name, True, f"{folder} is the same on all hosts, {counts[usual.name]} entries")
 
 
 def check_packages(answers: list[Answer]) -> Result:
-    """The same versions of Python, our packages, Horovod and MPI everywhere."""
+    """Check that all hosts have the same versions of Python, the packages, Horovod and MPI."""
     name, packages = "same packages", [answer.facts["packages"] for answer in answers]
     for package in packages[0]:
         usual, odd = odd_ones(answers, [installed[package] for installed in packages])
         if odd:
-            theirs, ours = (one.facts["packages"][package] or "none" for one in (odd[0], usual))
-            cause = f"{odd[0].name} has {package} {theirs}, {usual.name} has {ours}"
+            theirs, ours = (describe_package(package, one) for one in (odd[0], usual))
+            cause = f"{odd[0].name} has {theirs}, but {usual.name} has {ours}"
             return Result(name, False, cause=cause, fix=f"ssh {odd[0].name} {shlex.quote(reinstall())}")
     return Result(name, True, f"{len(packages[0])} versions are the same on all hosts")
+
+
+def describe_package(package: str, answer: Answer) -> str:
+    """Returns the package of a host with its version."""
+    version = answer.facts["packages"][package]
+    return f"{package} {version}" if version else f"no {package}"
 
 
 def reinstall() -> str:
@@ -398,7 +404,7 @@ def reinstall() -> str:
 
 
 def check_sources(answers: list[Answer]) -> Result:
-    """Our own files are the same everywhere, as found from this folder."""
+    """Check that the files of this project, as imported in this folder, are the same on all hosts."""
     usual, odd = odd_ones(answers, [answer.facts["sources"] for answer in answers])
     if not odd:
         return Result("same sources", True, f"{len(usual.facts['sources'])} files are the same on all hosts")
@@ -410,33 +416,33 @@ def check_sources(answers: list[Answer]) -> Result:
 
 
 def check_names(answers: list[Answer]) -> Result:
-    """Each host's own name stands for an address that others can reach: Gloo tells it to them. MPI does not care."""
+    """Check that each host resolves its own name to an address that others can reach: Gloo needs it, MPI does not."""
     name = "own names"
     for answer in answers:
         own, address = answer.facts["hostname"], answer.facts["address"]
         right = next((card.address for card in answer.interfaces if usable(card)), "ADDRESS")
         on = f"# on {answer.name}"
         if not address:
-            cause = f"{answer.name} does not know its own name, {own}, so Horovod on Gloo crashes there"
+            cause = f"{answer.name} cannot resolve its own name, {own}, so Horovod on Gloo crashes there"
             return Result(name, False, cause=cause, fix=f"echo '{right} {own}' | sudo tee -a /etc/hosts  {on}")
         if ipaddress.ip_address(address).is_loopback and len(answers) > 1 and not one_machine(answers):
-            cause = f"on {answer.name} its own name, {own}, is {address}, so horovodrun --gloo will not connect to it"
+            cause = f"{answer.name} resolves its own name, {own}, to {address}: horovodrun --gloo cannot connect to it"
             return Result(name, True, cause=cause, fix=f"sudo sed -i 's/^{address}.*/{right} {own}/' /etc/hosts  {on}")
-    return Result(name, True, "each stands for an address that others can reach")
+    return Result(name, True, "each name resolves to an address that other hosts can reach")
 
 
 def usable(card: Interface) -> bool:
-    """Whether it may lead to other machines."""
+    """Returns whether the interface may lead to other machines."""
     return not WITHIN_A_MACHINE.match(card.name)
 
 
 def one_machine(answers: list[Answer]) -> bool:
-    """Whether the hosts are names of one machine: all have the very same addresses."""
+    """Returns whether the hosts are names of one machine: then all have exactly the same addresses."""
     return len({tuple(sorted(card.address for card in answer.interfaces)) for answer in answers}) == 1
 
 
 def choose_network(answers: list[Answer]) -> Network | None:
-    """The network that all hosts share: the fastest; of those, where their names are; of those, the first."""
+    """Returns the fastest network that all hosts share; in a tie the one of the hosts' names, and then the first."""
     together = one_machine(answers)
 
     def shared(wanted: bool) -> list[tuple[int, int, Network]]:
@@ -456,30 +462,30 @@ def choose_network(answers: list[Answer]) -> Network | None:
 
 
 def check_network(answers: list[Answer]) -> Result:
-    """There is a network that all hosts are in; without one MPI may be right with routes, or hang."""
+    """Check that all hosts share a network. Without one, MPI may work over routes, or hang."""
     network = choose_network(answers)
     if network:
         unused = sorted({card.name for answer in answers for card in answer.interfaces} - set(network.names))
-        others = f"; left alone: {', '.join(unused)}" if unused else ""
+        others = f"; not used: {', '.join(unused)}" if unused else ""
         return Result("network", True, f"{network.cidr}, {', '.join(network.names)} on all hosts{others}")
     first, *rest = [
         f"{answer.name} is in {', '.join(str(card.network) for card in answer.interfaces if usable(card)) or 'none'}"
         for answer in answers
     ]
-    cause = f"no network holds all hosts, so MPI has to guess which interface to use: {first}, {rest[-1]}"
+    cause = f"the hosts share no network, so MPI has to guess which interface to use: {first}, {rest[-1]}"
     return Result("network", True, cause=cause, fix=f"ssh {answers[-1].name} ip -br addr")
 
 
 def local_network(hosts: tuple[Host, ...]) -> Network | None:
-    """The network by which this machine reaches the hosts, their names looked up and no host asked.
+    """Returns the network over which this machine reaches the hosts. It resolves their names, but asks no host.
 
-    None where that cannot be known: a name does not resolve here, or they are in no network of this machine.
+    Returns None if a name does not resolve here, or if no network of this machine holds all hosts.
     """
     try:
         addresses = [ipaddress.ip_address(socket.gethostbyname(host.name)) for host in hosts]
     except OSError:
         return None
-    others = [address for address in addresses if not address.is_loopback]  # as Debian's 127.0.1.1 for one's own name
+    others = [address for address in addresses if not address.is_loopback]  # Debian resolves its own name to 127.0.1.1
     answer = ask(Host("localhost"), {"packages": [], "data": "", "launcher": ""}, limit_s=LIMIT_S)
     for card in answer.interfaces if answer.facts else []:
         if usable(card) and all(address in card.network for address in others):

@@ -1,4 +1,4 @@
-"""Checks of what was installed: packages, Horovod and what it was built for, launchers, the compiler."""
+"""Checks of the installation: packages, Horovod and the torch it was built for, launchers, the compiler."""
 
 import importlib.metadata
 import json
@@ -21,7 +21,7 @@ MODULES = (
     "PIL",
     "nvidia.dali",
     "mpi4py",
-    "zoo",  # before timm, which imports beside torch's CPU build only after it
+    "zoo",  # before timm: with a CPU build of torch, timm imports only after zoo
     "timm",
     "jsonargparse",
     "rich",
@@ -32,7 +32,7 @@ MODULES = (
     "yaml",
 )
 
-# Run in a child: the last name printed is the culprit when it fails.
+# A child process runs this. If it fails, the last name that it printed is the culprit.
 IMPORT_EACH = """
 import importlib, sys
 for module in sys.argv[1:]:
@@ -40,12 +40,12 @@ for module in sys.argv[1:]:
     importlib.import_module(module)
 """
 
-HARMLESS = {"test", "tests", "examples"}  # names that many folders have and nobody imports from elsewhere
+HARMLESS = {"test", "tests", "examples"}  # common folder names that nobody imports from elsewhere
 
-# Run in a child: what Horovod was built for, read from its files, since one built for another torch may not load;
-# then what it was built with, and which MPI library came with it. "abi" tells how std::string is laid out: the name
-# of a constructor of Horovod's that takes one shows it. That all symbols are found is known once it is imported,
-# as Python asks the loader for all of them at once.
+# A child process runs this. First it reads from Horovod's files for which torch Horovod was built, because a Horovod
+# built for another torch may not load. Then it imports Horovod and prints what it was built with, and which MPI library
+# it loads. The import finds missing symbols, because Python resolves all symbols of an extension at once.
+# "abi" is the C++ ABI, the layout of std::string: the mangled name of a constructor with such an argument shows it.
 HOROVOD_FACTS = """
 import ctypes, importlib.util, json, pathlib, re
 import torch
@@ -71,12 +71,12 @@ if libraries:
     tell(libmpi=libraries[0], mpi_version=text.value.decode(errors="replace"))
 """
 
-# Compiled as torch.compile does for --run.compile: a library with OpenMP that includes Python's header.
+# Compiled like the code of torch.compile for --run.compile: a library with OpenMP and Python's header.
 COMPILED = "#include <Python.h>\n#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n"
 
 
 def pinned() -> Iterator[Requirement]:
-    """The requirements of this project as installed, optional ones left out."""
+    """Yield the requirements of the installed project, without optional ones."""
     for text in importlib.metadata.requires("largebatch") or []:
         requirement = Requirement(text)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
@@ -84,7 +84,7 @@ def pinned() -> Iterator[Requirement]:
 
 
 def check_versions() -> Result:
-    """Every pinned package is installed in the pinned version."""
+    """Check that every pinned package is installed in the pinned version."""
     name = "package versions"
     try:
         requirements = list(pinned())
@@ -96,13 +96,13 @@ def check_versions() -> Result:
         except importlib.metadata.PackageNotFoundError:
             return Result(name, False, cause=f"{requirement} is not installed", fix=INSTALL)
         if not requirement.specifier.contains(version, prereleases=True):
-            cause = f"{requirement} is needed, {version} is installed"
+            cause = f"{requirement} is needed, but {version} is installed"
             return Result(name, False, cause=cause, fix=f"{sys.executable} -m pip install '{requirement}'")
-    return Result(name, True, f"{len(requirements)} packages as pinned")
+    return Result(name, True, f"{len(requirements)} packages have the pinned version")
 
 
 def importable(folder: Path) -> set[str]:
-    """Top-level modules and packages that lie in a folder."""
+    """Returns the names of the top-level modules and packages in a folder."""
     if not folder.is_dir():
         return set()
     modules = {path.stem for path in folder.glob("*.py")}
@@ -110,9 +110,9 @@ def importable(folder: Path) -> set[str]:
 
 
 def check_shadowing() -> Result:
-    """Nothing in the working folder or on PYTHONPATH has the name of something installed, which it would replace.
+    """Check that nothing in the working folder or on PYTHONPATH hides an installed module of the same name.
 
-    Looked at without importing: what fails is often another package, which finds the wrong one.
+    The check imports nothing: the import that fails is often that of another package, which gets the wrong module.
     """
     name = "import path"
     of_path = [Path(folder).resolve() for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
@@ -122,14 +122,14 @@ def check_shadowing() -> Result:
     for folder in [*of_path, *folders]:
         shadows = sorted(importable(folder) & known) if folder not in site_packages else []
         if shadows:
-            cause = f"{', '.join(shadows[:3])} of {folder} would be imported in place of what is installed"
+            cause = f"{', '.join(shadows[:3])} in {folder} would be imported instead of the installed modules"
             fix = "unset PYTHONPATH" if folder in of_path else "export PYTHONSAFEPATH=1"
             return Result(name, False, cause=cause, fix=fix)
-    return Result(name, True, "nothing in front of what is installed")
+    return Result(name, True, "no file hides an installed module")
 
 
 def check_imports(modules: tuple[str, ...] = MODULES, *, limit_s: float = 120) -> Result:
-    """Every package imports, each after the other in one child."""
+    """Check that every package imports, one after the other in one child process."""
     name = "package imports"
     output = run([sys.executable, "-c", IMPORT_EACH, *modules], limit_s=limit_s)
     if output.code == 0:
@@ -143,7 +143,7 @@ def check_imports(modules: tuple[str, ...] = MODULES, *, limit_s: float = 120) -
 
 
 def horovod_facts(*, limit_s: float = 120) -> tuple[dict, Output]:
-    """What HOROVOD_FACTS told until it ended (with "version" if Horovod loads), and the child's output."""
+    """Returns the facts that HOROVOD_FACTS printed (with "version" if Horovod loads), and the output of the child."""
     output = run([sys.executable, "-c", HOROVOD_FACTS], limit_s=limit_s)
     facts: dict = {}
     for line in output.stdout.splitlines():
@@ -153,7 +153,7 @@ def horovod_facts(*, limit_s: float = 120) -> tuple[dict, Output]:
 
 
 def check_horovod(facts: dict, output: Output) -> Result:
-    """Horovod and its compiled part load, with every symbol that it needs."""
+    """Check that Horovod and its compiled extension load, with every symbol that they need."""
     name, error = "Horovod imports", output.stderr
     if "version" in facts:
         return Result(name, True, f"Horovod {facts['version']}")
@@ -161,7 +161,7 @@ def check_horovod(facts: dict, output: Output) -> Result:
         return Result(name, False, cause="importing Horovod did not end in time", fix=REINSTALL)
     if re.search(r"No module named 'horovod'", error):
         return Result(name, False, cause=f"Horovod is not installed for {sys.executable}", fix=INSTALL)
-    if "built_for" in facts and "horovod_abi" not in facts:  # horovod.torch then imports, as an empty shell
+    if "built_for" in facts and "horovod_abi" not in facts:  # then horovod.torch imports, but is empty
         return Result(name, False, cause="Horovod was installed without its torch extension", fix=REINSTALL)
     symbol = re.search(r"undefined symbol: (\w+)", error)
     if symbol:
@@ -178,37 +178,37 @@ def check_horovod(facts: dict, output: Output) -> Result:
 
 
 def check_built_for(facts: dict) -> Result:
-    """Horovod was compiled against this very torch, version and C++ ABI: a near one may load and still be wrong."""
+    """Check that Horovod was compiled for this very torch, in version and C++ ABI. A similar one may load and fail."""
     name = "Horovod's torch"
     if facts["built_for"] != facts["torch"]:
-        built_for = facts["built_for"] or "an unknown version"
-        cause = f"Horovod was built for torch {built_for}, torch {facts['torch']} is installed"
+        built_for = f"torch {facts['built_for']}" if facts["built_for"] else "an unknown version of torch"
+        cause = f"Horovod was built for {built_for}, but torch {facts['torch']} is installed"
         return Result(name, False, cause=cause, fix=REINSTALL)
     ours, theirs = facts.get("horovod_abi"), facts["torch_abi"]
     if ours is not None and ours != theirs:
-        cause = f"Horovod was built with _GLIBCXX_USE_CXX11_ABI={ours:d}, torch {facts['torch']} with {theirs:d}"
+        cause = f"Horovod was built with _GLIBCXX_USE_CXX11_ABI={ours:d}, but torch {facts['torch']} with {theirs:d}"
         return Result(name, False, cause=cause, fix=f"env -u CXXFLAGS {REINSTALL}")
     return Result(name, True, f"built for torch {facts['torch']}, C++ ABI {theirs:d}")
 
 
 def check_controllers(facts: dict) -> Result:
-    """horovodrun and mpirun need MPI, horovodrun --gloo needs Gloo."""
+    """Check that Horovod was built with MPI, for horovodrun and mpirun, and Gloo, for horovodrun --gloo."""
     name = "MPI and Gloo"
     missing = [label for label, key in (("MPI", "mpi"), ("Gloo", "gloo")) if not facts[key]]
     if missing:
         cause = f"Horovod was built without {' and '.join(missing)}"
         return Result(name, False, cause=cause, fix=REINSTALL)
-    return Result(name, True, "both built")
+    return Result(name, True, "Horovod was built with both")
 
 
 def mpi_number(text: str) -> str:
-    """The first thing in the text that looks like a version: "Open MPI v4.1.8, package: ..." gives 4.1.8."""
+    """Returns the first version number in the text: 4.1.8 for "Open MPI v4.1.8, package: ..."."""
     found = re.search(r"\d+\.\d+(\.\d+)?", text)
     return found[0] if found else "of unknown version"
 
 
 def check_launchers(facts: dict, *, limit_s: float = 60) -> Result:
-    """mpirun and horovodrun are found, are this installation's, and start the MPI that Horovod loads."""
+    """Check that mpirun and horovodrun belong to this installation, and start the MPI that Horovod loads."""
     name, activate = "launchers", f". {shlex.quote(str(Path(sys.prefix, 'bin', 'activate')))}"
     horovodrun, mpirun = shutil.which("horovodrun"), shutil.which("mpirun")
     if horovodrun is None or mpirun is None:
@@ -232,7 +232,7 @@ def check_launchers(facts: dict, *, limit_s: float = 60) -> Result:
 
 
 def check_compiler(*, limit_s: float = 60) -> Result:
-    """The C++ compiler of LAMB, VOLO's attention and --run.compile; without one training works, slower."""
+    """Check the C++ compiler of LAMB, VOLO's attention and --run.compile. Without one, training works but is slower."""
     name, include = "compiler", sysconfig.get_path("include")
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
@@ -247,6 +247,6 @@ def check_compiler(*, limit_s: float = 60) -> Result:
     if output.code != 0:
         found = re.search(r"error: (.*)", output.stderr)
         error = found[1] if found else output.last_error
-        cause = f"{compiler}, which is to compile LAMB, {output.how_it_ended}: {error}"
+        cause = f"{compiler}, which must compile LAMB, {output.how_it_ended}: {error}"
         return Result(name, False, cause=cause, fix="unset CXX" if "CXX" in os.environ else "sudo apt-get install g++")
     return Result(name, True, f"{compiler} compiles")

@@ -1,4 +1,4 @@
-"""The check that counts: two real processes under each launcher; and where they fail, which variable is to blame."""
+"""The check that counts: two real processes under each launcher. If they fail, it finds the variable to blame."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from largebatch.doctor.result import INSTALL, REINSTALL, Output, Result, run
 
-# Run by each of the two ranks. Integers in float64: the sum is exact whatever the order of adding.
+# Each of the ranks runs this. The values are integers in float64, so the sum is exact in any order of adding.
 ALLREDUCE = """
 import sys
 import torch
@@ -29,8 +29,8 @@ LAUNCHES: dict[str, list[str]] = {
     "horovodrun --gloo": ["horovodrun", "--gloo", "-np", str(RANKS)],
 }
 
-# Variables that launchers, MPI, Gloo, NCCL and Horovod obey, but for those (name=value) that installing set or a site
-# needs.
+# OBEYED: variables that launchers, MPI, Gloo, NCCL and Horovod read. WANTED: those of them, as name=value, that the
+# installation sets or a site needs; they are never blamed.
 OBEYED = re.compile(r"(HOROVOD|OMPI|OPAL|ORTE|PRTE|PMIX?|SLURM|UCX|FI|NCCL|GLOO|HYDRA)_|LD_PRELOAD$|TMPDIR$")
 WANTED = re.compile(r"ALLOW_RUN_AS_ROOT|oversubscribe|_policy=|yield_when_idle|OPAL_PREFIX=|/largebatch-no-ssh$")
 
@@ -38,7 +38,7 @@ WANTED = re.compile(r"ALLOW_RUN_AS_ROOT|oversubscribe|_policy=|yield_when_idle|O
 def check_allreduce(
     launch: str, launcher: list[str] | None = None, *, ranks: int = RANKS, device: str = "cpu", limit_s: float = 120
 ) -> Result:
-    """Real processes reduce a tensor, and all must print the exact sum; the launcher may be that of several hosts."""
+    """Let real processes reduce a tensor; all must print the exact sum. `launcher` may start them on several hosts."""
     name = f"{ranks}-process allreduce, {launch}"
     launcher = launcher or LAUNCHES[launch]
     command = [*launcher, sys.executable, "-c", ALLREDUCE, device]
@@ -53,45 +53,46 @@ def check_allreduce(
 
 
 def expected_total(ranks: int) -> int:
-    """What ALLREDUCE prints on each of so many ranks."""
+    """Returns the total that ALLREDUCE prints on each of `ranks` ranks."""
     return sum(value + 1000 * rank for rank in range(ranks) for value in range(1000))
 
 
 def answers(output: Output) -> list[tuple[int, int, int]]:
-    """(rank, size, total) as printed by each process."""
+    """Returns (rank, size, total) as each process printed it."""
     found = re.findall(r"rank=(\d+) size=(\d+) total=(\d+)\.", output.stdout)
     return [(int(rank), int(size), int(total)) for rank, size, total in found]
 
 
 def summed(output: Output, ranks: int = RANKS) -> bool:
-    """Whether the launch ended well and every rank had the exact sum."""
+    """Returns whether the launch succeeded and every rank had the exact sum."""
     exact = [(rank, ranks, expected_total(ranks)) for rank in range(ranks)]
     return output.code == 0 and sorted(answers(output)) == exact
 
 
 def explain(output: Output, launch: str, launcher: list[str], *, ranks: int, limit_s: float) -> tuple[str, str]:
-    """Cause and fix of a launch that went wrong, by what it printed."""
+    """Returns cause and fix of a failed launch, from its output."""
     by_hand = shlex.join([*launcher, sys.executable, "-c", "import horovod.torch as hvd; hvd.init()"])
     if output.code is None:
         return f"no answer within {limit_s:.3g} s", f"HOROVOD_LOG_LEVEL=debug {by_hand}"
     got = answers(output)
     if {size for _, size, _ in got} == {1}:
-        cause = f"{ranks} processes were started, but each sees a size of 1: it is not its MPI that started them"
+        cause = f"{ranks} processes were started, but each sees a size of 1: another MPI than Horovod's started them"
         return cause, REINSTALL
     if "plm_rsh_agent" in output.stderr:
-        return f"{launch} looks for an ssh client, which is not here, although one host needs none", INSTALL
+        cause = f"{launch} looks for an ssh client, which is not installed, although one host needs none"
+        return cause, INSTALL
     if output.code != 0:
         return f"{launch} {output.how_it_ended}: {output.last_error}", by_hand
     if {rank for rank, _, _ in got} != set(range(ranks)):
         return f"{len(got)} of {ranks} processes answered", by_hand
     totals = ", ".join(str(total) for total in sorted({total for _, _, total in got}))
-    return f"the sum should be {expected_total(ranks)}, it is {totals}", REINSTALL
+    return f"the sum should be {expected_total(ranks)}, but is {totals}", REINSTALL
 
 
 def blame(command: list[str], *, ranks: int = RANKS, limit_s: float) -> str:
-    """The variable without which a failing launch works, or an empty text.
+    """Returns the variable without which a failing launch works, or "" if there is no such variable.
 
-    All are taken away first. If that helps, they are given back by halves: the first so many work, one more fails.
+    First unset all variables. If the launch then works, bisect for the variable that breaks it.
     """
     names = sorted(
         name for name, value in os.environ.items() if OBEYED.match(name) and not WANTED.search(f"{name}={value}")
@@ -110,7 +111,7 @@ def blame(command: list[str], *, ranks: int = RANKS, limit_s: float) -> str:
 
 
 def last_working(works: Callable[[int], bool], too_many: int) -> int:
-    """The largest count below `too_many` that works, given that 0 works and `too_many` does not."""
+    """Returns the largest count below `too_many` that works, given that 0 works and `too_many` does not."""
     low, high = 0, too_many
     while high - low > 1:
         middle = (low + high) // 2
@@ -119,5 +120,5 @@ def last_working(works: Callable[[int], bool], too_many: int) -> int:
 
 
 def device_for_launches(facts: dict, device: str) -> str:
-    """cuda where both ranks can have a GPU of their own, as NCCL asks for; otherwise cpu."""
+    """Returns cuda if each rank can have a GPU of its own, as NCCL requires, and otherwise cpu."""
     return "cuda" if device != "cpu" and facts["nccl"] and facts["gpus"] >= RANKS else "cpu"

@@ -1,4 +1,4 @@
-"""Checks of this host and shell: what fails here looks like a fault of MPI or Horovod later."""
+"""Checks of this host and shell. Without them, these faults would later look like faults of MPI or Horovod."""
 
 import os
 import resource
@@ -9,30 +9,30 @@ from pathlib import Path
 from largebatch.comm.launcher import LAUNCHERS, SRUN
 from largebatch.doctor.result import REINSTALL, Result, run
 
-# With more than 1 in one of these, a program that is started by itself refuses to run. Slurm's is checked by itself.
+# With more than 1 in one of these, a program without a launcher refuses to run. Slurm's has a check of its own below.
 LAUNCHER_SIZES = tuple(launcher.size for launcher in LAUNCHERS if launcher is not SRUN)
 MIB, GIB = 2**20, 2**30
-NEEDED_SHM_BYTES = 64 * MIB  # the ranks of a host exchange messages there: Open MPI 4 MB per rank, NCCL more
-NEEDED_DISK_BYTES = 2 * GIB  # two checkpoints of ViT-B/32 and a third being written
+NEEDED_SHM_BYTES = 64 * MIB  # for messages between the ranks of a host: Open MPI takes 4 MB per rank, NCCL more
+NEEDED_DISK_BYTES = 2 * GIB  # two checkpoints of ViT-B/32 and a third that is being written
 NEEDED_MEMORY_BYTES = 4 * GIB  # two ranks that train the quick start
-NEEDED_FILES = 256  # Open MPI hangs or crashes below about 50; a loader holds a quarter of the limit
+NEEDED_FILES = 256  # Open MPI hangs or crashes below about 50; a loader takes a quarter of the limit
 
 
 def check_launcher_variables() -> Result:
-    """No variable says that this shell is one rank of a launch."""
+    """Check that no variable makes this shell look like a rank of a launch."""
     name = "launcher variables"
     leftover = [name for name in LAUNCHER_SIZES if os.environ.get(name, "") not in ("", "1")]
     if "SLURM_JOB_ID" not in os.environ and os.environ.get("SLURM_NTASKS", "") not in ("", "1"):
         leftover.append("SLURM_NTASKS")
     if not leftover:
-        return Result(name, True, "none left over")
+        return Result(name, True, "none is left over from a launch")
     seen = ", ".join(f"{name}={os.environ[name]}" for name in leftover)
-    cause = f"{seen} is set, as in a rank of a launch, so a program started by itself would refuse to train alone"
+    cause = f"{seen} is set, as in a rank of a launch, so a program started without a launcher would refuse to train"
     return Result(name, False, cause=cause, fix=f"unset {' '.join(leftover)}")
 
 
 def check_hostname() -> Result:
-    """Gloo connects to the address of this machine's own name: it crashes without one and waits for a wrong one."""
+    """Check that this machine can resolve its own name. Gloo crashes without an address and hangs at a wrong one."""
     name, host = "host name", socket.gethostname()
     fix = f"echo '127.0.0.1 {host}' | sudo tee -a /etc/hosts"
     try:
@@ -49,39 +49,41 @@ def check_hostname() -> Result:
 
 
 def check_shared_memory(folder: str = "/dev/shm") -> Result:
-    """The ranks of one host exchange messages through files in /dev/shm."""
+    """Check the space in /dev/shm, where the ranks of a host exchange messages through files."""
     name = "shared memory"
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
         fix = f"sudo mkdir -p {folder} && sudo mount -t tmpfs -o mode=1777 tmpfs {folder}"
-        return Result(name, False, cause=f"{folder} is not a folder in which files can be made", fix=fix)
+        return Result(name, False, cause=f"{folder} is not a folder where files can be created", fix=fix)
     free = shutil.disk_usage(folder).free
     if free < NEEDED_SHM_BYTES:
-        cause = f"{folder} has {free // MIB} MiB free, {NEEDED_SHM_BYTES // MIB} are needed (docker: --shm-size=1g)"
+        cause = f"{folder} has {free // MIB} MiB free, but needs {NEEDED_SHM_BYTES // MIB} (docker: --shm-size=1g)"
         return Result(name, False, cause=cause, fix=f"sudo mount -o remount,size=1g {folder}")
     return Result(name, True, f"{free / GIB:.1f} GiB free in {folder}")
 
 
 def check_disk(folder: str = ".") -> Result:
-    """Where this was started, under which run folders are made, there is room for checkpoints."""
+    """Check that the working folder, where run folders are created, has room for checkpoints."""
     name, free = "disk", shutil.disk_usage(folder).free
     if free < NEEDED_DISK_BYTES:
-        cause = f"{free / GIB:.1f} GiB free in {os.path.abspath(folder)}, checkpoints need {NEEDED_DISK_BYTES // GIB}"
+        needed = NEEDED_DISK_BYTES // GIB
+        cause = f"{free / GIB:.1f} GiB are free in {os.path.abspath(folder)}, but checkpoints need {needed} GiB"
         return Result(name, False, cause=cause, fix=f"df -h {os.path.abspath(folder)}")
     return Result(name, True, f"{free / GIB:.0f} GiB free")
 
 
 def check_open_files() -> Result:
-    """MPI opens pipes and sockets for each rank, the loader a file per shard."""
+    """Check the limit of open files. MPI opens pipes and sockets for each rank, the loader a file per shard."""
     name, (soft, hard) = "open files", resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < NEEDED_FILES:
         may_raise = hard < 0 or hard >= NEEDED_FILES
         fix = "ulimit -n $(ulimit -H -n)" if may_raise else f"sudo prlimit --pid $$ --nofile={2**16}"
-        return Result(name, False, cause=f"a process may have {soft} files open, {NEEDED_FILES} are needed", fix=fix)
+        cause = f"a process may have {soft} files open, but {NEEDED_FILES} are needed"
+        return Result(name, False, cause=cause, fix=fix)
     return Result(name, True, f"{soft} allowed per process")
 
 
 def available_memory() -> int:
-    """Bytes: what the kernel says is available, and at most what the cgroup of this process allows."""
+    """Returns the available memory in bytes, as the kernel reports it, but not more than the cgroup allows."""
     meminfo = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -93,35 +95,36 @@ def available_memory() -> int:
 
 
 def check_memory() -> Result:
-    """Enough for two ranks, and no limit on address space, of which torch reserves far more than it uses."""
+    """Check the memory for two ranks and the limit of address space, of which torch reserves far more than it uses."""
     name, limit = "memory", resource.getrlimit(resource.RLIMIT_AS)[0]
     if 0 <= limit < NEEDED_MEMORY_BYTES:
         cause = f"the address space of a process is limited to {limit // MIB} MiB"
         return Result(name, False, cause=cause, fix="ulimit -v unlimited")
     available = available_memory()
     if available < NEEDED_MEMORY_BYTES:
-        cause = f"{available / GIB:.1f} GiB available, two ranks of the quick start need {NEEDED_MEMORY_BYTES // GIB}"
+        needed = NEEDED_MEMORY_BYTES // GIB
+        cause = f"{available / GIB:.1f} GiB are available, but two ranks of the quick start need {needed} GiB"
         return Result(name, False, cause=cause, fix="ps aux --sort=-rss | head")
     return Result(name, True, f"{available / GIB:.0f} GiB available")
 
 
 def check_threads() -> Result:
-    """OMP_NUM_THREADS counts for each rank; torch shares the cores well where it is not set."""
+    """Check OMP_NUM_THREADS, which holds for each rank. If it is not set, the ranks share the cores well."""
     name, text, cores = "threads", os.environ.get("OMP_NUM_THREADS", ""), len(os.sched_getaffinity(0))
     if not text:
         return Result(name, True, f"{cores} cores, shared by the ranks")
     first = text.split(",")[0]
     if not first.isdigit() or not int(first):
-        cause = f"OMP_NUM_THREADS is {text!r}, which is no number of threads"
+        cause = f"OMP_NUM_THREADS is {text!r}; expected a number of threads, at least 1"
         return Result(name, False, cause=cause, fix="unset OMP_NUM_THREADS")
     if int(first) > cores:
-        cause = f"OMP_NUM_THREADS is {first} for each rank, but there are {cores} cores: ranks will slow one another"
+        cause = f"OMP_NUM_THREADS is {first} for each rank on {cores} cores: ranks will slow each other down"
         return Result(name, True, cause=cause, fix="unset OMP_NUM_THREADS")
     return Result(name, True, f"{first} per rank on {cores} cores")
 
 
 def visible_gpus(*, limit_s: float = 60) -> int:
-    """Number of GPUs that the driver shows, torch not asked: torch without CUDA sees none."""
+    """Returns the number of GPUs that the driver shows. torch is not asked, because torch without CUDA sees no GPU."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return 0
@@ -129,16 +132,16 @@ def visible_gpus(*, limit_s: float = 60) -> int:
 
 
 def check_gpu(facts: dict, device: str) -> Result:
-    """On a machine with GPUs, torch sees them and Horovod reduces them with NCCL."""
+    """Check that torch sees the GPUs of this machine and that Horovod was built with NCCL."""
     name = "GPU and NCCL"
     if device == "cpu":
-        return Result(name, True, "not looked at (--device cpu)")
+        return Result(name, True, "not checked (--device cpu)")
     gpus = visible_gpus()
     if gpus == 0:
         if device == "cuda":
             cause = "--device cuda was given, but no GPU is visible"
             return Result(name, False, cause=cause, fix="nvidia-smi -L")
-        return Result(name, True, "no GPU is visible, training uses the CPU")
+        return Result(name, True, "no GPU is visible, so training uses the CPU")
     if facts["cuda"] is None:
         cause = (
             f"{gpus} GPUs are visible, but torch {facts['torch']} was built without CUDA "

@@ -1,8 +1,9 @@
-"""Messages between the hosts: mpirun to each of them, every pair in turn, sums over all ranks, Horovod's sum.
+"""Checks of the messages between hosts: mpirun to each host, every pair in turn, sums over all ranks, Horovod's sum.
 
-One step after the other, each of a kind that would hang in the next: daemons, a connection per pair, a collective.
-Each has a time limit, and a failure names the two hosts. What the ranks run is in exchange.py; this file reads what
-they say as they say it, since a launch that hangs must be ended, and the last thing it began is what hangs.
+The steps are ordered so that each one tests something that the next one needs: daemons, a connection per pair, a
+collective. Each step has a time limit, and a failure names the two hosts. The ranks run exchange.py. This file reads
+their lines as they come, because a launch that hangs must be ended, and the last step that it began is the one that
+hangs.
 """
 
 import json
@@ -22,35 +23,35 @@ from largebatch.doctor.commands import Mpi
 from largebatch.doctor.hosts import Host, Network
 from largebatch.doctor.result import Output, Result, kill, run
 
-FAR_SLOWER = 4  # times
-NOTED_LATENCY_S = 0.005  # a busy core alone can cost a millisecond
-START_LIMIT_S, MESSAGE_LIMIT_S = 20, 10  # a sound network needs a second, and much less
+FAR_SLOWER = 4  # times slower than the faster pairs
+NOTED_LATENCY_S = 0.005  # a difference below this is no note: a busy core alone can cost a millisecond
+START_LIMIT_S, MESSAGE_LIMIT_S = 20, 10  # a healthy network needs about a second to start, and far less for a message
 EXCHANGE = [sys.executable, "-m", "largebatch.doctor.exchange"]
 STARTED = [sys.executable, "-c", "print('started')"]
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where ranks are to run, and how they get there."""
+    """The hosts of the ranks, and the MPI and network that start them."""
 
     mpi: Mpi
     hosts: tuple[Host, ...]
     network: Network | None
     here: str  # where mpirun is started
-    names: dict[str, str]  # as given to us, by the name that a host has for itself
+    names: dict[str, str]  # the hosts' names as given by the user, by the hosts' own names
 
     @property
     def num_ranks(self) -> int:
         return sum(host.slots for host in self.hosts)
 
     def mpirun(self, hosts: tuple[Host, ...], program: list[str]) -> list[str]:
-        """The command that starts the program on all slots of these hosts."""
+        """Returns the command that starts the program on all slots of these hosts."""
         ranks = sum(host.slots for host in hosts)
         return commands.mpirun(self.mpi, hosts, ranks, program, network=self.network)
 
 
 class Launch:
-    """A command whose lines are read as they come, and that is ended with all its ranks on leaving."""
+    """A running command. Its lines are read as they come; on leaving `with`, it is ended with all its ranks."""
 
     def __init__(self, command: list[str]) -> None:
         self.errors = tempfile.TemporaryFile("w+", errors="replace")
@@ -64,7 +65,7 @@ class Launch:
             start_new_session=True,
         )
         self.lines: queue.Queue[str | None] = queue.Queue()
-        self.kept: list[dict] = []  # said, and not yet asked for
+        self.kept: list[dict] = []  # events that were read and not yet returned
         threading.Thread(target=self.read, daemon=True).start()
 
     def read(self) -> None:
@@ -77,7 +78,7 @@ class Launch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """First a signal that mpirun hands on to its daemons, then one that nothing here outlives."""
+        """Send SIGTERM, which mpirun hands on to its daemons, and then SIGKILL to all that is left here."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -89,7 +90,7 @@ class Launch:
         self.errors.close()
 
     def next_event(self, *, limit_s: float) -> dict:
-        """What a rank says next. Raises TimeoutError when that is nothing, RuntimeError when the launch has ended."""
+        """Returns the next event of a rank. Raises TimeoutError without one, RuntimeError if the launch has ended."""
         while not self.kept:
             try:
                 line = self.lines.get(timeout=max(0.0, limit_s))
@@ -104,13 +105,13 @@ class Launch:
         return self.kept.pop(0)
 
     def output(self) -> Output:
-        """Exit code, and what was said on stderr so far."""
+        """Returns the exit code and the text on stderr so far."""
         self.errors.seek(0)
         return Output(self.process.poll(), "", self.errors.read())
 
 
 def check_messages(cluster: Cluster, *, device: str, limit_s: float) -> Iterator[Result]:
-    """Everything that goes between the hosts; what needs what has failed is left out."""
+    """Yield the checks between the hosts. Checks that depend on a failed one are left out."""
     steps = (check_starts, check_pairs, check_sums)
     between = [step(cluster, limit_s=limit_s) for step in steps]
     for results in [*between, check_horovod(cluster, device, limit_s=limit_s)]:
@@ -123,7 +124,7 @@ def check_messages(cluster: Cluster, *, device: str, limit_s: float) -> Iterator
 
 
 def check_starts(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
-    """mpirun starts a process on each host alone, at the same time: so it is known which host it does not reach."""
+    """Let mpirun start a process on each host alone, all at the same time, to find the hosts that it does not reach."""
     limit_s = min(START_LIMIT_S, limit_s)
 
     def start(host: Host) -> Result:
@@ -131,7 +132,7 @@ def check_starts(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
         output = run(command, limit_s=limit_s)
         name = f"mpirun, {cluster.here} to {host.name}"
         if output.code == 0 and "started" in output.stdout:
-            return Result(name, True, "a process is started")
+            return Result(name, True, "it starts a process there")
         how = f"nothing started within {limit_s:g} s" if output.code is None else f"mpirun {output.how_it_ended}"
         cause = f"{cluster.here} and {host.name}: {how}: {explain_start(output)}"
         return Result(name, False, cause=cause, fix=shlex.join(command))
@@ -141,25 +142,29 @@ def check_starts(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
 
 
 def explain_start(output: Output) -> str:
-    """Why mpirun's daemon does not come up, by what was said."""
+    """Returns why the daemon of mpirun does not start, from its output."""
     for phrase, meaning in START_FAULTS:
         if phrase in output.stderr:
             return meaning
     if output.code is None and not output.stderr.strip():
-        return "its daemon there finds no way back, by the interface chosen or through a firewall"
+        return NO_WAY_BACK
     return output.last_error
 
 
+NO_WAY_BACK = "its daemon there cannot connect back, because of the chosen interface or a firewall"
 START_FAULTS = (
-    (": not found", "its own parts are not found there"),
-    ("No such file", "its own parts are not found there"),
+    (": not found", "its own programs are not found there"),
+    ("No such file", "its own programs are not found there"),
     ("Could not resolve hostname", "the name does not resolve"),
-    ("create a connection back", "its daemon there finds no way back, by the interface chosen or through a firewall"),
+    ("create a connection back", NO_WAY_BACK),
 )
 
 
 def wait_until_ready(launch: Launch, cluster: Cluster, num_ranks: int, *, limit_s: float) -> dict[int, str]:
-    """Names of hosts by rank, once MPI is up on all. Raises TimeoutError or RuntimeError with what is missing."""
+    """Wait until MPI runs on all ranks. Returns the hosts' names by rank.
+
+    Raises TimeoutError or RuntimeError with the missing hosts.
+    """
     started: list[str] = []
     early: list[dict] = []
     ready: dict[int, str] = {}
@@ -170,9 +175,9 @@ def wait_until_ready(launch: Launch, cluster: Cluster, num_ranks: int, *, limit_
             if "started" in event:
                 started.append(cluster.names.get(event["started"], event["started"]))
             elif "ready" not in event:
-                early.append(event)  # rank 0 may begin before another rank's word is here
+                early.append(event)  # rank 0 may begin before another rank's line has arrived
             elif event.get("size", num_ranks) != num_ranks:
-                raise RuntimeError(f"{num_ranks} ranks were started, but one sees {event['size']}")
+                raise RuntimeError(f"{num_ranks} ranks were started, but one of them sees a size of {event['size']}")
             else:
                 ready[event["ready"]] = cluster.names.get(event["host"], event["host"])
     except TimeoutError:
@@ -186,7 +191,7 @@ def wait_until_ready(launch: Launch, cluster: Cluster, num_ranks: int, *, limit_
 
 
 def check_pairs(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
-    """One rank per host; every two of them exchange messages, one pair at a time."""
+    """Start one rank per host, and let every two ranks exchange messages, one pair at a time."""
     alone = tuple(Host(host.name) for host in cluster.hosts)
     if len(alone) < 2:
         return
@@ -211,13 +216,13 @@ def check_pairs(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
             yield Result(pair, False, cause=cause, fix=shlex.join(command))
             return
     if left_out:
-        cause = f"{names[0]}, which leads the others, does not reach {left_out}: their other pairs were not tried"
-        yield Result("other pairs", False, cause=cause, fix="the fix above")
+        cause = f"{names[0]}, which leads the others, does not reach {left_out}; the other pairs with it were not tried"
+        yield Result("other pairs", False, cause=cause, fix="apply the fix above first")
     yield from compare(found)
 
 
 def judge_pair(pair: str, found: dict, limit_s: float) -> Result:
-    """The result of two hosts that were measured."""
+    """Returns the result for two hosts that were measured."""
     if "error" in found:
         first, second = pair.split(" and ")
         at_all = found["error"] == "no message"
@@ -232,8 +237,10 @@ def figures(found: dict) -> str:
 
 
 def compare(found: dict[str, dict]) -> Iterator[Result]:
-    """A note for each pair that is far slower than a quarter of the pairs are: with three hosts, one of them slow, the
-    median pair would be a slow one."""
+    """Yield a note for each pair that is far slower than the fastest quarter of the pairs.
+
+    The median is no reference: with three hosts of which one is slow, the median pair is slow.
+    """
     if len(found) < 2:
         return
     quarter = (len(found) - 1) // 4
@@ -243,13 +250,13 @@ def compare(found: dict[str, dict]) -> Iterator[Result]:
     for pair, figure in found.items():
         late = figure["latency_s"] > max(FAR_SLOWER * latency_s, latency_s + NOTED_LATENCY_S)
         if late or figure["bytes_per_s"] < bytes_per_s / FAR_SLOWER:
-            cause = f"{pair} are far slower than others: {figures(figure)}; the faster pairs: {usual}"
+            cause = f"{pair} are far slower than other pairs: {figures(figure)}; the faster pairs: {usual}"
             first, second = pair.split(" and ")
             yield Result(pair, True, cause=cause, fix=f"ssh {second} ethtool eth0  # speed and errors; {first}, too")
 
 
 def check_sums(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
-    """A small and a large allreduce over all ranks, exact on each."""
+    """Check a small and a large allreduce over all ranks; the sum must be exact on each."""
     command = cluster.mpirun(cluster.hosts, [*EXCHANGE, "sums"])
     what = f"allreduce over {cluster.num_ranks} ranks"
     with Launch(command) as launch:
@@ -267,7 +274,7 @@ def check_sums(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
 
 
 def judge_sum(what: str, event: dict, names: dict[int, str]) -> Result:
-    """The result of a sum, as one rank has it."""
+    """Returns the result for a sum that one rank has reported."""
     if not event["exact"]:
         return Result(what, False, cause=f"rank {event['rank']} on {names[event['rank']]} has a wrong sum", fix="dmesg")
     rate = f", {event['bytes'] / event['took_s'] / 1e6:.0f} MB/s" if event["bytes"] > 4096 else ""
@@ -275,13 +282,13 @@ def judge_sum(what: str, event: dict, names: dict[int, str]) -> Result:
 
 
 def check_horovod(cluster: Cluster, device: str, *, limit_s: float) -> Iterator[Result]:
-    """The exact sum by Horovod over all ranks under each launcher, as the recommended commands start it."""
+    """Check that Horovod computes the exact sum over all ranks, under each launcher with the recommended command."""
     hosts, ranks, network = cluster.hosts, cluster.num_ranks, cluster.network
     over_mpi = commands.horovodrun(cluster.mpi, hosts, ranks, [], network=network)
     over_gloo = commands.horovodrun_gloo(hosts, ranks, [], network=network)
     for launch, launcher in {
         "mpirun": cluster.mpirun(hosts, []),
-        "horovodrun": [*over_mpi, "--disable-cache"],  # it remembers for an hour what it found about a name
+        "horovodrun": [*over_mpi, "--disable-cache"],  # horovodrun would reuse its checks of a host for an hour
         "horovodrun --gloo": [*over_gloo, "--disable-cache"],
     }.items():
         yield launches.check_allreduce(launch, launcher, ranks=ranks, device=device, limit_s=limit_s)

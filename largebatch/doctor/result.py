@@ -1,4 +1,4 @@
-"""The answer of a check, and how a program is run to get it."""
+"""The result of a check, and the function that runs a program to get it."""
 
 import os
 import re
@@ -10,15 +10,16 @@ from pathlib import Path
 INSTALL = "mpi_scripts/install.sh"
 REINSTALL = "mpi_scripts/install.sh --force"
 
-# What Open MPI says after the cause: about its own parts, and how to have more said.
+# Noise that Open MPI prints after the real error.
 AFTERMATH = re.compile(r"PMIX ERROR|ORTE_ERROR_LOG|sent help message|orte_base_help_aggregate|job has been aborted")
 
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of one check. `detail` says what was found; `cause` and `fix` what is wrong and one command against it.
+    """The outcome of one check.
 
-    A check that passed with a cause is a note: training works, but not as well as it could.
+    `detail` tells what the check found. `cause` tells what is wrong, and `fix` is one command that repairs it. A check
+    that passed but has a cause is a note: training works, but not as well as it could.
     """
 
     name: str
@@ -28,7 +29,7 @@ class Result:
     fix: str = ""
 
     def __str__(self) -> str:
-        """One line, or three where there is something to do."""
+        """Returns one line, or three lines if there is something to fix."""
         if not self.cause:
             return f"ok    {self.name}: {self.detail}"
         return f"{'note' if self.ok else 'FAIL'}  {self.name}\n      cause: {self.cause}\n      fix:   {self.fix}"
@@ -36,7 +37,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Output:
-    """What a child process left. `code` is negative for a signal and None when it ran out of time."""
+    """The output of a child process. `code` is its exit code, negative for a signal, None if it ran out of time."""
 
     code: int | None
     stdout: str
@@ -44,7 +45,7 @@ class Output:
 
     @property
     def last_error(self) -> str:
-        """The last line that tells something: of what was said on stderr, if anything was."""
+        """The last line with a message: of stderr, or of stdout if stderr has none."""
         for text in (self.stderr, self.stdout):
             lines = [line.strip() for line in text.splitlines() if line.strip(" -*=") and not AFTERMATH.search(line)]
             if lines:
@@ -62,12 +63,12 @@ class Output:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """End a process and all that it started: mpirun gives each ssh a group of its own, which would live on."""
+    """Kill a process and all its descendants: mpirun gives each ssh a process group of its own, which would live on."""
     family = [process.pid]
-    for pid in family:  # which grows
+    for pid in family:  # the list grows in the loop
         try:
             family += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        except OSError:  # ended meanwhile
+        except OSError:  # the process has ended meanwhile
             pass
     for pid in family:
         try:
@@ -83,7 +84,7 @@ def kill(process: subprocess.Popen) -> None:
 def run(
     command: list[str], *, limit_s: float, environment: dict[str, str] | None = None, stdin: str = ""
 ) -> Output:
-    """Run a command in its own process group, which is killed with all it started when the time is up."""
+    """Run a command in a process group of its own. When the time is up, it is killed with all its descendants."""
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

@@ -1,31 +1,37 @@
-"""What watches a run. The order in which they run stands in `build`."""
+"""The hooks that watch a run. `build` lets them run in this order, for these reasons:
 
-from largebatch.hooks.log import (
-    PLAIN_LINES,
-    REDRAW_S,
-    Checkpoint,
-    Csv,
-    Curves,
-    Guards,
-    Log,
-    Progress,
-    Sink,
-    TensorBoard,
-    Throughput,
-    trust_ratios,
-)
+    Guards        guards.py          counts skipped steps; if it gives the run up, no other hook runs
+    Ema           ema.py             averages the weights; Checkpoint saves them, Log writes their accuracy
+    Checkpoint    checkpointing.py   saves; StopEarly needs to know how long a save takes
+    StopEarly     stop_early.py      ends the run at a signal, or before the time of the job is over
+    Profile       profile.py         starts to record after the hooks above, so the trace shows only steps
+    Log           log.py             starts its clock last, so that no hook counts as training time
+
+Log computes rows of numbers and hands them to the sinks in sinks.py: a progress bar, CSV files (tables.py), TensorBoard
+and a picture (curves.py).
+"""
+
+from largebatch.hooks.checkpointing import Checkpoint
+from largebatch.hooks.ema import Ema, check_half_life
+from largebatch.hooks.guards import Guards
+from largebatch.hooks.log import Log
+from largebatch.hooks.profile import Profile
+from largebatch.hooks.sinks import Csv, Curves, Progress, Sink, TensorBoard
+from largebatch.hooks.stop_early import Signals, StopEarly, end_time
 
 __all__ = [
     "Checkpoint",
     "Csv",
     "Curves",
+    "Ema",
     "Guards",
     "Log",
-    "PLAIN_LINES",
+    "Profile",
     "Progress",
-    "REDRAW_S",
+    "Signals",
     "Sink",
+    "StopEarly",
     "TensorBoard",
-    "Throughput",
-    "trust_ratios",
+    "check_half_life",
+    "end_time",
 ]

@@ -1,91 +1,13 @@
-"""The numbers that a run wrote, and the picture of them.
+"""Draws RUN/curves.png from the CSV tables of the run."""
 
-Tables are CSV files in the run folder, with a row per step that was logged and a row per evaluation. They outlive the
-process: a resumed run continues them, and the picture is drawn from them alone.
-"""
-
-import csv
 import math
-import os
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from largebatch.files import atomic_file
+from largebatch.hooks.tables import EPOCHS, STEPS, TRUST, Row, read_rows
 
-Row = dict[str, float]
-
-TRUST = ("trust_min", "trust_median", "trust_max")
-STEP_COLUMNS = ("step", "epoch", "images", "lr", "loss", "grad_norm", "images_per_s", "skipped", *TRUST)
-EMA = ("ema_loss", "ema_top1")
-EPOCH_COLUMNS = (
-    "step",
-    "epoch",
-    "images",
-    "lr",
-    "train_loss",
-    "eval_loss",
-    "top1",
-    "top5",
-    "images_per_s",
-    "skipped",
-    *EMA,
-)
-STEPS, EPOCHS, CURVES = "steps.csv", "epochs.csv", "curves.png"
-
-
-class Table:
-    """A CSV file of rows in the order of their steps, which a resumed run continues."""
-
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self.path, self.columns = path, columns
-
-    def open(self, *, last_step: int) -> None:
-        """Keep the rows up to `last_step`; the run repeats the others."""
-        kept = [row for row in read_rows(self.path) if row["step"] <= last_step]
-        unfinished = self.path.with_suffix(".tmp")
-        self.file = open(unfinished, "w", newline="")
-        self.writer = csv.DictWriter(self.file, self.columns)
-        self.writer.writeheader()
-        self.file.flush()
-        for row in kept:
-            self.append(row)
-        os.replace(unfinished, self.path)  # the open file goes with it
-
-    def append(self, row: Row) -> None:
-        """Write a row and hand it to the system, so that a kill cannot take it back."""
-        self.writer.writerow({name: _cell(row.get(name, math.nan)) for name in self.columns})
-        self.file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file as numbers, empty cells as nan; a line that was cut short is left out."""
-    if not path.is_file():
-        return []
-    with open(path, newline="") as file:
-        rows = [_numbers(cells) for cells in csv.DictReader(file)]
-    return [row for row in rows if "step" in row]
-
-
-def _numbers(cells: dict[str, str]) -> Row:
-    try:
-        return {name: float(cell) if cell != "" else math.nan for name, cell in cells.items()}
-    except (TypeError, ValueError):  # cells are missing, or none of ours
-        return {}
-
-
-def _cell(value: float) -> str:
-    if math.isnan(value):
-        return ""
-    return f"{value:.0f}" if float(value).is_integer() else f"{value:.9g}"  # nine digits hold a float32
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# the picture
-# ---------------------------------------------------------------------------------------------------------------
+CURVES = "curves.png"
 
 Lines = list[tuple[str, list[Row], str, dict[str, Any]]]  # label, rows, column, style
 
@@ -99,9 +21,9 @@ GREEN = {"color": "#3b8f5c", "linewidth": 1.8}
 def draw_curves(folder: Path, *, title: str) -> None:
     """Draw RUN/curves.png from RUN/steps.csv and RUN/epochs.csv.
 
-    Loss, accuracy, learning rate, gradient norm and, if the optimizer has them, trust ratios.
+    The panels show loss, accuracy, learning rate, gradient norm and, if the optimizer has them, trust ratios.
     """
-    from matplotlib.figure import Figure  # half a second, and on rank 0 only
+    from matplotlib.figure import Figure  # takes half a second to import, and only rank 0 needs it
 
     steps, epochs = read_rows(folder / STEPS), read_rows(folder / EPOCHS)
     figure = Figure(figsize=(10.5, 6.6), dpi=120, layout="constrained")
@@ -110,7 +32,8 @@ def draw_curves(folder: Path, *, title: str) -> None:
     rows: list[Any] = [["loss"] * 3 + ["accuracy"] * 3, [name for name in below for _ in range(width)]]
     panels = figure.subplot_mosaic(rows, sharex=True)
     for name in ("loss", "accuracy"):
-        panels[name].tick_params(labelbottom=len(below) > 2)  # else the axes below have the same place and numbers
+        # With two panels below, these stand at the same place and show the same numbers.
+        panels[name].tick_params(labelbottom=len(below) > 2)
     averaged = _has(epochs, "ema_top1")
     lines: Lines = [
         ("training, single steps", steps, "loss", THIN),
@@ -158,7 +81,7 @@ def _log_scale(axes: Any) -> None:
 
 
 def _draw(axes: Any, name: str, lines: Lines) -> None:
-    """One panel: each line over the epochs, points that are not finite left out."""
+    """Draw a panel: each line over the epochs, without the points that are not finite."""
     for label, rows, column, style in lines:
         points = [(row["epoch"], row[column]) for row in rows if math.isfinite(row.get(column, math.nan))]
         marker = "o" if len(points) < 40 and style is not THIN else ""

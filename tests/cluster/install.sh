@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# What:     installs what the tests of this folder need: several hosts on one machine (iproute2, util-linux, OpenSSH)
-#           and a Slurm with munge. Starts no daemon: the tests start their own, inside their own namespaces.
+# What:     installs the packages that the tests of this folder need: for several hosts on one machine (iproute2,
+#           util-linux, OpenSSH), and for a Slurm with munge. Starts no daemon: the tests start their own, in their own
+#           namespaces.
 # Hardware: any Debian or Ubuntu with root and a package mirror; 120 MB of disk.
-# Time:     about 10 seconds; nothing to do, and no time, when all is there.
-# Prints:   one line: what was there or was installed. Otherwise the reason and the remedy, and an exit code of 1;
-#           the tests are then skipped, each with its reason.
+# Time:     about 10 seconds; none if everything is installed.
+# Prints:   one line about the packages that were found or installed. If that fails, the reason and the remedy, with
+#           exit code 1; the tests are then skipped, each with its reason.
 #
 # Usage:    sudo tests/cluster/install.sh
 
@@ -13,13 +14,13 @@ set -euo pipefail
 PATH=$PATH:/usr/sbin:/sbin
 PACKAGES=(iproute2 util-linux openssh-server openssh-client munge
           slurmctld slurmd slurm-client slurm-wlm-basic-plugins
-          libpmix-dev)              # srun --mpi=pmix asks for libpmix.so, without a number
+          libpmix-dev)              # srun --mpi=pmix loads libpmix.so, without a version number
 COMMANDS=(ip tc unshare nsenter setpriv sshd ssh ssh-keygen munged slurmctld slurmd srun sbatch)
 POLICY=/usr/sbin/policy-rc.d
 
 say() { printf '%s\n' "tests/cluster/install.sh: $*"; }
 
-missing() {                         # those of COMMANDS that are not there
+missing() {                         # prints the members of COMMANDS that are missing
     local command
     for command in "${COMMANDS[@]}"; do
         command -v "$command" >/dev/null 2>&1 || printf ' %s' "$command"
@@ -28,12 +29,12 @@ missing() {                         # those of COMMANDS that are not there
 }
 
 lacking=$(missing)
-[ -n "$lacking" ] || { say "everything is here"; exit 0; }
+[ -n "$lacking" ] || { say "everything is installed"; exit 0; }
 [ "$(id -u)" = 0 ] || { say "missing:$lacking. Run it as root: sudo tests/cluster/install.sh" >&2; exit 1; }
 command -v apt-get >/dev/null 2>&1 ||
     { say "missing:$lacking, and there is no apt-get: install them with this system's package manager" >&2; exit 1; }
 
-if [ ! -e $POLICY ]; then           # 101: dpkg starts none of the daemons it installs
+if [ ! -e $POLICY ]; then           # exit code 101 keeps dpkg from starting the daemons that it installs
     printf '#!/bin/sh\nexit 101\n' >$POLICY
     chmod +x $POLICY
     trap 'rm -f "$POLICY"' EXIT

@@ -125,7 +125,7 @@ def test_another_package_version_on_one_host(hosts, ssh_config, tmp_path):
     finally:
         sshd_config.write_text(before)
         reread(hosts, "h2")
-    assert code == 1 and failures(output)[0].startswith("h2 has timm 0.4.12, h1 has "), output
+    assert code == 1 and failures(output)[0].startswith("h2 has timm 0.4.12, but h1 has timm "), output
 
 
 def reread(hosts: Hosts, host: str) -> None:
@@ -195,7 +195,7 @@ def test_a_small_mtu_on_the_way_is_told_from_a_cut(hosts):
         for host in ("h2", "h3"):
             change(hosts, host, *"ip link set eth0 mtu 1500 gso_max_segs 65535".split())
     assert code == 1, output
-    cause = "h2 and h3: small messages pass, one of 1 MiB did not within 10 s (another MTU, or a bad cable?)"
+    cause = "h2 and h3: small messages pass, but one of 1 MiB did not within 10 s (another MTU, or a bad cable?)"
     assert failures(output) == [cause], output
 
 
@@ -205,7 +205,8 @@ def test_a_slow_link_is_a_note_with_both_figures(hosts):
     command = [*DOCTOR, "--device", "cpu", "--hosts", "h1:1,h2:1,h3:1"]
     job = hosts.start("h1", command)
     job.wait_for_line("small allreduce", 120)  # what follows needs no waiting for
-    notes = re.findall(r"cause: (h\d and h\d) are far slower than others: (.*); the faster pairs: (.*)", job.output)
+    note = r"cause: (h\d and h\d) are far slower than other pairs: (.*); the faster pairs: (.*)"
+    notes = re.findall(note, job.output)
     assert [pair for pair, _, _ in notes] == ["h1 and h3", "h2 and h3"], job.output
     slow, fast = (float(re.search(r"(\d+) MB/s", text)[1]) for text in notes[0][1:])
     assert slow < 7 and fast > 28, notes  # 40 Mbit/s are 5 MB/s, and the first 256 KB pass at once

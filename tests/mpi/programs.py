@@ -64,10 +64,10 @@ def one_rank(what: str) -> None:
 
 def waits_for_ever() -> None:
     """Rank 0 waits in a barrier that rank 1 does not reach, and tells when it has heard a signal."""
-    from largebatch.hooks import stop_early as preemption
+    from largebatch.hooks import stop_early
 
-    preemption.ONCE_S = 0.0
-    with preemption.Signals() as signals, session() as comm:
+    stop_early.ONCE_S = 0.0
+    with stop_early.Signals() as signals, session() as comm:
 
         def tell() -> None:
             while signals.first is None:
@@ -215,9 +215,9 @@ def tells_its_end() -> None:
 
 def has_a_long_margin() -> None:
     """So long that the end of the job is near at once."""
-    from largebatch.hooks import stop_early as preemption
+    from largebatch.hooks import stop_early
 
-    preemption.MARGIN_S = 100000.0
+    stop_early.MARGIN_S = 100000.0
 
 
 def cannot_build_on_rank_1() -> None:

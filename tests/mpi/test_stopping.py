@@ -53,7 +53,7 @@ def test_a_signal_to_one_rank(tmp_path, uninterrupted, launcher, number, rank, j
     (step,) = steps_saved(folder)
     assert code == job_code and "Exit code:    75" in text or "Exit code: 75" in text, text
     assert ends(text) == [("0", str(step)), ("1", str(step))] and before <= step < STEPS, text
-    sentence = f"stopped after step {step} of {STEPS}, because {number.name} came to 1 of 2 ranks; the same command"
+    sentence = f"stopped after step {step} of {STEPS}, because {number.name} reached 1 of 2 ranks; the same command"
     assert text.count(sentence) == 1 and "HorovodInternalError" not in text, text  # horovodrun has its own traceback
     code, text = launch(training(folder), ranks=2, launcher=launcher)
     assert code == 0 and f"resumed at step {step} from" in text, text

@@ -1,0 +1,207 @@
+"""The sinks: they write the rows of numbers that `Log` computes.
+
+    Csv            RUN/steps.csv      a row every log.every
+                   RUN/epochs.csv     a row per evaluation
+    Curves         RUN/curves.png     a picture of both tables
+    TensorBoard    RUN/tensorboard/   the same numbers as event files
+    Progress       the terminal       a bar, or lines if stderr is not a terminal
+
+Sinks are open on rank 0 only, so they cannot communicate.
+"""
+
+import datetime
+import logging
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from rich import progress
+from rich.console import Console
+
+from largebatch.engine import Trainer
+from largebatch.hooks.curves import draw_curves
+from largebatch.hooks.tables import EMA, EPOCH_COLUMNS, EPOCHS, STEP_COLUMNS, STEPS, TRUST, Row, Table
+
+logger = logging.getLogger(__name__)
+
+PLAIN_LINES = 40  # lines of progress per run if stderr is not a terminal; lines about evaluations come on top
+REDRAW_S = 10.0  # shortest time between two drawings of the curves
+
+
+class Sink:
+    """A destination of rows; open on rank 0 only.
+
+    `write_step` gets rows with the columns STEP_COLUMNS, `write_epoch` rows with EPOCH_COLUMNS.
+    """
+
+    def open(self, trainer: Trainer) -> None:
+        """The run starts or resumes at trainer.state."""
+
+    def advance(self, step: int) -> None:
+        """One more step is done."""
+
+    def write_step(self, row: Row) -> None:
+        """Write the row of a step."""
+
+    def write_epoch(self, row: Row) -> None:
+        """Write the row of an evaluation; the row of its step came before."""
+
+    def close(self) -> None:
+        """The run ends or stops early."""
+
+
+class Progress(Sink):
+    """Shows a bar below the log on a terminal, and otherwise logs a line now and then; logs a line per evaluation."""
+
+    def open(self, trainer: Trainer) -> None:
+        self.num_steps, self.num_epochs = trainer.num_steps, trainer.plan.num_images / trainer.plan.num_samples
+        self.first_step, self.opened = trainer.state.step, time.perf_counter()
+        self.lines_done = -1
+        self.bar = _start_bar(self.num_steps, done=self.first_step) if sys.stderr.isatty() else None
+
+    def advance(self, step: int) -> None:
+        if self.bar:
+            self.bar.update(self.bar.task_ids[0], completed=step)
+
+    def write_step(self, row: Row) -> None:
+        numbers = f"loss {row['loss']:.4f}  lr {row['lr']:.3g}  {_rate(row)}"
+        lines = int(row["step"]) * PLAIN_LINES // self.num_steps
+        if self.bar:
+            self.bar.update(self.bar.task_ids[0], description=f"epoch {row['epoch']:.2f}  {numbers}")
+        elif lines > self.lines_done:
+            self.lines_done = lines
+            place = f"step {row['step']:.0f}/{self.num_steps}  epoch {row['epoch']:.2f}"
+            logger.info("%s  %s  %s left", place, numbers, self.left(row))
+
+    def write_epoch(self, row: Row) -> None:
+        place = f"epoch {row['epoch']:.4g}/{self.num_epochs:.4g}"
+        loss = f"train loss {row['train_loss']:.4f}  held-out loss {row['eval_loss']:.4f}"
+        accuracy = f"top-1 {row['top1']:.2f} %  top-5 {row['top5']:.2f} %"
+        if not math.isnan(row.get("ema_top1", math.nan)):
+            accuracy += f"  averaged weights: loss {row['ema_loss']:.4f}  top-1 {row['ema_top1']:.2f} %"
+        logger.info("%s  %s  %s  lr %.3g  %s", place, loss, accuracy, row["lr"], _rate(row))
+
+    def close(self) -> None:
+        if self.bar:
+            _stop_bar(self.bar)
+
+    def left(self, row: Row) -> str:
+        """Returns the time to the end of the run at the pace so far, including evaluations and checkpoints."""
+        pace = (time.perf_counter() - self.opened) / (row["step"] - self.first_step)
+        return str(datetime.timedelta(seconds=round(pace * (self.num_steps - row["step"]))))
+
+
+class Csv(Sink):
+    """Writes RUN/steps.csv and RUN/epochs.csv. A row is flushed before the checkpoint of its step is saved."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.steps = Table(Path(folder) / STEPS, STEP_COLUMNS)
+        self.epochs = Table(Path(folder) / EPOCHS, EPOCH_COLUMNS)
+
+    def open(self, trainer: Trainer) -> None:
+        self.steps.open(last_step=trainer.state.step)
+        self.epochs.open(last_step=trainer.state.step)
+
+    def write_step(self, row: Row) -> None:
+        self.steps.append(row)
+
+    def write_epoch(self, row: Row) -> None:
+        self.epochs.append(row)
+
+    def close(self) -> None:
+        self.steps.close()
+        self.epochs.close()
+
+
+class TensorBoard(Sink):
+    """Writes RUN/tensorboard. Points that an interrupted run wrote after the resumed step are hidden."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder) / "tensorboard"
+
+    def open(self, trainer: Trainer) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # takes seconds to import, and only rank 0 needs it
+        except ImportError as error:
+            raise ValueError(
+                f"TensorBoard is not installed ({error}): run `python -m pip install tensorboard`, or set "
+                "--log.tensorboard false."
+            ) from error
+        self.writer = SummaryWriter(str(self.folder), purge_step=trainer.state.step + 1)
+
+    def write_step(self, row: Row) -> None:
+        self.add("train", row, ("loss", "lr", "grad_norm", "images_per_s", "skipped", *TRUST))
+
+    def write_epoch(self, row: Row) -> None:
+        self.add("epoch", row, ("train_loss", "eval_loss", "top1", "top5", *EMA))
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+    def add(self, section: str, row: Row, names: Sequence[str]) -> None:
+        """Add a point for each name that has a number in the row."""
+        for name in names:
+            if not math.isnan(row.get(name, math.nan)):
+                self.writer.add_scalar(f"{section}/{name}", row[name], int(row["step"]))
+
+
+class Curves(Sink):
+    """Draws RUN/curves.png. It must come after Csv, because it draws the files of Csv."""
+
+    def __init__(self, folder: str | Path, *, title: str) -> None:
+        self.folder = Path(folder)
+        self.title = title
+        self.drawn = -math.inf
+
+    def write_epoch(self, row: Row) -> None:
+        if time.perf_counter() - self.drawn > REDRAW_S:
+            self.close()
+
+    def close(self) -> None:
+        draw_curves(self.folder, title=self.title)
+        self.drawn = time.perf_counter()
+
+
+# -- the bar on a terminal -------------------------------------------------------------------------------------
+
+
+def _rate(row: Row) -> str:
+    return "" if math.isnan(row["images_per_s"]) else f"{row['images_per_s']:.0f} img/s"
+
+
+def _start_bar(num_steps: int, *, done: int) -> progress.Progress:
+    """Draw the bar, and let the log appear above it.
+
+    rich replaces sys.stderr, but logging handlers still hold the old stream, so they get the new one.
+    """
+    bar = progress.Progress(
+        progress.TextColumn("step {task.completed}/{task.total}"),
+        progress.BarColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.TimeRemainingColumn(elapsed_when_finished=True),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    bar.add_task("", total=num_steps, completed=done)
+    before = sys.stderr
+    bar.start()
+    bar.console.show_cursor(True)  # a run that is aborted would leave the cursor hidden
+    _redirect_log(before, sys.stderr)
+    return bar
+
+
+def _stop_bar(bar: progress.Progress) -> None:
+    before = sys.stderr
+    bar.stop()
+    _redirect_log(before, sys.stderr)
+
+
+def _redirect_log(old: TextIO, new: TextIO) -> None:
+    """Give the new stream to every logging handler that writes to the old one."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is old:
+            handler.setStream(new)

@@ -1,0 +1,80 @@
+"""The CSV tables in the run folder: steps.csv has a row per logged step, epochs.csv a row per evaluation.
+
+A resumed run continues the tables of its folder. The picture is drawn from them alone.
+"""
+
+import csv
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+Row = dict[str, float]
+
+TRUST = ("trust_min", "trust_median", "trust_max")
+STEP_COLUMNS = ("step", "epoch", "images", "lr", "loss", "grad_norm", "images_per_s", "skipped", *TRUST)
+EMA = ("ema_loss", "ema_top1")
+EPOCH_COLUMNS = (
+    "step",
+    "epoch",
+    "images",
+    "lr",
+    "train_loss",
+    "eval_loss",
+    "top1",
+    "top5",
+    "images_per_s",
+    "skipped",
+    *EMA,
+)
+STEPS, EPOCHS = "steps.csv", "epochs.csv"
+
+
+class Table:
+    """A CSV file with rows in the order of their steps. A resumed run continues it."""
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self.path, self.columns = path, columns
+
+    def open(self, *, last_step: int) -> None:
+        """Keep the rows up to `last_step`; the run will write the later ones again."""
+        kept = [row for row in read_rows(self.path) if row["step"] <= last_step]
+        unfinished = self.path.with_suffix(".tmp")
+        self.file = open(unfinished, "w", newline="")
+        self.writer = csv.DictWriter(self.file, self.columns)
+        self.writer.writeheader()
+        self.file.flush()
+        for row in kept:
+            self.append(row)
+        os.replace(unfinished, self.path)  # the open file is renamed with it
+
+    def append(self, row: Row) -> None:
+        """Write a row and flush it to the system, so that a kill of this process does not lose it."""
+        self.writer.writerow({name: _cell(row.get(name, math.nan)) for name in self.columns})
+        self.file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Returns the rows of a CSV file as numbers, with nan for empty cells. Damaged lines are left out."""
+    if not path.is_file():
+        return []
+    with open(path, newline="") as file:
+        rows = [_numbers(cells) for cells in csv.DictReader(file)]
+    return [row for row in rows if "step" in row]
+
+
+def _numbers(cells: dict[str, str]) -> Row:
+    try:
+        return {name: float(cell) if cell != "" else math.nan for name, cell in cells.items()}
+    except (TypeError, ValueError):  # a cell is missing, is one too many or is not a number
+        return {}
+
+
+def _cell(value: float) -> str:
+    if math.isnan(value):
+        return ""
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.9g}"  # nine digits hold a float32
