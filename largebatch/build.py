@@ -1,8 +1,8 @@
 """From a config to a run that can start: the only place that assembles the parts.
 
-`build_trainer` opens the images, builds the replica and the trainer, and resumes, after `start.set_up`. Every rank builds
-the same from the config and the seed; then all get the state of rank 0, fresh or resumed. Work that can fail on one
-rank alone (files, memory, a GPU) is done inside `comm.together`, so that all ranks stop with the cause.
+`build_trainer` opens the images, builds the replica and the trainer, and resumes, after `start.set_up`. Every rank
+builds the same from the config and the seed; then all get the state of rank 0, fresh or resumed. Work that can fail
+on one rank alone (files, memory, a GPU) is done inside `comm.together`, so that all ranks stop with the cause.
 """
 
 import logging
