@@ -1,6 +1,6 @@
 """From a config to a run that can start: the only place that assembles the parts.
 
-`build_trainer` opens the images, builds the replica and the trainer, and resumes, after `start.set_up`. Every rank
+`build_trainer` sets up the rank, opens the images, builds the replica and the trainer, and resumes. Every rank
 builds the same from the config and the seed; then all get the state of rank 0, fresh or resumed. Work that can fail
 on one rank alone (files, memory, a GPU) is done inside `comm.together`, so that all ranks stop with the cause.
 """
@@ -44,18 +44,21 @@ from largebatch.native.attention import choose_attention
 from largebatch.optim import can_compile, init_state
 from largebatch.replica import Replica
 from largebatch.schedules import Schedule, make_schedule, scale_lr
+from largebatch.start import set_up
 from zoo import create_model
 
 logger = logging.getLogger(__name__)
 
 
 def build_trainer(
-    config: TrainConfig, comm: Communicator, device: torch.device, signals: Signals | None = None
+    config: TrainConfig, comm: Communicator, signals: Signals | None = None, *, device: torch.device | None = None
 ) -> Trainer:
     """Build a whole run, resumed from its folder if there is a checkpoint.
 
-    config and device: those of `start.set_up`. signals: those that stop the run early.
+    signals: those that stop the run early. device: that of `start.set_up`, if it has resolved the config already.
     """
+    if device is None:
+        config, device = set_up(config, comm)
     passes = count_passes(config, comm)
     train, held_out = open_data(config, comm, "train"), open_data(config, comm, "validation")
     replica = build_replica(config, comm, device, passes=passes)

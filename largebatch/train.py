@@ -54,7 +54,7 @@ def train(config: TrainConfig, comm: Communicator, signals: Signals) -> None:
     """Train, or resume the run in the folder of the config; all ranks raise StoppedEarly if it was told to end."""
     logger.info("%s", headline(config))
     config, device = set_up(config, comm)
-    trainer = build_trainer(config, comm, device, signals)
+    trainer = build_trainer(config, comm, signals, device=device)
     with comm.together("writing config.yaml"):
         if comm.rank == 0:
             (Path(config.folder) / "config.yaml").write_text(dump(config))

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> Report | None:
         config = parse(argv, choose_recipe=choose, prog="python -m largebatch.benchmark step")
     with start_ranks(config) as comm:
         config, device = set_up(config, comm)
-        with closing(Feed(build_trainer(config, comm, device))) as feed:
+        with closing(Feed(build_trainer(config, comm, device=device))) as feed:
             return measure(options, config, comm, feed)
 
 
@@ -160,7 +160,7 @@ class TimedCommunicator:
 @contextmanager
 def ours(config: TrainConfig, comm: Communicator, feed: Feed) -> Iterator[Round]:
     """The Trainer's own step."""
-    trainer = build_trainer(config, comm, feed.device)
+    trainer = build_trainer(config, comm, device=feed.device)
     trainer.comm = TimedCommunicator(comm, feed.watch)  # type: ignore[assignment]
 
     yield partial(feed.train, trainer)
