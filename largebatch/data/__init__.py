@@ -8,7 +8,7 @@ The read side finds the images, reads their bytes and decodes them:
     index_file      saves, loads and checks an index
     scan            builds an index from TFRecords or image files
     archives        reads the original tar files of ImageNet and the files of CIFAR-10
-    shards          writes images as TFRecords, once among several processes
+    shards          writes images as TFRecords, each shard complete or not at all
     sources         turns the value of --data into an index
     quarantine      finds images that cannot be decoded and leaves them out
     imagenet_real   the ReaL labels of ImageNet's validation set
