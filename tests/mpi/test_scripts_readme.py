@@ -124,7 +124,7 @@ def test_packing_and_fine_tuning(tmp_path):
         ("train_multinode.sh -H", "-H needs a value, e.g. -H a:8,b:8"),
         ("pack_imagenet.sh tars", "give the folder of ImageNet's tars or images, then the folder for the shards"),
         ("finetune_volo.sh volo_d1_384", "give a recipe (volo_d1_384, ...), weights at 224 px, and a folder"),
-        ("scaling.sh -H a:8", 'with -H say which numbers of ranks to measure, e.g. RANKS="8 16 32"'),
+        ("scaling.sh -H a:8", 'with -H, give the numbers of ranks to measure, e.g. RANKS="8 16 32"'),
     ],
 )
 def test_mistakes_are_one_sentence(command, sentence):
@@ -137,4 +137,4 @@ def test_what_env_sh_refuses(tmp_path):
     code, output = run(script, timeout_s=20, environment=HERE | {"INTERFACE": "nic9"})
     assert code == 1 and output.startswith("train_local.sh: INTERFACE=nic9 is no network card here, there are: ")
     code, output = run(script, timeout_s=20, environment={"VENV": str(tmp_path)})
-    assert code == 1 and output.startswith(f"train_local.sh: there is no {tmp_path}: make it with")
+    assert code == 1 and output.startswith(f"train_local.sh: there is no {tmp_path}: create it with")
