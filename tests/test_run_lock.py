@@ -54,7 +54,7 @@ def without_flock(monkeypatch):
 
 
 def test_a_second_job_is_refused_and_told_who_holds_the_folder(tmp_path):
-    with another_job(tmp_path) as job, pytest.raises(RuntimeError, match=f"by process {job.pid} on .*, since 20"):
+    with another_job(tmp_path) as job, pytest.raises(ValueError, match=f"by process {job.pid} on .*, since 20"):
         with hold(tmp_path):
             pass
 
@@ -78,7 +78,7 @@ def test_a_killed_holder_is_replaced_at_once(tmp_path, monkeypatch):
 
 def test_where_flock_is_missing_the_count_tells(tmp_path, monkeypatch):
     with without_flock(monkeypatch), another_job(tmp_path) as job:
-        with pytest.raises(RuntimeError, match=f"process {job.pid}"):
+        with pytest.raises(ValueError, match=f"process {job.pid}"):
             with hold(tmp_path):
                 pass
         job.send_signal(signal.SIGKILL)
@@ -98,7 +98,7 @@ def test_a_holder_on_another_host_is_watched_although_flock_succeeds(tmp_path, m
     (tmp_path / ".lock").write_text(json.dumps(asdict(elsewhere)))
     seen = iter([elsewhere, elsewhere, replace(elsewhere, count=1)])
     monkeypatch.setattr(run_lock, "_read", lambda _: next(seen))
-    with pytest.raises(RuntimeError, match="on other"):
+    with pytest.raises(ValueError, match="on other"):
         with hold(tmp_path):
             pass
 
@@ -115,7 +115,7 @@ def test_a_holder_whose_folder_was_taken_over_ends(tmp_path):
 def test_of_two_that_start_together_without_flock_one_goes_on(tmp_path, monkeypatch):
     other = replace(Holder.this_process(), host="other", boot="another")
     monkeypatch.setattr(run_lock.time, "sleep", lambda _: (tmp_path / ".lock").write_text(json.dumps(asdict(other))))
-    with without_flock(monkeypatch), pytest.raises(RuntimeError, match="on other"):
+    with without_flock(monkeypatch), pytest.raises(ValueError, match="on other"):
         with hold(tmp_path):
             pass
     assert json.loads((tmp_path / ".lock").read_text())["host"] == "other"

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -50,13 +50,13 @@ class Holder:
 def hold(folder: str | Path) -> Iterator[None]:
     """Hold the run folder until the block ends, or until this process does.
 
-    RuntimeError if another job holds it, with its host, its process id and the time it began.
+    Raises ValueError if another job holds it, with its host, its process id and the time it began.
     """
     path = Path(folder) / NAME
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     mine, ended = Holder.this_process(), threading.Event()
     try:
-        _take(descriptor, mine, folder)
+        _take(descriptor, mine, path)
         beats = threading.Thread(target=_count_up, args=(descriptor, mine, ended, path), name="run lock", daemon=True)
         beats.start()
         try:
@@ -64,27 +64,28 @@ def hold(folder: str | Path) -> Iterator[None]:
         finally:
             ended.set()
             beats.join(BEAT_S)
-            os.ftruncate(descriptor, 0)  # an empty file: nobody holds the folder
+            with suppress(OSError):  # an end without a last word is one that others have to wait for
+                os.ftruncate(descriptor, 0)  # an empty file: nobody holds the folder
     finally:
         os.close(descriptor)  # which also releases the flock
 
 
-def _take(descriptor: int, mine: Holder, folder: str | Path) -> None:
-    locked = _flock(descriptor)
-    other = _read(descriptor)
+def _take(descriptor: int, mine: Holder, path: Path) -> None:
+    locked, folder = _flock(descriptor), path.parent
+    other = _read(path)
     if locked is False:
-        raise RuntimeError(_refusal(folder, other))
+        raise ValueError(_refusal(folder, other))
     same_host = locked and other is not None and other.boot == mine.boot  # flock has just shown that it is gone
     if other is not None and not same_host:
         logger.warning("%s was held by %s: waiting %.0f s for a sign of life", folder, _name(other), PATIENCE_S)
-        if _counts(descriptor, other):
-            raise RuntimeError(_refusal(folder, other))
+        if _counts(path, other):
+            raise ValueError(_refusal(folder, other))
     _write(descriptor, mine)
     if locked is None:
         time.sleep(SETTLE_S)
-        other = _read(descriptor)
+        other = _read(path)
         if other is not None and not _is_same(other, mine):
-            raise RuntimeError(_refusal(folder, other))
+            raise ValueError(_refusal(folder, other))
 
 
 def _flock(descriptor: int) -> bool | None:
@@ -100,12 +101,12 @@ def _flock(descriptor: int) -> bool | None:
     return True
 
 
-def _counts(descriptor: int, holder: Holder) -> bool:
+def _counts(path: Path, holder: Holder) -> bool:
     """Watch until the holder counts up or another one writes (True), or until its time is over (False)."""
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         time.sleep(min(BEAT_S, PATIENCE_S) / 5)
-        now = _read(descriptor)
+        now = _read(path)
         if now is None:
             return False  # released while we watched
         if now != holder:
@@ -116,7 +117,7 @@ def _counts(descriptor: int, holder: Holder) -> bool:
 def _count_up(descriptor: int, mine: Holder, ended: threading.Event, path: Path) -> None:
     while not ended.wait(BEAT_S):
         try:
-            now = _read(descriptor)
+            now = _read(path)
             if now is not None and not _is_same(now, mine):
                 logger.critical(
                     "%s was taken over by %s while this process did not run; it ends, so that both do not write.",
@@ -129,11 +130,14 @@ def _count_up(descriptor: int, mine: Holder, ended: threading.Event, path: Path)
             logger.warning("%s cannot be renewed: %s", path, error)
 
 
-def _read(descriptor: int) -> Holder | None:
-    """None if nobody has written, or a job was killed while it wrote."""
+def _read(path: Path) -> Holder | None:
+    """Return the holder, or None if nobody has written, or a job was killed while it wrote.
+
+    The file is opened each time: a network file system then asks the server for the newest bytes.
+    """
     try:
-        return Holder(**json.loads(os.pread(descriptor, 4096, 0)))
-    except (ValueError, TypeError):
+        return Holder(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError, FileNotFoundError):
         return None
 
 
