@@ -1,5 +1,6 @@
 """Whole runs to which something happens that nobody would see: a second job in the folder, bits that flip, a NaN."""
 
+import os
 from pathlib import Path
 
 from launch import LAUNCHERS, WAIT_S, launch, started, wait_for
@@ -35,3 +36,13 @@ def test_a_second_job_in_a_run_folder_is_refused_and_changes_nothing(tmp_path):
         assert first.wait(WAIT_S) != 0
     code, text = launch(training(folder), ranks=2)
     assert code == 0 and "resumed at step 2 from" in text and steps_saved(folder)[-1] == 6, text
+
+
+def test_a_flipped_bit_ends_the_run_before_it_is_saved(tmp_path):
+    """Also if no evaluation comes in between."""
+    options = ["--run.eval_every", "5 steps", "--optim.ema_half_life", "40 images"]
+    code, text = launch(training(tmp_path, *options, fault="flips_a_bit_after_step=3"), ranks=3)
+    assert code == 2 and steps_saved(tmp_path) == [2], text
+    host = os.uname().nodename
+    sentence = f"largebatch: rank 1 ({host}) holds other values of head.weight than most ranks: found after step 4. "
+    assert text.count(sentence) == 1 and "the run goes on from its newest checkpoint" in text, text
