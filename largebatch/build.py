@@ -408,18 +408,23 @@ def peak_lr(config: TrainConfig) -> float:
 def build_hooks(config: TrainConfig, plan: Plan, ema: Ema | None, signals: Signals | None) -> list[Hook]:
     """Build the hooks in the order in which they run.
 
-    Guards may stop the run, Ema averages the weights, Checkpoint saves both, StopEarly ends the run after a save,
-    Profile traces steps, and Log, last, writes down the numbers of all.
+    Guards may stop the run, Ema averages the weights, ReplicaCheck compares both over the ranks, Checkpoint saves them,
+    StopEarly ends the run after a save, Profile traces steps, and Log, last, writes down the numbers of all.
     """
 
     def images(option: str) -> int:
         return _images(config, option, plan.num_samples, plan.num_images)
 
+    comparing: list[hooks.ReplicaCheck] = []
+    if config.run.check_replicas:
+        option = "run.eval_every" if config.run.check_replicas == "evaluation" else "run.check_replicas"
+        comparing = [hooks.ReplicaCheck(interval_images=images(option), with_optimizer=not config.parallel.zero)]
     saving = hooks.Checkpoint(
         config.folder,
         every_images=images("checkpoint.every"),
         keep=config.checkpoint.keep,
         config_text=dump(config),
+        before_save=comparing[0].check if comparing else None,
     )
     early: list[Hook] = []
     if signals:
@@ -428,6 +433,7 @@ def build_hooks(config: TrainConfig, plan: Plan, ema: Ema | None, signals: Signa
     return [
         hooks.Guards(max_skipped_steps=config.run.max_skipped_steps),
         *([ema] if ema else []),
+        *comparing,
         saving,
         *early,
         *([Profile(*steps, run=Path(config.folder).resolve().name)] if steps else []),

@@ -55,6 +55,7 @@ MAY_DIFFER = {  # options that change how a run is watched, not its numbers
     "run.profile_steps",
     "run.folder",
     "run.eval_every",
+    "run.check_replicas",
     "run.max_skipped_steps",
     "run.device",
     "model.grad_checkpointing",

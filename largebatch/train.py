@@ -11,12 +11,14 @@ code 75.
 
 import logging
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Sequence
 
 from largebatch.build import build_trainer
 from largebatch.comm import Communicator, StoppedEarly
 from largebatch.config import TrainConfig, dump, parse
+from largebatch.files import run_lock
 from largebatch.hooks.stop_early import Signals
 from largebatch.recipes import RECIPES, choose
 from largebatch.start import report_mistakes, set_up, start_ranks
@@ -28,9 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a command line, by default that of this process."""
     with report_mistakes():
         config = read(sys.argv[1:] if argv is None else argv)
-    with Signals() as signals, start_ranks(config) as comm:
-        with comm.together("opening the run folder"):
-            open_folder(config, comm)
+    with Signals() as signals, start_ranks(config) as comm, run_folder(config, comm):
         train(config, comm, signals)
 
 
@@ -39,13 +39,26 @@ def read(argv: Sequence[str]) -> TrainConfig:
     return parse(argv, choose_recipe=choose, prog="python -m largebatch.train", description=__doc__)
 
 
-def open_folder(config: TrainConfig, comm: Communicator) -> None:
-    """Make the run folder and start the log in it."""
-    folder = Path(config.folder)
+@contextmanager
+def run_folder(config: TrainConfig, comm: Communicator) -> Iterator[None]:
+    """Make the run folder, hold it for this job until the block ends, and start the log in it.
+
+    Raises Stopped on all ranks, before anything in the folder is changed, if another job holds it.
+    """
+    with ExitStack() as held:
+        with comm.together("opening the run folder"):
+            if comm.rank == 0:
+                Path(config.folder).mkdir(parents=True, exist_ok=True)
+                held.enter_context(run_lock.hold(config.folder))
+            start_log(config, comm)
+        yield
+
+
+def start_log(config: TrainConfig, comm: Communicator) -> None:
+    """Print what is logged: all of it on rank 0, which writes it to log.txt, too, and warnings on the others."""
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if comm.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(folder / "log.txt"))
+        handlers.append(logging.FileHandler(Path(config.folder) / "log.txt"))
     level = logging.INFO if comm.rank == 0 else logging.WARNING
     logging.basicConfig(level=level, handlers=handlers, format=f"[{comm.rank}] %(message)s", force=True)
 

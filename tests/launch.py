@@ -83,12 +83,12 @@ def _end(process: subprocess.Popen) -> str:
 
 @contextmanager
 def started(
-    command: list[str], output: Path, *, environment: dict[str, str] | None = None
+    command: list[str], output: Path, *, environment: dict[str, str] | None = None, cold: bool = True
 ) -> Iterator[subprocess.Popen]:
-    """Start a command with a cold Python and its output in a file; kill it at the end of the block."""
+    """Start a command with its output in a file; kill it at the end of the block."""
     with open(output, "w") as file:
         process = subprocess.Popen(
-            with_python(command, cold=True),
+            with_python(command, cold=cold),
             cwd=ROOT,
             env=os.environ | (environment or {}),
             stdout=file,

@@ -205,6 +205,10 @@ class RunConfig:
     counted from 1. The trace for https://ui.perfetto.dev is written to TMPDIR or /tmp; empty: no trace"""
     eval_every: str = "1 epoch"
     """time between evaluations"""
+    check_replicas: str = "evaluation"
+    """time between checks that all ranks hold the same bits in weights and optimizer, such as "500 steps"; each
+    checkpoint is preceded by one as well. evaluation: at each evaluation, which takes far longer than a check; empty:
+    no checks, for hosts with processors of different kinds, which round differently"""
     seed: int = 0
     """seed of the weights, the data order, crops, mixup and dropout"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

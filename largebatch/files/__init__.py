@@ -1,8 +1,9 @@
 """Files that other processes see whole or not at all. Standard library only.
 
-    atomic   atomic_file writes a file, written_once fills a folder; both appear under their name when they are complete
-    locks    locked lets one process at a time do a piece of work
-    cache    cache_folder, in which this package keeps what it can make again
+    atomic    atomic_file writes a file, written_once fills a folder; both appear under their name when complete
+    locks     locked lets one process at a time do a piece of work
+    run_lock  hold keeps a run folder for one job, on one host and between hosts
+    cache     cache_folder, in which this package keeps what it can make again
 """
 
 from largebatch.files.atomic import atomic_file, written_once

@@ -2,6 +2,7 @@
 
     Guards        guards.py          counts skipped steps; if it gives the run up, no other hook runs
     Ema           ema.py             averages the weights; Checkpoint saves them, Log writes their accuracy
+    ReplicaCheck  replicas.py        compares the ranks, so that Checkpoint saves only what they agree on
     Checkpoint    checkpointing.py   saves; StopEarly needs to know how long a save takes
     StopEarly     stop_early.py      ends the run at a signal, or before the time of the job is over
     Profile       profile.py         starts to record after the hooks above, so the trace shows only steps
@@ -16,6 +17,7 @@ from largebatch.hooks.ema import Ema, check_half_life
 from largebatch.hooks.guards import Guards
 from largebatch.hooks.log import Log
 from largebatch.hooks.profile import Profile
+from largebatch.hooks.replicas import ReplicaCheck
 from largebatch.hooks.sinks import Csv, Curves, Progress, Sink, TensorBoard
 from largebatch.hooks.stop_early import Signals, StopEarly, end_time
 
@@ -28,6 +30,7 @@ __all__ = [
     "Log",
     "Profile",
     "Progress",
+    "ReplicaCheck",
     "Signals",
     "Sink",
     "StopEarly",

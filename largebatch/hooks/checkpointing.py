@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from largebatch import checkpoint
@@ -24,11 +25,14 @@ class Checkpoint(Hook):
         every_images: int,
         keep: int,
         config_text: str,
+        before_save: Callable[[Trainer], None] | None = None,
     ) -> None:
+        """before_save: is called on all ranks, and may raise comm.Stopped to keep a state from being saved."""
         self.folder = Path(folder)
         self.every_images = every_images
         self.keep = keep
         self.config_text = config_text
+        self.before_save = before_save
         self.saved_step = 0
         self.failure: OSError | None = None  # the error of the newest save, on rank 0
         self.longest_s = 0.0  # the longest save so far, on rank 0
@@ -58,6 +62,8 @@ class Checkpoint(Hook):
 
     def save(self, trainer: Trainer) -> None:
         """Write a checkpoint, on rank 0."""
+        if self.before_save:
+            self.before_save(trainer)
         began = time.perf_counter()
         self.saved_step = trainer.state.step  # also if the save fails, so that all ranks hold the same number
         model, optimizer = trainer.replica.gather_whole()

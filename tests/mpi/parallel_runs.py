@@ -7,7 +7,7 @@ import sys
 
 from largebatch.hooks.stop_early import Signals
 from largebatch.start import start_ranks
-from largebatch.train import open_folder, read, train
+from largebatch.train import read, run_folder, train
 from zoo import volo
 
 volo.STRUCTURES["volo_d1"] = volo.Structure((1, 1, 1, 1), (16, 32), (2, 4), mlp_ratio=2.0, stem_dim=8, timm_name="")
@@ -43,9 +43,8 @@ def main(folder: str, *runs: str) -> None:
     with Signals() as signals, start_ranks(read(argvs[0])) as comm:
         for argv in argvs:
             config = read(argv)
-            with comm.together("opening the run folder"):
-                open_folder(config, comm)
-            train(config, comm, signals)
+            with run_folder(config, comm):
+                train(config, comm, signals)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -199,6 +200,31 @@ def before_step(act: Callable) -> None:
     engine.Trainer.train_step = acting
 
 
+def flips_a_bit_after_step(after: int) -> None:
+    """The lowest bit of one of rank 1's weights."""
+
+    def flipping(trainer) -> None:
+        if (trainer.comm.rank, trainer.state.step) == (1, after):
+            trainer.model.head.weight.data.view(-1).view(torch.int32)[7] ^= 1
+
+    before_step(flipping)
+
+
+def waits_in_step(after: int) -> None:
+    """When so many steps are done, rank 0 says so in the run folder, waits there for a file "go", and is killed."""
+    from largebatch import hooks
+
+    def waiting(trainer) -> None:
+        if (trainer.comm.rank, trainer.state.step) == (0, after):
+            folder = next(Path(hook.folder) for hook in trainer.hooks if isinstance(hook, hooks.Checkpoint))
+            (folder / "waits").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    before_step(waiting)
+
+
 def tells_its_end() -> None:
     """Each rank prints the step at which its run ended."""
     from largebatch import engine
@@ -271,8 +297,8 @@ def may_not_write_its_trace() -> None:
 
 
 FAULTS = (
-    fails_in_step_2, signals_in_step, tells_its_end, has_a_long_margin, cannot_build_on_rank_1, shares_a_gpu,
-    stops_half_through_its_trace, may_not_write_its_trace,
+    fails_in_step_2, signals_in_step, flips_a_bit_after_step, waits_in_step, tells_its_end, has_a_long_margin,
+    cannot_build_on_rank_1, shares_a_gpu, stops_half_through_its_trace, may_not_write_its_trace,
 )  # fmt: skip
 
 
