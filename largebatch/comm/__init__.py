@@ -9,7 +9,7 @@
     launcher.py       the launcher that started this process; the one table of launchers' variables
     gloo_start.py     the start of ranks that MPI cannot bring together
     gloo_address.py   the addresses at which such ranks reach each other
-    gloo_server.py    the servers at which they meet, which listen at one address
+    gloo_server.py    the servers where they meet; each listens at one address
     preflight.py      the checks that all ranks run the same program
     placement.py      the hosts, cores and GPUs of the ranks
     cores.py          the cores and the time that the system allows to a process

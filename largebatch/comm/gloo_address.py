@@ -61,7 +61,9 @@ def store_address(host: str, *, one_host: bool) -> str:
     and if it is a name for a loopback address although other hosts may come. (They must be able to come and tell why
     they cannot stay.)
     """
-    address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    found.sort(key=lambda one: one[0] != socket.AF_INET)  # as Gloo knows IPv4 alone
+    address = str(found[0][4][0])
     if host not in (address, "localhost") and address.startswith("127.") and not one_host:
         return ""
     try:
