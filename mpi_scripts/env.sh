@@ -30,6 +30,17 @@ else
     unset VENV
 fi
 
+# A user id without a name (in containers of Kubernetes and OpenShift) has no home. Without HOME, mpirun ends by SIGSEGV;
+# horovodrun ends with a traceback if it cannot write there.
+if ! id -un >/dev/null 2>&1 && { [ ! -d "${HOME:-}" ] || [ ! -w "$HOME" ]; }; then
+    HOME=${TMPDIR:-/tmp}/largebatch-$(id -u)
+    export HOME
+    mkdir -m 700 "$HOME" 2>/dev/null || true
+    if [ -L "$HOME" ] || ! chmod 700 "$HOME" 2>/dev/null; then    # only its owner may
+        fail "the user id $(id -u) has no name and no home, and $HOME is not its own: set HOME to a folder of your own"
+    fi
+fi
+
 # Without this, Python holds back up to 8 KB of output to a pipe, and the last lines of a rank that dies are lost.
 export PYTHONUNBUFFERED=1
 # NCCL then names the cause of a failure, and not only "unhandled system error".

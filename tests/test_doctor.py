@@ -416,6 +416,19 @@ def test_host_name_leads_here(monkeypatch):
     assert machine.check_hostname().ok
 
 
+@pytest.mark.parametrize("home, where", [(None, "HOME is not set"), ("/no/such", "HOME is /no/such, where it cannot")])
+def test_a_user_id_without_a_name_and_a_home(monkeypatch, tmp_path, home, where):
+    if home:
+        monkeypatch.setenv("HOME", home)
+    else:
+        monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    cause = f"the user id 54321 has no name, and {where}"
+    assert_failed(machine.check_home(), cause=cause, fix="export HOME=$(mktemp -d)")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert machine.check_home().ok
+
+
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "WORLD_SIZE", "SLURM_NTASKS"])
 def test_a_launcher_variable_was_left_over(monkeypatch, name):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)

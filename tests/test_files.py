@@ -2,11 +2,20 @@
 
 import fcntl
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
-from largebatch.files import atomic_file, cache_folder, written_once
+from largebatch.data.sources import open_source
+from largebatch.files import atomic_file, cache_folder, distrust, safe_cache, written_once
+from largebatch.native.compile import compile_library, load_library
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_a_file_is_never_seen_half_written(tmp_path, monkeypatch):
@@ -81,3 +90,150 @@ def test_default_cache_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_folder() == tmp_path / "home" / ".cache" / "largebatch"
+
+
+# -- a cache that others may write to ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of this user alone, and another temporary folder in which the user's other one would be."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return tmp_path / "largebatch"
+
+
+def give_away(path, monkeypatch):
+    """Make the folder another user's: only root can, and for others it is as if they had become another."""
+    if os.geteuid() == 0:
+        os.chown(path, 4242, 4242)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
+
+
+def test_a_cache_is_made_for_this_user_alone(cache):
+    umask = os.umask(0o002)  # as of users who have a group of their own
+    try:
+        assert safe_cache(cache, "native") == cache / "native"
+    finally:
+        os.umask(umask)
+    assert [oct(path.stat().st_mode & 0o777) for path in (cache, cache / "native")] == ["0o700", "0o700"]
+    assert distrust(cache) == ""
+
+
+@pytest.mark.parametrize("part", ["", "native"])
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_a_cache_that_others_may_write_to_is_not_used(cache, caplog, part, mode):
+    (cache / "native").mkdir(parents=True)
+    (cache / part).chmod(mode)
+    own = Path(tempfile.gettempdir()) / f"largebatch-{os.geteuid()}"
+    assert safe_cache(cache, "native") == own / "native" and distrust(own / "native") == ""
+    (said,) = caplog.messages
+    assert f"the cache {cache} " in said and f"`chmod go-w {(cache / part)}`" in said and f"{own} is used inst" in said
+
+
+def test_a_cache_of_another_user_is_not_used(cache, caplog, monkeypatch):
+    cache.mkdir()
+    give_away(cache, monkeypatch)
+    assert safe_cache(cache, "native").parent.parent == Path(tempfile.gettempdir())
+    assert f"the cache {cache} belongs to user " in caplog.text
+
+
+def test_the_link_of_another_user_leads_to_no_cache(cache, caplog):
+    """It might lead to any folder of ours."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a link to another user")
+    cache.with_name("elsewhere").mkdir()
+    cache.symlink_to(cache.with_name("elsewhere"))
+    assert safe_cache(cache) == cache / "", "a link of one's own"
+    safe_cache.cache_clear()
+    os.chown(cache, 4242, 4242, follow_symlinks=False)
+    assert safe_cache(cache).parent == Path(tempfile.gettempdir())
+    assert f"the cache {cache} belongs to user 4242" in caplog.text
+
+
+def test_there_is_no_cache_that_others_cannot_write_to(cache):
+    instead = Path(tempfile.gettempdir()) / f"largebatch-{os.geteuid()}"
+    for folder in (cache, instead):
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+    with pytest.raises(ValueError, match=f"^The cache {cache} may be .*, and {instead} may be .*: set XDG_CACHE_HOME"):
+        safe_cache(cache)
+
+
+NAMELESS = """
+import logging, os, sys
+logging.basicConfig(level=logging.INFO)
+os.umask(0o002)
+from pathlib import Path
+from largebatch.files import cache_folder, safe_cache
+from largebatch.data.sources import open_source
+from largebatch.native.compile import load_library
+print(safe_cache(cache_folder(), "native"))
+print(len(open_source("digits", split="train")), load_library(Path(sys.argv[1])).answer())
+"""
+READS = ["--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]  # also root's own Python
+BECOME = ["setpriv", "--reuid", "54321", "--regid", "54321", "--clear-groups", *READS]
+
+
+@pytest.mark.needs_compiler
+@pytest.mark.parametrize("home", [None, "/", "/no/such/folder"])
+def test_a_user_id_without_a_name_has_a_cache(tmp_path, home):
+    """As in containers of Kubernetes and OpenShift, which give a number that no file of users knows."""
+    if not shutil.which("setpriv") or subprocess.run([*BECOME, "true"], capture_output=True).returncode != 0:
+        pytest.skip("only root can become a user without a name, by setpriv")
+    source = write_source(tmp_path)
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    temporary.chmod(0o1777)
+    environment = {name: text for name, text in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME", "USER")}
+    environment |= {"TMPDIR": str(temporary)} | ({} if home is None else {"HOME": home})
+    command = [*BECOME, sys.executable, "-c", NAMELESS, str(source)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.stdout.split() == [str(temporary / "largebatch-54321" / "native"), "1437", "42"], done.stderr
+    if home:
+        assert f"the cache {Path(home, '.cache/largebatch')} cannot be used (Permission denied)" in done.stderr
+
+
+def test_an_index_that_others_may_have_written_is_not_read(cache, caplog):
+    assert len(open_source("digits", split="validation")) == 360
+    ours = [path.name for path in (cache / "index").glob("*.npz")]
+    assert ours and not caplog.messages
+    (cache / "index").chmod(0o777)
+    safe_cache.cache_clear()  # as in another process
+    assert len(open_source("digits", split="validation")) == 360
+    instead = Path(tempfile.gettempdir()) / f"largebatch-{os.geteuid()}"
+    assert "has a folder index that may be written to by other users" in caplog.text
+    assert [path.name for path in (instead / "index").glob("*.npz")] == ours
+
+
+# -- libraries --------------------------------------------------------------------------------------------------------
+
+
+def write_source(folder: Path, answer: int = 42) -> Path:
+    source = folder / f"answer{answer}.cpp"
+    source.write_text(f'extern "C" int answer() {{ return {answer}; }}')
+    return source
+
+
+def plant(source: Path, folder: Path) -> Path:
+    """Compile `source` into a folder, and put a library that answers 13 in its place."""
+    kept = compile_library(source, (), folder)
+    other = compile_library(write_source(source.parent, 13), (), folder)
+    return other.replace(kept)
+
+
+@pytest.mark.needs_compiler
+@pytest.mark.parametrize("how", ["nobody", "the folder", "the file", "another user's file"])
+def test_no_library_is_loaded_that_others_may_have_written(cache, tmp_path, monkeypatch, how):
+    source = write_source(tmp_path)
+    kept = plant(source, safe_cache(cache, "native"))
+    safe_cache.cache_clear()  # as in another process
+    if how == "the folder":
+        kept.parent.chmod(0o777)
+    elif how == "the file":
+        kept.chmod(0o775)
+    elif how == "another user's file":
+        give_away(kept, monkeypatch)
+    assert load_library(source).answer() == (13 if how == "nobody" else 42)

@@ -1,16 +1,20 @@
 """The start of Gloo, in environments recorded under real launchers; tests/mpi/test_launchers.py starts real ranks."""
 
+import http.client
 import re
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from horovod.runner.common.util.hosts import SlotInfo
 from recordings import recorded
 
-from largebatch.comm import gloo_start
-from largebatch.comm.gloo_address import GlooAddress, refuse_unreachable
+from largebatch.comm import gloo_address, gloo_start
+from largebatch.comm.gloo_address import GlooAddress, refuse_unreachable, store_address
+from largebatch.comm.gloo_server import AddressServer
 from largebatch.comm.gloo_start import first_host, prepare
 from largebatch.comm.launcher import recognise
 
@@ -102,7 +106,7 @@ def test_first_host(nodes, first):
 
 
 def address_of(host: str, *, node: str = "", address: str = "10.0.0.1", loopback: str = "one") -> GlooAddress:
-    return GlooAddress(host, node, address, loopback, port=1)
+    return GlooAddress(host, node, address, loopback)
 
 
 def test_slots_of_uneven_hosts():
@@ -122,6 +126,77 @@ def test_addresses_that_others_cannot_reach():
         refuse_unreachable([address_of("a"), address_of("b", address="127.0.1.1", loopback="two")])
     with pytest.raises(ValueError, match="^b cannot resolve its own name, and Gloo would crash"):
         refuse_unreachable([address_of("a"), address_of("b", address="")])
+
+
+@pytest.fixture
+def server():
+    slots = [SlotInfo(**asdict(slot)) for slot in gloo_start.number_slots([address_of("a"), address_of("a")])]
+    started = AddressServer("127.0.0.1", slots)
+    yield started
+    started.stop()
+
+
+def answer(server: AddressServer, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection.request(method, path, body)
+    response = connection.getresponse()
+    return response.status, response.read()
+
+
+def test_the_server_of_addresses_answers_its_ranks(server):
+    """As Horovod asks: http://ADDR:PORT/SCOPE/KEY, with what the variables say."""
+    path = f"http://{server.host}:{server.port}/global_/0".partition(str(server.port))[2]
+    assert answer(server, "GET", path)[0] == 404
+    assert answer(server, "PUT", path, b"here")[0] == 200
+    assert answer(server, "GET", path) == (200, b"here")
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD"])
+@pytest.mark.parametrize("start", ["", "/", "/0123456789abcdef0123456789abcdef:1"])
+def test_the_server_of_addresses_refuses_everybody_else(server, method, start):
+    path = f"/{server.secret}:1/global_/0"
+    assert answer(server, "PUT", path, b"here")[0] == 200
+    body = b"elsewhere" if method == "PUT" else None
+    assert answer(server, method, f"{start}/global_/0", body)[0] == 403
+    assert answer(server, method, "/setup.cfg" if method == "HEAD" else "/global_", body)[0] == 403
+    assert answer(server, "GET", path) == (200, b"here")
+
+
+def test_the_server_of_addresses_closes_its_port():
+    started = AddressServer("127.0.0.1", [])
+    port = started.port
+    started.stop()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=20)
+
+
+@pytest.mark.parametrize(
+    "host, one_host, address",
+    [
+        ("localhost", False, "127.0.0.1"),
+        ("127.0.1.1", False, "127.0.1.1"),
+        ("debian", True, "127.0.1.1"),
+        ("debian", False, ""),
+        ("kubernetes-service", True, ""),
+    ],
+)
+def test_where_the_store_listens(monkeypatch, host, one_host, address):
+    """A name for a loopback address may be looked up by other hosts; a service's address is none of this host's."""
+    known = {"localhost": "127.0.0.1", "debian": "127.0.1.1", "kubernetes-service": "198.51.100.7"}
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known.get(host, host), 0))]
+    monkeypatch.setattr(gloo_address.socket, "getaddrinfo", lambda *arguments, **options: found)
+    assert store_address(host, one_host=one_host) == address
+
+
+def test_all_ranks_hear_that_rank_0_cannot_listen():
+    class Store(dict):
+        set, get = dict.__setitem__, dict.__getitem__
+
+    rendezvous = gloo_start.Rendezvous({})
+    rendezvous.store = Store()
+    gloo_start.start_server(rendezvous, "198.51.100.7", [])
+    with pytest.raises(ValueError, match="cannot listen at 198.51.100.7, the address of its own name"):
+        gloo_start.find_server(rendezvous.store)
 
 
 ALONE = "import sys; from largebatch.comm import gloo_start; from largebatch.comm.launcher import Launch"

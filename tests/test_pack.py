@@ -152,6 +152,53 @@ def test_tars_that_do_not_fit_are_refused(tmp_path, tar_folder):
     refused("A tar in .* is damaged")
 
 
+def add_link(tar, name, target, kind=tarfile.SYMTYPE):
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, target
+    tar.addfile(member)
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+@pytest.mark.parametrize("place", ["outer", "inner", "validation"])
+def test_a_link_in_a_tar_is_refused(tmp_path, tar_folder, place, kind):
+    name = "ILSVRC2012_img_val.tar" if place == "validation" else "ILSVRC2012_img_train.tar"
+    with tarfile.open(tar_folder / name, "a") as tar:
+        if place == "inner":
+            inner = io.BytesIO()
+            with tarfile.open(fileobj=inner, mode="w") as images:
+                add_link(images, "n3_1.JPEG", "/etc/passwd", kind)
+            add(tar, "n3.tar", inner.getvalue())
+        else:
+            add_link(tar, "n3.tar", "../../outside", kind)
+    with pytest.raises(SystemExit, match=f"{name}(: n3.tar)? holds n3.*, which is no ordinary file: expected the publ"):
+        pack.main([str(tar_folder), str(tmp_path / "out")])
+
+
+def test_a_link_in_the_devkit_is_not_followed(tmp_path, tar_folder):
+    with tarfile.open(tar_folder / archives.DEVKIT, "w:gz") as tar:
+        add_link(tar, f"data/{archives.GROUND_TRUTH}", "/etc/passwd")
+        add_link(tar, "elsewhere", "../../outside")
+    with pytest.raises(SystemExit, match=f"devkit_t12.tar.gz has no file {archives.GROUND_TRUTH}"):
+        pack.main([str(tar_folder), str(tmp_path / "out")])
+    with tarfile.open(tar_folder / archives.DEVKIT, "w:gz") as tar:
+        add(tar, archives.GROUND_TRUTH, b"7\n" * 4)
+        add(tar, archives.META, b"MATLAB 5.0 MAT-file" * 20)
+    with pytest.raises(SystemExit, match="devkit_t12.tar.gz: meta.mat is damaged, copy it again"):
+        pack.main([str(tar_folder), str(tmp_path / "out")])
+
+
+def test_names_in_a_tar_lead_nowhere(tmp_path, tar_folder, image_folder):
+    images = sorted((image_folder / "val").rglob("*.JPEG"), key=lambda path: path.name)
+    with tarfile.open(tar_folder / "ILSVRC2012_img_val.tar", "w") as tar:
+        for path, parent in zip(images, ("..", "../../x", "/", str(tmp_path))):
+            add(tar, f"{parent}/{path.name}", path.read_bytes())
+    before = set(tmp_path.rglob("*.JPEG"))
+    assert pack.main([str(tar_folder), str(tmp_path / "out")]) == 0
+    assert set(tmp_path.rglob("*.JPEG")) == before
+    held_out = sorted(features[FILENAME][0].decode() for features in payloads(tmp_path / "out", "validation"))
+    assert held_out == [path.name for path in images]
+
+
 # -- CIFAR-10 --------------------------------------------------------------------------------------------------------
 
 
@@ -247,17 +294,32 @@ def test_cifar10_of_python_3_and_what_is_no_batch(cifar, tmp_path):
     assert opened().labels[8:16] == list(range(8))
 
     class Malicious:
-        def __reduce__(self):
-            return os.system, ("echo harm",)
+        def __init__(self, *call):
+            self.call = call
 
+        def __reduce__(self):
+            return self.call
+
+    array = np.empty(0).__reduce__()[0]
     for bad, message in [
-        (batch | {b"data": Malicious()}, "it asks for (posix|nt).system, which no batch needs"),
+        (batch | {b"data": Malicious(os.system, ("echo harm",))}, "asks for (posix|nt).system, which no batch needs"),
         (batch | {b"labels": [1, 2]}, "it has 2 labels, 8 names, and pixels of shape .8, 3072."),
+        (batch | {b"data": Malicious(array, (np.ndarray, (1 << 40,), b"b"))}, "an array of shape .1099511627776,"),
+        (batch | {b"data": Malicious(np.ndarray, ((1 << 40,),))}, "data_batch_2 is not a batch of CIFAR-10: "),
         ({b"data": 1}, "data_batch_2 is not a batch of CIFAR-10"),
     ]:
         file.write_bytes(pickle.dumps(bad, protocol=2))
         with pytest.raises(ValueError, match=f"{message}"):
             opened()
+    long_text, far_memo = b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40), b"\x80\x02Nr" + struct.pack("<I", 1 << 31)
+    for bad, message in [(long_text, "expected 1099511627776 bytes"), (far_memo, "it asks for more memory")]:
+        file.write_bytes(bad + b"xy.")
+        with pytest.raises(ValueError, match=f"data_batch_2 is not a batch of CIFAR-10: {message}"):
+            opened()
+    with open(file, "wb") as hole:
+        hole.truncate(1 << 40)
+    with pytest.raises(ValueError, match="data_batch_2 has 1,099,511,627,776 bytes, and the published file less than"):
+        opened()
     file.unlink()
     with pytest.raises(ValueError, match="data_batch_2 is missing"):
         opened()

@@ -35,7 +35,7 @@ from largebatch.data.index import COLUMNS, Index
 from largebatch.data.order import Plan
 from largebatch.data.randaugment import parse
 from largebatch.data.sources import open_source
-from largebatch.files import cache_folder, written_once
+from largebatch.files import cache_folder, safe_cache, written_once
 from zoo import _torchvision  # noqa: F401  # lets timm import torchvision beside any build of torch
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -238,7 +238,7 @@ def consume(batches: Iterator[Any], count: int) -> None:
 def as_folders(index: Index) -> Path:
     """The images of the index as files <class>/<number>.JPEG, written once into the cache."""
     known = (index.files, index.file_size.tolist(), index.file_mtime_ns.tolist(), len(index))
-    folder = cache_folder() / f"benchmark-{hashlib.sha256(repr(known).encode()).hexdigest()[:12]}"
+    folder = safe_cache(cache_folder()) / f"benchmark-{hashlib.sha256(repr(known).encode()).hexdigest()[:12]}"
     return written_once(folder, partial(_write_folders, index=index))
 
 

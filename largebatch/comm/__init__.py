@@ -9,6 +9,8 @@
     launcher.py       the launcher that started this process; the one table of launchers' variables
     gloo_start.py     the start of ranks that MPI cannot bring together
     gloo_address.py   the addresses at which such ranks reach each other
+    gloo_server.py    the servers where they meet; each listens at one address
+    home.py           a home folder for MPI, if the user id has no name
     preflight.py      the checks that all ranks run the same program
     placement.py      the hosts, cores and GPUs of the ranks
     cores.py          the cores and the time that the system allows to a process

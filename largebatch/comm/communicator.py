@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from largebatch.comm import gloo_start, launcher, reduction
 from largebatch.comm.cores import cores_of_process, share_of_cores
+from largebatch.comm.home import set_missing_home
 from largebatch.comm.polling import finish
 from largebatch.comm.reduction import Compression, Reduction, parameters_of
 from largebatch.comm.stopped import Stopped
@@ -60,6 +61,7 @@ class Communicator:
         (horovod or HorovodConfig()).apply(os.environ, deterministic=deterministic, on_gpus=on_gpus)
         launch = launcher.recognise(os.environ)
         shape.data_size(launch.size)  # raises before any rank waits for another
+        set_missing_home(os.environ)
         mpi = gloo_start.mpi_version(mpi_lib_v2.__file__) if hvd.mpi_built() else ""
         self._rendezvous = gloo_start.prepare(launch, os.environ, mpi=mpi)
         self.stall_limit_s = stall_limit(os.environ)  # 0: no limit

@@ -9,6 +9,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True)
 class GlooAddress:
@@ -16,9 +18,8 @@ class GlooAddress:
 
     host: str
     node: str  # tells apart two groups of ranks on one host, such as two agents of torchrun
-    address: str  # that of the host's own name, as Gloo looks it up; empty if the name does not resolve
+    address: str  # see `gloo_address`; empty if the host's own name does not resolve
     loopback: str  # the same text for two ranks that can reach each other at 127.0.0.1
-    port: int = 0  # that of rank 0's server
 
     @property
     def label(self) -> str:
@@ -34,6 +35,45 @@ def own_address() -> str:
         return ""
 
 
+def gloo_address(card: str) -> str:
+    """Return the address at which Gloo listens if HOROVOD_GLOO_IFACE is `card`; empty if Gloo would crash."""
+    own = own_address()
+    return (card_address(card) or own) if own else ""  # Gloo looks up the host's name, though it does not use it then
+
+
+def card_address(card: str) -> str:
+    """Return the IPv4 address of a network card, empty if this host has no such card or the card has no address."""
+    import psutil
+
+    found = [one.address for one in psutil.net_if_addrs().get(card, []) if one.family == socket.AF_INET]
+    return found[0] if found else ""
+
+
+def loopback_card() -> str:
+    """Return the name of the network card with 127.0.0.1; empty if it has none."""
+    return next((card for _, card in socket.if_nameindex() if card_address(card) == LOOPBACK), "")
+
+
+def store_address(host: str, *, one_host: bool) -> str:
+    """Return the address at which rank 0 serves the store that all ranks look for at `host`.
+
+    Empty for all addresses of this host. That is left if `host` resolves to none of them, as with a Kubernetes service,
+    and if it is a name for a loopback address although other hosts may come. (They must be able to come and tell why
+    they cannot stay.)
+    """
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    found.sort(key=lambda one: one[0] != socket.AF_INET)  # as Gloo knows IPv4 alone
+    address = str(found[0][4][0])
+    if host not in (address, "localhost") and address.startswith("127.") and not one_host:
+        return ""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return ""
+    return address
+
+
 def loopback() -> str:
     """Return a text shared by the processes that reach each other at 127.0.0.1: one kernel, one network namespace."""
     try:
@@ -43,10 +83,15 @@ def loopback() -> str:
         return socket.gethostname()
 
 
+def on_one_host(addresses: Sequence[GlooAddress]) -> bool:
+    """Return whether all ranks reach each other at 127.0.0.1."""
+    return len({one.loopback for one in addresses}) == 1
+
+
 def refuse_unreachable(addresses: Sequence[GlooAddress]) -> None:
     """Raise ValueError, the same on all ranks, if other hosts cannot reach a host at its address."""
     refuse_nameless(sorted({one.host for one in addresses if not one.address}))
-    if len({one.loopback for one in addresses}) > 1:
+    if not on_one_host(addresses):
         local = sorted({f"{one.host} ({one.address})" for one in addresses if one.address.startswith("127.")})
         if local:
             raise ValueError(

@@ -6,6 +6,7 @@ controller what `horovodrun --gloo` would have given it.
 
 import ctypes
 import json
+import os
 import re
 import socket
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -14,11 +15,16 @@ from datetime import timedelta
 from typing import Any
 
 from largebatch.comm.gloo_address import (
+    LOOPBACK,
     GlooAddress,
+    gloo_address,
     loopback,
+    loopback_card,
+    on_one_host,
     own_address,
     refuse_nameless,
     refuse_unreachable,
+    store_address,
 )
 from largebatch.comm.launcher import GLOO_RENDEZVOUS, Launch, is_slurm_pmix, read_number
 
@@ -26,7 +32,7 @@ JOIN_LIMIT_S = 300  # from the first rank that comes to the last one, which may 
 
 
 class Rendezvous:
-    """The variables set for Gloo, and the store and the server behind them; they stay until Horovod ends."""
+    """The variables set for Gloo, the store, and rank 0's server of addresses; they stay until Horovod ends."""
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
         self._environment = environment
@@ -34,18 +40,14 @@ class Rendezvous:
         self._server: Any = None
         self.store: Any = None
 
-    def serve(self) -> int:
-        """Start Horovod's server of addresses in a thread and return its port."""
-        from horovod.runner.http.http_server import RendezvousServer
-
-        self._server = RendezvousServer()
-        return int(self._server.start())
-
-    def expect(self, slots: Sequence["Slot"]) -> None:
-        """Tell the server which ranks will come: it keeps addresses until the last one has read them."""
+    def serve(self, address: str, slots: Sequence["Slot"]) -> dict[str, str]:
+        """Start a server of addresses for these ranks; return the variables with which Horovod finds it."""
         from horovod.runner.common.util.hosts import SlotInfo
 
-        self._server.init([SlotInfo(**asdict(slot)) for slot in slots])
+        from largebatch.comm.gloo_server import AddressServer
+
+        self._server = AddressServer(address, [SlotInfo(**asdict(slot)) for slot in slots])
+        return dict(zip(GLOO_RENDEZVOUS, (self._server.host, str(self._server.port))))
 
     def set(self, variables: Mapping[str, str]) -> None:
         """Set environment variables until `close`."""
@@ -130,20 +132,17 @@ def _meet(launch: Launch, environment: Mapping[str, str], rendezvous: Rendezvous
     """Exchange addresses with all ranks; return the variables that Gloo's controller reads."""
     host, port, serves = _store_address(launch, environment)
     _refuse_unresolved(host)
-    is_first = launch.rank == 0
     node = environment.get("GROUP_RANK" if launch.launcher == "torchrun" else "SLURM_NODEID", "")
-    mine = GlooAddress(
-        socket.gethostname(), node, own_address(), loopback(), port=rendezvous.serve() if is_first else 0
-    )
+    card = environment.get("HOROVOD_GLOO_IFACE", "")
+    mine = GlooAddress(socket.gethostname(), node, gloo_address(card), loopback())
     try:
-        rendezvous.store = _open_store(host, port, serves, environment)
+        rendezvous.store = _open_store(host, port, serves, launch, environment)
         addresses = _exchange(rendezvous.store, mine, rank=launch.rank, size=launch.size)
         refuse_unreachable(addresses)
-        slots = number_slots(addresses)
-        if is_first:
-            rendezvous.expect(slots)
-            rendezvous.store.set("ready", "")
-        rendezvous.store.wait(["ready"], timedelta(seconds=JOIN_LIMIT_S))
+        one_host, slots = on_one_host(addresses), number_slots(addresses)
+        if launch.rank == 0:
+            start_server(rendezvous, LOOPBACK if one_host else mine.address, slots)
+        server = find_server(rendezvous.store)
     except RuntimeError as error:  # torch's store raises it with a page of text, of which the first line is enough
         rendezvous.close()
         raise RuntimeError(
@@ -154,7 +153,29 @@ def _meet(launch: Launch, environment: Mapping[str, str], rendezvous: Rendezvous
     except ValueError:
         rendezvous.close()
         raise
-    return _gloo_variables(slots[launch.rank], address=addresses[0].address, port=addresses[0].port)
+    only_here = {"HOROVOD_GLOO_IFACE": loopback_card()} if one_host and not card else {}
+    return _slot_variables(slots[launch.rank]) | server | only_here
+
+
+def start_server(rendezvous: Rendezvous, address: str, slots: Sequence["Slot"]) -> None:
+    """Start rank 0's server, and tell all ranks how to find it, or why it could not start."""
+    try:
+        server = rendezvous.serve(address, slots)
+    except OSError as error:
+        server = {
+            "error": f"{socket.gethostname()} cannot listen at {address}, the address of its own name "
+            f"({error.strerror}): give it the address of its network in /etc/hosts there, or set HOROVOD_GLOO_IFACE to "
+            "its network card."
+        }
+    rendezvous.store.set("server", json.dumps(server))
+
+
+def find_server(store: Any) -> dict[str, str]:
+    """Return the variables with which Horovod finds rank 0's server; ValueError on all ranks if it could not start."""
+    server: dict[str, str] = json.loads(store.get("server"))
+    if "error" in server:
+        raise ValueError(server["error"])
+    return server
 
 
 def _store_address(launch: Launch, environment: Mapping[str, str]) -> tuple[str, int, bool]:
@@ -190,15 +211,28 @@ def _refuse_unresolved(host: str) -> None:
         ) from None
 
 
-def _open_store(host: str, port: int, serves: bool, environment: Mapping[str, str]) -> Any:
+def _open_store(host: str, port: int, serves: bool, launch: Launch, environment: Mapping[str, str]) -> Any:
     """Open the part of torch's key-value store that belongs to this start of the job."""
     from torch.distributed import PrefixStore, TCPStore
 
     limit = timedelta(seconds=JOIN_LIMIT_S)
-    store = TCPStore(host, port, is_master=serves, timeout=limit, wait_for_workers=False)
+    address = store_address(host, one_host=launch.local_size == launch.size) if serves else ""
+    if address:
+        store = _serve_store(address, port, limit)
+    else:
+        store = TCPStore(host, port, is_master=serves, timeout=limit, wait_for_workers=False)
     names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     start = "-".join(environment.get(name, "") for name in names)
     return PrefixStore(f"largebatch/{start}", store)
+
+
+def _serve_store(address: str, port: int, limit: timedelta) -> Any:
+    from largebatch.comm.gloo_server import serve_store
+
+    try:
+        return serve_store(address, port, limit=limit)
+    except OSError as error:
+        raise RuntimeError(os.strerror(error.errno or 0).lower()) from None
 
 
 def _exchange(store: Any, mine: GlooAddress, *, rank: int, size: int) -> list[GlooAddress]:
@@ -237,6 +271,5 @@ def number_slots(addresses: Sequence[GlooAddress]) -> list[Slot]:
     return slots
 
 
-def _gloo_variables(slot: Slot, *, address: str, port: int) -> dict[str, str]:
-    numbers = {f"HOROVOD_{name.upper()}": str(value) for name, value in asdict(slot).items()}
-    return numbers | dict(zip(GLOO_RENDEZVOUS, (address, str(port))))
+def _slot_variables(slot: Slot) -> dict[str, str]:
+    return {f"HOROVOD_{name.upper()}": str(value) for name, value in asdict(slot).items()}

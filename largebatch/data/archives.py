@@ -16,8 +16,9 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import pickletools
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -31,6 +32,7 @@ TARS = {"train": "ILSVRC2012_img_train.tar", "validation": "ILSVRC2012_img_val.t
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 GROUND_TRUTH, META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
 CIFAR_BATCHES = {"train": [f"data_batch_{k}" for k in range(1, 6)], "validation": ["test_batch"]}
+LARGEST = 100_000_000  # bytes of a file that is read whole; a batch of CIFAR-10 has 31 million
 CIFAR_ROW = 3 * 32 * 32  # bytes of an image: its red, green and blue plane
 Member = tuple[str, int, int]  # name, offset and length in the tar
 
@@ -67,15 +69,27 @@ def imagenet(folder: Path, split: str) -> Images:
     return Images([label for label, _ in rows], encoded, named(names_in_tar), names_in_tar)
 
 
-def _members(file: Any) -> list[Member]:
+def _files(tar: tarfile.TarFile, name: str) -> Iterator[tarfile.TarInfo]:
+    """Return the files in the tar called `name`. Raise ValueError for a link or a device, which no published tar has.
+
+    Their names are not used as paths, so they cannot lead out of a folder.
+    """
+    for member in tar:
+        if not member.isdir():
+            if not member.isfile() or member.issparse():
+                raise ValueError(f"{name} holds {member.name}, which is no ordinary file: expected the published tar.")
+            yield member
+
+
+def _members(file: Any, name: str) -> list[Member]:
     """Return the files in a tar that is not compressed, so that their bytes can be read in place."""
     with tarfile.open(fileobj=file, mode="r:") as tar:
-        return [(member.name, member.offset_data, member.size) for member in tar if member.isfile()]
+        return [(member.name, member.offset_data, member.size) for member in _files(tar, name)]
 
 
 def _train_classes(folder: Path) -> list[str]:
     with open(folder / TARS["train"], "rb") as file:
-        return sorted(PurePosixPath(name).stem for name, _, _ in _members(file))
+        return sorted(PurePosixPath(name).stem for name, _, _ in _members(file, file.name))
 
 
 def _train_rows(path: Path, names: Sequence[str]) -> list[tuple[int, Member]]:
@@ -83,11 +97,11 @@ def _train_rows(path: Path, names: Sequence[str]) -> list[tuple[int, Member]]:
     rows: list[tuple[int, Member]] = []
     labels = {name: label for label, name in enumerate(names)}
     with tarfile.open(path, mode="r:") as tar:
-        for member in tar:
+        for member in _files(tar, str(path)):
             inner = tar.extractfile(member)
-            assert inner is not None, member.name
             label, start = labels[PurePosixPath(member.name).stem], member.offset_data
-            rows += [(label, (name, start + offset, length)) for name, offset, length in _members(inner)]
+            images = _members(inner, f"{path}: {member.name}")
+            rows += [(label, (name, start + offset, length)) for name, offset, length in images]
     return rows
 
 
@@ -96,14 +110,15 @@ def _validation_rows(folder: Path, path: Path, names: Sequence[str]) -> list[tup
     names = names or _all_wnids(folder)
     labels = {name: label for label, name in enumerate(names)}
     with open(path, "rb") as file:
-        members = _members(file)
+        members = _members(file, file.name)
     if len(members) != len(wnids):
         raise ValueError(f"{path} holds {len(members)} images, and {folder / DEVKIT} classes for {len(wnids)}.")
     unknown = sorted(set(wnids) - set(labels))
     if unknown:
         raise ValueError(f"{folder / DEVKIT} gives images to class {unknown[0]}, which {TARS['train']} does not have.")
     # ILSVRC2012_val_00000001.JPEG is the first line of the ground truth
-    numbers = [int(PurePosixPath(name).stem.rpartition("_")[2]) for name, _, _ in members]
+    texts = [PurePosixPath(name).stem.rpartition("_")[2] for name, _, _ in members]
+    numbers = [int(text) if text.isdecimal() else 0 for text in texts]
     if sorted(numbers) != list(range(1, len(wnids) + 1)):
         raise ValueError(f"The images in {path} are not numbered from 1 to {len(wnids)}.")
     return [(labels[wnids[number - 1]], member) for number, member in zip(numbers, members)]
@@ -124,9 +139,13 @@ def _synsets(folder: Path) -> list[tuple[int, str, int]]:
     """Return the number, the name and the number of children of every synset; those without children have images."""
     from scipy.io import loadmat  # a slow import, needed only to pack
 
-    synsets = loadmat(io.BytesIO(_devkit(folder, META)), squeeze_me=True)["synsets"]
-    rows = zip(synsets["ILSVRC2012_ID"], synsets["WNID"], synsets["num_children"])
-    return [(int(number), str(wnid), int(children)) for number, wnid, children in rows]
+    data = _devkit(folder, META)
+    try:
+        synsets = loadmat(io.BytesIO(data), squeeze_me=True)["synsets"]
+        rows = zip(synsets["ILSVRC2012_ID"], synsets["WNID"], synsets["num_children"])
+        return [(int(number), str(wnid), int(children)) for number, wnid, children in rows]
+    except Exception as error:  # a damaged file makes loadmat raise almost any
+        raise ValueError(f"{folder / DEVKIT}: {META} is damaged, copy it again: {error!r}.") from error
 
 
 def _devkit(folder: Path, name: str) -> bytes:
@@ -171,15 +190,15 @@ def cifar10(path: Path, split: str) -> Images:
         missing = [file for file in files if not file.is_file()]
         if missing:
             raise ValueError(f"{missing[0]} is missing: expected all batches of CIFAR-10, because {path} has some.")
-        contents = {file.name: file.read_bytes() for file in files}
+        contents = {file.name: _read_small(file) for file in files}
     rows: list[np.ndarray] = []
     labels: list[int] = []
     names: list[str] = []
     for name, data in contents.items():
         try:
             batch = _binary_batch(data) if name.endswith(".bin") else _python_batch(data)
-        except (ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{path}: {name} is not a batch of CIFAR-10: {error}.") from error
+        except Exception as error:  # a pickle may end in any
+            raise ValueError(f"{path}: {name} is not a batch of CIFAR-10: {error or type(error).__name__}.") from error
         rows.append(batch[0])
         labels += batch[1]
         names += batch[2]
@@ -204,6 +223,9 @@ def _binary_batch(data: bytes) -> Batch:
 
 
 def _python_batch(data: bytes) -> Batch:
+    for opcode, value, _ in pickletools.genops(data):  # raises ValueError if a text is shorter than announced
+        if "PUT" in opcode.name and int(value or 0) > len(data):
+            raise ValueError("it asks for more memory than it needs")
     batch = _Unpickler(io.BytesIO(data), encoding="bytes").load()
     rows, labels = np.asarray(batch[b"data"], dtype=np.uint8), [int(label) for label in batch[b"labels"]]
     names = [name.decode() for name in batch[b"filenames"]]
@@ -217,10 +239,10 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = {
-            ("numpy", "ndarray"): np.ndarray,
+            ("numpy", "ndarray"): None,  # a word for `_reconstruct`; a call would make an array of any size
             ("numpy", "dtype"): np.dtype,
-            ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
-            ("numpy._core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
+            ("numpy.core.multiarray", "_reconstruct"): _empty_array,
+            ("numpy._core.multiarray", "_reconstruct"): _empty_array,
             ("_codecs", "encode"): _latin1,
         }
         if (module, name) not in allowed:
@@ -228,9 +250,27 @@ class _Unpickler(pickle.Unpickler):
         return allowed[module, name]
 
 
+def _empty_array(kind: None, shape: tuple[int, ...], code: bytes) -> np.ndarray:
+    """Return an array that the pickle then fills: its size is that of the bytes that are there."""
+    if shape != (0,):
+        raise pickle.UnpicklingError(f"it asks for an array of shape {shape} before its pixels")
+    return np.empty(0, dtype=np.int8)
+
+
 def _latin1(text: str, encoding: str) -> bytes:
     """Decode bytes that Python 3 wrote for Python 2."""
     return text.encode("latin1")
+
+
+def _read_small(path: Path) -> bytes:
+    _refuse_large(str(path), path.stat().st_size)
+    return path.read_bytes()
+
+
+def _refuse_large(name: str, size: int) -> None:
+    """Raise ValueError for a file much larger than any that is read whole, before it fills the memory."""
+    if size > LARGEST:
+        raise ValueError(f"{name} has {size:,} bytes, and the published file less than {LARGEST:,}.")
 
 
 def _read_compressed(path: Path, names: Sequence[str]) -> dict[str, bytes]:
@@ -239,8 +279,9 @@ def _read_compressed(path: Path, names: Sequence[str]) -> dict[str, bytes]:
     try:
         with tarfile.open(path, mode="r:gz") as tar:
             for member in tar:
-                name, file = PurePosixPath(member.name).name, tar.extractfile(member)
-                if file and name in names:
+                name = PurePosixPath(member.name).name
+                if name in names and member.isfile() and (file := tar.extractfile(member)):
+                    _refuse_large(f"{path}: {member.name}", member.size)
                     found[name] = file.read()
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ValueError(f"{path} is damaged, copy it again: {error}.") from error

@@ -35,7 +35,7 @@ from largebatch.data import archives, index_file, quarantine
 from largebatch.data.index import Index
 from largebatch.data.scan import index_images, index_shards
 from largebatch.data.shards import Images, write_split
-from largebatch.files import cache_folder, locked, written_once
+from largebatch.files import cache_folder, locked, safe_cache, written_once
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def open_everything(path: str, *, split: str, cache: str = "") -> tuple[Path, In
     """Return the folder that holds the data, and its index, which includes images that cannot be read."""
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, expected train or validation.")
-    root = Path(cache).expanduser() if cache else cache_folder()
+    root = safe_cache(Path(cache).expanduser() if cache else cache_folder())
     folder = Path(path).expanduser()
     if path == "digits":
         folder = written_once(root / "digits-v1", _write_digits)
@@ -92,7 +92,8 @@ def open_everything(path: str, *, split: str, cache: str = "") -> tuple[Path, In
 def _open_folder(folder: Path, split: str, root: Path) -> Index:
     key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
     # The version is in the name, so that an older installation keeps its own index.
-    saved = root / "index" / f"{folder.resolve().name}-{split}-{key}-v{index_file.VERSION}.npz"
+    name = f"{folder.resolve().name}-{split}-{key}-v{index_file.VERSION}.npz"
+    saved = safe_cache(root, "index") / name
     if shards := find_shards(folder, split):
         index = _cached_index(saved, shards, lambda: index_shards(shards))
         known = split == "train" or index.label_range[0] == 0 or not find_shards(folder, "train")

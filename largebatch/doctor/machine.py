@@ -6,6 +6,7 @@ import shutil
 import socket
 from pathlib import Path
 
+from largebatch.comm.home import has_name
 from largebatch.comm.launcher import LAUNCHERS, SRUN
 from largebatch.doctor.result import REINSTALL, Result, run
 
@@ -46,6 +47,16 @@ def check_hostname() -> Result:
             cause = f"the name of this machine, {host}, resolves to {address}, an address of another machine"
             return Result(name, False, cause=cause, fix=f"sudo sed -i '/\\b{host}\\b/d' /etc/hosts; {fix}")
     return Result(name, True, f"{host} is {address}")
+
+
+def check_home() -> Result:
+    """Check the home folder. Without one, mpirun ends by a signal and horovodrun with a traceback."""
+    name, home = "home folder", os.environ.get("HOME", "")
+    if has_name() or (os.path.isdir(home) and os.access(home, os.W_OK | os.X_OK)):
+        return Result(name, True, home or "that of the user's name")
+    where = f"HOME is {home}, where it cannot write" if home else "HOME is not set"
+    cause = f"the user id {os.getuid()} has no name, and {where}: mpirun or horovodrun would crash"
+    return Result(name, False, cause=cause, fix="export HOME=$(mktemp -d)")
 
 
 def check_shared_memory(folder: str = "/dev/shm") -> Result:
@@ -165,6 +176,7 @@ def check_gpu(facts: dict, device: str) -> Result:
 CHECKS = (
     check_launcher_variables,
     check_hostname,
+    check_home,
     check_shared_memory,
     check_disk,
     check_open_files,

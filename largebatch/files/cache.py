@@ -1,9 +1,83 @@
-"""The user's cache."""
+"""The user's cache. Only folders that nobody else may write to are used, because a shared library is loaded from it."""
 
+import errno
+import functools
+import logging
 import os
+import stat
+import tempfile
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Return the folder largebatch in $XDG_CACHE_HOME, or in ~/.cache if that is not set."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "largebatch"
+    """Return the folder largebatch in $XDG_CACHE_HOME, or in ~/.cache if that is not set.
+
+    A user id without a name and without HOME has no home folder; it gets `temporary_cache`.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not base:
+        try:
+            base = str(Path.home() / ".cache")
+        except RuntimeError:
+            return temporary_cache()
+    return Path(base) / "largebatch"
+
+
+def temporary_cache() -> Path:
+    """Return the cache for users whose own cannot be used: a folder for each user id in the temporary folder."""
+    return Path(tempfile.gettempdir()) / f"largebatch-{os.geteuid()}"
+
+
+@functools.cache
+def safe_cache(wanted: Path, part: str = "", *, read_only: bool = False) -> Path:
+    """Return the folder `part` of the cache `wanted`, made if it is missing.
+
+    If this user cannot write to it, or other users can, say so and return the same part of `temporary_cache`. Raise
+    ValueError if that cannot be used either. read_only: this user need not be able to write to what is there.
+    """
+    trouble, strangers = _make(wanted, part, read_only=read_only)
+    if not trouble:
+        return wanted / part
+    instead = temporary_cache()
+    again, _ = _make(instead, part)
+    if again:
+        raise ValueError(
+            f"The cache {wanted} {trouble}, and {instead} {again}: set XDG_CACHE_HOME to a folder of your own."
+        )
+    level = logging.WARNING if strangers else logging.INFO
+    logger.log(level, "the cache %s %s: %s is used instead; XDG_CACHE_HOME chooses another", wanted, trouble, instead)
+    return instead / part
+
+
+def distrust(path: Path) -> str:
+    """Return why what lies in `path` may be somebody else's work, as the rest of a sentence; empty if it cannot be.
+
+    `path` and what it may link to must belong to this user or to root, and nobody else may be allowed to write.
+    """
+    link, target = os.lstat(path), os.stat(path)
+    strangers = sorted({one.st_uid for one in (link, target)} - {os.geteuid(), 0})
+    if strangers:
+        return f"belongs to user {strangers[0]}"
+    if target.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"may be written to by other users (`chmod go-w {path}` after a look into it)"
+    return ""
+
+
+def _make(folder: Path, part: str, *, read_only: bool = False) -> tuple[str, bool]:
+    """Make a folder and a part of it, for this user alone.
+
+    Return why they cannot be used, as the rest of a sentence, and whether that is because of other users.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for path in (folder, folder / part):
+            path.mkdir(mode=0o700, exist_ok=True)
+            if reason := distrust(path):
+                return reason if path == folder else f"has a folder {part} that {reason}", True
+            if not read_only and not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
+                return f"cannot be used ({os.strerror(errno.EACCES)})", False
+    except OSError as error:
+        return f"cannot be used ({error.strerror})", False
+    return "", False

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from largebatch.files import cache_folder, locked
+from largebatch.files import cache_folder, distrust, locked, safe_cache
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +37,10 @@ def can_load(what: str, source: Path, *flags: str) -> bool:
 @functools.cache
 def load_library(source: Path, *flags: str) -> ctypes.CDLL:
     """Load the compiled source, from the cache if it is there. Raise OSError or CalledProcessError if that fails."""
-    folder = cache_folder() / "native"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = safe_cache(cache_folder(), "native", read_only=True)
         return ctypes.CDLL(str(compile_library(source, flags, folder)))
-    except OSError:  # the cache cannot be written
+    except (OSError, ValueError):  # no cache can be written, or others may write to each
         with tempfile.TemporaryDirectory() as own:  # a library that is loaded needs its file no more
             return ctypes.CDLL(str(compile_library(source, flags, Path(own))))
 
@@ -54,15 +53,21 @@ def compile_library(source: Path, flags: tuple[str, ...], folder: Path) -> Path:
     compiler = [*shlex.split(os.environ.get("CXX", "g++")), *FLAGS, *flags]
     made_of = [source.read_text(), *compiler, platform.machine(), _processor()]
     path = folder / f"{source.stem}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
-    if path.exists():
+    if _is_own(path):
         return path
     with locked(path), tempfile.TemporaryDirectory(dir=folder) as aside:
-        if not path.exists():
+        if not _is_own(path):
             unfinished = Path(aside) / path.name
             command = [*compiler, str(source), "-o", str(unfinished)]
             subprocess.run(command, check=True, capture_output=True, text=True)
+            unfinished.chmod(0o755)  # some users let their group write to all that they make
             os.replace(unfinished, path)
     return path
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether a library is there that nobody but this user and root can have written."""
+    return path.exists() and not distrust(path)
 
 
 def _processor() -> str:

@@ -14,7 +14,17 @@ import torch
 import torch.distributed as dist
 
 from largebatch.comm import Communicator
-from largebatch.comm.gloo_address import GlooAddress, loopback, own_address, refuse_unreachable
+from largebatch.comm.gloo_address import (
+    LOOPBACK,
+    GlooAddress,
+    card_address,
+    loopback,
+    loopback_card,
+    on_one_host,
+    own_address,
+    refuse_unreachable,
+)
+from largebatch.comm.gloo_server import serve_store
 from largebatch.parallel import mesh
 
 
@@ -30,12 +40,15 @@ def start_torch_distributed(comm: Communicator, device: torch.device) -> None:
     places = comm.allgather_object(mine, name="parallel/places")
     store = None
     with comm.together("starting torch.distributed"):
-        one_host = len({place.loopback for place in places}) == 1
-        if not one_host:
+        if on_one_host(places):
+            host = LOOPBACK
+            if card := loopback_card():
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", card)  # so that torch's Gloo listens nowhere else
+        else:
             refuse_unreachable(places)
-        host = "127.0.0.1" if one_host else places[0].address
+            host = places[0].address
         if comm.rank == 0:
-            store = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)
+            store = serve_store(host)
     port = comm.broadcast_object(store.port if store else None, name="parallel/port")
     store = store or dist.TCPStore(host, port, None, is_master=False)
     mesh.start_process_groups(comm.rank, comm.size, store, device=device, limit_s=comm.stall_limit_s)
@@ -50,12 +63,12 @@ def address_here(environment: MutableMapping[str, str]) -> str:
     cards = environment.get("GLOO_SOCKET_IFNAME") or environment.get("HOROVOD_GLOO_IFACE", "")
     if not cards:
         return own_address()
-    card, known = cards.partition(",")[0], psutil.net_if_addrs()
-    addresses = [address.address for address in known.get(card, []) if address.family == socket.AF_INET]
-    if not addresses:
+    card = cards.partition(",")[0]
+    address = card_address(card)
+    if not address:
         raise ValueError(
             f"GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE is {cards}, and {socket.gethostname()} has no network card "
-            f"{card} with an IPv4 address: expected one of {', '.join(sorted(known))}."
+            f"{card} with an IPv4 address: expected one of {', '.join(sorted(psutil.net_if_addrs()))}."
         )
     environment["GLOO_SOCKET_IFNAME"] = cards
-    return addresses[0]
+    return address

@@ -37,6 +37,22 @@ def places(first_start: str = "") -> None:
     assert not left, f"left in the environment: {sorted(left)}"
 
 
+def listens(*parts: str) -> None:
+    """Print the addresses at which each rank listens. "parallel": also for the ranks of a replica."""
+    import psutil
+
+    from largebatch.parallel.rendezvous import start_torch_distributed
+
+    with session() as comm:
+        if "parallel" in parts:
+            start_torch_distributed(comm, torch.device("cpu"))
+        sockets = psutil.Process().net_connections(kind="inet")
+        mine = sorted({one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN})
+        everyone = comm.allgather_object(mine, name="listens")
+        if comm.rank == 0:
+            print(f"listens {everyone}", flush=True)
+
+
 def cores(*options: str) -> None:
     """Set up the ranks as training does; the line of each host, and the warnings of all ranks."""
     from largebatch.start import set_up, start_ranks

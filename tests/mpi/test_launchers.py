@@ -31,6 +31,16 @@ def test_every_launcher_gives_the_same_places(launcher):
     assert places(LAUNCHERS[launcher](2), cold=True) == ([(0, 1, 0, 1)] if launcher == "python" else TWO)
 
 
+BY_HAND = "export WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29573; RANK=1 \"$@\" & RANK=0 \"$@\"; wait"
+
+
+@pytest.mark.parametrize("start", [LAUNCHERS["torchrun"](2), ["sh", "-c", BY_HAND, "sh"]], ids=["torchrun", "by hand"])
+def test_ranks_on_one_host_listen_there_alone(start):
+    """Nobody on another host finds a server of ours, nor Gloo itself."""
+    code, output = run([*start, "python", "-m", "tests.mpi.programs", "listens", "parallel"])
+    assert code == 0 and "listens [['127.0.0.1'], ['127.0.0.1']]" in output, output
+
+
 def test_agents_of_torchrun_started_by_mpirun():
     """As on two hosts, with one agent on each."""
     agents = ["mpirun", "-np", "2", "torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]

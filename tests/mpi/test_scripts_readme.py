@@ -6,6 +6,8 @@ Those for several hosts and Slurm are run by tests/cluster/test_scripts.py.
 import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -130,6 +132,45 @@ def test_packing_and_fine_tuning(tmp_path):
 def test_mistakes_are_one_sentence(command, sentence):
     code, output = run(shlex.split(f"mpi_scripts/{command}"), timeout_s=20, environment=HERE)
     assert code == 1 and output.startswith(f"{command.split()[0]}: {sentence}"), output
+
+
+READS = ["--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]  # also root's own Python
+NAMELESS = ["setpriv", "--reuid", "54321", "--regid", "54321", "--clear-groups", *READS]
+
+
+@pytest.fixture
+def nameless(tmp_path):
+    """A function that runs a command as a user id without a name: with no HOME, or with the given one."""
+    if not shutil.which("setpriv") or subprocess.run([*NAMELESS, "true"], capture_output=True).returncode != 0:
+        pytest.skip("only root can become a user without a name, by setpriv")
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    temporary.chmod(0o1777)
+
+    def run_so(command: list[str], home: str | None) -> tuple[int, str]:
+        given = [] if home is None else [f"HOME={home}"]
+        start = ["env", "-u", "HOME", "-u", "USER", "-u", "LOGNAME", "-u", "XDG_CACHE_HOME", f"TMPDIR={temporary}"]
+        return run([*NAMELESS, *start, *given, *command], environment=HERE, cold=True)
+
+    return run_so
+
+
+@pytest.mark.parametrize("home", [None, "/", "/no/such/folder"])
+def test_env_sh_gives_a_home_to_a_user_id_without_a_name(nameless, tmp_path, home):
+    command = ["bash", "-ec", '. mpi_scripts/env.sh; echo "$HOME"; mpirun -np 2 true; echo ended']
+    found = tmp_path / "t" / "largebatch-54321"
+    assert nameless(command, home) == (0, f"{found}\nended\n")
+    assert nameless(command, home) == (0, f"{found}\nended\n")
+    shutil.rmtree(found)
+    found.mkdir(mode=0o777)  # root's
+    code, output = nameless(command, home)
+    assert code == 1 and f"the user id 54321 has no name and no home, and {found} is not its own: set HOME" in output
+
+
+def test_one_process_of_a_user_id_without_a_name(nameless):
+    """Open MPI would end it in MPI_Init."""
+    code, output = nameless(["python", "-m", "tests.mpi.programs", "places"], None)
+    assert code == 0 and "places [(0, 1, 0, 1)]" in output, output
 
 
 def test_what_env_sh_refuses(tmp_path):
