@@ -18,7 +18,7 @@ from pathlib import Path
 from largebatch.build import build_trainer
 from largebatch.comm import Communicator, StoppedEarly
 from largebatch.config import TrainConfig, dump, parse
-from largebatch.files import run_lock
+from largebatch.files import refuse_links_of_others, run_lock
 from largebatch.hooks.stop_early import Signals
 from largebatch.recipes import RECIPES, choose
 from largebatch.start import report_mistakes, set_up, start_ranks
@@ -49,6 +49,7 @@ def run_folder(config: TrainConfig, comm: Communicator) -> Iterator[None]:
         with comm.together("opening the run folder"):
             if comm.rank == 0:
                 Path(config.folder).mkdir(parents=True, exist_ok=True)
+                refuse_links_of_others(Path(config.folder))
                 held.enter_context(run_lock.hold(config.folder))
             start_log(config, comm)
         yield

@@ -7,13 +7,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from largebatch.data.sources import open_source
-from largebatch.files import atomic_file, cache_folder, distrust, safe_cache, written_once
+from largebatch.files import atomic_file, cache_folder, distrust, refuse_links_of_others, safe_cache, written_once
 from largebatch.native.compile import compile_library, load_library
+from largebatch.train import read, run_folder
 
 ROOT = Path(__file__).parents[1]
 
@@ -107,7 +110,7 @@ def cache(tmp_path, monkeypatch):
 def give_away(path, monkeypatch):
     """Make the folder another user's: only root can, and for others it is as if they had become another."""
     if os.geteuid() == 0:
-        os.chown(path, 4242, 4242)
+        os.chown(path, 4242, 4242, follow_symlinks=False)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 4242)
 
@@ -206,6 +209,21 @@ def test_an_index_that_others_may_have_written_is_not_read(cache, caplog):
     instead = Path(tempfile.gettempdir()) / f"largebatch-{os.geteuid()}"
     assert "has a folder index that may be written to by other users" in caplog.text
     assert [path.name for path in (instead / "index").glob("*.npz")] == ours
+
+
+@pytest.mark.parametrize("name", ["log.txt", "checkpoints", "checkpoints/00000100"])
+def test_a_run_does_not_follow_the_links_of_others(tmp_path, monkeypatch, name):
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    (folder / name).parent.mkdir(parents=True)
+    elsewhere.mkdir()
+    (folder / name).symlink_to(elsewhere)
+    refuse_links_of_others(folder)
+    give_away(folder / name, monkeypatch)
+    config = read(["--run.folder", str(folder)])
+    comm = SimpleNamespace(rank=0, together=lambda what: nullcontext())
+    with pytest.raises(ValueError, match=f"^{folder / name} is a link that user .* remove it, or choose another "):
+        with run_folder(config, comm):
+            pass
 
 
 # -- libraries --------------------------------------------------------------------------------------------------------

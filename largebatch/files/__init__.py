@@ -3,11 +3,21 @@
     atomic    atomic_file writes a file, written_once fills a folder; both appear under their name when complete
     locks     locked lets one process at a time do a piece of work
     run_lock  hold keeps a run folder for one job, on one host and between hosts
-    cache     cache_folder, in which this package keeps what it can make again; safe_cache and distrust keep others out
+    cache     cache_folder, in which this package keeps what it can make again; safe_cache if others may write there
+    owners    distrust and refuse_links_of_others tell what other users have made, or may have
 """
 
 from largebatch.files.atomic import atomic_file, written_once
-from largebatch.files.cache import cache_folder, distrust, safe_cache
+from largebatch.files.cache import cache_folder, safe_cache
 from largebatch.files.locks import locked
+from largebatch.files.owners import distrust, refuse_links_of_others
 
-__all__ = ["atomic_file", "cache_folder", "distrust", "locked", "safe_cache", "written_once"]
+__all__ = [
+    "atomic_file",
+    "cache_folder",
+    "distrust",
+    "locked",
+    "refuse_links_of_others",
+    "safe_cache",
+    "written_once",
+]

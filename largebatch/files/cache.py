@@ -4,9 +4,10 @@ import errno
 import functools
 import logging
 import os
-import stat
 import tempfile
 from pathlib import Path
+
+from largebatch.files.owners import distrust
 
 logger = logging.getLogger(__name__)
 
@@ -49,20 +50,6 @@ def safe_cache(wanted: Path, part: str = "", *, read_only: bool = False) -> Path
     level = logging.WARNING if strangers else logging.INFO
     logger.log(level, "the cache %s %s: %s is used instead; XDG_CACHE_HOME chooses another", wanted, trouble, instead)
     return instead / part
-
-
-def distrust(path: Path) -> str:
-    """Return why what lies in `path` may be somebody else's work, as the rest of a sentence; empty if it cannot be.
-
-    `path` and what it may link to must belong to this user or to root, and nobody else may be allowed to write.
-    """
-    link, target = os.lstat(path), os.stat(path)
-    strangers = sorted({one.st_uid for one in (link, target)} - {os.geteuid(), 0})
-    if strangers:
-        return f"belongs to user {strangers[0]}"
-    if target.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"may be written to by other users (`chmod go-w {path}` after a look into it)"
-    return ""
 
 
 def _make(folder: Path, part: str, *, read_only: bool = False) -> tuple[str, bool]:
