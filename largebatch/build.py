@@ -353,7 +353,7 @@ def assemble(
             eval_images=_images(config, "run.eval_every", plan.num_samples, plan.num_images),
             device=device,
             replica=replica,
-            hooks=build_hooks(config, plan, ema, signals),
+            hooks=build_hooks(config, train, plan, ema, signals),
             average=ema.model if ema else None,
             state=TrainState(data=train.digest()),
         )
@@ -405,7 +405,9 @@ def peak_lr(config: TrainConfig) -> float:
     )
 
 
-def build_hooks(config: TrainConfig, plan: Plan, ema: Ema | None, signals: Signals | None) -> list[Hook]:
+def build_hooks(
+    config: TrainConfig, index: Index, plan: Plan, ema: Ema | None, signals: Signals | None
+) -> list[Hook]:
     """Build the hooks in the order in which they run.
 
     Guards may stop the run, Ema averages the weights, ReplicaCheck compares both over the ranks, Checkpoint saves them,
@@ -414,6 +416,9 @@ def build_hooks(config: TrainConfig, plan: Plan, ema: Ema | None, signals: Signa
 
     def images(option: str) -> int:
         return _images(config, option, plan.num_samples, plan.num_images)
+
+    def where(sample: int) -> str:
+        return f"{sample} ({index.where(sample)})"
 
     comparing: list[hooks.ReplicaCheck] = []
     if config.run.check_replicas:
@@ -431,7 +436,7 @@ def build_hooks(config: TrainConfig, plan: Plan, ema: Ema | None, signals: Signa
         early = [StopEarly(signals, end=end_time(config.run.end_time), longest_save_s=lambda: saving.longest_s)]
     steps = profiled_steps(config.run.profile_steps)
     return [
-        hooks.Guards(max_skipped_steps=config.run.max_skipped_steps),
+        hooks.Guards(max_skipped_steps=config.run.max_skipped_steps, where=where),
         *([ema] if ema else []),
         *comparing,
         saving,

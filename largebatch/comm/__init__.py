@@ -2,6 +2,7 @@
 
     communicator.py   start, rank and size, collectives, failures and the end of all ranks together
     reduction.py      the reduction of gradients: Horovod's optimizer made safe
+    sending.py        gradients on their way to the other ranks, measured before if that is wanted
     fp16.py           gradients that are sent in fp16
     polling.py        waiting for collectives without occupying a core
     watchdog.py       the limit on waiting for other ranks

@@ -235,6 +235,14 @@ class Communicator:
         """Return the largest absolute value of this rank's last gradient before compression, None without it."""
         return reduction.peak_sent(optimizer)
 
+    def measure_gradients(self, optimizer: Optimizer) -> None:
+        """Read each gradient before it is sent from now on, for `peak_sent`."""
+        reduction.measure_gradients(optimizer)
+
+    def sends_fp16(self, optimizer: Optimizer) -> bool:
+        """Return whether the gradients are sent in fp16."""
+        return reduction.sends_fp16(optimizer)
+
     def apply(self, optimizer: Optimizer, scaler: torch.amp.GradScaler, grad_norm: Tensor) -> bool:
         """Step with the reduced gradients unless their norm is not finite; return whether the step was taken."""
         return reduction.apply(optimizer, scaler, grad_norm)

@@ -13,30 +13,27 @@ inside this range:
 import torch
 from torch import Tensor
 
+from largebatch.comm.sending import Unchanged
 
-class Fp16:
+
+class Fp16(Unchanged):
     """Sends gradient / num_ranks in fp16 and writes the sum back into the gradient in its own type.
 
     Horovod must add (op=Sum). One instance serves one optimizer.
     """
 
+    measures = True  # the cast may overflow
+
     def __init__(self, num_ranks: int) -> None:
+        super().__init__()
         self.num_ranks = num_ranks
-        self.peaks: list[Tensor] = []  # a 0-d tensor per gradient of the step that is being sent
 
     def compress(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tensor to send and the gradient itself, into which `decompress` writes."""
-        low, high = torch.aminmax(gradient)  # both are nan if the gradient has one
-        self.peaks.append(torch.maximum(high, -low))
+        super().compress(gradient)
         wire = torch.empty_like(gradient, dtype=torch.float16)
         return torch.mul(gradient, 1 / self.num_ranks, out=wire), gradient
 
     def decompress(self, wire: Tensor, gradient: Tensor) -> Tensor:
         """Overwrite this rank's gradient with the mean over ranks."""
         return gradient.copy_(wire)
-
-    def take_peak(self) -> Tensor | None:
-        """Return the largest absolute value compressed since the last call, as a 0-d tensor; it may be inf or nan."""
-        peak = torch.stack([peak.double() for peak in self.peaks]).max() if self.peaks else None
-        self.peaks.clear()
-        return peak

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from largebatch.comm.fp16 import Fp16
 from largebatch.comm.polling import wait
+from largebatch.comm.sending import Unchanged
 from largebatch.comm.watchdog import Watchdog
 
 Compression = Literal["none", "fp16"]
@@ -55,7 +56,7 @@ class Reduction:
                 optimizer,
                 named_parameters=model.named_parameters(),
                 backward_passes_per_step=passes,
-                compression=Fp16(self._data_size) if compression == "fp16" else hvd.Compression.none,
+                compression=Fp16(self._data_size) if compression == "fp16" else Unchanged(),
                 op=hvd.Sum if compression == "fp16" else hvd.Average,  # Fp16 divides before it casts
                 process_set=self._data_set,
             )
@@ -124,10 +125,20 @@ def synchronize(optimizer: Optimizer) -> None:
 def peak_sent(optimizer: Optimizer) -> float | None:
     """Return the largest absolute value of this rank's gradient in the last step, taken before compression.
 
-    It includes the loss scale. None if nothing is compressed, as on one rank.
+    It includes the loss scale. None if it was not measured (see `measure_gradients`), as on one rank.
     """
     peak: Tensor | None = getattr(optimizer, "peak", None)
     return None if peak is None else float(peak)
+
+
+def measure_gradients(optimizer: Optimizer) -> None:
+    """Read each gradient before it is sent from now on, for `peak_sent`; with fp16 compression this is always done."""
+    optimizer._compression.measures = True  # type: ignore[attr-defined]
+
+
+def sends_fp16(optimizer: Optimizer) -> bool:
+    """Return whether the gradients are sent in fp16."""
+    return isinstance(optimizer._compression, Fp16)  # type: ignore[attr-defined]
 
 
 def apply(optimizer: Optimizer, scaler: torch.amp.GradScaler, grad_norm: Tensor) -> bool:
@@ -205,8 +216,7 @@ def _synchronize(optimizer: Any, watchdog: Watchdog) -> None:
         for handle, _ in optimizer._handles.values():
             wait(handle)
         type(optimizer).synchronize(optimizer)
-    compression = optimizer._compression
-    optimizer.peak = compression.take_peak() if isinstance(compression, Fp16) else None
+    optimizer.peak = optimizer._compression.take_peak()
 
 
 def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:

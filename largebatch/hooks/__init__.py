@@ -1,6 +1,7 @@
 """The hooks that watch a run. `build` lets them run in this order, for these reasons:
 
-    Guards        guards.py          counts skipped steps; if it gives the run up, no other hook runs
+    Guards        guards.py          counts skipped steps; if it gives the run up, no other hook runs (origin.py finds
+                                     the images with which such a step began)
     Ema           ema.py             averages the weights; Checkpoint saves them, Log writes their accuracy
     ReplicaCheck  replicas.py        compares the ranks, so that Checkpoint saves only what they agree on
     Checkpoint    checkpointing.py   saves; StopEarly needs to know how long a save takes

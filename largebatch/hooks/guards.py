@@ -1,4 +1,4 @@
-"""Warns of skipped steps, and gives the run up after too many in a row."""
+"""Warns of skipped steps, says where each began, and gives the run up after too many in a row."""
 
 import logging
 import math
@@ -7,6 +7,7 @@ import torch
 
 from largebatch.comm import Stopped
 from largebatch.engine import Hook, StepOutput, Trainer
+from largebatch.hooks.origin import Where, find_origin
 
 logger = logging.getLogger(__name__)
 
@@ -14,8 +15,10 @@ logger = logging.getLogger(__name__)
 class Guards(Hook):
     """Warns of each skipped step and ends the run after `max_skipped_steps` in a row."""
 
-    def __init__(self, *, max_skipped_steps: int) -> None:
+    def __init__(self, *, max_skipped_steps: int, where: Where = str) -> None:
+        """where: names a sample in messages."""
         self.max_skipped_steps = max_skipped_steps
+        self.where = where
         self.in_a_row = 0
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
@@ -41,14 +44,37 @@ class Guards(Hook):
         advice = "lower --optim.lr, or use --run.precision bf16 or fp32"
         mine = bool(torch.isfinite(output.loss_sum)), trainer.comm.peak_sent(trainer.optimizer)
         finite, peaks = zip(*trainer.comm.allgather_object(mine, name="guards/finite"))
-        ranks = ", ".join(str(rank) for rank, is_finite in enumerate(finite) if not is_finite)
-        if ranks:
-            return f"the loss is not finite on rank {ranks}", advice
-        if not all(peak is not None and math.isfinite(peak) for peak in peaks):
-            return "the loss is finite on every rank", advice
+        if all(finite) and all(peak is not None and math.isfinite(peak) for peak in peaks):
+            return self.explain_sum(trainer, max(peaks), advice)
+        lost = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
+        sent = [str(rank) for rank, peak in enumerate(peaks) if peak is not None and not math.isfinite(peak)]
+        cause = f"the loss is not finite on rank {', '.join(lost)}" if lost else "the loss is finite on every rank"
+        if sent and not lost:
+            cause += f", the gradient is not on rank {', '.join(sent)}"
+        if self.worth_a_step(trainer):
+            found = False
+            if trainer.comm.model_size == 1:  # else a micro-batch is computed by several ranks together
+                origin, found = find_origin(trainer, trainer.state.step - 1, self.where)
+                cause = f"{cause}; {origin}"
+            if not found:  # should it come again, its rank is to be known
+                trainer.comm.measure_gradients(trainer.optimizer)
+        return cause, advice
+
+    def explain_sum(self, trainer: Trainer, peak: float, advice: str) -> tuple[str, str]:
+        """Explains a sum that is not finite, although each rank's gradient is, at most `peak`."""
+        if not trainer.comm.sends_fp16(trainer.optimizer):
+            return f"the gradient of each rank was finite, at most {peak:.3g}, but their sum is not", advice
         scale = f"loss scale now {trainer.scaler.get_scale():g}" if trainer.scaler.is_enabled() else "no loss scale"
         return (
-            f"the gradient of each rank was finite, at most {max(peaks):.3g}, but overflowed in fp16 on the wire "
+            f"the gradient of each rank was finite, at most {peak:.3g}, but overflowed in fp16 on the wire "
             f"({scale}), which --run.compression none avoids",
             "set that option",
         )
+
+    def worth_a_step(self, trainer: Trainer) -> bool:
+        """Returns whether to compute the step again: the first of each row and the last.
+
+        With a loss scale the last alone: it grows until gradients overflow, so single skipped steps are part of it.
+        """
+        first = self.in_a_row == 1 and not trainer.scaler.is_enabled()
+        return first or self.in_a_row >= self.max_skipped_steps

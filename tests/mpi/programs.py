@@ -226,6 +226,22 @@ def flips_a_bit_after_step(after: int) -> None:
     before_step(flipping)
 
 
+def spoils_an_image_in_step(step: int) -> None:
+    """An image of micro-batch 1, which is rank 1's, has a NaN after decoding; its number is printed."""
+    from largebatch.data.dali import TrainLoader
+
+    decode = TrainLoader.__next__
+
+    def spoilt(self):
+        batch = decode(self)
+        if (batch.step, batch.number) == (step, 1):
+            batch.images[2, 0, 5, 5] = float("nan")
+            print(f"spoilt sample {batch.samples[2]}.", flush=True)
+        return batch
+
+    TrainLoader.__next__ = spoilt
+
+
 def waits_in_step(after: int) -> None:
     """When so many steps are done, rank 0 says so in the run folder, waits there for a file "go", and is killed."""
     from largebatch import hooks
@@ -313,8 +329,8 @@ def may_not_write_its_trace() -> None:
 
 
 FAULTS = (
-    fails_in_step_2, signals_in_step, flips_a_bit_after_step, waits_in_step, tells_its_end, has_a_long_margin,
-    cannot_build_on_rank_1, shares_a_gpu, stops_half_through_its_trace, may_not_write_its_trace,
+    fails_in_step_2, signals_in_step, flips_a_bit_after_step, spoils_an_image_in_step, waits_in_step, tells_its_end,
+    has_a_long_margin, cannot_build_on_rank_1, shares_a_gpu, stops_half_through_its_trace, may_not_write_its_trace,
 )  # fmt: skip
 
 

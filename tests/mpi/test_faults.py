@@ -1,6 +1,7 @@
 """Whole runs to which something happens that nobody would see: a second job in the folder, bits that flip, a NaN."""
 
 import os
+import re
 from pathlib import Path
 
 from launch import LAUNCHERS, WAIT_S, launch, started, wait_for
@@ -46,3 +47,15 @@ def test_a_flipped_bit_ends_the_run_before_it_is_saved(tmp_path):
     host = os.uname().nodename
     sentence = f"largebatch: rank 1 ({host}) holds other values of head.weight than most ranks: found after step 4. "
     assert text.count(sentence) == 1 and "the run goes on from its newest checkpoint" in text, text
+
+
+def test_a_nan_is_traced_to_its_image(tmp_path):
+    """In the last step that a run may skip."""
+    options = ["--run.max_skipped_steps", "1"]
+    code, text = launch(training(tmp_path, *options, fault="spoils_an_image_in_step=3"), ranks=3)
+    assert code == 2 and steps_saved(tmp_path) == [2], text
+    samples = set(re.findall(r"spoilt sample (\d+)\.", text))
+    (stopped,) = re.findall("largebatch: Training stopped at step 4: .*", text)
+    place = rf"it began on rank 1 \({os.uname().nodename}\): micro-batch 1, sample (\d+) \(/.*, record \d+ "
+    assert samples == set(re.findall(place, stopped)), text
+    assert "the loss is not finite on rank 1; computed again, " in stopped and "with pixels that are not fin" in stopped

@@ -38,6 +38,7 @@ WORLDS = {
     "test_freezing": [ONE, GLOO, THREE],
     "test_gradients": [ONE, GLOO, THREE, FOUR],
     "test_levers": [ONE, GLOO, THREE],
+    "test_origin": [ONE, THREE],
     "test_replicas": [TWO, THREE],
     "test_traps": [ONE, GLOO, THREE],
     "test_validation": [THREE],

@@ -1,0 +1,149 @@
+"""Finds the rank, the micro-batch and the images with which a gradient that is not finite began.
+
+The ranks' gradients are added in place, so after a step nobody knows whose was not finite. But a skipped step moves
+nothing, and its micro-batches depend on the seed and the step alone. So each rank computes its own once more, by itself
+and without a loss scale, and looks at the gradient of each. This costs a step, and nothing while all is well.
+"""
+
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from largebatch.augment import Augmented
+from largebatch.engine import Trainer
+from largebatch.precision import autocast
+
+MOST = 3  # places in a message
+Where = Callable[[int], str]  # sample number -> text that names it
+
+
+@dataclass(frozen=True)
+class Place:
+    """A micro-batch whose gradient is not finite."""
+
+    number: int
+    cause: str
+    samples: list[int]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank found."""
+
+    host: str
+    places: tuple[str, ...] = ()
+    everywhere: bool = False  # in all its micro-batches
+    failure: str = ""
+
+
+def find_origin(trainer: Trainer, step: int, where: Where) -> tuple[str, bool]:
+    """Compute the micro-batches of a skipped step again; return a clause about what was found, and whether it was.
+
+    A collective. step: number of the step, from 0; nothing must have moved since. where: names a sample.
+    """
+    host, comm = socket.gethostname(), trainer.comm
+    try:
+        places = list(recompute(trainer, step))
+        everywhere = len(places) == len(trainer.plan.micro_batches(step, comm.data_rank, comm.data_size)) > 1
+        mine = Found(host, tuple(describe_place(place, where) for place in places), everywhere)
+    except Exception as error:  # this only explains, so it must not end the run: there may be no memory for it
+        mine = Found(host, failure=f"{type(error).__name__}: {error}")
+    return describe(comm.allgather_object(mine, name="guards/origin"))
+
+
+def recompute(trainer: Trainer, step: int) -> Iterator[Place]:
+    """Yield the micro-batches of this rank whose gradient is not finite. The state of the run stays what it is."""
+    newest: list[Any] = []
+
+    def remembered(batches: Iterable[Any]) -> Iterator[Any]:
+        for batch in batches:
+            newest[:] = [batch]
+            yield batch
+
+    with as_before(trainer, step), closing(trainer.open_batches(step)) as batches:
+        for augmented in trainer.window(remembered(batches)):
+            (batch,) = newest
+            if bad := rows(batch.images):
+                yield Place(batch.number, " with pixels that are not finite", batch.samples[bad].tolist())
+            elif (found := examine(trainer, augmented)) is not None:
+                yield Place(batch.number, "", batch.samples[found].tolist())
+
+
+def examine(trainer: Trainer, batch: Augmented) -> list[int] | None:
+    """Return the rows of a micro-batch whose part of the gradient is not finite, all if it cannot be told; else None.
+
+    The gradient of an image shows its row, since the images of a batch are computed apart from each other, unless batch
+    normalisation couples them. With mixup, the row of an image that took part of a bad one is bad, too.
+    """
+    images = batch.images.detach().requires_grad_()
+    parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    with autocast(trainer.device, trainer.precision):
+        loss = trainer.objective(trainer.model, batch._replace(images=images))
+    # Not `backward`, which would add to the gradients and start Horovod's reduction.
+    of_images, *others = torch.autograd.grad(loss, [images, *parameters], allow_unused=True)
+    if torch.isfinite(loss) and all(bool(torch.isfinite(g).all()) for g in (of_images, *others) if g is not None):
+        return None
+    return rows(of_images) or list(range(len(images)))
+
+
+def rows(tensor: Tensor) -> list[int]:
+    """Return the rows of (B, ...) that have a value which is not finite."""
+    found: list[int] = torch.isfinite(tensor).flatten(1).all(dim=1).logical_not().nonzero().flatten().tolist()
+    return found
+
+
+@contextmanager
+def as_before(trainer: Trainer, step: int) -> Iterator[None]:
+    """Put the run back to the beginning of `step`; restore its place, buffers and random state at the end of the block.
+
+    Compiled models run uncompiled: for gradients of images they would be compiled once more.
+    """
+    state, device = trainer.state, trainer.device
+    buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
+    trainer.state = replace(state, step=step)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        trainer.state = state
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+# -- the message ---------------------------------------------------------------------------------------------------
+
+
+def describe_place(place: Place, where: Where) -> str:
+    """Return the clause of one micro-batch."""
+    samples = first([where(sample) for sample in place.samples[:MOST]], len(place.samples), ", ")
+    noun = "sample" if len(place.samples) == 1 else "samples"
+    return f"micro-batch {place.number}, {noun} {samples}{place.cause}"
+
+
+def first(texts: Sequence[str], count: int, comma: str) -> str:
+    """Join the first texts of `count`, and say how many are left out."""
+    more = [f"{count - MOST} more"] if count > MOST else []
+    return comma.join([*texts[:MOST], *more])
+
+
+def describe(ranks: list[Found]) -> tuple[str, bool]:
+    """Return the clause of all ranks, and whether a place was found."""
+    failed = [f"rank {rank} could not ({found.failure})" for rank, found in enumerate(ranks) if found.failure]
+    bad = [rank for rank, found in enumerate(ranks) if found.places]
+    if not bad:
+        again = "computed again, the gradient is finite on every rank, so a processor or a memory may be at fault"
+        return "; ".join([again, *failed[:MOST]]), False
+    if all(found.everywhere for found in ranks):
+        return "computed again, it is so in each micro-batch of every rank: no single image is the cause", True
+    clauses = []
+    for rank in bad[:MOST]:
+        host, places = ranks[rank].host, ranks[rank].places
+        what = "each of its micro-batches" if ranks[rank].everywhere else first(places, len(places), "; ")
+        clauses.append(f"rank {rank} ({host}): {what}")
+    return "; ".join(["computed again, it began on " + first(clauses, len(bad), "; "), *failed[:MOST]]), True
