@@ -165,16 +165,61 @@ def test_every_record_that_has_no_image_can_be_left_out(shards, capsys):
     assert sum((batch.labels.tolist() for batch in loader), []) == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("place, message", [(2, "wrong length CRC, so what follows cannot be found"), (-30, "cut off")])
-def test_what_cannot_be_skipped_is_said(shards, place, message):
-    path = shards / "train-00000-of-00002"
+def wrong_length(path, numbers):
+    """Flip a bit in the length of records of a shard."""
+    starts = [start - 12 for start, _, _ in records.scan_records(str(path))]
     data = bytearray(path.read_bytes())
-    if place < 0:
-        data = data[:place]
-    else:
-        data[place] ^= 1
+    for number in numbers:
+        data[starts[number] + 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(SystemExit, match=f"{path}: record .*{message}"):
+    return [starts[number] for number in numbers]
+
+
+@pytest.mark.parametrize("bad", [[0], [3], [5], [0, 2, 5], [1, 2], [4, 5]])
+def test_records_of_a_wrong_length_are_left_out(shards, capsys, bad):
+    """The first, one in the middle, the last, several, and neighbours, which are one gap."""
+    path = shards / "train-00000-of-00002"
+    places = wrong_length(path, bad)
+    gaps = [place for number, place in zip(bad, places) if number - 1 not in bad]
+    with pytest.raises(ValueError, match=f"{path}, record {bad[0]} .at byte {places[0]}. has a wrong length CRC.*lost"):
+        sources.open_source(str(shards), split="train")
+    assert check(shards) == 1
+    output = capsys.readouterr().out
+    assert f"{path}, record {bad[0]} (at byte {places[0]}): has a wrong length CRC" in output
+    listed = rows(shards / "quarantine.csv")
+    assert [(row["file"], int(row["offset"])) for row in listed] == [(path.name, place) for place in gaps]
+    index = sources.open_source(str(shards), split="train").for_classes(3)
+    kept = [k for k in range(12) if k not in bad]
+    assert epoch(index) == [(sample, k % 3) for sample, k in enumerate(kept)]
+    images = [records.read_span(index.files[index.file[k]], index.offset[k], index.length[k]) for k in range(len(kept))]
+    assert images == [encoded(k) for k in kept]
+    assert pack.main([str(shards), str(shards.parent / "again"), "--shards", "2"]) == 0
+    assert len(sources.open_source(str(shards.parent / "again"), split="train")) == len(kept)
+
+
+def test_wrong_lengths_that_leave_no_trace_in_the_file_times(shards):
+    """An index from before has an image for each record, so one gap leaves out two of them; `check` needs a new one."""
+    before = sources.open_source(str(shards), split="train")
+    path = shards / "train-00001-of-00002"
+    status = path.stat()
+    wrong_length(path, [2, 3])
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(SystemExit, match=f"{path} has other records than when it was indexed: touch the file"):
+        check(shards)
+    new = str(shards.parent / "new")
+    folder, index = sources.open_everything(str(shards), split="train", cache=new)
+    ((_, entries),) = [
+        found for found in quarantine.find_bad(index, folder=folder, split="train", num_threads=1) if found[1]
+    ]
+    quarantine.save(shards / "quarantine.csv", entries)
+    after = [sources.open_source(str(shards), split="train", cache=cache) for cache in ("", new)]
+    assert [len(index) for index in (before, *after)] == [12, 10, 10] and after[0].digest() == after[1].digest()
+
+
+def test_what_cannot_be_skipped_is_said(shards):
+    path = shards / "train-00000-of-00002"
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(SystemExit, match=f"{path}: record .*cut off"):
         check(shards)
     assert not (shards / "quarantine.csv").exists()
 

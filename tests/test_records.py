@@ -112,7 +112,7 @@ def test_file_equals_tensorboards(tmp_path):
     records.write_records(tmp_path / "ours", payloads)
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
     read = list(records.scan_records(str(tmp_path / "ours")))
-    assert read == [(start, payload, True) for start, payload in zip((12, 28, 45), payloads)]
+    assert read == [(start, payload, "") for start, payload in zip((12, 28, 45), payloads)]
 
 
 def test_example_equals_protobufs(example_class):
@@ -153,22 +153,70 @@ def test_random_bytes_are_refused_politely():
             records.decode_example(data)
 
 
-@pytest.mark.parametrize("place, message", [(3, "wrong length CRC"), (9, "wrong length CRC"), (40, "wrong CRC")])
-def test_flipped_bit_names_file_and_record(tmp_path, place, message):
+def test_flipped_bit_names_file_and_record(tmp_path):
     path = tmp_path / "train-00000-of-00001"
     make_shard(path, [1, 2, 3])
-    starts = [start - 12 for start, _, _ in records.scan_records(str(path))]
+    starts = [start for start, _, _ in records.scan_records(str(path))]
     data = bytearray(path.read_bytes())
-    data[starts[1] + place] ^= 4
+    data[starts[1] + 28] ^= 4
     path.write_bytes(data)
-    if message == "wrong CRC":
-        assert [intact for _, _, intact in records.scan_records(str(path))] == [True, False, True]
-    else:
-        with pytest.raises(ValueError, match=f"{path}: record 1 .at byte {starts[1]}. has a {message}"):
-            list(records.scan_records(str(path)))
-    at = starts[1] + (12 if message == "wrong CRC" else 0)  # the payload, or the record
-    with pytest.raises(ValueError, match=f"{path}.* record 1 .at byte {at}. has a {message}"):
+    assert [fault for _, _, fault in records.scan_records(str(path))] == ["", records.WRONG_CRC, ""]
+    with pytest.raises(ValueError, match=f"{path}.* record 1 .at byte {starts[1]}. has a wrong CRC"):
         opened(path)
+
+
+@pytest.mark.parametrize("number", [0, 2, 4])  # the first, one in the middle, the last
+@pytest.mark.parametrize("place", range(12))  # each byte of the length and of its CRC
+def test_records_behind_a_wrong_length_are_found(tmp_path, number, place):
+    path = tmp_path / "train-00000-of-00001"
+    images = make_shard(path, [1, 2, 3, 1, 2])
+    whole = list(records.scan_records(str(path)))
+    begin = whole[number][0] - 12
+    data = bytearray(path.read_bytes())
+    data[begin + place] ^= 4
+    path.write_bytes(data)
+    found = list(records.scan_records(str(path)))
+    stop = whole[number + 1][0] - 12 if number < 4 else len(data)
+    assert found[:number] + found[number + 1 :] == whole[:number] + whole[number + 1 :]
+    assert found[number][:2] == (begin, bytes(data[begin:stop]))
+    assert f"has a wrong length CRC, and its {stop - begin} bytes" in found[number][2]
+    assert records.record_spans(str(path)) == [(start, len(payload)) for start, payload, _ in found]
+    index = index_shards([str(path)])
+    kept = [k for k in range(5) if k != number]
+    for k in kept:
+        assert records.read_span(path, index.offset[k], index.length[k]) == images[k]
+    assert [index.label[k] for k in kept] == [[1, 2, 3, 1, 2][k] for k in kept]
+    with pytest.raises(ValueError, match=f"{path}, record {number} .at byte {begin}. has a wrong length CRC.*pack che"):
+        opened(path)
+
+
+def gaps(path):
+    return [start for start, _, fault in records.scan_records(str(path)) if "wrong length CRC" in fault]
+
+
+def test_search_for_the_next_record(tmp_path, monkeypatch):
+    """Junk of any length between records, also where the search reads on, and numbers that only look like lengths."""
+    monkeypatch.setattr(records, "SEARCH_BYTES", 64)
+    path, frame = tmp_path / "shard", records.frame(b"abc")
+    for junk in [b"x" * count for count in (1, 11, 12, 13, 63, 64, 65, 200)] + [bytes(300), struct.pack("<Q", 3) * 40]:
+        path.write_bytes(frame + junk + frame)
+        read = [(start, payload) for start, payload, _ in records.scan_records(str(path))]
+        assert read == [(12, b"abc"), (19, junk), (31 + len(junk), b"abc")]
+    far = records.frame(b"z" * 99)[:12]  # a right length, but not of a record in this file
+    path.write_bytes(frame + b"x" * 20 + far + frame)
+    assert [start for start, _, _ in records.scan_records(str(path))] == [12, 19, 19 + 20 + 12 + 12]
+
+
+def test_file_without_records_is_refused_and_so_is_one_full_of_gaps(tmp_path):
+    path, frame = tmp_path / "shard", records.frame(b"abc")
+    path.write_bytes(b"no records, only text" * 10)
+    with pytest.raises(ValueError, match="shard: record 0 .at byte 0. has .*, and no record can be found: .* no TFRec"):
+        list(records.scan_records(str(path)))
+    path.write_bytes((frame + b"x") * records.MOST_GAPS + frame)
+    assert len(gaps(path)) == records.MOST_GAPS
+    path.write_bytes((frame + b"x") * (records.MOST_GAPS + 1) + frame)
+    with pytest.raises(ValueError, match="shard: record 201 .*, and so have 100 records before it"):
+        list(records.scan_records(str(path)))
 
 
 def test_every_truncation_is_noticed(tmp_path):

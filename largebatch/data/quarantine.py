@@ -20,12 +20,13 @@ import numpy as np
 from PIL import Image
 
 from largebatch.data.index import Index
-from largebatch.data.records import WRONG_CRC, read_span, scan_records
+from largebatch.data.records import length_at, read_span, scan_records
 from largebatch.data.scan import find_image, image_size
 from largebatch.files import atomic_file
 
 NAME = "quarantine.csv"
 IMAGES_PER_TASK = 256  # for image files; a shard is always one task
+_CHANGED = "has other records than when it was indexed: touch the file, so that it is indexed again."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +56,10 @@ def find_bad(index: Index, *, folder: Path, split: str, num_threads: int) -> Ite
     def examine(numbers: range) -> tuple[int, list[Entry]]:
         entries = []
         for number in numbers:
-            faults = enumerate(_faults(index, number, firsts[number]), start=firsts[number])
-            bad = [(sample, reason) for sample, reason in faults if reason]
+            faults = list(_faults(index, number, firsts[number]))
+            if len(faults) != sizes[number]:
+                raise ValueError(f"{index.files[number]} {_CHANGED}")
+            bad = [(sample, reason) for sample, reason in enumerate(faults, start=firsts[number]) if reason]
             entries += [_entry(index, sample, reason, folder=folder, split=split) for sample, reason in bad]
         return sum(sizes[number] for number in numbers), entries
 
@@ -78,8 +81,8 @@ def _faults(index: Index, number: int, first: int) -> Iterator[str]:
     if index.class_names:  # a file is an image
         yield _fault(lambda: read_span(path, 0, int(index.length[first])))
         return
-    for _, payload, intact in scan_records(path):
-        yield _fault(lambda: _image(payload)) if intact else WRONG_CRC
+    for _, payload, fault in scan_records(path):
+        yield fault or _fault(lambda: _image(payload))
 
 
 def _image(payload: bytes) -> bytes:
@@ -154,7 +157,7 @@ def leave_out(index: Index, entries: Sequence[Entry], *, folder: Path, split: st
     samples = []
     for path, offset, length in listed:
         found = _matching(index, numbers[path], offset, length) if path in numbers else []
-        if len(found) != 1:
+        if not found:
             raise ValueError(
                 f"{listed_in} names byte {offset} of {path}, but there is no {split} image: delete the list."
             )
@@ -186,13 +189,14 @@ def listed_spans(
 
 
 def _is_as_listed(path: str, entry: Entry) -> bool:
-    """Return whether the bytes are the same. An image file (offset 0, unlike records) must not have grown either."""
+    """Return whether the bytes are the same. An image file must not have grown either; a gap may also be at byte 0."""
     whole = entry.offset > 0 or not os.path.exists(path) or os.path.getsize(path) == entry.length
+    whole = whole or length_at(path, entry.length) is not None
     return whole and _sha256(path, entry.offset, entry.length) == entry.sha256
 
 
 def _matching(index: Index, number: int, offset: int, length: int) -> list[int]:
-    """Return the samples of a file at a span: the same bytes, or one is the whole record of the other."""
+    """Return the samples of a file at a span: the same bytes, or one is the record of the other, or a gap around it."""
     first, stop = np.searchsorted(index.file, [number, number + 1]).tolist()
     starts, ends = index.offset[first:stop], index.offset[first:stop] + index.length[first:stop]
     inside = (offset <= starts) & (ends <= offset + length)
@@ -206,7 +210,8 @@ def _refuse(index: Index, sample: int, count: int, *, folder: Path) -> None:
     if index.class_names:
         (reason,) = _faults(index, number, sample)
     else:
-        reason = list(_faults(index, number, 0))[index.record(sample)]
+        faults = list(_faults(index, number, 0))
+        reason = faults[index.record(sample)] if index.record(sample) < len(faults) else ""
     if not reason:
         raise ValueError(
             f"{index.where(sample)} could not be read when it was indexed, and can be read now: touch the file, so "

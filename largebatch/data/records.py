@@ -13,13 +13,17 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import google_crc32c
+import numpy as np
 
 from largebatch.files import atomic_file
 
 IMAGE, LABEL, FILENAME = "image/encoded", "image/class/label", "image/filename"
 WRONG_CRC = "has a wrong CRC: the file is damaged, copy it again"
+MOST_GAPS = 100  # in one file; more of them, and the file is not worth reading
+SEARCH_BYTES = 2**20  # read at once to find the next record behind a gap
 
 
 # -- record framing ----------------------------------------------------------------------------------------------------
@@ -38,39 +42,98 @@ def frame(payload: bytes) -> bytes:
     return b"".join((head, crcs[0], payload, crcs[1]))
 
 
-def scan_records(path: str) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield the offset and the bytes of each payload, and True if its CRC is right.
+def scan_records(path: str) -> Iterator[tuple[int, bytes, str]]:
+    """Yield the offset and the bytes of each payload, and its fault, which is "" if its CRC is right.
 
-    Raises ValueError, naming file and record, if the place of the next record is not known.
+    A record whose length cannot be trusted is a gap: its bytes, up to the next record that is found, come with their
+    own fault. Raises ValueError, naming file and record, if the file is cut off, has too many gaps, or has no records.
     """
     with open(path, "rb") as file:
-        size, number = os.fstat(file.fileno()).st_size, 0
-        while head := file.read(12):
-            where = f"{path}: record {number} (at byte {file.tell() - len(head)})"
-            if len(head) < 12:
-                raise ValueError(f"{where} is cut off: copy the file again.")
-            length, crc = struct.unpack("<QI", head)
-            if crc != masked_crc(head[:8]):
-                raise ValueError(
-                    f"{where} has a wrong length CRC, so what follows cannot be found or left out: the file is damaged "
-                    "or no TFRecord file, copy it again."
-                )
-            start = file.tell()
-            if start + length + 4 > size:
-                raise ValueError(f"{where} is cut off: copy the file again.")
+        for start, length, is_payload in _spans(file, path):
+            file.seek(start)
             payload = file.read(length)
-            yield start, payload, struct.unpack("<I", file.read(4))[0] == masked_crc(payload)
-            number += 1
+            if not is_payload:
+                yield start, payload, (
+                    f"has a wrong length CRC, and its {length} bytes, up to the next record that is found, are lost: "
+                    "the file is damaged, copy it again"
+                )
+            elif struct.unpack("<I", file.read(4))[0] != masked_crc(payload):
+                yield start, payload, WRONG_CRC
+            else:
+                yield start, payload, ""
 
 
 def record_spans(path: str) -> list[tuple[int, int]]:
-    """Return offset and length of each payload; only the framing is read."""
-    spans = []
+    """Return offset and length of each payload, and of each gap, as `scan_records`; only the framing is read."""
     with open(path, "rb") as file:
-        while head := file.read(8):
-            spans.append((file.tell() + 4, struct.unpack("<Q", head)[0]))
-            file.seek(4 + spans[-1][1] + 4, os.SEEK_CUR)
-    return spans
+        return [(start, length) for start, length, _ in _spans(file, path)]
+
+
+def length_at(path: str, offset: int) -> int | None:
+    """Return the length of the record that begins at byte `offset`, or None if none does."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return _length(file.read(12))
+
+
+def _spans(file: BinaryIO, path: str) -> Iterator[tuple[int, int, bool]]:
+    """Yield offset and length of each payload, with True, and of each gap, with False."""
+    size, at, number, gaps = os.fstat(file.fileno()).st_size, 0, 0, 0
+    while at < size:
+        where = f"{path}: record {number} (at byte {at})"
+        file.seek(at)
+        head = file.read(12)
+        length = _length(head)
+        if len(head) < 12 or (length is not None and at + 16 + length > size):
+            raise ValueError(f"{where} is cut off: copy the file again.")
+        if length is None:
+            stop, gaps = _find_record(file, at + 1, size), gaps + 1
+            if stop - at == size or gaps > MOST_GAPS:
+                others = "no record can be found" if stop - at == size else f"so have {MOST_GAPS} records before it"
+                raise ValueError(
+                    f"{where} has a wrong length CRC, and {others}: the file is damaged or no TFRecord file, copy it "
+                    "again."
+                )
+            yield at, stop - at, False
+            at = stop
+        else:
+            yield at + 12, length, True
+            at += length + 16
+        number += 1
+
+
+def _length(head: bytes) -> int | None:
+    """Return the length in the first 12 bytes of a record, or None if its CRC is wrong."""
+    if len(head) < 12 or struct.unpack("<I", head[8:])[0] != masked_crc(head[:8]):
+        return None
+    return struct.unpack("<Q", head[:8])[0]
+
+
+def _find_record(file: BinaryIO, at: int, size: int) -> int:
+    """Return the first offset from `at` on where a record begins that fits into the file, or the file's size."""
+    while at + 16 <= size:
+        file.seek(at)
+        block = file.read(SEARCH_BYTES + 11)  # a record may begin at each of the first SEARCH_BYTES
+        for place in _headers(block, longest=size - at - 16):
+            if at + place + 16 + struct.unpack_from("<Q", block, place)[0] <= size:
+                return at + place
+        at += SEARCH_BYTES
+    return size
+
+
+def _headers(block: bytes, *, longest: int) -> list[int]:
+    """Return the places in `block` where a length of at most `longest` bytes is followed by its CRC.
+
+    Hardly any eight bytes of an image are such a length, so only few CRCs are computed.
+    """
+    if len(block) < 12:
+        return []
+    heads = np.lib.stride_tricks.sliding_window_view(np.frombuffer(block, dtype=np.uint8), 12)
+    lengths, crcs = heads[:, :8].copy().view("<u8")[:, 0], heads[:, 8:].copy().view("<u4")[:, 0]
+    places = np.flatnonzero(lengths <= longest)
+    values, which = np.unique(lengths[places], return_inverse=True)
+    expected = np.array([masked_crc(value.tobytes()) for value in values], dtype=np.uint32)
+    return places[crcs[places] == expected[which]].tolist()
 
 
 def read_span(path: str | Path, offset: int, length: int) -> bytes:

@@ -29,7 +29,7 @@ Rows = tuple[np.ndarray, ...]
 
 
 def index_shards(files: Sequence[str]) -> Index:
-    """Scan TFRecord files. Raises ValueError if a file ends early or its records cannot be told apart.
+    """Scan TFRecord files. Raises ValueError if a file ends early or no record can be found in it.
 
     Labels are those in the records; `Index.number_labels` makes them zero-based.
     """
@@ -68,10 +68,10 @@ def index_images(files: Sequence[str], labels: Sequence[int], *, class_names: Se
 def scan_shard(path: str) -> Rows:
     """Return the rows of one TFRecord file, with the labels that its records have. Every CRC is checked."""
     rows = []
-    for start, payload, intact in scan_records(path):
+    for start, payload, fault in scan_records(path):
         row, found = (start, len(payload), 0, 0, 0), Found()
         with contextlib.suppress(ValueError):
-            if intact:
+            if not fault:
                 a, b, label = find_image(payload)
                 row = (start + a, b - a, label, *image_size(io.BytesIO(payload[a:b])))
                 found = find_map(payload)

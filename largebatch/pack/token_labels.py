@@ -139,10 +139,10 @@ def _features(shard: Index) -> Iterator[dict]:
     path = shard.files[shard.file[0]]
     kept = iter([*shard.offset.tolist(), -1])
     image = next(kept)
-    for start, payload, intact in records.scan_records(path):
+    for start, payload, fault in records.scan_records(path):
         if start <= image < start + len(payload):
-            if not intact:
-                raise ValueError(f"{path}: the record at byte {start - 12} {records.WRONG_CRC}.")
+            if fault:
+                raise ValueError(f"{path}: the record at byte {start - 12} {fault}.")
             yield {name: values for name, values in records.decode_example(payload).items() if values}
             image = next(kept)
 
