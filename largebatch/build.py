@@ -100,7 +100,10 @@ def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
     with comm.together(f"opening {config.data.path}"):
         if not config.data.path:
             raise ValueError(f"Recipe {config.recipe} has no images of its own: give --data FOLDER or synthetic.")
-        index = open_source(config.data.path, split=split, listed=config.data.quarantine)
+        data = config.data
+        index = open_source(
+            data.path, split=split, listed=data.quarantine, allow_incomplete=data.allow_incomplete
+        )
         index = index.for_classes(config.model.num_classes)
         if split == "train" and config.data.token_labels:
             index.check_maps(config.model.num_classes)

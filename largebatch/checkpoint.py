@@ -61,6 +61,7 @@ MAY_DIFFER = {  # options that change how a run is watched, not its numbers
     "model.grad_checkpointing",
     "data.num_threads",
     "data.quarantine",  # the images are compared by their digest
+    "data.allow_incomplete",
     "data.eval_batch_size",
 }
 MAY_DIFFER_SECTIONS = ("horovod.", "log.", "checkpoint.", "parallel.")

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from largebatch import pack
-from largebatch.data import records, shards, sources
+from largebatch.data import shards, sources
 
 FIRST_HELD_OUT = [2, 4, 5, 4, 8, 2, 0, 6, 3, 3, 2, 6]  # the split must never change
 
@@ -164,13 +164,6 @@ def test_record_folder(image_folder, tmp_path, folders):
         file.truncate(os.path.getsize(train.files[1]) - 5)
     with pytest.raises(ValueError, match=f"{train.files[1]}: record 2 .* is cut off"):
         sources.open_source(str(out), split="train", cache=str(tmp_path / "cache"))
-
-
-def test_missing_shards_are_announced(tmp_path, caplog):
-    for k in (0, 2):
-        records.write_records(tmp_path / f"train-{k:05d}-of-00004", [b""])
-    assert len(sources.find_shards(tmp_path, "train")) == 2
-    assert f"{tmp_path} has 2 of the 00004 shards" in caplog.text
 
 
 def test_wrong_folders_say_what_was_looked_for(tmp_path, image_folder):

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> Report:
     device = set_up_device(options)
     if device.type != "cpu":
         raise ValueError(f"--device is {device}, but this benchmark compares loaders on a CPU: use --device cpu.")
-    index = some(open_source(options.data, split="train"), MOST)
+    index = some(open_source(options.data, split="train", allow_incomplete=True), MOST)
     if not 0 < options.batch_size <= min(len(index), options.images):
         raise ValueError(
             f"--batch-size is {options.batch_size}, expected 1 to {min(len(index), options.images)}: no more than the "

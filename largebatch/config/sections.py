@@ -52,6 +52,9 @@ class DataConfig:
 
     path: str = "digits"
     """folder of TFRecords, image folder, folder of CIFAR-10's files, "synthetic", or "digits" (embedded)"""
+    allow_incomplete: bool = False
+    """go on, with a warning, if a shard is missing, empty or doubled, or if records are lost; the default refuses such
+    data, because a model that has not seen some images looks like any other"""
     quarantine: str = ""
     """list of images to leave out (made by pack check --out); empty: quarantine.csv in the data folder, if it exists"""
     global_batch_size: int = 32768

@@ -10,6 +10,7 @@ The read side finds the images, reads their bytes and decodes them:
     archives        reads the original tar files of ImageNet and the files of CIFAR-10
     shards          writes images as TFRecords, each shard complete or not at all
     sources         turns the value of --data into an index
+    whole           tells if shards are missing, empty or doubled, or have lost records
     quarantine      finds images that cannot be decoded and leaves them out
     imagenet_real   the ReaL labels of ImageNet's validation set
     reader          reads the encoded bytes with many threads, into memory that is used again

@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from largebatch.data import archives, index_file, quarantine
+from largebatch.data import archives, index_file, quarantine, whole
 from largebatch.data.index import Index
 from largebatch.data.scan import index_images, index_shards
 from largebatch.data.shards import Images, write_split
@@ -47,16 +47,23 @@ _SYNTHETIC_CLASSES, _SYNTHETIC_SHARDS = 1000, {"train": 64, "validation": 4}
 _SYNTHETIC_IMAGES = {"train": 4, "validation": 1}  # of each class
 
 
-def open_source(path: str, *, split: str, cache: str = "", listed: str = "") -> Index:
+def open_source(
+    path: str, *, split: str, cache: str = "", listed: str = "", allow_incomplete: bool = False
+) -> Index:
     """Return the index of one split of a source, without the images in quarantine.
 
     The index is kept in `cache` (default: $XDG_CACHE_HOME or ~/.cache, folder largebatch) and built again when a
     file of the source has changed. The label base of TFRecords is detected, from the training split if there is one;
     `Index.for_classes` makes it certain. `listed` is the quarantine list, if it is not the one in the data folder.
     Raise ValueError if there are no images, with the places that were searched, or if a file or image is damaged, with
-    its name.
+    its name; also if shards are missing, empty or doubled or have lost records, unless `allow_incomplete`.
     """
     folder, index = open_everything(path, split=split, cache=cache)
+    reason = whole.why_incomplete(index, folder=folder, split=split)
+    if reason and not allow_incomplete:
+        raise ValueError(f"{reason}; to use the images that are there, set --data.allow_incomplete true.")
+    if reason:
+        logger.warning("%s; this goes on with the %d %s images that are there.", reason, len(index), split)
     file = Path(listed).expanduser() if listed else folder / quarantine.NAME
     if listed and not file.is_file():
         raise ValueError(f"There is no quarantine list {listed}: expected one from `largebatch.pack check --out`.")
@@ -133,17 +140,8 @@ def find_shards(folder: Path, split: str) -> list[str]:
             if file.suffix in ("", ".tfrecord", ".tfrecords") and file.is_file()
         ]
         if found:
-            _warn_of_missing_shards(found)
             return sorted(found)
     return []
-
-
-def _warn_of_missing_shards(files: Sequence[str]) -> None:
-    announced = Path(files[0]).stem.rpartition("-of-")[2]
-    if announced.isdigit() and int(announced) != len(files):
-        logger.warning(
-            "%s has %d of the %s shards that are announced", Path(files[0]).parent, len(files), announced
-        )
 
 
 def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[str]]:

@@ -1,4 +1,4 @@
-"""Lists the images that cannot be decoded.
+"""Lists the images that cannot be decoded, and says if shards are missing, empty or doubled, or have lost records.
 
     python -m largebatch.pack check shards/
 
@@ -8,7 +8,7 @@ with a wrong length: its entry has all bytes up to the next record that is found
 folder cannot be written, `--out FILE` tells where the list goes, and `--data.quarantine FILE` tells the training where
 it is.
 
-The exit status is 1 if an image is bad. If all images are good, an old list is removed.
+The exit status is 1 if an image is bad, or if the shards are not whole. If all images are good, an old list is removed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from largebatch.data import quarantine, sources
+from largebatch.data import quarantine, sources, whole
 from largebatch.pack.processes import cores_per_process
 from largebatch.pack.progress import show_progress
 
@@ -26,7 +26,8 @@ from largebatch.pack.progress import show_progress
 def main(argv: Sequence[str]) -> int:
     """Run the sub-command; return its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m largebatch.pack check", description="Decodes all images and lists the bad ones."
+        prog="python -m largebatch.pack check",
+        description="Decodes all images, lists the bad ones, and says if shards are missing or have lost records.",
     )
     parser.add_argument("data", help='folder of TFRecords or images, or "digits"')
     parser.add_argument("--out", default="", help=f"file for the list (default: {quarantine.NAME} in the folder)")
@@ -40,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
     lists: dict[Path, list[quarantine.Entry]] = {}
     lines = []
     for split in sources.available_splits(args.data) or ["train"]:
-        folder, bad = _check_split(args.data, split, num_threads=args.threads)
-        lines += [_line(folder, entry) for entry in bad]
+        folder, bad, incomplete = _check_split(args.data, split, num_threads=args.threads)
+        lines += [incomplete] * bool(incomplete) + [_line(folder, entry) for entry in bad]
         file = Path(args.out).expanduser() if args.out else folder / quarantine.NAME
         lists[file] = lists.get(file, []) + bad
     for line in lines:
@@ -51,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
     return 1 if lines else 0
 
 
-def _check_split(data: str, split: str, *, num_threads: int) -> tuple[Path, list[quarantine.Entry]]:
-    """Decode the images of a split; return the folder that holds the data, and its bad images, sorted."""
+def _check_split(data: str, split: str, *, num_threads: int) -> tuple[Path, list[quarantine.Entry], str]:
+    """Decode the images of a split; return the data's folder, the bad images, sorted, and why shards are not whole."""
     folder, index = sources.open_everything(data, split=split)
     found = []
     with show_progress(f"checking {split}", len(index)) as show:
@@ -60,7 +61,8 @@ def _check_split(data: str, split: str, *, num_threads: int) -> tuple[Path, list
             found += bad
             show(done)
     print(f"{split}: {len(index)} images, {len(found)} bad")
-    return folder, sorted(found, key=dataclasses.astuple)
+    incomplete = whole.why_incomplete(index, folder=folder, split=split)
+    return folder, sorted(found, key=dataclasses.astuple), incomplete and f"{incomplete}."
 
 
 def _line(folder: Path, entry: quarantine.Entry) -> str:

@@ -1,12 +1,18 @@
 """The real loaders on any number of ranks: every image once, the same batches, the same counts."""
 
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from parts import small_model
 
+from largebatch import build
 from largebatch.comm import Stopped
 from largebatch.comm.preflight import agree_on
+from largebatch.config import DataConfig, ModelConfig, TrainConfig
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.order import Plan
 from largebatch.data.sources import open_source
@@ -67,3 +73,20 @@ def test_ranks_with_other_images_stop_together(comm):
         mine = index.without([3]) if comm.rank == 1 else index
         with pytest.raises(Stopped, match=f"rank 1 of {comm.size} has other images than rank 0"):
             agree_on(comm, mine.digest(), name="images")
+
+
+def test_a_missing_shard_stops_all_ranks_unless_it_is_meant(comm, tmp_path, monkeypatch):
+    """Training and validation open their images in the same way; here one rank alone sees the shard missing."""
+    files = open_source("digits", split="train").files
+    monkeypatch.chdir(tmp_path)  # a folder for each rank, under one name for all
+    for path in files:
+        shutil.copy(path, ".")
+    if comm.rank == comm.size - 1:
+        Path(Path(files[1]).name).unlink()
+    data = DataConfig(path=".")
+    config = TrainConfig(data=data, model=ModelConfig(num_classes=10))
+    with pytest.raises(Stopped, match="lacks 1 of the 4 train shards .*train-00001-of-00004.*--data.allow_incomplete"):
+        build.open_data(config, comm, "train")
+    Path(Path(files[1]).name).unlink(missing_ok=True)
+    allowed = replace(config, data=replace(data, allow_incomplete=True))
+    assert len(build.open_data(allowed, comm, "train")) < 1437

@@ -1,0 +1,218 @@
+"""Tells if a folder of shards is whole: no shard is missing, empty or doubled, and no record is lost.
+
+The evidence is in three places. The names of the shards announce their number (train-00000-of-00004). The file that
+`largebatch.pack` leaves beside them has the number of their images. And two shards with the same bytes are one shard
+twice. A set without such names and without that file cannot be checked for lost records.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from largebatch.data.index import Index
+from largebatch.data.records import length_at, read_span
+from largebatch.data.shards import shard_images
+
+PLANS = ("packing.json", "token_labels.json")  # of `largebatch.pack` and of its token-labels
+COMPARED_BYTES = 2**16  # at each end of two shards, before all of their bytes
+NAMED = 3  # shards in a message
+
+
+class Recorded(NamedTuple):
+    """The number of images of a split, in the file `name`; and of its shards, or 0 if they may be of any size."""
+
+    name: str
+    images: int
+    shards: int
+
+
+def why_incomplete(index: Index, *, folder: Path, split: str) -> str:
+    """Return the first reason why the shards of a split are not whole, and the cure; "" if they are, or are no shards.
+
+    `index` has all records, those in quarantine included; `folder` holds the data.
+    """
+    if index.class_names:
+        return ""
+    places = list(dict.fromkeys((os.path.dirname(index.files[0]), str(folder))))
+    recorded = next(_recorded(places, split), None)
+    checks = (
+        lambda: _missing(index.files, split),
+        lambda: _doubled(index),
+        lambda: _too_many(index.files, split),
+        lambda: _lost(index, recorded, split) if recorded else _empty(index, split),
+    )
+    return next(filter(None, (check() for check in checks)), "")
+
+
+# -- the names ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Series:
+    """Numbered shards that announce the same number of shards, and the names that this makes one expect."""
+
+    beginning: str
+    announced: str
+    paths: list[Path] = field(default_factory=list)
+    digits: list[str] = field(default_factory=list)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The number of each shard."""
+        return [int(number) for number in self.digits]
+
+    @property
+    def expected(self) -> range:
+        """The numbers that the shards should have. Some series count from 1."""
+        first = int(int(self.announced) in self.numbers and 0 not in self.numbers)
+        return range(first, first + int(self.announced))
+
+    def name(self, number: int) -> str:
+        """Return the name of a shard of this series."""
+        return f"{self.beginning}{number:0{min(map(len, self.digits))}}-of-{self.announced}{self.paths[0].suffix}"
+
+
+def _series(files: Sequence[str]) -> list[Series]:
+    found: dict[tuple[str, str], Series] = {}
+    for path in map(Path, files):
+        if match := re.fullmatch(r"(.*?)(\d+)-of-(\d+)", path.stem):
+            series = found.setdefault((match[1], match[3]), Series(match[1], match[3]))
+            series.paths.append(path)
+            series.digits.append(match[2])
+    return list(found.values())
+
+
+def _missing(files: Sequence[str], split: str) -> str:
+    for series in _series(files):
+        there, expected = set(series.numbers), series.expected
+        count = len(expected) - len(there.intersection(expected))
+        if count:
+            absent = itertools.islice((number for number in expected if number not in there), NAMED)
+            return (
+                f"{series.paths[0].parent} lacks {count} of the {len(expected)} {split} shards that their names "
+                f"announce ({_list([series.name(number) for number in absent], count)}): copy what is missing"
+            )
+    return ""
+
+
+def _too_many(files: Sequence[str], split: str) -> str:
+    for series in _series(files):
+        numbers, expected = series.numbers, series.expected
+        spare = [
+            path.name
+            for k, (number, path) in enumerate(zip(numbers, series.paths))
+            if number not in expected or number in numbers[:k]
+        ]
+        if spare:
+            return (
+                f"{series.paths[0].parent} has {len(numbers)} {split} shards where their names announce "
+                f"{len(expected)} ({_list(spare, len(spare))}): remove what does not belong there"
+            )
+    return ""
+
+
+def _list(names: Sequence[str], count: int) -> str:
+    shown = list(names[:NAMED])
+    return ", ".join(shown) + (f" and {count - len(shown)} more" if count > len(shown) else "")
+
+
+# -- the records -------------------------------------------------------------------------------------------------
+
+
+def _recorded(places: Sequence[str], split: str) -> Iterator[Recorded]:
+    """Yield the numbers of images that were written down beside the shards. Raise ValueError for a damaged file."""
+    for file in (Path(place, name) for place in places for name in PLANS):
+        if not file.is_file():
+            continue
+        try:
+            plan = json.loads(file.read_bytes())
+        except ValueError as error:
+            raise ValueError(
+                f"{file} is damaged ({error}): copy it again, or remove it if the shards are whole."
+            ) from error
+        images, shards = ([plan.get(key) for key in ("images", "shards")]) if isinstance(plan, dict) else (None, None)
+        if isinstance(images, dict) and isinstance(images.get(split), int):
+            number = shards.get(split) if isinstance(shards, dict) else 0
+            yield Recorded(file.name, images[split], number if isinstance(number, int) else 0)
+        elif isinstance(images, int) and split == "train":
+            yield Recorded(file.name, images, 0)
+
+
+def _lost(index: Index, recorded: Recorded, split: str) -> str:
+    """Compare the number of images with that in the file, for each shard if its size is known.
+
+    A gap counts as one image and may be several, so no shard with a gap is short.
+    """
+    sizes, counted = index.shard_sizes, len(index)
+    if counted == recorded.images:
+        return ""
+    gaps = _files_with_gaps(index)
+    expected = [0] * len(sizes)
+    if recorded.shards == len(sizes):
+        numbers = range(len(sizes))
+        expected = [len(shard_images(k, count=recorded.images, num_shards=recorded.shards)) for k in numbers]
+    wrong = [k for k, size in enumerate(sizes) if any(expected) and size != expected[k] and k not in gaps]
+    if gaps and not wrong and counted < recorded.images:
+        return ""
+    which = [f"{os.path.basename(index.files[k])} has {sizes[k]:,} of {expected[k]:,}" for k in wrong]
+    return (
+        f"{Path(index.files[0]).parent} has {counted:,} {split} images, and {recorded.name} says {recorded.images:,}"
+        f"{f' ({_list(which, len(which))})' if which else ''}: copy the shards again"
+    )
+
+
+def _files_with_gaps(index: Index) -> set[int]:
+    """Return the numbers of the files that have a gap: an unreadable row without a record's length before it."""
+    gaps = set()
+    for k in np.flatnonzero(index.width == 0).tolist():
+        number, offset = int(index.file[k]), int(index.offset[k])
+        if offset < 12 or length_at(index.files[number], offset - 12) != index.length[k]:
+            gaps.add(number)
+    return gaps
+
+
+def _empty(index: Index, split: str) -> str:
+    sizes = index.shard_sizes
+    empty = [os.path.basename(path) for path, size in zip(index.files, sizes) if not size]
+    if not empty:
+        return ""
+    return (
+        f"{Path(index.files[0]).parent} has {len(empty)} of {len(sizes)} {split} shards without a record "
+        f"({_list(empty, len(empty))}): copy what is empty again"
+    )
+
+
+def _doubled(index: Index) -> str:
+    """Compare shards byte by byte if their images have the same lengths and labels and their ends are the same."""
+    alike: dict[bytes, list[int]] = defaultdict(list)
+    starts = np.searchsorted(index.file, np.arange(len(index.files) + 1)).tolist()
+    for number, (start, stop) in enumerate(zip(starts, starts[1:])):
+        if start < stop:
+            rows = (index.offset[start:stop], index.length[start:stop], index.label[start:stop])
+            alike[hashlib.sha256(b"".join(column.tobytes() for column in rows)).digest()].append(number)
+    for numbers in alike.values():
+        seen: dict[tuple[bytes, ...], str] = {}
+        for number in numbers if len(numbers) > 1 else []:
+            path = index.files[number]
+            other = seen.setdefault(_ends(path, int(index.file_size[number])), path)
+            if other != path and filecmp.cmp(path, other, shallow=False):
+                return f"{path} holds the same images as {os.path.basename(other)}: remove one of them"
+    return ""
+
+
+def _ends(path: str, size: int) -> tuple[bytes, ...]:
+    """Return the first and the last bytes of a file, as digests."""
+    count = min(size, COMPARED_BYTES)
+    return tuple(hashlib.sha256(read_span(path, offset, count)).digest() for offset in (0, size - count))
