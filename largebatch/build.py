@@ -100,7 +100,9 @@ def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
     with comm.together(f"opening {config.data.path}"):
         if not config.data.path:
             raise ValueError(f"Recipe {config.recipe} has no images of its own: give --data FOLDER or synthetic.")
-        index = open_source(config.data.path, split=split, listed=config.data.quarantine)
+        index = open_source(
+            config.data.path, split=split, listed=config.data.quarantine, progress=comm.progress
+        )
         index = index.for_classes(config.model.num_classes)
         if split == "train" and config.data.token_labels:
             index.check_maps(config.model.num_classes)

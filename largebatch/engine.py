@@ -7,7 +7,7 @@ do the rest.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,6 +129,7 @@ class Trainer:
         rank that computes a micro-batch.
         """
         for planned in self.plan.micro_batches(self.state.step, self.comm.data_rank, self.comm.data_size):
+            self.comm.progress(f"step {self.state.step + 1}, micro-batch {planned.number}")
             with record_function("load"):
                 batch = next(batches)
             assert (batch.step, batch.number) == (planned.step, planned.number), "the loader left the plan"
@@ -196,7 +197,14 @@ class Trainer:
     def evaluate(self, model: nn.Module | None = None) -> dict[str, float]:
         """Call `evaluation.evaluate` for the model as it is now, or for another one."""
         model = self.replica.predictor(self.model if model is None else model)
-        return evaluate(model, self.eval_batches, comm=self.comm, device=self.device, precision=self.precision)
+        with closing(self._evaluated_batches()) as batches:
+            return evaluate(model, batches, comm=self.comm, device=self.device, precision=self.precision)
+
+    def _evaluated_batches(self) -> Generator[Any, None, None]:
+        for number, batch in enumerate(self.eval_batches):
+            self.comm.progress(f"evaluation after step {self.state.step}, batch {number}")
+            yield batch
+        self.comm.progress(f"end of the evaluation after step {self.state.step}")
 
 
 class Hook:

@@ -30,8 +30,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a command line, by default that of this process."""
     with report_mistakes():
         config = read(sys.argv[1:] if argv is None else argv)
-    with Signals() as signals, start_ranks(config) as comm, run_folder(config, comm):
-        train(config, comm, signals)
+    with Signals() as signals, start_ranks(config) as comm:
+        comm.progress("start")
+        with run_folder(config, comm):
+            train(config, comm, signals)
 
 
 def read(argv: Sequence[str]) -> TrainConfig:

@@ -26,6 +26,9 @@ class Alone:
     rank = data_rank = 0
     size = data_size = model_size = 1
 
+    def progress(self, phase: str = "") -> None:
+        pass
+
     def allreduce(self, tensor: Tensor, *, name: str) -> Tensor:
         return tensor
 

@@ -4,7 +4,7 @@
     reduction.py      the reduction of gradients: Horovod's optimizer made safe
     fp16.py           gradients that are sent in fp16
     polling.py        waiting for collectives without occupying a core
-    watchdog.py       the limit on waiting for other ranks
+    watchdog.py       the limits on waiting for other ranks, and on work without progress
     stopped.py        the exceptions that all ranks raise together
     launcher.py       the launcher that started this process; the one table of launchers' variables
     gloo_start.py     the start of ranks that MPI cannot bring together

@@ -255,6 +255,33 @@ def tells_its_end() -> None:
     engine.Trainer.fit = reporting
 
 
+def hangs_in_the_loader() -> None:
+    """Every rank."""
+    from largebatch.data import dali
+
+    dali.TrainLoader.__next__ = lambda self: time.sleep(1000)
+
+
+def hangs_in_indexing() -> None:
+    """Every rank, in a thread that reads a shard or in waiting for the rank that reads it."""
+    from largebatch.data import scan
+
+    scan.scan_shard = lambda path: time.sleep(1000)
+
+
+def hangs_in_the_evaluation() -> None:
+    """Every rank, in its second batch."""
+    from largebatch import evaluation
+
+    count, batches = evaluation.count_correct, []
+
+    def counting(logits, labels):
+        batches.append(1)
+        return count(logits, labels) if len(batches) < 2 else time.sleep(1000)
+
+    evaluation.count_correct = counting
+
+
 def has_a_long_margin() -> None:
     """So long that the end of the job is near at once."""
     from largebatch.hooks import stop_early
@@ -314,7 +341,8 @@ def may_not_write_its_trace() -> None:
 
 FAULTS = (
     fails_in_step_2, signals_in_step, flips_a_bit_after_step, waits_in_step, tells_its_end, has_a_long_margin,
-    cannot_build_on_rank_1, shares_a_gpu, stops_half_through_its_trace, may_not_write_its_trace,
+    cannot_build_on_rank_1, shares_a_gpu, stops_half_through_its_trace, may_not_write_its_trace, hangs_in_the_loader,
+    hangs_in_indexing, hangs_in_the_evaluation,
 )  # fmt: skip
 
 
