@@ -28,6 +28,7 @@ from largebatch.comm.cores import cores_of_process, share_of_cores
 from largebatch.comm.home import set_missing_home
 from largebatch.comm.polling import finish
 from largebatch.comm.reduction import Compression, Reduction, parameters_of
+from largebatch.comm.stop_points import StopPoints
 from largebatch.comm.stopped import Stopped
 from largebatch.comm.watchdog import Mark, Watchdog
 from largebatch.config.horovod import HorovodConfig, stall_limit
@@ -277,6 +278,12 @@ class Communicator:
 
             MPI.COMM_WORLD.Abort(code)
         os._exit(code)  # under Gloo the other ranks see the lost connection, and the launcher ends them
+
+    def stop_points(self, requests: Callable[[], Sequence[bool]]) -> StopPoints:
+        """Return points at which all ranks can leave their work together; every rank calls this (stop_points.py)."""
+        points = StopPoints(requests, self._watchdog)
+        self.before_shutdown(points.close)
+        return points
 
     def before_shutdown(self, close: Callable[[], None]) -> None:
         """Register a function that this rank calls when all ranks are done, before Horovod ends."""

@@ -27,9 +27,9 @@ def test_one_that_is_late_does_not(launcher):
 @pytest.mark.parametrize(
     "fault, phase, place",
     [
-        ("hangs_in_the_loader", "step 1, micro-batch 0", "programs.py"),
+        ("hangs_in_the_loader", "step 1, pass 1", "programs.py"),
         ("hangs_in_indexing", "opening digits", "scan.py"),
-        ("hangs_in_the_evaluation", "evaluation after step 1, batch 1", "counting"),
+        ("hangs_in_the_evaluation", "evaluation after step 1, batch 2", "counting"),
     ],
 )
 def test_ranks_that_all_hang_alike_end(tmp_path, fault, phase, place):

@@ -39,6 +39,7 @@ WORLDS = {
     "test_gradients": [ONE, GLOO, THREE, FOUR],
     "test_levers": [ONE, GLOO, THREE],
     "test_replicas": [TWO, THREE],
+    "test_stop_points": [ONE, GLOO, THREE],
     "test_traps": [ONE, GLOO, THREE],
     "test_validation": [THREE],
     "test_zero": [GLOO, THREE],
