@@ -89,6 +89,14 @@ class BatchNormStatistics:
                 buffer.copy_(kept)
             layer.passes.zero_()
 
+    @torch.no_grad()
+    def drop_step(self) -> None:
+        """Forget the micro-batches of a step that is not complete."""
+        for layer in self.layers:
+            for kept, buffer in zip(layer.kept, layer.buffers):
+                buffer.copy_(kept)
+            layer.passes.zero_()
+
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
     """List the batch-normalisation layers that keep running statistics by momentum."""

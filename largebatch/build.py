@@ -21,6 +21,7 @@ from largebatch import checkpoint, hooks, optim
 from largebatch.augment import Augment
 from largebatch.comm import Communicator, preflight
 from largebatch.comm.cores import loader_threads
+from largebatch.comm.signals import Signals
 from largebatch.config import (
     DataConfig,
     TrainConfig,
@@ -38,7 +39,7 @@ from largebatch.data.token_labels import CELL
 from largebatch.engine import Hook, Trainer, TrainState
 from largebatch.hooks.ema import Ema, check_half_life
 from largebatch.hooks.profile import Profile
-from largebatch.hooks.stop_early import Signals, StopEarly, end_time
+from largebatch.hooks.stop_early import StopEarly, end_time
 from largebatch.losses import Objective, TokenLabeling, classification
 from largebatch.native.attention import choose_attention
 from largebatch.optim import can_compile, init_state
@@ -102,7 +103,11 @@ def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
             raise ValueError(f"Recipe {config.recipe} has no images of its own: give --data FOLDER or synthetic.")
         data = config.data
         index = open_source(
-            data.path, split=split, listed=data.quarantine, allow_incomplete=data.allow_incomplete
+            data.path,
+            split=split,
+            listed=data.quarantine,
+            allow_incomplete=data.allow_incomplete,
+            progress=comm.progress,
         )
         index = index.for_classes(config.model.num_classes)
         if split == "train" and config.data.token_labels:

@@ -6,11 +6,12 @@ benchmarks share this one step. The engine knows neither recipes nor files: `bui
 do the rest.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +36,18 @@ class TrainState:
     images: int = 0  # training images seen
     skipped: int = 0  # steps whose gradient was not finite
     data: str = ""  # Index.digest() of the training images
+    # The mean training loss up to this step, if the evaluation after the step is still to be made. None: it is not.
+    train_loss: float | None = None
 
     def advance(self, images: int, *, applied: bool) -> None:
         """Count one step over `images`."""
         self.step += 1
         self.images += images
         self.skipped += not applied
+
+
+class LeftEarly(Exception):
+    """Raised inside a step or an evaluation, on all ranks at the same point, if a hook ends the run there."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,10 @@ class StepOutput:
     grad_norm: Tensor  # 0-d; of the reduced gradient before clipping, the same on all ranks
     applied: bool  # False: the gradient was not finite and nothing moved
     images: int  # size of the global batch
+
+
+class Batches(Sized, Iterable[Any], Protocol):
+    """Batches that can be counted, and iterated again and again."""
 
 
 @dataclass(kw_only=True)
@@ -66,7 +77,7 @@ class Trainer:
     schedule: Callable[[int], float]  # step -> fraction of base_lr
     plan: Plan
     open_batches: Callable[[int], Any]  # first step -> iterator of this rank's micro-batches, to be closed
-    eval_batches: Iterable[Any]
+    eval_batches: Batches
     augment: Augment
     seed: int
     precision: str
@@ -77,7 +88,7 @@ class Trainer:
     hooks: Sequence["Hook"] = ()
     average: nn.Module | None = None  # average of the weights, kept by hooks.ema, saved and resumed with the model
     state: TrainState = field(default_factory=TrainState)
-    stop_reason: str = ""  # a hook that wants no further step says why, on all ranks after the same one
+    stop_reason: str = ""  # a hook that ends the run says why, on all ranks at the same point
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -128,7 +139,13 @@ class Trainer:
         Mixup, boxes and everything the model draws are seeded by (seed, step, number), so they do not depend on the
         rank that computes a micro-batch.
         """
-        for planned in self.plan.micro_batches(self.state.step, self.comm.data_rank, self.comm.data_size):
+        mine = self.plan.micro_batches(self.state.step, self.comm.data_rank, self.comm.data_size)
+        num_passes = len(self.plan.micro_batches(self.state.step, 0, self.comm.data_size))  # no rank has more
+        for number in range(num_passes):
+            self.pass_point(f"step {self.state.step + 1}, pass {number + 1}")
+            if number == len(mine):  # the last pass of a step may have fewer micro-batches than ranks
+                break
+            planned = mine[number]
             with record_function("load"):
                 batch = next(batches)
             assert (batch.step, batch.number) == (planned.step, planned.number), "the loader left the plan"
@@ -150,29 +167,64 @@ class Trainer:
         last_step = min(max_steps or self.num_steps, self.num_steps)
         with self.replica.statistics.over_steps():
             self._each("before_fit")
+            if self.state.train_loss is not None:  # the run was stopped in this evaluation
+                self._evaluate_and_report()
             with closing(self.open_batches(self.state.step)) as batches:
                 self._train_until(last_step, batches)
             self._each("after_fit")
-        return self.stop_reason if self.state.step < last_step else ""
+        return self.stop_reason if self.state.step < last_step or self.state.train_loss is not None else ""
 
     def _train_until(self, last_step: int, batches: Iterator[Any]) -> None:
         losses = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum and images since the last evaluation
         while self.state.step < last_step and not self.stop_reason:
             self.model.train()
-            output = self.train_step(batches)
+            try:
+                output = self.train_step(batches)
+            except LeftEarly:
+                self.drop_step()
+                return
             self._each("after_train_step", output)
             if output.applied:
                 losses[0] += output.loss_sum * output.images
                 losses[1] += output.images
             if self.due(self.eval_images):
-                self._each("after_evaluate", {"train_loss": self.mean_loss(losses)} | self.evaluate())
+                self.state.train_loss = self.mean_loss(losses)
+                self._evaluate_and_report()
                 losses.zero_()
             self._each("after_step")
+
+    def _evaluate_and_report(self) -> None:
+        """Make the evaluation that is due. If a hook ends the run in it, it remains due."""
+        try:
+            self._each("after_evaluate", {"train_loss": self.state.train_loss} | self.evaluate())
+        except LeftEarly:
+            return
+        self.state.train_loss = None
+
+    def pass_point(self, phase: str) -> None:
+        """Let the hooks end the run here: every rank comes here equally often, and between the same collectives.
+
+        Raises LeftEarly, on all ranks. phase: the work that follows.
+        """
+        self.comm.progress(phase)
+        self._each("at_point")
+        if self.stop_reason:
+            raise LeftEarly
+
+    def drop_step(self) -> None:
+        """Forget the passes of a step that is not complete. No rank has begun to reduce gradients."""
+        self.model.zero_grad(set_to_none=True)
+        self.replica.statistics.drop_step()
 
     @property
     def num_steps(self) -> int:
         """Steps of the whole run."""
         return self.plan.num_steps
+
+    @property
+    def complete(self) -> bool:
+        """Whether all steps and the last evaluation are done."""
+        return self.state.step >= self.num_steps and self.state.train_loss is None
 
     @property
     def epoch(self) -> float:
@@ -196,7 +248,19 @@ class Trainer:
     def evaluate(self, model: nn.Module | None = None) -> dict[str, float]:
         """Call `evaluation.evaluate` for the model as it is now, or for another one."""
         model = self.replica.predictor(self.model if model is None else model)
-        return evaluate(model, self.eval_batches, comm=self.comm, device=self.device, precision=self.precision)
+        num_rounds = max(self.comm.allgather_object(len(self.eval_batches), name="evaluation/rounds"))
+        with closing(self._evaluated_batches(num_rounds)) as batches:
+            return evaluate(model, batches, comm=self.comm, device=self.device, precision=self.precision)
+
+    def _evaluated_batches(self, num_rounds: int) -> Generator[Any, None, None]:
+        """Yield this rank's batches, with a point before each; a rank with fewer batches passes as many points.
+
+        No collective here: torch is in inference mode, in which Horovod cannot write its results.
+        """
+        batches = iter(self.eval_batches)
+        for number in range(num_rounds):
+            self.pass_point(f"evaluation after step {self.state.step}, batch {number + 1}")
+            yield from itertools.islice(batches, 1)
 
 
 class Hook:
@@ -204,19 +268,28 @@ class Hook:
 
         before_fit
         for each step:
+            for each pass:
+                at_point()
             train_step                          -> StepOutput
             after_train_step(output)
             if an evaluation is due:
+                for each batch:
+                    at_point()
                 evaluate                        -> metrics
                 after_evaluate(metrics)
             after_step()                        checkpoints: the step and its evaluation are done
         after_fit
 
-    A hook may communicate, if it does so on all ranks; it writes files on rank 0 only.
+    A hook may communicate, if it does so on all ranks; it writes files on rank 0 only. If a hook sets stop_reason at a
+    point, the run leaves the step or the evaluation there, and after_fit is next: the step was never taken, and the
+    evaluation is due when the run is resumed.
     """
 
     def before_fit(self, trainer: Trainer) -> None:
         """Called when the state is final: resumed, broadcast, ready for its first step."""
+
+    def at_point(self, trainer: Trainer) -> None:
+        """Called before each pass of a step and each batch of an evaluation, on all ranks equally often."""
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
         """Called when one optimizer step is done and counted in trainer.state."""

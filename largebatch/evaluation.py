@@ -162,6 +162,7 @@ def _attempt(
 def _watched(batches: Iterator[Any], rounds: int, comm: Communicator) -> Generator[Any, None, None]:
     """Yield the batches of this rank, and ask the other ranks between them; as many rounds on each rank."""
     for number in range(rounds):
+        comm.progress(f"evaluation, batch {number}")
         batch = next(batches, None)
         if batch is not None:  # the last round may have fewer batches than ranks
             yield batch

@@ -5,8 +5,8 @@
 With --data, the run follows the published recipe of the model; without it, a quick start on embedded images. Any option
 of the config may follow as --section.option. The same command line resumes an interrupted run.
 
-SIGUSR1 or SIGTERM to any rank, or the near end of a Slurm job, stops the run after a step, with a checkpoint and exit
-code 75.
+SIGUSR1, SIGTERM or Ctrl-C to any rank, or the near end of a Slurm job, stops the run before the next pass of a step or
+batch of an evaluation, with a checkpoint and exit code 75. A second signal ends it at once.
 """
 
 import logging
@@ -14,37 +14,49 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from largebatch.build import build_trainer
-from largebatch.comm import Communicator, StoppedEarly
-from largebatch.config import TrainConfig, dump, parse
-from largebatch.files import refuse_links_of_others, run_lock
-from largebatch.hooks.stop_early import Signals
-from largebatch.recipes import RECIPES, choose
-from largebatch.start import report_mistakes, set_up, start_ranks
+# Other imports take seconds, in which a signal may come. So they are in functions, which run when signals are heard.
+from largebatch.comm.signals import Signals
+from largebatch.comm.stopped import StoppedEarly
+
+if TYPE_CHECKING:
+    from largebatch.comm import Communicator
+    from largebatch.config import TrainConfig
 
 logger = logging.getLogger("largebatch.train")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command line, by default that of this process."""
-    with report_mistakes():
-        config = read(sys.argv[1:] if argv is None else argv)
-    with Signals() as signals, start_ranks(config) as comm, run_folder(config, comm):
-        train(config, comm, signals)
+    with Signals(nothing_to_lose=True) as signals:
+        from largebatch.start import report_mistakes, start_ranks
+
+        with report_mistakes():
+            config = read(sys.argv[1:] if argv is None else argv)
+        with start_ranks(config) as comm:
+            signals.end = comm.abort
+            comm.progress("start")
+            with run_folder(config, comm):
+                train(config, comm, signals)
 
 
-def read(argv: Sequence[str]) -> TrainConfig:
+def read(argv: Sequence[str]) -> "TrainConfig":
     """Return the config of a command line; ValueError for a mistake in it."""
+    from largebatch.config import parse
+    from largebatch.recipes import choose
+
     return parse(argv, choose_recipe=choose, prog="python -m largebatch.train", description=__doc__)
 
 
 @contextmanager
-def run_folder(config: TrainConfig, comm: Communicator) -> Iterator[None]:
+def run_folder(config: "TrainConfig", comm: "Communicator") -> Iterator[None]:
     """Make the run folder, hold it for this job until the block ends, and start the log in it.
 
     Raises Stopped on all ranks, before anything in the folder is changed, if another job holds it.
     """
+    from largebatch.files import refuse_links_of_others, run_lock
+
     with ExitStack() as held:
         with comm.together("opening the run folder"):
             if comm.rank == 0:
@@ -55,7 +67,7 @@ def run_folder(config: TrainConfig, comm: Communicator) -> Iterator[None]:
         yield
 
 
-def start_log(config: TrainConfig, comm: Communicator) -> None:
+def start_log(config: "TrainConfig", comm: "Communicator") -> None:
     """Print what is logged: all of it on rank 0, which writes it to log.txt, too, and warnings on the others."""
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if comm.rank == 0:
@@ -64,15 +76,19 @@ def start_log(config: TrainConfig, comm: Communicator) -> None:
     logging.basicConfig(level=level, handlers=handlers, format=f"[{comm.rank}] %(message)s", force=True)
 
 
-def train(config: TrainConfig, comm: Communicator, signals: Signals) -> None:
+def train(config: "TrainConfig", comm: "Communicator", signals: Signals) -> None:
     """Train, or resume the run in the folder of the config; all ranks raise StoppedEarly if it was told to end."""
+    from largebatch.build import build_trainer
+    from largebatch.config import dump
+    from largebatch.start import set_up
+
     logger.info("%s", headline(config))
     config, device = set_up(config, comm)
     trainer = build_trainer(config, comm, signals, device=device)
     with comm.together("writing config.yaml"):
         if comm.rank == 0:
             (Path(config.folder) / "config.yaml").write_text(dump(config))
-    if trainer.state.step >= trainer.num_steps:
+    if trainer.complete:
         logger.info("This run is complete; to train again choose another --run.folder.")
         return
     reason = trainer.fit(max_steps=config.run.max_steps)
@@ -82,8 +98,10 @@ def train(config: TrainConfig, comm: Communicator, signals: Signals) -> None:
         raise StoppedEarly(f"stopped after {place}, because {reason}; the same command resumes (exit code 75).")
 
 
-def headline(config: TrainConfig) -> str:
+def headline(config: "TrainConfig") -> str:
     """Describe the recipe of a run, and how to get the other one."""
+    from largebatch.recipes import RECIPES
+
     other = ""
     if config.recipe == "quickstart" and config.model.name in RECIPES:
         other = f"; --data FOLDER takes the published recipe of {config.model.name}"

@@ -81,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with report_mistakes():
         config, flags = read(sys.argv[1:] if argv is None else argv)
     with start_ranks(config) as comm:
+        comm.progress("start")
         validate(config, comm, flags)
 
 

@@ -154,6 +154,7 @@ def test_a_batch_that_does_not_divide_names_the_nearest(ranks, batch, micro, wor
         (["--horovod.autotune", "true", "--horovod.cycle_time_ms", "2"], "a value that is set is not tuned"),
         (["--horovod.hierarchical_allreduce", "true", "--run.device", "cpu"], "which needs GPUs and NCCL"),
         (["--horovod.stall_limit_s", "-1"], "--horovod.stall_limit_s is -1.0: expected 0 or more, or null."),
+        (["--horovod.hang_limit_s", "-1"], "--horovod.hang_limit_s is -1.0: expected 0 or more."),
         (["--run.compression", "adasum"], "run.compression"),
         (["--parallel.offload", "true"], "set --parallel.zero 1"),
         (["--parallel.zero", "1", "--optim.name", "adamw"], "ZeRO divides lamb's state only"),

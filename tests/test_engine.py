@@ -1,5 +1,6 @@
 """The loop around the step, in one process without Horovod: modes, means, what is due when; and choices by device."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -26,8 +27,14 @@ class Alone:
     rank = data_rank = 0
     size = data_size = model_size = 1
 
+    def progress(self, phase: str = "") -> None:
+        pass
+
     def allreduce(self, tensor: Tensor, *, name: str) -> Tensor:
         return tensor
+
+    def allgather_object(self, value: Any, *, name: str) -> list[Any]:
+        return [value]
 
     def synchronize(self, optimizer: Any) -> None:
         pass
@@ -99,6 +106,63 @@ def test_the_training_loss_is_the_mean_over_the_images_since_the_last_evaluation
     trainer.objective = objective
     trainer.fit()
     assert [(step, found["train_loss"]) for step, found in metrics.found] == [(2, 1.5), (3, 3.0)]
+
+
+class StopsAt(Hook):
+    """Ends the run at a point; the points before each step, and each evaluation, count from 1."""
+
+    def __init__(self, point: int) -> None:
+        self.left = point
+
+    def at_point(self, trainer: Trainer) -> None:
+        self.left -= 1
+        if self.left == 0:
+            trainer.stop_reason = "planted"
+
+
+def test_a_step_that_is_left_was_never_taken():
+    """The points are those of two passes, two passes, and here the second pass of the third step."""
+    trainers = [make_trainer(3 * BATCH, eval_images=100 * BATCH, hooks=(StopsAt(6),)) for _ in range(2)]
+    for trainer in trainers:
+        torch.manual_seed(0)
+        trainer.model.insert(0, nn.BatchNorm2d(3))
+        trainer.model[2].reset_parameters()
+        trainer.replica.attach(trainer.model, trainer.optimizer, trainer.comm)
+    whole, stopped = trainers
+    assert whole.fit(max_steps=2) == "" and stopped.fit() == "planted"
+    assert stopped.state == whole.state and stopped.state.step == 2
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(stopped.model.state_dict()[name], tensor), name
+    assert all(parameter.grad is None for parameter in stopped.model.parameters())
+
+
+def test_an_evaluation_that_is_left_is_made_at_the_next_start():
+    """It is the last one, so no step follows; its point is the fifth."""
+    metrics = Metrics()
+    trainer = make_trainer(2 * BATCH, eval_images=2 * BATCH, hooks=(StopsAt(5), metrics))
+    assert trainer.fit() == "planted" and trainer.state.step == 2 and not trainer.complete and metrics.found == []
+    trainer.stop_reason = ""
+    loss = trainer.state.train_loss
+    assert trainer.fit() == "" and trainer.complete
+    assert [(step, found["train_loss"]) for step, found in metrics.found] == [(2, loss)]
+    assert trainer.fit() == "" and len(metrics.found) == 1
+
+
+def test_all_ranks_pass_the_same_points():
+    """The last step has one micro-batch, for the first rank; and the first rank has one batch more to evaluate."""
+    trainer, points = make_trainer(2 * BATCH + 8, eval_images=1), []
+    trainer.pass_point = points.append
+    for rank in (0, 1):
+        trainer.comm.data_rank, trainer.comm.data_size = rank, 2
+        for step in (1, 2):
+            trainer.state.step = step
+            jobs = trainer.plan.micro_batches(step, rank, 2)
+            batch = trainer.eval_batches[0]
+            batches = [dataclasses.replace(batch, step=job.step, number=job.number) for job in jobs]
+            assert len(list(trainer.window(iter(batches)))) == len(batches) == (1 if (rank, step) != (1, 2) else 0)
+        trainer.eval_batches = [batch] * (3 - rank)
+        assert list(trainer._evaluated_batches(3)) == trainer.eval_batches
+    assert points[:5] == points[5:] and len(points) == 10
 
 
 def test_the_phases_of_a_step_have_names():

@@ -14,7 +14,15 @@ from types import SimpleNamespace
 import pytest
 
 from largebatch.data.sources import open_source
-from largebatch.files import atomic_file, cache_folder, distrust, refuse_links_of_others, safe_cache, written_once
+from largebatch.files import (
+    atomic_file,
+    cache_folder,
+    distrust,
+    locked,
+    refuse_links_of_others,
+    safe_cache,
+    written_once,
+)
 from largebatch.native.compile import compile_library, load_library
 from largebatch.train import read, run_folder
 
@@ -75,6 +83,26 @@ def test_many_may_start_at_once(tmp_path, monkeypatch, locks):
         thread.join()
     assert len(done) == 4 and (len(started) == 1 if locks else len(started) >= 1)
     assert sorted(os.listdir(tmp_path)) == [".data.lock", "data"]
+
+
+def test_who_waits_for_a_lock_makes_progress_if_its_holder_does(tmp_path):
+    seen, waiting, done = threading.Event(), threading.Event(), []
+
+    def wait():
+        waiting.set()
+        with locked(tmp_path / "index", seen.set):
+            done.append(1)
+
+    with locked(tmp_path / "index") as go_on:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        waiting.wait()
+        assert not seen.wait(0.5)
+        while not seen.wait(0.05):
+            go_on()
+        assert not done
+    thread.join()
+    assert done == [1]
 
 
 def test_failed_writing_leaves_nothing(tmp_path):

@@ -7,8 +7,9 @@ from datetime import datetime
 
 import pytest
 
+from largebatch.comm.signals import SIGNALS, Signals
 from largebatch.config import RunConfig, TrainConfig, check
-from largebatch.hooks.stop_early import MARGIN_S, SLURM_END, Signals, StopEarly, end_time
+from largebatch.hooks.stop_early import MARGIN_S, SLURM_END, StopEarly, end_time
 
 
 def wait_for(condition, limit_s: float = 10):
@@ -18,42 +19,68 @@ def wait_for(condition, limit_s: float = 10):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.fixture(autouse=True)
+def same_handlers_afterwards():
+    """SIGINT may be ignored when tests run in the background of a shell."""
+    before = {each: signal.getsignal(each) for each in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_first_signal_is_noted_and_its_copies_are_not_others(number):
-    before = {each: signal.getsignal(each) for each in (signal.SIGUSR1, signal.SIGTERM)}
+    before = {each: signal.getsignal(each) for each in SIGNALS}
     with Signals() as signals:
-        assert signals.first is None
+        assert signals.requests() == [False, False, False, False]
         os.kill(os.getpid(), number)
         wait_for(lambda: signals.first)
-        for other in before:
+        for other in SIGNALS:
             os.kill(os.getpid(), other)
-    assert signals.first == number
+    assert signals.requests() == [each == number for each in SIGNALS] + [False]
     assert {each: signal.getsignal(each) for each in before} == before
 
 
 def test_other_signals_are_left_alone():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    before, heard = signal.signal(signal.SIGUSR2, lambda *_: heard.append(1)), []
     try:
         with Signals() as signals:
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(10)
+            os.kill(os.getpid(), signal.SIGUSR2)
+            wait_for(lambda: heard)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGUSR2, before)
     assert signals.first is None  # the thread is done
 
 
-def test_a_process_that_ends_hears_no_more():
-    before = {each: signal.getsignal(each) for each in (signal.SIGUSR1, signal.SIGTERM)}
-    try:
-        with pytest.raises(SystemExit):
-            with Signals():
-                raise SystemExit(75)
-        os.kill(os.getpid(), signal.SIGUSR1)
+def test_a_job_in_the_background_of_a_shell_does_not_hear_ctrl_c():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    assert signals.first is None
+
+
+def test_as_long_as_nothing_is_lost_the_first_signal_ends_the_run_at_once(monkeypatch):
+    ended = []
+    monkeypatch.setattr(Signals, "_end_at_once", lambda self, number: ended.append(number))
+    with Signals(nothing_to_lose=True) as signals:
         os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        wait_for(lambda: ended)
+    assert ended == [signal.SIGTERM]
+    with Signals(nothing_to_lose=True) as signals:
+        signals.nothing_to_lose = False
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: signals.first)
+    assert ended == [signal.SIGTERM]
+
+
+def test_a_process_that_ends_hears_no_more():
+    with pytest.raises(SystemExit):
+        with Signals():
+            raise SystemExit(75)
+    for number in SIGNALS:
+        os.kill(os.getpid(), number)
 
 
 SOON = time.time() + 1e5  # still to come when the test is run
@@ -94,10 +121,9 @@ def test_a_time_that_cannot_be_meant(monkeypatch):
 
 
 def test_the_time_to_end_well():
-    """Two steps, an evaluation and a checkpoint on a disk that has become slower."""
+    """The longest pass, and a checkpoint on a disk that has become slower."""
     hook = StopEarly(Signals(), end=None, longest_save_s=lambda: 100.0)
-    hook.steps_s.extend([7.0, 1.0, 2.0])
-    hook.evaluation_s = 1000.0
-    assert hook.needed_s() == 2 * 7 + 1000 + 2 * 100 + MARGIN_S
-    hook.steps_s.extend([3.0] * 50)  # the slow first one is forgotten
-    assert hook.needed_s() == 2 * 3 + 1000 + 2 * 100 + MARGIN_S
+    hook.pauses_s.extend([7.0, 1.0, 2.0])
+    assert hook.needed_s() == 7 + 2 * 100 + MARGIN_S
+    hook.pauses_s.extend([3.0] * 50)  # the slow first one is forgotten
+    assert hook.needed_s() == 3 + 2 * 100 + MARGIN_S

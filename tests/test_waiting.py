@@ -3,12 +3,12 @@
 import threading
 import time
 
-from largebatch.comm.watchdog import Watchdog
+from largebatch.comm.watchdog import Mark, Watchdog
 
 
 def test_a_wait_that_is_too_long_is_reported_once_with_its_name():
     reported: list[str] = []
-    watchdog, limit = Watchdog(0.2, reported.append), time.monotonic() + 10
+    watchdog, limit = Watchdog(0.2, 0, lambda mark: reported.append(mark.what)), time.monotonic() + 10
     with watchdog.waiting("gradients"):
         while not reported:
             assert time.monotonic() < limit, "nobody looked"
@@ -18,8 +18,8 @@ def test_a_wait_that_is_too_long_is_reported_once_with_its_name():
 
 
 def test_short_waits_and_no_wait_are_no_reason():
-    reported: list[str] = []
-    watchdog = Watchdog(0.6, reported.append)
+    reported: list[Mark] = []
+    watchdog = Watchdog(0.6, 0, reported.append)
     for _ in range(5):
         with watchdog.waiting("a moment"):
             time.sleep(0.01)
@@ -30,7 +30,37 @@ def test_short_waits_and_no_wait_are_no_reason():
 
 def test_without_a_limit_nobody_looks():
     before = threading.active_count()
-    watchdog = Watchdog(0, lambda what: None)
+    watchdog = Watchdog(0, 0, lambda mark: None)
     assert threading.active_count() == before
     with watchdog.waiting("for ever"):
         pass
+
+
+def test_work_without_progress_is_reported_with_its_phase_and_a_wait_is_not_work():
+    """Work before the first mark is not watched: a program may do what it likes beside its collectives."""
+    reported: list[Mark] = []
+    watchdog, limit = Watchdog(0, 0.4, reported.append), time.monotonic() + 10
+    time.sleep(0.6)
+    watchdog.progress("loading")
+    with watchdog.waiting("gradients"):
+        time.sleep(0.6)
+    for _ in range(30):
+        time.sleep(0.02)
+        watchdog.progress("reading")
+    assert reported == []
+    while not reported:
+        assert time.monotonic() < limit, "nobody looked"
+        time.sleep(0.01)
+    assert [(mark.what, mark.waits) for mark in reported] == [("reading", False)]
+
+
+def test_a_job_that_was_suspended_may_go_on(monkeypatch):
+    """A batch system may stop a job for hours: what counts is the time in which it could have worked."""
+    reported: list[Mark] = []
+    watchdog, now = Watchdog(2, 2, reported.append), time.monotonic
+    watchdog.progress("reading")
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now() + 10000)
+        time.sleep(0.5)
+    watchdog.stop()
+    assert reported == []

@@ -5,7 +5,10 @@
     sending.py        gradients on their way to the other ranks, measured before if that is wanted
     fp16.py           gradients that are sent in fp16
     polling.py        waiting for collectives without occupying a core
-    watchdog.py       the limit on waiting for other ranks
+    watchdog.py       the limits on waiting for other ranks, and on work without progress
+    stop_points.py    the point of a step or an evaluation at which all ranks leave
+    signals.py        the signals that tell a run to end
+    parents.py        the launcher of this process, and whether it is gone
     stopped.py        the exceptions that all ranks raise together
     launcher.py       the launcher that started this process; the one table of launchers' variables
     gloo_start.py     the start of ranks that MPI cannot bring together

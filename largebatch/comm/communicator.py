@@ -28,8 +28,9 @@ from largebatch.comm.cores import cores_of_process, share_of_cores
 from largebatch.comm.home import set_missing_home
 from largebatch.comm.polling import finish
 from largebatch.comm.reduction import Compression, Reduction, parameters_of
+from largebatch.comm.stop_points import StopPoints
 from largebatch.comm.stopped import Stopped
-from largebatch.comm.watchdog import Watchdog
+from largebatch.comm.watchdog import Mark, Watchdog
 from largebatch.config.horovod import HorovodConfig, stall_limit
 from largebatch.config.parallel import WHOLE, Shape
 
@@ -58,14 +59,15 @@ class Communicator:
         the launcher announced, or if ranks do not come.
         """
         on_gpus = torch.cuda.is_available() and bool(hvd.nccl_built())
-        (horovod or HorovodConfig()).apply(os.environ, deterministic=deterministic, on_gpus=on_gpus)
+        horovod = horovod or HorovodConfig()
+        horovod.apply(os.environ, deterministic=deterministic, on_gpus=on_gpus)
         launch = launcher.recognise(os.environ)
         shape.data_size(launch.size)  # raises before any rank waits for another
         set_missing_home(os.environ)
         mpi = gloo_start.mpi_version(mpi_lib_v2.__file__) if hvd.mpi_built() else ""
         self._rendezvous = gloo_start.prepare(launch, os.environ, mpi=mpi)
         self.stall_limit_s = stall_limit(os.environ)  # 0: no limit
-        self._watchdog = Watchdog(self.stall_limit_s, self._give_up)
+        self._watchdog = Watchdog(self.stall_limit_s, horovod.hang_limit_s, self._give_up)
         with self._watchdog.waiting("start"):
             data_sets = [hvd.ProcessSet(range(rank, launch.size, shape.size)) for rank in range(shape.size)]
             hvd.init(process_sets=data_sets if shape.size > 1 else None)
@@ -119,6 +121,14 @@ class Communicator:
         number = self.local_rank if visible > 1 else 0
         torch.cuda.set_device(number)
         return torch.device("cuda", number)
+
+    def progress(self, phase: str = "") -> None:
+        """Tell the watchdog that this rank goes on. phase: what it does next; empty: as before.
+
+        From the first call on, a rank that makes no progress for --horovod.hang_limit_s is ended. Each collective and
+        each block of `together` are progress, too.
+        """
+        self._watchdog.progress(phase or self._watchdog.phase)
 
     # -- collectives -------------------------------------------------------------------------------------------
 
@@ -253,6 +263,8 @@ class Communicator:
     def together(self, phase: str) -> Iterator[None]:
         """Run a block without collectives. If it fails on any rank, all ranks raise Stopped with the causes by rank."""
         cause = None
+        if self._watchdog.phase:
+            self._watchdog.progress(phase)
         try:
             yield
         except Exception as error:
@@ -275,6 +287,12 @@ class Communicator:
             MPI.COMM_WORLD.Abort(code)
         os._exit(code)  # under Gloo the other ranks see the lost connection, and the launcher ends them
 
+    def stop_points(self, requests: Callable[[], Sequence[bool]]) -> StopPoints:
+        """Return points at which all ranks can leave their work together; every rank calls this (stop_points.py)."""
+        points = StopPoints(requests, self._watchdog)
+        self.before_shutdown(points.close)
+        return points
+
     def before_shutdown(self, close: Callable[[], None]) -> None:
         """Register a function that this rank calls when all ranks are done, before Horovod ends."""
         self._closing.append(close)
@@ -289,14 +307,20 @@ class Communicator:
         self._watchdog.stop()
         self._rendezvous.close()
 
-    def _give_up(self, what: str) -> None:
-        """End the run, because this rank waited too long for the others."""
+    def _give_up(self, mark: Mark) -> None:
+        """End the run, because this rank waited too long for the others, or worked too long without progress."""
         who = f"rank {self.rank} of {self.size}" if hvd.is_initialized() else "a rank"
-        sys.stderr.write(
-            f"largebatch: {who} on {socket.gethostname()} waited {self._watchdog.limit_s:g} s for the others "
-            f"({what}): one that does not say so hangs, or is lost. --horovod.stall_limit_s is the limit; this rank is "
-            "here:\n"
-        )
+        if mark.waits:
+            cause = (
+                f"waited {self._watchdog.stall_limit_s:g} s for the others ({mark.what}): one that does not say so "
+                "hangs, or is lost. --horovod.stall_limit_s is the limit; this rank is here:"
+            )
+        else:
+            cause = (
+                f"made no progress for {self._watchdog.hang_limit_s:g} s ({mark.what}): it hangs, perhaps in a file "
+                "system that does not answer. --horovod.hang_limit_s is the limit; this rank is here:"
+            )
+        sys.stderr.write(f"largebatch: {who} on {socket.gethostname()} {cause}\n")
         faulthandler.dump_traceback()
         sys.stderr.flush()
         time.sleep(GRACE_S)

@@ -1,45 +1,79 @@
-"""A limit on waiting for other ranks.
+"""Limits on waiting for other ranks, and on working without progress.
 
 Horovod itself looks for silent ranks only if MPI carries its messages, and it does not notice a rank that is stopped
 or a host that is gone. The other ranks then wait for ever, while their GPUs are paid for. So each rank watches its own
-waits, under every launcher. A thread checks now and then, so that a wait costs only two assignments.
+waits, under every launcher. If all ranks hang alike, in a file system that does not answer, none waits for another. So
+each rank also watches that its main thread goes on: in long loops, the main thread leaves a mark now and then.
+
+A mark costs one small object. A thread compares the newest mark with the one that it saw before. It counts its own
+looks and reads no clock, so that a job that was suspended as a whole can go on afterwards.
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 CHECKS = 20  # during one limit, and at least one per second
 
 
-class Watchdog:
-    """Calls `expired(what)` once, from its own thread, when a wait has lasted `limit_s` seconds (0: never)."""
+@dataclass(frozen=True, eq=False)
+class Mark:
+    """What the main thread does since it left this mark: it waits for other ranks, or it works."""
 
-    def __init__(self, limit_s: float, expired: Callable[[str], None]) -> None:
-        self.limit_s = limit_s
+    what: str
+    waits: bool
+
+
+class Watchdog:
+    """Calls `expired(mark)` once, from its own thread, if the main thread left no newer mark for too long.
+
+    stall_limit_s: the limit of a wait for other ranks; hang_limit_s: the limit of work without a mark, which is watched
+    from the first call of `progress` on. 0: no limit.
+    """
+
+    def __init__(self, stall_limit_s: float, hang_limit_s: float, expired: Callable[[Mark], None]) -> None:
+        self.stall_limit_s, self.hang_limit_s = stall_limit_s, hang_limit_s
         self._expired = expired
-        self._wait: tuple[float, str] | None = None  # when it began, and its name
+        self._phase = ""
+        self._mark: Mark | None = None
         self._over = threading.Event()
-        if limit_s:
+        if stall_limit_s or hang_limit_s:
             threading.Thread(target=self._watch, name="largebatch-watchdog", daemon=True).start()
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Limit the time of this block. what: the name of the collective that it waits for."""
-        self._wait = (time.monotonic(), what)
+        self._mark = Mark(what, waits=True)
         try:
             yield
         finally:
-            self._wait = None
+            self._mark = Mark(self._phase, waits=False) if self._phase else None
+
+    def progress(self, phase: str) -> None:
+        """Note that the main thread goes on. phase: what it does next, for the message if this takes too long."""
+        self._phase = phase
+        self._mark = Mark(phase, waits=False)
+
+    @property
+    def phase(self) -> str:
+        """The phase of the newest call of `progress`; empty before the first."""
+        return self._phase
 
     def stop(self) -> None:
         """Stop watching."""
         self._over.set()
 
     def _watch(self) -> None:
-        while not self._over.wait(min(1.0, self.limit_s / CHECKS)):
-            wait = self._wait
-            if wait and time.monotonic() - wait[0] > self.limit_s:
-                self._expired(wait[1])
+        interval_s = min(1.0, min(filter(None, (self.stall_limit_s, self.hang_limit_s))) / CHECKS)
+        seen, looks = self._mark, 0
+        while not self._over.wait(interval_s):
+            mark = self._mark
+            if mark is not seen:
+                seen, looks = mark, 0
+                continue
+            looks += 1
+            limit_s = 0.0 if mark is None else self.stall_limit_s if mark.waits else self.hang_limit_s
+            if mark and limit_s and looks * interval_s > limit_s:
+                self._expired(mark)
                 return

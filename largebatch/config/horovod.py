@@ -46,6 +46,9 @@ class HorovodConfig:
     stall_limit_s: float | None = None
     """end the run if a rank has waited this long for the others; choose more than any save or evaluation on one rank
     takes. null: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 600; 0: wait for ever, as a debugger needs"""
+    hang_limit_s: float = 1800.0
+    """end the run if a rank has worked this long without progress, as in a file system that does not answer; choose
+    more than one pass, one file of images or the compilation of a model takes. 0: work for ever, as a debugger needs"""
 
     def check(self, *, deterministic: bool, device: str = "auto") -> None:
         """Raise ValueError, one sentence, for invalid values, also beside --run.deterministic and --run.device."""
@@ -64,6 +67,8 @@ class HorovodConfig:
             )
         if self.stall_limit_s is not None and self.stall_limit_s < 0:
             raise ValueError(f"--horovod.stall_limit_s is {self.stall_limit_s}: expected 0 or more, or null.")
+        if self.hang_limit_s < 0:
+            raise ValueError(f"--horovod.hang_limit_s is {self.hang_limit_s}: expected 0 or more.")
         self._check_together(deterministic)
 
     def _check_together(self, deterministic: bool) -> None:

@@ -17,6 +17,7 @@ from largebatch.data.index import Index
 from largebatch.data.index_file import why_damaged
 from largebatch.data.label_maps import Found, find_map
 from largebatch.data.records import IMAGE, LABEL, bytes_spans, feature_spans, int64_values, scan_records
+from largebatch.files import no_progress
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +29,13 @@ _CHUNK = 1000  # image files per task of the thread pool
 Rows = tuple[np.ndarray, ...]
 
 
-def index_shards(files: Sequence[str]) -> Index:
+def index_shards(files: Sequence[str], progress: Callable[[], None] = no_progress) -> Index:
     """Scan TFRecord files. Raises ValueError if a file ends early or no record can be found in it.
 
-    Labels are those in the records; `Index.number_labels` makes them zero-based.
+    Labels are those in the records; `Index.number_labels` makes them zero-based. progress: called after each file.
     """
     status = [os.stat(path) for path in files]  # before reading: a change in between makes the index stale
-    tables = _parallel(scan_shard, files, unit="shards")
+    tables = _parallel(scan_shard, files, progress, unit="shards")
     counts = [len(rows[0]) for rows in tables]
     if not sum(counts):
         raise ValueError(f"{os.path.dirname(files[0])}: the TFRecord files hold no records.")
@@ -43,8 +44,17 @@ def index_shards(files: Sequence[str]) -> Index:
     return _make_index(files, status, file, rows)
 
 
-def index_images(files: Sequence[str], labels: Sequence[int], *, class_names: Sequence[str]) -> Index:
-    """Read the headers of image files; `labels` are zero-based and `class_names` lists all classes."""
+def index_images(
+    files: Sequence[str],
+    labels: Sequence[int],
+    *,
+    class_names: Sequence[str],
+    progress: Callable[[], None] = no_progress,
+) -> Index:
+    """Read the headers of image files; `labels` are zero-based and `class_names` lists all classes.
+
+    progress: called after each thousand images.
+    """
     status = [os.stat(path) for path in files]
     chunks = [files[at : at + _CHUNK] for at in range(0, len(files), _CHUNK)]
 
@@ -57,7 +67,7 @@ def index_images(files: Sequence[str], labels: Sequence[int], *, class_names: Se
             sizes.append(size)
         return sizes
 
-    sizes = _parallel(image_sizes, chunks, unit="thousand images")
+    sizes = _parallel(image_sizes, chunks, progress, unit="thousand images")
     width, height = np.array([size for chunk in sizes for size in chunk], dtype=np.int64).T
     length = np.array([entry.st_size for entry in status], dtype=np.int64)
     rows = (np.zeros_like(length), length, np.asarray(labels, dtype=np.int64), width, height)
@@ -144,7 +154,7 @@ def _map_columns(offset: np.ndarray | None = None, *others: np.ndarray) -> dict[
     return {"map_offset": offset, "map_shape": shapes, "map_classes": int(classes.max())}
 
 
-def _parallel(function: Callable, items: Sequence, *, unit: str) -> list:
+def _parallel(function: Callable, items: Sequence, progress: Callable[[], None], *, unit: str) -> list:
     """Compute [function(item) for item in items] in threads: reading and CRC release the interpreter."""
     results = []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -152,6 +162,7 @@ def _parallel(function: Callable, items: Sequence, *, unit: str) -> list:
         try:
             for number, future in enumerate(futures, start=1):
                 results.append(future.result())
+                progress()
                 if number % max(1, len(items) // 10) == 0 and len(items) >= 10:
                     logger.info("indexed %d of %d %s", number, len(items), unit)
         finally:

@@ -35,7 +35,7 @@ from largebatch.data import archives, index_file, quarantine, whole
 from largebatch.data.index import Index
 from largebatch.data.scan import index_images, index_shards
 from largebatch.data.shards import Images, write_split
-from largebatch.files import cache_folder, locked, safe_cache, written_once
+from largebatch.files import cache_folder, locked, no_progress, safe_cache, written_once
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,17 @@ _SYNTHETIC_CLASSES, _SYNTHETIC_SHARDS = 1000, {"train": 64, "validation": 4}
 _SYNTHETIC_IMAGES = {"train": 4, "validation": 1}  # of each class
 
 
+Progress = Callable[[], None]  # called now and then while a long piece of work goes on
+
+
 def open_source(
-    path: str, *, split: str, cache: str = "", listed: str = "", allow_incomplete: bool = False
+    path: str,
+    *,
+    split: str,
+    cache: str = "",
+    listed: str = "",
+    allow_incomplete: bool = False,
+    progress: Progress = no_progress,
 ) -> Index:
     """Return the index of one split of a source, without the images in quarantine.
 
@@ -58,7 +67,7 @@ def open_source(
     Raise ValueError if there are no images, with the places that were searched, or if a file or image is damaged, with
     its name; also if shards are missing, empty or doubled or have lost records, unless `allow_incomplete`.
     """
-    folder, index = open_everything(path, split=split, cache=cache)
+    folder, index = open_everything(path, split=split, cache=cache, progress=progress)
     reason = whole.why_incomplete(index, folder=folder, split=split)
     if reason and not allow_incomplete:
         raise ValueError(f"{reason}; to use the images that are there, set --data.allow_incomplete true.")
@@ -74,7 +83,9 @@ def open_source(
     return kept
 
 
-def open_everything(path: str, *, split: str, cache: str = "") -> tuple[Path, Index]:
+def open_everything(
+    path: str, *, split: str, cache: str = "", progress: Progress = no_progress
+) -> tuple[Path, Index]:
     """Return the folder that holds the data, and its index, which includes images that cannot be read."""
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, expected train or validation.")
@@ -83,42 +94,44 @@ def open_everything(path: str, *, split: str, cache: str = "") -> tuple[Path, In
     if path == "digits":
         folder = written_once(root / "digits-v1", _write_digits)
     elif path == "synthetic":
-        write = functools.partial(_write_synthetic, split=split)
+        write = functools.partial(_write_synthetic, split=split, progress=progress)
         folder = written_once(root / f"synthetic-v2-{split}", write)
     elif archives.is_cifar10(folder):
         key = archives.cifar10_key(folder)
-        folder = written_once(root / f"cifar10-v1-{key}", functools.partial(_write_cifar10, source=folder))
+        write = functools.partial(_write_cifar10, source=folder, progress=progress)
+        folder = written_once(root / f"cifar10-v1-{key}", write)
     if not folder.is_dir():
         raise ValueError(
             f"There is no folder {path}: expected digits, synthetic, CIFAR-10's files, or a folder of TFRecords or "
             "images."
         )
-    return folder, _open_folder(folder, split, root)
+    return folder, _open_folder(folder, split, root, progress)
 
 
-def _open_folder(folder: Path, split: str, root: Path) -> Index:
+def _open_folder(folder: Path, split: str, root: Path, progress: Progress) -> Index:
     key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
     # The version is in the name, so that an older installation keeps its own index.
     name = f"{folder.resolve().name}-{split}-{key}-v{index_file.VERSION}.npz"
     saved = safe_cache(root, "index") / name
     if shards := find_shards(folder, split):
-        index = _cached_index(saved, shards, lambda: index_shards(shards))
+        index = _cached_index(saved, shards, functools.partial(index_shards, shards), progress)
         known = split == "train" or index.label_range[0] == 0 or not find_shards(folder, "train")
-        return index.number_labels(like=None if known else _open_folder(folder, "train", root))
+        return index.number_labels(like=None if known else _open_folder(folder, "train", root, progress))
     files, labels, names = find_images(folder, split)
-    return _cached_index(saved, files, lambda: index_images(files, labels, class_names=names))
+    build = functools.partial(index_images, files, labels, class_names=names)
+    return _cached_index(saved, files, build, progress)
 
 
-def _cached_index(path: Path, files: Sequence[str], build: Callable[[], Index]) -> Index:
+def _cached_index(path: Path, files: Sequence[str], build: Callable[..., Index], progress: Progress) -> Index:
     """Return the index saved at `path` if it still describes `files`, else build one and save it there."""
-    with locked(path):
+    with locked(path, progress) as go_on:
         if path.exists():
             index = index_file.load(path)
             reason = index_file.why_stale(index, files)
             if not reason:
                 return index
             logger.info("building the index %s again: %s", path, reason)
-        index = build()
+        index = build(progress=go_on)
         index_file.save(index, path)
     return index
 
@@ -226,13 +239,13 @@ def _write_digits(folder: Path) -> None:
 # -- CIFAR-10 -------------------------------------------------------------------------------------------------
 
 
-def _write_cifar10(folder: Path, *, source: Path) -> None:
+def _write_cifar10(folder: Path, *, source: Path, progress: Progress) -> None:
     logger.info("writing %s as TFRecords into the cache, once", source)
     for split, num_shards in (("train", 40), ("validation", 8)):
         images = archives.cifar10(source, split)
         num_shards = min(num_shards, len(images.labels))
         for _ in write_split(folder, split, images, num_shards=num_shards, num_threads=os.cpu_count() or 1):
-            pass
+            progress()
 
 
 # -- synthetic -----------------------------------------------------------------------------------------------
@@ -270,9 +283,9 @@ def synthetic(split: str) -> Images:
     return Images(list(range(_SYNTHETIC_CLASSES)) * _SYNTHETIC_IMAGES[split], encoded)
 
 
-def _write_synthetic(folder: Path, *, split: str) -> None:
+def _write_synthetic(folder: Path, *, split: str, progress: Progress) -> None:
     logger.info("generating the %s split of the synthetic images, once", split)
     images, num_threads = synthetic(split), min(8, os.cpu_count() or 1)
     num_shards = min(_SYNTHETIC_SHARDS[split], len(images.labels))
     for _ in write_split(folder, split, images, num_shards=num_shards, num_threads=num_threads):
-        pass
+        progress()

@@ -9,7 +9,7 @@
 
 from largebatch.files.atomic import atomic_file, written_once
 from largebatch.files.cache import cache_folder, safe_cache
-from largebatch.files.locks import locked
+from largebatch.files.locks import locked, no_progress
 from largebatch.files.owners import distrust, refuse_links_of_others
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "cache_folder",
     "distrust",
     "locked",
+    "no_progress",
     "refuse_links_of_others",
     "safe_cache",
     "written_once",

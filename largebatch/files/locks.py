@@ -4,19 +4,48 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+POLL_S = 0.1  # between two tries of a process that waits
+
+
+def no_progress() -> None:
+    """Note nothing: for callers that do not watch the progress of a long piece of work."""
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, progress: Callable[[], None] = no_progress) -> Iterator[Callable[[], None]]:
     """Hold the lock of `path`: one process at a time makes the file or folder, and the others wait and find it made.
 
+    Yields a function for the holder to call while it works: it calls `progress`, and so does each process that waits
+    when it sees it. So a process that waits makes progress exactly if the holder does.
     The lock only saves work. On a file system without locks all processes may do the work, which is harmless if each of
     them writes aside and renames.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.parent / f".{path.name}.lock", "w") as file:
+    with open(path.parent / f".{path.name}.lock", "a") as file:
+
+        def go_on() -> None:
+            progress()
+            os.utime(file.fileno())
+
         with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            _wait(file.fileno(), progress)
+        yield go_on
+
+
+def _wait(file: int, progress: Callable[[], None]) -> None:
+    """Take the lock, and call `progress` whenever its holder has gone on. OSError if there are no locks here."""
+    seen = os.fstat(file).st_mtime_ns
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:  # another process holds it
+            time.sleep(POLL_S)
+        if os.fstat(file).st_mtime_ns != seen:
+            seen = os.fstat(file).st_mtime_ns
+            progress()

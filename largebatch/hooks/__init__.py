@@ -20,7 +20,7 @@ from largebatch.hooks.log import Log
 from largebatch.hooks.profile import Profile
 from largebatch.hooks.replicas import ReplicaCheck
 from largebatch.hooks.sinks import Csv, Curves, Progress, Sink, TensorBoard
-from largebatch.hooks.stop_early import Signals, StopEarly, end_time
+from largebatch.hooks.stop_early import StopEarly, end_time
 
 __all__ = [
     "Checkpoint",
@@ -32,7 +32,6 @@ __all__ = [
     "Profile",
     "Progress",
     "ReplicaCheck",
-    "Signals",
     "Sink",
     "StopEarly",
     "TensorBoard",

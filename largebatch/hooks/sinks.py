@@ -103,7 +103,8 @@ class Csv(Sink):
 
     def open(self, trainer: Trainer) -> None:
         self.steps.open(last_step=trainer.state.step)
-        self.epochs.open(last_step=trainer.state.step)
+        evaluated = trainer.state.train_loss is None
+        self.epochs.open(last_step=trainer.state.step if evaluated else trainer.state.step - 1)
 
     def write_step(self, row: Row) -> None:
         self.steps.append(row)

@@ -107,7 +107,7 @@ def test_a_job_that_is_signalled_goes_on_later(slurm, scripts_readme, tmp_path):
     assert slurm.run(["scancel", job], timeout_s=60)[0] == 0
     assert slurm.wait(job, timeout_s=60)[0] == "CANCELLED"
     text = log.read_text()
-    assert re.search("SIGUSR1 came to [12] of 2 ranks", text), text
+    assert re.search("SIGUSR1 reached [12] of 2 ranks", text), text
     assert len(re.findall(r"^\+ ", text, re.MULTILINE)) == 2, text
 
 

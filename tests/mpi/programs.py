@@ -1,7 +1,7 @@
 """What tests run on ranks: `python -m tests.mpi.programs NAME arguments...`, where NAME is a function of this file.
 
 Those of `FAULTS` plant something into a training run, whose options are the arguments: `fails_in_step_2 --model ...`;
-several are joined by commas, and a number is set by "=": `signals_in_step=3,tells_its_end --model ...`.
+several are joined by commas, and a number is set by "=": `signals_in_pass=3,tells_its_end --model ...`.
 """
 
 import json
@@ -81,10 +81,10 @@ def one_rank(what: str) -> None:
 
 def waits_for_ever() -> None:
     """Rank 0 waits in a barrier that rank 1 does not reach, and tells when it has heard a signal."""
-    from largebatch.hooks import stop_early
+    from largebatch.comm import signals as listening
 
-    stop_early.ONCE_S = 0.0
-    with stop_early.Signals() as signals, session() as comm:
+    listening.ONCE_S = 0.0
+    with listening.Signals() as signals, session() as comm:
 
         def tell() -> None:
             while signals.first is None:
@@ -194,14 +194,95 @@ def fail() -> None:
     raise RuntimeError("planted")
 
 
-def signals_in_step(after: int) -> None:
-    """SIGUSR1 comes to rank 1 when so many steps are done."""
+def signals_in_pass(step: int) -> None:
+    """SIGUSR1 comes to rank 1 in the first pass of this step."""
+    from largebatch import engine
 
-    def signalling(trainer) -> None:
-        if (trainer.comm.rank, trainer.state.step) == (1, after):
+    forward_backward = engine.Trainer.forward_backward
+
+    def signalling(self, batch, weight):
+        if self.state.step == step - 1:
+            wait_for_agreement(signal_to=1, rank=self.comm.rank)
+        return forward_backward(self, batch, weight)
+
+    engine.Trainer.forward_backward = signalling
+
+
+def signals_in_evaluation(step: int) -> None:
+    """SIGUSR1 comes to rank 1 in a batch of the evaluation after this step."""
+    from largebatch import engine
+
+    evaluate = engine.evaluate
+
+    def signalling(model, batches, *, comm, **options):
+        return evaluate(model, waiting(batches, comm.rank), comm=comm, **options)
+
+    def waiting(batches, rank):
+        for number, batch in enumerate(batches):
+            if number == 1 and TRAINERS[0].state.step == step:
+                wait_for_agreement(signal_to=1, rank=rank)
+            yield batch
+
+    before_step(lambda trainer: TRAINERS.append(trainer))
+    engine.evaluate = signalling
+
+
+TRAINERS: list = []
+
+
+def wait_for_agreement(*, signal_to: int, rank: int) -> None:
+    """Send SIGUSR1 to one rank, and wait, on each rank, until all have agreed where to stop."""
+    import gc
+
+    from largebatch.comm.stop_points import StopPoints
+
+    (points,) = [one for one in gc.get_objects() if isinstance(one, StopPoints)]
+    if not points._decided.is_set():
+        if rank == signal_to:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        points._decided.wait()
+
+
+def signals_at_the_end() -> None:
+    """SIGUSR1 comes to rank 1 after its last step."""
+    from largebatch import engine
+
+    fit = engine.Trainer._train_until
+
+    def signalling(self, *arguments):
+        fit(self, *arguments)
+        if self.comm.rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    before_step(signalling)
+    engine.Trainer._train_until = signalling
+
+
+def signals_in_indexing() -> None:
+    """SIGTERM comes to rank 1, while each rank reads the shards or waits for the rank that does."""
+    from largebatch.data import scan
+
+    def signalling(path: str) -> None:
+        print("indexing", flush=True)
+        time.sleep(1000)
+
+    scan.scan_shard = signalling
+    from largebatch.data import sources
+
+    open_source = sources.open_source
+
+    def opening(*arguments, **options):
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        return open_source(*arguments, **options)
+
+    from largebatch import build
+
+    build.open_source = opening
+
+
+def is_slow() -> None:
+    """So that a run of a few steps is still there when a signal comes."""
+    before_step(lambda trainer: time.sleep(0.1))
 
 
 def before_step(act: Callable) -> None:
@@ -271,6 +352,33 @@ def tells_its_end() -> None:
     engine.Trainer.fit = reporting
 
 
+def hangs_in_the_loader() -> None:
+    """Every rank."""
+    from largebatch.data import dali
+
+    dali.TrainLoader.__next__ = lambda self: time.sleep(1000)
+
+
+def hangs_in_indexing() -> None:
+    """Every rank, in a thread that reads a shard or in waiting for the rank that reads it."""
+    from largebatch.data import scan
+
+    scan.scan_shard = lambda path: time.sleep(1000)
+
+
+def hangs_in_the_evaluation() -> None:
+    """Every rank, in its second batch."""
+    from largebatch import evaluation
+
+    count, batches = evaluation.count_correct, []
+
+    def counting(logits, labels):
+        batches.append(1)
+        return count(logits, labels) if len(batches) < 2 else time.sleep(1000)
+
+    evaluation.count_correct = counting
+
+
 def has_a_long_margin() -> None:
     """So long that the end of the job is near at once."""
     from largebatch.hooks import stop_early
@@ -329,8 +437,10 @@ def may_not_write_its_trace() -> None:
 
 
 FAULTS = (
-    fails_in_step_2, signals_in_step, flips_a_bit_after_step, spoils_an_image_in_step, waits_in_step, tells_its_end,
-    has_a_long_margin, cannot_build_on_rank_1, shares_a_gpu, stops_half_through_its_trace, may_not_write_its_trace,
+    fails_in_step_2, signals_in_pass, signals_in_evaluation, signals_at_the_end, signals_in_indexing, is_slow,
+    flips_a_bit_after_step, spoils_an_image_in_step, waits_in_step, tells_its_end, has_a_long_margin,
+    cannot_build_on_rank_1, shares_a_gpu, stops_half_through_its_trace, may_not_write_its_trace,
+    hangs_in_the_loader, hangs_in_indexing, hangs_in_the_evaluation,
 )  # fmt: skip
 
 

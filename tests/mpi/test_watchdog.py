@@ -1,7 +1,8 @@
-"""If a rank does not come, the ranks that wait for it end the run under every launcher, and say where they waited."""
+"""Ranks that wait too long for one another, or that all hang alike, end the run and say where they were."""
 
 import pytest
 from launch import launch
+from runs import SMALL
 
 PROGRAM = ["-m", "tests.mpi.programs", "one_rank"]
 LIMIT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}  # the option says the same
@@ -21,3 +22,23 @@ def test_a_rank_that_does_not_come_ends_all(launcher, what):
 def test_one_that_is_late_does_not(launcher):
     code, output = launch([*PROGRAM, "is late"], ranks=2, launcher=launcher, timeout_s=100, environment=LIMIT)
     assert code == 0 and output.count("done") == 2 and "waited" not in output, output
+
+
+@pytest.mark.parametrize(
+    "fault, phase, place",
+    [
+        ("hangs_in_the_loader", "step 1, pass 1", "programs.py"),
+        ("hangs_in_indexing", "opening digits", "scan.py"),
+        ("hangs_in_the_evaluation", "evaluation after step 1, batch 2", "counting"),
+    ],
+)
+def test_ranks_that_all_hang_alike_end(tmp_path, fault, phase, place):
+    """No rank waits for another, so only the missing progress shows it."""
+    options = ["--horovod.hang_limit_s", "4", "--run.eval_every", "1 steps", "--run.folder", str(tmp_path / "run")]
+    options += ["--data.global_batch_size", "16", "--data.micro_batch_size", "4", "--data.eval_batch_size", "16"]
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}  # without an index
+    command = ["-m", "tests.mpi.programs", fault, *SMALL, *options]
+    code, output = launch(command, ranks=2, timeout_s=60, environment=environment)
+    assert code != 0 and "waited" not in output, output
+    assert f"made no progress for 4 s ({phase})" in output and "--horovod.hang_limit_s is the limit" in output, output
+    assert place in output and "Thread 0x" in output, output

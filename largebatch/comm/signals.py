@@ -1,0 +1,99 @@
+"""The signals that tell a run to end, and the end of its launcher.
+
+Imports only Python's own library, so that a program can listen before its slow imports. A thread hears the signals,
+because Python calls handlers in the main thread alone, and not while that is inside a collective.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from largebatch.comm.launcher import recognise
+from largebatch.comm.parents import Parents
+from largebatch.comm.stopped import StoppedEarly
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+ONCE_S = 2.0
+GRACE_S = 3.0  # for an end of all ranks together, before this process ends alone
+
+
+class Signals:
+    """Notes the first of `SIGNALS` that reaches this process inside `with`, and ends the process at a later one.
+
+    Signals within `ONCE_S` of the first are the same request: mpirun under Slurm was seen to deliver it twice. A
+    process that is ending ignores them: the run may have stopped for another rank's signal, and its own come late.
+    SIGINT stays ignored if it was, as in a job that a shell runs in the background.
+    """
+
+    def __init__(self, *, nothing_to_lose: bool = False) -> None:
+        """nothing_to_lose: until this attribute is set to False, the first signal ends the process with code 75."""
+        self.first: signal.Signals | None = None
+        self.nothing_to_lose = nothing_to_lose
+        self.end: Callable[[int], object] = os._exit  # ends all ranks of the run with this code
+        self._parents = Parents()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def requests(self) -> list[bool]:
+        """Return for each of `SIGNALS` whether it was the first, and at last whether the launcher is gone."""
+        return [*(self.first == number for number in SIGNALS), self._parents.gone()]
+
+    def __enter__(self) -> "Signals":
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, _heard)
+                signal.siginterrupt(number, False)  # libraries need not know
+        self._thread = threading.Thread(target=self._listen, name="largebatch-signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_IGN if kind is SystemExit else handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._writer)  # the thread sees the end
+        self._thread.join()
+        os.close(self._reader)
+
+    def _listen(self) -> None:
+        at = 0.0
+        while number := os.read(self._reader, 1):
+            if number[0] not in SIGNALS:
+                continue
+            if self.first is None:
+                self.first, at = signal.Signals(number[0]), time.monotonic()
+                if self.nothing_to_lose:
+                    self._end_at_once(self.first)
+            elif time.monotonic() - at > ONCE_S:
+                os._exit(128 + number[0])  # as a shell reports it
+
+    def _end_at_once(self, number: signal.Signals) -> None:
+        """End before the first step. Rank 0 alone says so: a launcher sends SIGTERM to all ranks if one has failed."""
+        if _is_rank_0():
+            sys.stderr.write(
+                f"largebatch: stopped before the first step was done, because {number.name} came; the same command "
+                f"starts again where this one did (exit code {StoppedEarly.exit_code}).\n"
+            )
+            sys.stderr.flush()
+        alone = threading.Timer(GRACE_S, os._exit, [StoppedEarly.exit_code])
+        alone.daemon = True
+        alone.start()
+        self.end(StoppedEarly.exit_code)
+
+
+def _heard(number: int, frame: FrameType | None) -> None:
+    """What Python calls in the main thread, some time after `_listen` has heard."""
+
+
+def _is_rank_0() -> bool:
+    try:
+        return recognise(os.environ).rank == 0
+    except ValueError:  # several launchers claim this process
+        return True

@@ -1,0 +1,87 @@
+"""Lets all ranks leave their work at the same place, soon after one of them asks for it.
+
+The ranks pass the same points in the same order: before each pass of a step, before each evaluated batch. A signal may
+come to any rank at any moment, so they must agree on the point at which they leave. Asking at each point would let the
+ranks wait for each other there. So a thread of each rank asks the others' threads a few times a second; to pass a point
+costs a lock and no message.
+
+If there is a request, each thread first holds its main thread at the next point. Then they compare the numbers of the
+points that the ranks have passed, and all leave at the one after the highest: no rank has passed it, and none waits for
+another before it. So a rank leaves PERIOD_S, two short messages and at most one pass after the request.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import horovod.torch as hvd
+import torch
+
+from largebatch.comm.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 0.2  # between two questions
+POLL_S = 0.005  # this thread is in no hurry, and leaves the core to the others
+
+
+class StopPoints:
+    """The points of this rank, and the thread that asks. All ranks make one, pass its points and close it."""
+
+    def __init__(self, requests: Callable[[], Sequence[bool]], watchdog: Watchdog) -> None:
+        """requests: what this rank asks for, as many truth values on each rank; called in the thread."""
+        self.counts: list[int] = []  # for each request the number of ranks that have it, once there is one
+        self._requests, self._watchdog = requests, watchdog
+        self._lock = threading.Lock()  # of the next two
+        self._passed = 0
+        self._held = False
+        self._last = 0  # the number of the point at which all leave
+        self._decided, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="largebatch-stop-points", daemon=True)
+        self._thread.start()
+
+    def leave(self) -> bool:
+        """Pass a point; return whether all ranks are to leave their work here."""
+        with self._lock:
+            if not self._held:
+                self._passed += 1
+                return False
+        with self._watchdog.waiting("stop points"):
+            self._decided.wait()
+        self._passed += 1
+        return self._passed == self._last
+
+    def close(self) -> None:
+        """Wait until all ranks have passed their last point; the second call does nothing."""
+        self._closing.set()
+        with self._watchdog.waiting("end of the stop points"):
+            self._thread.join()
+
+    def _ask(self) -> None:
+        try:
+            while True:
+                self._closing.wait(PERIOD_S)
+                *counts, num_closing = _reduce([*self._requests(), self._closing.is_set()], hvd.Sum)
+                if any(counts):
+                    break
+                if num_closing == hvd.size():
+                    return
+            with self._lock:
+                self._held, passed = True, self._passed
+            (highest,) = _reduce([passed], hvd.Max)
+            self.counts, self._last = counts, highest + 1
+        except (hvd.HorovodInternalError, ValueError) as error:  # a rank is lost, and the main thread will see it, too
+            logger.debug("the ranks cannot ask each other whether to stop: %s", error)
+        finally:
+            self._decided.set()
+
+
+def _reduce(values: Sequence[int], op: int) -> list[int]:
+    """Reduce whole numbers over the ranks, in this thread."""
+    tensor = torch.tensor([int(value) for value in values])
+    handle = hvd.allreduce_async(tensor, name=f"stop points/{len(values)}", op=op)
+    while not hvd.poll(handle):
+        time.sleep(POLL_S)
+    result: torch.Tensor = hvd.synchronize(handle)
+    return result.tolist()
