@@ -11,7 +11,7 @@ from torch import distributed as dist
 from largebatch.config.parallel import ParallelConfig
 from largebatch.optim import Lamb, clip_gradients, init_state
 from largebatch.parallel.cuts import cuts_of
-from largebatch.parallel.mesh import Mesh, start, stop
+from largebatch.parallel.mesh import Mesh, start_process_groups, stop_process_groups
 from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
 from largebatch.parallel.state_sharding import Sharding, state_bytes
 
@@ -25,9 +25,9 @@ def mesh(comm):
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=limit) if comm.rank == 0 else None
     port = comm.broadcast_object(store and store.port, name="store")
     store = store or dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=limit)
-    start(comm.rank, comm.size, store, device=torch.device("cpu"))
+    start_process_groups(comm.rank, comm.size, store, device=torch.device("cpu"))
     yield Mesh(ParallelConfig(zero=1).shape())
-    stop()
+    stop_process_groups()
 
 
 def train(comm, model, optimizer, steps, norm_of):
