@@ -13,7 +13,7 @@ import torch
 from largebatch.comm import Communicator, preflight, session
 from largebatch.comm.launcher import recognise
 from largebatch.comm.placement import check_placement
-from largebatch.config import TrainConfig, options
+from largebatch.config import TrainConfig, options, without_effect
 from largebatch.precision import choose_precision, computes
 
 logger = logging.getLogger(__name__)
@@ -65,17 +65,28 @@ def set_up(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, torch.
         device = comm.device(config.run.device)
         set_up_torch(config)
     config = resolve(config, device)
-    if comm.rank == 0 and not computes(device, config.run.precision):
-        logger.warning(
-            "--run.precision is %s, for which this %s has no instructions: it will be very slow, and auto would be %s.",
-            config.run.precision,
-            device.type,
-            choose_precision(device),
-        )
+    if comm.rank == 0:
+        for line in doubtful(config, device, data_size=comm.data_size):
+            logger.warning("%s", line)
     logger.info("%s", preflight.agree(comm, options(config)))
     for line in check_placement(comm, device, loader_threads=config.data.num_threads):
         logger.info("%s", line)
     return config, device
+
+
+def doubtful(config: TrainConfig, device: torch.device, *, data_size: int) -> Iterator[str]:
+    """Yield a sentence for each option that is allowed and hardly meant, on `data_size` data ranks."""
+    if not computes(device, config.run.precision):
+        yield (
+            f"--run.precision is {config.run.precision}, for which this {device.type} has no instructions: it will be "
+            f"very slow, and auto would be {choose_precision(device)}."
+        )
+    yield from without_effect(config)
+    if config.parallel.zero and data_size == 1:  # no error: an elastic run may go on with one rank
+        yield (
+            "--parallel.zero is 1, and there is 1 data rank, which keeps the whole state of the optimizer: start more "
+            "ranks, or leave it out."
+        )
 
 
 def resolve(config: TrainConfig, device: torch.device) -> TrainConfig:

@@ -10,6 +10,8 @@ from largebatch import build
 from largebatch import config as c
 from largebatch.config.horovod import HorovodConfig
 from largebatch.recipes import RECIPES, choose
+from largebatch.start import doubtful
+from largebatch.validate import read as read_validation
 
 
 def parse(*argv: str) -> c.TrainConfig:
@@ -36,6 +38,7 @@ def test_which_recipe(argv, recipe, model, data):
 def test_every_recipe_is_sound_and_comes_back_from_yaml(tmp_path, name):
     config = RECIPES[name]()
     c.check(config)
+    assert not c.without_effect(config)
     assert config.recipe == name and RECIPES[name].__doc__
     file = tmp_path / "config.yaml"
     file.write_text(c.dump(config))
@@ -132,6 +135,22 @@ def test_a_batch_that_does_not_divide_names_the_nearest(ranks, batch, micro, wor
         assert word in str(error.value)
 
 
+IDLE = [
+    (
+        ["--schedule.prefix", "false", "--schedule.warmup", "0 epochs"],
+        "--schedule.prefix is false and --schedule.warmup '0 epochs': without a warm-up",
+    ),
+    (
+        ["--model.outlook_drop_path", "true"],
+        "--model.outlook_drop_path is true and --model.drop_path_rate 0, so no path is dropped",
+    ),
+    *[
+        (["--parallel.tensor.mode", mode], f"--parallel.tensor.mode is {mode} and --parallel.tensor.size 1, so no matr")
+        for mode in ("2d", "2.5d", "3d")
+    ],
+]
+
+
 @pytest.mark.parametrize(
     "argv, sentence",
     [
@@ -176,12 +195,42 @@ def test_a_batch_that_does_not_divide_names_the_nearest(ranks, batch, micro, wor
         (["--augment.mixup_switch_prob", "0.3", "--augment.cutmix_alpha", "1", "--augment.mixup_alpha", "0"],
          "--augment.mixup_switch_prob is 0.3, but there is nothing to choose"),
         (["--augment.mixup_switch_prob", "1"], "expected a probability between 0 and 1"),
+        (["--data.crop_pct", "0"], "--data.crop_pct is 0.0: expected a fraction above 0, or null."),
+        (["--data.crop_pct", "-1"], "--data.crop_pct is -1.0: expected a fraction above 0, or null."),
+        (["--data.crop_pct", ".nan"], "--data.crop_pct is nan: expected a fraction above 0, or null."),
+        (["--data.std", "[0, 0, 0]"], "--data.std is [0.0, 0.0, 0.0]: expected three numbers above 0"),
+        (["--data.std", "[0.2, -0.2, 0.2]"], "--data.std is [0.2, -0.2, 0.2]: expected three numbers above 0"),
+        (["--data.mean", "[0.2, .inf, 0.2]"], "--data.mean is [0.2, inf, 0.2]: expected three finite numbers"),
+        *IDLE,
+        (["--model", "volo_d1", "--data", "/imagenet", "--schedule.warmup", "0 epochs"],
+         "--schedule.prefix is false and --schedule.warmup '0 epochs'"),
     ],
 )
 def test_a_mistake_is_one_sentence(argv, sentence):
     with pytest.raises(ValueError) as error:
         parse(*argv)
     assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("argv, sentence", IDLE)
+def test_an_option_without_effect_in_the_file_of_an_older_run_is_only_reported(tmp_path, argv, sentence):
+    """The run resumes and can be validated."""
+    (tmp_path / "short.yaml").write_text("recipe: quickstart\n")
+    config = parse("--config", str(tmp_path / "short.yaml"), *argv, "--run.precision", "fp32")
+    (tmp_path / "config.yaml").write_text(c.dump(config))
+    assert parse("--config", str(tmp_path / "config.yaml")) == config
+    (said,) = doubtful(config, torch.device("cpu"), data_size=1)
+    assert sentence in said
+    assert [*doubtful(parse("--run.precision", "fp32"), torch.device("cpu"), data_size=1)] == []
+    validated, _ = read_validation([str(tmp_path)])
+    assert (validated.model, validated.schedule) == (config.model, config.schedule)
+
+
+def test_zero_on_one_data_rank_is_reported():
+    config = parse("--parallel.zero", "1", "--run.precision", "fp32")
+    assert [*doubtful(config, torch.device("cpu"), data_size=2)] == []
+    (said,) = doubtful(config, torch.device("cpu"), data_size=1)
+    assert said.startswith("--parallel.zero is 1, and there is 1 data rank") and "start more ranks" in said
 
 
 def test_every_option_of_augmentation_arrives():

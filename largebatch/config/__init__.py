@@ -8,7 +8,7 @@ durations.py  "5 epochs" as images, a global batch as passes, times, ranges of s
 cli.py        command line and YAML: parse, dump, load, compare
 """
 
-from largebatch.config.checks import check
+from largebatch.config.checks import check, without_effect
 from largebatch.config.cli import differences, dump, explain, load, make_parser, options, parse, to_config
 from largebatch.config.durations import accumulation_passes, duration_images, epoch_seconds, profiled_steps
 from largebatch.config.horovod import HorovodConfig
@@ -54,4 +54,5 @@ __all__ = [
     "parse",
     "profiled_steps",
     "to_config",
+    "without_effect",
 ]

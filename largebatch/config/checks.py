@@ -1,11 +1,45 @@
 """The checks of a config: the range of each value, and the options that must fit together.
 
-Each check raises ValueError with one sentence: the value given, the value expected, and the option to change.
+Each check raises ValueError with one sentence: the value given, the value expected, and the option to change. An
+option that has no effect beside the others is refused on a command line, and only reported if a file names it: a run
+that was started before the check was there must go on.
 """
 
-from largebatch.config.durations import epoch_seconds, profiled_steps
+import math
+
+from largebatch.config.durations import duration_images, epoch_seconds, profiled_steps
 from largebatch.config.parallel import ParallelConfig
 from largebatch.config.sections import AugmentConfig, DataConfig, TrainConfig
+
+
+def without_effect(config: TrainConfig) -> list[str]:
+    """Return a sentence for each option that is set and changes nothing."""
+    model, schedule, tensor = config.model, config.schedule, config.parallel.tensor
+    found = []
+    if model.outlook_drop_path and not model.drop_path_rate:
+        found.append(
+            "--model.outlook_drop_path is true and --model.drop_path_rate 0, so no path is dropped: set a rate above "
+            "0, or leave it out."
+        )
+    if not schedule.prefix and not _warmup(config):
+        found.append(
+            f"--schedule.prefix is false and --schedule.warmup {schedule.warmup!r}: without a warm-up there is nothing "
+            "that it changes, so set --schedule.warmup, or leave it at true."
+        )
+    if tensor.mode != "1d" and tensor.size == 1:
+        found.append(
+            f"--parallel.tensor.mode is {tensor.mode} and --parallel.tensor.size 1, so no matrix is cut: set the size "
+            "to the number of ranks that share each matrix, or leave the mode out."
+        )
+    return found
+
+
+def _warmup(config: TrainConfig) -> int:
+    """Return the images of the warm-up of a data set of any size: only 0 is of interest."""
+    size = 10**6
+    return duration_images(
+        config.schedule.warmup, option="--schedule.warmup", num_samples=size, batch_size=size, run_images=size
+    )
 
 
 def check(config: TrainConfig) -> None:
@@ -42,6 +76,7 @@ def check(config: TrainConfig) -> None:
         raise ValueError(f"--data.ratio is {list(c.data.ratio)}: expected 0 < low <= high.")
     if not 0 <= c.data.hflip <= 1:
         raise ValueError(f"--data.hflip is {c.data.hflip}: expected a probability, 0 to 1.")
+    _check_pixels(c.data)
     _check_crop(c.data)
     _check_augment(c.augment)
     if c.optim.clip_norm is not None and c.optim.clip_norm <= 0:
@@ -129,6 +164,17 @@ def _check_tokens(config: TrainConfig) -> None:
             f"--model.img_size is {config.model.img_size}: --loss.dense_weight needs a multiple of 16, the "
             "pixels along each side of an output cell."
         )
+
+
+def _check_pixels(data: DataConfig) -> None:
+    if data.crop_pct is not None and not 0 < data.crop_pct < math.inf:
+        raise ValueError(f"--data.crop_pct is {data.crop_pct}: expected a fraction above 0, or null.")
+    if data.std is not None and not all(0 < value < math.inf for value in data.std):
+        raise ValueError(
+            f"--data.std is {list(data.std)}: expected three numbers above 0, by which pixels are divided, or null."
+        )
+    if data.mean is not None and not all(map(math.isfinite, data.mean)):
+        raise ValueError(f"--data.mean is {list(data.mean)}: expected three finite numbers, or null.")
 
 
 def _check_crop(data: DataConfig) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jsonargparse
 
-from largebatch.config.checks import check
+from largebatch.config.checks import check, without_effect
 from largebatch.config.sections import OptimConfig, TrainConfig
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -66,6 +66,9 @@ def parse(
         raise ValueError(explain(error, parser)) from None
     config = to_config(parser, values)
     check(config)
+    idle = without_effect(config)
+    if idle and not values.get("config"):  # those in a file are reported when the ranks have started
+        raise ValueError(idle[0])
     return config
 
 

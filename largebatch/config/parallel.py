@@ -67,7 +67,7 @@ def _tensor_axes(tensor: TensorConfig) -> dict[str, int]:
     if tensor.mode == "3d":
         side = round(size ** (1 / 3))
         if side**3 != size:
-            raise ValueError(f"--parallel.tensor.size is {size}: mode 3d expects a cube of ranks, such as 8 or 27.")
+            raise ValueError(f"--parallel.tensor.size is {size}: mode 3d expects a cube of ranks, such as 8 or 64.")
         return {"x": side, "y": side, "z": side}
     if depth < 1 or size % depth or math.isqrt(size // depth) ** 2 != size // depth:
         expected = "depth × a square" if tensor.mode == "2.5d" else "a square of ranks"

@@ -110,7 +110,7 @@ def test_gradients_of_collectives(name):
         (ParallelConfig(pipeline=0), 4, "--parallel.pipeline is 0: expected a number of ranks"),
         (ParallelConfig(tensor=TensorConfig(mode="2d", size=6)), 6, "expects a square of ranks, such as 4 or 9"),
         (ParallelConfig(tensor=TensorConfig(mode="2.5d", size=8, depth=3)), 8, "depth × a square, such as 12 or 27"),
-        (ParallelConfig(tensor=TensorConfig(mode="3d", size=9)), 9, "expects a cube of ranks, such as 8 or 27"),
+        (ParallelConfig(tensor=TensorConfig(mode="3d", size=9)), 9, "expects a cube of ranks, such as 8 or 64"),
         (ParallelConfig(tensor=TensorConfig(mode="1d", size=2, depth=2)), 4, "which only mode 2.5d uses"),
         (
             ParallelConfig(pipeline=2, tensor=TensorConfig(size=2)),

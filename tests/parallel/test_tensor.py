@@ -26,7 +26,7 @@ from largebatch.parallel.mesh import Mesh
 from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
 from largebatch.parallel.state_sharding import Sharding
 from largebatch.parallel.tensor import Dropout, DropPath, Linear, layouts, num_blocks, whole
-from zoo.vit import VisionTransformer
+from zoo.vit import STRUCTURES, VisionTransformer
 
 MESHES = {
     "1d-2": TensorConfig(mode="1d", size=2),
@@ -477,6 +477,10 @@ def test_autocast_reaches_the_products_and_the_gradients_stay_single(name):
 # -- what cannot be cut ---------------------------------------------------------------------------------------------
 
 B32 = vit.Dimensions(embed_dim=768, num_heads=12, mlp_dim=3072, num_classes=1000, patch_features=3072)
+VITS = [
+    vit.Dimensions(structure.embed_dim, structure.num_heads, 4 * structure.embed_dim, 1000, 3 * structure.patch_size**2)
+    for structure in STRUCTURES.values()
+]
 
 
 @pytest.mark.parametrize(
@@ -486,6 +490,7 @@ B32 = vit.Dimensions(embed_dim=768, num_heads=12, mlp_dim=3072, num_classes=1000
         (TensorConfig(size=3), B32, 8, "has 1000 classes, and tensor 3 cuts .*: change --model.num_classes, or --par"),
         (TensorConfig(mode="3d", size=8), B32, 6, "--data.micro_batch_size is 6, and x 2 × y 2 × z 2 .* such as 8"),
         (TensorConfig(mode="2.5d", size=8, depth=2), B32, 2, "cuts each batch into 4: expected a multiple of 4"),
+        *[(TensorConfig(mode="3d", size=27), model, 9, "and x 3 × y 3 × z 3 cuts them into") for model in VITS],
         (TensorConfig(mode="2d", size=4), dataclasses.replace(B32, embed_dim=771), 4, "has 771 features"),
         (TensorConfig(size=4), dataclasses.replace(B32, mlp_dim=770), 4, "has 770 features inside its MLPs"),
         (TensorConfig(size=4), dataclasses.replace(B32, patch_features=75), 4, "has 75 numbers per patch"),
@@ -495,4 +500,5 @@ def test_what_cannot_be_cut_is_refused_with_the_numbers(tensor, dimensions, batc
     shape = ParallelConfig(tensor=tensor).shape()
     with pytest.raises(ValueError, match=sentence):
         vit.check(dimensions, shape, batch)
-    vit.check(B32, ParallelConfig(tensor=TensorConfig(mode="3d", size=8)).shape(), 4)
+    for size in (8, 64):  # a mistaken size is told these two
+        vit.check(B32, ParallelConfig(tensor=TensorConfig(mode="3d", size=size)).shape(), 16)
