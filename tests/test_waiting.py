@@ -57,10 +57,20 @@ def test_work_without_progress_is_reported_with_its_phase_and_a_wait_is_not_work
 def test_a_job_that_was_suspended_may_go_on(monkeypatch):
     """A batch system may stop a job for hours: what counts is the time in which it could have worked."""
     reported: list[Mark] = []
-    watchdog, now = Watchdog(2, 2, reported.append), time.monotonic
+    watchdog, now, suspended_s, looks = Watchdog(0.6, 0.6, reported.append), time.monotonic, [0], []
+
+    def clock():
+        looks.append(1)
+        return now() + suspended_s[0]
+
     watchdog.progress("reading")
     with monkeypatch.context() as patch:
-        patch.setattr(time, "monotonic", lambda: now() + 10000)
-        time.sleep(0.5)
-    watchdog.stop()
-    assert reported == []
+        patch.setattr(time, "monotonic", clock)
+        while not looks:
+            time.sleep(0.01)
+        suspended_s[0] = 10000
+        while len(looks) < 5:
+            time.sleep(0.01)
+        assert reported == []
+        while not reported:  # and then it still counts
+            time.sleep(0.01)

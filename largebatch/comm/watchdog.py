@@ -5,16 +5,18 @@ or a host that is gone. The other ranks then wait for ever, while their GPUs are
 waits, under every launcher. If all ranks hang alike, in a file system that does not answer, none waits for another. So
 each rank also watches that its main thread goes on: in long loops, the main thread leaves a mark now and then.
 
-A mark costs one small object. A thread compares the newest mark with the one that it saw before. It counts its own
-looks and reads no clock, so that a job that was suspended as a whole can go on afterwards.
+A mark costs one small object. A thread looks at the newest mark now and then. If the whole job is suspended, the thread
+is, too: it subtracts the time in which it could not look, so the job can go on afterwards.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 CHECKS = 20  # during one limit, and at least one per second
+LATE_S = 2.0  # a busy machine may delay a look by this much
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +25,7 @@ class Mark:
 
     what: str
     waits: bool
+    began: float = field(default_factory=time.monotonic)
 
 
 class Watchdog:
@@ -66,14 +69,15 @@ class Watchdog:
 
     def _watch(self) -> None:
         interval_s = min(1.0, min(filter(None, (self.stall_limit_s, self.hang_limit_s))) / CHECKS)
-        seen, looks = self._mark, 0
+        seen, looked, suspended_s = self._mark, time.monotonic(), 0.0
         while not self._over.wait(interval_s):
-            mark = self._mark
+            mark, before, looked = self._mark, looked, time.monotonic()
             if mark is not seen:
-                seen, looks = mark, 0
-                continue
-            looks += 1
+                seen, suspended_s = mark, 0.0
+            if looked - before > interval_s + LATE_S:
+                suspended_s += looked - before
             limit_s = 0.0 if mark is None else self.stall_limit_s if mark.waits else self.hang_limit_s
-            if mark and limit_s and looks * interval_s > limit_s:
+            # One look early: Horovod has the same limit for waits, and says less.
+            if mark and limit_s and looked - mark.began - suspended_s > limit_s - interval_s:
                 self._expired(mark)
                 return

@@ -80,7 +80,7 @@ def test_in_indexing(tmp_path):
     environment = {"XDG_CACHE_HOME": str(tmp_path)}  # without an index
     folder = tmp_path / "run"
     code, text = launch(training(folder, faults="signals_in_indexing"), ranks=2, environment=environment)
-    assert code == 75 and "indexing" in text and not (folder / "steps.csv").exists(), text
+    assert code == 75 and not (folder / "steps.csv").exists(), text
     assert "Traceback" not in text, text
 
 
