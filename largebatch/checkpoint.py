@@ -130,7 +130,7 @@ def save(
 ) -> Path:
     """Write the checkpoint of `state.step` into run folder `folder`, keep the `keep` newest valid ones.
 
-    Returns its path. A valid checkpoint of this step is not written again. Raises OSError if it cannot be written; the
+    Returns its path. A valid checkpoint of this state is not written again. Raises OSError if it cannot be written; the
     older ones are then untouched.
     """
     assert keep >= 2, keep
@@ -138,7 +138,7 @@ def save(
     root.mkdir(parents=True, exist_ok=True)
     _clean(root)
     path = root / f"{state.step:08d}"
-    if path.exists() and why_invalid(path) is None:
+    if path.exists() and why_invalid(path) is None and read_state(path)["state"] == asdict(state):
         return path
     content = {
         "optimizer": optimizer.state_dict(),
@@ -152,7 +152,7 @@ def save(
     try:
         _check_space(root, models, optimizer)
         _write(unfinished, models, content, step=state.step)
-        _remove(path)  # there only if it is damaged
+        _remove(path)  # there only if it is damaged, or if the evaluation of its step was still to be made
         unfinished.rename(path)
         _sync(root)
     except OSError:

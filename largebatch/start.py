@@ -13,6 +13,7 @@ import torch
 from largebatch.comm import Communicator, preflight, session
 from largebatch.comm.launcher import recognise
 from largebatch.comm.placement import check_placement
+from largebatch.comm.shared_memory import remove_leftovers
 from largebatch.config import TrainConfig, options, without_effect
 from largebatch.precision import choose_precision, computes
 
@@ -69,6 +70,8 @@ def set_up(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, torch.
         for line in doubtful(config, device, data_size=comm.data_size):
             logger.warning("%s", line)
     logger.info("%s", preflight.agree(comm, options(config)))
+    if comm.local_rank == 0:
+        _remove_leftovers()
     for line in check_placement(comm, device, loader_threads=config.data.num_threads):
         logger.info("%s", line)
     return config, device
@@ -87,6 +90,16 @@ def doubtful(config: TrainConfig, device: torch.device, *, data_size: int) -> It
             "--parallel.zero is 1, and there is 1 data rank, which keeps the whole state of the optimizer: start more "
             "ranks, or leave it out."
         )
+
+
+def _remove_leftovers() -> None:
+    try:
+        leftovers = remove_leftovers()
+    except OSError as error:  # no /dev/shm, or another job of this user is removing the same files
+        logger.debug("shared memory is not cleared: %s", error)
+    else:
+        if leftovers:
+            logger.info("removed %d files of shared memory that killed jobs had left in /dev/shm", len(leftovers))
 
 
 def resolve(config: TrainConfig, device: torch.device) -> TrainConfig:

@@ -211,6 +211,17 @@ def newest(pristine, tmp_path) -> Path:
 FILES = ["model.safetensors", "state.pt", "manifest.json"]
 
 
+def test_a_step_is_saved_again_once_its_evaluation_is_made(tmp_path):
+    parts = make_parts()
+    for train_loss in (0.5, 0.5, None):
+        state = TrainState(step=5, images=500, train_loss=train_loss)
+        model, optimizer, scaler = parts
+        path = checkpoint.save(
+            tmp_path, model=model, optimizer=optimizer, scaler=scaler, state=state, config_text=CONFIG_TEXT
+        )
+        assert load(path, make_parts(seed=1)) == state and valid_steps(tmp_path) == [5]
+
+
 def assert_falls_back(newest: Path, caplog, *, why: str) -> None:
     caplog.clear()
     with caplog.at_level(logging.WARNING):

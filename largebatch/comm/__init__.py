@@ -6,6 +6,7 @@
     fp16.py           gradients that are sent in fp16
     polling.py        waiting for collectives without occupying a core
     watchdog.py       the limits on waiting for other ranks, and on work without progress
+    shared_memory.py  the shared memory that killed jobs left behind
     stop_points.py    the point of a step or an evaluation at which all ranks leave
     signals.py        the signals that tell a run to end
     parents.py        the launcher of this process, and whether it is gone

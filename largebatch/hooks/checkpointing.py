@@ -38,8 +38,8 @@ class Checkpoint(Hook):
         self.longest_s = 0.0  # the longest save so far, on rank 0
 
     def before_fit(self, trainer: Trainer) -> None:
-        """A state that was resumed need not be saved again."""
-        self.saved_step = trainer.state.step
+        """A state that was resumed need not be saved again, unless its evaluation is made first."""
+        self.saved_step = trainer.state.step if trainer.state.train_loss is None else -1
 
     def after_step(self, trainer: Trainer) -> None:
         """Save if a save is due. The other ranks go on, and wait in the allreduce of the next step."""

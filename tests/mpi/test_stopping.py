@@ -75,6 +75,16 @@ def test_in_the_middle_of_a_step_and_of_an_evaluation(tmp_path, uninterrupted, p
     assert all(float(row["train_loss"]) > 0 for row in rows(tmp_path, "epochs.csv"))
 
 
+def test_in_the_last_evaluation(tmp_path):
+    """The next start makes it, the one after that has nothing left to do."""
+    options = ["--data.eval_batch_size", "16", "--run.duration", "3 steps"]
+    code, text = launch(training(tmp_path, *options, faults="signals_in_evaluation=3"), ranks=2)
+    assert code == 75 and "stopped after step 3 of 3" in text and rows(tmp_path, "epochs.csv") == [], text
+    for said in ("resumed at step 3", "This run is complete"):
+        code, text = launch(training(tmp_path, *options), ranks=1, launcher="python")
+        assert code == 0 and said in text and [row["step"] for row in rows(tmp_path, "epochs.csv")] == ["3"], text
+
+
 def test_in_indexing(tmp_path):
     """There is nothing to lose, and nothing is trained first."""
     environment = {"XDG_CACHE_HOME": str(tmp_path)}  # without an index
