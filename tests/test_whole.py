@@ -215,7 +215,11 @@ def test_a_damaged_packing_json_is_named(packed):
 def test_the_option_arrives_and_the_benchmark_only_warns(plain, caplog):
     missing(plain)
     comm = SimpleNamespace(
-        rank=0, size=1, allgather_object=lambda value, name: [value], together=lambda phase: contextlib.nullcontext()
+        rank=0,
+        size=1,
+        allgather_object=lambda value, name: [value],
+        together=lambda phase: contextlib.nullcontext(),
+        progress=lambda: None,
     )
     data = DataConfig(path=str(plain), allow_incomplete=True)
     config = TrainConfig(data=data)
