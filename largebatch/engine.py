@@ -134,24 +134,27 @@ class Trainer:
         return loss.detach()
 
     def window(self, batches: Iterator[Any]) -> Iterator[Augmented]:
-        """Yield this rank's micro-batches of the coming step, augmented, in the order of their numbers.
-
-        Mixup, boxes and everything the model draws are seeded by (seed, step, number), so they do not depend on the
-        rank that computes a micro-batch.
-        """
+        """Yield this rank's micro-batches of the coming step, augmented, in the order of their numbers."""
         mine = self.plan.micro_batches(self.state.step, self.comm.data_rank, self.comm.data_size)
         num_passes = len(self.plan.micro_batches(self.state.step, 0, self.comm.data_size))  # no rank has more
         for number in range(num_passes):
             self.pass_point(f"step {self.state.step + 1}, pass {number + 1}")
             if number == len(mine):  # the last pass of a step may have fewer micro-batches than ranks
                 break
-            planned = mine[number]
             with record_function("load"):
                 batch = next(batches)
-            assert (batch.step, batch.number) == (planned.step, planned.number), "the loader left the plan"
-            torch.manual_seed(seed_for(self.seed, planned.step, planned.number, purpose="model"))
-            generator = torch.Generator().manual_seed(seed_for(self.seed, planned.step, planned.number))
-            yield self.augment(batch.images, batch.labels, generator, batch.token_labels)
+            assert (batch.step, batch.number) == (self.state.step, mine[number].number), "the loader left the plan"
+            yield self.prepare(batch)
+
+    def prepare(self, batch: Any) -> Augmented:
+        """Return a micro-batch augmented, with the random numbers of the model seeded for its pass.
+
+        Mixup, boxes and everything the model draws are seeded by (seed, step, number), so they do not depend on the
+        rank that computes a micro-batch.
+        """
+        torch.manual_seed(seed_for(self.seed, batch.step, batch.number, purpose="model"))
+        generator = torch.Generator().manual_seed(seed_for(self.seed, batch.step, batch.number))
+        return self.augment(batch.images, batch.labels, generator, batch.token_labels)
 
     def lr(self) -> float:
         """Return the learning rate of the coming step."""

@@ -5,11 +5,11 @@ nothing, and its micro-batches depend on the seed and the step alone. So each ra
 and without a loss scale, and looks at the gradient of each. This costs a step, and nothing while all is well.
 """
 
+import itertools
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,16 +58,12 @@ def find_origin(trainer: Trainer, step: int, where: Where) -> tuple[str, bool]:
 
 def recompute(trainer: Trainer, step: int) -> Iterator[Place]:
     """Yield the micro-batches of this rank whose gradient is not finite. The state of the run stays what it is."""
-    newest: list[Any] = []
-
-    def remembered(batches: Iterable[Any]) -> Iterator[Any]:
-        for batch in batches:
-            newest[:] = [batch]
-            yield batch
-
+    mine = trainer.plan.micro_batches(step, trainer.comm.data_rank, trainer.comm.data_size)
     with as_before(trainer, step), closing(trainer.open_batches(step)) as batches:
-        for augmented in trainer.window(remembered(batches)):
-            (batch,) = newest
+        for batch in itertools.islice(batches, len(mine)):
+            # Not the trainer's `window`, in which the ranks talk to each other: each one may fail here by itself.
+            trainer.comm.progress(f"step {step + 1} again, micro-batch {batch.number}")
+            augmented = trainer.prepare(batch)
             if bad := rows(batch.images):
                 yield Place(batch.number, " with pixels that are not finite", batch.samples[bad].tolist())
             elif (found := examine(trainer, augmented)) is not None:

@@ -11,6 +11,7 @@ from parts import plan_for, replicas_agree, small_model, small_trainer
 from torch import nn
 
 from largebatch.comm import Stopped
+from largebatch.engine import Hook
 from largebatch.hooks import Guards
 
 HOST = os.uname().nodename
@@ -127,6 +128,31 @@ def test_overflows_of_a_growing_loss_scale_are_not_looked_into(comm, caplog):
     spoil(trainer, the_place(trainer, 1, 0)[1][0], lambda image: image.fill_(float("nan")))
     with pytest.raises(Stopped, match=rf"began on rank 0 \({HOST}\): micro-batch 0, sample"):
         trainer.fit()
+
+
+def test_a_rank_that_cannot_look_says_so_and_the_run_goes_on(comm, caplog):
+    """It has no memory for it; no rank waits for another while it looks."""
+    caplog.set_level(logging.WARNING)
+    trainer = guarded(comm)
+    spoil(trainer, the_place(trainer, 0, 0)[1][0], lambda image: image.fill_(float("nan")))
+    opened, rank = trainer.open_batches, comm.size - 1
+    points: list[int] = []
+
+    class Points(Hook):
+        def at_point(self, trainer) -> None:
+            points.append(trainer.state.step)
+
+    def failing(start: int) -> Iterator:
+        if points and comm.rank == rank:
+            raise MemoryError("planted")
+        return opened(start)
+
+    trainer.open_batches = failing
+    trainer.hooks.append(Points())
+    trainer.fit()
+    assert trainer.state.skipped == 1 and points == [0, 0, 1, 1, 2, 2]  # the last are of the evaluation
+    if comm.rank == 0:
+        assert f"rank {rank} could not (MemoryError: planted)" in warnings(caplog)[0]
 
 
 def test_looking_moves_nothing(comm):
