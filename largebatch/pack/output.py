@@ -55,4 +55,4 @@ def finish(folder: Path, splits: Iterable[str]) -> None:
     for split in splits:
         for unfinished in folder.glob(f".{split}-*"):
             unfinished.unlink()
-        sources.open_source(str(folder), split=split)
+        sources.open_everything(str(folder), split=split)
