@@ -226,7 +226,7 @@ class Trainer:
 
     @property
     def complete(self) -> bool:
-        """Whether all steps and the last evaluation are done."""
+        """Return whether all steps and the last evaluation are done."""
         return self.state.step >= self.num_steps and self.state.train_loss is None
 
     @property

@@ -88,7 +88,7 @@ def set_fused_attn(model: nn.Module, enabled: bool) -> nn.Module:
 
 
 def default_cfg(*, img_size: int, num_classes: int) -> dict[str, Any]:
-    """How to prepare the images of a ViT, in timm's keys.
+    """Return the preparation of the images of a ViT, in timm's keys.
 
     timm evaluates its ViTs on the central 0.9 of the image at 224 px, and on the whole image at 384 px.
     """

@@ -436,7 +436,7 @@ def build_volo(
 
 
 def default_cfg(name: str, *, img_size: int, num_classes: int) -> dict[str, Any]:
-    """How to prepare images as published, in timm's keys.
+    """Return the preparation of images as published, in timm's keys.
 
     crop_pct 1.15 (D4, D5, and all at 448 px) makes the image smaller than the crop, which gets a black frame.
     """

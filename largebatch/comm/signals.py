@@ -89,7 +89,7 @@ class Signals:
 
 
 def _heard(number: int, frame: FrameType | None) -> None:
-    """What Python calls in the main thread, some time after `_listen` has heard."""
+    """Do nothing: this only replaces the default action, which would end the process. `_listen` does the work."""
 
 
 def _is_rank_0() -> bool:

@@ -21,7 +21,7 @@ LATE_S = 2.0  # a busy machine may delay a look by this much
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """What the main thread does since it left this mark: it waits for other ranks, or it works."""
+    """The work of the main thread since a moment: it waits for other ranks, or it does something by itself."""
 
     what: str
     waits: bool

@@ -55,7 +55,7 @@ class Mpi:
 
 
 def detect_mpi(*, limit_s: float = 60) -> Mpi:
-    """Returns the MPI of the mpirun on PATH. Raises ValueError if there is no mpirun or its MPI is unknown."""
+    """Return the MPI of the mpirun on PATH. Raises ValueError if there is no mpirun or its MPI is unknown."""
     launcher = shutil.which("mpirun")
     if launcher is None:
         raise ValueError(f"mpirun is not on PATH; activate the environment that {INSTALL} made")
@@ -64,7 +64,7 @@ def detect_mpi(*, limit_s: float = 60) -> Mpi:
 
 
 def recognise(text: str) -> tuple[str, int]:
-    """Returns name and major version from the output of mpirun --version. Raises ValueError for an unknown MPI."""
+    """Return name and major version from the output of mpirun --version. Raises ValueError for an unknown MPI."""
     patterns = {
         "Open MPI": r"Open MPI\D*(\d+)\.",
         "Intel MPI": r"Intel\(R\) MPI Library\D*(\d+)",
@@ -79,7 +79,7 @@ def recognise(text: str) -> tuple[str, int]:
 
 
 def variables(network: Network | None) -> dict[str, str | None]:
-    """Returns the variables of the ranks: a recommended value, or None to hand on the caller's value."""
+    """Return the variables of the ranks: a recommended value, or None to hand on the caller's value."""
     sockets = f"={','.join(network.names)}" if network else "^lo,docker,virbr"
     given: dict[str, str | None] = {"NCCL_SOCKET_IFNAME": sockets, "PYTHONUNBUFFERED": "1"}
     return given | {name: None for name in sorted(os.environ) if TRAVELS.match(name)}
@@ -90,32 +90,32 @@ def host_list(hosts: tuple[Host, ...]) -> str:
 
 
 def options(prefix: str, values: dict[str, str]) -> list[str]:
-    """Returns ["--mca", "name", "value", ...]."""
+    """Return ["--mca", "name", "value", ...]."""
     return [word for name, value in values.items() for word in (prefix, name, value)]
 
 
 def interface_options(mpi: Mpi, network: Network | None) -> list[str]:
-    """Returns the options for the interface of Open MPI: of the ranks' messages (btl), then of its daemons (oob)."""
+    """Return the options for the interface of Open MPI: of the ranks' messages (btl), then of its daemons (oob)."""
     which, value = ("include", network.selector) if network else ("exclude", EXCLUDED)
     daemons = f"oob_tcp_if_{which}" if mpi.major < 5 else f"prte_if_{which}"
     return ["--mca", f"btl_tcp_if_{which}", value, "--mca" if mpi.major < 5 else "--prtemca", daemons, value]
 
 
 def endurance_options(mpi: Mpi, *, ssh: bool = True) -> list[str]:
-    """Returns the options that let Open MPI's daemons notice within seconds that a host or a cable is lost."""
+    """Return the options that let Open MPI's daemons notice within seconds that a host or a cable is lost."""
     of_daemons, agent = ("--mca", "plm_rsh_args") if mpi.major < 5 else ("--prtemca", "plm_ssh_args")
     return options(of_daemons, KEEPALIVES | ({agent: SSH_OPTIONS} if ssh else {}))
 
 
 def transport_options(mpi: Mpi) -> list[str]:
-    """Returns the options for TCP and shared memory, as in horovodrun; other transports ignore the chosen interface."""
+    """Return the options for TCP and shared memory, as in horovodrun; other transports ignore the chosen interface."""
     return ["--mca", "pml", "ob1", "--mca", "btl", "^openib,ofi" if mpi.major < 5 else "^ofi"]
 
 
 def mpirun(
     mpi: Mpi, hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Network | None, ssh: bool = True
 ) -> list[str]:
-    """Returns the mpirun command. Without ssh it is for a Slurm allocation, which knows the hosts itself."""
+    """Return the mpirun command. Without ssh it is for a Slurm allocation, which knows the hosts itself."""
     if not mpi.is_open_mpi:
         return mpiexec(mpi, hosts, ranks, program, network=network)
     passed = []
@@ -130,7 +130,7 @@ def mpirun(
 def mpiexec(
     mpi: Mpi, hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Network | None
 ) -> list[str]:
-    """Returns the command for MPICH and Intel MPI. Their launcher, Hydra, takes the options of ssh from a variable."""
+    """Return the command for MPICH and Intel MPI. Their launcher, Hydra, takes the options of ssh from a variable."""
     values = variables(network)
     own = [word for name, value in values.items() if value is not None for word in ("-genv", name, value)]
     kept = ["PATH", "HOME", *[name for name, value in values.items() if value is None]]
@@ -143,7 +143,7 @@ def mpiexec(
 def horovodrun(
     mpi: Mpi, hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Network | None
 ) -> list[str]:
-    """Returns the command of Horovod's launcher over mpirun. It binds no rank and hands on the whole environment."""
+    """Return the command of Horovod's launcher over mpirun. It binds no rank and hands on the whole environment."""
     command = ["horovodrun", "-np", str(ranks), "-H", host_list(hosts)]
     if network:
         command += ["--network-interfaces", ",".join(network.names)]
@@ -157,7 +157,7 @@ def horovodrun(
 def horovodrun_gloo(
     hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Network | None
 ) -> list[str]:
-    """Returns the command of Horovod's launcher without MPI. Its time limit ends the job if a host is lost."""
+    """Return the command of Horovod's launcher without MPI. Its time limit ends the job if a host is lost."""
     command = ["horovodrun", "--gloo", "-np", str(ranks), "-H", host_list(hosts), "--gloo-timeout-seconds", "30"]
     if network:
         command += ["--network-interfaces", ",".join(network.names)]
@@ -165,14 +165,14 @@ def horovodrun_gloo(
 
 
 def slurm_size(hosts: tuple[Host, ...], ranks: int) -> list[str]:
-    """Returns the options for nodes and ranks, and for ranks per node if all nodes have the same number."""
+    """Return the options for nodes and ranks, and for ranks per node if all nodes have the same number."""
     size = [f"--nodelist={','.join(host.name for host in hosts)}", f"--nodes={len(hosts)}", f"--ntasks={ranks}"]
     even = len({host.slots for host in hosts}) == 1 and ranks == sum(host.slots for host in hosts)
     return [*size, f"--ntasks-per-node={hosts[0].slots}"] if even else size
 
 
 def srun(hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Network | None) -> list[str]:
-    """Returns the srun command. MPI must be built with PMIx, and Slurm must have it (see srun --mpi=list)."""
+    """Return the srun command. MPI must be built with PMIx, and Slurm must have it (see srun --mpi=list)."""
     values = variables(network)
     kept = ["PATH", "HOME", *[name for name, value in values.items() if value is None]]
     # Not in --export, which would split values at commas.
@@ -184,7 +184,7 @@ def srun(hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Ne
 def sbatch(
     mpi: Mpi, hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Network | None
 ) -> list[str]:
-    """Returns the command for a job in which mpirun starts the ranks. It works with any Slurm."""
+    """Return the command for a job in which mpirun starts the ranks. It works with any Slurm."""
     inner = mpirun(mpi, hosts, ranks, program, network=network, ssh=not mpi.is_open_mpi)
     return ["sbatch", *slurm_size(hosts, ranks), "--exclusive", f"--wrap={shlex.join(inner)}"]
 
@@ -194,14 +194,14 @@ def default_program() -> list[str]:
 
 
 def bound(program: list[str]) -> list[str]:
-    """Returns the program behind bind.sh, the script that binds each rank, if that script exists."""
+    """Return the program behind bind.sh, the script that binds each rank, if that script exists."""
     return [str(BIND), *program] if BIND.exists() else program
 
 
 def recommend(
     mpi: Mpi, hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Network | None
 ) -> dict[str, list[str]]:
-    """Returns every command by its name."""
+    """Return every command by its name."""
     program = bound(program)
     return {
         "mpirun": mpirun(mpi, hosts, ranks, program, network=network),

@@ -53,7 +53,7 @@ class Line:
         finish(self.comm.Irecv(values, source=self.peer, tag=DATA), time.monotonic() + self.limit_s)
 
     def trip(self, num_bytes: int) -> float:
-        """Returns the seconds of a round trip. 0 bytes measures the small message that announces the size."""
+        """Return the seconds of a round trip. 0 bytes measures the small message that announces the size."""
         size, values = np.array([num_bytes]), np.zeros(num_bytes, dtype=np.uint8)
         back = np.empty_like(values)
         began = time.perf_counter()
@@ -83,7 +83,7 @@ class Line:
         self.receive(np.empty(1, dtype=np.int64))
 
     def measure(self) -> dict[str, Any]:
-        """Returns the latency in seconds, half the median round trip of a small message, and the bytes per second of
+        """Return the latency in seconds, half the median round trip of a small message, and the bytes per second of
         a large message; or the error.
         """
         stage = "no message"

@@ -184,7 +184,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def is_here(name: str) -> bool:
-    """Returns whether the host is this machine, where mpirun starts ranks without ssh."""
+    """Return whether the host is this machine, where mpirun starts ranks without ssh."""
     return name in (socket.gethostname(), socket.gethostname().partition(".")[0], "localhost", "127.0.0.1")
 
 
@@ -267,7 +267,7 @@ def converse(command: list[str], answer: Answer, errors: IO[str], *, limit_s: fl
 
 
 def compare_clocks(questions: IO[str], answers: IO[str]) -> tuple[float, float]:
-    """Returns (seconds ahead, bound) of the other clock, from the quickest of several questions."""
+    """Return (seconds ahead, bound) of the other clock, from the quickest of several questions."""
     measured = []
     for _ in range(CLOCK_QUESTIONS):
         sent = time.time()
@@ -280,12 +280,12 @@ def compare_clocks(questions: IO[str], answers: IO[str]) -> tuple[float, float]:
 
 
 def skew(sent: float, theirs: float, received: float) -> tuple[float, float]:
-    """Returns (seconds ahead, bound): the other host read its clock at some moment between our two readings."""
+    """Return (seconds ahead, bound): the other host read its clock at some moment between our two readings."""
     return theirs - (sent + received) / 2, (received - sent) / 2
 
 
 def explain(host: Host, code: int | None, errors: str, last: str, *, limit_s: float) -> tuple[str, str]:
-    """Returns cause and fix for a host that gave no facts, from its exit code and the errors of ssh."""
+    """Return cause and fix for a host that gave no facts, from its exit code and the errors of ssh."""
     name, by_hand = host.name, f"ssh -v {host.name} true"
     said = ([line.strip() for line in errors.splitlines() if line.strip()] or ["no message"])[-1]
     if code is None:
@@ -354,7 +354,7 @@ def check_clocks(answers: list[Answer]) -> Result:
 
 
 def odd_ones(answers: list[Answer], values: list) -> tuple[Answer, list[Answer]]:
-    """Returns one host with the most common value (the first host's in a tie), and the hosts with other values."""
+    """Return one host with the most common value (the first host's in a tie), and the hosts with other values."""
     keys = [json.dumps(value, sort_keys=True) for value in values]
     usual = Counter(keys).most_common(1)[0][0]
     odd = [answer for answer, key in zip(answers, keys) if key != usual]
@@ -394,7 +394,7 @@ def check_packages(answers: list[Answer]) -> Result:
 
 
 def describe_package(package: str, answer: Answer) -> str:
-    """Returns the package of a host with its version."""
+    """Return the package of a host with its version."""
     version = answer.facts["packages"][package]
     return f"{package} {version}" if version else f"no {package}"
 
@@ -432,17 +432,17 @@ def check_names(answers: list[Answer]) -> Result:
 
 
 def usable(card: Interface) -> bool:
-    """Returns whether the interface may lead to other machines."""
+    """Return whether the interface may lead to other machines."""
     return not WITHIN_A_MACHINE.match(card.name)
 
 
 def one_machine(answers: list[Answer]) -> bool:
-    """Returns whether the hosts are names of one machine: then all have exactly the same addresses."""
+    """Return whether the hosts are names of one machine: then all have exactly the same addresses."""
     return len({tuple(sorted(card.address for card in answer.interfaces)) for answer in answers}) == 1
 
 
 def choose_network(answers: list[Answer]) -> Network | None:
-    """Returns the fastest network that all hosts share; in a tie the one of the hosts' names, and then the first."""
+    """Return the fastest network that all hosts share; in a tie the one of the hosts' names, and then the first."""
     together = one_machine(answers)
 
     def shared(wanted: bool) -> list[tuple[int, int, Network]]:
@@ -477,7 +477,7 @@ def check_network(answers: list[Answer]) -> Result:
 
 
 def local_network(hosts: tuple[Host, ...]) -> Network | None:
-    """Returns the network over which this machine reaches the hosts. It resolves their names, but asks no host.
+    """Return the network over which this machine reaches the hosts. It resolves their names, but asks no host.
 
     Returns None if a name does not resolve here, or if no network of this machine holds all hosts.
     """

@@ -102,7 +102,7 @@ def check_versions() -> Result:
 
 
 def importable(folder: Path) -> set[str]:
-    """Returns the names of the top-level modules and packages in a folder."""
+    """Return the names of the top-level modules and packages in a folder."""
     if not folder.is_dir():
         return set()
     modules = {path.stem for path in folder.glob("*.py")}
@@ -143,7 +143,7 @@ def check_imports(modules: tuple[str, ...] = MODULES, *, limit_s: float = 120) -
 
 
 def horovod_facts(*, limit_s: float = 120) -> tuple[dict, Output]:
-    """Returns the facts that HOROVOD_FACTS printed (with "version" if Horovod loads), and the output of the child."""
+    """Return the facts that HOROVOD_FACTS printed (with "version" if Horovod loads), and the output of the child."""
     output = run([sys.executable, "-c", HOROVOD_FACTS], limit_s=limit_s)
     facts: dict = {}
     for line in output.stdout.splitlines():
@@ -202,7 +202,7 @@ def check_controllers(facts: dict) -> Result:
 
 
 def mpi_number(text: str) -> str:
-    """Returns the first version number in the text: 4.1.8 for "Open MPI v4.1.8, package: ..."."""
+    """Return the first version number in the text: 4.1.8 for "Open MPI v4.1.8, package: ..."."""
     found = re.search(r"\d+\.\d+(\.\d+)?", text)
     return found[0] if found else "of unknown version"
 

@@ -53,24 +53,24 @@ def check_allreduce(
 
 
 def expected_total(ranks: int) -> int:
-    """Returns the total that ALLREDUCE prints on each of `ranks` ranks."""
+    """Return the total that ALLREDUCE prints on each of `ranks` ranks."""
     return sum(value + 1000 * rank for rank in range(ranks) for value in range(1000))
 
 
 def answers(output: Output) -> list[tuple[int, int, int]]:
-    """Returns (rank, size, total) as each process printed it."""
+    """Return (rank, size, total) as each process printed it."""
     found = re.findall(r"rank=(\d+) size=(\d+) total=(\d+)\.", output.stdout)
     return [(int(rank), int(size), int(total)) for rank, size, total in found]
 
 
 def summed(output: Output, ranks: int = RANKS) -> bool:
-    """Returns whether the launch succeeded and every rank had the exact sum."""
+    """Return whether the launch succeeded and every rank had the exact sum."""
     exact = [(rank, ranks, expected_total(ranks)) for rank in range(ranks)]
     return output.code == 0 and sorted(answers(output)) == exact
 
 
 def explain(output: Output, launch: str, launcher: list[str], *, ranks: int, limit_s: float) -> tuple[str, str]:
-    """Returns cause and fix of a failed launch, from its output."""
+    """Return cause and fix of a failed launch, from its output."""
     by_hand = shlex.join([*launcher, sys.executable, "-c", "import horovod.torch as hvd; hvd.init()"])
     if output.code is None:
         return f"no answer within {limit_s:.3g} s", f"HOROVOD_LOG_LEVEL=debug {by_hand}"
@@ -90,7 +90,7 @@ def explain(output: Output, launch: str, launcher: list[str], *, ranks: int, lim
 
 
 def blame(command: list[str], *, ranks: int = RANKS, limit_s: float) -> str:
-    """Returns the variable without which a failing launch works, or "" if there is no such variable.
+    """Return the variable without which a failing launch works, or "" if there is no such variable.
 
     First unset all variables. If the launch then works, bisect for the variable that breaks it.
     """
@@ -111,7 +111,7 @@ def blame(command: list[str], *, ranks: int = RANKS, limit_s: float) -> str:
 
 
 def last_working(works: Callable[[int], bool], too_many: int) -> int:
-    """Returns the largest count below `too_many` that works, given that 0 works and `too_many` does not."""
+    """Return the largest count below `too_many` that works, given that 0 works and `too_many` does not."""
     low, high = 0, too_many
     while high - low > 1:
         middle = (low + high) // 2
@@ -120,5 +120,5 @@ def last_working(works: Callable[[int], bool], too_many: int) -> int:
 
 
 def device_for_launches(facts: dict, device: str) -> str:
-    """Returns cuda if each rank can have a GPU of its own, as NCCL requires, and otherwise cpu."""
+    """Return cuda if each rank can have a GPU of its own, as NCCL requires, and otherwise cpu."""
     return "cuda" if device != "cpu" and facts["nccl"] and facts["gpus"] >= RANKS else "cpu"

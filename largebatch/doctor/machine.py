@@ -94,7 +94,7 @@ def check_open_files() -> Result:
 
 
 def available_memory() -> int:
-    """Returns the available memory in bytes, as the kernel reports it, but not more than the cgroup allows."""
+    """Return the available memory in bytes, as the kernel reports it, but not more than the cgroup allows."""
     meminfo = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -135,7 +135,7 @@ def check_threads() -> Result:
 
 
 def visible_gpus(*, limit_s: float = 60) -> int:
-    """Returns the number of GPUs that the driver shows. torch is not asked, because torch without CUDA sees no GPU."""
+    """Return the number of GPUs that the driver shows. torch is not asked, because torch without CUDA sees no GPU."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return 0

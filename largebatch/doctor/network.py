@@ -45,7 +45,7 @@ class Cluster:
         return sum(host.slots for host in self.hosts)
 
     def mpirun(self, hosts: tuple[Host, ...], program: list[str]) -> list[str]:
-        """Returns the command that starts the program on all slots of these hosts."""
+        """Return the command that starts the program on all slots of these hosts."""
         ranks = sum(host.slots for host in hosts)
         return commands.mpirun(self.mpi, hosts, ranks, program, network=self.network)
 
@@ -90,7 +90,7 @@ class Launch:
         self.errors.close()
 
     def next_event(self, *, limit_s: float) -> dict:
-        """Returns the next event of a rank. Raises TimeoutError without one, RuntimeError if the launch has ended."""
+        """Return the next event of a rank. Raises TimeoutError without one, RuntimeError if the launch has ended."""
         while not self.kept:
             try:
                 line = self.lines.get(timeout=max(0.0, limit_s))
@@ -105,7 +105,7 @@ class Launch:
         return self.kept.pop(0)
 
     def output(self) -> Output:
-        """Returns the exit code and the text on stderr so far."""
+        """Return the exit code and the text on stderr so far."""
         self.errors.seek(0)
         return Output(self.process.poll(), "", self.errors.read())
 
@@ -142,7 +142,7 @@ def check_starts(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
 
 
 def explain_start(output: Output) -> str:
-    """Returns why the daemon of mpirun does not start, from its output."""
+    """Return why the daemon of mpirun does not start, from its output."""
     for phrase, meaning in START_FAULTS:
         if phrase in output.stderr:
             return meaning
@@ -222,7 +222,7 @@ def check_pairs(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
 
 
 def judge_pair(pair: str, found: dict, limit_s: float) -> Result:
-    """Returns the result for two hosts that were measured."""
+    """Return the result for two hosts that were measured."""
     if "error" in found:
         first, second = pair.split(" and ")
         at_all = found["error"] == "no message"
@@ -274,7 +274,7 @@ def check_sums(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
 
 
 def judge_sum(what: str, event: dict, names: dict[int, str]) -> Result:
-    """Returns the result for a sum that one rank has reported."""
+    """Return the result for a sum that one rank has reported."""
     if not event["exact"]:
         return Result(what, False, cause=f"rank {event['rank']} on {names[event['rank']]} has a wrong sum", fix="dmesg")
     rate = f", {event['bytes'] / event['took_s'] / 1e6:.0f} MB/s" if event["bytes"] > 4096 else ""

@@ -29,7 +29,7 @@ class Result:
     fix: str = ""
 
     def __str__(self) -> str:
-        """Returns one line, or three lines if there is something to fix."""
+        """Return one line, or three lines if there is something to fix."""
         if not self.cause:
             return f"ok    {self.name}: {self.detail}"
         return f"{'note' if self.ok else 'FAIL'}  {self.name}\n      cause: {self.cause}\n      fix:   {self.fix}"

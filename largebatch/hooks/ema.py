@@ -49,7 +49,7 @@ class Ema(Hook):
 
 
 def share(images: int, *, half_life_images: int) -> float:
-    """Returns the share of the new weights in the average after a step of `images` images."""
+    """Return the share of the new weights in the average after a step of `images` images."""
     return -math.expm1(-math.log(2) * images / half_life_images)  # 1 - 0.5^..., exact also if it is small
 
 
@@ -65,12 +65,12 @@ def lerp_(average: nn.Module, model: nn.Module, weight: float) -> None:
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    """Returns each parameter and buffer once. A state_dict would list a tensor that has two names twice."""
+    """Return each parameter and buffer once. A state_dict would list a tensor that has two names twice."""
     return list(itertools.chain(model.parameters(), model.buffers()))
 
 
 def check_half_life(half_life_images: int, *, run_images: int, epoch_images: int) -> None:
-    """Raises ValueError if the initial weights would be more than `REMAINDER` of the average at the end of the run."""
+    """Raise ValueError if the initial weights would be more than `REMAINDER` of the average at the end of the run."""
     remainder = 0.5 ** (run_images / half_life_images)
     if remainder > REMAINDER:
         longest = math.floor(run_images / math.log2(1 / REMAINDER))

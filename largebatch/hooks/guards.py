@@ -22,7 +22,7 @@ class Guards(Hook):
         self.in_a_row = 0
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
-        """Raises comm.Stopped on every rank: `applied` is the same on all ranks, so all count alike."""
+        """Raise comm.Stopped on every rank: `applied` is the same on all ranks, so all count alike."""
         self.in_a_row = 0 if output.applied else self.in_a_row + 1
         if output.applied:
             return
@@ -37,7 +37,7 @@ class Guards(Hook):
             )
 
     def explain(self, trainer: Trainer, output: StepOutput) -> tuple[str, str]:
-        """Returns why the gradient is not finite and the option to change. A collective.
+        """Return why the gradient is not finite and the option to change. A collective.
 
         Either the model itself gave a gradient that is not finite, or the cast to fp16 for the allreduce did.
         """
@@ -72,7 +72,7 @@ class Guards(Hook):
         )
 
     def worth_a_step(self, trainer: Trainer) -> bool:
-        """Returns whether to compute the step again: the first of each row and the last.
+        """Return whether to compute the step again: the first of each row and the last.
 
         With a loss scale the last alone: it grows until gradients overflow, so single skipped steps are part of it.
         """

@@ -73,7 +73,7 @@ class Log(Hook):
         self.tell(trainer, lambda sink: sink.close())
 
     def position(self, trainer: Trainer) -> Row:
-        """Returns the columns that say where the run is, with the learning rate of the step just done."""
+        """Return the columns that say where the run is, with the learning rate of the step just done."""
         state, lr = trainer.state, trainer.optimizer.param_groups[0]["lr"]
         return {"step": state.step, "epoch": trainer.epoch, "images": state.images, "lr": lr, "skipped": state.skipped}
 
@@ -87,7 +87,7 @@ class Log(Hook):
 
 
 def trust_ratios(trainer: Trainer, output: StepOutput) -> Row:
-    """Returns the smallest, median and largest trust ratio of the step just done, nan if it has none.
+    """Return the smallest, median and largest trust ratio of the step just done, nan if it has none.
 
     Waits for the device once.
     """
@@ -108,7 +108,7 @@ class Throughput:
         self.seconds += seconds
 
     def take(self) -> float:
-        """Returns images per second and starts anew; nan if no step was measured, as after the first step."""
+        """Return images per second and starts anew; nan if no step was measured, as after the first step."""
         rate = self.images / self.seconds if self.seconds else math.nan
         self.images, self.seconds = 0, 0.0
         return rate

@@ -33,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank found."""
+    """The result of one rank."""
 
     host: str
     places: tuple[str, ...] = ()

@@ -89,7 +89,7 @@ class Progress(Sink):
             _stop_bar(self.bar)
 
     def left(self, row: Row) -> str:
-        """Returns the time to the end of the run at the pace so far, including evaluations and checkpoints."""
+        """Return the time to the end of the run at the pace so far, including evaluations and checkpoints."""
         pace = (time.perf_counter() - self.opened) / (row["step"] - self.first_step)
         return str(datetime.timedelta(seconds=round(pace * (self.num_steps - row["step"]))))
 

@@ -33,7 +33,7 @@ SLURM_END = "SLURM_JOB_END_TIME"
 
 
 def end_time(option: float | str | None) -> float | None:
-    """Returns the end of the job in seconds since the epoch, from --run.end_time or else Slurm; None if unknown.
+    """Return the end of the job in seconds since the epoch, from --run.end_time or else Slurm; None if unknown.
 
     Raises ValueError if the option is in the past. A time of Slurm's in the past is ignored, because Slurm does not
     update the variable if the time limit of a job is raised.
@@ -100,7 +100,7 @@ class StopEarly(Hook):
             self.points.close()
 
     def needed_s(self) -> float:
-        """Returns the time that the run may need from a request to its end.
+        """Return the time that the run may need from a request to its end.
 
         The pass or the batch under way is completed. A checkpoint on a busy disk may take twice the longest time so
         far.
@@ -108,7 +108,7 @@ class StopEarly(Hook):
         return max(self.pauses_s) + 2 * self.longest_save_s() + MARGIN_S
 
     def explain(self, requests: list[int], comm: Communicator) -> str:
-        """Returns the reasons for the end, as the end of a sentence."""
+        """Return the reasons for the end, as the end of a sentence."""
         *counts, gone, near = requests
         reasons = [f"{number.name} reached {n} of {comm.size} ranks" for number, n in zip(SIGNALS, counts) if n]
         if gone:

@@ -59,7 +59,7 @@ class Table:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Returns the rows of a CSV file as numbers, with nan for empty cells. Damaged lines are left out."""
+    """Return the rows of a CSV file as numbers, with nan for empty cells. Damaged lines are left out."""
     if not path.is_file():
         return []
     with open(path, newline="") as file:

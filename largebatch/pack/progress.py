@@ -1,4 +1,4 @@
-"""How much of the work is done: a bar on a terminal, ten lines in a log."""
+"""The progress of the work: a bar on a terminal, ten lines in a log."""
 
 from __future__ import annotations
 

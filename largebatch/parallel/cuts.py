@@ -17,7 +17,7 @@ from largebatch.parallel.mesh import Mesh, block
 
 @dataclass(frozen=True)
 class Cut:
-    """How one parameter is cut.
+    """The cut of one parameter.
 
     dims: dimension -> the axes along which it is cut, the coarsest first.
     pieces: number of blocks stacked along dimension 0 (3: q, k and v); each of them is cut by itself.

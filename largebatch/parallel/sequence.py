@@ -34,7 +34,7 @@ def tokens_per_rank(length: int, axis: Axis) -> int:
 
 
 def _valid(owner: int, length: int, number: int) -> int:
-    """How many of the `number` tokens of the rank at place `owner` are not padding."""
+    """Return the number of the `number` tokens of the rank at place `owner` are not padding."""
     return min(max(length - owner * number, 0), number)
 
 
