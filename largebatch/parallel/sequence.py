@@ -34,7 +34,7 @@ def tokens_per_rank(length: int, axis: Axis) -> int:
 
 
 def _valid(owner: int, length: int, number: int) -> int:
-    """Return the number of the `number` tokens of the rank at place `owner` are not padding."""
+    """Count those of the `number` tokens of the rank at place `owner` that are not padding."""
     return min(max(length - owner * number, 0), number)
 
 
