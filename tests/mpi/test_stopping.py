@@ -96,8 +96,10 @@ def test_in_indexing(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_before_the_imports_are_done(tmp_path, number):
+    """A shell that runs the tests in the background has them ignore SIGINT, so env listens to it again."""
     output = tmp_path / "output"
-    with started(["python", *["-m", "largebatch.train"], "--run.folder", str(tmp_path / "run")], output) as process:
+    command = ["env", "--default-signal=INT", "python", "-m", "largebatch.train", "--run.folder", str(tmp_path / "run")]
+    with started(command, output) as process:
         threads, maps = Path(f"/proc/{process.pid}/task"), Path(f"/proc/{process.pid}/maps")
         wait_for(lambda: len(list(threads.iterdir())) == 2, output)  # the second one hears the signals
         assert "libtorch" not in maps.read_text()
