@@ -28,6 +28,8 @@ from largebatch.config import (
     accumulation_passes,
     dump,
     duration_images,
+    duration_seconds,
+    nearest_batches,
     profiled_steps,
 )
 from largebatch.data.dali import EvalLoader, TrainLoader
@@ -74,20 +76,36 @@ def build_trainer(
 
 def count_passes(config: TrainConfig, comm: Communicator) -> int:
     """Return the passes of a rank in a step. Mistakes in batch and augmentation are refused before data are opened."""
+    saved = comm.rank == 0 and bool(checkpoint.checkpoints(config.folder))
+    resuming = comm.broadcast_object(saved, name="build/resuming")
+    batch: dict[str, Any] = {
+        "global_batch_size": config.data.global_batch_size,
+        "micro_batch_size": config.data.micro_batch_size,
+        "num_ranks": comm.data_size,
+    }
     with comm.together("batch"):
         parse_policy(config.augment.auto_augment)
-        passes = accumulation_passes(
-            global_batch_size=config.data.global_batch_size,
-            micro_batch_size=config.data.micro_batch_size,
-            num_ranks=comm.data_size,
-        )
-        logger.info(
-            "global batch %d = %d ranks%s × %d micro-batch × %d passes",
-            config.data.global_batch_size,
-            comm.size,
-            "" if comm.model_size == 1 else f" / {comm.model_size} to a replica ({config.parallel.shape()})",
-            config.data.micro_batch_size,
+        passes = accumulation_passes(**batch, resuming=resuming)
+    count = config.data.global_batch_size // config.data.micro_batch_size
+    logger.info(
+        "global batch %d = %d ranks%s × %d micro-batch × %s%d passes",
+        config.data.global_batch_size,
+        comm.size,
+        "" if comm.model_size == 1 else f" / {comm.model_size} to a replica ({config.parallel.shape()})",
+        config.data.micro_batch_size,
+        "up to " if count % comm.data_size else "",
+        passes,
+    )
+    if count % comm.data_size and comm.rank == 0:
+        logger.warning(
+            "the %d micro-batches of a step do not come out even on %d ranks: some compute %d, others %d, and %.0f %% "
+            "of their time is spent waiting; the update is the same. Nearest exact for a new run: %s.",
+            count,
+            comm.data_size,
             passes,
+            count // comm.data_size,
+            100 * (1 - count / (passes * comm.data_size)),
+            nearest_batches(**batch),
         )
     return passes
 
@@ -432,9 +450,11 @@ def build_hooks(
     if config.run.check_replicas:
         option = "run.eval_every" if config.run.check_replicas == "evaluation" else "run.check_replicas"
         comparing = [hooks.ReplicaCheck(interval_images=images(option), with_optimizer=not config.parallel.zero)]
+    every_s = duration_seconds(config.checkpoint.every) or 0.0
     saving = hooks.Checkpoint(
         config.folder,
-        every_images=images("checkpoint.every"),
+        every_images=0 if every_s else images("checkpoint.every"),
+        every_s=every_s,
         keep=config.checkpoint.keep,
         config_text=dump(config),
         before_save=comparing[0].check if comparing else None,

@@ -88,6 +88,7 @@ class Trainer:
     hooks: Sequence["Hook"] = ()
     average: nn.Module | None = None  # average of the weights, kept by hooks.ema, saved and resumed with the model
     state: TrainState = field(default_factory=TrainState)
+    last_step: int = 0  # the step at which `fit` ends
     stop_reason: str = ""  # a hook that ends the run says why, on all ranks at the same point
 
     # -- one step ----------------------------------------------------------------------------------------------
@@ -167,19 +168,19 @@ class Trainer:
 
         Returns the reason if it stopped early, else "".
         """
-        last_step = min(max_steps or self.num_steps, self.num_steps)
+        self.last_step = min(max_steps or self.num_steps, self.num_steps)
         with self.replica.statistics.over_steps():
             self._each("before_fit")
             if self.state.train_loss is not None:  # the run was stopped in this evaluation
                 self._evaluate_and_report()
             with closing(self.open_batches(self.state.step)) as batches:
-                self._train_until(last_step, batches)
+                self._train_until(batches)
             self._each("after_fit")
-        return self.stop_reason if self.state.step < last_step or self.state.train_loss is not None else ""
+        return self.stop_reason if self.state.step < self.last_step or self.state.train_loss is not None else ""
 
-    def _train_until(self, last_step: int, batches: Iterator[Any]) -> None:
+    def _train_until(self, batches: Iterator[Any]) -> None:
         losses = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum and images since the last evaluation
-        while self.state.step < last_step and not self.stop_reason:
+        while self.state.step < self.last_step and not self.stop_reason:
             self.model.train()
             try:
                 output = self.train_step(batches)

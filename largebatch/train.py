@@ -58,13 +58,25 @@ def run_folder(config: "TrainConfig", comm: "Communicator") -> Iterator[None]:
     from largebatch.files import refuse_links_of_others, run_lock
 
     with ExitStack() as held:
-        with comm.together("opening the run folder"):
+        with comm.together("opening the run folder"), refusing_read_only(config.folder):
             if comm.rank == 0:
                 Path(config.folder).mkdir(parents=True, exist_ok=True)
                 refuse_links_of_others(Path(config.folder))
                 held.enter_context(run_lock.hold(config.folder))
             start_log(config, comm)
         yield
+
+
+@contextmanager
+def refusing_read_only(folder: str) -> Iterator[None]:
+    """Turn an OSError of the block into the ValueError that names the option."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"--run.folder is {folder}, which cannot be written ({error.strerror}): choose a folder that this user may "
+            "write to."
+        ) from None
 
 
 def start_log(config: "TrainConfig", comm: "Communicator") -> None:

@@ -4,6 +4,7 @@ Run as a program, this file saves in children that are killed at every line, at 
 out of space; the tests start it once each and look at what it reports.
 """
 
+import copy
 import errno
 import json
 import logging
@@ -13,9 +14,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,13 +27,16 @@ from torch.optim import Optimizer
 
 import zoo.weights
 from largebatch import checkpoint
+from largebatch.checkpoint import store
 from largebatch.config import TrainConfig, dump
 from largebatch.engine import TrainState
+from largebatch.hooks import checkpointing
 from largebatch.optim import Lamb, init_state
 
 Parts = tuple[nn.Module, Optimizer, torch.amp.GradScaler]
 CONFIG = TrainConfig(recipe="quickstart")
 CONFIG_TEXT = dump(CONFIG)
+WRITES = (store.__file__, checkpointing.__file__)
 OPTIMIZERS = {"Lamb": lambda parameters: Lamb(parameters, lr=0.01, impl="eager"), "AdamW": torch.optim.AdamW}
 
 
@@ -51,18 +57,14 @@ def make_parts(*, seed: int = 0, steps: int = 3, optimizer: str = "Lamb", scaler
 
 
 def save(folder: Path, step: int, *, parts: Parts | None = None, keep: int = 2, **options) -> Path:
-    model, optimizer, scaler = parts or make_parts(seed=step)
-    state = TrainState(step=step, images=100 * step, skipped=2)
-    return checkpoint.save(
-        folder,
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        state=state,
-        config_text=CONFIG_TEXT,
-        keep=keep,
-        **options,
-    )
+    return checkpoint.save(folder, snapshot(step, parts or make_parts(seed=step), **options), keep=keep)
+
+
+def snapshot(step: int, parts: Parts, **options) -> checkpoint.Snapshot:
+    model, optimizer, scaler = parts
+    state = TrainState(step=step, images=100 * step, skipped=2, data="their digest")
+    options = {"config_text": CONFIG_TEXT, "memory": checkpoint.HostMemory(), "state": state} | options
+    return checkpoint.take_snapshot(model=model, optimizer=optimizer, scaler=scaler, **options)
 
 
 def load(path: Path, parts: Parts, **options) -> TrainState:
@@ -99,7 +101,7 @@ def test_round_trip_is_exact(tmp_path, optimizer, scaler_enabled):
     parts = make_parts(seed=1, optimizer=optimizer, scaler_enabled=scaler_enabled)
     path = save(tmp_path, 7, parts=parts)
     fresh = make_parts(seed=2, steps=0, optimizer=optimizer, scaler_enabled=scaler_enabled)
-    assert load(path, fresh, config=CONFIG) == TrainState(step=7, images=700, skipped=2)
+    assert load(path, fresh, config=CONFIG) == TrainState(step=7, images=700, skipped=2, data="their digest")
     for one, other in zip(parts, fresh):
         assert_equal(one.state_dict(), other.state_dict())
 
@@ -182,6 +184,36 @@ def test_weights_that_a_path_means(tmp_path, caplog):
         checkpoint.find_weights(tmp_path / "nowhere", every=True)
 
 
+def test_a_snapshot_is_not_changed_by_the_training_that_follows(tmp_path):
+    """The memory is that of the snapshot before, whatever was in it."""
+    memory, (model, optimizer, scaler) = checkpoint.HostMemory(), make_parts(seed=1)
+    for step in (1, 2):
+        taken = snapshot(step, (model, optimizer, scaler), memory=memory, average=model)
+        expected = copy.deepcopy([model.state_dict(), optimizer.state_dict(), scaler.state_dict()])
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        scaler.load_state_dict(scaler.state_dict() | {"scale": 1.0})
+        path = checkpoint.save(tmp_path, taken)
+        ours = make_parts(seed=2, steps=0)
+        load(path, ours, average=(average := make_parts(seed=3)[0]))
+        assert_equal([part.state_dict() for part in ours], expected)
+        assert_equal(dict(average.state_dict()), dict(expected[0]))
+
+
+def test_a_save_does_not_read_older_checkpoints_again(tmp_path, monkeypatch):
+    read: list[str] = []
+    real = store._sha256
+    monkeypatch.setattr(store, "_sha256", lambda path: (read.append(f"{path.parent.name}/{path.name}"), real(path))[1])
+    paths = [save(tmp_path, step) for step in range(1, 6)]
+    assert read == [f"0000000{step}.tmp/{name}" for step in range(1, 6) for name in ("model.safetensors", "state.pt")]
+    content = (paths[-1] / "state.pt").read_bytes()
+    (paths[-1] / "state.pt").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(paths[-1] / "state.pt", ns=(0, 0))
+    save(tmp_path, 6)
+    assert "00000005/state.pt" in read and valid_steps(tmp_path) == [6, 4], "a change since then is seen"
+
+
 def test_a_step_is_saved_once(tmp_path):
     path = save(tmp_path, 1)
     before = (path / "manifest.json").stat().st_mtime_ns
@@ -215,10 +247,7 @@ def test_a_step_is_saved_again_once_its_evaluation_is_made(tmp_path):
     parts = make_parts()
     for train_loss in (0.5, 0.5, None):
         state = TrainState(step=5, images=500, train_loss=train_loss)
-        model, optimizer, scaler = parts
-        path = checkpoint.save(
-            tmp_path, model=model, optimizer=optimizer, scaler=scaler, state=state, config_text=CONFIG_TEXT
-        )
+        path = checkpoint.save(tmp_path, snapshot(5, parts, state=state))
         assert load(path, make_parts(seed=1)) == state and valid_steps(tmp_path) == [5]
 
 
@@ -320,6 +349,80 @@ def test_steps_are_numbers_not_names(tmp_path):
     assert valid_steps(tmp_path) == [100_000_000, 99_999_999]
 
 
+# -- in a thread -------------------------------------------------------------------------------------------------
+
+
+def test_how_long_the_next_save_takes(tmp_path, monkeypatch):
+    """The longest so far, and the rest of one under way, which counts as the longest when it is."""
+    now, release = [100.0], threading.Event()
+    monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments, **options: release.wait(60))
+    writer = checkpointing.Writer(tmp_path, keep=2)
+    taken = []
+    for seconds in (10.0, 4.0):
+        writer.start(snapshot(1, make_parts()), began=now[0])
+        now[0] += seconds
+        taken.append(writer.next_takes_s())
+        release.set()
+        assert writer.wait(60)
+        release.clear()
+        taken.append(writer.next_takes_s())
+    assert taken == [10.0, 10.0, 10.0 + 6.0, 10.0]
+
+
+def test_what_is_no_oserror_is_not_swallowed(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments, **options: 1 / 0)
+    writer = checkpointing.Writer(tmp_path, keep=2)
+    writer.start(snapshot(1, make_parts()), began=0.0)
+    with pytest.raises(ZeroDivisionError):
+        writer.wait(60)
+
+
+# -- what cannot be removed --------------------------------------------------------------------------------------
+
+
+def test_leftovers_that_stay_do_not_stop_saving(tmp_path, monkeypatch, caplog):
+    """As .nfs files of what somebody has open, and another user's: each is named once."""
+    real, root = shutil.rmtree, tmp_path / "checkpoints"
+    save(tmp_path, 1)
+    for name in ("00000002.tmp", "00000002.1.tmp", "00000001.removed.tmp"):
+        (root / name).mkdir()
+    stuck = {*root.glob("*.tmp"), root / "00000001.removed.1.tmp"}
+
+    def rmtree(path: Path, **options) -> None:
+        if path in stuck:
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        real(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    for step in (2, 3, 4):
+        save(tmp_path, step)
+    assert valid_steps(tmp_path) == [4, 3]
+    assert {path.name for path in root.glob("*.tmp")} == {path.name for path in stuck}
+    assert sorted(message.partition(" ")[0] for message in caplog.messages) == sorted(map(str, stuck))
+    assert all("cannot be removed ([Errno 16] Device or resource busy" in message for message in caplog.messages)
+
+
+def test_a_checkpoint_that_cannot_be_removed_stays(tmp_path, monkeypatch, caplog):
+    real = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == "00000001":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    for step in range(1, 5):
+        save(tmp_path, step)
+    assert valid_steps(tmp_path) == [4, 3, 1] and len(caplog.messages) == 1
+
+
+def test_a_run_folder_that_was_removed_is_not_made_again(tmp_path):
+    with pytest.raises(OSError, match="the run folder was removed"):
+        save(tmp_path / "run", 1)
+    assert not (tmp_path / "run").exists()
+
+
 # -- another run -------------------------------------------------------------------------------------------------
 
 
@@ -354,16 +457,18 @@ def test_what_may_differ(tmp_path):
     load(path, make_parts(), config=config)
 
 
+def test_data_that_were_moved(tmp_path):
+    """Where they are does not matter if they are the same; model.weights, whatever it was, is in the checkpoint."""
+    path = save(tmp_path, 1)
+    config = changed(data={"path": "elsewhere"}, model={"weights": "other.safetensors"})
+    load(path, make_parts(), config=config, images="their digest")
+    with pytest.raises(ValueError, match="--data.path digits, now elsewhere: give"):
+        load(path, make_parts(), config=config, images="another digest")
+    load(path, make_parts(), config=CONFIG, images="another digest")  # `resume` warns
+
+
 def test_a_config_of_another_version(tmp_path):
-    model, optimizer, scaler = make_parts()
-    path = checkpoint.save(
-        tmp_path,
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        state=TrainState(step=1),
-        config_text="flux: {capacitor: 1}\n",
-    )
+    path = save(tmp_path, 1, config_text="flux: {capacitor: 1}\n")
     with pytest.raises(ValueError, match="another version: .*flux"):
         load(path, make_parts(), config=CONFIG)
 
@@ -375,7 +480,7 @@ def test_too_little_space_is_seen_before_writing(tmp_path, monkeypatch):
     save(tmp_path, 1)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    monkeypatch.setattr(checkpoint, "save_weights", lambda *arguments: pytest.fail("it began to write"))
+    monkeypatch.setattr(store, "write_weights", lambda *arguments: pytest.fail("it began to write"))
     with pytest.raises(OSError, match="1e-06 GB free") as caught:
         save(tmp_path, 2)
     free = 2**20 + 3 * 5 * 1000  # enough for weights and moments, of 1,194 numbers each, but not for another model
@@ -456,11 +561,13 @@ def in_child(start: Path, parts: Parts, prepare: Callable[[], None]) -> dict:
     child = os.fork()
     if child == 0:
         try:
+            writer, content = checkpointing.Writer(folder, keep=2), snapshot(3, parts)
             prepare()
-            save(folder, 3, parts=parts)
-        except OSError:
-            os._exit(7)
-        os._exit(0)
+            writer.start(content, began=0.0)
+            assert writer.wait(60)
+            os._exit(7 if writer.failure else 0)
+        finally:
+            os._exit(1)
     _, status = os.waitpid(child, 0)
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     report = {"exit": os.waitstatus_to_exitcode(status), "valid": valid_steps(folder), "names": names}
@@ -469,16 +576,17 @@ def in_child(start: Path, parts: Parts, prepare: Callable[[], None]) -> dict:
 
 
 def die_at_line(number: int) -> None:
-    """SIGKILL this process before it executes line number `number` of checkpoint.py, counted as they come."""
+    """SIGKILL this process before it executes line number `number` of those that write, in any thread."""
     lines = iter(range(number))
 
     def trace(frame, event, argument):
-        if frame.f_code.co_filename != checkpoint.__file__:
+        if frame.f_code.co_filename not in WRITES:
             return None
         if event == "line" and next(lines, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
         return trace
 
+    threading.settrace(trace)
     sys.settrace(trace)
 
 
@@ -492,6 +600,7 @@ def main(folder: Path) -> dict[str, list[dict]]:
     torch.set_num_threads(1)
     os.fsync = lambda descriptor: None  # slow, and no help against kills
     parts, start = make_parts(optimizer="AdamW"), folder / "start"
+    start.mkdir()
     for step in (1, 2):
         path = save(start, step, parts=parts)
     for leftover in ("00000003.tmp", "00000000.removed.tmp"):

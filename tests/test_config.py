@@ -124,7 +124,7 @@ def test_a_duration_without_number_or_unit(text):
             256,
             ["32000 = 200 ranks × 160 micro-batch × 1 passes", "32800 = 200 ranks × 164 micro-batch × 1 passes"],
         ),
-        (3, 256, 32, ["252 = 3 ranks × 28 micro-batch × 3 passes", "288 = 3 ranks × 32 micro-batch × 3 passes"]),
+        (3, 250, 32, ["216 = 3 ranks × 24 micro-batch × 3 passes", "252 = 3 ranks × 28 micro-batch × 3 passes"]),
         (64, 32, 1, ["256 = 64 ranks × 4 micro-batch × 1 passes"]),
     ],
 )
@@ -133,6 +133,24 @@ def test_a_batch_that_does_not_divide_names_the_nearest(ranks, batch, micro, wor
         c.accumulation_passes(global_batch_size=batch, micro_batch_size=micro, num_ranks=ranks)
     for word in [*words, str(batch), "--data.global_batch_size"]:
         assert word in str(error.value)
+
+
+def test_passes_that_do_not_come_out_even():
+    """A rank may have one fewer than others; a rank that would have none is a mistake, unless the run goes on."""
+    batch = {"global_batch_size": 16, "micro_batch_size": 4}
+    assert [c.accumulation_passes(**batch, num_ranks=ranks) for ranks in (1, 2, 3, 4)] == [4, 2, 2, 1]
+    with pytest.raises(ValueError, match="a whole number of passes of 5 ranks"):
+        c.accumulation_passes(**batch, num_ranks=5)
+    assert c.accumulation_passes(**batch, num_ranks=5, resuming=True) == 1
+    with pytest.raises(ValueError, match="nearest exact"):
+        c.accumulation_passes(global_batch_size=18, micro_batch_size=4, num_ranks=2, resuming=True)
+
+
+@pytest.mark.parametrize(
+    "text, seconds", [("90 seconds", 90), (" 10 minutes", 600), ("1.5 hour", 5400), ("5 epochs", None), ("hours", None)]
+)
+def test_times(text, seconds):
+    assert c.duration_seconds(text) == seconds
 
 
 IDLE = [

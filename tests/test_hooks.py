@@ -4,16 +4,19 @@ Run as a program, this file trains a small model with all hooks under a real Com
 start it once and look at its report and its folders. The sinks, which need no communication, are tested directly.
 """
 
+import contextlib
 import csv
 import io
 import json
 import logging
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +27,7 @@ import torch
 from matplotlib.image import imread
 from torch.profiler import record_function
 
-from largebatch import checkpoint, hooks
+from largebatch import checkpoint, hooks, train
 from largebatch.config import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
 from largebatch.engine import Hook, Trainer, TrainState
@@ -104,6 +107,30 @@ def test_a_full_disk_at_the_end_is_no_success(runs):
         "kept, and the same command goes on from the newest once there is room."
     )
     assert [row["step"] for row in read(folder / "full_12" / "steps.csv")][-1] == "12"
+
+
+def test_a_run_folder_that_is_removed_is_no_success_and_does_not_come_back(runs):
+    folder, report = runs
+    assert report["removed"] == (
+        "the last checkpoint, of step 12, could not be written ([Errno 2] the run folder was removed while the run "
+        f"went on: '{folder / 'removed'}'): nothing of this run is left; choose another --run.folder to train again."
+    )
+    assert not (folder / "removed").exists()
+
+
+def test_checkpoints_by_time(runs):
+    """Two and a half minutes have passed in the third step after each save; what was asked then is read in the next."""
+    _, report = runs
+    assert report["by time"] == [4, 8, 12]
+
+
+def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    config = TrainConfig(run=RunConfig(folder=str(tmp_path / "file" / "run")))
+    alone = SimpleNamespace(rank=0, together=lambda phase: contextlib.nullcontext())
+    with pytest.raises(ValueError, match="--run.folder is .*/file/run, which cannot be written .Not a directory.: cho"):
+        with train.run_folder(config, alone):
+            pass
 
 
 def test_a_failing_sink_is_a_warning(runs):
@@ -227,9 +254,11 @@ def main(folder: Path) -> dict[str, Any]:
             if trainer.state.step == 7:
                 raise KeyboardInterrupt
 
+        trainer = build("resumed", At(die))
         try:
-            build("resumed", At(die)).fit()
+            trainer.fit()
         except KeyboardInterrupt:
+            trainer.hooks[1].wait(comm)
             report["rows when killed"] = read(folder / "resumed" / "steps.csv")
         trainer = build("resumed")
         report["resumed at"] = trainer.state.step
@@ -250,10 +279,10 @@ def main(folder: Path) -> dict[str, Any]:
     def full_disk(step: int) -> Trainer:
         real = checkpoint.save
 
-        def save(*arguments: Any, **options: Any) -> Path:
-            if options["state"].step == step:
+        def save(folder: Path, snapshot: checkpoint.Snapshot, **options: Any) -> Path:
+            if snapshot.step == step:
                 raise OSError(28, "No space left on device")
-            return real(*arguments, **options)
+            return real(folder, snapshot, **options)
 
         checkpoint.save = save
         trainer = build(f"full_{step}")
@@ -269,6 +298,25 @@ def main(folder: Path) -> dict[str, Any]:
             full_disk(12)
         except Stopped as error:
             report["full at the end"] = str(error)
+
+    def removed() -> None:
+        def remove(trainer: Trainer) -> None:
+            if trainer.state.step == 6:
+                trainer.hooks[1].wait(comm)
+                shutil.rmtree(folder / "removed")
+
+        try:
+            build("removed", At(remove)).fit()
+        except Stopped as error:
+            report["removed"] = str(error)
+
+    def by_time() -> None:
+        trainer = build("by_time")
+        trainer.hooks[1] = hooks.Checkpoint(folder / "by_time", every_s=150.0, keep=4, config_text="")
+        hooks.checkpointing.time = SimpleNamespace(monotonic=lambda: 60.0 * trainer.state.step)
+        trainer.fit()
+        hooks.checkpointing.time = time
+        report["by time"] = saved("by_time")[::-1]
 
     def sinks() -> None:
         trainer = build("failing", sinks=(Failing(),))
@@ -315,7 +363,7 @@ def main(folder: Path) -> dict[str, Any]:
         trainer.objective, trainer.evaluate = slow_objective, slow_evaluate
         trainer.fit()
 
-    for part in (whole, resumed, finished, stopped_early, full_disks, sinks, refused, guard, clock):
+    for part in (whole, resumed, finished, stopped_early, full_disks, removed, by_time, sinks, refused, guard, clock):
         part()
     comm.shutdown()
     return report | {"log": log.getvalue().splitlines()}
@@ -324,10 +372,11 @@ def main(folder: Path) -> dict[str, Any]:
 # -- sinks -----------------------------------------------------------------------------------------------------
 
 
-def trainer_at(step: int, *, num_steps: int = 100) -> Any:
+def trainer_at(step: int, *, num_steps: int = 100, last_step: int = 0) -> Any:
     """What sinks read of a trainer."""
     plan = SimpleNamespace(num_images=num_steps * 10, num_samples=50)
-    return SimpleNamespace(state=TrainState(step=step, images=10 * step), num_steps=num_steps, plan=plan)
+    state = TrainState(step=step, images=10 * step)
+    return SimpleNamespace(state=state, num_steps=num_steps, plan=plan, last_step=last_step or num_steps)
 
 
 def step_row(step: int, **values: float) -> tables.Row:
@@ -420,6 +469,17 @@ def test_plain_lines_are_few(caplog, num_steps):
     assert caplog.messages[-2].endswith("0:00:00 left")
     assert caplog.messages[-1].startswith(f"epoch {num_steps / 5:.4g}/{num_steps / 5:.4g}  train loss ")
     assert "top-1 60.00 %" in caplog.messages[-1]
+
+
+def test_the_time_left_is_that_to_max_steps(caplog):
+    caplog.set_level(logging.INFO)
+    sink = hooks.Progress()
+    sink.open(trainer_at(10, last_step=20))
+    sink.opened -= 1000.0
+    for step in (15, 20):
+        sink.write_step(step_row(step))
+    assert caplog.messages[0].startswith("step 15/100 ") and caplog.messages[0].endswith("0:16:40 left")
+    assert caplog.messages[1].endswith("0:00:00 left")
 
 
 class Terminal(io.StringIO):

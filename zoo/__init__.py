@@ -27,9 +27,17 @@ import zoo._torchvision  # noqa: F401
 from zoo import vit, volo
 from zoo.model import ZooModel
 from zoo.vit import set_fused_attn
-from zoo.weights import load_weights, save_weights
+from zoo.weights import load_weights, named_weights, save_weights, write_weights
 
-__all__ = ["MODELS", "create_model", "load_weights", "save_weights", "set_fused_attn"]
+__all__ = [
+    "MODELS",
+    "create_model",
+    "load_weights",
+    "named_weights",
+    "save_weights",
+    "set_fused_attn",
+    "write_weights",
+]
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     **{name: partial(vit.build_vit, name) for name in vit.STRUCTURES},

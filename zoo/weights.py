@@ -48,7 +48,7 @@ def load_weights(model: nn.Module, path: str | Path, *, new_heads: bool = True) 
     Raises ValueError if the file cannot be read or does not fit; the message names each missing, unexpected
     and wrongly shaped key, or the model of the zoo to which the file belongs.
     """
-    target = _named_tensors(model)
+    target = named_weights(model)
     weights = read_weights(path)
     _check_variant(weights, target, path=path)
     weights = _resize_pos_embed(weights, target, path=path)
@@ -64,9 +64,19 @@ def save_weights(model: nn.Module, path: str | Path) -> None:
 
     The file appears under its name only when it is complete.
     """
+    write_weights(named_weights(model), path)
+
+
+def named_weights(model: nn.Module) -> Tensors:
+    """Return a model's own tensors by their names, without the prefixes of wrappers."""
+    return _strip_names(model.state_dict())
+
+
+def write_weights(weights: Tensors, path: str | Path) -> None:
+    """Write tensors as `save_weights` does."""
     path = Path(path)
     _check_suffix(path)
-    weights = {name: _standalone(tensor) for name, tensor in _named_tensors(model).items()}
+    weights = {name: _standalone(tensor) for name, tensor in weights.items()}
     unfinished = path.with_name(path.name + ".unfinished")
     if path.suffix == ".safetensors":
         save_file(weights, unfinished, metadata={"format": "pt"})
@@ -107,10 +117,6 @@ def _unwrap(content: Any, *, path: Path) -> Tensors:
         return dict(content)
     found = ", ".join(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
     raise ValueError(f"{path} holds {found}: expected tensors, bare or under {' or '.join(CONTAINERS)}")
-
-
-def _named_tensors(model: nn.Module) -> Tensors:
-    return _strip_names(model.state_dict())
 
 
 def _strip_names(tensors: Mapping[str, Tensor]) -> Tensors:

@@ -67,7 +67,8 @@ class Communicator:
         mpi = gloo_start.mpi_version(mpi_lib_v2.__file__) if hvd.mpi_built() else ""
         self._rendezvous = gloo_start.prepare(launch, os.environ, mpi=mpi)
         self.stall_limit_s = stall_limit(os.environ)  # 0: no limit
-        self._watchdog = Watchdog(self.stall_limit_s, horovod.hang_limit_s, self._give_up)
+        self.hang_limit_s = horovod.hang_limit_s  # 0: no limit
+        self._watchdog = Watchdog(self.stall_limit_s, self.hang_limit_s, self._give_up)
         with self._watchdog.waiting("start"):
             data_sets = [hvd.ProcessSet(range(rank, launch.size, shape.size)) for rank in range(shape.size)]
             hvd.init(process_sets=data_sets if shape.size > 1 else None)

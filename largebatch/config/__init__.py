@@ -10,7 +10,14 @@ cli.py        command line and YAML: parse, dump, load, compare
 
 from largebatch.config.checks import check, without_effect
 from largebatch.config.cli import differences, dump, explain, load, make_parser, options, parse, to_config
-from largebatch.config.durations import accumulation_passes, duration_images, epoch_seconds, profiled_steps
+from largebatch.config.durations import (
+    accumulation_passes,
+    duration_images,
+    duration_seconds,
+    epoch_seconds,
+    nearest_batches,
+    profiled_steps,
+)
 from largebatch.config.horovod import HorovodConfig
 from largebatch.config.parallel import ParallelConfig, Shape, TensorConfig
 from largebatch.config.sections import (
@@ -46,10 +53,12 @@ __all__ = [
     "differences",
     "dump",
     "duration_images",
+    "duration_seconds",
     "epoch_seconds",
     "explain",
     "load",
     "make_parser",
+    "nearest_batches",
     "options",
     "parse",
     "profiled_steps",

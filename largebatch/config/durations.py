@@ -4,6 +4,9 @@ import datetime
 import math
 import re
 
+TIMED = ("checkpoint.every",)  # options that may be given as a time, too
+SECONDS = {"second": 1, "minute": 60, "hour": 3600}
+
 
 def duration_images(text: str, *, option: str, num_samples: int, batch_size: int, run_images: int = 0) -> int:
     """Turn "300 epochs", "500 steps", "1e6 images" or "5 %" (of the run) into a number of images.
@@ -18,9 +21,16 @@ def duration_images(text: str, *, option: str, num_samples: int, batch_size: int
         count = math.nan
     if not match or math.isnan(count) or (match[2] == "%" and not run_images):
         units = "epochs, steps or images" + (" or %" if run_images else "")
+        units += ", or seconds, minutes or hours" if option in TIMED else ""
         raise ValueError(f"{option} is {text!r}: expected a number and a unit ({units}), such as '5 epochs'.")
     unit = {"epoch": num_samples, "step": batch_size, "image": 1, "%": run_images / 100}[match[2]]
     return math.ceil(round(count * unit, 6))
+
+
+def duration_seconds(text: str) -> float | None:
+    """Turn "90 seconds", "10 minutes" or "1.5 hours" into seconds; None for any other text."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(second|minute|hour)s?\s*", text)
+    return float(match[1]) * SECONDS[match[2]] if match else None
 
 
 def epoch_seconds(value: float | str, *, option: str) -> float:
@@ -47,11 +57,29 @@ def profiled_steps(text: str) -> tuple[int, int] | None:
     return int(match[1]), int(match[2]) - 1
 
 
-def accumulation_passes(*, global_batch_size: int, micro_batch_size: int, num_ranks: int) -> int:
-    """Return the number of micro-batches per rank and step; ValueError names the nearest batches if it is not whole."""
-    passes, rest = divmod(global_batch_size, micro_batch_size * num_ranks)
-    if passes and not rest:
-        return passes
+def accumulation_passes(
+    *, global_batch_size: int, micro_batch_size: int, num_ranks: int, resuming: bool = False
+) -> int:
+    """Return the largest number of micro-batches that a rank has in a step; others may have one fewer.
+
+    ValueError, with the nearest exact batches, if the batch is not a whole number of micro-batches, or if some ranks
+    would have none. resuming: these ranks are accepted, because the batch of a run cannot change.
+    """
+    count, rest = divmod(global_batch_size, micro_batch_size)
+    if count and not rest and (resuming or count >= num_ranks):
+        return math.ceil(count / num_ranks)
+    nearest = nearest_batches(
+        global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, num_ranks=num_ranks
+    )
+    raise ValueError(
+        f"A global batch of {global_batch_size} is not a whole number of passes of {num_ranks} ranks × micro-batch "
+        f"{micro_batch_size} (= {num_ranks * micro_batch_size}); set --data.global_batch_size and "
+        f"--data.micro_batch_size, nearest exact: {nearest}."
+    )
+
+
+def nearest_batches(*, global_batch_size: int, micro_batch_size: int, num_ranks: int) -> str:
+    """Return the nearest global batches of which every rank computes the same number of passes, as a text."""
     per_rank = max(1, math.ceil(global_batch_size / (micro_batch_size * num_ranks)))
     below = int(global_batch_size / (num_ranks * per_rank)) // 4 * 4  # kernels are faster with aligned sizes
     nearest = [
@@ -59,8 +87,4 @@ def accumulation_passes(*, global_batch_size: int, micro_batch_size: int, num_ra
         for micro in (below, below + 4)
         if micro
     ]
-    raise ValueError(
-        f"A global batch of {global_batch_size} is not a whole number of passes of {num_ranks} ranks × micro-batch "
-        f"{micro_batch_size} (= {num_ranks * micro_batch_size}); set --data.global_batch_size and "
-        f"--data.micro_batch_size, nearest exact: {', or '.join(nearest)}."
-    )
+    return ", or ".join(nearest)

@@ -246,7 +246,8 @@ class CheckpointConfig:
     """The checkpoints from which a run is resumed."""
 
     every: str = "1 epoch"
-    """time between checkpoints; the last step always writes one"""
+    """time between checkpoints, in epochs, steps, images, % of the run, seconds, minutes or hours; the last step always
+    writes one"""
     keep: int = 2
     """number of checkpoints to keep, at least 2"""
 

@@ -1,87 +1,203 @@
-"""Decides when to save a checkpoint, and what to do if a save fails. `largebatch.checkpoint` writes the files."""
+"""Decides when to save a checkpoint, and what to do if a save fails. `largebatch.checkpoint` writes the files.
+
+In a step the state is only copied to host memory, on rank 0. A thread writes the copy while training goes on. The run
+waits for the thread if the next checkpoint is due before the last one is complete, and at the end. While rank 0 waits,
+it tells the other ranks so again and again: no rank then waits long in one collective, however slow the disk is.
+"""
 
 import logging
+import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 
+import torch
+
 from largebatch import checkpoint
+from largebatch.comm import Communicator, Stopped
 from largebatch.engine import Hook, Trainer
 
 logger = logging.getLogger(__name__)
 
+TELL_EVERY_S = 0.5  # how often rank 0 tells the others that it still writes
+
 
 class Checkpoint(Hook):
-    """Saves a checkpoint every `every_images` and at the end of the run.
+    """Saves a checkpoint every `every_images`, or every `every_s` by rank 0's clock, and at the end of the run.
 
-    A checkpoint includes the average of `Ema`. If a save fails, the hook warns, keeps the older checkpoints and lets
-    the run go on. If the last save fails, the run fails.
+    If a save fails, the hook warns, keeps the older checkpoints and lets the run go on. If the last save fails, the run
+    fails.
     """
 
     def __init__(
         self,
         folder: str | Path,
         *,
-        every_images: int,
+        every_images: int = 0,
+        every_s: float = 0.0,
         keep: int,
         config_text: str,
         before_save: Callable[[Trainer], None] | None = None,
     ) -> None:
         """before_save: is called on all ranks, and may raise comm.Stopped to keep a state from being saved."""
+        assert bool(every_images) != bool(every_s), (every_images, every_s)
         self.folder = Path(folder)
-        self.every_images = every_images
-        self.keep = keep
+        self.every_images, self.every_s = every_images, every_s
         self.config_text = config_text
         self.before_save = before_save
+        self.writer = Writer(folder, keep=keep)
+        self.memory = checkpoint.HostMemory()
         self.saved_step = 0
-        self.failure: OSError | None = None  # the error of the newest save, on rank 0
-        self.longest_s = 0.0  # the longest save so far, on rank 0
+        self.saved_at = 0.0  # rank 0's clock
+        self.writing = False  # the same on all ranks
+        self.handle: int | None = None  # of the allreduce in flight that tells whether the time has come
+
+    @property
+    def longest_s(self) -> float:
+        """Return the time that the next save may take until its state is safe, on rank 0."""
+        return self.writer.next_takes_s()
 
     def before_fit(self, trainer: Trainer) -> None:
-        """A state that was resumed need not be saved again, unless its evaluation is made first."""
+        """A state that was resumed need not be saved again, unless its evaluation is made first.
+
+        If the run stops, the save under way is completed before the ranks end.
+        """
         self.saved_step = trainer.state.step if trainer.state.train_loss is None else -1
+        self.saved_at = time.monotonic()
+        with trainer.comm.together("making the run folder"):
+            if trainer.comm.rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+        trainer.comm.before_shutdown(lambda: self.wait(trainer.comm))
 
     def after_step(self, trainer: Trainer) -> None:
-        """Save if a save is due. The other ranks go on, and wait in the allreduce of the next step."""
-        if trainer.due(self.every_images):
+        """Save if a save is due."""
+        if trainer.due(self.every_images) if self.every_images else self.time_has_come(trainer.comm):
             self.save(trainer)
 
     def after_fit(self, trainer: Trainer) -> None:
-        """Save the last step, also if run.max_steps ended the run.
+        """Save the last step, also if run.max_steps ended the run, and wait until it is on the disk.
 
         Raises comm.Stopped if no checkpoint holds what this process has trained.
         """
+        self.finish(trainer.comm)
         if trainer.state.step != self.saved_step:
             self.save(trainer)
+        self.wait(trainer.comm)
         with trainer.comm.together("saving"):
-            if self.failure:
-                raise ValueError(
-                    f"the last checkpoint, of step {trainer.state.step}, could not be written ({self.failure}): older "
-                    "ones are kept, and the same command goes on from the newest once there is room."
-                )
+            if self.writer.failure:
+                raise ValueError(self.explain(trainer.state.step, self.writer.failure))
 
     def save(self, trainer: Trainer) -> None:
-        """Write a checkpoint, on rank 0."""
+        """Copy the state and begin to write it, on rank 0, when the save before is complete."""
         if self.before_save:
             self.before_save(trainer)
-        began = time.perf_counter()
+        began = time.monotonic()
+        self.wait(trainer.comm)
         self.saved_step = trainer.state.step  # also if the save fails, so that all ranks hold the same number
         model, optimizer = trainer.replica.gather_whole()
+        self.writing, self.saved_at = True, began
         if trainer.comm.rank != 0:
             return
-        self.failure = None
+        snapshot = checkpoint.take_snapshot(
+            model=model,
+            optimizer=optimizer,
+            scaler=trainer.scaler,
+            state=trainer.state,
+            config_text=self.config_text,
+            average=trainer.average,
+            # A model that was put together from several ranks is nobody else's.
+            memory=self.memory if model is trainer.model else None,
+        )
+        self.writer.start(snapshot, began=began)
+
+    def wait(self, comm: Communicator) -> None:
+        """Wait on all ranks until rank 0 has nothing to write.
+
+        Raises comm.Stopped if that takes longer than --horovod.hang_limit_s. Rounds are counted, not seconds, because
+        a suspended job does not wait.
+        """
+        rounds = 0
+        while self.writing:
+            done = comm.rank == 0 and self.writer.wait(TELL_EVERY_S)
+            self.writing = not comm.broadcast_object(done, name="checkpoint/done")
+            rounds += 1
+            if self.writing and 0 < comm.hang_limit_s < rounds * TELL_EVERY_S:
+                self.writing = False  # nobody waits again
+                raise Stopped(
+                    f"the checkpoint of step {self.saved_step} was not written in {comm.hang_limit_s:g} s: the file "
+                    f"system of {self.folder} does not answer, or is too slow; --horovod.hang_limit_s is the limit."
+                )
+
+    # -- by time -----------------------------------------------------------------------------------------------
+
+    def time_has_come(self, comm: Communicator) -> bool:
+        """Return whether rank 0's clock said so one step ago; if not, begin to ask again.
+
+        The answer travels while the next step runs, so no step waits for it.
+        """
+        due = self.finish(comm)
+        if not due:
+            passed = comm.rank == 0 and time.monotonic() - self.saved_at >= self.every_s
+            self.handle = comm.start_allreduce(torch.tensor([float(passed)]), name="checkpoint/due")
+        return due
+
+    def finish(self, comm: Communicator) -> bool:
+        """Return the answer to the question in flight, False if there is none."""
+        if self.handle is None:
+            return False
+        handle, self.handle = self.handle, None
+        return bool(comm.finish_allreduce(handle))
+
+    def explain(self, step: int, failure: OSError) -> str:
+        """Return why the last checkpoint is missing, and what to do."""
+        sentence = f"the last checkpoint, of step {step}, could not be written ({failure}): "
+        if not self.folder.exists():
+            return f"{sentence}nothing of this run is left; choose another --run.folder to train again."
+        return f"{sentence}older ones are kept, and the same command goes on from the newest once there is room."
+
+
+class Writer:
+    """Writes snapshots in a thread, one at a time; for rank 0."""
+
+    def __init__(self, folder: str | Path, *, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+        self.failure: OSError | None = None  # of the newest save
+        self.longest_s = 0.0  # from the moment when a save was due until it was complete
+        self._began = 0.0  # when the newest save was due
+        self._result: futures.Future[None] | None = None  # of the save under way
+
+    def start(self, snapshot: checkpoint.Snapshot, *, began: float) -> None:
+        """Begin to write; the save before must be complete. began: when this one was due."""
+        assert self._result is None
+        self.failure, self._began, self._result = None, began, futures.Future()
+        # Whoever ends the process waits for the save before. A thread that hangs in a file system must not keep it.
+        arguments = (snapshot, self._result)
+        threading.Thread(target=self._write, args=arguments, name="largebatch-checkpoint", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the save under way; return whether it is over. Raises what is no OSError."""
+        if self._result is not None and futures.wait([self._result], timeout_s).done:
+            result, self._result = self._result, None
+            result.result()
+        return self._result is None
+
+    def next_takes_s(self) -> float:
+        """Return the longest time of a save so far, and what is left of it for one under way, which comes before."""
+        if self._result is None or self._result.done():
+            return self.longest_s
+        passed = time.monotonic() - self._began
+        longest = max(self.longest_s, passed)
+        return longest + longest - passed
+
+    def _write(self, snapshot: checkpoint.Snapshot, result: "futures.Future[None]") -> None:
         try:
-            checkpoint.save(
-                self.folder,
-                model=model,
-                optimizer=optimizer,
-                scaler=trainer.scaler,
-                state=trainer.state,
-                config_text=self.config_text,
-                keep=self.keep,
-                average=trainer.average,
-            )
+            checkpoint.save(self.folder, snapshot, keep=self.keep)
         except OSError as error:
             self.failure = error
-            logger.warning("the checkpoint of step %d failed: %s; older ones are kept", trainer.state.step, error)
-        self.longest_s = max(self.longest_s, time.perf_counter() - began)
+            logger.warning("the checkpoint of step %d failed: %s; older ones are kept", snapshot.step, error)
+        except BaseException as error:
+            result.set_exception(error)
+            return
+        self.longest_s = max(self.longest_s, time.monotonic() - self._began)
+        result.set_result(None)

@@ -59,8 +59,9 @@ class Progress(Sink):
     def open(self, trainer: Trainer) -> None:
         self.num_steps, self.num_epochs = trainer.num_steps, trainer.plan.num_images / trainer.plan.num_samples
         self.first_step, self.opened = trainer.state.step, time.perf_counter()
+        self.last_step = trainer.last_step  # run.max_steps, if that ends the run
         self.lines_done = -1
-        self.bar = _start_bar(self.num_steps, done=self.first_step) if sys.stderr.isatty() else None
+        self.bar = _start_bar(self.last_step, done=self.first_step) if sys.stderr.isatty() else None
 
     def advance(self, step: int) -> None:
         if self.bar:
@@ -89,9 +90,9 @@ class Progress(Sink):
             _stop_bar(self.bar)
 
     def left(self, row: Row) -> str:
-        """Return the time to the end of the run at the pace so far, including evaluations and checkpoints."""
+        """Return the time to the last step at the pace so far, including evaluations and checkpoints."""
         pace = (time.perf_counter() - self.opened) / (row["step"] - self.first_step)
-        return str(datetime.timedelta(seconds=round(pace * (self.num_steps - row["step"]))))
+        return str(datetime.timedelta(seconds=round(pace * (self.last_step - row["step"]))))
 
 
 class Csv(Sink):
@@ -174,7 +175,7 @@ def _rate(row: Row) -> str:
     return "" if math.isnan(row["images_per_s"]) else f"{row['images_per_s']:.0f} img/s"
 
 
-def _start_bar(num_steps: int, *, done: int) -> progress.Progress:
+def _start_bar(last_step: int, *, done: int) -> progress.Progress:
     """Draw the bar, and let the log appear above it.
 
     rich replaces sys.stderr, but logging handlers still hold the old stream, so they get the new one.
@@ -187,7 +188,7 @@ def _start_bar(num_steps: int, *, done: int) -> progress.Progress:
         console=Console(stderr=True),
         transient=True,
     )
-    bar.add_task("", total=num_steps, completed=done)
+    bar.add_task("", total=last_step, completed=done)
     before = sys.stderr
     bar.start()
     bar.console.show_cursor(True)  # a run that is aborted would leave the cursor hidden

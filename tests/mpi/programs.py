@@ -374,6 +374,20 @@ def has_a_long_margin() -> None:
     stop_early.MARGIN_S = 100000.0
 
 
+def writes_slowly() -> None:
+    """A checkpoint takes six seconds; after the first step a rank may wait for the others for three."""
+    from largebatch.checkpoint import store
+
+    write = store._write
+
+    def slow(*arguments) -> None:
+        time.sleep(6)
+        write(*arguments)
+
+    store._write = slow
+    before_step(lambda trainer: setattr(trainer.comm._watchdog, "stall_limit_s", 3.0) if trainer.state.step else None)
+
+
 def cannot_build_on_rank_1() -> None:
     from largebatch import build
 
@@ -428,7 +442,7 @@ FAULTS = (
     fails_in_step_2, signals_in_pass, signals_in_evaluation, signals_at_the_end, signals_in_indexing, is_slow,
     flips_a_bit_after_step, spoils_an_image_in_step, waits_in_step, tells_its_end, has_a_long_margin,
     cannot_build_on_rank_1, shares_a_gpu, stops_half_through_its_trace, may_not_write_its_trace,
-    hangs_in_the_loader, hangs_in_indexing, hangs_in_the_evaluation,
+    hangs_in_the_loader, hangs_in_indexing, hangs_in_the_evaluation, writes_slowly,
 )  # fmt: skip
 
 

@@ -9,9 +9,9 @@ import torch
 from launch import launch
 from runs import SMALL, distance, rows, weights
 
-BATCH = ["--data.global_batch_size", "48", "--data.micro_batch_size", "4"]
+BATCH = ["--data.global_batch_size", "40", "--data.micro_batch_size", "4"]  # not even on three or four ranks
 LENGTH = ["--run.duration", "6 steps", "--run.eval_every", "4 steps"]
-AVERAGED = ["--optim.ema_half_life", "40 images"]
+AVERAGED = ["--optim.ema_half_life", "36 images"]
 RATES = ["--model.proj_drop_rate", "0.1", "--model.drop_path_rate", "0.1", "--augment.reprob", "0.3"]
 MIXED = ["--augment.mixup_alpha", "0.2", "--augment.cutmix_alpha", "1", "--augment.mixup_switch_prob", "0.4"]
 DRAWN = ["--augment.auto_augment", "rand-m9-mstd0.5-inc1", "--data.train_interpolation", "random"]
@@ -71,6 +71,8 @@ def test_the_log_says_what_ran_and_where(uninterrupted):
     log = (uninterrupted / "log.txt").read_text()
     assert re.search(r"Python 3\.\d+.*, the sources of largebatch [0-9a-f]{8}, torch 2\..*, timm 1\.", log)
     assert len(re.findall(r"rank \d \w+ \(pid \d+\)", log)) == 3
+    assert log.count("the 10 micro-batches of a step do not come out even on 3 ranks: some compute 4, others 3, ") == 1
+    assert "global batch 40 = 3 ranks × 4 micro-batch × up to 4 passes" in log
 
 
 def test_resumed_equals_uninterrupted(tmp_path, interrupted, uninterrupted):

@@ -2,7 +2,7 @@
 
 import pytest
 from launch import launch
-from runs import SMALL
+from runs import SMALL, steps_saved
 
 PROGRAM = ["-m", "tests.mpi.programs", "one_rank"]
 LIMIT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}  # the option says the same
@@ -42,3 +42,11 @@ def test_ranks_that_all_hang_alike_end(tmp_path, fault, phase, place):
     assert code != 0 and "waited" not in output, output
     assert f"made no progress for 4 s ({phase})" in output and "--horovod.hang_limit_s is the limit" in output, output
     assert place in output and "Thread 0x" in output, output
+
+
+def test_a_save_slower_than_the_limit_ends_nothing(tmp_path):
+    """The third step goes on while that of the second is written; the end waits for both."""
+    batch = ["--data.global_batch_size", "16", "--data.micro_batch_size", "4", "--run.duration", "24 steps"]
+    saving = ["--checkpoint.every", "2 steps", "--run.max_steps", "3", "--run.folder", str(tmp_path)]
+    code, output = launch(["-m", "tests.mpi.programs", "writes_slowly", *SMALL, *batch, *saving], ranks=2)
+    assert code == 0 and "waited" not in output and steps_saved(tmp_path) == [2, 3], output

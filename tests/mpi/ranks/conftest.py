@@ -40,6 +40,7 @@ WORLDS = {
     "test_levers": [ONE, GLOO, THREE],
     "test_origin": [ONE, THREE],
     "test_replicas": [TWO, THREE],
+    "test_saving": [GLOO, THREE],
     "test_stop_points": [ONE, GLOO, THREE],
     "test_traps": [ONE, GLOO, THREE],
     "test_validation": [THREE],

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from parts import CLASSES, batch_of, seen_by_optimizer, small_model, small_trainer
+from parts import CLASSES, batch_of, seen_by_optimizer, serial_run, small_model, small_trainer
 from torch import Tensor, nn
 
 from largebatch.augment import Augment, Augmented, seed_for
+from largebatch.config import accumulation_passes
 from largebatch.data.order import Plan
 from largebatch.losses import classification
 from largebatch.optim import build_optimizer
@@ -90,6 +91,22 @@ def test_windows_of_unequal_passes_follow_each_other(comm):
         [float(parameter.double().sum()) for parameter in trainer.model.parameters()], name="sums"
     )
     assert all(one == sums[0] for one in sums)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4, 7])
+def test_any_number_of_ranks_shares_the_micro_batches(comm, micro_batches):
+    """Also if they do not come out even, and if a rank has none in any step."""
+    batch_size = micro_batches * MICRO
+    plan = Plan(
+        num_samples=37, global_batch_size=batch_size, micro_batch_size=MICRO, num_images=3 * batch_size + 2, seed=1
+    )
+    passes = accumulation_passes(
+        global_batch_size=batch_size, micro_batch_size=MICRO, num_ranks=comm.size, resuming=True
+    )
+    trainer = small_trainer(comm, plan, passes=passes, dtype=torch.float64)
+    trainer.fit()
+    for ours, theirs in zip(trainer.model.parameters(), serial_run(plan, small_model().double()).parameters()):
+        assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
 
 
 def test_micro_batches_are_whole(comm):

@@ -210,10 +210,11 @@ def test_the_average_that_rank_0_found_is_given_to_all(comm, tmp_path):
         averages.append(small_model(seed=seed + comm.rank))
         trainer.scaler = torch.amp.GradScaler("cpu", init_scale=512.0 if saving and comm.rank == 0 else 64.0)
         if saving and comm.rank == 0:
-            checkpoint.save(
-                tmp_path, model=trainer.model, optimizer=trainer.optimizer, scaler=trainer.scaler,
+            snapshot = checkpoint.take_snapshot(
+                model=trainer.model, optimizer=trainer.optimizer, scaler=trainer.scaler,
                 state=trainer.state, config_text=dump(config), average=averages[0],
             )  # fmt: skip
+            checkpoint.save(tmp_path, snapshot)
     trainer.average = averages[1]
     assert checkpoint.resume(config, trainer)
     assert replicas_agree(comm, averages[1], "resumed average") and trainer.scaler.get_scale() == 512.0

@@ -1,0 +1,37 @@
+"""Checkpoints that a kill, a full disk or a bad block cannot take away.
+
+    snapshot.py    copies all that a checkpoint holds to host memory, so that training goes on while it is written
+    store.py       the files: writes a snapshot, finds the newest valid checkpoint, removes old ones
+    resume.py      brings a run to a checkpoint; refuses one that was made with other options
+"""
+
+from largebatch.checkpoint.resume import MAY_DIFFER, check_config, load, resume
+from largebatch.checkpoint.snapshot import HostMemory, Snapshot, take_snapshot
+from largebatch.checkpoint.store import (
+    FOLDER,
+    checkpoints,
+    find_weights,
+    latest,
+    newest_weights,
+    read_state,
+    save,
+    why_invalid,
+)
+
+__all__ = [
+    "FOLDER",
+    "MAY_DIFFER",
+    "HostMemory",
+    "Snapshot",
+    "check_config",
+    "checkpoints",
+    "find_weights",
+    "latest",
+    "load",
+    "newest_weights",
+    "read_state",
+    "resume",
+    "save",
+    "take_snapshot",
+    "why_invalid",
+]

@@ -1,0 +1,132 @@
+"""Bring a run to a checkpoint, unless that was made with other options."""
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from largebatch import config as configs
+from largebatch.checkpoint.snapshot import AVERAGE, WEIGHTS
+from largebatch.checkpoint.store import latest, read_state
+from largebatch.config import TrainConfig
+from largebatch.engine import Trainer, TrainState
+from zoo import load_weights
+
+logger = logging.getLogger(__name__)
+
+MAY_DIFFER = {  # options that do not change the numbers of a run that goes on
+    "run.max_steps",
+    "run.end_time",
+    "run.profile_steps",
+    "run.folder",
+    "run.eval_every",
+    "run.check_replicas",
+    "run.max_skipped_steps",
+    "run.device",
+    "model.weights",  # a checkpoint has the weights
+    "model.grad_checkpointing",
+    "data.num_threads",
+    "data.quarantine",  # the images are compared by their digest
+    "data.allow_incomplete",
+    "data.eval_batch_size",
+}
+MAY_DIFFER_SECTIONS = ("horovod.", "log.", "checkpoint.", "parallel.")
+
+
+def resume(config: TrainConfig, trainer: Trainer) -> bool:
+    """Bring `trainer` to the newest valid checkpoint in the run folder of `config`; False if there is none.
+
+    Call it on every rank, with the optimizer's state created (`optim.init_state`). Rank 0 reads, and the others get its
+    state, the average of the weights included if the run has one. Raises comm.Stopped, on every rank, if the checkpoint
+    was made with other options.
+    """
+    comm = trainer.comm
+    model, optimizer = trainer.replica.empty_whole()
+    found: dict[str, Any] | None = None
+    with comm.together("resume"):
+        path = latest(config.folder) if comm.rank == 0 else None
+        if path is not None:
+            state = load(
+                path,
+                model=model,
+                optimizer=optimizer,
+                scaler=trainer.scaler,
+                config=config,
+                average=trainer.average,
+                images=trainer.state.data,
+            )
+            found = {"path": str(path), "state": asdict(state), "scaler": trainer.scaler.state_dict()}
+    found = comm.broadcast_object(found, name="resume/found")
+    if found is None:
+        return False
+    present = trainer.state.data
+    trainer.state = TrainState(**found["state"])
+    if trainer.state.data != present and comm.rank == 0:
+        logger.warning(
+            "the training images are not those of %s any more, and %d now: epochs are drawn from these, so the present "
+            "one has some images twice and misses others",
+            found["path"],
+            trainer.plan.num_samples,
+        )
+    trainer.state.data = present
+    trainer.scaler.load_state_dict(found["scaler"])
+    trainer.replica.scatter_whole(model, optimizer)
+    if trainer.average is not None:
+        comm.broadcast_model(trainer.average)
+    if comm.rank == 0:
+        logger.info("resumed at step %d from %s", trainer.state.step, found["path"])
+    return True
+
+
+def load(
+    path: Path,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scaler: torch.amp.GradScaler,
+    config: TrainConfig | None = None,
+    average: nn.Module | None = None,
+    images: str = "",
+) -> TrainState:
+    """Load a checkpoint that `latest` found; return the state it was saved with.
+
+    images: the digest of the present training images. Raises ValueError, and loads nothing, if the checkpoint was made
+    with other options than `config` that change the numbers. Another data.path is refused only if its images differ.
+    """
+    content = read_state(path)
+    if config is not None:
+        check_config(content["config"], config, path=path, same_images=content["state"].get("data") == images)
+    load_weights(model, path / WEIGHTS)
+    if average is not None:
+        load_weights(average, path / AVERAGE)
+    optimizer.load_state_dict(content["optimizer"])
+    scaler.load_state_dict(content["scaler"])
+    return TrainState(**content["state"])
+
+
+def check_config(text: str, config: TrainConfig, *, path: Path, same_images: bool = False) -> None:
+    """Raise ValueError, with options and both values, if a checkpoint's YAML `text` is another run than `config`.
+
+    same_images: the training images are the same, wherever they are.
+    """
+    parser = configs.make_parser(prog="largebatch.train")
+    try:
+        saved = configs.to_config(parser, parser.parse_string(text))
+    except Exception as error:  # jsonargparse raises argparse's, YAML's and its own
+        reason = configs.explain(error, parser)
+        raise ValueError(f"The config in checkpoint {path} is of another version: {reason}") from None
+    differing = [
+        f"--{option} {was}, now {now}"
+        for option, (was, now) in configs.differences(saved, config).items()
+        if option not in MAY_DIFFER and not option.startswith(MAY_DIFFER_SECTIONS)
+        and not (option == "data.path" and same_images)
+    ]
+    if differing:
+        raise ValueError(
+            f"Checkpoint {path} was made with {'; '.join(differing)}: give the options it was made with to continue "
+            "that run, or another --run.folder to start a new one."
+        )

@@ -1,0 +1,105 @@
+"""A copy in host memory of all that a checkpoint holds, so that training goes on while the copy is written.
+
+The copies go into buffers that are kept from one snapshot to the next, because the first copy into new memory takes
+several times as long as the next ones. For tensors on a GPU the buffers are pinned, and a copy only joins the queue of
+the GPU: the step does not wait for it, the thread that writes does.
+"""
+
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from largebatch.engine import TrainState
+from zoo import named_weights
+
+WEIGHTS, AVERAGE, STATE = "model.safetensors", "model_ema.safetensors", "state.pt"
+
+
+class HostMemory:
+    """Buffers in host memory for copies of tensors. The next `copy` of the same structure overwrites the last one."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+
+    def copy(self, value: Any, *place: Any) -> Any:
+        """Copy nested dictionaries, lists and tuples of tensors and plain values. place: where `value` was found.
+
+        A copy of a tensor on a GPU is complete when the current stream has done what it was given so far.
+        """
+        if isinstance(value, Tensor):
+            return self._copy_tensor(value.detach(), place)
+        if isinstance(value, Mapping):
+            return {key: self.copy(inner, *place, key) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.copy(inner, *place, index) for index, inner in enumerate(value))
+        return value
+
+    def _copy_tensor(self, tensor: Tensor, place: tuple[Any, ...]) -> Tensor:
+        key = (*place, tensor.shape, tensor.dtype, tensor.is_cuda)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return self._buffers[key].copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The content of a checkpoint, which training does not change."""
+
+    step: int
+    weights: dict[str, dict[str, Tensor]]  # by the name of their file: the model's, and their average if there is one
+    state: dict[str, Any]  # what is written into state.pt
+    copied: torch.cuda.Event | None = None  # until then the GPU is still copying
+
+    def wait(self) -> None:
+        """Wait until the tensors are complete."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in _tensors([self.weights, self.state]))
+
+
+def take_snapshot(
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scaler: torch.amp.GradScaler,
+    state: TrainState,
+    config_text: str,
+    average: nn.Module | None = None,
+    memory: HostMemory | None = None,
+) -> Snapshot:
+    """Return a snapshot, copied into `memory`.
+
+    Without `memory` nothing is copied: the caller must not change the model and the optimizer until it is written.
+    """
+    weights = {WEIGHTS: named_weights(model)} | ({} if average is None else {AVERAGE: named_weights(average)})
+    content = {
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        "state": asdict(state),
+        "config": config_text,
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+    }
+    copied = None
+    if memory is not None:
+        on_gpu = any(tensor.is_cuda for tensor in _tensors([weights, content]))
+        weights, content = memory.copy((weights, content))
+        if on_gpu:
+            copied = torch.cuda.Event()
+            copied.record()
+    return Snapshot(state.step, weights, content, copied)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """List the tensors in nested dictionaries, lists and tuples."""
+    if isinstance(value, Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in inner for tensor in _tensors(item)]

@@ -1,0 +1,108 @@
+"""Saving beside training: the moment, on which all ranks agree, and what they do while rank 0 writes."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from parts import plan_for, small_trainer
+
+from largebatch import checkpoint
+from largebatch.comm import Stopped
+from largebatch.engine import Hook
+from largebatch.hooks import checkpointing
+from zoo.weights import named_weights, read_weights
+
+
+class Noting(checkpointing.Checkpoint):
+    """Notes the steps that it saves, and the weights of each."""
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        self.saved: dict[int, dict[str, torch.Tensor]] = {}
+
+    def save(self, trainer) -> None:
+        self.saved[trainer.state.step] = {k: v.clone() for k, v in named_weights(trainer.model).items()}
+        super().save(trainer)
+
+
+class Stopping(Hook):
+    """Stops the run in the third step."""
+
+    def after_train_step(self, trainer, output) -> None:
+        if trainer.state.step == 3:
+            raise Stopped("planted")
+
+
+def test_rank_0s_clock_decides_on_all_ranks(comm, tmp_path, monkeypatch):
+    """A step takes a minute there, and an hour on the others. What the clock says is read one step later."""
+    trainer = small_trainer(comm, plan_for(comm, steps=9), passes=2)
+    hook = Noting(tmp_path, every_s=150.0, keep=2, config_text="")
+    trainer.hooks = [hook]
+    step_s = 60.0 if comm.rank == 0 else 3600.0
+    monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: step_s * trainer.state.step))
+    trainer.fit()
+    assert list(hook.saved) == [4, 8, 9]
+
+
+def test_training_goes_on_while_rank_0_writes(comm, tmp_path, monkeypatch):
+    """The write of step 2 takes until the ranks have heard three times, in step 4, that it is not done."""
+    plan = plan_for(comm, steps=5)
+    trainer = small_trainer(comm, plan, passes=2)
+    hook = Noting(tmp_path, every_images=2 * plan.global_batch_size, keep=3, config_text="")
+    trainer.hooks = [hook]
+    release, heard = threading.Event(), []
+    save, broadcast = checkpoint.save, comm.broadcast_object
+
+    def slow(*arguments, **options):
+        assert release.wait(60)
+        return save(*arguments, **options)
+
+    def listening(value, *, name):
+        answer = broadcast(value, name=name)
+        heard.append((name, trainer.state.step, answer))
+        if len(heard) == 3:
+            release.set()
+        return answer
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(comm, "broadcast_object", listening)
+    monkeypatch.setattr(checkpointing, "TELL_EVERY_S", 0.01)
+    trainer.fit()
+    assert heard[:3] == 3 * [("checkpoint/done", 4, False)] and heard[-1] == ("checkpoint/done", 5, True)
+    for step, weights in hook.saved.items() if comm.rank == 0 else ():
+        written = read_weights(tmp_path / "checkpoints" / f"{step:08d}" / "model.safetensors")
+        assert all(torch.equal(written[name], tensor) for name, tensor in weights.items()), step
+    assert list(hook.saved) == [2, 4, 5]
+
+
+def test_a_save_that_hangs_ends_the_run(comm, tmp_path, monkeypatch):
+    plan = plan_for(comm, steps=5)
+    trainer = small_trainer(comm, plan, passes=2)
+    trainer.hooks = [Noting(tmp_path, every_images=2 * plan.global_batch_size, keep=3, config_text="")]
+    release = threading.Event()
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments, **options: release.wait(60))
+    monkeypatch.setattr(checkpointing, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(comm, "hang_limit_s", 0.05)
+    with pytest.raises(Stopped, match="the checkpoint of step 2 was not written in 0.05 s: .*--horovod.hang_limit_s"):
+        trainer.fit()
+    assert trainer.state.step == 4
+    comm._closing.pop()()  # which does not wait again
+    release.set()
+
+
+def test_a_run_that_stops_completes_its_save(comm, tmp_path, monkeypatch):
+    """All ranks stop in the third step, while that of the second is written; they wait before Horovod ends."""
+    plan = plan_for(comm, steps=5)
+    trainer = small_trainer(comm, plan, passes=2)
+    trainer.hooks = [Noting(tmp_path, every_images=2 * plan.global_batch_size, keep=3, config_text=""), Stopping()]
+    release, save = threading.Event(), checkpoint.save
+    monkeypatch.setattr(
+        checkpoint, "save", lambda *arguments, **options: release.wait(60) and save(*arguments, **options)
+    )
+    with pytest.raises(Stopped):
+        trainer.fit()
+    assert checkpoint.checkpoints(tmp_path) == []
+    release.set()
+    comm._closing.pop()()
+    assert len(checkpoint.checkpoints(tmp_path)) == (comm.rank == 0)
