@@ -15,6 +15,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
+from nvidia.dali import Pipeline, fn, types
 from PIL import Image
 
 import zoo  # noqa: F401  # lets torchvision be imported beside any build of torch
@@ -182,6 +183,90 @@ def bytes_of(floats):
     levels = (floats * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]) * 255
     assert (levels - levels.round()).abs().max() < 0.01
     return levels.round().byte().permute(0, 2, 3, 1).numpy()
+
+
+def rotated(image):
+    """A JPEG whose header says "rotate by 90 degrees to view", which timm ignores."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encode(image, exif=exif)
+
+
+KINDS = {
+    "4:2:0": lambda image: encode(image, subsampling=2),
+    "4:2:2": lambda image: encode(image, subsampling=1),
+    "4:4:4": lambda image: encode(image, subsampling=0),
+    "grey": lambda image: encode(image.convert("L")),
+    "progressive": lambda image: encode(image, progressive=True),
+    "CMYK": lambda image: encode(image.convert("CMYK")),
+    "rotated": rotated,
+    "PNG": lambda image: encode(image, "PNG"),
+}
+SIDE = 64
+CORNERS = [(x, y) for x in (0, 17, 86) for y in (0, 23, 67)]  # also odd ones, inside a block and a chroma sample
+
+
+@pytest.fixture
+def drawn_windows(monkeypatch):
+    """Windows of as many pixels as the model wants, at CORNERS, so that the resize changes nothing."""
+
+    def draw(seed, epochs, samples, **shape):
+        x, y = np.array([CORNERS[sample] for sample in samples.tolist()], dtype=np.int32).T
+        side = np.full(len(samples), SIDE, dtype=np.int32)
+        return order.Draws(x, y, side, side, np.zeros(len(samples), dtype=bool))
+
+    monkeypatch.setattr(order, "draw", draw)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("finished_by", "drawn_windows")
+def test_windows_are_those_of_pil_to_the_bit(tmp_path, kind):
+    """A whole image, cut after it was decoded, as on a GPU, and a region that alone is decoded, as on a CPU."""
+    data = KINDS[kind](picture(np.random.default_rng(3), 86 + SIDE, 67 + SIDE))
+    files = [str(tmp_path / f"{k}.JPEG") for k in range(len(CORNERS))]
+    for path in files:
+        with open(path, "wb") as file:
+            file.write(data)
+    index = index_images(files, [0] * len(files), class_names=["a"])
+    (batch,) = train_loader(index, Plan(len(index), len(index), len(index), len(index), seed=0), img_size=SIDE)
+    whole = Image.open(io.BytesIO(data)).convert("RGB")
+    boxes = [CORNERS[sample] for sample in batch.samples.tolist()]
+    theirs = np.stack([np.asarray(whole.crop((x, y, x + SIDE, y + SIDE))) for x, y in boxes])
+    assert np.array_equal(bytes_of(batch.images), theirs)
+
+
+def test_a_gpu_is_told_to_decode_whole_images_as_pil_does(images, monkeypatch):
+    """The same operator as above, with other options: those for a CPU have no effect there."""
+    given = {}
+    monkeypatch.setattr(fn.decoders, "image", lambda jpegs, **options: given.update(options))
+    dali._decode(None, torch.device("cuda"), images)
+    width, height = given.pop("preallocate_width_hint"), given.pop("preallocate_height_hint")
+    assert 0.9 < np.mean(images.width <= width) < 1 and 0.9 < np.mean(images.height <= height) < 1
+    assert given == {
+        "device": "mixed",
+        "hw_decoder_load": 0.9,
+        "output_type": types.DALIImageType.RGB,
+        "adjust_orientation": False,
+        "jpeg_fancy_upsampling": True,
+    }
+
+
+def test_each_sample_has_a_resizing_filter_of_its_own():
+    """The part of the graph of a GPU that nothing else runs on a CPU: a filter for each sample, given by its number."""
+    pixels = np.asarray(picture(np.random.default_rng(4), 90, 70))
+    names = list(dali.INTERPOLATIONS)
+    pipe = Pipeline(batch_size=len(names), num_threads=1, device_id=None)
+    with pipe:
+        images = fn.external_source(lambda: [pixels] * len(names), batch=True, layout="HWC")
+        filters = fn.external_source(lambda: np.array([dali.INTERPOLATIONS[name].value for name in names], np.int32))
+        by_sample = fn.cast(filters, dtype=types.DALIDataType.INTERP_TYPE)
+        pipe.set_outputs(fn.resize(images, size=(32, 32), interp_type=by_sample, antialias=True))
+    pipe.build()
+    (resized,) = pipe.run()
+    for name, ours in zip(names, map(np.asarray, resized)):
+        theirs = np.asarray(Image.fromarray(pixels).resize((32, 32), Image.Resampling[name.upper()]))
+        delta = np.abs(ours.astype(np.int16) - theirs)
+        assert delta.mean() < MEAN_BOUND and delta.max() < MAX_BOUND, name
 
 
 @pytest.mark.parametrize("text", ["rand-m9-mstd0.5-inc1", "cifar10"])
