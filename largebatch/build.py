@@ -343,6 +343,8 @@ def assemble(
         init_state(replica.optimizer)
         plan = build_plan(config, train)
         ema = build_ema(config, plan, model)
+        eval_batches = build_eval_loader(config, comm, model=model, index=held_out, device=device)
+        comm.before_shutdown(eval_batches.close)
         trainer = Trainer(
             comm=comm,
             model=model,
@@ -353,7 +355,7 @@ def assemble(
             schedule=build_schedule(config, plan),
             plan=plan,
             open_batches=partial(open_train_loader, config, comm, model=model, index=train, plan=plan, device=device),
-            eval_batches=build_eval_loader(config, comm, model=model, index=held_out, device=device),
+            eval_batches=eval_batches,
             augment=build_augment(config),
             seed=config.run.seed,
             precision=config.run.precision,

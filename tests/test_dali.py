@@ -19,7 +19,7 @@ from nvidia.dali import Pipeline, fn, types
 from PIL import Image
 
 import zoo  # noqa: F401  # lets torchvision be imported beside any build of torch
-from largebatch.data import dali, order, randaugment, reader, records
+from largebatch.data import dali, order, randaugment, reader, records, stream
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.order import Plan
 from largebatch.data.randaugment_ops import fill_colour, with_pillow
@@ -404,6 +404,55 @@ def test_evaluation_covers_each_sample_once(tiny, num_shards, batch_size):
         seen += [sample for b in batches for sample in b.samples.tolist()]
         assert all((b.labels.numpy() == b.samples % 5).all() for b in batches)
     assert sorted(seen) == list(range(40))
+
+
+@pytest.fixture
+def pipelines(monkeypatch):
+    """The batch sizes of all pipelines that are built."""
+    built, build = [], stream.Stream._build_pipeline
+
+    def note(self, max_batch_size, num_threads):
+        built.append(max_batch_size)
+        return build(self, max_batch_size, num_threads)
+
+    monkeypatch.setattr(stream.Stream, "_build_pipeline", note)
+    return built
+
+
+def same_batches(ones, others):
+    pairs = list(itertools.zip_longest(ones, others))
+    return all(torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels) for a, b in pairs)
+
+
+@pytest.mark.parametrize("batch_size", [104, 52, 30, 8])  # one batch, two, a short last one, many
+@pytest.mark.usefixtures("finished_by")
+def test_all_evaluations_of_a_run_share_a_pipeline(images, pipelines, batch_size):
+    options = {"img_size": 32, "batch_size": batch_size}
+    first = list(eval_loader(images, **options))
+    pipelines.clear()
+    with closing(eval_loader(images, **options)) as loader:
+        assert our_threads() == [] and not pipelines, "nothing is opened before it is needed"
+        for _ in range(3):
+            assert same_batches(loader, first)
+            assert our_threads() == []
+        counted = itertools.islice(loader, len(loader))  # as in the engine, which does not ask for a batch too many
+        assert same_batches(counted, first) and same_batches(loader, first)
+        assert pipelines == [batch_size]
+        if batch_size < NUM_IMAGES:
+            assert same_batches(itertools.islice(loader, 1), first[:1])  # the run is told to end in the evaluation
+            assert our_threads() == []
+            assert same_batches(loader, first) and pipelines == [batch_size] * 2
+    assert same_batches(loader, first), "closed, and opened again"
+    loader.close()
+    loader.close()
+
+
+def test_two_evaluations_at_once_do_not_share_batches(images, pipelines):
+    with closing(eval_loader(images, img_size=16, batch_size=26)) as loader:
+        first = list(loader)
+        both = [list(pair) for pair in zip(*zip(loader, loader))]
+        assert all(same_batches(batches, first) for batches in both) and len(pipelines) == 2
+    assert our_threads() == []
 
 
 # -- errors and ends -------------------------------------------------------------------------------------------------

@@ -183,6 +183,7 @@ class TrainLoader(Iterator[Batch]):
 class EvalLoader:
     """Every sample once over all shards, in the order of the index. It can be iterated several times.
 
+    To build a pipeline takes seconds on a GPU. So it is built when it is first needed, and kept until `close`.
     Shard r of R takes the batches r, r + R, ... of `batch_size` consecutive samples. `Batch.number` is the number of
     the batch, and `Batch.step` is 0. Images are cut as by timm's evaluation transform (`order.centre_geometry`).
     `len(loader)` is the number of batches of this shard; it may differ by one between shards.
@@ -210,6 +211,7 @@ class EvalLoader:
         self._to_floats, self._memory = pixels.Normalise(mean, std), reader.Memory()
         self._normalise, self._resize = functools.partial(_normalise, mean=mean, std=std), _resize(interpolation)
         self._max_batch_size, self._num_threads = plan.micro_batch_size, num_threads
+        self._paused: Stream | None = None  # between two iterations
 
     def encode(self, job: MicroBatch) -> Encoded[CentreCrops]:
         """Compute the centre crops; reserve memory for the bytes."""
@@ -244,7 +246,24 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Batch]:
         if not self._jobs:
             return
-        stream = Stream(
+        stream, self._paused = self._paused, None
+        if stream:
+            stream.resume(iter(self._jobs))
+        else:
+            stream = self._open_stream()
+        with contextlib.ExitStack() as failure:
+            failure.callback(stream.close)  # also if the consumer stops early
+            for job in self._jobs:
+                batch = next(stream)
+                if job is self._jobs[-1]:  # before it is handed out: the consumer may know that it is the last
+                    failure.pop_all()
+                    stream.pause()
+                    self.close()
+                    self._paused = stream
+                yield batch
+
+    def _open_stream(self) -> Stream:
+        return Stream(
             self._index,
             iter(self._jobs),
             self,
@@ -256,8 +275,12 @@ class EvalLoader:
             num_threads=self._num_threads,
             preadv=os.preadv,
         )
-        with contextlib.closing(stream):  # also if the consumer stops early
-            yield from stream
+
+    def close(self) -> None:
+        """Free the pipeline; safe to call twice. The next iteration builds another one."""
+        if self._paused:
+            self._paused.close()
+            self._paused = None
 
 
 # -- the graph --------------------------------------------------------------------------------------------------------
