@@ -360,6 +360,24 @@ def test_a_part_that_is_kept_is_not_overwritten(images):
     assert len(kept) == 20 and all(torch.equal(a, b) for a, b in zip(kept, copies))
 
 
+def test_bytes_are_kept_until_the_device_has_copied_them(tiny, monkeypatch):
+    """However far the host runs ahead of it."""
+    device = [False]
+    monkeypatch.setattr(stream, "reached", lambda stream: lambda: device[0])
+    with closing(train_loader(tiny, Plan(len(tiny), 4, 4, 80, seed=0))) as loader:
+        kept = loader._stream._used
+        for count in range(1, 11):
+            next(loader)
+            assert len(kept) >= count
+        bytes_of_first = kept[0][0].room.buffer
+        before = bytes_of_first.copy()
+        list(itertools.islice(loader, 5))
+        assert np.array_equal(bytes_of_first, before)
+        device[0] = True
+        next(loader)
+        assert len(kept) == 1
+
+
 def test_memory_is_used_again_once_nobody_holds_it():
     memory = reader.Memory()
     tensor = torch.from_numpy(memory.take(1000))[10:20]

@@ -128,8 +128,8 @@ class Stream(Iterator[Batch]):
         self._inside: collections.deque[Encoded[Any]] = collections.deque()  # the batches in DALI, oldest first
         self._decoded: collections.deque[_Decoded] = collections.deque()
         self._end: Exception | None = None  # the reason why DALI gives no more batches
-        # On a GPU, copies from the host may still be running when a batch is handed out, so its bytes are kept longer.
-        self._used: collections.deque[Encoded[Any]] = collections.deque(maxlen=PREFETCH)
+        # Batches whose bytes the device may still copy, and a function that tells if it has gone past them.
+        self._used: collections.deque[tuple[Encoded[Any], Callable[[], bool]]] = collections.deque()
         self._pipe: Pipeline | None = self._build_pipeline(max_batch_size, num_threads)
         self._new_finishers = partial(_Finishers, preparation.finish, img_size, num_threads) if finishes else None
         self._read_ahead = partial(
@@ -211,7 +211,9 @@ class Stream(Iterator[Batch]):
             self._end = error
         else:
             batch = self._inside.popleft()
-            self._used.append(batch)
+            while self._used and self._used[0][1]():
+                self._used.popleft()
+            self._used.append((batch, reached(stream)))
             finish = self._finishers.start if self._finishers else self._finish_whole
             self._decoded.append(finish(batch, images))
 
@@ -245,6 +247,16 @@ class Stream(Iterator[Batch]):
         self._pipe = None
         self._inside.clear()
         self._used.clear()
+
+
+def reached(stream: torch.cuda.Stream | None) -> Callable[[], bool]:
+    """Return a function that tells if the stream has come to this point, where it waits for DALI; None: a CPU has.
+
+    The host may run any number of batches ahead of a GPU.
+    """
+    if stream is None:
+        return lambda: True
+    return stream.record_event().query
 
 
 class _ReadAhead(Iterator[Encoded[Any]]):
