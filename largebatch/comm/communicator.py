@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.comm import gloo_start, launcher, reduction
-from largebatch.comm.cores import cores_of_process, share_of_cores
+from largebatch.comm.cores import compiler_processes, cores_of_process, share_of_cores
 from largebatch.comm.home import set_missing_home
 from largebatch.comm.polling import finish
 from largebatch.comm.reduction import Compression, Reduction, parameters_of
@@ -58,7 +58,8 @@ class Communicator:
     ) -> None:
         """Start Horovod. deterministic: reduce each tensor by itself, so that sums repeat to the last bit.
 
-        torch's threads of all ranks of a host share its cores, unless OMP_NUM_THREADS is set.
+        torch's threads of all ranks of a host share its cores, unless OMP_NUM_THREADS is set; so do the processes with
+        which torch compiles, unless TORCHINDUCTOR_COMPILE_THREADS is set.
         ValueError for settings, or launchers, that contradict each other; RuntimeError if Horovod sees other ranks than
         the launcher announced, or if ranks do not come.
         """
@@ -92,6 +93,7 @@ class Communicator:
         self.num_cores = self._share_cores()
         if "OMP_NUM_THREADS" not in os.environ:  # torch of each rank would use all cores of the host
             torch.set_num_threads(max(1, int(self.num_cores)))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compiler_processes(self.num_cores)))
 
     def _share_cores(self) -> float:
         """Return how many cores' worth of time this rank has, as all ranks of its host share its cores."""
