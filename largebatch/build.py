@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from largebatch import checkpoint, hooks, optim
 from largebatch.augment import Augment
-from largebatch.comm import Communicator, preflight
+from largebatch.comm import Communicator
 from largebatch.comm.cores import loader_threads
 from largebatch.comm.signals import Signals
 from largebatch.config import (
@@ -32,11 +32,12 @@ from largebatch.config import (
     nearest_batches,
     profiled_steps,
 )
+from largebatch.data import index_file
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.index import Index
 from largebatch.data.order import Plan
 from largebatch.data.randaugment import parse as parse_policy
-from largebatch.data.sources import open_source
+from largebatch.data.sources import find_folder, open_source
 from largebatch.data.token_labels import CELL
 from largebatch.engine import Hook, Trainer, TrainState
 from largebatch.hooks.ema import Ema, check_half_life
@@ -111,15 +112,18 @@ def count_passes(config: TrainConfig, comm: Communicator) -> int:
 
 
 def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
-    """Open the index of one split, which all ranks must share: all raise Stopped if one sees other images.
+    """Open the index of one split. Rank 0 finds and checks the files, and gives its index to all ranks.
 
-    Making the index may take long, and Horovod would take a rank that waits for it in a collective for stalled. So each
-    rank asks for it, and a file lock lets the first one of a host do the work.
+    So a file system gets no more calls if there are more ranks. Images that are written into a cache first are written
+    on each host. The first rank of each host looks if the files there are those of rank 0; a copy will do.
     """
-    with comm.together(f"opening {config.data.path}"):
-        if not config.data.path:
+    data, phase = config.data, f"opening {config.data.path}"
+    with comm.together(phase):
+        if not data.path:
             raise ValueError(f"Recipe {config.recipe} has no images of its own: give --data FOLDER or synthetic.")
-        data = config.data
+        here = str(find_folder(data.path, split=split, progress=comm.progress))
+
+    def open_index() -> tuple[str, Index, list[int]]:
         index = open_source(
             data.path,
             split=split,
@@ -128,9 +132,15 @@ def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
             progress=comm.progress,
         )
         index = index.for_classes(config.model.num_classes)
-        if split == "train" and config.data.token_labels:
+        if split == "train" and data.token_labels:
             index.check_maps(config.model.num_classes)
-    preflight.agree_on(comm, index.digest(), name=f"{split} images in {config.data.path}")
+        return here, index, index_file.file_numbers(index)
+
+    there, index, numbers = comm.from_rank_0(open_index, phase=f"{phase}, {split} images")
+    index = index.moved(there, here)
+    with comm.together(phase):
+        if comm.local_rank == 0 and (reason := index_file.why_other_files(index, numbers)):
+            raise ValueError(f"{reason}: make the data of all hosts the same.")
     return index
 
 
@@ -361,6 +371,8 @@ def assemble(
         init_state(replica.optimizer)
         plan = build_plan(config, train)
         ema = build_ema(config, plan, model)
+        eval_batches = build_eval_loader(config, comm, model=model, index=held_out, device=device)
+        comm.before_shutdown(eval_batches.close)
         trainer = Trainer(
             comm=comm,
             model=model,
@@ -371,7 +383,7 @@ def assemble(
             schedule=build_schedule(config, plan),
             plan=plan,
             open_batches=partial(open_train_loader, config, comm, model=model, index=train, plan=plan, device=device),
-            eval_batches=build_eval_loader(config, comm, model=model, index=held_out, device=device),
+            eval_batches=eval_batches,
             augment=build_augment(config),
             seed=config.run.seed,
             precision=config.run.precision,

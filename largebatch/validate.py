@@ -20,6 +20,7 @@ import functools
 import io
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Sequence
@@ -176,18 +177,20 @@ def evaluate_weights(
     def open_batches(size: int) -> Iterable[Any]:
         smaller = replace(config, data=replace(config.data, eval_batch_size=size))
         with comm.together("opening the images"):
-            return build_eval_loader(smaller, comm, model=model, index=held_out, device=device)
+            loader = build_eval_loader(smaller, comm, model=model, index=held_out, device=device)
+            return opened.enter_context(closing(loader))
 
     names = COUNTS if listed is None else COUNTS + LISTED_COUNTS
-    totals, batch_size = tally_fitting(
-        functools.partial(
-            tally, model, device=device, precision=config.run.precision, count=count, num_counts=len(names)
-        ),
-        open_batches,
-        num_images=len(held_out),
-        batch_size=config.data.eval_batch_size,
-        comm=comm,
-    )
+    with ExitStack() as opened:
+        totals, batch_size = tally_fitting(
+            functools.partial(
+                tally, model, device=device, precision=config.run.precision, count=count, num_counts=len(names)
+            ),
+            open_batches,
+            num_images=len(held_out),
+            batch_size=config.data.eval_batch_size,
+            comm=comm,
+        )
     sums = dict(zip(names, comm.allreduce(totals, name="validate/totals").tolist()))
     images, real_images = sums["images"], sums.get("real_images", 0)
     geometry = model_geometry(config.data, model)

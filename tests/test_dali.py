@@ -15,10 +15,11 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
+from nvidia.dali import Pipeline, fn, types
 from PIL import Image
 
 import zoo  # noqa: F401  # lets torchvision be imported beside any build of torch
-from largebatch.data import dali, order, randaugment, reader, records
+from largebatch.data import dali, order, randaugment, reader, records, stream
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.order import Plan
 from largebatch.data.randaugment_ops import fill_colour, with_pillow
@@ -184,6 +185,90 @@ def bytes_of(floats):
     return levels.round().byte().permute(0, 2, 3, 1).numpy()
 
 
+def rotated(image):
+    """A JPEG whose header says "rotate by 90 degrees to view", which timm ignores."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encode(image, exif=exif)
+
+
+KINDS = {
+    "4:2:0": lambda image: encode(image, subsampling=2),
+    "4:2:2": lambda image: encode(image, subsampling=1),
+    "4:4:4": lambda image: encode(image, subsampling=0),
+    "grey": lambda image: encode(image.convert("L")),
+    "progressive": lambda image: encode(image, progressive=True),
+    "CMYK": lambda image: encode(image.convert("CMYK")),
+    "rotated": rotated,
+    "PNG": lambda image: encode(image, "PNG"),
+}
+SIDE = 64
+CORNERS = [(x, y) for x in (0, 17, 86) for y in (0, 23, 67)]  # also odd ones, inside a block and a chroma sample
+
+
+@pytest.fixture
+def drawn_windows(monkeypatch):
+    """Windows of as many pixels as the model wants, at CORNERS, so that the resize changes nothing."""
+
+    def draw(seed, epochs, samples, **shape):
+        x, y = np.array([CORNERS[sample] for sample in samples.tolist()], dtype=np.int32).T
+        side = np.full(len(samples), SIDE, dtype=np.int32)
+        return order.Draws(x, y, side, side, np.zeros(len(samples), dtype=bool))
+
+    monkeypatch.setattr(order, "draw", draw)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("finished_by", "drawn_windows")
+def test_windows_are_those_of_pil_to_the_bit(tmp_path, kind):
+    """A whole image, cut after it was decoded, as on a GPU, and a region that alone is decoded, as on a CPU."""
+    data = KINDS[kind](picture(np.random.default_rng(3), 86 + SIDE, 67 + SIDE))
+    files = [str(tmp_path / f"{k}.JPEG") for k in range(len(CORNERS))]
+    for path in files:
+        with open(path, "wb") as file:
+            file.write(data)
+    index = index_images(files, [0] * len(files), class_names=["a"])
+    (batch,) = train_loader(index, Plan(len(index), len(index), len(index), len(index), seed=0), img_size=SIDE)
+    whole = Image.open(io.BytesIO(data)).convert("RGB")
+    boxes = [CORNERS[sample] for sample in batch.samples.tolist()]
+    theirs = np.stack([np.asarray(whole.crop((x, y, x + SIDE, y + SIDE))) for x, y in boxes])
+    assert np.array_equal(bytes_of(batch.images), theirs)
+
+
+def test_a_gpu_is_told_to_decode_whole_images_as_pil_does(images, monkeypatch):
+    """The same operator as above, with other options: those for a CPU have no effect there."""
+    given = {}
+    monkeypatch.setattr(fn.decoders, "image", lambda jpegs, **options: given.update(options))
+    dali._decode(None, torch.device("cuda"), images)
+    width, height = given.pop("preallocate_width_hint"), given.pop("preallocate_height_hint")
+    assert 0.9 < np.mean(images.width <= width) < 1 and 0.9 < np.mean(images.height <= height) < 1
+    assert given == {
+        "device": "mixed",
+        "hw_decoder_load": 0.9,
+        "output_type": types.DALIImageType.RGB,
+        "adjust_orientation": False,
+        "jpeg_fancy_upsampling": True,
+    }
+
+
+def test_each_sample_has_a_resizing_filter_of_its_own():
+    """The part of the graph of a GPU that nothing else runs on a CPU: a filter for each sample, given by its number."""
+    pixels = np.asarray(picture(np.random.default_rng(4), 90, 70))
+    names = list(dali.INTERPOLATIONS)
+    pipe = Pipeline(batch_size=len(names), num_threads=1, device_id=None)
+    with pipe:
+        images = fn.external_source(lambda: [pixels] * len(names), batch=True, layout="HWC")
+        filters = fn.external_source(lambda: np.array([dali.INTERPOLATIONS[name].value for name in names], np.int32))
+        by_sample = fn.cast(filters, dtype=types.DALIDataType.INTERP_TYPE)
+        pipe.set_outputs(fn.resize(images, size=(32, 32), interp_type=by_sample, antialias=True))
+    pipe.build()
+    (resized,) = pipe.run()
+    for name, ours in zip(names, map(np.asarray, resized)):
+        theirs = np.asarray(Image.fromarray(pixels).resize((32, 32), Image.Resampling[name.upper()]))
+        delta = np.abs(ours.astype(np.int16) - theirs)
+        assert delta.mean() < MEAN_BOUND and delta.max() < MAX_BOUND, name
+
+
 @pytest.mark.parametrize("text", ["rand-m9-mstd0.5-inc1", "cifar10"])
 @pytest.mark.usefixtures("finished_by")
 def test_a_policy_is_applied_after_the_flip(images, text):
@@ -275,6 +360,24 @@ def test_a_part_that_is_kept_is_not_overwritten(images):
     assert len(kept) == 20 and all(torch.equal(a, b) for a, b in zip(kept, copies))
 
 
+def test_bytes_are_kept_until_the_device_has_copied_them(tiny, monkeypatch):
+    """However far the host runs ahead of it."""
+    device = [False]
+    monkeypatch.setattr(stream, "reached", lambda stream: lambda: device[0])
+    with closing(train_loader(tiny, Plan(len(tiny), 4, 4, 80, seed=0))) as loader:
+        kept = loader._stream._used
+        for count in range(1, 11):
+            next(loader)
+            assert len(kept) >= count
+        bytes_of_first = kept[0][0].room.buffer
+        before = bytes_of_first.copy()
+        list(itertools.islice(loader, 5))
+        assert np.array_equal(bytes_of_first, before)
+        device[0] = True
+        next(loader)
+        assert len(kept) == 1
+
+
 def test_memory_is_used_again_once_nobody_holds_it():
     memory = reader.Memory()
     tensor = torch.from_numpy(memory.take(1000))[10:20]
@@ -319,6 +422,55 @@ def test_evaluation_covers_each_sample_once(tiny, num_shards, batch_size):
         seen += [sample for b in batches for sample in b.samples.tolist()]
         assert all((b.labels.numpy() == b.samples % 5).all() for b in batches)
     assert sorted(seen) == list(range(40))
+
+
+@pytest.fixture
+def pipelines(monkeypatch):
+    """The batch sizes of all pipelines that are built."""
+    built, build = [], stream.Stream._build_pipeline
+
+    def note(self, max_batch_size, num_threads):
+        built.append(max_batch_size)
+        return build(self, max_batch_size, num_threads)
+
+    monkeypatch.setattr(stream.Stream, "_build_pipeline", note)
+    return built
+
+
+def same_batches(ones, others):
+    pairs = list(itertools.zip_longest(ones, others))
+    return all(torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels) for a, b in pairs)
+
+
+@pytest.mark.parametrize("batch_size", [104, 52, 30, 8])  # one batch, two, a short last one, many
+@pytest.mark.usefixtures("finished_by")
+def test_all_evaluations_of_a_run_share_a_pipeline(images, pipelines, batch_size):
+    options = {"img_size": 32, "batch_size": batch_size}
+    first = list(eval_loader(images, **options))
+    pipelines.clear()
+    with closing(eval_loader(images, **options)) as loader:
+        assert our_threads() == [] and not pipelines, "nothing is opened before it is needed"
+        for _ in range(3):
+            assert same_batches(loader, first)
+            assert our_threads() == []
+        counted = itertools.islice(loader, len(loader))  # as in the engine, which does not ask for a batch too many
+        assert same_batches(counted, first) and same_batches(loader, first)
+        assert pipelines == [batch_size]
+        if batch_size < NUM_IMAGES:
+            assert same_batches(itertools.islice(loader, 1), first[:1])  # the run is told to end in the evaluation
+            assert our_threads() == []
+            assert same_batches(loader, first) and pipelines == [batch_size] * 2
+    assert same_batches(loader, first), "closed, and opened again"
+    loader.close()
+    loader.close()
+
+
+def test_two_evaluations_at_once_do_not_share_batches(images, pipelines):
+    with closing(eval_loader(images, img_size=16, batch_size=26)) as loader:
+        first = list(loader)
+        both = [list(pair) for pair in zip(*zip(loader, loader))]
+        assert all(same_batches(batches, first) for batches in both) and len(pipelines) == 2
+    assert our_threads() == []
 
 
 # -- errors and ends -------------------------------------------------------------------------------------------------

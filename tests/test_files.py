@@ -1,5 +1,6 @@
 """Files appear whole or not at all, and the cache is where the user wants it."""
 
+import ctypes
 import fcntl
 import os
 import shutil
@@ -191,6 +192,28 @@ def test_there_is_no_cache_that_others_cannot_write_to(cache):
         folder.chmod(0o777)
     with pytest.raises(ValueError, match=f"^The cache {cache} may be .*, and {instead} may be .*: set XDG_CACHE_HOME"):
         safe_cache(cache)
+
+
+@pytest.mark.needs_compiler
+def test_a_host_compiles_into_its_own_cache(cache, tmp_path, monkeypatch):
+    """A home folder that many hosts share gets no call, unless libraries cannot be loaded from the host's disk."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    own, home = Path(tempfile.gettempdir()) / f"largebatch-{os.geteuid()}", tmp_path / "home" / ".cache" / "largebatch"
+    load_library.cache_clear()
+    assert load_library(write_source(tmp_path)).answer() == 42
+    assert len(list((own / "native").glob("*.so"))) == 1 and not (tmp_path / "home").exists()
+
+    def forbidden(path, real=ctypes.CDLL):  # as on a disk that is mounted with noexec
+        if path.startswith(str(own)):
+            raise OSError("failed to map segment from shared object: Operation not permitted")
+        return real(path)
+
+    monkeypatch.setattr(ctypes, "CDLL", forbidden)
+    load_library.cache_clear()
+    assert load_library(write_source(tmp_path)).answer() == 42
+    assert len(list((home / "native").glob("*.so"))) == 1
+    load_library.cache_clear()
 
 
 NAMELESS = """

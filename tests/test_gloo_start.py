@@ -16,7 +16,7 @@ from largebatch.comm import gloo_address, gloo_start
 from largebatch.comm.gloo_address import GlooAddress, refuse_unreachable, store_address
 from largebatch.comm.gloo_server import AddressServer
 from largebatch.comm.gloo_start import first_host, prepare
-from largebatch.comm.launcher import recognise
+from largebatch.comm.launcher import Launch, recognise
 
 ROOT = Path(__file__).parents[1]
 OPEN_MPI, MPICH = "Open MPI v4.1.8, package: ...", "MPICH Version:      5.0.2 ..."
@@ -81,6 +81,20 @@ def test_a_controller_that_the_launcher_does_not_start(name, wanted):
     environment = recorded(name)[0] | {"HOROVOD_CONTROLLER": wanted}
     with pytest.raises(ValueError, match=f"HOROVOD_CONTROLLER={wanted} is set, but {name} does not"):
         prepare(recognise(environment), environment, mpi=OPEN_MPI)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun --gloo", "srun"])
+def test_too_many_ranks_for_gloo(monkeypatch, launcher):
+    """All of them say so before one waits for another."""
+    monkeypatch.setattr(gloo_start, "own_address", lambda: "10.0.0.1")
+    monkeypatch.setattr(gloo_start, "_meet", lambda *arguments: {})
+    environment = {"SLURM_STEP_ID": "0"} if launcher == "srun" else {}
+    for rank in (0, 32):
+        message = rf"^{launcher} has started 33 ranks .* at most 32: .* 64 messages .* with mpirun"
+        with pytest.raises(ValueError, match=message):
+            gloo_start.prepare(Launch(launcher, rank, 33), dict(environment), mpi="")
+    gloo_start.prepare(Launch(launcher, 31, 32), dict(environment), mpi="").close()
+    gloo_start.prepare(Launch("mpirun", 32, 33), {}, mpi="Open MPI").close()
 
 
 def test_torch_variables_without_an_address():

@@ -340,6 +340,62 @@ def write_records(path, labels):
     return features
 
 
+def larger(seed, width, height, mode="RGB", kind="JPEG"):
+    """A picture of smooth colours with grain, in the bytes of a file."""
+    rng, file = np.random.default_rng(seed), io.BytesIO()
+    coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
+    pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(np.int16)
+    pixels += rng.integers(-6, 7, pixels.shape, dtype=np.int16)
+    Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).convert(mode).save(file, kind)
+    return file.getvalue()
+
+
+SMALL_SIDE = 48
+ORIGINALS = [
+    larger(0, 90, 61),
+    larger(1, 61, 90, "L"),
+    larger(2, 200, 49, "CMYK"),
+    larger(3, 75, 75, kind="PNG"),
+    larger(4, 99, SMALL_SIDE),  # this one and the next are small enough
+    larger(5, 20, 30, kind="PNG"),
+]
+
+
+def shrink_by_pil(data):
+    image = Image.open(io.BytesIO(data))
+    if min(image.size) > SMALL_SIDE:
+        image = image if image.mode == "L" else image.convert("RGB")
+        size = [SMALL_SIDE * length // min(image.size) for length in image.size]
+        file = io.BytesIO()
+        image.resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
+        image = Image.open(file)
+    return image
+
+
+def test_a_copy_of_small_images(tmp_path):
+    """To the bit what PIL makes of the large ones; small ones keep their bytes."""
+    (tmp_path / "in").mkdir()
+    kept = {"image/object/bbox/xmin": [0.5], FILENAME: [b"n1_7.JPEG"]}
+    features = [{IMAGE: [data], LABEL: [k + 1], "image/height": [90], **kept} for k, data in enumerate(ORIGINALS)]
+    records.write_records(tmp_path / "in" / "train-0.tfrecord", [records.encode_example(one) for one in features])
+    command = [str(tmp_path / "in"), str(tmp_path / "out"), "--shards", "2"]
+    assert pack.main([*command, "--shorter-side", str(SMALL_SIDE)]) == 0
+    assert json.loads((tmp_path / "out" / "packing.json").read_text())["shorter_side"] == SMALL_SIDE
+    packed = {one[LABEL][0] - 1: one for one in payloads(tmp_path / "out", "train")}
+    assert sorted(packed) == list(range(6))
+    for k, one in packed.items():
+        assert {name: one[name] for name in one if name not in (IMAGE, LABEL)} == kept
+        ours, theirs = Image.open(io.BytesIO(one[IMAGE][0])), shrink_by_pil(ORIGINALS[k])
+        assert (one[IMAGE][0] == ORIGINALS[k]) == (k >= 4)
+        assert ours.mode == theirs.mode and np.array_equal(np.asarray(ours), np.asarray(theirs))
+    index = sources.open_source(str(tmp_path / "out"), split="train")
+    assert np.minimum(index.width, index.height).max() == SMALL_SIDE
+    with pytest.raises(SystemExit, match="made differently .shorter_side 48, now None.: choose another folder"):
+        pack.main(command)
+    with pytest.raises(SystemExit, match="--shorter-side is -1: expected a number of pixels"):
+        pack.main([*command, "--shorter-side", "-1"])
+
+
 @pytest.mark.parametrize("base", [0, 1])
 def test_records_are_packed_again_with_all_they_have(tmp_path, base):
     (tmp_path / "in").mkdir()

@@ -38,7 +38,7 @@ def test_the_part_of_each_rank(of_host, parts):
     assert [share_of_cores(mine, of_host) for mine in of_host] == parts
 
 
-@pytest.mark.parametrize("have, threads", [(0.5, 1), (1, 1), (1.9, 1), (2, 1), (3, 2), (4.5, 3), (9, 8), (64, 8)])
+@pytest.mark.parametrize("have, threads", [(0.5, 1), (1, 1), (1.9, 1), (2, 1), (3, 2), (4.5, 3), (9, 8), (64, 63)])
 def test_one_core_is_left_to_the_rank(have, threads):
     assert loader_threads(have) == threads
 

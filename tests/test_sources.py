@@ -147,6 +147,14 @@ def test_index_is_kept_and_built_again(image_folder, tmp_path, monkeypatch, capl
         open_again()
 
 
+def test_ranks_that_find_the_index_do_not_wait_for_each_other(image_folder, tmp_path, monkeypatch):
+    cache = str(tmp_path / "cache")
+    first = sources.open_source(str(image_folder), split="train", cache=cache)
+    monkeypatch.setattr(sources, "locked", lambda *_: pytest.fail("the lock was taken"))
+    again = sources.open_source(str(image_folder), split="train", cache=cache)
+    assert again.files == first.files and again.digest() == first.digest()
+
+
 @pytest.mark.parametrize("folders", [("", ""), ("train", "validation"), ("train", "val")])
 def test_record_folder(image_folder, tmp_path, folders):
     out = tmp_path / "out"

@@ -1,6 +1,10 @@
-"""Mistakes in a command line, before there are ranks."""
+"""Mistakes in a command line, before there are ranks; and the packages that a rank does not load at its start."""
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +34,14 @@ def test_a_mistake_of_a_rank_that_two_launchers_claim(monkeypatch, capsys):
     mpirun = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}
     sentence, waits = said(monkeypatch, capsys, **mpirun, RANK="2", WORLD_SIZE="4")
     assert "claims to have started this process" in sentence and not waits
+
+
+def test_a_rank_does_not_load_what_only_rank_0_needs_or_nobody():
+    """Hundreds of ranks would read thousands of files at once, from a file system that all hosts share."""
+    root = Path(start.__file__).parents[1]
+    loaded = "import sys, largebatch.train, largebatch.validate, largebatch.build; print(*sys.modules)"
+    command, environment = [sys.executable, "-c", loaded], os.environ | {"PYTHONPATH": str(root)}
+    output = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, check=True, timeout=120).stdout
+    packages = {name.partition(".")[0] for name in output.decode().split()}
+    assert {"torch", "horovod", "timm", "nvidia"} <= packages
+    assert not packages & {"matplotlib", "tensorboard", "sklearn", "scipy", "triton", "mpi4py"}

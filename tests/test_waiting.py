@@ -74,3 +74,16 @@ def test_a_job_that_was_suspended_may_go_on(monkeypatch):
         assert reported == []
         while not reported:  # and then it still counts
             time.sleep(0.01)
+
+
+def test_waits_beside_the_work_of_another_thread_do_not_lengthen_its_limit():
+    over, expired = threading.Event(), []
+    watchdog = Watchdog(60.0, 0.2, lambda mark: (expired.append(mark), over.set()))
+    watchdog.progress("opening the images")
+    end = time.monotonic() + 60
+    while not over.is_set() and time.monotonic() < end:
+        with watchdog.waiting("the others hear of it", is_progress=False):
+            pass
+        over.wait(0.01)
+    watchdog.stop()
+    assert [(mark.what, mark.waits) for mark in expired] == [("opening the images", False)]

@@ -217,7 +217,8 @@ def test_the_option_arrives_and_the_benchmark_only_warns(plain, caplog):
     comm = SimpleNamespace(
         rank=0,
         size=1,
-        allgather_object=lambda value, name: [value],
+        local_rank=0,
+        from_rank_0=lambda work, phase: work(),
         together=lambda phase: contextlib.nullcontext(),
         progress=lambda: None,
     )

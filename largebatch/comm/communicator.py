@@ -14,8 +14,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import horovod.torch as hvd
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.comm import gloo_start, launcher, reduction
-from largebatch.comm.cores import cores_of_process, share_of_cores
+from largebatch.comm.cores import compiler_processes, cores_of_process, share_of_cores
 from largebatch.comm.home import set_missing_home
 from largebatch.comm.polling import finish
 from largebatch.comm.reduction import Compression, Reduction, parameters_of
@@ -35,9 +36,12 @@ from largebatch.config.horovod import HorovodConfig, stall_limit
 from largebatch.config.parallel import WHOLE, Shape
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Ranks that give up began to wait within a step of each other; this gives each the time to report it.
 GRACE_S = 3
+BEAT_S = 5.0  # rank 0 tells the others this often that it goes on with a long piece of work
+PIECE = 2**30  # bytes in one message: MPI counts them in 31 bits
 AS_BYTES = (torch.bool, torch.bfloat16)  # Horovod does not know these types, so they are sent as bytes
 
 
@@ -54,7 +58,8 @@ class Communicator:
     ) -> None:
         """Start Horovod. deterministic: reduce each tensor by itself, so that sums repeat to the last bit.
 
-        torch's threads of all ranks of a host share its cores, unless OMP_NUM_THREADS is set.
+        torch's threads of all ranks of a host share its cores, unless OMP_NUM_THREADS is set; so do the processes with
+        which torch compiles, unless TORCHINDUCTOR_COMPILE_THREADS is set.
         ValueError for settings, or launchers, that contradict each other; RuntimeError if Horovod sees other ranks than
         the launcher announced, or if ranks do not come.
         """
@@ -89,6 +94,7 @@ class Communicator:
         self.num_cores = self._share_cores()
         if "OMP_NUM_THREADS" not in os.environ:  # torch of each rank would use all cores of the host
             torch.set_num_threads(max(1, int(self.num_cores)))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compiler_processes(self.num_cores)))
 
     def _share_cores(self) -> float:
         """Return how many cores' worth of time this rank has, as all ranks of its host share its cores."""
@@ -149,12 +155,13 @@ class Communicator:
             return finish(handle)
 
     def broadcast_object(self, value: Any, *, name: str) -> Any:
-        """Return rank 0's picklable value, of at most a few MB (Horovod cannot send 2 GiB this way)."""
+        """Return rank 0's picklable value."""
         mine = _pickled(value if self.rank == 0 else None)
         with self._watchdog.waiting(name):
             size = finish(hvd.broadcast_async(torch.tensor(len(mine)), root_rank=0, name=f"{name}/size"))
             payload = mine if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
-            finish(hvd.broadcast_async_(payload, root_rank=0, name=f"{name}/bytes"))
+            for piece in payload.split(PIECE):
+                finish(hvd.broadcast_async_(piece, root_rank=0, name=f"{name}/bytes"))
         return value if self.rank == 0 else pickle.loads(payload.numpy().data)
 
     def allgather_object(self, value: Any, *, name: str) -> list[Any]:
@@ -164,6 +171,33 @@ class Communicator:
             sizes = finish(hvd.allgather_async(torch.tensor([len(mine)]), name=f"{name}/sizes"))
             payloads = finish(hvd.allgather_async(mine, name=f"{name}/bytes"))
         return [pickle.loads(payload.numpy().data) for payload in payloads.split(sizes.tolist())]
+
+    def from_rank_0(self, work: Callable[[], T], *, phase: str) -> T:
+        """Return the picklable result of `work`, which rank 0 does for all; if it fails, all ranks raise Stopped.
+
+        It may take longer than a rank waits for the others: rank 0 does it in a thread, and tells them meanwhile that
+        it goes on. `work` has no collectives, and calls `progress` as any long work.
+        """
+        if self._watchdog.phase:
+            self._watchdog.progress(phase)
+        result, cause, done = None, "", torch.zeros(1)
+        pool = ThreadPoolExecutor(1, thread_name_prefix="largebatch-work")
+        task = pool.submit(work) if self.rank == 0 else None
+        pool.shutdown(wait=False)  # it ends with the work; if another rank fails, this one need not wait for that
+        while not done:
+            if task:
+                done[0] = bool(wait([task], BEAT_S).done)
+            with self._watchdog.waiting(phase, is_progress=task is None):
+                finish(hvd.broadcast_async_(done, root_rank=0, name=f"{phase}/done"))
+        try:
+            result = task.result() if task else None
+        except Exception as error:
+            cause = _sentence(error)
+            logger.debug("%s", traceback.format_exc())
+        cause = self.broadcast_object(cause, name=f"{phase}/cause")
+        if cause:
+            raise Stopped(cause)
+        return cast(T, self.broadcast_object(result, name=f"{phase}/result"))
 
     def barrier(self, *, name: str) -> None:
         """Wait until every rank has called this."""

@@ -14,8 +14,6 @@ from fractions import Fraction
 from pathlib import Path
 
 PROCESS, SYSTEM = Path("/proc/self"), Path("/sys/devices/system")
-# A thread decodes about 660 images of 106 kB a second (README), so 8 feed any GPU, and more would cost memory.
-MOST_LOADER_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,16 @@ def share_of_cores(mine: Cores, of_host: Sequence[Cores]) -> float:
 
 
 def loader_threads(cores: float) -> int:
-    """Return the number of decoding threads for a rank: one less than its cores, but at least 1 and at most 8."""
-    return min(MOST_LOADER_THREADS, max(1, int(cores) - 1))
+    """Return the number of decoding threads for a rank: one less than its cores, but at least 1.
+
+    A fast GPU trains small models on more images than the cores of its rank can prepare, so none is left idle.
+    """
+    return max(1, int(cores) - 1)
+
+
+def compiler_processes(cores: float) -> int:
+    """Return the number of processes with which torch compiles for a rank; torch by itself starts 32 for each."""
+    return min(32, max(1, int(cores)))
 
 
 def compact(numbers: Iterable[int]) -> str:

@@ -28,6 +28,8 @@ from largebatch.comm.gloo_address import (
 )
 from largebatch.comm.launcher import GLOO_RENDEZVOUS, Launch, is_slurm_pmix, read_number
 
+# Gloo's controller sends 2 (n - 1) messages one after the other before each reduction: 6 to 20 ms with 200 ranks.
+MOST_RANKS = 32
 JOIN_LIMIT_S = 300  # from the first rank that comes to the last one, which may still be importing torch
 
 
@@ -95,13 +97,25 @@ def prepare(launch: Launch, environment: MutableMapping[str, str], *, mpi: str) 
     """
     rendezvous = Rendezvous(environment)
     if launch.launcher == "horovodrun --gloo":
+        refuse_many(launch)
         refuse_nameless([socket.gethostname()] if not own_address() else [])
     elif needs_gloo(launch, environment, mpi):
+        refuse_many(launch)
         variables = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
         if launch.size > 1:
             variables |= _meet(launch, environment, rendezvous)
         rendezvous.set(variables)
     return rendezvous
+
+
+def refuse_many(launch: Launch) -> None:
+    """Raise ValueError for more ranks than Gloo's controller serves in the time of a step."""
+    if launch.size > MOST_RANKS:
+        raise ValueError(
+            f"{launch.launcher} has started {launch.size} ranks that speak by Gloo, expected at most {MOST_RANKS}: "
+            f"before each reduction Gloo sends {2 * (launch.size - 1)} messages one after the other; start the ranks "
+            "with mpirun, horovodrun --mpi or `srun --mpi=pmix`."
+        )
 
 
 def needs_gloo(launch: Launch, environment: Mapping[str, str], mpi: str) -> bool:

@@ -39,14 +39,6 @@ def agree(comm: "Communicator", options: Mapping[str, object]) -> str:
     return versions(mine)
 
 
-def agree_on(comm: "Communicator", value: str, *, name: str) -> None:
-    """Raise Stopped on all ranks if one of them has another value. name: the things that the value stands for."""
-    values = comm.allgather_object(value, name=f"agree/{name}")
-    others = [str(rank) for rank, theirs in enumerate(values) if theirs != values[0]]
-    if others:
-        raise Stopped(f"rank {', '.join(others)} of {comm.size} has other {name} than rank 0: make them the same.")
-
-
 @dataclass(frozen=True)
 class RankReport:
     """The host of one rank and its traits, which all ranks must share (the name of an option begins with --)."""

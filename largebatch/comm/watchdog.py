@@ -45,13 +45,20 @@ class Watchdog:
             threading.Thread(target=self._watch, name="largebatch-watchdog", daemon=True).start()
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Limit the time of this block. what: the name of the collective that it waits for."""
+    def waiting(self, what: str, *, is_progress: bool = True) -> Iterator[None]:
+        """Limit the time of this block. what: the name of the collective that it waits for.
+
+        is_progress: False if another thread of this rank works meanwhile, whose time goes on.
+        """
+        before = self._mark
         self._mark = Mark(what, waits=True)
         try:
             yield
         finally:
-            self._mark = Mark(self._phase, waits=False) if self._phase else None
+            if is_progress:
+                self._mark = Mark(self._phase, waits=False) if self._phase else None
+            else:
+                self._mark = before
 
     def progress(self, phase: str) -> None:
         """Note that the main thread goes on. phase: what it does next, for the message if this takes too long."""

@@ -85,9 +85,10 @@ class DataConfig:
     std: tuple[float, float, float] | None = None
     """standard deviation of the RGB channels in 0..1; null: the model's own"""
     num_threads: int | None = None
-    """decoding threads per rank; null: one fewer than the cores of the rank, from 1 to 8"""
+    """decoding threads per rank; null: one fewer than the cores of the rank, but at least 1"""
     shuffle_window: int = 0
-    """number of shards that are shuffled together, for storage that needs sequential reads; 0: shuffle the whole set"""
+    """number of shards that are shuffled together, for storage that needs sequential reads, as file systems do that
+    many hosts share; 0: shuffle the whole set"""
     token_labels: bool = False
     """train on the label maps of a teacher; `python -m largebatch.pack token-labels` adds them to the records"""
     token_label_axes: Literal["exact", "legacy_transposed"] = "exact"

@@ -3,10 +3,10 @@
 `order` decides the order, the crop window and the flip of every sample, the `Index` says where its bytes lie, and
 `randaugment` draws its operations. A loader says what is done to an image; a `Stream` runs it, with DALI.
 
-On a GPU, DALI decodes, resizes and normalises; RandAugment's operations run in torch on batches of bytes, and are
-normalised after them. On a CPU, DALI only decodes, and `num_threads` threads of ours do the rest, RandAugment with
-Pillow. DALI's resize on a CPU takes twice as long as its decoder, and six times as long as torch's kernel for bytes,
-which is also closer to PIL.
+On a GPU, DALI decodes whole images, and crops, resizes and normalises them there; RandAugment's operations run in torch
+on batches of bytes, and are normalised after them. On a CPU, DALI only decodes, and of the image only the window;
+`num_threads` threads of ours do the rest, RandAugment with Pillow. DALI's resize on a CPU takes twice as long as its
+decoder, and six times as long as torch's kernel for bytes, which is also closer to PIL.
 """
 
 import contextlib
@@ -34,6 +34,10 @@ INTERPOLATIONS = {
     "lanczos": types.DALIInterpType.INTERP_LANCZOS3,
 }
 FILTERS = {kind.value: name for name, kind in INTERPOLATIONS.items()}  # by DALI's number
+# The part of a batch that the JPEG unit of an A100 or newer GPU decodes; the GPU's other cores, which train, decode the
+# rest. Older versions of DALI have other defaults, so it is set.
+HARDWARE_SHARE = 0.9
+USUAL_SIZE = 95  # percentile of the sizes, for which the JPEG unit reserves memory: it needs that for a whole batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +69,7 @@ class TrainLoader(Iterator[Batch]):
     """The micro-batches of shard `shard` of `num_shards`, from step `start_step` to the end of the plan.
 
     Batches come step by step, in the order of `plan.micro_batches(step, shard, num_shards)`. Each image is cut to its
-    random window while it is decoded, resized to `img_size` square with antialiasing, flipped at random, augmented as
+    random window, resized to `img_size` square with antialiasing, flipped at random, augmented as
     `policy` draws, and normalised with `mean` and `std` (of RGB in [0, 1]). `scale`, `ratio` and `hflip` are those of a
     random resized crop. With `padding`, a window of the image's own size is moved by up to that many pixels instead.
     `interpolation` may be "random": bilinear or bicubic, drawn for each sample. `num_threads` threads decode, and on a
@@ -144,12 +148,12 @@ class TrainLoader(Iterator[Batch]):
 
     def decode(self, jpegs: Any, corners: Any = None, sizes: Any = None, filters: Any = None, flips: Any = None) -> Any:
         """Decode the window. On a GPU, also resize, flip and, unless operations come first, normalise it."""
-        padded = self._padding is not None
-        images = _decode(jpegs, self._device) if padded else _window(jpegs, corners, sizes, self._device)
+        if self._on_cpu and self._padding is None:
+            return _decode_window(jpegs, corners, sizes)
+        images = _decode(jpegs, self._device, self._index)
         if self._on_cpu:
             return images
-        if padded:
-            images = _slice(images, corners, sizes)
+        images = _slice(images, corners, sizes)
         by_sample = fn.cast(filters, dtype=types.DALIDataType.INTERP_TYPE)
         images = fn.resize(images, size=self._size, interp_type=by_sample, antialias=True)
         return _bytes(images, mirror=flips) if self._policy else self._normalise(images, mirror=flips)
@@ -179,6 +183,7 @@ class TrainLoader(Iterator[Batch]):
 class EvalLoader:
     """Every sample once over all shards, in the order of the index. It can be iterated several times.
 
+    To build a pipeline takes seconds on a GPU. So it is built when it is first needed, and kept until `close`.
     Shard r of R takes the batches r, r + R, ... of `batch_size` consecutive samples. `Batch.number` is the number of
     the batch, and `Batch.step` is 0. Images are cut as by timm's evaluation transform (`order.centre_geometry`).
     `len(loader)` is the number of batches of this shard; it may differ by one between shards.
@@ -206,6 +211,7 @@ class EvalLoader:
         self._to_floats, self._memory = pixels.Normalise(mean, std), reader.Memory()
         self._normalise, self._resize = functools.partial(_normalise, mean=mean, std=std), _resize(interpolation)
         self._max_batch_size, self._num_threads = plan.micro_batch_size, num_threads
+        self._paused: Stream | None = None  # between two iterations
 
     def encode(self, job: MicroBatch) -> Encoded[CentreCrops]:
         """Compute the centre crops; reserve memory for the bytes."""
@@ -217,7 +223,7 @@ class EvalLoader:
 
     def decode(self, jpegs: Any, sizes: Any = None, corners: Any = None) -> Any:
         """Decode the image. On a GPU, also resize, cut and normalise it."""
-        images = _decode(jpegs, self._device)
+        images = _decode(jpegs, self._device, self._index)
         if self._on_cpu:
             return images
         images = fn.resize(images, size=sizes, **self._resize)
@@ -240,7 +246,24 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Batch]:
         if not self._jobs:
             return
-        stream = Stream(
+        stream, self._paused = self._paused, None
+        if stream:
+            stream.resume(iter(self._jobs))
+        else:
+            stream = self._open_stream()
+        with contextlib.ExitStack() as failure:
+            failure.callback(stream.close)  # also if the consumer stops early
+            for job in self._jobs:
+                batch = next(stream)
+                if job is self._jobs[-1]:  # before it is handed out: the consumer may know that it is the last
+                    failure.pop_all()
+                    stream.pause()
+                    self.close()
+                    self._paused = stream
+                yield batch
+
+    def _open_stream(self) -> Stream:
+        return Stream(
             self._index,
             iter(self._jobs),
             self,
@@ -252,8 +275,12 @@ class EvalLoader:
             num_threads=self._num_threads,
             preadv=os.preadv,
         )
-        with contextlib.closing(stream):  # also if the consumer stops early
-            yield from stream
+
+    def close(self) -> None:
+        """Free the pipeline; safe to call twice. The next iteration builds another one."""
+        if self._paused:
+            self._paused.close()
+            self._paused = None
 
 
 # -- the graph --------------------------------------------------------------------------------------------------------
@@ -271,24 +298,37 @@ def _train_inputs(*, on_cpu: bool, padded: bool) -> tuple[str, ...]:
     return () if padded else ("corners", "sizes")
 
 
-def _decode(jpegs: Any, device: torch.device) -> Any:
-    return fn.decoders.image(jpegs, **_decoder(device))
+# An EXIF orientation is ignored, as in timm; the sizes in the index assume that, too. Fancy upsampling is the default
+# of libjpeg, and so of PIL.
+AS_PIL: dict[str, Any] = {
+    "output_type": types.DALIImageType.RGB,
+    "adjust_orientation": False,
+    "jpeg_fancy_upsampling": True,
+}
 
 
-def _window(jpegs: Any, corners: Any, sizes: Any, device: torch.device) -> Any:
-    """Decode only a window, which must lie inside the image."""
+def _decode(jpegs: Any, device: torch.device, index: Index) -> Any:
+    """Decode whole images: on a GPU, or, in the same graph, on a CPU.
+
+    A GPU's JPEG unit decodes nothing but whole images. DALI's `image_slice` would go on without a message on its CPU
+    threads: nvJPEG 12 cannot do both, a window and fancy upsampling. nvJPEG 13 in nvidia-dali-cuda130 can, but not with
+    that unit, and needs a driver of CUDA 13, which many clusters lack; nvidia-dali-cuda120 runs with theirs, too.
+    """
+    width, height = (int(np.percentile(sizes, USUAL_SIZE)) for sizes in (index.width, index.height))
+    return fn.decoders.image(
+        jpegs,
+        device="mixed" if device.type == "cuda" else "cpu",
+        hw_decoder_load=HARDWARE_SHARE,
+        preallocate_width_hint=width,
+        preallocate_height_hint=height,
+        **AS_PIL,
+    )
+
+
+def _decode_window(jpegs: Any, corners: Any, sizes: Any) -> Any:
+    """Decode only a window, which must lie inside the image, on a CPU."""
     in_pixels: dict[str, Any] = {"normalized_anchor": False, "normalized_shape": False}
-    return fn.decoders.image_slice(jpegs, corners, sizes, axis_names="WH", **in_pixels, **_decoder(device))
-
-
-def _decoder(device: torch.device) -> dict[str, Any]:
-    # An EXIF orientation is ignored, as in timm; the sizes in the index assume that, too.
-    return {
-        "device": "mixed" if device.type == "cuda" else "cpu",
-        "output_type": types.DALIImageType.RGB,
-        "adjust_orientation": False,
-        "jpeg_fancy_upsampling": True,  # the default of libjpeg, and so of PIL
-    }
+    return fn.decoders.image_slice(jpegs, corners, sizes, device="cpu", axis_names="WH", **in_pixels, **AS_PIL)
 
 
 def _slice(images: Any, corners: Any, sizes: Any) -> Any:

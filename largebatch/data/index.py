@@ -130,6 +130,11 @@ class Index:
             stop = np.maximum(stop, self.map_offset[samples] + map_bytes(self.map_shape[0].tolist()))
         return start, stop
 
+    def moved(self, old: str, new: str) -> Index:
+        """Return the same index for files that lie in the folder `new`, not in `old`."""
+        files = tuple(os.path.join(new, os.path.relpath(path, old)) for path in self.files)
+        return dataclasses.replace(self, files=files) if old != new else self
+
     def digest(self) -> str:
         """Return sixteen digits that identify the images, their order and their labels, but not their folder."""
         digest = hashlib.sha256()

@@ -16,6 +16,7 @@ from largebatch.data.index import COLUMNS, Index
 from largebatch.files import atomic_file
 
 VERSION = 2  # of the index files
+SOME = 64  # files by which two hosts find out that they see the same file system
 NAMES = ("utf-8", "surrogateescape")  # a file name is bytes, which need not be UTF-8
 
 
@@ -76,4 +77,29 @@ def why_stale(index: Index, files: Sequence[str]) -> str:
         status = os.stat(path)
         if (status.st_size, status.st_mtime_ns) != (size, mtime):
             return f"{path} has changed"
+    return ""
+
+
+# -- on other hosts --------------------------------------------------------------------------------------------------
+
+
+def file_numbers(index: Index) -> list[int]:
+    """Return the inode numbers of some of the files; other files, on whatever host, hardly have the same ones."""
+    return [os.stat(path).st_ino for path in index.files[:: max(1, len(index.files) // SOME)]]
+
+
+def why_other_files(index: Index, numbers: Sequence[int]) -> str:
+    """Return the reason why the files on this host are not those of the index, or "" if they are.
+
+    numbers: those of `file_numbers` on the host that has made the index. If they are the same, both hosts see one file
+    system, and it gets no more calls. A copy has the same sizes, and may have other times.
+    """
+    try:
+        if file_numbers(index) == numbers:
+            return ""
+        for path, expected in zip(index.files, index.file_size.tolist()):
+            if (size := os.stat(path).st_size) != expected:
+                return f"{path} has {size:,} bytes here, and {expected:,} on the host of rank 0"
+    except OSError as error:
+        return f"{error.filename}, which the host of rank 0 has, cannot be read here: {error.strerror}"
     return ""

@@ -87,9 +87,19 @@ def open_everything(
     path: str, *, split: str, cache: str = "", progress: Progress = no_progress
 ) -> tuple[Path, Index]:
     """Return the folder that holds the data, and its index, which includes images that cannot be read."""
+    folder = find_folder(path, split=split, cache=cache, progress=progress)
+    return folder, _open_folder(folder, split, _root(cache), progress)
+
+
+def _root(cache: str) -> Path:
+    return safe_cache(Path(cache).expanduser() if cache else cache_folder())
+
+
+def find_folder(path: str, *, split: str, cache: str = "", progress: Progress = no_progress) -> Path:
+    """Return the folder that holds the data; images that need it are first written there, into this host's cache."""
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, expected train or validation.")
-    root = safe_cache(Path(cache).expanduser() if cache else cache_folder())
+    root = _root(cache)
     folder = Path(path).expanduser()
     if path == "digits":
         folder = written_once(root / "digits-v1", _write_digits)
@@ -105,7 +115,7 @@ def open_everything(
             f"There is no folder {path}: expected digits, synthetic, CIFAR-10's files, or a folder of TFRecords or "
             "images."
         )
-    return folder, _open_folder(folder, split, root, progress)
+    return folder
 
 
 def _open_folder(folder: Path, split: str, root: Path, progress: Progress) -> Index:
@@ -123,17 +133,30 @@ def _open_folder(folder: Path, split: str, root: Path, progress: Progress) -> In
 
 
 def _cached_index(path: Path, files: Sequence[str], build: Callable[..., Index], progress: Progress) -> Index:
-    """Return the index saved at `path` if it still describes `files`, else build one and save it there."""
+    """Return the index saved at `path` if it still describes `files`, else build one and save it there.
+
+    One process at a time builds; those that find a good index do not wait for each other.
+    """
+    index, _ = _saved_index(path, files)
+    if index is not None:
+        return index
     with locked(path, progress) as go_on:
-        if path.exists():
-            index = index_file.load(path)
-            reason = index_file.why_stale(index, files)
-            if not reason:
-                return index
+        index, reason = _saved_index(path, files)  # another process may have built it meanwhile
+        if reason:
             logger.info("building the index %s again: %s", path, reason)
-        index = build(progress=go_on)
-        index_file.save(index, path)
+        if index is None:
+            index = build(progress=go_on)
+            index_file.save(index, path)
     return index
+
+
+def _saved_index(path: Path, files: Sequence[str]) -> tuple[Index | None, str]:
+    """Return the index at `path`; if it does not describe `files` any more, None and the reason."""
+    if not path.exists():
+        return None, ""
+    index = index_file.load(path)
+    reason = index_file.why_stale(index, files)
+    return (None, reason) if reason else (index, "")
 
 
 # -- folders -------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -127,16 +128,21 @@ class Stream(Iterator[Batch]):
         self._inside: collections.deque[Encoded[Any]] = collections.deque()  # the batches in DALI, oldest first
         self._decoded: collections.deque[_Decoded] = collections.deque()
         self._end: Exception | None = None  # the reason why DALI gives no more batches
-        # On a GPU, copies from the host may still be running when a batch is handed out, so its bytes are kept longer.
-        self._used: collections.deque[Encoded[Any]] = collections.deque(maxlen=PREFETCH)
+        # Batches whose bytes the device may still copy, and a function that tells if it has gone past them.
+        self._used: collections.deque[tuple[Encoded[Any], Callable[[], bool]]] = collections.deque()
         self._pipe: Pipeline | None = self._build_pipeline(max_batch_size, num_threads)
-        self._finishers = _Finishers(preparation.finish, img_size, num_threads) if finishes else None
-        self._ahead = _ReadAhead(
-            jobs,
-            preparation.encode,
-            reader.Reader(index, preadv, with_maps=with_maps).read,
+        self._new_finishers = partial(_Finishers, preparation.finish, img_size, num_threads) if finishes else None
+        self._read_ahead = partial(
+            _ReadAhead,
+            encode=preparation.encode,
+            read=reader.Reader(index, preadv, with_maps=with_maps).read,
             num_batches=max(2, math.ceil(READ_AHEAD / max_batch_size)),
         )
+        self._start_threads(jobs)
+
+    def _start_threads(self, jobs: Iterator[MicroBatch]) -> None:
+        self._finishers = self._new_finishers() if self._new_finishers else None
+        self._ahead = self._read_ahead(jobs)
 
     def _build_pipeline(self, max_batch_size: int, num_threads: int) -> Pipeline:
         device_id = None  # DALI then touches no GPU
@@ -205,7 +211,9 @@ class Stream(Iterator[Batch]):
             self._end = error
         else:
             batch = self._inside.popleft()
-            self._used.append(batch)
+            while self._used and self._used[0][1]():
+                self._used.popleft()
+            self._used.append((batch, reached(stream)))
             finish = self._finishers.start if self._finishers else self._finish_whole
             self._decoded.append(finish(batch, images))
 
@@ -213,15 +221,42 @@ class Stream(Iterator[Batch]):
         tensor = torch.from_dlpack(images.as_tensor())
         return _Decoded(batch, self._preparation.augment(tensor, batch), [])
 
-    def close(self) -> None:
-        """End the threads and free the pipeline; safe to call twice."""
+    def pause(self) -> None:
+        """End the threads and keep the pipeline; the batches of all jobs must have been taken."""
+        assert self._pipe is not None and not self._inside and not self._decoded
+        while self._end is None:  # DALI, too, must have seen that there are no more
+            self._advance(self._pipe)
+        self._end_threads()
+
+    def resume(self, jobs: Iterator[MicroBatch]) -> None:
+        """Go on with other jobs in the pipeline of a stream that was paused."""
+        assert self._pipe is not None
+        self._pipe.reset()
+        self._end = None
+        self._start_threads(jobs)
+
+    def _end_threads(self) -> None:
         self._ahead.close()
         if self._finishers:
             self._finishers.close()
+
+    def close(self) -> None:
+        """End the threads and free the pipeline; safe to call twice."""
+        self._end_threads()
         self._decoded.clear()
         self._pipe = None
         self._inside.clear()
         self._used.clear()
+
+
+def reached(stream: torch.cuda.Stream | None) -> Callable[[], bool]:
+    """Return a function that tells if the stream has come to this point, where it waits for DALI; None: a CPU has.
+
+    The host may run any number of batches ahead of a GPU.
+    """
+    if stream is None:
+        return lambda: True
+    return stream.record_event().query
 
 
 class _ReadAhead(Iterator[Encoded[Any]]):

@@ -3,12 +3,13 @@
     atomic    atomic_file writes a file, written_once fills a folder; both appear under their name when complete
     locks     locked lets one process at a time do a piece of work
     run_lock  hold keeps a run folder for one job, on one host and between hosts
-    cache     cache_folder, in which this package keeps what it can make again; safe_cache if others may write there
+    cache     cache_folder, in which this package keeps what it can make again; safe_cache if others may write there;
+              temporary_cache on the disk of the host
     owners    distrust and refuse_links_of_others tell what other users have made, or may have
 """
 
 from largebatch.files.atomic import atomic_file, written_once
-from largebatch.files.cache import cache_folder, safe_cache
+from largebatch.files.cache import cache_folder, safe_cache, temporary_cache
 from largebatch.files.locks import locked, no_progress
 from largebatch.files.owners import distrust, refuse_links_of_others
 
@@ -20,5 +21,6 @@ __all__ = [
     "no_progress",
     "refuse_links_of_others",
     "safe_cache",
+    "temporary_cache",
     "written_once",
 ]

@@ -4,6 +4,7 @@ The libraries are called through ctypes. So they are compiled without the header
 second or two.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,7 +16,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from largebatch.files import cache_folder, distrust, locked, safe_cache
+from largebatch.files import cache_folder, distrust, locked, safe_cache, temporary_cache
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +37,22 @@ def can_load(what: str, source: Path, *flags: str) -> bool:
 
 @functools.cache
 def load_library(source: Path, *flags: str) -> ctypes.CDLL:
-    """Load the compiled source, from the cache if it is there. Raise OSError or CalledProcessError if that fails."""
-    try:
-        folder = safe_cache(cache_folder(), "native", read_only=True)
-        return ctypes.CDLL(str(compile_library(source, flags, folder)))
-    except (OSError, ValueError):  # no cache can be written, or others may write to each
-        with tempfile.TemporaryDirectory() as own:  # a library that is loaded needs its file no more
-            return ctypes.CDLL(str(compile_library(source, flags, Path(own))))
+    """Load the compiled source, from a cache if it is there. Raise OSError or CalledProcessError if that fails."""
+    for cache in _caches():
+        with contextlib.suppress(OSError, ValueError):  # it cannot be written, or others may write to it
+            folder = safe_cache(cache, "native", read_only=True)
+            return ctypes.CDLL(str(compile_library(source, flags, folder)))
+    with tempfile.TemporaryDirectory() as own:  # a library that is loaded needs its file no more
+        return ctypes.CDLL(str(compile_library(source, flags, Path(own))))
+
+
+def _caches() -> list[Path]:
+    """Return the caches to try: the host's own first, unless the user has chosen one.
+
+    Home folders are often of many hosts, on a file system without locks, where each rank would compile; and in some
+    temporary folders no library may be loaded.
+    """
+    return [cache_folder()] if os.environ.get("XDG_CACHE_HOME") else [temporary_cache(), cache_folder()]
 
 
 def compile_library(source: Path, flags: tuple[str, ...], folder: Path) -> Path:

@@ -20,6 +20,9 @@ from PIL import Image
 from largebatch.data import archives, quarantine, records, sources
 from largebatch.data.shards import Images
 
+SHRUNK_QUALITY = 90
+SIZES = ("image/height", "image/width")  # features of published records, which would be those of the larger image
+
 
 def splits(source: str) -> list[str]:
     """Return the splits of a source; if it has none, `train`, so that opening it reports the files it looked for."""
@@ -93,6 +96,31 @@ def shuffled(images: Images, seed: int) -> Images:
     order = np.argsort(words, kind="stable").tolist()
     labels = [images.labels[k] for k in order]
     return Images(labels, lambda k: images.encoded(order[k]), lambda k: images.others(order[k]))
+
+
+def shrunk(images: Images, side: int) -> Images:
+    """Return the same images with a shorter side of at most `side` pixels; those that are small keep their bytes."""
+
+    def others(k: int) -> Mapping[str, records.Values]:
+        return {name: values for name, values in images.others(k).items() if name not in SIZES}
+
+    return dataclasses.replace(images, encoded=lambda k: shrink(images.encoded(k), side), others=others)
+
+
+def shrink(data: bytes, side: int) -> bytes:
+    """Return an image whose shorter side is `side` pixels as a JPEG, or `data` itself if that side is not longer.
+
+    The size is that to which an evaluation resizes, so with an img_size / crop_pct of `side` it resizes no more.
+    """
+    with Image.open(io.BytesIO(data)) as image:
+        shorter = min(image.size)
+        if shorter <= side:
+            return data
+        width, height = (side * length // shorter for length in image.size)
+        pixels = eight_bits(image) if image.mode in ("L", "I;16") else image.convert("RGB")
+        file = io.BytesIO()
+        pixels.resize((width, height), Image.Resampling.BICUBIC).save(file, "JPEG", quality=SHRUNK_QUALITY)
+        return file.getvalue()
 
 
 def as_jpeg(data: bytes, *, where: str) -> bytes:

@@ -19,6 +19,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -223,9 +224,10 @@ def generated(model: torch.nn.Module, *, batch_size: int, num_threads: int) -> M
             device=device,
             num_threads=num_threads,
         )
-        for batch in batches:
-            logits = dense_logits(model, batch.images).float()
-            scores, ids = logits.topk(min(TOP, logits.shape[1]), dim=1)
-            yield from zip(scores.half().cpu().numpy(), ids.cpu().numpy())
+        with closing(batches):
+            for batch in batches:
+                logits = dense_logits(model, batch.images).float()
+                scores, ids = logits.topk(min(TOP, logits.shape[1]), dim=1)
+                yield from zip(scores.half().cpu().numpy(), ids.cpu().numpy())
 
     return maps

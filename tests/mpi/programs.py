@@ -63,6 +63,9 @@ def cores(*options: str) -> None:
     with start_ranks(config) as comm:
         logging.getLogger().setLevel(logging.INFO if comm.rank == 0 else logging.WARNING)
         set_up(config, comm)
+        when = "has decided already" if "torch._inductor.config" in sys.modules else "has not decided yet"
+        processes = os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
+        logging.getLogger().info("torch %s, and will compile with %s", when, processes)
 
 
 def one_rank(what: str) -> None:

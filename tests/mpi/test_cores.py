@@ -16,6 +16,8 @@ def start(*launcher: str, options: tuple[str, ...] = ()) -> tuple[str, list[str]
     code, output = run(["env", "-u", "OMP_NUM_THREADS", "mpirun", *launcher, *program], timeout_s=90, cold=True)
     assert code == 0, output
     (host,) = re.findall(r"^INFO \S+: (rank 0 cpu .*)$", output, re.MULTILINE)
+    (processes,) = re.findall(r"^INFO torch has not decided yet, and will compile with (\d+)$", output, re.MULTILINE)
+    assert processes == re.findall(r"threads: (\d+) of torch", host)[0]
     return host, re.findall(r"^WARNING (.*)$", output, re.MULTILINE)
 
 
@@ -33,7 +35,7 @@ def test_ranks_that_share_all_cores_are_not():
     host, warnings = start("-np", "2", "--bind-to", "none")
     shared = re.search(r"ranks 0-1: cores \S+ .*\((\S+) for each rank\), threads: (\d+) of torch, (\d+) of", host)
     assert shared and float(shared[1]) == CORES / 2 and int(shared[2]) == CORES // 2, host
-    assert int(shared[3]) == min(8, max(1, CORES // 2 - 1)) and warnings == []
+    assert int(shared[3]) == max(1, CORES // 2 - 1) and warnings == []
 
 
 def test_loader_threads_that_do_not_fit():

@@ -1,6 +1,10 @@
 """The real loaders on any number of ranks: every image once, the same batches, the same counts."""
 
+import io
+import os
 import shutil
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from parts import small_model
+from PIL import Image
 
 from largebatch import build
-from largebatch.comm import Stopped
-from largebatch.comm.preflight import agree_on
+from largebatch.comm import Stopped, communicator
 from largebatch.config import DataConfig, ModelConfig, TrainConfig
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.order import Plan
@@ -66,27 +70,138 @@ def test_training_sees_each_image_once_per_epoch(comm):
         assert np.array_equal(np.sort(stream[epoch * len(index) : (epoch + 1) * len(index)]), np.arange(len(index)))
 
 
-def test_ranks_with_other_images_stop_together(comm):
-    index = open_source("digits", split="validation")
-    agree_on(comm, index.digest(), name="images")
-    if comm.size > 1:
-        mine = index.without([3]) if comm.rank == 1 else index
-        with pytest.raises(Stopped, match=f"rank 1 of {comm.size} has other images than rank 0"):
-            agree_on(comm, mine.digest(), name="images")
+# -- the index of rank 0 ---------------------------------------------------------------------------------------------
+
+COUNTED = ("open", "os.listdir", "os.scandir")
+calls: list[str] = []
 
 
-def test_a_missing_shard_stops_all_ranks_unless_it_is_meant(comm, tmp_path, monkeypatch):
-    """Training and validation open their images in the same way; here one rank alone sees the shard missing."""
-    files = open_source("digits", split="train").files
-    monkeypatch.chdir(tmp_path)  # a folder for each rank, under one name for all
+@pytest.fixture(scope="module")
+def audited():
+    """Note in `calls` each folder that is listed and each file that is opened, from now on."""
+    sys.addaudithook(lambda event, given: calls.append(f"{event} {given[0]}") if event in COUNTED else None)
+
+
+@pytest.fixture
+def noted_calls(audited, monkeypatch):
+    """Files whose status is asked for, too, of which Python does not tell."""
+
+    def noting(name, real):
+        return lambda path, *rest, **options: calls.append(f"{name} {path}") or real(path, *rest, **options)
+
+    for name in ("stat", "lstat"):
+        monkeypatch.setattr(os, name, noting(name, getattr(os, name)))
+    return calls
+
+
+def image_folder(folder: Path, count: int) -> TrainConfig:
+    """Write a folder of small images of two classes; return a config that trains on them."""
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "JPEG")
+    for k in range(count):
+        place = folder / "train" / f"class{k % 2}"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{k}.jpg").write_bytes(file.getvalue())
+    return config_for(folder, num_classes=2)
+
+
+def config_for(folder: Path, *, num_classes: int = 10) -> TrainConfig:
+    return TrainConfig(data=DataConfig(path=str(folder)), model=ModelConfig(num_classes=num_classes))
+
+
+def test_only_rank_0_looks_at_each_image(comm, tmp_path, noted_calls):
+    """The others do not even look for the index that is kept."""
+    folder = Path(comm.broadcast_object(str(tmp_path), name="folder"))
+    found = []
+    for count in (20, 20, 200):
+        config = config_for(folder / str(count), num_classes=2)
+        if comm.rank == 0:
+            image_folder(folder / str(count), count)
+        comm.barrier(name="written")
+        for _ in ("built", "kept"):
+            noted_calls.clear()
+            index = build.open_data(config, comm, "train")
+            found.append(list(noted_calls))
+            assert len(index) == count
+    _, _, *known, built, kept = found  # the first two also import
+    if comm.rank == 0:
+        assert min(len(built), len(kept)) > 200
+    else:
+        assert [len(noted) for noted in known] == [len(built)] * 2 == [len(kept)] * 2 and len(built) < 16, kept
+
+
+def test_the_others_hear_that_rank_0_goes_on(comm, monkeypatch):
+    heard, waits, real = threading.Event(), [], communicator.wait
+
+    def wait(tasks, limit_s=None):
+        waits.append(limit_s)
+        if len(waits) == 5:
+            heard.set()
+        return real(tasks, limit_s and 0.001)
+
+    def work():
+        assert heard.wait(10)
+        return {"rank": comm.rank, "numbers": np.arange(1000)}
+
+    monkeypatch.setattr(communicator, "wait", wait)
+    monkeypatch.setattr(communicator, "PIECE", 99)
+    result = comm.from_rank_0(work, phase="working")
+    assert result["rank"] == 0 and np.array_equal(result["numbers"], np.arange(1000))
+    assert len(waits) >= 5 if comm.rank == 0 else not waits
+
+
+def test_a_failure_of_rank_0_is_told_once(comm):
+    def work():
+        raise ValueError(f"rank {comm.rank} has found nothing")
+
+    with pytest.raises(Stopped, match="^rank 0 has found nothing$"):
+        comm.from_rank_0(work, phase="looking")
+
+
+@pytest.fixture
+def own_copy(comm, tmp_path, monkeypatch):
+    """The digits in a folder of each rank, under one name for all; the last rank is on another host."""
+    files = [Path(path) for path in open_source("digits", split="train").files]
+    monkeypatch.chdir(tmp_path)
     for path in files:
         shutil.copy(path, ".")
-    if comm.rank == comm.size - 1:
-        Path(Path(files[1]).name).unlink()
-    data = DataConfig(path=".")
-    config = TrainConfig(data=data, model=ModelConfig(num_classes=10))
-    with pytest.raises(Stopped, match="lacks 1 of the 4 train shards .*train-00001-of-00004.*--data.allow_incomplete"):
+    monkeypatch.setattr(comm, "local_rank", 0 if comm.rank in (0, comm.size - 1) else 1)
+    return [path.name for path in files]
+
+
+def test_a_missing_shard_stops_all_ranks_unless_it_is_meant(comm, own_copy):
+    """Training and validation open their images in the same way."""
+    Path(own_copy[1]).unlink()
+    config = config_for(Path("."))
+    with pytest.raises(Stopped, match="^[^,]* lacks 1 of the 4 train .*train-00001-of-.*--data.allow_incomplete"):
         build.open_data(config, comm, "train")
-    Path(Path(files[1]).name).unlink(missing_ok=True)
-    allowed = replace(config, data=replace(data, allow_incomplete=True))
+    allowed = replace(config, data=replace(config.data, allow_incomplete=True))
     assert len(build.open_data(allowed, comm, "train")) < 1437
+
+
+@pytest.mark.parametrize("harm", ["missing", "longer"])
+def test_a_host_with_other_files_stops_all_ranks(comm, own_copy, harm):
+    config, path = config_for(Path(".")), Path(own_copy[1])
+    if comm.rank == comm.size - 1 > 0:
+        path.unlink() if harm == "missing" else path.write_bytes(path.read_bytes() + b"0")
+    if comm.size == 1:
+        assert len(build.open_data(config, comm, "train")) == 1437
+        return
+    reason = "cannot be read here: No such file" if harm == "missing" else "has [0-9,]+ bytes here, and [0-9,]+ on the "
+    last = f"rank {comm.size - 1} of {comm.size}"
+    with pytest.raises(Stopped, match=f"^{last}, .*{path}.* {reason}.*the data of all hosts"):
+        build.open_data(config, comm, "train")
+
+
+def test_a_host_with_a_copy_looks_at_its_files_alone(comm, tmp_path, noted_calls, monkeypatch):
+    """If both hosts see one file system, some files are enough."""
+    monkeypatch.setattr(comm, "local_rank", 0)
+    shared = Path(comm.broadcast_object(str(tmp_path), name="folder"))
+    image_folder(tmp_path / "copy", 300)  # written by rank 0 for all
+    comm.barrier(name="written")
+    monkeypatch.chdir(tmp_path)
+    for folder, calls_for_each in ((shared / "copy", 0), (Path("copy"), 1)):
+        noted_calls.clear()
+        assert len(build.open_data(config_for(folder, num_classes=2), comm, "train")) == 300
+        if comm.rank:
+            assert calls_for_each <= len(noted_calls) / 300 < calls_for_each + 0.5
