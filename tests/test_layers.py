@@ -12,7 +12,7 @@ evaluation: comm precision; optim: native; pack: comm data files mpi4py rich zoo
 losses: augment precision; replica: augment batch_norm comm losses optim;
 engine: augment comm data evaluation losses optim precision replica;
 parallel: augment comm config losses optim precision replica zoo; checkpoint: config engine zoo;
-hooks: augment checkpoint comm config engine files optim precision rich;
+hooks: augment checkpoint comm config engine files optim precision rich; report: checkpoint config data hooks zoo;
 build: augment checkpoint comm config data engine hooks losses native optim parallel replica schedules start zoo;
 benchmark: augment build comm config data engine files losses native optim parallel precision recipes start timm zoo;
 train: build comm config files recipes start; validate: build comm config data evaluation files recipes start zoo
