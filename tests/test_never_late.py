@@ -1,0 +1,194 @@
+"""The host does not wait for the device inside a training step: `waits.Waits` notes each read and each copy.
+
+A host that waits cannot prepare the next kernels, so the device has nothing to do meanwhile.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import test_engine
+import torch
+from torch import Tensor, nn
+from waits import Waits
+
+import zoo
+from largebatch import engine
+from largebatch.augment import Augment
+from largebatch.comm import reduction
+from largebatch.config.parallel import ParallelConfig
+from largebatch.data import randaugment, randaugment_ops
+from largebatch.data.order import Plan
+from largebatch.data.pixels import Normalise
+from largebatch.data.stream import Batch
+from largebatch.data.token_labels import CELL, TokenLabels
+from largebatch.engine import Trainer
+from largebatch.hooks.ema import Ema
+from largebatch.hooks.guards import Guards
+from largebatch.losses import Objective, TokenLabeling, classification
+from largebatch.optim import build_optimizer, init_state, lamb
+from largebatch.parallel.cuts import UNCUT
+from largebatch.parallel.mesh import Axis
+from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
+from largebatch.parallel.state_sharding import Sharding
+from largebatch.replica import Replica
+
+META = torch.device("meta")
+CLASSES, SIDE, GLOBAL_BATCH = 10, 64, 16
+READS = {
+    "largebatch/comm/reduction.py: apply",  # the decision to take the step
+    "zoo/volo.py: PatchEmbed.forward",  # torch's batch norm reads its count of batches
+}
+
+
+class Alone(test_engine.Alone):
+    """A communicator of one rank, with the product's decision to step."""
+
+    def apply(self, optimizer: Any, scaler: Any, grad_norm: Tensor) -> bool:
+        return reduction.apply(optimizer, scaler, grad_norm)
+
+
+def label_maps(count: int, *, layers: int, device: torch.device) -> TokenLabels:
+    ids = torch.randint(CLASSES, (count, 5, 18, 18), dtype=torch.int32, device=device)
+    whole = torch.eye(2, 3, dtype=torch.float64, device=device)
+    warp = whole.repeat(count, layers, 1, 1) if layers else None
+    return TokenLabels(ids, torch.rand(ids.shape, device=device).half(), whole.repeat(count, 1, 1), warp)
+
+
+def trainer_for(
+    model: nn.Module,
+    objective: Objective,
+    augment: Augment,
+    *,
+    device: torch.device,
+    optimizer_name: str = "lamb",
+    taught: bool = False,
+) -> Trainer:
+    """A trainer of a model on a device, with clipping, an average of the weights, and two passes a step."""
+    plan = Plan(num_samples=100, global_batch_size=GLOBAL_BATCH, micro_batch_size=8, num_images=1600, seed=0)
+    model = model.to(device)
+    optimizer: Any = build_optimizer(model, name=optimizer_name, lr=0.01, weight_decay=0.1)
+    init_state(optimizer)
+    optimizer.skip_synchronize = contextlib.nullcontext
+    comm, replica = Alone(), Replica()
+    replica.attach(model, optimizer, comm)
+
+    def open_batches(start: int) -> Iterator[Batch]:
+        for step in range(start, plan.num_steps):
+            for micro in plan.micro_batches(step, 0, 1):
+                samples = plan.samples(micro.start, micro.stop)[1]
+                images = torch.rand(len(samples), 3, SIDE, SIDE, device=device)
+                labels = torch.randint(CLASSES, (len(samples),), device=device)
+                maps = label_maps(len(samples), layers=2, device=device) if taught else None
+                yield Batch(images, labels, micro.step, micro.number, samples, maps)
+
+    return Trainer(
+        comm=comm,
+        model=model,
+        objective=objective,
+        optimizer=optimizer,
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        base_lr=0.01,
+        schedule=lambda step: 1.0,
+        plan=plan,
+        open_batches=open_batches,
+        eval_batches=[],
+        augment=augment,
+        seed=0,
+        precision="fp32",
+        clip_norm=1.0,
+        eval_images=10**9,
+        device=device,
+        replica=replica,
+        hooks=(Guards(max_skipped_steps=3), Ema(model, half_life_images=1000)),
+    )
+
+
+def vit_with_cutmix(device: torch.device, optimizer_name: str = "lamb") -> Trainer:
+    model = zoo.create_model("vit_nano32", img_size=SIDE, num_classes=CLASSES, proj_drop_rate=0.1, pos_drop_rate=0.1)
+    augment = Augment(CLASSES, mixup_alpha=0.2, cutmix_alpha=1.0, erase_prob=0.5, label_smoothing=0.1)
+    return trainer_for(model, classification, augment, device=device, optimizer_name=optimizer_name)
+
+
+def volo_with_token_labels(device: torch.device, **options: Any) -> Trainer:
+    with device:
+        model = zoo.create_model("volo_d1", img_size=SIDE, num_classes=CLASSES, drop_path_rate=0.5)
+    options |= dict(grid=SIDE // CELL, ground_truth="published", erase_prob=0.5, erase_mode="const")
+    augment = Augment(CLASSES, **options)
+    return trainer_for(model, TokenLabeling(cls_weight=1.0, dense_weight=0.5), augment, device=device, taught=True)
+
+
+RUNS: dict[str, Callable[[torch.device], Trainer]] = {
+    "ViT, LAMB": vit_with_cutmix,
+    "ViT, LARS": lambda device: vit_with_cutmix(device, "lars"),
+    "VOLO, MixToken": lambda device: volo_with_token_labels(device, mix_token=True),
+    "VOLO, mixup": lambda device: volo_with_token_labels(device, mixup_alpha=0.2),
+}
+COPIES = {  # from memory that is not page-locked
+    "largebatch/augment.py: Augment.__call__",  # partners of mixup and CutMix
+    "largebatch/augment.py: erase",  # boxes and noise
+    "largebatch/data/pixels.py: Normalise.batch",  # mean and scale, for each batch
+    "largebatch/data/randaugment_ops.py: with_torch",  # samples and strengths of each operation
+    "largebatch/data/token_labels.py: _points",  # the size of the map
+    "largebatch/optim/lamb.py: lamb_compiled_",  # hyper-parameters of each group
+    "largebatch/parallel/sharded_lamb.py: ShardedLamb._first_phase",
+    "largebatch/parallel/sharded_lamb.py: ShardedLamb._second_phase",
+    "largebatch/parallel/sharded_lamb.py: global_norm",
+    "zoo/volo.py: Block._add",  # the samples that take a layer
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_training_step_does_not_wait_for_the_device(run, monkeypatch):
+    monkeypatch.setattr(engine, "autocast", lambda device, precision: contextlib.nullcontext())  # it refuses "meta"
+    trainer = RUNS[run](META)
+    with Waits():
+        trainer.fit(max_steps=1)  # numbers that stay the same may be copied here
+    with Waits() as found:
+        trainer.fit(max_steps=3)
+    assert trainer.state.step == 3
+    assert found.reads <= READS
+    assert found.copies <= COPIES
+
+
+def test_operations_on_pixels_do_not_wait_for_the_device():
+    operations = randaugment.draw(randaugment.parse("rand-m9-n3-p0.9"), 0, *torch.arange(2 * 64).view(2, 64).numpy())
+    images, normalise = torch.empty(64, 3, 32, 32, dtype=torch.uint8, device=META), Normalise((0.5,) * 3, (0.2,) * 3)
+    with Waits():
+        normalise.batch(images)
+    with Waits() as found:
+        normalise.batch(randaugment_ops.with_torch(images, (1, 2, 3), operations))
+    assert found.reads == set()
+    assert found.copies <= COPIES
+
+
+def test_compiled_lamb_does_not_wait_for_the_device(monkeypatch):
+    """The compiled code is replaced by what it was compiled from."""
+    monkeypatch.setattr(lamb, "compiled", lambda alike: lamb.lamb_list_)
+    monkeypatch.setattr(lamb, "can_compile", lambda device_type: True)
+    model = nn.Linear(5, 3, device=META)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    optimizer = lamb.Lamb(model.parameters(), lr=0.1)
+    with Waits() as found:
+        optimizer.step()
+    assert found.reads == set()
+    assert found.copies <= COPIES
+
+
+def test_lamb_in_parts_does_not_wait_for_the_device():
+    """One rank that has everything: what is sent to others is not the question here."""
+    mesh: Any = SimpleNamespace(axis=lambda name: Axis(name, 1, 0, (0,), None), shape=ParallelConfig().shape())
+    model = nn.Linear(5, 3, device=META)
+    parameters = dict(model.named_parameters())
+    optimizer = ShardedLamb(model.parameters(), lr=0.1)
+    optimizer.sharding = Sharding(parameters, dict.fromkeys(parameters, UNCUT), mesh)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    with Waits() as found:
+        optimizer.clip_factor = global_norm(optimizer, optimizer.sharding)
+        optimizer.step()
+    assert found.reads == set()
+    assert found.copies <= COPIES
