@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import test_engine
 import torch
@@ -20,9 +21,9 @@ from largebatch.augment import Augment
 from largebatch.comm import reduction
 from largebatch.config.parallel import ParallelConfig
 from largebatch.data import randaugment, randaugment_ops
-from largebatch.data.order import Plan
+from largebatch.data.order import MicroBatch, Plan
 from largebatch.data.pixels import Normalise
-from largebatch.data.stream import Batch
+from largebatch.data.stream import Batch, Encoded, labelled
 from largebatch.data.token_labels import CELL, TokenLabels
 from largebatch.engine import Trainer
 from largebatch.hooks.ema import Ema
@@ -126,18 +127,7 @@ RUNS: dict[str, Callable[[torch.device], Trainer]] = {
     "VOLO, MixToken": lambda device: volo_with_token_labels(device, mix_token=True),
     "VOLO, mixup": lambda device: volo_with_token_labels(device, mixup_alpha=0.2),
 }
-COPIES = {  # from memory that is not page-locked
-    "largebatch/augment.py: Augment.__call__",  # partners of mixup and CutMix
-    "largebatch/augment.py: erase",  # boxes and noise
-    "largebatch/data/pixels.py: Normalise.batch",  # mean and scale, for each batch
-    "largebatch/data/randaugment_ops.py: with_torch",  # samples and strengths of each operation
-    "largebatch/data/token_labels.py: _points",  # the size of the map
-    "largebatch/optim/lamb.py: lamb_compiled_",  # hyper-parameters of each group
-    "largebatch/parallel/sharded_lamb.py: ShardedLamb._first_phase",
-    "largebatch/parallel/sharded_lamb.py: ShardedLamb._second_phase",
-    "largebatch/parallel/sharded_lamb.py: global_norm",
-    "zoo/volo.py: Block._add",  # the samples that take a layer
-}
+COPIES = {"largebatch/native/copies.py: to_device", "zoo/volo.py: _to_device"}  # from page-locked memory
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -161,6 +151,20 @@ def test_operations_on_pixels_do_not_wait_for_the_device():
     with Waits() as found:
         normalise.batch(randaugment_ops.with_torch(images, (1, 2, 3), operations))
     assert found.reads == set()
+    assert found.copies <= COPIES
+
+
+def test_labels_and_label_maps_do_not_wait_for_the_device():
+    shape, samples = (5, 2, 3), np.arange(4)
+    index: Any = SimpleNamespace(label=np.arange(9), map_shape=np.array([shape]))
+    room: Any = SimpleNamespace(maps=[np.zeros(4 * 5 * 2 * 3, dtype=np.uint8)] * 4)
+    placement, warp = np.zeros((4, 2, 3)), np.zeros((4, 2, 2, 3))
+    job = MicroBatch(step=3, number=5, start=0, stop=4)
+    with Waits() as found:
+        for encoded in (Encoded(job, samples, room, None, placement, warp), Encoded(job, samples, room, None)):
+            batch = labelled(encoded, torch.empty(4, 3, 8, 8, device=META), index, META)
+            assert batch.labels.device == META and batch.labels.shape == (4,) and batch.labels.dtype == torch.int64
+    assert batch.token_labels is None and found.reads == set()
     assert found.copies <= COPIES
 
 

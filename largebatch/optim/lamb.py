@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from largebatch.native import lamb as cpp_lamb
+from largebatch.native.copies import to_device
 
 IMPLS = ("auto", "compile", "eager", "plain")
 CHUNK = 2**18  # elements per chunk of the eager path: 1 MiB in float32, which stays in cache
@@ -200,9 +201,9 @@ def lamb_compiled_(tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> li
             same_dtype = [(x, g.to(x.dtype), m, v) for x, g, m, v in tensors]
             return cpp_lamb.lamb_native_(same_dtype, s, float(factor))
         # 0-d tensors, so that a new learning rate does not recompile.
-        numbers = Scalars(*torch.tensor(s, dtype=factor.dtype).to(factor.device).unbind())
+        (numbers,) = to_device(torch.tensor(s, dtype=factor.dtype), device=factor.device)
         alike = tuple((len(x), g.dtype) for x, g, _, _ in tensors)
-        return compiled((factor.device, factor.dtype, alike))(tensors, numbers, factor)
+        return compiled((factor.device, factor.dtype, alike))(tensors, Scalars(*numbers.unbind()), factor)
     except (OSError, subprocess.CalledProcessError, torch._dynamo.exc.BackendCompilerFailed) as error:
         raise RuntimeError(NOT_COMPILED) from error
 
