@@ -6,7 +6,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 PLAN = """
-bind:; config: jsonargparse; files:; largebatch:; precision:; schedules:; zoo: timm; comm: config horovod mpi4py;
+bind:; config: jsonargparse; files:; largebatch:; precision:; schedules:; zoo: timm; comm: config horovod mpi4py native;
 data: files native nvidia; native: files zoo; recipes: config; augment: data native; batch_norm: comm; doctor: comm mpi4py;
 evaluation: comm precision; optim: native; pack: comm data files mpi4py rich zoo; start: comm config precision;
 losses: augment precision; replica: augment batch_norm comm losses optim;

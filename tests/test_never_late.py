@@ -221,3 +221,19 @@ def test_the_passes_of_a_step_share_the_graphs_of_a_compiled_model():
         assert counts[0] == counts[-1] > 0
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             assert torch.equal(getattr(model.norm, name), getattr(alone.norm, name))
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_the_gpu_has_its_update_before_the_host_waits_for_the_norm(monkeypatch, finite):
+    events: list[str] = []
+    monkeypatch.setattr(reduction, "to_host", lambda tensor: lambda: events.append("read") or finite)
+    model = nn.Linear(5, 3, device=META)
+    optimizer: Any = build_optimizer(model, lr=0.1, weight_decay=0.1)
+    optimizer.skip_synchronize = contextlib.nullcontext
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.register_step_pre_hook(lambda *_: events.append("step"))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    assert reduction.apply(optimizer, scaler, torch.zeros((), device=META)) == finite
+    assert events == ["step", "read"]
+    assert {state["step"] for state in optimizer.state.values()} == {int(finite)}

@@ -1,11 +1,11 @@
-"""Copies from the host to a GPU that nobody waits for.
+"""Copies between the host and a GPU that nobody waits for.
 
 A GPU reads ordinary memory of the host through the driver, and the thread that asked for the copy waits, often until
 the GPU has finished everything before. Page-locked memory it reads by itself. So all copies inside a training step go
 through `to_device`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -25,6 +25,21 @@ def to_device(*tensors: Tensor, device: torch.device) -> list[Tensor]:
     block = pack(tensors, pinned=device.type == "cuda")
     assert block.is_pinned() or device.type != "cuda", "the host would wait for a copy from ordinary memory"
     return unpack(block.to(device, non_blocking=True), tensors)
+
+
+def to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to the host; return a function that waits for this copy, but not for any later work."""
+    if tensor.device.type != "cuda":
+        return lambda: tensor
+    copied, done = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()
+    copied.copy_(tensor, non_blocking=True)
+    done.record()
+
+    def read() -> Tensor:
+        done.synchronize()
+        return copied
+
+    return read
 
 
 def pack(tensors: Sequence[Tensor], *, pinned: bool) -> Tensor:

@@ -46,6 +46,7 @@ class ShardedLamb(Lamb):
     """
 
     sharding: Sharding | None = None
+    can_skip = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

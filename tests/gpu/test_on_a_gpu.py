@@ -43,12 +43,14 @@ def waiting(device: torch.device, mode: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("run", RUNS)
 def test_a_training_step_waits_once(gpu, run, monkeypatch):
-    """For the norm of the gradient, which this communicator reads outside of the block. On CPUs: test_never_late.py."""
+    """For the norm of the gradient. On CPUs: test_never_late.py.
+
+    LAMB waits for an event, which is no error here; for other optimizers the norm is read outside of the block.
+    """
 
     def apply(self: Any, optimizer: Any, scaler: Any, grad_norm: Tensor) -> bool:
-        with waiting(gpu, "default"):
-            grad_norm = grad_norm.cpu()
-        return reduction.apply(optimizer, scaler, grad_norm)
+        with waiting(gpu, "error" if hasattr(optimizer, "can_skip") else "default"):
+            return reduction.apply(optimizer, scaler, grad_norm)
 
     monkeypatch.setattr(test_never_late.Alone, "apply", apply)
     trainer = RUNS[run](gpu)
@@ -97,6 +99,36 @@ def test_lamb_equals_the_float64_reference(device, impl):
         optimizer.step()
     for p, reference in zip(params, references):
         assert relative(p.cpu(), reference.x) <= 1e-6
+
+
+@pytest.mark.parametrize("impl", ["plain", "eager", COMPILE])
+def test_lamb_takes_no_step_if_a_flag_on_its_device_says_so(device, impl):
+    """x, m and v stay as they are to the bit, and the steps that follow are as if it had never been."""
+    ours, theirs = ([nn.Parameter(p.detach().to(device)) for p in make_params(torch.float32)] for _ in range(2))
+    skipping, plain = (Lamb(params, impl=impl, weight_decay=0.1) for params in (ours, theirs))
+    init_state(skipping)
+    for step in range(3):
+        state = [tensor for p in ours for tensor in (p, *skipping.state[p].values()) if torch.is_tensor(tensor)]
+        before = [tensor.detach().clone() for tensor in state]
+        for p, value in zip(ours, (torch.inf, torch.nan, 1.0) * len(ours)):
+            p.grad = torch.full_like(p, value)
+        skipping.finite = torch.tensor(False, device=device)
+        skipping.step()
+        skipping.take_back()
+        assert all(torch.equal(old.view(-1).view(torch.int32), new.detach().view(-1).view(torch.int32))
+                   for old, new in zip(before, state, strict=True))  # fmt: skip
+        for params in (ours, theirs):
+            grads = make_params(torch.float32)
+            set_grads(grads, step)
+            for p, g in zip(params, grads):
+                p.grad = g.grad.to(device)
+        skipping.finite = torch.tensor(True, device=device)
+        skipping.step()
+        plain.step()
+        assert skipping.finite is None
+    for p, other in zip(ours, theirs):
+        assert relative(p.cpu(), other.detach().double().cpu()) <= 1e-6
+        assert skipping.state[p]["step"] == plain.state[other]["step"] == 3
 
 
 def test_a_gradient_that_is_not_finite_leaves_everything_as_it_is(device):
