@@ -16,6 +16,7 @@ from torch import Tensor
 
 from largebatch.data.token_labels import TokenLabels
 from largebatch.data.token_labels import targets as token_targets
+from largebatch.native.copies import to_device
 
 TEACHERS_SHARE = {"none": (1.0, 1.0), "published": (0.5, 0.9), "intended": (0.9, 0.5)}  # if right, if wrong
 MixBox = tuple[int, int, int, int]  # first row and column, last row and column plus one, in output cells
@@ -142,16 +143,15 @@ def erase(images: Tensor, *, boxes: Tensor, noise: Tensor | None) -> Tensor:
     noise: one number for each erased pixel and channel, image by image, channel by channel, row by row.
     """
     erased = torch.nonzero(boxes[:, 1] > boxes[:, 0])[:, 0]
-    edges = boxes[erased].to(images.device, non_blocking=True)[:, :, None]
-    samples = erased.to(images.device, non_blocking=True)
+    drawn = [boxes[erased, :, None], erased] + ([] if noise is None else [noise])
+    edges, samples, *fill = to_device(*drawn, device=images.device)
     rows, columns = (torch.arange(side, device=images.device) for side in images.shape[-2:])
     in_rows = (rows >= edges[:, 0]) & (rows < edges[:, 1])
     in_columns = (columns >= edges[:, 2]) & (columns < edges[:, 3])
     inside = (in_rows[:, :, None] & in_columns[:, None, :])[:, None].expand(-1, images.shape[1], -1, -1)
     old = images[samples]
-    if noise is None:
-        return images.index_copy(0, samples, old.masked_fill(inside, 0.0))
-    return images.index_copy(0, samples, old.masked_scatter(inside, noise.to(images, non_blocking=True)))
+    new = old.masked_scatter(inside, fill[0].to(images.dtype)) if fill else old.masked_fill(inside, 0.0)
+    return images.index_copy(0, samples, new)
 
 
 def draw_noise(boxes: Tensor, num_channels: int, *, generator: torch.Generator) -> Tensor:
@@ -247,7 +247,7 @@ class Augment:
         targets, taught = one_hot(labels, self.num_classes, smoothing=self.label_smoothing), None
         if token_labels is not None:
             targets, taught = self._taught(targets, labels, token_labels)
-        size, device = (images.shape[-2], images.shape[-1]), images.device
+        size = images.shape[-2], images.shape[-1]
         if self.erase_prob:
             boxes = draw_boxes(len(images), size, self.erase_prob, generator=generator)
             const = self.erase_mode == "const"
@@ -258,10 +258,11 @@ class Augment:
         if self._cuts(generator):
             assert taught is None, "cells of the box would have targets of another image"
             box, partners = draw_cutmix(len(images), self.cutmix_alpha, size, generator=generator)
-            return Augmented(*cutmix(images, targets, box=box, partners=partners.to(device)))
+            (partners,) = to_device(partners, device=images.device)
+            return Augmented(*cutmix(images, targets, box=box, partners=partners))
         if self.mixup_alpha:
             lam, partners = draw_mixup(len(images), self.mixup_alpha, generator=generator)
-            partners = partners.to(device)
+            (partners,) = to_device(partners, device=images.device)
             taught = None if taught is None else _blend(taught, lam, partners)
             return Augmented(*mixup(images, targets, lam=lam, partners=partners), taught)
         return Augmented(images, targets, taught)

@@ -25,6 +25,7 @@ class _Layer:
     module: _BatchNorm
     momentum: float
     kept: list[Tensor]  # mean and variance (C,) of the last step
+    passes: int = 0  # micro-batches of this step so far
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -33,18 +34,30 @@ class _Layer:
         assert mean is not None and variance is not None
         return [mean, variance]
 
-    @property
-    def passes(self) -> Tensor:
-        """Micro-batches of this step so far, int64 0-d."""
+    def forward(self, images: Tensor) -> Tensor:
+        """Call the module; in training, torch takes the plain mean over the micro-batches of this step.
+
+        Without a momentum, torch would do so by itself, but it would wait for a GPU to read its count there.
+        """
+        if self.module.training:
+            self.passes += 1
+            self.module.momentum = 1 / self.passes
+        return type(self.module).forward(self.module, images)
+
+    def begin_step(self) -> None:
+        """Go back to the statistics of the last step."""
         assert self.module.num_batches_tracked is not None
-        return self.module.num_batches_tracked
+        for kept, buffer in zip(self.kept, self.buffers):
+            buffer.copy_(kept)
+        self.module.num_batches_tracked.zero_()
+        self.passes = 0
 
 
 class BatchNormStatistics:
     """Applies momentum once per step instead of once per micro-batch, in every layer that has running statistics.
 
     A step costs one small allreduce; a model without such layers costs nothing. num_batches_tracked is 0 after each
-    step: without a momentum, torch then begins a new mean.
+    step.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
@@ -63,13 +76,15 @@ class BatchNormStatistics:
             layer = _Layer(module, module.momentum, [])
             layer.kept = [buffer.clone() for buffer in layer.buffers]
             self.layers.append(layer)
-            module.momentum = None
-            layer.passes.zero_()
+            layer.begin_step()
+            # torch would compile the layer anew for each momentum.
+            setattr(module, "forward", torch.compiler.disable(layer.forward))
         try:
             yield
         finally:
             for layer in self.layers:
                 layer.module.momentum = layer.momentum
+                del layer.module.forward
             self.layers.clear()
 
     @torch.no_grad()
@@ -79,23 +94,20 @@ class BatchNormStatistics:
             return
         passes = self.layers[0].passes
         sums = torch.cat([buffer.double() * passes for layer in self.layers for buffer in layer.buffers])
-        total = self.comm.allreduce(torch.cat([sums, passes[None].double()]), name="batch_norm")
+        total = self.comm.allreduce(torch.cat([sums, sums.new_full((1,), passes)]), name="batch_norm")
         step = iter((total[:-1] / total[-1]).float().split([len(b) for layer in self.layers for b in layer.buffers]))
         for layer in self.layers:
-            for kept, buffer in zip(layer.kept, layer.buffers):
+            for kept in layer.kept:
                 mean = next(step)
                 if applied:
                     kept.lerp_(mean, layer.momentum)
-                buffer.copy_(kept)
-            layer.passes.zero_()
+            layer.begin_step()
 
     @torch.no_grad()
     def drop_step(self) -> None:
         """Forget the micro-batches of a step that is not complete."""
         for layer in self.layers:
-            for kept, buffer in zip(layer.kept, layer.buffers):
-                buffer.copy_(kept)
-            layer.passes.zero_()
+            layer.begin_step()
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:

@@ -116,7 +116,7 @@ class Trainer:
         grad_norm = self.replica.gradient_norm()
         # LAMB multiplies by the clip factor while it reads the gradients.
         clip_gradients(self.optimizer, grad_norm, self.clip_norm)
-        # The step's only wait for the device: `apply` reads the norm, and skips the update if it is not finite.
+        # The step's only wait for the device: `apply` reads the norm. If it is not finite, the update is skipped.
         with record_function("optimizer step"):
             applied = self.comm.apply(self.optimizer, self.scaler, grad_norm)
         self.replica.statistics.complete_step(applied=applied)

@@ -288,16 +288,6 @@ def test_a_draw_depends_on_its_place_alone():
         assert torch.equal(again.images, alone.images) == (number == 2)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU: there is no GPU")
-def test_a_gpu_gets_the_same_draw():
-    images, labels = micro_batch(16)
-    augment = Augment(10, mixup_alpha=0.2, label_smoothing=0.1, erase_prob=0.5)
-    expected = augment(images, labels, generator_for(3))
-    found = augment(images.cuda(), labels.cuda(), generator_for(3))
-    torch.testing.assert_close(found.images.cpu(), expected.images)
-    torch.testing.assert_close(found.targets.cpu(), expected.targets)
-
-
 # -- seeds ---------------------------------------------------------------------------------------------------
 
 

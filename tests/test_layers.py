@@ -6,12 +6,12 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 PLAN = """
-bind:; config: jsonargparse; files:; largebatch:; precision:; schedules:; zoo: timm; comm: config horovod mpi4py;
-data: files nvidia; native: files zoo; recipes: config; augment: data; batch_norm: comm; doctor: comm mpi4py;
-evaluation: comm precision; optim: native; pack: comm data files mpi4py rich zoo; start: comm config precision;
-losses: augment precision; replica: augment batch_norm comm losses optim;
+bind:; config: jsonargparse; files:; largebatch:; precision:; schedules:; zoo: timm; comm: config horovod mpi4py native;
+data: files native nvidia; native: files zoo; recipes: config; augment: data native; batch_norm: comm;
+evaluation: comm precision; optim: native; doctor: comm mpi4py; pack: comm data files mpi4py rich zoo;
+losses: augment precision; replica: augment batch_norm comm losses optim; start: comm config precision;
 engine: augment comm data evaluation losses optim precision replica;
-parallel: augment comm config losses optim precision replica zoo; checkpoint: config engine zoo;
+parallel: augment comm config losses native optim precision replica zoo; checkpoint: config engine zoo;
 hooks: augment checkpoint comm config engine files optim precision rich; report: checkpoint config data hooks zoo;
 build: augment checkpoint comm config data engine hooks losses native optim parallel replica schedules start zoo;
 benchmark: augment build comm config data engine files losses native optim parallel precision recipes start timm zoo;

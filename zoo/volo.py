@@ -200,14 +200,20 @@ class Block(nn.Module):
             return x + layer(x)
         taken, scale = torch.rand(len(x)) >= self.drop_path, 1 / (1 - self.drop_path)  # on the host
         if torch.compiler.is_compiling():  # it would make a graph for every number of samples
-            return x + layer(x) * (taken * scale).to(x.device, x.dtype).view(-1, *[1] * (x.ndim - 1))
+            kept = (taken * scale).to(x.device, x.dtype, non_blocking=True)
+            return x + layer(x) * kept.view(-1, *[1] * (x.ndim - 1))
         if taken.all():
             return torch.add(x, layer(x), alpha=scale)
         if not taken.any():  # parameters need a gradient of zero
             taken[0], scale = True, 0.0
-        samples = taken.nonzero()[:, 0].to(x.device, non_blocking=True)
+        samples = _to_device(taken.nonzero()[:, 0], x.device)
         part = x.index_select(0, samples)  # the gradient of x[samples] sorts on a GPU, and takes one thread on a CPU
         return x.index_add(0, samples, layer(part).to(x.dtype), alpha=scale)
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host; a GPU reads page-locked memory by itself, and the host need not wait for it."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:

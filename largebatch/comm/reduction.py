@@ -23,6 +23,7 @@ from largebatch.comm.fp16 import Fp16
 from largebatch.comm.polling import wait
 from largebatch.comm.sending import Unchanged
 from largebatch.comm.watchdog import Watchdog
+from largebatch.native.copies import to_host
 
 Compression = Literal["none", "fp16"]
 
@@ -145,11 +146,20 @@ def apply(optimizer: Optimizer, scaler: torch.amp.GradScaler, grad_norm: Tensor)
     """Step with the gradients as they are, unless their norm is not finite; return whether the step was taken.
 
     The norm is of reduced gradients, so every rank decides alike. Nothing is reduced a second time.
+
+    On a GPU, LAMB looks at the norm by itself. So the host hands it the work first, and then waits for the norm alone:
+    while it prepares the next step, the GPU computes this update.
     """
-    applied = bool(torch.isfinite(grad_norm))
-    if applied:
+    finite = torch.isfinite(grad_norm)
+    is_finite, decides = to_host(finite), not finite.is_cpu and getattr(optimizer, "can_skip", False)
+    if decides:
+        optimizer.finite = finite  # type: ignore[attr-defined]
+    if decides or is_finite():
         with optimizer.skip_synchronize():  # type: ignore[attr-defined]
             optimizer.step()
+    applied = bool(is_finite())
+    if decides and not applied:
+        optimizer.take_back()  # type: ignore[attr-defined]
     scaler.update()
     return applied
 

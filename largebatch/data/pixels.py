@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from largebatch.native.copies import to_device
+
 
 def resize(image: np.ndarray, size: tuple[int, int], interpolation: str) -> np.ndarray:
     """Resize (H, W, 3) to (*size, 3), both uint8. torch's kernel runs in one thread and releases the interpreter."""
@@ -36,6 +38,7 @@ class Normalise:
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         self._mean = np.array([[[255 * value]] for value in mean], dtype=np.float32)
         self._scale = np.array([[[1 / (255 * value)]] for value in std], dtype=np.float32)
+        self._sent: dict[torch.device, list[torch.Tensor]] = {}  # both, on the device of the batches
 
     def __call__(self, pixels: np.ndarray, out: np.ndarray) -> None:
         np.subtract(pixels.transpose(2, 0, 1), self._mean, out=out)
@@ -43,6 +46,8 @@ class Normalise:
 
     def batch(self, images: torch.Tensor) -> torch.Tensor:
         """Normalise a batch on its device; the host does not wait for it."""
-        both = (self._mean, self._scale)
-        mean, scale = (torch.from_numpy(array).to(images.device, non_blocking=True) for array in both)
+        if images.device not in self._sent:
+            both = map(torch.from_numpy, (self._mean, self._scale))
+            self._sent[images.device] = to_device(*both, device=images.device)
+        mean, scale = self._sent[images.device]
         return images.float().sub_(mean).mul_(scale)

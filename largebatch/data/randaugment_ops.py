@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from largebatch.data.randaugment import AFFINE, NAMES, NONE, Operations
+from largebatch.native.copies import to_device
 
 
 def fill_colour(mean: tuple[float, ...]) -> tuple[int, ...]:
@@ -213,13 +214,17 @@ _TORCH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def with_torch(images: Tensor, fill: tuple[int, ...], operations: Operations) -> Tensor:
     """Apply operations to a batch uint8 (n, 3, S, S), on its device and in place. The host does not wait for it."""
-    colour = torch.tensor(fill, dtype=torch.uint8).to(images.device, non_blocking=True).view(1, 3, 1, 1)
+    names: list[str] = []
+    arrays: list[np.ndarray] = [np.array(fill, dtype=np.uint8)]
     affine = _in_pixels(operations.affine, images.shape[-1])
     for layer, codes in enumerate(operations.codes.T):
         for name in sorted({NAMES[code] for code in codes} - {NAMES[NONE]}):
             chosen = np.flatnonzero(codes == NAMES.index(name))
-            drawn = (affine if name in AFFINE else operations.arguments)[chosen, layer]
-            samples, values = (torch.from_numpy(a).to(images.device, non_blocking=True) for a in (chosen, drawn))
-            old = images[samples]
-            images[samples] = _warp(old, values, colour) if name in AFFINE else _TORCH[name](old, values)
+            names.append(name)
+            arrays += [chosen, (affine if name in AFFINE else operations.arguments)[chosen, layer]]
+    colour, *drawn = to_device(*map(torch.from_numpy, arrays), device=images.device)
+    for name, samples, values in zip(names, drawn[::2], drawn[1::2]):
+        old = images[samples]
+        new = _warp(old, values, colour.view(1, 3, 1, 1)) if name in AFFINE else _TORCH[name](old, values)
+        images[samples] = new
     return images

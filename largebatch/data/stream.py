@@ -31,6 +31,7 @@ from largebatch.data.index import Index
 from largebatch.data.label_maps import decode_maps
 from largebatch.data.order import MicroBatch
 from largebatch.data.token_labels import TokenLabels
+from largebatch.native.copies import to_device
 
 READ_THREADS = 32  # threads that read files; most of them sleep
 READ_IMAGES = 4  # images that a thread reads in one task
@@ -184,20 +185,7 @@ class Stream(Iterator[Batch]):
         except BaseException:
             self.close()
             raise
-        batch = done.batch
-        labels = self._on_device(self._index.label[batch.samples])
-        token_labels = self._token_labels(batch)
-        return Batch(done.images, labels, batch.job.step, batch.job.number, batch.samples, token_labels)
-
-    def _token_labels(self, batch: Encoded[Any]) -> TokenLabels | None:
-        if batch.placement is None:
-            return None
-        ids, scores = decode_maps(batch.room.maps, self._index.map_shape[0].tolist())
-        warp = None if batch.warp is None else self._on_device(batch.warp)
-        return TokenLabels(self._on_device(ids), self._on_device(scores), self._on_device(batch.placement), warp)
-
-    def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return labelled(done.batch, done.images, self._index, self._device)
 
     def _advance(self, pipe: Pipeline) -> None:
         """Take the next batch from DALI and have it finished, or remember why there is none."""
@@ -257,6 +245,17 @@ def reached(stream: torch.cuda.Stream | None) -> Callable[[], bool]:
     if stream is None:
         return lambda: True
     return stream.record_event().query
+
+
+def labelled(encoded: Encoded[Any], images: torch.Tensor, index: Index, device: torch.device) -> Batch:
+    """Return a batch of finished images with their labels and label maps, which reach the device in one copy."""
+    arrays = [index.label[encoded.samples]]
+    if encoded.placement is not None:
+        maps = decode_maps(encoded.room.maps, index.map_shape[0].tolist())
+        arrays += [*maps, encoded.placement] + ([] if encoded.warp is None else [encoded.warp])
+    labels, *teachers = to_device(*map(torch.from_numpy, arrays), device=device)
+    token_labels = TokenLabels(*teachers) if teachers else None
+    return Batch(images, labels, encoded.job.step, encoded.job.number, encoded.samples, token_labels)
 
 
 class _ReadAhead(Iterator[Encoded[Any]]):

@@ -139,8 +139,8 @@ def _points(placement: Tensor, *, grid: int, most: int, size: tuple[int, int]) -
     Points without the flag do not count. Along each axis of the input there are as many points as cells of the map in
     an output cell, rounded up, and at most `most`. P is most² for every sample, so that nobody waits for the device.
     """
-    cells = placement[:, :, :2].abs() * placement.new_tensor(size)[:, None]
-    number = (cells.amax(dim=1) / grid).ceil().clamp(1, most)[:, :, None]  # (B, 2, 1)
+    across, down = placement[:, :, :2].abs().unbind(dim=1)
+    number = (torch.maximum(across * size[0], down * size[1]) / grid).ceil().clamp(1, most)[:, :, None]  # (B, 2, 1)
     steps = torch.arange(most, device=placement.device)
     counted = steps < number
     places = (torch.arange(grid, device=placement.device)[:, None] + ((steps + 0.5) / number)[:, :, None]) / grid

@@ -110,6 +110,7 @@ def as_before(trainer: Trainer, step: int) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+        trainer.replica.statistics.drop_step()
 
 
 # -- the message ---------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from largebatch.native import lamb as cpp_lamb
+from largebatch.native.copies import to_device
 
 IMPLS = ("auto", "compile", "eager", "plain")
 CHUNK = 2**18  # elements per chunk of the eager path: 1 MiB in float32, which stays in cache
@@ -100,18 +101,24 @@ def _square_sum(t: Tensor) -> Tensor:
     return t.square().sum(dtype=torch.float64)
 
 
-def lamb_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: Tensor) -> Tensor:
+def lamb_(
+    x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: Tensor, finite: Tensor | None = None
+) -> Tensor:
     """Update one tensor: the specification, and the code that is compiled for GPUs. Returns the trust ratio.
 
     lamb.cpp is the same for CPUs. The ratio is returned because compiled code then stores it once; otherwise it would
-    compute it again for every few elements.
+    compute it again for every few elements. finite: 0-d; if it is False, x, m and v stay as they are.
     """
+
+    def replace(old: Tensor, new: Tensor) -> None:
+        old.copy_(new if finite is None else torch.where(finite, new, old))
+
     g = g.to(x.dtype) * factor
-    m.copy_(s.beta1 * m + s.new1 * g)
-    v.copy_(s.beta2 * v + s.new2 * g * g)
+    replace(m, s.beta1 * m + s.new1 * g)
+    replace(v, s.beta2 * v + s.new2 * g * g)
     u = m / (s.root * v.sqrt() + s.eps) + s.weight_decay * x
     ratio = trust_ratio(_square_sum(x), _square_sum(u), s).to(x.dtype)
-    x.sub_(s.lr * ratio * u)
+    replace(x, x - s.lr * ratio * u)
     return ratio
 
 
@@ -167,9 +174,11 @@ def _chunk(x: Tensor) -> int:
     return CHUNK if x.device.type == "cpu" else max(x.numel(), 1)
 
 
-def lamb_list_(tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> list[Tensor]:
+def lamb_list_(
+    tensors: Sequence[Tensors], s: Scalars, factor: Tensor, finite: Tensor | None = None
+) -> list[Tensor]:
     """Apply `lamb_` to many tensors. On a GPU this is one graph; a call per tensor would cost more than its work."""
-    return [lamb_(*four, s, factor) for four in tensors]
+    return [lamb_(*four, s, factor, finite) for four in tensors]
 
 
 @functools.cache
@@ -189,30 +198,38 @@ def compiled(alike: tuple[Any, ...]) -> Callable[..., Any]:
     Each kind of list gets its own copy of the code, because torch compiles one function for at most 8 kinds, and
     freezing a model part by part soon makes more. fullgraph turns torch's silent return to eager into an error.
     """
-    own = types.FunctionType(lamb_list_.__code__.replace(), globals(), lamb_list_.__name__)
+    own = types.FunctionType(lamb_list_.__code__.replace(), globals(), lamb_list_.__name__, lamb_list_.__defaults__)
     return torch.compile(own, dynamic=False, fullgraph=True)
 
 
-def lamb_compiled_(tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> list[Tensor]:
-    """Update many tensors with compiled code. Returns their trust ratios."""
+def lamb_compiled_(
+    tensors: Sequence[Tensors], s: Scalars, factor: Tensor, finite: Tensor | None = None
+) -> list[Tensor]:
+    """Update many tensors with compiled code; `finite` is for GPUs. Returns their trust ratios."""
     try:
         if factor.device.type == "cpu":
             same_dtype = [(x, g.to(x.dtype), m, v) for x, g, m, v in tensors]
             return cpp_lamb.lamb_native_(same_dtype, s, float(factor))
         # 0-d tensors, so that a new learning rate does not recompile.
-        numbers = Scalars(*torch.tensor(s, dtype=factor.dtype).to(factor.device).unbind())
+        (numbers,) = to_device(torch.tensor(s, dtype=factor.dtype), device=factor.device)
         alike = tuple((len(x), g.dtype) for x, g, _, _ in tensors)
-        return compiled((factor.device, factor.dtype, alike))(tensors, numbers, factor)
+        return compiled((factor.device, factor.dtype, alike))(tensors, Scalars(*numbers.unbind()), factor, finite)
     except (OSError, subprocess.CalledProcessError, torch._dynamo.exc.BackendCompilerFailed) as error:
         raise RuntimeError(NOT_COMPILED) from error
 
 
-def update(impl: str, tensors: Sequence[Tensors], s: Scalars, factor: Tensor) -> list[Tensor]:
-    """Update tensors of one device and dtype, those of the factor. Returns their trust ratios."""
-    if impl == "plain":
-        return lamb_list_(tensors, s, factor)
-    if impl == "compile" or impl == "auto" and can_compile(factor.device.type):
-        return lamb_compiled_(tensors, s, factor)
+def update(
+    impl: str, tensors: Sequence[Tensors], s: Scalars, factor: Tensor, finite: Tensor | None = None
+) -> list[Tensor]:
+    """Update tensors of one device and dtype, those of the factor. Returns their trust ratios.
+
+    finite: see `lamb_`. With it, only the specification and the code that is compiled from it can be chosen.
+    """
+    compiles = impl == "compile" or impl == "auto" and can_compile(factor.device.type)
+    if compiles and (finite is None or not factor.is_cpu):
+        return lamb_compiled_(tensors, s, factor, finite)
+    if impl == "plain" or finite is not None:
+        return lamb_list_(tensors, s, factor, finite)
     u = factor.new_empty(max(four[0].numel() for four in tensors))
     return [lamb_eager_(*four, s, factor, u[: four[0].numel()]) for four in tensors]
 
@@ -253,6 +270,8 @@ class Lamb(Optimizer):
 
     # Set for one step and used up by it, so not in the state_dict. Class defaults, because copies skip the constructor.
     clip_factor: Tensor | None = None
+    finite: Tensor | None = None  # 0-d; if it is False, the step changes nothing but its count (see `take_back`)
+    can_skip = True  # whether a step looks at `finite`
     trust_ratios: Mapping[Tensor, Tensor] = MappingProxyType({})
 
     def __init__(
@@ -293,14 +312,22 @@ class Lamb(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         factor, self.clip_factor = self.clip_factor, None
+        finite, self.finite = self.finite, None
         ratios: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
             for (step, *_), params in self._alike(group).items():
                 scale = params[0].new_ones(()) if factor is None else factor.to(params[0])
                 tensors = [self._tensors(p) for p in params]
-                ratios |= zip(params, update(group["impl"], tensors, scalars(group, step), scale))
+                ratios |= zip(params, update(group["impl"], tensors, scalars(group, step), scale, finite))
         self.trust_ratios = MappingProxyType(ratios)
         return loss
+
+    def take_back(self) -> None:
+        """Take back the count of the step just done, because its `finite` was False; the gradients are still there."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["step"] -= 1
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but keep impl: the state may come from another machine."""

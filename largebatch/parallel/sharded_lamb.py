@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from largebatch.native.copies import to_device
 from largebatch.optim.lamb import Lamb, Scalars, Tensors, moments, scalars, trust_ratio
 from largebatch.parallel import collectives
 from largebatch.parallel.state_sharding import Sharding
@@ -45,6 +46,7 @@ class ShardedLamb(Lamb):
     """
 
     sharding: Sharding | None = None
+    can_skip = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -81,15 +83,17 @@ class ShardedLamb(Lamb):
         x, sizes = [four[0] for four in tensors], [four[0].numel() for four in tensors]
         u = x[0].new_empty(sum(sizes)).split(sizes)
         scale = x[0].new_ones(()) if factor is None else factor.to(x[0])
-        share = squares.new_tensor([sharding.share[p] for p in owned])
+        shares = torch.tensor([sharding.share[p] for p in owned], dtype=squares.dtype)
+        share, numbers = to_device(shares, sharding.numbers_of(owned), device=squares.device)
         found = moments(impl, [(*four, part) for four, part in zip(tensors, u)], s, scale)
-        squares[:, [sharding.numbers[p] for p in owned]] = found * share
+        squares[:, numbers] = found * share
         return _Work(params, s, owned, x, u)
 
     def _second_phase(self, work: _Work, squares: Tensor) -> dict[Tensor, Tensor]:
         """Update this rank's pieces; return the trust ratios of all parameters."""
         sharding = self._known()
-        x_square, u_square = squares[:, [sharding.numbers[p] for p in work.params]]
+        (numbers,) = to_device(sharding.numbers_of(work.params), device=squares.device)
+        x_square, u_square = squares[:, numbers]
         ratios = trust_ratio(x_square, u_square, work.s).to(work.params[0].dtype)
         ratio_of = dict(zip(work.params, ratios.unbind()))
         for p, x, u in zip(work.owned, work.x, work.u):
@@ -155,5 +159,6 @@ def global_norm(optimizer: Optimizer, sharding: Sharding) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=device)
     if params:
         norms = torch.stack(torch._foreach_norm([p.grad for p in params], 2, torch.float64))
-        total = norms.square() @ norms.new_tensor([sharding.share[p] for p in params])
+        (share,) = to_device(torch.tensor([sharding.share[p] for p in params], dtype=norms.dtype), device=device)
+        total = norms.square() @ share
     return collectives.all_reduce(total, sharding.model).sqrt().to(next(iter(sharding.numbers)).dtype)

@@ -97,6 +97,10 @@ class Sharding:
             raise ValueError(f"a parameter of shape {tuple(p.shape)} is not among those that Sharding was given")
         return self._own.get(p, Piece(p, 0, 0))
 
+    def numbers_of(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Return the `numbers` of these parameters, int64, on the host."""
+        return torch.tensor([self.numbers[p] for p in parameters])
+
     def gather(self, parameters: Iterable[Tensor]) -> None:
         """Copy into these parameters the pieces that other data ranks have updated."""
         if self.data.size == 1 or not self.zero:

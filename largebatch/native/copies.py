@@ -1,0 +1,62 @@
+"""Copies between the host and a GPU that nobody waits for.
+
+A GPU reads ordinary memory of the host through the driver, and the thread that asked for the copy waits, often until
+the GPU has finished everything before. Page-locked memory it reads by itself. So all copies inside a training step go
+through `to_device`.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+ALIGN = 16  # bytes; each tensor begins at a multiple, as its type needs
+
+
+def to_device(*tensors: Tensor, device: torch.device) -> list[Tensor]:
+    """Return tensors of the host on `device`: in one copy, for which the host does not wait.
+
+    The given tensors may change afterwards; torch keeps the page-locked memory until the copy is done. For a CPU they
+    are returned as they are.
+    """
+    if device.type == "cpu":
+        return list(tensors)
+    block = pack(tensors, pinned=device.type == "cuda")
+    assert block.is_pinned() or device.type != "cuda", "the host would wait for a copy from ordinary memory"
+    return unpack(block.to(device, non_blocking=True), tensors)
+
+
+def to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to the host; return a function that waits for this copy, but not for any later work."""
+    if tensor.device.type != "cuda":
+        return lambda: tensor
+    copied, done = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()
+    copied.copy_(tensor, non_blocking=True)
+    done.record()
+
+    def read() -> Tensor:
+        done.synchronize()
+        return copied
+
+    return read
+
+
+def pack(tensors: Sequence[Tensor], *, pinned: bool) -> Tensor:
+    """Copy the bytes of tensors of the host into one block, uint8, page-locked if `pinned` is set."""
+    *starts, end = _starts(tensors)
+    block = torch.empty(max(end, ALIGN), dtype=torch.uint8, pin_memory=pinned)
+    for start, tensor in zip(starts, tensors):
+        block[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+    return block
+
+
+def unpack(block: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of a block in the types and shapes of the tensors that were packed into it."""
+    spans = (block[start : start + tensor.nbytes] for start, tensor in zip(_starts(tensors), tensors))
+    return [span.view(tensor.dtype).view(tensor.shape) for span, tensor in zip(spans, tensors)]
+
+
+def _starts(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the first byte of each tensor in a block, and the size of the block."""
+    return list(accumulate((-(-tensor.nbytes // ALIGN) * ALIGN for tensor in tensors), initial=0))

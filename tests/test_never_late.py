@@ -1,0 +1,239 @@
+"""The host does not wait for the device inside a training step: `waits.Waits` notes each read and each copy.
+
+A host that waits cannot prepare the next kernels, so the device has nothing to do meanwhile.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import test_engine
+import torch
+from torch import Tensor, nn
+from waits import Waits
+
+import zoo
+from largebatch import engine
+from largebatch.augment import Augment
+from largebatch.batch_norm import BatchNormStatistics
+from largebatch.comm import reduction
+from largebatch.config.parallel import ParallelConfig
+from largebatch.data import randaugment, randaugment_ops
+from largebatch.data.order import MicroBatch, Plan
+from largebatch.data.pixels import Normalise
+from largebatch.data.stream import Batch, Encoded, labelled
+from largebatch.data.token_labels import CELL, TokenLabels
+from largebatch.engine import Trainer
+from largebatch.hooks.ema import Ema
+from largebatch.hooks.guards import Guards
+from largebatch.losses import Objective, TokenLabeling, classification
+from largebatch.optim import build_optimizer, init_state, lamb
+from largebatch.parallel.cuts import UNCUT
+from largebatch.parallel.mesh import Axis
+from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
+from largebatch.parallel.state_sharding import Sharding
+from largebatch.replica import Replica
+
+META = torch.device("meta")
+CLASSES, SIDE, GLOBAL_BATCH = 10, 64, 16
+# The step's only wait: it has to know whether the gradient is finite.
+READS = {"largebatch/comm/reduction.py: apply"}
+
+
+class Alone(test_engine.Alone):
+    """A communicator of one rank, with the product's decision to step."""
+
+    def apply(self, optimizer: Any, scaler: Any, grad_norm: Tensor) -> bool:
+        return reduction.apply(optimizer, scaler, grad_norm)
+
+
+def label_maps(count: int, *, layers: int, device: torch.device) -> TokenLabels:
+    ids = torch.randint(CLASSES, (count, 5, 18, 18), dtype=torch.int32, device=device)
+    whole = torch.eye(2, 3, dtype=torch.float64, device=device)
+    warp = whole.repeat(count, layers, 1, 1) if layers else None
+    return TokenLabels(ids, torch.rand(ids.shape, device=device).half(), whole.repeat(count, 1, 1), warp)
+
+
+def trainer_for(
+    model: nn.Module,
+    objective: Objective,
+    augment: Augment,
+    *,
+    device: torch.device,
+    optimizer_name: str = "lamb",
+    taught: bool = False,
+) -> Trainer:
+    """A trainer of a model on a device, with clipping, an average of the weights, and two passes a step."""
+    plan = Plan(num_samples=100, global_batch_size=GLOBAL_BATCH, micro_batch_size=8, num_images=1600, seed=0)
+    model = model.to(device)
+    optimizer: Any = build_optimizer(model, name=optimizer_name, lr=0.01, weight_decay=0.1)
+    init_state(optimizer)
+    optimizer.skip_synchronize = contextlib.nullcontext
+    comm, replica = Alone(), Replica()
+    replica.attach(model, optimizer, comm)
+
+    def open_batches(start: int) -> Iterator[Batch]:
+        for step in range(start, plan.num_steps):
+            for micro in plan.micro_batches(step, 0, 1):
+                samples = plan.samples(micro.start, micro.stop)[1]
+                images = torch.rand(len(samples), 3, SIDE, SIDE, device=device)
+                labels = torch.randint(CLASSES, (len(samples),), device=device)
+                maps = label_maps(len(samples), layers=2, device=device) if taught else None
+                yield Batch(images, labels, micro.step, micro.number, samples, maps)
+
+    return Trainer(
+        comm=comm,
+        model=model,
+        objective=objective,
+        optimizer=optimizer,
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        base_lr=0.01,
+        schedule=lambda step: 1.0,
+        plan=plan,
+        open_batches=open_batches,
+        eval_batches=[],
+        augment=augment,
+        seed=0,
+        precision="fp32",
+        clip_norm=1.0,
+        eval_images=10**9,
+        device=device,
+        replica=replica,
+        hooks=(Guards(max_skipped_steps=3), Ema(model, half_life_images=1000)),
+    )
+
+
+def vit_with_cutmix(device: torch.device, optimizer_name: str = "lamb") -> Trainer:
+    model = zoo.create_model("vit_nano32", img_size=SIDE, num_classes=CLASSES, proj_drop_rate=0.1, pos_drop_rate=0.1)
+    augment = Augment(CLASSES, mixup_alpha=0.2, cutmix_alpha=1.0, erase_prob=0.5, label_smoothing=0.1)
+    return trainer_for(model, classification, augment, device=device, optimizer_name=optimizer_name)
+
+
+def volo_with_token_labels(device: torch.device, **options: Any) -> Trainer:
+    with device:
+        model = zoo.create_model("volo_d1", img_size=SIDE, num_classes=CLASSES, drop_path_rate=0.5)
+    options |= dict(grid=SIDE // CELL, ground_truth="published", erase_prob=0.5, erase_mode="const")
+    augment = Augment(CLASSES, **options)
+    return trainer_for(model, TokenLabeling(cls_weight=1.0, dense_weight=0.5), augment, device=device, taught=True)
+
+
+RUNS: dict[str, Callable[[torch.device], Trainer]] = {
+    "ViT, LAMB": vit_with_cutmix,
+    "ViT, LARS": lambda device: vit_with_cutmix(device, "lars"),
+    "VOLO, MixToken": lambda device: volo_with_token_labels(device, mix_token=True),
+    "VOLO, mixup": lambda device: volo_with_token_labels(device, mixup_alpha=0.2),
+}
+COPIES = {"largebatch/native/copies.py: to_device", "zoo/volo.py: _to_device"}  # from page-locked memory
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_training_step_does_not_wait_for_the_device(run, monkeypatch):
+    monkeypatch.setattr(engine, "autocast", lambda device, precision: contextlib.nullcontext())  # it refuses "meta"
+    trainer = RUNS[run](META)
+    with Waits():
+        trainer.fit(max_steps=1)  # numbers that stay the same may be copied here
+    with Waits() as found:
+        trainer.fit(max_steps=3)
+    assert trainer.state.step == 3
+    assert found.reads == READS
+    assert found.copies <= COPIES
+
+
+def test_operations_on_pixels_do_not_wait_for_the_device():
+    operations = randaugment.draw(randaugment.parse("rand-m9-n3-p0.9"), 0, *torch.arange(2 * 64).view(2, 64).numpy())
+    images, normalise = torch.empty(64, 3, 32, 32, dtype=torch.uint8, device=META), Normalise((0.5,) * 3, (0.2,) * 3)
+    with Waits():
+        normalise.batch(images)
+    with Waits() as found:
+        normalise.batch(randaugment_ops.with_torch(images, (1, 2, 3), operations))
+    assert found.reads == set()
+    assert found.copies <= COPIES
+
+
+def test_labels_and_label_maps_do_not_wait_for_the_device():
+    shape, samples = (5, 2, 3), np.arange(4)
+    index: Any = SimpleNamespace(label=np.arange(9), map_shape=np.array([shape]))
+    room: Any = SimpleNamespace(maps=[np.zeros(4 * 5 * 2 * 3, dtype=np.uint8)] * 4)
+    placement, warp = np.zeros((4, 2, 3)), np.zeros((4, 2, 2, 3))
+    job = MicroBatch(step=3, number=5, start=0, stop=4)
+    with Waits() as found:
+        for encoded in (Encoded(job, samples, room, None, placement, warp), Encoded(job, samples, room, None)):
+            batch = labelled(encoded, torch.empty(4, 3, 8, 8, device=META), index, META)
+            assert batch.labels.device == META and batch.labels.shape == (4,) and batch.labels.dtype == torch.int64
+    assert batch.token_labels is None and found.reads == set()
+    assert found.copies <= COPIES
+
+
+def test_compiled_lamb_does_not_wait_for_the_device(monkeypatch):
+    """The compiled code is replaced by what it was compiled from."""
+    monkeypatch.setattr(lamb, "compiled", lambda alike: lamb.lamb_list_)
+    monkeypatch.setattr(lamb, "can_compile", lambda device_type: True)
+    model = nn.Linear(5, 3, device=META)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    optimizer = lamb.Lamb(model.parameters(), lr=0.1)
+    with Waits() as found:
+        optimizer.step()
+    assert found.reads == set()
+    assert found.copies <= COPIES
+
+
+def test_lamb_in_parts_does_not_wait_for_the_device():
+    """One rank that has everything: what is sent to others is not the question here."""
+    mesh: Any = SimpleNamespace(axis=lambda name: Axis(name, 1, 0, (0,), None), shape=ParallelConfig().shape())
+    model = nn.Linear(5, 3, device=META)
+    parameters = dict(model.named_parameters())
+    optimizer = ShardedLamb(model.parameters(), lr=0.1)
+    optimizer.sharding = Sharding(parameters, dict.fromkeys(parameters, UNCUT), mesh)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    with Waits() as found:
+        optimizer.clip_factor = global_norm(optimizer, optimizer.sharding)
+        optimizer.step()
+    assert found.reads == set()
+    assert found.copies <= COPIES
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.linear(self.norm(batch))
+
+
+def test_the_passes_of_a_step_share_the_graphs_of_a_compiled_model():
+    """Momentum is another number in each pass; the mean over ten of them is torch's own."""
+    model, alone = Normalised(), Normalised()
+    alone.norm.momentum = None
+    statistics, graphs, counts = BatchNormStatistics(model, Alone()), [], []
+    compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    with statistics.over_steps():
+        for number in range(10):
+            batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(number))
+            compiled(batch)
+            alone(batch)
+            counts.append(len(graphs))
+        assert counts[0] == counts[-1] > 0
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            assert torch.equal(getattr(model.norm, name), getattr(alone.norm, name))
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_the_gpu_has_its_update_before_the_host_waits_for_the_norm(monkeypatch, finite):
+    events: list[str] = []
+    monkeypatch.setattr(reduction, "to_host", lambda tensor: lambda: events.append("read") or finite)
+    model = nn.Linear(5, 3, device=META)
+    optimizer: Any = build_optimizer(model, lr=0.1, weight_decay=0.1)
+    optimizer.skip_synchronize = contextlib.nullcontext
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.register_step_pre_hook(lambda *_: events.append("step"))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    assert reduction.apply(optimizer, scaler, torch.zeros((), device=META)) == finite
+    assert events == ["step", "read"]
+    assert {state["step"] for state in optimizer.state.values()} == {int(finite)}
