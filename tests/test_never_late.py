@@ -5,6 +5,7 @@ A host that waits cannot prepare the next kernels, so the device has nothing to 
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,7 @@ from largebatch.parallel.mesh import Axis
 from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
 from largebatch.parallel.state_sharding import Sharding
 from largebatch.replica import Replica
+from zoo.volo import STRUCTURES, VOLO
 
 META = torch.device("meta")
 CLASSES, SIDE, GLOBAL_BATCH = 10, 64, 16
@@ -113,8 +115,9 @@ def vit_with_cutmix(device: torch.device, optimizer_name: str = "lamb") -> Train
 
 
 def volo_with_token_labels(device: torch.device, **options: Any) -> Trainer:
+    few = replace(STRUCTURES["volo_d1"], depths=(1, 2, 1, 1))
     with device:
-        model = zoo.create_model("volo_d1", img_size=SIDE, num_classes=CLASSES, drop_path_rate=0.5)
+        model = VOLO(few, img_size=SIDE, num_classes=CLASSES, drop_path_rate=0.5)
     options |= dict(grid=SIDE // CELL, ground_truth="published", erase_prob=0.5, erase_mode="const")
     augment = Augment(CLASSES, **options)
     return trainer_for(model, TokenLabeling(cls_weight=1.0, dense_weight=0.5), augment, device=device, taught=True)
