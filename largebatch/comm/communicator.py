@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from largebatch.comm import gloo_start, launcher, reduction
 from largebatch.comm.cores import cores_of_process, share_of_cores
+from largebatch.comm.driver import accept_cpu
 from largebatch.comm.home import set_missing_home
 from largebatch.comm.polling import finish
 from largebatch.comm.reduction import Compression, Reduction, parameters_of
@@ -103,8 +104,14 @@ class Communicator:
             raise RuntimeError(next(filter(None, causes)))
 
     def device(self, kind: str = "auto") -> torch.device:
-        """Return the device of this rank: the CPU, the GPU with the number of the local rank, or the only GPU."""
-        if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        """Return the device of this rank: the CPU, the GPU with the number of the local rank, or the only GPU.
+
+        ValueError if there is a GPU that torch does not see, unless kind is cpu.
+        """
+        if kind != "cpu" and not torch.cuda.is_available():
+            accept_cpu(kind, torch=torch.__version__, cuda=torch.version.cuda)
+            kind = "cpu"
+        if kind == "cpu":
             return torch.device("cpu")
         visible = torch.cuda.device_count()
         if visible < self.local_size and visible != 1:

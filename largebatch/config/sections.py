@@ -218,7 +218,8 @@ class RunConfig:
     """autocast type; auto: bf16 if the processor computes it, else fp16 on GPUs and fp32 on CPUs; config.yaml then
     names the type that was chosen. Parameters and gradients are always fp32"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the GPU of the local rank, if there is one, else the CPU"""
+    """auto: the GPU of the local rank, or the CPU on a host without GPUs; an error if torch does not see the host's
+    GPUs, as with a driver older than its CUDA"""
     deterministic: bool = False
     """compute the same bits in each repetition, at some cost in speed"""
     max_skipped_steps: int = 25
