@@ -121,6 +121,8 @@ class Binding:
     """The rank's GPU, in words."""
     adapter: str = ""
     """The adapter for UCX, as name:port."""
+    num_cores: int = 0
+    """How many cores the CPUs belong to."""
     notes: list[str] = field(default_factory=list)
     """Sentences about what was not bound, and why."""
 
@@ -144,6 +146,7 @@ def plan(machine: Machine, rank: int, size: int) -> Binding:
         binding.notes.append(f"{why}, so the ranks share all {len(all_cores)} cores")
     else:
         binding.notes.append(f"not bound: {len(all_cores)} cores for {size} ranks")
+    binding.num_cores = len(machine.cores(frozenset(binding.cpus)))
     around = [node for node, cpus in nodes.items() if cpus.issuperset(binding.cpus)]
     if binding.cpus and len(around) == 1 and len(nodes) > 1:
         binding.node = around[0]
@@ -273,6 +276,8 @@ def settings(binding: Binding, environment: Mapping[str, str]) -> dict[str, str]
     found = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # number GPUs as nvidia-smi does; CUDA by itself puts faster GPUs first
     if binding.adapter:
         found["UCX_NET_DEVICES"] = binding.adapter
+    if binding.cpus:  # a thread that waits in MPI gives up its core only if the rank has no second one
+        found["OMPI_MCA_mpi_yield_when_idle"] = str(int(binding.num_cores < 2))
     return {name: value for name, value in found.items() if name not in environment}
 
 

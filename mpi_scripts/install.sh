@@ -378,10 +378,6 @@ hwloc_base_binding_policy = none
 # which nothing here makes. The roads to fast networks are others, and stay open: pml ucx (InfiniBand, RoCE),
 # mtl ofi (Omni-Path, EFA).
 btl = ^ofi
-# Horovod's thread of each rank waits in MPI beside the one that computes. Where there is no core for both, its busy
-# waiting costs more than the messages: 2 ranks on 2 cores (AMD EPYC, 2026-11-21) did 89-94 img/s with this line and
-# 58-63 without (mpirun -np 2 python -m largebatch.train --model vit_b32 --run.max_steps 5, steps 3 to 5).
-mpi_yield_when_idle = 1
 
 # a lost host ends the job after 30 s, not 8 minutes (KEEPALIVES in mpi_scripts/install.sh)
 CONF
@@ -437,7 +433,7 @@ mpi_environment() {                 # prints name=value lines that cannot stand 
     printf '%s\n' OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
         PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1
     [ "$MPI" = wheel ] || printf '%s\n' OMPI_MCA_rmaps_base_oversubscribe=1 \
-        OMPI_MCA_hwloc_base_binding_policy=none OMPI_MCA_mpi_yield_when_idle=1 \
+        OMPI_MCA_hwloc_base_binding_policy=none \
         PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe PRTE_MCA_hwloc_default_binding_policy=none \
         "${KEEPALIVES[@]/#/OMPI_MCA_}" "${KEEPALIVES[@]/#/PRTE_MCA_}"
 }

@@ -224,12 +224,21 @@ def test_the_local_ranks_are_those_of_the_launchers_table():
 
 def test_what_the_user_has_set_stays():
     """NCCL gets no list of adapters: it looks for the nearest itself, and the ranks of a host need the same list."""
-    chosen = Binding(adapter="mlx5_1:1")
+    yields = "OMPI_MCA_mpi_yield_when_idle"
+    chosen = Binding(adapter="mlx5_1:1", cpus=[0, 1], num_cores=2)
     assert bind.settings(chosen, {}) == {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "UCX_NET_DEVICES": "mlx5_1:1",
+        yields: "0",
     }
-    assert bind.settings(chosen, {"UCX_NET_DEVICES": "all", "CUDA_DEVICE_ORDER": "x"}) == {}
+    assert bind.settings(chosen, {"UCX_NET_DEVICES": "all", "CUDA_DEVICE_ORDER": "x", yields: "1"}) == {}
+
+
+def test_a_rank_with_a_single_core_yields_it(dgx):
+    for cpus, yields in ("0,1,128,129", "1"), ("0-3,128-131", "0"):
+        chosen = plan(machine(dgx, cpus, answer=""), 1, 2)
+        assert bind.settings(chosen, {})["OMPI_MCA_mpi_yield_when_idle"] == yields
+    assert "OMPI_MCA_mpi_yield_when_idle" not in bind.settings(plan(machine(dgx, "0", answer=""), 0, 2), {})
 
 
 def test_mistakes_are_one_sentence(dgx):

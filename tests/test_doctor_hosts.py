@@ -271,6 +271,12 @@ def test_open_mpi_5_names_its_daemons_settings_differently():
         assert words in " ".join(command)
 
 
+def test_the_transport_is_that_of_the_training():
+    """mpi_scripts/train_multinode.sh names none, so MPI may take UCX."""
+    words = commands.mpirun(OPEN_MPI_4, TWO, 4, ["x"], network=ETH)
+    assert not {"pml", "btl"} & {*words}
+
+
 def test_mpich_gets_its_own_options():
     command = commands.mpirun(MPICH, TWO, 4, ["x"], network=ETH)
     assert "-mca" not in " ".join(command) and "-hosts a:2,b:2 -bind-to none -iface eth0" in " ".join(command)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.comm import gloo_start, launcher, reduction
-from largebatch.comm.cores import cores_of_process, share_of_cores
+from largebatch.comm.cores import cores_of_process, share_of_cores, yields
 from largebatch.comm.driver import accept_cpu
 from largebatch.comm.home import set_missing_home
 from largebatch.comm.polling import finish
@@ -66,6 +66,9 @@ class Communicator:
         shape.data_size(launch.size)  # raises before any rank waits for another
         set_missing_home(os.environ)
         mpi = gloo_start.mpi_version(mpi_lib_v2.__file__) if hvd.mpi_built() else ""
+        self.cores = cores_of_process()
+        if launch.local_size:  # mpi_scripts/bind.sh, which knows the cores of each rank, has set the variable already
+            os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", str(int(yields(self.cores, launch.local_size))))
         self._rendezvous = gloo_start.prepare(launch, os.environ, mpi=mpi)
         self.stall_limit_s = stall_limit(os.environ)  # 0: no limit
         self._watchdog = Watchdog(self.stall_limit_s, horovod.hang_limit_s, self._give_up)
@@ -85,7 +88,6 @@ class Communicator:
         )
         self._closing: list[Callable[[], None]] = []
         self._refuse_mismatch(launch)
-        self.cores = cores_of_process()
         self.num_cores = self._share_cores()
         if "OMP_NUM_THREADS" not in os.environ:  # torch of each rank would use all cores of the host
             torch.set_num_threads(max(1, int(self.num_cores)))
