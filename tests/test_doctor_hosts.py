@@ -292,6 +292,20 @@ def test_only_what_ranks_need_travels(monkeypatch):
     assert not {"MY_SECRET", "HOROVOD_RANK", "PATH", "HOME"} & passed
 
 
+def test_the_same_variables_travel_with_the_scripts(monkeypatch):
+    """env.sh hands on those of Horovod and NCCL as well, each once, and never a rank's place."""
+    names = ("MY_SECRET", "HOROVOD_CYCLE_TIME", "HOROVOD_RANK", "HOROVOD_LOCAL_SIZE", "NCCL_ALGO", "CHOSEN")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TRAVEL", "CHOSEN HOROVOD_CYCLE_TIME")
+    monkeypatch.setenv("VENV", sys.prefix)
+    script = f". {ROOT}/mpi_scripts/env.sh; printf '%s\\n' \"${{MPIRUN[@]}}\""
+    words = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout.split()
+    passed = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
+    assert {"HOROVOD_CYCLE_TIME", "NCCL_ALGO", "NCCL_DEBUG", "CHOSEN", "VENV"} <= {*passed}
+    assert not {"MY_SECRET", "HOROVOD_RANK", "HOROVOD_LOCAL_SIZE"} & {*passed} and len(passed) == len({*passed})
+
+
 def test_keepalives_are_those_that_the_installation_sets():
     """One place says after how many seconds a host is lost: install.sh."""
     text = (ROOT / "mpi_scripts" / "install.sh").read_text()
