@@ -124,6 +124,14 @@ def test_package_missing(monkeypatch):
     assert_failed(installation.check_versions(), cause="bb==2.0 is not installed", fix="mpi_scripts/install.sh")
 
 
+@pytest.mark.parametrize("installed, wrong", [("120", False), ("130", False), ("", True)])
+def test_either_dali_will_do(monkeypatch, installed, wrong):
+    """install.sh chooses that of torch's CUDA; the version is the same."""
+    fake_distributions(monkeypatch, {f"nvidia-dali-cuda{installed}": "2.4.0"})
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["nvidia-dali-cuda120==2.4.0"])
+    assert installation.check_versions().ok is not wrong
+
+
 def test_project_not_installed(monkeypatch):
     def requires(name: str) -> list[str]:
         raise importlib.metadata.PackageNotFoundError(name)

@@ -24,7 +24,8 @@ from largebatch.comm.stopped import Stopped
 if TYPE_CHECKING:
     from largebatch.comm.communicator import Communicator
 
-PACKAGES = ("torch", "horovod", "nvidia-dali-cuda120", "timm", "numpy", "torchvision", "safetensors", "pillow")
+PACKAGES = ("torch", "horovod", "timm", "numpy", "torchvision", "safetensors", "pillow")
+DALI = ("nvidia-dali-cuda120", "nvidia-dali-cuda130")  # one of them, by the CUDA of torch
 SHOWN = 4  # differences in one message: a rank with another recipe has dozens
 SOURCES = "the sources of largebatch"
 # Variables of Horovod and NCCL that may differ: the place of a rank, the addresses of its host, its log; and those of
@@ -83,6 +84,8 @@ def report_rank(options: Mapping[str, object]) -> RankReport:
     """Return the report of this process. options: every option of the config by its dotted name."""
     traits = {"Python": platform.python_version(), SOURCES: sources_digest()}
     traits |= {package: installed_version(package) for package in PACKAGES}
+    found = [(package, installed_version(package)) for package in DALI]
+    traits["DALI"] = " and ".join(f"{version} ({name})" for name, version in found if version != "missing") or "missing"
     traits |= {f"--{name}": str(value) for name, value in options.items()}
     return RankReport(socket.gethostname(), traits | variables("HOROVOD_"), variables("NCCL_"))
 
