@@ -8,6 +8,7 @@ import torch
 
 from largebatch import build
 from largebatch import config as c
+from largebatch.comm import Stopped
 from largebatch.config.horovod import HorovodConfig
 from largebatch.recipes import RECIPES, choose
 from largebatch.start import doubtful
@@ -299,6 +300,19 @@ def test_gradients_do_not_go_through_the_memory_of_the_host():
         HorovodConfig().apply(environment, deterministic=False, on_gpus=True)
     with pytest.raises(ValueError, match="^--horovod.torus_allreduce is true, which needs GPUs and NCCL"):
         HorovodConfig(torus_allreduce=True).apply({}, deterministic=False, on_gpus=False)
+
+
+def test_the_implementation_of_lamb_is_the_users():
+    able, cpu = [True, True], torch.device("cpu")
+    comm = SimpleNamespace(rank=0, allgather_object=lambda value, *, name: able)
+    assert [build.lamb_impl(comm, cpu, impl) for impl in ("eager", "compile")] == ["eager", "compile"]
+    able[1] = False
+    assert build.lamb_impl(comm, cpu, "eager") == "eager"
+    with pytest.raises(Stopped, match="^--optim.impl is compile, and rank 1 has no compiler for cpu: install g.., or"):
+        build.lamb_impl(comm, cpu, "compile")
+    with pytest.raises(ValueError, match="impl='eager' has no effect on sgd"):
+        sgd = c.TrainConfig(optim=c.OptimConfig(name="sgd", impl="eager"))
+        build.build_optimizer(sgd, torch.nn.Linear(2, 2), impl=sgd.optim.impl)
 
 
 @pytest.mark.parametrize("able, impl", [([True, True], "compile"), ([True, False], "eager"), ([False, True], "eager")])
