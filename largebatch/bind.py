@@ -8,9 +8,9 @@ there from the same files, so no rank has to ask another. If something cannot be
 it as it was; this is never an error.
 
 Ranks on one NUMA node get separate parts of its cores, with both hyperthreads of a core in the same part. UCX gets one
-adapter per rank: the nearest that no other rank has. NCCL gets the same list on all ranks, the adapters that are
-nearest to any GPU: it chooses among them itself, but the ranks of a host must give it the same list. Adapters for
-storage are left out.
+adapter per rank: the nearest that no other rank has. NCCL searches the topology itself, and gets no list of adapters.
+If each rank sees only a GPU of its own (Slurm's --gpus-per-task=1), the parts are those of the host's GPUs, whether a
+rank of this job uses them or not: then no rank has to know the GPUs of the others.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 QUERY = ["nvidia-smi", "--query-gpu=index,pci.bus_id,uuid", "--format=csv,noheader"]
@@ -47,7 +47,24 @@ class Machine:
     allowed: frozenset[int]
     """The CPUs that this process may use."""
     gpus: tuple[str, ...] = ()
-    """PCI addresses in the order of the local ranks."""
+    """PCI addresses in the order of the local ranks; or only that of this rank's GPU, if it sees no other."""
+
+    def host_gpus(self) -> tuple[str, ...]:
+        """Return the PCI addresses of all GPUs of the host, also of those that this process may not use."""
+        return tuple(sorted(path.name for path in (self.sysfs / "bus/pci/drivers/nvidia").glob("*:*:*.*")))
+
+    def seat(self, rank: int, size: int) -> tuple["Machine", int, int]:
+        """Return the machine with a GPU for each seat near a GPU, the seat of a rank, and how many seats there are.
+
+        Seats are ranks, unless the rank sees only its own GPU: then they are all GPUs of the host. If the host shows
+        fewer GPUs than ranks, those of the other ranks are unknown.
+        """
+        if size == 1 or len(self.gpus) != 1:
+            return self, rank, size
+        all_gpus = self.host_gpus()
+        if self.gpus[0] in all_gpus and len(all_gpus) >= size:
+            return replace(self, gpus=all_gpus), all_gpus.index(self.gpus[0]), len(all_gpus)
+        return replace(self, gpus=("",) * rank + self.gpus + ("",) * (size - rank - 1)), rank, size
 
     def node_of_gpu(self, local_rank: int) -> int:
         """Return the NUMA node of a rank's GPU; -1 if there is no such GPU or the machine does not say."""
@@ -100,10 +117,12 @@ class Binding:
     """Empty: the rank keeps the CPUs it has."""
     node: int = -1
     """The NUMA node whose memory the rank uses; -1: any."""
+    gpu: str = ""
+    """The rank's GPU, in words."""
     adapter: str = ""
     """The adapter for UCX, as name:port."""
-    adapters: list[str] = field(default_factory=list)
-    """The names of adapters for NCCL, the same on all ranks of the host."""
+    num_cores: int = 0
+    """How many cores the CPUs belong to."""
     notes: list[str] = field(default_factory=list)
     """Sentences about what was not bound, and why."""
 
@@ -111,23 +130,27 @@ class Binding:
 def plan(machine: Machine, rank: int, size: int) -> Binding:
     """Return the binding of one of the `size` ranks on this host."""
     binding = Binding()
+    machine, seat, seats = machine.seat(rank, size)
+    if seat < len(machine.gpus):
+        binding.gpu = f"GPU {seat} at {machine.gpus[seat]}, NUMA node {machine.node_of_gpu(seat)}"
     nodes = machine.nodes()
-    wanted = [machine.node_of_gpu(other) for other in range(size)]
+    wanted = [machine.node_of_gpu(other) for other in range(seats)]
     enough = [len(machine.cores(nodes.get(node, frozenset()))) >= wanted.count(node) for node in wanted]
     all_cores = machine.cores(machine.allowed)
     if -1 not in wanted and all(enough):
-        peers = [other for other in range(size) if wanted[other] == wanted[rank]]
-        binding.cpus = share(machine.cores(nodes[wanted[rank]]), peers.index(rank), len(peers))
+        peers = [other for other in range(seats) if wanted[other] == wanted[seat]]
+        binding.cpus = share(machine.cores(nodes[wanted[seat]]), peers.index(seat), len(peers))
     elif len(all_cores) >= size:
         binding.cpus = share(all_cores, rank, size)
         why = "too few cores near the GPUs" if -1 not in wanted else "no NUMA node known" if machine.gpus else "no GPU"
         binding.notes.append(f"{why}, so the ranks share all {len(all_cores)} cores")
     else:
         binding.notes.append(f"not bound: {len(all_cores)} cores for {size} ranks")
+    binding.num_cores = len(machine.cores(frozenset(binding.cpus)))
     around = [node for node, cpus in nodes.items() if cpus.issuperset(binding.cpus)]
     if binding.cpus and len(around) == 1 and len(nodes) > 1:
         binding.node = around[0]
-    _choose_adapters(binding, machine, rank, size)
+    _choose_adapters(binding, machine, seat, seats)
     return binding
 
 
@@ -137,8 +160,6 @@ def _choose_adapters(binding: Binding, machine: Machine, rank: int, size: int) -
     for candidates in nearest[: rank + 1]:  # ranks before this one choose first
         binding.adapter = min(candidates, key=lambda name: used[name], default="")
         used[binding.adapter] += 1
-    names = dict.fromkeys(name.partition(":")[0] for adapters in nearest for name in adapters)
-    binding.adapters = sorted(names, key=_natural)
 
 
 def share(cores: Sequence[list[int]], part: int, parts: int) -> list[int]:
@@ -223,17 +244,15 @@ def ask_gpus() -> str:
         )
 
 
-def describe(binding: Binding, machine: Machine, rank: int, size: int) -> str:
+def describe(binding: Binding, rank: int, size: int) -> str:
     """Describe a binding in one line for a reader."""
-    parts = []
-    if rank < len(machine.gpus):
-        parts.append(f"GPU {rank} at {machine.gpus[rank]}, NUMA node {machine.node_of_gpu(rank)}")
+    parts = [binding.gpu] if binding.gpu else []
     if binding.cpus:
         parts.append(f"CPUs {ranges(binding.cpus)}")
     if binding.node >= 0:
         parts.append(f"memory of node {binding.node}")
     if binding.adapter:
-        parts.append(f"adapter {binding.adapter} of {','.join(binding.adapters)}")
+        parts.append(f"adapter {binding.adapter}")
     return f"bind.sh: {socket.gethostname()} local rank {rank} of {size}: {'; '.join(parts + binding.notes)}"
 
 
@@ -257,8 +276,8 @@ def settings(binding: Binding, environment: Mapping[str, str]) -> dict[str, str]
     found = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # number GPUs as nvidia-smi does; CUDA by itself puts faster GPUs first
     if binding.adapter:
         found["UCX_NET_DEVICES"] = binding.adapter
-    if binding.adapters:
-        found["NCCL_IB_HCA"] = "=" + ",".join(binding.adapters)  # without "=", mlx5_1 would stand for mlx5_10, too
+    if binding.cpus:  # a thread that waits in MPI gives up its core only if the rank has no second one
+        found["OMPI_MCA_mpi_yield_when_idle"] = str(int(binding.num_cores < 2))
     return {name: value for name, value in found.items() if name not in environment}
 
 
@@ -276,9 +295,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     binding = plan(machine, rank, size)
     command = [*([] if "SYSFS" in os.environ else memory_command(binding)), *options.command]
     if options.dry_run:
-        print(describe(binding, machine, rank, size), flush=True)
+        print(describe(binding, rank, size), flush=True)
         return
-    print(describe(binding, machine, rank, size), file=sys.stderr, flush=True)
+    print(describe(binding, rank, size), file=sys.stderr, flush=True)
     if binding.cpus:
         os.sched_setaffinity(0, binding.cpus)
     os.environ.update(settings(binding, os.environ))

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from largebatch import checkpoint, hooks, optim
 from largebatch.augment import Augment
-from largebatch.comm import Communicator
+from largebatch.comm import Communicator, Stopped
 from largebatch.comm.cores import loader_threads
 from largebatch.comm.signals import Signals
 from largebatch.config import (
@@ -244,7 +244,7 @@ def build_augment(config: TrainConfig) -> Augment:
 
 def build_replica(config: TrainConfig, comm: Communicator, device: torch.device, *, passes: int) -> Replica:
     """Build this rank's model, cut if ranks share it, and its optimizer, wrapped; both without a state yet."""
-    impl = lamb_impl(comm, device) if config.optim.name == "lamb" else None
+    impl = lamb_impl(comm, device, config.optim.impl) if config.optim.name == "lamb" else config.optim.impl
     weights = find_weights(config.model.weights, comm)[0] if config.model.weights else None
     make_optimizer = partial(build_optimizer, config, impl=impl)
     if divides(config):
@@ -267,9 +267,19 @@ def build_replica(config: TrainConfig, comm: Communicator, device: torch.device,
     return replica
 
 
-def lamb_impl(comm: Communicator, device: torch.device) -> str:
-    """Choose how LAMB runs: compiled only if all ranks can, since the two ways differ in the last bits of a weight."""
+def lamb_impl(comm: Communicator, device: torch.device, wanted: str | None = None) -> str:
+    """Choose how LAMB runs: as wanted, or compiled if all ranks can: the two ways differ in the last bits of a weight.
+
+    All ranks raise Stopped if one cannot do what is wanted.
+    """
+    if wanted == "eager":
+        return wanted
     able = comm.allgather_object(can_compile(device.type), name="build/can_compile")
+    if wanted and not all(able):
+        raise Stopped(
+            f"--optim.impl is compile, and rank {able.index(False)} has no compiler for {device.type}: install "
+            f"{'g++' if device.type == 'cpu' else 'Triton, gcc and the headers of Python'}, or set --optim.impl eager."
+        )
     if not all(able) and comm.rank == 0:
         logger.warning("no compiler on rank %d: LAMB runs eagerly, which is slower", able.index(False))
     return "compile" if all(able) else "eager"

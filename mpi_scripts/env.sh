@@ -11,7 +11,8 @@
 #   VENV       the environment that install.sh made            (default: .venv in the repository)
 #   INTERFACE  the network card between the hosts, e.g. eth0   (default: each library looks for one)
 #   TRAVEL     more variables to send to all hosts,            (default: none)
-#              e.g. "NCCL_ALGO HOROVOD_TIMELINE"
+#              e.g. "OMP_NUM_THREADS UCX_TLS"
+# The variables of Horovod and NCCL go to all hosts, because ranks that differ in them wait for each other for ever.
 # Nothing else of the caller's environment goes to other hosts. install.sh sets the keepalives of Open MPI and ssh,
 # which end a job if a host or a cable is lost, for every launcher alike.
 
@@ -62,7 +63,9 @@ fi
 # Unlike horovodrun, never send the whole environment: it may hold secrets and variables that break remote shells.
 # LD_LIBRARY_PATH is sent because the modules of a cluster put the system MPI and CUDA there.
 # shellcheck disable=SC2086  # a list of names
-for name in VENV PYTHONUNBUFFERED NCCL_DEBUG NCCL_SOCKET_IFNAME HOROVOD_GLOO_IFACE LD_LIBRARY_PATH ${TRAVEL:-}; do
+for name in VENV PYTHONUNBUFFERED LD_LIBRARY_PATH "${!HOROVOD_@}" "${!NCCL_@}" ${TRAVEL:-}; do
+    case ${name#HOROVOD_} in RANK | SIZE | LOCAL_* | CROSS_* | HOSTNAME | CONTROLLER | GLOO_RENDEZVOUS_*) continue ;; esac
+    case " ${MPIRUN[*]} " in *" -x $name "*) continue ;; esac   # Open MPI warns of a name that it gets twice
     [ -z "${!name+set}" ] || MPIRUN+=(-x "$name")
 done
 

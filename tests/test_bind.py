@@ -63,9 +63,11 @@ def dgx(tmp_path_factory) -> Path:
         siblings = f"{cpu % 128},{cpu % 128 + 128}"
         write(sys_folder / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", siblings)
     (sys_folder / "bus/pci/devices").mkdir(parents=True)
+    write(sys_folder / "bus/pci/drivers/nvidia/new_id", "")
     for bus, (node, bridges) in GPUS.items():
         write(sys_folder / "devices" / bridges / bus / "numa_node", str(node))
         (sys_folder / "bus/pci/devices" / bus).symlink_to(sys_folder / "devices" / bridges / bus)
+        write(sys_folder / "bus/pci/drivers/nvidia" / bus / "vendor", "0x10de")
     for name, (node, place) in ADAPTERS.items():
         write(sys_folder / "devices" / place / "numa_node", str(node))
         write(sys_folder / "class/infiniband" / name / "ports/1/state", "4: ACTIVE")
@@ -105,9 +107,34 @@ def test_every_rank_of_a_dgx_is_near_its_gpu(dgx):
         ranks = {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
         code, output = run_bind("--dry-run", "false", SYSFS=str(dgx), GPUS=str(dgx / "gpus.csv"), **ranks)
         assert code == 0
-        assert output.endswith(
-            f"local rank {rank} of 8: {line} of mlx5_0,mlx5_1,mlx5_2,mlx5_3,mlx5_6,mlx5_7,mlx5_8,mlx5_9\n"
-        )
+        assert output.endswith(f"local rank {rank} of 8: {line}\n")
+
+
+def test_a_rank_that_sees_one_gpu_is_near_it(dgx):
+    """As with Slurm's --gpus-per-task=1: nvidia-smi lists one GPU, the others of the host are in /sys."""
+    answers = ANSWER.splitlines(keepends=True)
+    for rank, gpu in enumerate([5, 0, 7, 6, 2, 1, 4, 3]):
+        (dgx / "one.csv").write_text(answers[gpu].replace(f"{gpu},", "0,", 1))
+        ranks = {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
+        given = {"SYSFS": str(dgx), "GPUS": str(dgx / "one.csv"), "CUDA_VISIBLE_DEVICES": "0"}
+        assert run_bind("--dry-run", **given, **ranks)[1].endswith(f"local rank {rank} of 8: {EXPECTED[gpu]}\n")
+
+
+def test_fewer_ranks_than_gpus_of_which_each_sees_one(dgx):
+    """Two ranks have GPUs of one NUMA node; the cores near GPUs of other jobs stay free."""
+    found = [plan(machine(dgx, answer=ANSWER.splitlines()[gpu]), rank, 2) for rank, gpu in enumerate([3, 2])]
+    assert [ranges(each.cpus) for each in found] == ["24-31,152-159", "16-23,144-151"]
+    few = [plan(machine(dgx, "16-19", ANSWER.splitlines()[gpu]), rank, 2) for rank, gpu in enumerate([3, 2])]
+    assert [ranges(each.cpus) for each in few] == ["16-17", "18-19"]  # other jobs have the other cores
+
+
+def test_a_rank_that_sees_one_gpu_of_a_host_that_hides_the_others(tmp_path):
+    """They share the cores by their numbers; a GPU that two ranks really share is refused by the training."""
+    write(tmp_path / "bus/pci/devices/0000:07:00.0/numa_node", "0")
+    write(tmp_path / "devices/system/node/node0/cpulist", "0-3")
+    found = [plan(machine(tmp_path, "0-3", ANSWER.splitlines()[0]), rank, 2) for rank in range(2)]
+    assert [each.cpus for each in found] == [[0, 1], [2, 3]]
+    assert [each.gpu for each in found] == [f"GPU {rank} at 0000:07:00.0, NUMA node 0" for rank in range(2)]
 
 
 def machine(sysfs: Path, cpus: str = "0-255", answer: str = ANSWER, visible: str | None = None) -> Machine:
@@ -148,7 +175,7 @@ def test_an_adapter_that_is_down_is_not_taken(dgx):
     state = dgx / "class/infiniband/mlx5_0/ports/1/state"
     state.write_text("1: DOWN\n")
     found = [plan(machine(dgx), rank, 2) for rank in range(2)]
-    assert [each.adapter for each in found] == ["mlx5_1:1"] * 2 and found[0].adapters == ["mlx5_1"]
+    assert [each.adapter for each in found] == ["mlx5_1:1"] * 2
     state.write_text("4: ACTIVE\n")
 
 
@@ -196,13 +223,22 @@ def test_the_local_ranks_are_those_of_the_launchers_table():
 
 
 def test_what_the_user_has_set_stays():
-    chosen = Binding(adapter="mlx5_1:1", adapters=["mlx5_1", "mlx5_10"])
+    """NCCL gets no list of adapters: it looks for the nearest itself, and the ranks of a host need the same list."""
+    yields = "OMPI_MCA_mpi_yield_when_idle"
+    chosen = Binding(adapter="mlx5_1:1", cpus=[0, 1], num_cores=2)
     assert bind.settings(chosen, {}) == {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "UCX_NET_DEVICES": "mlx5_1:1",
-        "NCCL_IB_HCA": "=mlx5_1,mlx5_10",
+        yields: "0",
     }
-    assert bind.settings(chosen, {"UCX_NET_DEVICES": "all", "NCCL_IB_HCA": "", "CUDA_DEVICE_ORDER": "x"}) == {}
+    assert bind.settings(chosen, {"UCX_NET_DEVICES": "all", "CUDA_DEVICE_ORDER": "x", yields: "1"}) == {}
+
+
+def test_a_rank_with_a_single_core_yields_it(dgx):
+    for cpus, yields in ("0,1,128,129", "1"), ("0-3,128-131", "0"):
+        chosen = plan(machine(dgx, cpus, answer=""), 1, 2)
+        assert bind.settings(chosen, {})["OMPI_MCA_mpi_yield_when_idle"] == yields
+    assert "OMPI_MCA_mpi_yield_when_idle" not in bind.settings(plan(machine(dgx, "0", answer=""), 0, 2), {})
 
 
 def test_mistakes_are_one_sentence(dgx):

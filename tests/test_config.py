@@ -8,6 +8,7 @@ import torch
 
 from largebatch import build
 from largebatch import config as c
+from largebatch.comm import Stopped
 from largebatch.config.horovod import HorovodConfig
 from largebatch.recipes import RECIPES, choose
 from largebatch.start import doubtful
@@ -189,7 +190,7 @@ IDLE = [
         (["--horovod.reduction", "adasum"], "there is no gradient of the global batch for --optim.clip_norm"),
         (["--horovod.autotune", "true", "--run.deterministic", "true"], "the choices of autotune depend on timing"),
         (["--horovod.autotune", "true", "--horovod.cycle_time_ms", "2"], "a value that is set is not tuned"),
-        (["--horovod.hierarchical_allreduce", "true", "--run.device", "cpu"], "which needs GPUs and NCCL"),
+        (["--horovod.torus_allreduce", "true", "--run.device", "cpu"], "which needs GPUs and NCCL"),
         (["--horovod.stall_limit_s", "-1"], "--horovod.stall_limit_s is -1.0: expected 0 or more, or null."),
         (["--horovod.hang_limit_s", "-1"], "--horovod.hang_limit_s is -1.0: expected 0 or more."),
         (["--run.compression", "adasum"], "run.compression"),
@@ -302,11 +303,34 @@ def test_what_horovod_is_told():
         "FUSION_THRESHOLD": str(64 * 2**20),
         "CYCLE_TIME": "2.0",
     }
-    assert told(hierarchical_allreduce=True, on_gpus=True) == limit | {"HIERARCHICAL_ALLREDUCE": "1"}
+    assert told(torus_allreduce=True, on_gpus=True) == limit | {"TORUS_ALLREDUCE": "1"}
+    assert told(autotune=True, on_gpus=True) == limit | {"AUTOTUNE": "1", "HIERARCHICAL_ALLREDUCE": "0"}
     assert told(stall_limit_s=30, on_gpus=True) == {
         "STALL_SHUTDOWN_TIME_SECONDS": "30",
         "STALL_CHECK_TIME_SECONDS": "15",
     }
+
+
+def test_gradients_do_not_go_through_the_memory_of_the_host():
+    """Horovod's hierarchical allreduce reduces between hosts with MPI, in host memory."""
+    environment = {"HOROVOD_HIERARCHICAL_ALLREDUCE": "1"}
+    with pytest.raises(ValueError, match="^HOROVOD_HIERARCHICAL_ALLREDUCE is set, which copies each gradient to"):
+        HorovodConfig().apply(environment, deterministic=False, on_gpus=True)
+    with pytest.raises(ValueError, match="^--horovod.torus_allreduce is true, which needs GPUs and NCCL"):
+        HorovodConfig(torus_allreduce=True).apply({}, deterministic=False, on_gpus=False)
+
+
+def test_the_implementation_of_lamb_is_the_users():
+    able, cpu = [True, True], torch.device("cpu")
+    comm = SimpleNamespace(rank=0, allgather_object=lambda value, *, name: able)
+    assert [build.lamb_impl(comm, cpu, impl) for impl in ("eager", "compile")] == ["eager", "compile"]
+    able[1] = False
+    assert build.lamb_impl(comm, cpu, "eager") == "eager"
+    with pytest.raises(Stopped, match="^--optim.impl is compile, and rank 1 has no compiler for cpu: install g.., or"):
+        build.lamb_impl(comm, cpu, "compile")
+    with pytest.raises(ValueError, match="impl='eager' has no effect on sgd"):
+        sgd = c.TrainConfig(optim=c.OptimConfig(name="sgd", impl="eager"))
+        build.build_optimizer(sgd, torch.nn.Linear(2, 2), impl=sgd.optim.impl)
 
 
 @pytest.mark.parametrize("able, impl", [([True, True], "compile"), ([True, False], "eager"), ([False, True], "eager")])

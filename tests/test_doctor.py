@@ -7,6 +7,7 @@ PATH, a limit of the shell, a variable that some other job left behind. The laun
 
 import importlib.metadata
 import os
+import re
 import shutil
 import socket
 import stat
@@ -16,9 +17,11 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from test_driver import write_driver
 
+from largebatch.comm import driver
 from largebatch.doctor import __main__ as command_line
-from largebatch.doctor import installation, launches, machine
+from largebatch.doctor import gpu, installation, launches, machine
 from largebatch.doctor.result import Result
 
 ROOT = Path(__file__).parents[1]
@@ -122,6 +125,14 @@ def test_version_differs(monkeypatch):
 def test_package_missing(monkeypatch):
     fake_distributions(monkeypatch, {"aa": "1.0"})
     assert_failed(installation.check_versions(), cause="bb==2.0 is not installed", fix="mpi_scripts/install.sh")
+
+
+@pytest.mark.parametrize("installed, wrong", [("120", False), ("130", False), ("", True)])
+def test_either_dali_will_do(monkeypatch, installed, wrong):
+    """install.sh chooses that of torch's CUDA; the version is the same."""
+    fake_distributions(monkeypatch, {f"nvidia-dali-cuda{installed}": "2.4.0"})
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["nvidia-dali-cuda120==2.4.0"])
+    assert installation.check_versions().ok is not wrong
 
 
 def test_project_not_installed(monkeypatch):
@@ -467,6 +478,64 @@ def test_gpu(programs, monkeypatch):
     assert machine.check_gpu(GOOD, "cpu").ok
     assert launches.device_for_launches(seeing | {"nccl": True}, "auto") == "cuda"
     assert launches.device_for_launches(seeing, "auto") == "cpu"
+
+
+ONE_GPU = GOOD | {"cuda": "13.0", "gpus": 1, "nccl": True}
+
+
+def tried(parts: str, *, free: int = 70, last: str = "") -> Result:
+    """The result of a program that names these parts, on a GPU of 80 GiB, and then does something else."""
+    said = [f"print('memory {free * 2**30} {80 * 2**30}')", *(f"print('part {part}')" for part in parts.split())]
+    return gpu.check_gpu_works(ONE_GPU, limit_s=30, program="\n".join([*said, last]))
+
+
+def test_a_gpu_works():
+    assert tried("product Triton DALI NCCL end").detail == "product, Triton, DALI, NCCL; 70 of 80 GiB free"
+    assert gpu.check_gpu_works(GOOD, limit_s=1, program="raise") == Result("a GPU works", True, "no GPU")
+    named = re.findall(r'^at\("(\w+)"\)$', gpu.PROGRAM, re.MULTILINE)
+    assert named == [*gpu.FAULTS, "end"] and compile(gpu.PROGRAM, "program", "exec")
+
+
+@pytest.mark.parametrize(
+    "parts, last, cause, fix",
+    [
+        ("product", "1 / 0", "the GPU does not compute: the trial ended with exit code 1: ZeroDivisionError", "dmesg"),
+        ("Triton", "raise RuntimeError('no gcc')", "Triton cannot compile for the GPU: the trial ended", "gcc python3"),
+        ("DALI", "assert 0, 'an image is wrong'", "DALI cannot decode an image on the GPU: the trial ended", "--force"),
+        ("DALI NCCL", "import os; os.kill(os.getpid(), 11)", "the GPU: the trial was killed by SIGSEGV", "NCCL_DEBUG"),
+        ("NCCL end", "raise SystemExit(3)", "Horovod cannot reduce a tensor of the GPU: the trial ended", "NCCL_DEBUG"),
+    ],
+)
+def test_a_part_of_a_gpus_work_fails(parts, last, cause, fix):
+    assert_failed(tried(parts, last=last), cause=cause, fix=fix)
+
+
+def test_a_gpu_that_another_process_fills():
+    result = tried("product", free=7, last="raise MemoryError('CUDA out of memory')")
+    cause = "only 7.0 of 80 GiB of the GPU are free: another process fills it"
+    assert_failed(result, cause=cause, fix="nvidia-smi --query-compute-apps")
+
+
+def test_a_driver_older_than_cuda(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver, "PROC", tmp_path)
+    monkeypatch.setattr(gpu, "find_driver", lambda: driver.find_driver(tmp_path))
+    write_driver(tmp_path, "535.104.05")
+    cause = "driver 535.104.05 is older than 580, which torch's CUDA 13.0 needs, so torch sees no GPU"
+    assert_failed(gpu.check_driver(ONE_GPU), cause=cause, fix="CUDA=12.6 mpi_scripts/install.sh")
+    assert gpu.check_driver(ONE_GPU | {"cuda": "12.6"}).detail == "535.104.05, 2 GPUs" and gpu.check_driver(GOOD).ok
+
+
+def test_locked_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "ADAPTERS", tmp_path)
+    limits = [65536, 65536]
+    monkeypatch.setattr(gpu.resource, "getrlimit", lambda limit: tuple(limits))
+    assert gpu.check_locked_memory() == Result("locked memory", True, "no InfiniBand")
+    (tmp_path / "mlx5_0").mkdir()
+    assert_failed(gpu.check_locked_memory(), cause="a process may lock 64 KiB", fix="memlock unlimited")
+    limits[1] = -1
+    assert_failed(gpu.check_locked_memory(), cause="a process may lock 64 KiB", fix="ulimit -l $(ulimit -H -l)")
+    limits[0] = -1
+    assert gpu.check_locked_memory().detail == "unlimited"
 
 
 def test_no_gpu(programs):

@@ -271,6 +271,12 @@ def test_open_mpi_5_names_its_daemons_settings_differently():
         assert words in " ".join(command)
 
 
+def test_the_transport_is_that_of_the_training():
+    """mpi_scripts/train_multinode.sh names none, so MPI may take UCX."""
+    words = commands.mpirun(OPEN_MPI_4, TWO, 4, ["x"], network=ETH)
+    assert not {"pml", "btl"} & {*words}
+
+
 def test_mpich_gets_its_own_options():
     command = commands.mpirun(MPICH, TWO, 4, ["x"], network=ETH)
     assert "-mca" not in " ".join(command) and "-hosts a:2,b:2 -bind-to none -iface eth0" in " ".join(command)
@@ -284,6 +290,20 @@ def test_only_what_ranks_need_travels(monkeypatch):
     passed = {command[i + 1].partition("=")[0] for i, word in enumerate(command) if word == "-x"}
     assert {"HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME"} <= passed
     assert not {"MY_SECRET", "HOROVOD_RANK", "PATH", "HOME"} & passed
+
+
+def test_the_same_variables_travel_with_the_scripts(monkeypatch):
+    """env.sh hands on those of Horovod and NCCL as well, each once, and never a rank's place."""
+    names = ("MY_SECRET", "HOROVOD_CYCLE_TIME", "HOROVOD_RANK", "HOROVOD_LOCAL_SIZE", "NCCL_ALGO", "CHOSEN")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TRAVEL", "CHOSEN HOROVOD_CYCLE_TIME")
+    monkeypatch.setenv("VENV", sys.prefix)
+    script = f". {ROOT}/mpi_scripts/env.sh; printf '%s\\n' \"${{MPIRUN[@]}}\""
+    words = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout.split()
+    passed = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
+    assert {"HOROVOD_CYCLE_TIME", "NCCL_ALGO", "NCCL_DEBUG", "CHOSEN", "VENV"} <= {*passed}
+    assert not {"MY_SECRET", "HOROVOD_RANK", "HOROVOD_LOCAL_SIZE"} & {*passed} and len(passed) == len({*passed})
 
 
 def test_keepalives_are_those_that_the_installation_sets():

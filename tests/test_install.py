@@ -12,13 +12,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_driver import write_driver
 
+from largebatch.comm.driver import Driver
 from largebatch.doctor import installation
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [*sorted((ROOT / "mpi_scripts").glob("*.sh")), ROOT / "tests/cluster/install.sh", ROOT / ".ci" / "run"]
 INSTALLED = ROOT / ".venv" / "largebatch-installed"
-OUR_VARIABLES = ("PYTHON", "MPI", "OPERATIONS", "CXX", "WHEEL_CACHE", "VENV", "MIN_FREE_GB")
+OUR_VARIABLES = (
+    "PYTHON", "MPI", "CUDA", "OPERATIONS", "HOROVOD_BUILD_CUDA_CC_LIST", "TORCH_INDEX", "CXX", "WHEEL_CACHE", "VENV",
+    "MIN_FREE_GB",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -123,6 +128,159 @@ def test_help_names_every_variable(install):
     printed = install("--help").stdout
     assert all(f"  {name} " in printed for name in OUR_VARIABLES)
     assert "set -E" not in printed
+
+
+# -- the CUDA of the driver ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(install, tmp_path):
+    """A function that returns the lines of install.sh --dry-run on a host with this driver, GPU and nvcc."""
+
+    def run(driver="", *, capability="9.0", nvcc="", slurm=False, arguments=(), **variables):
+        tools = tmp_path / "tools"
+        tools.mkdir(exist_ok=True)
+        answer = f"*compute_cap*) printf '{capability}\\n{capability}\\n' ;; -L) echo 'GPU 0: A (UUID: GPU-1)' ;;"
+        program(tools / "nvidia-smi", f"case $1 in {answer} *) exit 6 ;; esac" if driver else "exit 9")
+        program(tools / "sinfo", "exit 0" if slurm else "exit 1")
+        if nvcc:
+            (tools / "bin").mkdir(exist_ok=True)
+            program(tools / "bin" / "nvcc", f"echo 'Cuda compilation tools, release {nvcc}, V{nvcc}.77'")
+        proc = tmp_path / "proc"
+        if driver:
+            write_driver(proc, driver, is_open=True)
+        path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+        given = {"NVIDIA_PROC": str(proc), "PATH": path, "CUDA_HOME": str(tools)} | variables
+        return install("--dry-run", *arguments, **given)
+
+    return run
+
+
+REGISTRY = "torch: torch==2.13.0 torchvision==0.28.0, from the registry of pip"
+
+
+def torch_of(build: str, version: str = "2.13.0", vision: str = "0.28.0") -> str:
+    index = f"https://download.pytorch.org/whl/{build}"
+    return f"torch: torch=={version}+{build} torchvision=={vision}+{build}, from {index}"
+
+
+@pytest.mark.parametrize(
+    "driver, host, torch, dali, horovod",
+    [
+        ("535.104.05", {"nvcc": "12.2", "capability": "8.0"}, torch_of("cu126"), "120", "nccl operations, "),
+        ("575.51.03", {"nvcc": "12.9"}, torch_of("cu129"), "120", "nccl operations, architectures 90,"),
+        ("580.65.06", {"nvcc": "13.0"}, REGISTRY, "130", "nccl operations, architectures 90,"),
+        ("580.65.06", {"nvcc": "12.8"}, torch_of("cu129"), "120", "nccl operations,"),  # nvcc cannot build for 13
+        ("580.65.06", {"nvcc": "12.8", "capability": "7.0"}, torch_of("cu126"), "120", "architectures 70,"),
+        ("580.65.06", {"CUDA": "12.6", "nvcc": "12.6"}, torch_of("cu126"), "120", "nccl operations,"),
+        ("580.65.06", {"CUDA": "none"}, torch_of("cpu"), "120", "cpu operations, architectures none,"),
+        ("", {}, REGISTRY, "120", "cpu operations, architectures none,"),
+        ("", {"OPERATIONS": "nccl", "nvcc": "13.0"}, REGISTRY, "130", "nccl operations, architectures 80,90,"),
+        (
+            "",
+            {"OPERATIONS": "nccl", "CUDA": "12.9", "nvcc": "12.9", "HOROVOD_BUILD_CUDA_CC_LIST": "90", "slurm": True},
+            torch_of("cu129"),
+            "120",
+            "nccl operations, architectures 90,",
+        ),
+    ],
+)
+def test_torch_dali_and_horovod_fit_the_driver(plan, tmp_path, driver, host, torch, dali, horovod):
+    result = plan(driver, **host)
+    assert result.returncode == 0, result.stderr
+    assert f"install.sh: {torch}\n" in result.stdout and f"nvidia-dali-cuda{dali}==2.4.0\n" in result.stdout
+    assert horovod in result.stdout and result.stdout.endswith("nothing was installed, because of --dry-run\n")
+    assert f"driver: {driver or 'none'};" in result.stdout
+    assert not (tmp_path / ".venv").exists() and not (tmp_path / ".venv.lock").exists()
+
+
+def test_the_training_names_the_cuda_that_is_installed(plan):
+    """A driver's CUDA stands in install.sh and in comm/driver.py."""
+    for driver in ("525.60.13", "569.99", "570.86", "579.1", "580.65.06"):
+        cuda = Driver(driver, 1).cuda
+        assert f"driver: {driver}; CUDA: {cuda}\n" in plan(driver).stdout
+
+
+@pytest.mark.parametrize(
+    "driver, host, parts",
+    [
+        ("470.82.01", {}, ("driver 470.82.01 is too old", "CUDA=none")),
+        ("", {"CUDA": "11.8"}, ("CUDA=11.8 is unknown", "12.6, 12.9, 13.0 or none")),
+        ("", {"CUDA": "none", "OPERATIONS": "nccl"}, ("CUDA=none and OPERATIONS=nccl", "leave one of them out")),
+        ("", {"slurm": True}, ("may be a login node", "OPERATIONS=nccl CUDA=12.6", "OPERATIONS=cpu")),
+        ("", {"arguments": ["--horovod-source"]}, ("--horovod-source needs a folder",)),
+        ("", {"arguments": ["--horovod-source", "/nowhere"]}, ("--horovod-source is /nowhere: expected a folder",)),
+        ("", {"arguments": ["--horovod-source", "/proc"]}, ("expected horovod-0.28.1.tar.gz there, or the unpacked",)),
+    ],
+)
+def test_choices_that_do_not_fit(plan, driver, host, parts):
+    assert_refused(plan(driver, **host), *parts)
+
+
+def test_a_driver_older_than_the_cuda_that_was_chosen(plan):
+    """The hosts that train may have another driver, so it is no error."""
+    result = plan("535.104.05", CUDA="13.0")
+    assert result.returncode == 0 and "CUDA=13.0 needs driver 580 or newer on the hosts that train" in result.stdout
+
+
+# -- Horovod's source ------------------------------------------------------------------------------------------
+
+
+def functions(script: str, **variables: str) -> subprocess.CompletedProcess:
+    """Run a script after the functions of install.sh, whose last line starts it."""
+    path = ROOT / "mpi_scripts" / "install.sh"
+    text = path.read_text().replace("${BASH_SOURCE[0]}", str(path))
+    assert text.endswith('\nmain "$@"\n')
+    command = text.removesuffix('main "$@"\n') + "HOROVOD_SOURCE='' DRY_RUN=no\n" + script
+    return subprocess.run(["bash", "-c", command], env=os.environ | variables, capture_output=True, text=True)
+
+
+@pytest.fixture
+def horovod_source(tmp_path) -> Path:
+    """The lines of Horovod's source that patch_cuda changes, in its folders."""
+    root = tmp_path / "given" / "horovod-0.28.1"
+    for name, text in {
+        "setup.py": "",
+        "horovod/__init__.py": "__version__ = '0.28.1'\n",
+        "third_party/gloo/CMakeLists.txt": "",
+        "horovod/common/ops/cuda/CMakeLists.txt": "set(CMAKE_CUDA_STANDARD 11)\nset(CMAKE_CUDA_STANDARD_REQUIRED ON)\n",
+        "horovod/torch/cuda_util.cc": '  cudalib = dlopen("libcuda.so", RTLD_LAZY);\n',
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize("operations", ["cpu", "nccl"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_source_that_was_given(horovod_source, tmp_path, packed, operations):
+    """It is found unpacked, in its folder, or packed; only for GPUs it is changed. The user's own stays as it is."""
+    given = horovod_source.parent
+    if packed:
+        subprocess.run(["tar", "-czf", "horovod-0.28.1.tar.gz", "horovod-0.28.1"], cwd=given, check=True)
+        shutil.move(horovod_source, tmp_path / "elsewhere")
+    script = f'HOROVOD_SOURCE="{given}"; OPERATIONS={operations}; check_source; prepare_source'
+    result = functions(script, VENV=str(tmp_path / ".venv"))
+    assert result.stdout == f"{tmp_path}/.venv/source\n", result.stderr
+    subprocess.run(["tar", "-xf", tmp_path / ".venv/source/horovod-0.28.1.tar.gz", "-C", tmp_path], check=True)
+    cmake = (tmp_path / "horovod-0.28.1/horovod/common/ops/cuda/CMakeLists.txt").read_text()
+    assert ("STANDARD 17)" in cmake, "STANDARD 11)" in cmake) == (operations == "nccl", operations == "cpu")
+    code = (tmp_path / "horovod-0.28.1/horovod/torch/cuda_util.cc").read_text()
+    assert ('dlopen("libcuda.so.1",' in code) == (operations == "nccl")
+    assert packed or 'dlopen("libcuda.so",' in (horovod_source / "horovod/torch/cuda_util.cc").read_text()
+
+
+def test_a_source_of_another_version(horovod_source):
+    (horovod_source / "horovod/__init__.py").write_text("__version__ = '0.28.0'\n")
+    result = functions(f'HOROVOD_SOURCE="{horovod_source}"; check_source')
+    assert_refused(result, "expected horovod-0.28.1.tar.gz there, or the unpacked sdist of this version")
+
+
+def test_a_source_that_patches_do_not_fit(horovod_source, tmp_path):
+    (horovod_source / "horovod/torch/cuda_util.cc").write_text("")
+    script = f'HOROVOD_SOURCE="{horovod_source}"; OPERATIONS=nccl; source=$(prepare_source) || exit 1'
+    result = functions(script, VENV=str(tmp_path / ".venv"))
+    assert_refused(result, "cannot patch Horovod 0.28.1", "is not in its horovod/torch/cuda_util.cc")
 
 
 @pytest.mark.needs_compiler

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -642,7 +643,39 @@ def test_broken_compiler_names_the_way_out(tmp_path):
     settings = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CXX": "false"}
     done = subprocess.run([sys.executable, "-c", code], env=settings, text=True, capture_output=True, timeout=120)
     assert done.returncode == 1
-    assert "RuntimeError: LAMB could not be compiled here; set its impl to eager" in done.stderr
+    assert "RuntimeError: LAMB could not be compiled here: set --optim.impl eager" in done.stderr
+
+
+def failing(message: str):
+    def launch(*arguments, **options):
+        raise RuntimeError(message)
+
+    return launch
+
+
+@pytest.mark.parametrize(
+    "launch, able, warning",
+    [
+        (lambda numbers, SIZE: numbers.add_(1), True, []),
+        (lambda numbers, SIZE: None, False, ["a kernel that Triton compiled gives wrong results"]),
+        (failing("Failed to find C compiler.\nSet CC."), False, ["Failed to find C compiler."]),
+        (failing(""), False, ["RuntimeError('')"]),
+    ],
+)
+def test_triton_is_tried(monkeypatch, caplog, launch, able, warning):
+    """A stand-in for Triton, whose kernels run when a grid is put into brackets; its package alone proves nothing."""
+    language = SimpleNamespace(constexpr=int)
+    stand_in = SimpleNamespace(jit=lambda function: {(1,): launch}, language=language)
+    monkeypatch.setitem(sys.modules, "triton", stand_in)
+    monkeypatch.setitem(sys.modules, "triton.language", language)
+    monkeypatch.delitem(sys.modules, "largebatch.optim.triton_check", raising=False)
+    monkeypatch.delattr("largebatch.optim.triton_check", raising=False)
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda size, device: zeros(size))
+    assert lamb.can_compile.__wrapped__("cuda") is able
+    assert caplog.messages == [f"Triton cannot compile for this GPU: {text}" for text in warning]
+    sys.modules.pop("largebatch.optim.triton_check")
 
 
 def test_auto_without_a_compiler(monkeypatch):

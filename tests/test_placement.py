@@ -1,9 +1,11 @@
 """The lines and sentences about where ranks compute; tests/mpi/test_odd_rank.py tests that real ranks stop."""
 
+from dataclasses import replace
+
 import pytest
 
 from largebatch.comm.cores import Cores, expand
-from largebatch.comm.placement import Place, by_host, shared_gpus, short_of_cores
+from largebatch.comm.placement import FILLED, SCARCE, Place, by_host, filled_gpus, shared_gpus, short_of_cores
 
 
 def place(host: str, allowed: str = "0-15", *, device: str = "cpu", uuid: str = "", **changes) -> Place:
@@ -26,6 +28,17 @@ def test_a_gpu_has_one_rank():
     assert shared_gpus([gpu("n0", "a"), gpu("n0", "b", 1), gpu("n0", "a", 2)]) == (
         "ranks 0, 2 on n0 share GPU a (cuda:0 of local rank 0, cuda:2 of local rank 2): give each rank a GPU of its "
         "own, or start fewer ranks per host."
+    )
+
+
+def test_a_gpu_that_another_process_fills():
+    free = [replace(gpu("n0", str(gib)), memory=(gib * 2**30, 80 * 2**30)) for gib in (79, 5, 20)]
+    assert filled_gpus([place("n0"), free[0]], needed=SCARCE) == ""
+    rest = "another process has the rest (nvidia-smi names it), so end it, or choose other GPUs with "
+    rest += "CUDA_VISIBLE_DEVICES."
+    assert filled_gpus(free, needed=FILLED) == f"rank 1 on n0 has 5.0 of 80 GiB of GPU memory free: {rest}"
+    assert filled_gpus(free, needed=SCARCE) == (
+        "rank 1 on n0 has 5.0 of 80 GiB of GPU memory free; rank 2 on n0 has 20.0 of 80 GiB of GPU memory free: " + rest
     )
 
 

@@ -3,12 +3,16 @@
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from largebatch.comm import preflight
 from largebatch.comm.preflight import RankReport, disagreement, name_ranks, report_rank
+from largebatch.comm.stopped import Stopped
 from largebatch.config import TrainConfig, options
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +53,42 @@ def test_options_are_named_with_both_values():
         "rank 1 on node0 has --optim.lr 0.2, the other 2 ranks 0.1; rank 1 on node0 has --run.seed 3, the other 2 "
         "ranks 0: start every rank with the same options."
     )
+
+
+def test_variables_are_compared(monkeypatch):
+    """Ranks that fuse up to different thresholds wait for each other for ever; their places and logs differ."""
+    own = ["HOROVOD_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_GLOO_IFACE", "HOROVOD_TIMELINE", "HOROVOD_CUDA_HOME"]
+    for name in ("HOROVOD_FUSION_THRESHOLD", "NCCL_ALGO", "NCCL_DEBUG", *own):
+        monkeypatch.setenv(name, "7")
+    mine = report_rank({})
+    assert mine.traits["HOROVOD_FUSION_THRESHOLD"] == "7" and mine.nccl["NCCL_ALGO"] == "7"
+    assert not {*own, "NCCL_ALGO", "NCCL_DEBUG"} & {*mine.traits} and "NCCL_DEBUG" not in mine.nccl
+    assert "THRESHOLD" not in preflight.versions(mine)
+
+
+def test_a_variable_that_one_rank_lacks():
+    with_it, without = {"torch": "2", "HOROVOD_CYCLE_TIME": "3"}, {"torch": "2"}
+    assert disagreement(reports(with_it, without, with_it)) == (
+        "rank 1 on node0 has HOROVOD_CYCLE_TIME not set, the other 2 ranks 3: give every rank the same variables "
+        "(mpirun -x NAME hands one on)."
+    )
+    sentence = disagreement(reports(with_it | {"--run.seed": "1"}, without | {"--run.seed": "0"}))
+    assert sentence.endswith("start every rank with the same options.")
+
+
+def beside(other: RankReport) -> SimpleNamespace:
+    """A communicator of two ranks, of which the second has this report."""
+    return SimpleNamespace(
+        rank=0, together=lambda phase: nullcontext(), allgather_object=lambda mine, name: [mine, other]
+    )
+
+
+def test_ranks_with_other_variables_stop_or_are_told(caplog):
+    here = replace(report_rank({}), host="n1")
+    with pytest.raises(Stopped, match="^rank 1 on n1 has HOROVOD_X 1, the other rank not set: give every rank the"):
+        preflight.agree(beside(replace(here, traits=here.traits | {"HOROVOD_X": "1"})), {})
+    assert "torch" in preflight.agree(beside(replace(here, nccl=here.nccl | {"NCCL_X": "1"})), {})
+    assert [text[:53] for text in caplog.messages] == ["rank 1 on n1 has NCCL_X 1, the other rank not set: gi"]
 
 
 def test_a_long_list_of_differences_is_cut():

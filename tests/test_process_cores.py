@@ -3,11 +3,21 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from largebatch.comm.cores import Cores, compact, cores_of_process, expand, loader_threads, quotas, share_of_cores
+from largebatch.comm.cores import (
+    Cores,
+    compact,
+    cores_of_process,
+    expand,
+    loader_threads,
+    quotas,
+    share_of_cores,
+    yields,
+)
 
 LIMITS = Path("/sys/fs/cgroup/cpu")  # version 1
 
@@ -56,6 +66,22 @@ def linux(folder: Path, groups: str, mounts: str, files: dict[str, str]) -> Path
     (folder / "cgroup").write_text(groups)
     (folder / "mountinfo").write_text(mounts.replace("SYS", str(folder)))
     return folder
+
+
+@pytest.mark.parametrize(
+    "mine, ranks, gives_up",
+    [
+        (cores("0-1"), 2, True),  # the quick start: a core for each rank, which computes and waits
+        (cores("0-1"), 1, False),
+        (cores("0-15"), 8, False),
+        (cores("0-15"), 9, True),
+        (cores("0-15", {"/job": 4}), 2, False),
+        (cores("0-15", {"/job": 3}), 2, True),
+        (replace(cores("0-3"), physical=2), 2, True),  # two threads of a core are no two cores
+    ],
+)
+def test_waiting_ranks_give_up_their_core_only_where_there_is_none_to_spare(mine, ranks, gives_up):
+    assert yields(mine, ranks) is gives_up
 
 
 V2 = "30 23 0:27 / SYS/v2 rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"

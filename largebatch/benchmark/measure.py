@@ -27,7 +27,7 @@ import torch
 from largebatch.precision import DTYPES, computes
 
 Round = Callable[[], None]
-PACKAGES = ("timm", "horovod", "nvidia-dali-cuda120", "apex")
+PACKAGES = ("timm", "horovod", "nvidia-dali-cuda120", "nvidia-dali-cuda130", "apex")
 
 
 @dataclass(frozen=True)

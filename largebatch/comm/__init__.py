@@ -18,6 +18,7 @@
     home.py           a home folder for MPI, if the user id has no name
     preflight.py      the checks that all ranks run the same program
     placement.py      the hosts, cores and GPUs of the ranks
+    driver.py         NVIDIA's driver on this host
     cores.py          the cores and the time that the system allows to a process
 
 The names below are loaded when first used, so files that need only the standard library (the launcher, the cores) can

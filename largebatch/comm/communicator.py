@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.comm import gloo_start, launcher, reduction
-from largebatch.comm.cores import compiler_processes, cores_of_process, share_of_cores
+from largebatch.comm.cores import compiler_processes, cores_of_process, share_of_cores, yields
+from largebatch.comm.driver import accept_cpu
 from largebatch.comm.home import set_missing_home
 from largebatch.comm.polling import finish
 from largebatch.comm.reduction import Compression, Reduction, parameters_of
@@ -70,6 +71,9 @@ class Communicator:
         shape.data_size(launch.size)  # raises before any rank waits for another
         set_missing_home(os.environ)
         mpi = gloo_start.mpi_version(mpi_lib_v2.__file__) if hvd.mpi_built() else ""
+        self.cores = cores_of_process()
+        if launch.local_size:  # mpi_scripts/bind.sh, which knows the cores of each rank, has set the variable already
+            os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", str(int(yields(self.cores, launch.local_size))))
         self._rendezvous = gloo_start.prepare(launch, os.environ, mpi=mpi)
         self.stall_limit_s = stall_limit(os.environ)  # 0: no limit
         self.hang_limit_s = horovod.hang_limit_s  # 0: no limit
@@ -90,7 +94,6 @@ class Communicator:
         )
         self._closing: list[Callable[[], None]] = []
         self._refuse_mismatch(launch)
-        self.cores = cores_of_process()
         self.num_cores = self._share_cores()
         if "OMP_NUM_THREADS" not in os.environ:  # torch of each rank would use all cores of the host
             torch.set_num_threads(max(1, int(self.num_cores)))
@@ -110,8 +113,14 @@ class Communicator:
             raise RuntimeError(next(filter(None, causes)))
 
     def device(self, kind: str = "auto") -> torch.device:
-        """Return the device of this rank: the CPU, the GPU with the number of the local rank, or the only GPU."""
-        if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        """Return the device of this rank: the CPU, the GPU with the number of the local rank, or the only GPU.
+
+        ValueError if there is a GPU that torch does not see, unless kind is cpu.
+        """
+        if kind != "cpu" and not torch.cuda.is_available():
+            accept_cpu(kind, torch=torch.__version__, cuda=torch.version.cuda)
+            kind = "cpu"
+        if kind == "cpu":
             return torch.device("cpu")
         visible = torch.cuda.device_count()
         if visible < self.local_size and visible != 1:

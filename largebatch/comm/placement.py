@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FILLED, SCARCE = 0.1, 0.5  # parts of a GPU's memory: with less free, a run cannot start, or may soon run out of it
+
 
 def check_placement(comm: "Communicator", device: torch.device, *, loader_threads: int | None) -> list[str]:
-    """Describe where the ranks compute, one line per host; rank 0 warns of ranks that have too few cores.
+    """Describe where the ranks compute, one line per host; rank 0 warns of ranks with too few cores or GPU memory.
 
     loader_threads: the number in the config; None: it follows from the cores of each rank. All ranks raise Stopped if
-    two would use one GPU.
+    two would use one GPU, or if another process fills one.
     """
     with comm.together("looking at the GPU"):
         mine = Place(
@@ -36,14 +38,15 @@ def check_placement(comm: "Communicator", device: torch.device, *, loader_thread
             cores=comm.cores,
             torch_threads=torch.get_num_threads(),
             loader_threads=loader_threads or cores.loader_threads(comm.num_cores),
+            memory=torch.cuda.mem_get_info(device) if device.type == "cuda" else None,
         )
     places = comm.allgather_object(mine, name="placement")
-    shared = shared_gpus(places)
-    if shared:
-        raise Stopped(shared)
-    short = short_of_cores(places, asked=loader_threads)
-    if short and comm.rank == 0:
-        logger.warning("%s", short)
+    refused = shared_gpus(places) or filled_gpus(places, needed=FILLED)
+    if refused:
+        raise Stopped(refused)
+    for doubtful in (short_of_cores(places, asked=loader_threads), filled_gpus(places, needed=SCARCE)):
+        if doubtful and comm.rank == 0:
+            logger.warning("%s", doubtful)
     return by_host(places)
 
 
@@ -54,7 +57,10 @@ def gpu_uuid(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one rank. device: like cuda:0. uuid: that of its GPU, empty on a CPU."""
+    """The place of one rank. device: like cuda:0. uuid: that of its GPU, empty on a CPU.
+
+    memory: bytes of its GPU that are free, and all; None on a CPU.
+    """
 
     host: str
     pid: int
@@ -64,6 +70,7 @@ class Place:
     cores: Cores
     torch_threads: int
     loader_threads: int
+    memory: tuple[int, int] | None = None
 
 
 def shared_gpus(places: Sequence[Place]) -> str:
@@ -81,6 +88,23 @@ def shared_gpus(places: Sequence[Place]) -> str:
     if not clauses:
         return ""
     return f"{'; '.join(clauses[:SHOWN])}: give each rank a GPU of its own, or start fewer ranks per host."
+
+
+def filled_gpus(places: Sequence[Place], *, needed: float) -> str:
+    """Return a sentence with the ranks whose GPU has less than this part of its memory free; empty if none has."""
+    filled: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        free, total = place.memory or (1, 1)
+        if free < needed * total:
+            filled.setdefault(f"{free / 2**30:.1f} of {total / 2**30:.0f} GiB of GPU memory free", []).append(rank)
+    hosts = [place.host for place in places]
+    clauses = [f"{name_ranks(of, hosts)} {'has' if len(of) == 1 else 'have'} {found}" for found, of in filled.items()]
+    if not clauses:
+        return ""
+    return (
+        f"{'; '.join(clauses[:SHOWN])}: another process has the rest (nvidia-smi names it), so end it, or choose other "
+        "GPUs with CUDA_VISIBLE_DEVICES."
+    )
 
 
 def by_host(places: Sequence[Place]) -> list[str]:

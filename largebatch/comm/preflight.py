@@ -1,18 +1,21 @@
 """The checks before the first step that all ranks run the same program on the same data.
 
 Each rank publishes a `RankReport`: its host and its traits (versions, our own source files, every option of the
-config). Hosts drift apart unnoticed: one is updated, one holds an old checkout, one rank was started with another
-command line. Such a run would train, but its result would mean nothing. Values are texts, so that ranks with different
-versions of a package can still read each other's report.
+config, Horovod's variables). Hosts drift apart unnoticed: one is updated, one holds an old checkout, one rank was
+started with another command line. Such a run would train, but its result would mean nothing. Values are texts, so that
+ranks with different versions of a package can still read each other's report.
 """
 
 import hashlib
 import importlib.metadata
+import logging
+import os
 import platform
+import re
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,38 +24,67 @@ from largebatch.comm.stopped import Stopped
 if TYPE_CHECKING:
     from largebatch.comm.communicator import Communicator
 
-PACKAGES = ("torch", "horovod", "nvidia-dali-cuda120", "timm", "numpy", "torchvision", "safetensors", "pillow")
+PACKAGES = ("torch", "horovod", "timm", "numpy", "torchvision", "safetensors", "pillow")
+DALI = ("nvidia-dali-cuda120", "nvidia-dali-cuda130")  # one of them, by the CUDA of torch
 SHOWN = 4  # differences in one message: a rank with another recipe has dozens
 SOURCES = "the sources of largebatch"
+# Variables of Horovod and NCCL that may differ: the place of a rank, the addresses of its host, its log; and those of
+# Horovod's build, which it does not read when it runs.
+OWN = re.compile(
+    r"HOROVOD_(RANK|SIZE|LOCAL_|CROSS_|HOSTNAME|GLOO_|TIMELINE|LOG_|AUTOTUNE_LOG|THREAD_AFFINITY|WITH|BUILD_)|"
+    r"HOROVOD_.*_(HOME|INCLUDE|LIB)$|NCCL_DEBUG"
+)
+VARIABLES = ("HOROVOD_", "NCCL_")
+SET = ("--", *VARIABLES)  # how the names begin of what a user sets, unlike a version
+VARIABLES_REMEDY = "give every rank the same variables (mpirun -x NAME hands one on)"
+
+logger = logging.getLogger(__name__)
 
 
 def agree(comm: "Communicator", options: Mapping[str, object]) -> str:
-    """Compare the versions, sources and options of all ranks; return one line of versions for the log.
+    """Compare versions, sources, options and Horovod's variables of all ranks; return one line of versions for the log.
 
-    All ranks raise Stopped if one rank differs; the message names the rank, its value and the others'.
+    All ranks raise Stopped if one rank differs; the message names the rank, its value and the others'. Rank 0 warns if
+    a rank differs in a variable of NCCL, as some of them may belong to a host.
     """
     with comm.together("reporting"):
         mine = report_rank(options)
-    difference = disagreement(comm.allgather_object(mine, name="agree"))
+    reports = comm.allgather_object(mine, name="agree")
+    difference = disagreement(reports)
     if difference:
         raise Stopped(difference)
+    doubtful = disagreement([replace(report, traits=report.nccl) for report in reports])
+    if doubtful and comm.rank == 0:
+        logger.warning("%s", doubtful)
     return versions(mine)
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """The host of one rank and its traits, which all ranks must share (the name of an option begins with --)."""
+    """The host of one rank and its traits, which all ranks must share.
+
+    The name of an option begins with --, and that of a variable with HOROVOD_. nccl: the variables of NCCL, which the
+    ranks should share.
+    """
 
     host: str
     traits: dict[str, str]
+    nccl: dict[str, str] = field(default_factory=dict)
 
 
 def report_rank(options: Mapping[str, object]) -> RankReport:
     """Return the report of this process. options: every option of the config by its dotted name."""
     traits = {"Python": platform.python_version(), SOURCES: sources_digest()}
     traits |= {package: installed_version(package) for package in PACKAGES}
+    found = [(package, installed_version(package)) for package in DALI]
+    traits["DALI"] = " and ".join(f"{version} ({name})" for name, version in found if version != "missing") or "missing"
     traits |= {f"--{name}": str(value) for name, value in options.items()}
-    return RankReport(socket.gethostname(), traits)
+    return RankReport(socket.gethostname(), traits | variables("HOROVOD_"), variables("NCCL_"))
+
+
+def variables(prefix: str) -> dict[str, str]:
+    """Return the environment variables with this prefix that ranks should share."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefix) and not OWN.match(name)}
 
 
 def installed_version(package: str) -> str:
@@ -75,7 +107,7 @@ def sources_digest() -> str:
 
 def versions(report: RankReport) -> str:
     """Return one line for the log of a run, like "Python 3.11.7, torch 2.13.0, ..."."""
-    return ", ".join(f"{name} {value}" for name, value in report.traits.items() if not name.startswith("--"))
+    return ", ".join(f"{name} {value}" for name, value in report.traits.items() if not name.startswith(SET))
 
 
 def disagreement(reports: Sequence[RankReport]) -> str:
@@ -84,20 +116,26 @@ def disagreement(reports: Sequence[RankReport]) -> str:
     If two values have the same number of ranks, that of the lowest rank counts as the right one.
     """
     names = dict.fromkeys(name for report in reports for name in report.traits)
-    values = {name: [report.traits.get(name, "unknown") for report in reports] for name in names}
+    values = {name: [report.traits.get(name, _missing(name)) for report in reports] for name in names}
     differing = [name for name in names if len(set(values[name])) > 1]
     if not differing:
         return ""
     clauses = [_clause(name, values[name], reports) for name in differing[:SHOWN]]
     if len(differing) > SHOWN:
         clauses.append(f"and {len(differing) - SHOWN} more differ")
-    if all(name.startswith("--") for name in differing):
+    if all(name.startswith(VARIABLES) for name in differing):
+        remedy = VARIABLES_REMEDY
+    elif all(name.startswith(SET) for name in differing):  # some options become variables
         remedy = "start every rank with the same options"
     elif differing == [SOURCES]:
         remedy = "bring the working trees of all hosts to the same state"
     else:
         remedy = "set up all hosts alike with mpi_scripts/install.sh"
     return f"{'; '.join(clauses)}: {remedy}."
+
+
+def _missing(name: str) -> str:
+    return "not set" if name.startswith(VARIABLES) else "unknown"
 
 
 def _clause(name: str, values: Sequence[str], reports: Sequence[RankReport]) -> str:

@@ -12,7 +12,7 @@ from typing import Literal
 
 STALL_LIMIT_S = 600  # Horovod itself warns of a missing rank after 60 s, and by default never stops
 STALL_WARNING_S = 60  # Horovod's default; the warning must come before the limit
-NO_HIERARCHY = "--horovod.hierarchical_allreduce is true, which needs GPUs and NCCL: leave it out on CPUs."
+NO_TORUS = "--horovod.torus_allreduce is true, which needs GPUs and NCCL: leave it out on CPUs."
 CPU_CYCLE_TIME_MS = 5  # at Horovod's default of 1 ms, its thread takes 3.8 % of a rank's core
 
 
@@ -32,13 +32,14 @@ class HorovodConfig:
     """Horovod looks for ready gradients once in this many milliseconds: a longer time fuses more of them, a shorter
     time starts earlier. null: HOROVOD_CYCLE_TIME, or Horovod's 1 on GPUs and 5 on CPUs, where Horovod's thread shares a
     core with the rank and takes 1 % of it instead of 3.8 % (ViT-B/32, 2 ranks × 1 thread)"""
-    hierarchical_allreduce: bool = False
-    """reduce among the GPUs of each host first, then between the hosts. This pays if a host has many GPUs and the
-    network is far slower than the links between its GPUs. For GPUs with NCCL only; each host needs the same number of
-    ranks"""
+    torus_allreduce: bool = False
+    """let Horovod reduce among the GPUs of each host, then between the hosts, each with NCCL. NCCL by itself chooses a
+    way through the hosts as well, so measure both. For GPUs with NCCL on several hosts, each with the same number of
+    ranks; not measured by us"""
     autotune: bool = False
-    """let Horovod search for the fusion threshold and the cycle time while it trains. This pays in runs of hours on an
-    unknown network: the first steps are slower, and the last bits of sums change whenever Horovod changes a setting"""
+    """let Horovod search for the fusion threshold, the cycle time and, on GPUs, torus_allreduce while it trains. This
+    pays in runs of hours on an unknown network: the first steps are slower, and the last bits of sums change whenever
+    Horovod changes a setting"""
     timeline: str = ""
     """file for Horovod's timeline, which shows every message of every tensor in chrome://tracing: some MB per step, so
     choose a file on a disk of the host; empty: no timeline. --run.profile_steps records a few steps for the same
@@ -52,8 +53,8 @@ class HorovodConfig:
 
     def check(self, *, deterministic: bool, device: str = "auto") -> None:
         """Raise ValueError, one sentence, for invalid values, also beside --run.deterministic and --run.device."""
-        if self.hierarchical_allreduce and device == "cpu":
-            raise ValueError(NO_HIERARCHY)
+        if self.torus_allreduce and device == "cpu":
+            raise ValueError(NO_TORUS)
         if self.reduction == "adasum":
             raise ValueError(
                 "--horovod.reduction is adasum, which combines the steps that each rank took by itself: there is no "
@@ -97,15 +98,20 @@ class HorovodConfig:
         self.check(deterministic=deterministic)
         if deterministic and environment.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
             raise ValueError("--run.deterministic is true, which excludes HOROVOD_AUTOTUNE: unset one of them.")
-        if self.hierarchical_allreduce and not on_gpus:
-            raise ValueError(NO_HIERARCHY)
+        if self.torus_allreduce and not on_gpus:
+            raise ValueError(NO_TORUS)
+        if on_gpus and environment.get("HOROVOD_HIERARCHICAL_ALLREDUCE", "0") not in ("", "0"):
+            raise ValueError(
+                "HOROVOD_HIERARCHICAL_ALLREDUCE is set, which copies each gradient to the host and reduces it there: "
+                "unset it, and leave the way between hosts to NCCL, or to --horovod.torus_allreduce true."
+            )
         folder = os.path.dirname(os.path.abspath(self.timeline))
         if self.timeline and not os.path.isdir(folder):
             raise ValueError(f"--horovod.timeline is {self.timeline}: there is no folder {folder}, make it first.")
         options: dict[str, float | str | None] = {
             "fusion_threshold_mb": None if self.fusion_threshold_mb is None else self.fusion_threshold_mb * 2**20,
             "cycle_time_ms": self.cycle_time_ms,
-            "hierarchical_allreduce": 1 if self.hierarchical_allreduce else None,
+            "torus_allreduce": 1 if self.torus_allreduce else None,
             "autotune": 1 if self.autotune else None,
             "timeline": self.timeline or None,
             "stall_limit_s": None if self.stall_limit_s is None else round(self.stall_limit_s),
@@ -115,7 +121,10 @@ class HorovodConfig:
                 _set_variable(environment, VARIABLES[option], value, option=option)
         if deterministic:
             environment["HOROVOD_FUSION_THRESHOLD"] = "0"  # fusion depends on timing
-        if not on_gpus and environment.get("HOROVOD_AUTOTUNE", "0") in ("", "0"):  # it tunes no set variable
+        tuned = environment.get("HOROVOD_AUTOTUNE", "0") not in ("", "0")
+        if tuned and on_gpus:  # else it would try the way through the memory of the host, too
+            environment["HOROVOD_HIERARCHICAL_ALLREDUCE"] = "0"
+        if not tuned and not on_gpus:  # Horovod tunes no variable that is set
             environment.setdefault("HOROVOD_CYCLE_TIME", str(CPU_CYCLE_TIME_MS))
         environment.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_LIMIT_S))
         limit_s = stall_limit(environment)
@@ -126,7 +135,7 @@ class HorovodConfig:
 VARIABLES = {
     "fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD",
     "cycle_time_ms": "HOROVOD_CYCLE_TIME",
-    "hierarchical_allreduce": "HOROVOD_HIERARCHICAL_ALLREDUCE",
+    "torus_allreduce": "HOROVOD_TORUS_ALLREDUCE",
     "autotune": "HOROVOD_AUTOTUNE",
     "timeline": "HOROVOD_TIMELINE",
     "stall_limit_s": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",

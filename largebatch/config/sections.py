@@ -154,6 +154,9 @@ class OptimConfig:
     """number added to the divisor; null: 1e-6 for lamb and apex_lamb, 1e-8 for adamw and lars; an error for sgd"""
     clip_norm: float | None = 1.0
     """global norm to which the averaged gradient is clipped; null: no clipping"""
+    impl: Literal["compile", "eager"] | None = None
+    """code of lamb; compile: C++ on CPUs, Triton on GPUs; eager: torch's operations, slower and without a compiler;
+    null: compile, if all ranks can; an error for other optimizers"""
     momentum: float | None = None
     """momentum of sgd and lars; null: 0.9; an error for the other optimizers"""
     trust_coefficient: float | None = None
@@ -219,7 +222,8 @@ class RunConfig:
     """autocast type; auto: bf16 if the processor computes it, else fp16 on GPUs and fp32 on CPUs; config.yaml then
     names the type that was chosen. Parameters and gradients are always fp32"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the GPU of the local rank, if there is one, else the CPU"""
+    """auto: the GPU of the local rank, or the CPU on a host without GPUs; an error if torch does not see the host's
+    GPUs, as with a driver older than its CUDA"""
     deterministic: bool = False
     """compute the same bits in each repetition, at some cost in speed"""
     max_skipped_steps: int = 25

@@ -13,6 +13,7 @@ check passes. --print shows the commands that start a job on the hosts, and runs
 
     installation.py   packages, Horovod and the torch it was built for, launchers, compiler
     machine.py        names, limits and variables of this host and shell; GPUs
+    gpu.py            a GPU at work, its driver, locked memory
     launches.py       two real processes; if they fail, the variable that is to blame
     hosts.py          several hosts before MPI is used: ssh, clocks, data, versions, interfaces
     network.py        messages between every two hosts, sums over all hosts
@@ -22,5 +23,5 @@ check passes. --print shows the commands that start a job on the hosts, and runs
 
 Everything that touches Horovod or MPI runs in a child process: a wrong library does not raise an exception, it
 kills the process, and one broken check must not affect the next. For the same reason the doctor imports only
-one other file of largebatch, comm/launcher.py with the list of launchers, which needs no Horovod.
+files of largebatch that need neither Horovod nor torch: launcher.py, home.py and driver.py of comm.
 """

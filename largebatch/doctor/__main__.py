@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from largebatch import doctor
-from largebatch.doctor import commands, hosts, installation, launches, machine, network
+from largebatch.doctor import commands, gpu, hosts, installation, launches, machine, network
 from largebatch.doctor.result import Output, Result
 
 
@@ -31,7 +31,7 @@ def examine(*, device: str = "auto", limit_s: float = 120) -> Iterator[Result]:
 
 def before_launching(facts: dict, output: Output, *, device: str, limit_s: float) -> Iterator[Result]:
     """Yield the checks that start no ranks. Checks that need Horovod run only if Horovod loads."""
-    for check in machine.CHECKS:
+    for check in (*machine.CHECKS, gpu.check_locked_memory):
         yield check()
     yield installation.check_shadowing()
     yield installation.check_versions()
@@ -43,7 +43,12 @@ def before_launching(facts: dict, output: Output, *, device: str, limit_s: float
     if horovod.ok:
         yield installation.check_controllers(facts)
         yield installation.check_launchers(facts)
-        yield machine.check_gpu(facts, device)
+        if device != "cpu":
+            yield gpu.check_driver(facts)
+        seen = machine.check_gpu(facts, device)
+        yield seen
+        if device != "cpu" and seen.ok:
+            yield gpu.check_gpu_works(facts, limit_s=limit_s)
     yield installation.check_compiler()
 
 

@@ -5,6 +5,7 @@ The reason for each option:
     mapping      the ranks of a host are neighbours, in the order of the host list; mpi_scripts/bind.sh does the
                  binding, because mpirun would bind every rank with all its threads to one core
     interface    MPI, NCCL and Gloo each choose an interface by themselves, often docker0, and then hang
+    no transport MPI takes what it takes in training: UCX where it has it, otherwise TCP and shared memory
     keepalives   with them, Open MPI and ssh notice a lost host after 30 s, not after 8 minutes or never
     -x           hands on only the variables that the ranks need; the whole environment may hold secrets
     full path    with it, mpirun finds its own programs on the other hosts, whatever their PATH is
@@ -107,11 +108,6 @@ def endurance_options(mpi: Mpi, *, ssh: bool = True) -> list[str]:
     return options(of_daemons, KEEPALIVES | ({agent: SSH_OPTIONS} if ssh else {}))
 
 
-def transport_options(mpi: Mpi) -> list[str]:
-    """Return the options for TCP and shared memory, as in horovodrun; other transports ignore the chosen interface."""
-    return ["--mca", "pml", "ob1", "--mca", "btl", "^openib,ofi" if mpi.major < 5 else "^ofi"]
-
-
 def mpirun(
     mpi: Mpi, hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Network | None, ssh: bool = True
 ) -> list[str]:
@@ -123,7 +119,7 @@ def mpirun(
         passed += ["-x", name if value is None else f"{name}={value}"]
     where = ["-np", str(ranks), "-H", host_list(hosts)] if ssh else []
     placed = ["--map-by", "slot", "--bind-to", "none"]
-    ours = [*transport_options(mpi), *interface_options(mpi, network), *endurance_options(mpi, ssh=ssh)]
+    ours = [*interface_options(mpi, network), *endurance_options(mpi, ssh=ssh)]
     return [mpi.launcher, *where, *placed, *ours, *passed, *program]
 
 

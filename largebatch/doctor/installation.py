@@ -80,7 +80,17 @@ def pinned() -> Iterator[Requirement]:
     for text in importlib.metadata.requires("largebatch") or []:
         requirement = Requirement(text)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield requirement
+            yield _as_installed(requirement)
+
+
+def _as_installed(requirement: Requirement) -> Requirement:
+    """Return the requirement, or that of DALI for CUDA 13 where install.sh has chosen it beside a torch for CUDA 13."""
+    other = Requirement(str(requirement).replace("nvidia-dali-cuda120", "nvidia-dali-cuda130"))
+    try:
+        importlib.metadata.version(other.name)
+    except importlib.metadata.PackageNotFoundError:
+        return requirement
+    return other
 
 
 def check_versions() -> Result:

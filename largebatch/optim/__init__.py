@@ -1,9 +1,10 @@
 """Optimizers for large batches.
 
-    factory     builds the optimizer of a run, ours or torch's; clips gradients; sets initial states
-    lamb        LAMB: formulas, implementations and the optimizer
-    lars        LARS
-    apex_lamb   NVIDIA's FusedLAMB made safe for Horovod
+    factory        builds the optimizer of a run, ours or torch's; clips gradients; sets initial states
+    lamb           LAMB: formulas, implementations and the optimizer
+    triton_check   a kernel that shows whether Triton can compile for a GPU here
+    lars           LARS
+    apex_lamb      NVIDIA's FusedLAMB made safe for Horovod
 """
 
 from largebatch.optim.factory import (

@@ -18,6 +18,7 @@ The step counter is per parameter, so that a parameter that is unfrozen late get
 """
 
 import functools
+import logging
 import math
 import subprocess
 import types
@@ -33,10 +34,12 @@ from torch.optim import Optimizer
 from largebatch.native import lamb as cpp_lamb
 from largebatch.native.copies import to_device
 
+logger = logging.getLogger(__name__)
+
 IMPLS = ("auto", "compile", "eager", "plain")
 CHUNK = 2**18  # elements per chunk of the eager path: 1 MiB in float32, which stays in cache
 
-NOT_COMPILED = "LAMB could not be compiled here; set its impl to eager"
+NOT_COMPILED = "LAMB could not be compiled here: set --optim.impl eager (in Python, the impl of Lamb)"
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v of one parameter, as flat aliases
 Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # and u, scratch memory for the update
@@ -183,12 +186,21 @@ def lamb_list_(
 
 @functools.cache
 def can_compile(device_type: str) -> bool:
-    """Tell whether LAMB can be compiled for this device: by a C++ compiler, which is tried, or by Triton on a GPU."""
+    """Tell whether LAMB can be compiled for this device: by a C++ compiler, or by Triton on a GPU; each is tried."""
     if device_type == "cpu":
         return cpp_lamb.available()
     from torch.utils._triton import has_triton
 
-    return has_triton()
+    if not has_triton():  # which asks for no compiler
+        return False
+    try:
+        from largebatch.optim import triton_check
+
+        triton_check.check()
+    except Exception as error:  # of Triton, of the compiler that it calls, of the driver
+        logger.warning("Triton cannot compile for this GPU: %s", (str(error).strip() or repr(error)).splitlines()[0])
+        return False
+    return True
 
 
 @functools.cache

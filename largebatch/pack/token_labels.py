@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from largebatch.comm.driver import accept_cpu
 from largebatch.comm.launcher import MPI_LAUNCHERS, SRUN
 from largebatch.data import records, sources
 from largebatch.data.dali import EvalLoader
@@ -88,7 +89,10 @@ def _taught(args: argparse.Namespace) -> Maps:
 
 def _device(kind: str) -> torch.device:
     """Return the teacher's device; the processes of a host share its GPUs."""
-    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+    if kind != "cpu" and not torch.cuda.is_available():
+        accept_cpu(kind, torch=torch.__version__, cuda=torch.version.cuda, option="--device")
+        kind = "cpu"
+    if kind == "cpu":
         return torch.device("cpu")
     local_rank = next((int(os.environ[name]) for name in LOCAL_RANKS if name in os.environ), 0)
     return torch.device("cuda", local_rank % torch.cuda.device_count())

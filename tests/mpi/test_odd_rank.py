@@ -37,12 +37,14 @@ def test_a_rank_with_other_options(tmp_path):
 
 
 def test_a_rank_with_another_version(tmp_path):
-    """Another timm lies in front on one host."""
+    """Another timm lies in front on one host; and a variable of Horovod has another value there."""
     info = tmp_path / "site" / "timm-0.9.99.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: timm\nVersion: 0.9.99\n")
-    code, output = odd_rank(tmp_path / "run", environment=[f"PYTHONPATH={info.parent}"])
+    environment = [f"PYTHONPATH={info.parent}", "HOROVOD_CYCLE_TIME=7"]
+    code, output = odd_rank(tmp_path / "run", environment=environment)
     assert_stopped(code, output, "has timm 0.9.99, the other 2 ranks 1.")
+    assert "has HOROVOD_CYCLE_TIME 7, the other 2 ranks 5: " in output
     assert "largebatch: rank 2 on " in output and "set up all hosts alike with mpi_scripts/install.sh." in output
 
 

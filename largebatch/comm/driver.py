@@ -1,0 +1,90 @@
+"""NVIDIA's driver on this host, found without CUDA: a GPU that torch does not see is there all the same."""
+
+import logging
+import os
+import re
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+PROC = Path("/proc/driver/nvidia")
+QUERY = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]  # a line for each GPU
+QUERY_LIMIT_S = 60  # 20 s are normal if the driver is not kept loaded; a broken driver never answers
+# The CUDA to install for a driver from this major version on, as in mpi_scripts/install.sh. Programs built with CUDA 12
+# run from driver 525 on, and those of CUDA 13 from 580; GPUs that need driver 570 need more than CUDA 12.6.
+CUDA_OF_DRIVER = {580: "13.0", 570: "12.9", 525: "12.6"}
+OLDEST_DRIVER = {12: 525, 13: 580}
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The driver of this host: its version, such as 535.104.05, and how many GPUs it has."""
+
+    version: str
+    num_gpus: int
+
+    @property
+    def major(self) -> int:
+        return int(self.version.partition(".")[0])
+
+    @property
+    def cuda(self) -> str:
+        """The CUDA to install for it; empty for a driver that is too old for all."""
+        return next((cuda for oldest, cuda in CUDA_OF_DRIVER.items() if self.major >= oldest), "")
+
+
+def find_driver(proc: Path = PROC) -> Driver | None:
+    """Return the driver that is loaded on this host, None without one. proc: its folder in /proc."""
+    try:
+        described = (proc / "version").read_text()
+    except OSError:  # no driver, or one that has no such file, as in WSL
+        return _ask_driver()
+    version = re.search(r"\s(\d{3,}\.\d[\d.]*)\s", described)
+    return Driver(version[1] if version else "0", len(list(proc.glob("gpus/*"))))
+
+
+def _ask_driver() -> Driver | None:
+    if shutil.which(QUERY[0]) is None:
+        return None
+    try:
+        answer = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_LIMIT_S).stdout
+    except subprocess.TimeoutExpired:
+        return None
+    versions = re.findall(r"^\d+\.[\d.]+$", answer, re.MULTILINE)
+    return Driver(versions[0], len(versions)) if versions else None
+
+
+def accept_cpu(
+    kind: str, *, torch: str, cuda: str | None, option: str = "--run.device", proc: Path | None = None
+) -> None:
+    """Raise ValueError if a process must not compute on the CPU although its torch sees no GPU.
+
+    That is so if kind, the value of the option, is not auto, or if the host has a GPU: a run that trains on CPUs
+    unnoticed would take weeks. GPUs that CUDA_VISIBLE_DEVICES hides are only named in a warning. torch: its version.
+    cuda: the CUDA that it was built with, None for a build without.
+    """
+    driver, host = find_driver(proc or PROC), socket.gethostname()
+    if driver is None:
+        if kind != "auto":
+            raise ValueError(f"{option} is {kind}, and {host} has no NVIDIA driver: expected a host with GPUs, or cpu.")
+        return
+    found = f"{host} has {driver.num_gpus} GPU{'s' * (driver.num_gpus != 1)} (driver {driver.version})"
+    if kind == "auto" and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        logger.warning("%s, and CUDA_VISIBLE_DEVICES hides them: the CPU computes.", found)
+        return
+    seen_by = f"torch {torch}, {f'for CUDA {cuda}' if cuda else 'a build without CUDA'},"
+    raise ValueError(f"{found}, but {seen_by} sees none: {_cure(driver, cuda)}, or set {option} cpu.")
+
+
+def _cure(driver: Driver, cuda: str | None) -> str:
+    oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0) if cuda else 0
+    needs = f"CUDA {cuda} needs driver {oldest} or newer, so " if driver.major < oldest else ""
+    if cuda and not needs:
+        return "give the job or the container its GPUs (Slurm: --gpus-per-node, docker: --gpus all)"
+    if not driver.cuda:
+        return f"update the driver to {min(CUDA_OF_DRIVER)} or newer"
+    return f"{needs}install torch for this driver with `CUDA={driver.cuda} mpi_scripts/install.sh`"
