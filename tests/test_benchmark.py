@@ -17,13 +17,23 @@ from largebatch.benchmark.model import mfu, training_flops
 CPU = torch.device("cpu")
 
 
+ABSENT = "horovod mpi4py nvidia.dali jsonargparse google_crc32c crc32c rich tensorboard sklearn".split()
+HIDE = f"""
+import importlib.machinery, sys
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        hidden = any(name == absent or name.startswith(absent + ".") for absent in {ABSENT!r})
+        return None if hidden else super().find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder
+"""
+
+
 def run_benchmarks(*command_lines: list[str]) -> str:
-    """What `python -m largebatch.benchmark` prints for each, in a process that must not load Horovod or DALI."""
+    """What `python -m largebatch.benchmark` prints for each, without the packages that are ABSENT."""
     program = (
-        "import sys; from largebatch.benchmark.__main__ import main\n"
-        f"for arguments in {list(command_lines)!r}: main(arguments)\n"
-        "loaded = {'horovod', 'nvidia.dali', 'mpi4py', 'torch.utils.tensorboard'} & set(sys.modules)\n"
-        "assert not loaded, loaded"
+        f"{HIDE}from largebatch.benchmark.__main__ import main\n"
+        f"for arguments in {list(command_lines)!r}: main(arguments)"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program]
@@ -95,7 +105,7 @@ def test_flops_are_those_of_the_published_runs(model, gflops):
     assert mfu(1831, training_flops("vit_b32", 224), 312e12).startswith("48439 GFLOP/s per rank, MFU 15.5 %")
 
 
-def test_optimizer_and_model_need_neither_horovod_nor_dali(tmp_path):
+def test_optimizer_and_model_need_hardly_more_than_torch_and_timm(tmp_path):
     common = ["--model", "vit_ti16", "--rounds", "1", "--threads", "1", "--output", str(tmp_path)]
     small = ["--img-size", "32", "--batch-size", "2", "--precision", "fp32"]
     optimizer, model = run_benchmarks(["optimizer", *common], ["model", *common, *small]).split("vit_ti16 at 32 px")
