@@ -1,6 +1,7 @@
 """Compare our speed with that of the libraries a user would otherwise take: `python -m largebatch.benchmark NAME`.
 
     measure.py      the instrument: it runs the contenders in turns and writes the report
+    ceiling.py      the FLOP/s that a device can reach, and the share that a model uses
     optimizer.py    a LAMB step
     loader.py       images out of JPEGs
     model.py        forward and backward pass of a model

@@ -41,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         report = benchmark.run(options)
+        if report is not None:
+            report.write(options.output)
     except (ValueError, OSError) as error:
         sys.exit(f"largebatch: {error}")
-    if report is not None:
-        report.write(options.output)
 
 
 if __name__ == "__main__":

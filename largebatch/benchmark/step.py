@@ -17,8 +17,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.augment import Augmented
-from largebatch.benchmark.measure import Contender, Report, Round, compare, matmul_flops, now
-from largebatch.benchmark.model import mfu, timm_name, training_flops
+from largebatch.benchmark.ceiling import measure_ceiling, mfu
+from largebatch.benchmark.measure import Contender, Report, Round, compare, now
+from largebatch.benchmark.model import timm_name, training_flops
 from largebatch.build import build_trainer
 from largebatch.comm import Communicator
 from largebatch.config import TrainConfig, parse
@@ -94,7 +95,7 @@ def measure(options: argparse.Namespace, config: TrainConfig, comm: Communicator
         quiet=comm.rank > 0,
     )
     comm.barrier(name="benchmark/ceiling")
-    ceiling = matmul_flops(feed.device, config.run.precision)
+    ceiling = measure_ceiling(feed.device, config.run.precision)
     shares = feed.watch.shares(results[0].seconds)
     seen = comm.allgather_object(([result.peak_bytes for result in results], shares), name="benchmark/seen")
     if comm.rank > 0:
