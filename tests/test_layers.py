@@ -14,7 +14,8 @@ engine: augment comm data evaluation losses optim precision replica;
 parallel: augment comm config losses optim precision replica zoo; checkpoint: config engine zoo;
 hooks: augment checkpoint comm config engine files optim precision rich;
 build: augment checkpoint comm config data engine hooks losses native optim parallel replica schedules start zoo;
-benchmark: augment build comm config data engine files losses native optim parallel precision recipes start timm zoo;
+benchmark: augment build comm config data engine files hooks losses native optim parallel
+precision recipes start timm zoo;
 train: build comm config files recipes start; validate: build comm config data evaluation files recipes start zoo
 """
 LIBRARIES = {"horovod", "jsonargparse", "mpi4py", "nvidia", "rich", "timm"}

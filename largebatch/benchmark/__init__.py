@@ -6,6 +6,7 @@
     loader.py       images out of JPEGs
     model.py        forward and backward pass of a model
     step.py         whole training steps on all ranks
+    unreduced.py    a rank that keeps its gradients to itself, for a step without its reduction
     parallel.py     a model that ranks share: bytes sent, time and memory
     scaling.py      join the tables of `step` at several numbers of ranks
     NOTES.md        where the time goes, and what was tried to save it
