@@ -7,11 +7,11 @@ on one rank alone (files, memory, a GPU) is done inside `comm.together`, so that
 
 import logging
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,13 +30,10 @@ from largebatch.config import (
     duration_images,
     profiled_steps,
 )
-from largebatch.data.dali import EvalLoader, TrainLoader
-from largebatch.data.index import Index
 from largebatch.data.order import Plan
 from largebatch.data.randaugment import parse as parse_policy
-from largebatch.data.sources import open_source
 from largebatch.data.token_labels import CELL
-from largebatch.engine import Hook, Trainer, TrainState
+from largebatch.engine import Batches, Hook, Trainer, TrainState
 from largebatch.hooks.ema import Ema, check_half_life
 from largebatch.hooks.profile import Profile
 from largebatch.hooks.stop_early import StopEarly, end_time
@@ -47,6 +44,10 @@ from largebatch.replica import Replica
 from largebatch.schedules import Schedule, make_schedule, scale_lr
 from largebatch.start import set_up
 from zoo import create_model
+
+if TYPE_CHECKING:
+    from largebatch.data.dali import EvalLoader, TrainLoader
+    from largebatch.data.index import Index
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +93,14 @@ def count_passes(config: TrainConfig, comm: Communicator) -> int:
     return passes
 
 
-def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
+def open_data(config: TrainConfig, comm: Communicator, split: str) -> "Index":
     """Open the index of one split, which all ranks must share: all raise Stopped if one sees other images.
 
     Making the index may take long, and Horovod would take a rank that waits for it in a collective for stalled. So each
     rank asks for it, and a file lock lets the first one of a host do the work.
     """
+    from largebatch.data.sources import open_source  # a benchmark without images does without the packages behind it
+
     with comm.together(f"opening {config.data.path}"):
         if not config.data.path:
             raise ValueError(f"Recipe {config.recipe} has no images of its own: give --data FOLDER or synthetic.")
@@ -116,7 +119,7 @@ def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
     return index
 
 
-def build_plan(config: TrainConfig, index: Index) -> Plan:
+def build_plan(config: TrainConfig, index: "Index") -> Plan:
     """Build the plan that cuts the run's data into steps and micro-batches."""
     return Plan(
         num_samples=len(index),
@@ -135,11 +138,13 @@ def open_train_loader(
     start_step: int,
     *,
     model: nn.Module,
-    index: Index,
+    index: "Index",
     plan: Plan,
     device: torch.device,
-) -> TrainLoader:
+) -> "TrainLoader":
     """Open the training images of this rank: its micro-batches from step `start_step` on, in the order of the plan."""
+    from largebatch.data.dali import TrainLoader
+
     data, geometry = config.data, model_geometry(config.data, model)
     return TrainLoader(
         index,
@@ -163,9 +168,11 @@ def open_train_loader(
 
 
 def build_eval_loader(
-    config: TrainConfig, comm: Communicator, *, model: nn.Module, index: Index, device: torch.device
-) -> EvalLoader:
+    config: TrainConfig, comm: Communicator, *, model: nn.Module, index: "Index", device: torch.device
+) -> "EvalLoader":
     """Open the held-out images of this rank: numbered batches, which do not depend on the number of ranks."""
+    from largebatch.data.dali import EvalLoader
+
     return EvalLoader(
         index,
         shard=comm.data_rank,
@@ -333,41 +340,67 @@ def assemble(
     replica: Replica,
     device: torch.device,
     *,
-    train: Index,
-    held_out: Index,
+    train: "Index",
+    held_out: "Index",
     signals: Signals | None,
 ) -> Trainer:
-    """Put the parts together, with the optimizer's state created and the run at its beginning."""
+    """Build the parts that depend on the images, and put all together, with the run at its beginning."""
     comm, model = replica.comm, replica.model
     with comm.together("building"):
-        init_state(replica.optimizer)
         plan = build_plan(config, train)
         ema = build_ema(config, plan, model)
-        trainer = Trainer(
-            comm=comm,
-            model=model,
-            objective=replica.adapt_objective(build_objective(config, model)),
-            optimizer=replica.optimizer,
-            scaler=torch.amp.GradScaler(device.type, enabled="fp16" in (config.run.precision, config.run.compression)),
-            base_lr=peak_lr(config),
-            schedule=build_schedule(config, plan),
+        trainer = put_together(
+            config,
+            replica,
+            device,
             plan=plan,
             open_batches=partial(open_train_loader, config, comm, model=model, index=train, plan=plan, device=device),
             eval_batches=build_eval_loader(config, comm, model=model, index=held_out, device=device),
-            augment=build_augment(config),
-            seed=config.run.seed,
-            precision=config.run.precision,
-            clip_norm=config.optim.clip_norm,
-            eval_images=_images(config, "run.eval_every", plan.num_samples, plan.num_images),
-            device=device,
-            replica=replica,
             hooks=build_hooks(config, train, plan, ema, signals),
-            average=ema.model if ema else None,
-            state=TrainState(data=train.digest()),
+            ema=ema,
+            data=train.digest(),
         )
     for line in replica.describe():
         logger.info("%s", line)
     return trainer
+
+
+def put_together(
+    config: TrainConfig,
+    replica: Replica,
+    device: torch.device,
+    *,
+    plan: Plan,
+    open_batches: Callable[[int], Any],
+    eval_batches: Batches,
+    hooks: Sequence[Hook],
+    ema: Ema | None,
+    data: str,
+) -> Trainer:
+    """Put the parts together, with the optimizer's state created; data: the digest of the training images."""
+    init_state(replica.optimizer)
+    return Trainer(
+        comm=replica.comm,
+        model=replica.model,
+        objective=replica.adapt_objective(build_objective(config, replica.model)),
+        optimizer=replica.optimizer,
+        scaler=torch.amp.GradScaler(device.type, enabled="fp16" in (config.run.precision, config.run.compression)),
+        base_lr=peak_lr(config),
+        schedule=build_schedule(config, plan),
+        plan=plan,
+        open_batches=open_batches,
+        eval_batches=eval_batches,
+        augment=build_augment(config),
+        seed=config.run.seed,
+        precision=config.run.precision,
+        clip_norm=config.optim.clip_norm,
+        eval_images=_images(config, "run.eval_every", plan.num_samples, plan.num_images),
+        device=device,
+        replica=replica,
+        hooks=hooks,
+        average=ema.model if ema else None,
+        state=TrainState(data=data),
+    )
 
 
 def build_objective(config: TrainConfig, model: nn.Module) -> Objective:
@@ -414,7 +447,7 @@ def peak_lr(config: TrainConfig) -> float:
 
 
 def build_hooks(
-    config: TrainConfig, index: Index, plan: Plan, ema: Ema | None, signals: Signals | None
+    config: TrainConfig, index: "Index", plan: Plan, ema: Ema | None, signals: Signals | None
 ) -> list[Hook]:
     """Build the hooks in the order in which they run.
 

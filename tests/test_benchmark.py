@@ -163,10 +163,10 @@ def test_a_gpu_is_timed_by_its_own_clock(monkeypatch):
     assert span.seconds() == 0.25 and calls[3:] == ["wait for the end"]
 
 
-@pytest.mark.parametrize("name", ["volo_d1", "volo_d5"])
-def test_executed_flops_are_those_that_are_left_on_average(name):
+def test_executed_flops_are_those_that_are_left_on_average():
     """The reference draws: a forward pass of 1,000 images in training, without their values."""
-    rate, images = config_of(name, 224).model.drop_path_rate, 1000
+    name, images = "volo_d5", 1000
+    rate = config_of(name, 224).model.drop_path_rate
     torch.manual_seed(0)
     with torch.device("meta"):
         module = set_fused_attn(create_model(name, drop_path_rate=rate), False).train()
@@ -175,7 +175,7 @@ def test_executed_flops_are_those_that_are_left_on_average(name):
         module(batch)
     drawn = 3 * counter.get_total_flops() / images
     assert training_flops(name, 224, drop_path_rate=rate) == pytest.approx(drawn, rel=0.005)
-    assert drawn < (0.7 if name == "volo_d5" else 0.97) * training_flops(name, 224)
+    assert drawn < 0.7 * training_flops(name, 224)
 
 
 def test_a_model_is_measured_as_its_recipe_trains_it():

@@ -6,9 +6,12 @@ reduction and the optimizer differ.
 
 Each of the two also runs without its reduction, in turns with the others. The difference is the exposed communication:
 the time by which a step is longer because ranks exchange gradients. Nothing waits for the device inside a step.
+
+    --data resident    batches that stay on the device: no loader, and with one process neither Horovod nor DALI
 """
 
 import argparse
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
@@ -20,12 +23,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.augment import Augmented
+from largebatch.benchmark import resident
 from largebatch.benchmark.ceiling import measure_ceiling, mfu
 from largebatch.benchmark.measure import Contender, Report, Round, Span, compare
 from largebatch.benchmark.model import objective_of, timms, training_flops
+from largebatch.benchmark.solo import alone
 from largebatch.benchmark.unreduced import Unreduced
 from largebatch.build import build_trainer, divides
 from largebatch.comm import Communicator
+from largebatch.comm.launcher import recognise
 from largebatch.config import TrainConfig, parse
 from largebatch.engine import Trainer
 from largebatch.hooks import Ema
@@ -35,7 +41,7 @@ from largebatch.recipes import choose
 from largebatch.start import report_mistakes, set_up, start_ranks
 from zoo.model import ZooModel
 
-DEFAULTS = ["--data=synthetic", "--data.micro_batch_size=32", "--data.global_batch_size=256"]
+DEFAULTS = ["--data.micro_batch_size=32", "--data.global_batch_size=256"]
 DEFAULTS += ["--run.precision=auto", "--run.folder=runs/benchmark/step"]
 DEFAULTS += ["--model.pos_drop_rate=0", "--model.proj_drop_rate=0"]  # dropout costs both the same
 CPU = torch.device("cpu")
@@ -45,20 +51,33 @@ OFF = ", no reduction"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark; the options of largebatch.train may follow them."""
+    parser.add_argument("--data", help="as in largebatch.train, or resident; default: synthetic")
     parser.add_argument("--vs", nargs="+", default=["timm"], choices=["timm", "none"])
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each contender")
 
 
 def run(options: argparse.Namespace) -> Report | None:
     """Measure steps of the run that `options.training` describes; the report on rank 0."""
-    argv = DEFAULTS + options.training
+    on_device = options.data == resident.NAME
     with report_mistakes():
-        config = parse(argv, choose_recipe=choose, prog="python -m largebatch.benchmark step")
-    with start_ranks(config) as comm:
+        if on_device:
+            config = resident.read_config(DEFAULTS + options.training)
+        else:
+            data = [f"--data={options.data}"] if options.data else []
+            argv = ["--data=synthetic", *DEFAULTS, *options.training, *data]
+            config = parse(argv, choose_recipe=choose, prog="python -m largebatch.benchmark step")
+    with start(config, on_device=on_device) as comm:
         config, device = set_up(config, comm)
-        build = partial(build_trainer, config, device=device)
+        build = partial(resident.build_resident if on_device else build_trainer, config, device=device)
         with closing(Feed(build(comm))) as feed:
             return measure(options, config, comm, feed, build)
+
+
+def start(config: TrainConfig, *, on_device: bool) -> AbstractContextManager[Communicator]:
+    """Start the ranks; one process whose batches stay on the device does without Horovod."""
+    if on_device and recognise(os.environ).size == 1:
+        return alone(config.parallel.shape())
+    return start_ranks(config)
 
 
 class Feed:
