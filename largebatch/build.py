@@ -7,11 +7,11 @@ on one rank alone (files, memory, a GPU) is done inside `comm.together`, so that
 
 import logging
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,14 +32,10 @@ from largebatch.config import (
     nearest_batches,
     profiled_steps,
 )
-from largebatch.data import index_file
-from largebatch.data.dali import EvalLoader, TrainLoader
-from largebatch.data.index import Index
 from largebatch.data.order import Plan
 from largebatch.data.randaugment import parse as parse_policy
-from largebatch.data.sources import find_folder, open_source
 from largebatch.data.token_labels import CELL
-from largebatch.engine import Hook, Trainer, TrainState
+from largebatch.engine import Batches, Hook, Trainer, TrainState
 from largebatch.hooks.ema import Ema, check_half_life
 from largebatch.hooks.profile import Profile
 from largebatch.hooks.stop_early import StopEarly, end_time
@@ -50,6 +46,10 @@ from largebatch.replica import Replica
 from largebatch.schedules import Schedule, make_schedule, scale_lr
 from largebatch.start import set_up
 from zoo import create_model
+
+if TYPE_CHECKING:
+    from largebatch.data.dali import EvalLoader, TrainLoader
+    from largebatch.data.index import Index
 
 logger = logging.getLogger(__name__)
 
@@ -111,19 +111,22 @@ def count_passes(config: TrainConfig, comm: Communicator) -> int:
     return passes
 
 
-def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
+def open_data(config: TrainConfig, comm: Communicator, split: str) -> "Index":
     """Open the index of one split. Rank 0 finds and checks the files, and gives its index to all ranks.
 
     So a file system gets no more calls if there are more ranks. Images that are written into a cache first are written
     on each host. The first rank of each host looks if the files there are those of rank 0; a copy will do.
     """
+    from largebatch.data import index_file  # a benchmark without images does without the packages behind these
+    from largebatch.data.sources import find_folder, open_source
+
     data, phase = config.data, f"opening {config.data.path}"
     with comm.together(phase):
         if not data.path:
             raise ValueError(f"Recipe {config.recipe} has no images of its own: give --data FOLDER or synthetic.")
         here = str(find_folder(data.path, split=split, progress=comm.progress))
 
-    def open_index() -> tuple[str, Index, list[int]]:
+    def open_index() -> "tuple[str, Index, list[int]]":
         index = open_source(
             data.path,
             split=split,
@@ -144,7 +147,7 @@ def open_data(config: TrainConfig, comm: Communicator, split: str) -> Index:
     return index
 
 
-def build_plan(config: TrainConfig, index: Index) -> Plan:
+def build_plan(config: TrainConfig, index: "Index") -> Plan:
     """Build the plan that cuts the run's data into steps and micro-batches."""
     return Plan(
         num_samples=len(index),
@@ -163,11 +166,13 @@ def open_train_loader(
     start_step: int,
     *,
     model: nn.Module,
-    index: Index,
+    index: "Index",
     plan: Plan,
     device: torch.device,
-) -> TrainLoader:
+) -> "TrainLoader":
     """Open the training images of this rank: its micro-batches from step `start_step` on, in the order of the plan."""
+    from largebatch.data.dali import TrainLoader
+
     data, geometry = config.data, model_geometry(config.data, model)
     return TrainLoader(
         index,
@@ -191,9 +196,11 @@ def open_train_loader(
 
 
 def build_eval_loader(
-    config: TrainConfig, comm: Communicator, *, model: nn.Module, index: Index, device: torch.device
-) -> EvalLoader:
+    config: TrainConfig, comm: Communicator, *, model: nn.Module, index: "Index", device: torch.device
+) -> "EvalLoader":
     """Open the held-out images of this rank: numbered batches, which do not depend on the number of ranks."""
+    from largebatch.data.dali import EvalLoader
+
     return EvalLoader(
         index,
         shard=comm.data_rank,
@@ -371,43 +378,69 @@ def assemble(
     replica: Replica,
     device: torch.device,
     *,
-    train: Index,
-    held_out: Index,
+    train: "Index",
+    held_out: "Index",
     signals: Signals | None,
 ) -> Trainer:
-    """Put the parts together, with the optimizer's state created and the run at its beginning."""
+    """Build the parts that depend on the images, and put all together, with the run at its beginning."""
     comm, model = replica.comm, replica.model
     with comm.together("building"):
-        init_state(replica.optimizer)
         plan = build_plan(config, train)
         ema = build_ema(config, plan, model)
         eval_batches = build_eval_loader(config, comm, model=model, index=held_out, device=device)
         comm.before_shutdown(eval_batches.close)
-        trainer = Trainer(
-            comm=comm,
-            model=model,
-            objective=replica.adapt_objective(build_objective(config, model)),
-            optimizer=replica.optimizer,
-            scaler=torch.amp.GradScaler(device.type, enabled="fp16" in (config.run.precision, config.run.compression)),
-            base_lr=peak_lr(config),
-            schedule=build_schedule(config, plan),
+        trainer = put_together(
+            config,
+            replica,
+            device,
             plan=plan,
             open_batches=partial(open_train_loader, config, comm, model=model, index=train, plan=plan, device=device),
             eval_batches=eval_batches,
-            augment=build_augment(config),
-            seed=config.run.seed,
-            precision=config.run.precision,
-            clip_norm=config.optim.clip_norm,
-            eval_images=_images(config, "run.eval_every", plan.num_samples, plan.num_images),
-            device=device,
-            replica=replica,
             hooks=build_hooks(config, train, plan, ema, signals),
-            average=ema.model if ema else None,
-            state=TrainState(data=train.digest()),
+            ema=ema,
+            data=train.digest(),
         )
     for line in replica.describe():
         logger.info("%s", line)
     return trainer
+
+
+def put_together(
+    config: TrainConfig,
+    replica: Replica,
+    device: torch.device,
+    *,
+    plan: Plan,
+    open_batches: Callable[[int], Any],
+    eval_batches: Batches,
+    hooks: Sequence[Hook],
+    ema: Ema | None,
+    data: str,
+) -> Trainer:
+    """Put the parts together, with the optimizer's state created; data: the digest of the training images."""
+    init_state(replica.optimizer)
+    return Trainer(
+        comm=replica.comm,
+        model=replica.model,
+        objective=replica.adapt_objective(build_objective(config, replica.model)),
+        optimizer=replica.optimizer,
+        scaler=torch.amp.GradScaler(device.type, enabled="fp16" in (config.run.precision, config.run.compression)),
+        base_lr=peak_lr(config),
+        schedule=build_schedule(config, plan),
+        plan=plan,
+        open_batches=open_batches,
+        eval_batches=eval_batches,
+        augment=build_augment(config),
+        seed=config.run.seed,
+        precision=config.run.precision,
+        clip_norm=config.optim.clip_norm,
+        eval_images=_images(config, "run.eval_every", plan.num_samples, plan.num_images),
+        device=device,
+        replica=replica,
+        hooks=hooks,
+        average=ema.model if ema else None,
+        state=TrainState(data=data),
+    )
 
 
 def build_objective(config: TrainConfig, model: nn.Module) -> Objective:
@@ -454,7 +487,7 @@ def peak_lr(config: TrainConfig) -> float:
 
 
 def build_hooks(
-    config: TrainConfig, index: Index, plan: Plan, ema: Ema | None, signals: Signals | None
+    config: TrainConfig, index: "Index", plan: Plan, ema: Ema | None, signals: Signals | None
 ) -> list[Hook]:
     """Build the hooks in the order in which they run.
 

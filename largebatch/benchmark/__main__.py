@@ -4,6 +4,7 @@
     python -m largebatch.benchmark loader    [--data FOLDER] [--vs timm]            images out of JPEGs
     python -m largebatch.benchmark model     [--model vit_b32] [--vs timm]          forward and backward
     mpirun -np 2 python -m largebatch.benchmark step [--model vit_b32] [--vs timm] [options of largebatch.train]
+    python -m largebatch.benchmark step --data resident [...]      the same without files; one process needs no Horovod
     mpirun -np 8 python -m largebatch.benchmark parallel [--model vit_l32]          a model that ranks share
     python -m largebatch.benchmark scaling RANKS_1/step.csv RANKS_2/step.csv ...    join the tables of `step`
 
@@ -41,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         report = benchmark.run(options)
+        if report is not None:
+            report.write(options.output)
     except (ValueError, OSError) as error:
         sys.exit(f"largebatch: {error}")
-    if report is not None:
-        report.write(options.output)
 
 
 if __name__ == "__main__":

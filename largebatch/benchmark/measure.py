@@ -17,14 +17,13 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-
-from largebatch.precision import DTYPES, computes
 
 Round = Callable[[], None]
 PACKAGES = ("timm", "horovod", "nvidia-dali-cuda120", "nvidia-dali-cuda130", "apex")
@@ -109,6 +108,32 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+class Span:
+    """A stretch of time that begins now, by the clock of the device: its events are read later, and nobody waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.began = self.ended = self._mark()
+
+    def end(self) -> None:
+        """Let the stretch end now."""
+        self.ended = self._mark()
+
+    def seconds(self) -> float:
+        """Return its length, as soon as the device has come to its end."""
+        if self.device.type != "cuda":
+            return self.ended - self.began
+        self.ended.synchronize()
+        return self.began.elapsed_time(self.ended) / 1000
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 
@@ -142,19 +167,6 @@ def _status_bytes(name: str) -> int:
 
 
 # -- hardware and versions ------------------------------------------------------------------------------------------
-
-
-def matmul_flops(device: torch.device, precision: str, *, repeats: int = 20) -> float:
-    """FLOP/s of a large matrix product, the best of `repeats`: the ceiling for a model; one thread pool or one GPU."""
-    # Larger products would take a minute each where the device has no instructions for the type.
-    size = 8192 if device.type == "cuda" else 2048 if computes(device, precision) else 256
-    a, b = (torch.randn(size, size, device=device).to(DTYPES[precision]) for _ in range(2))
-    best = float("inf")
-    for _ in range(repeats):
-        began = now(device)
-        torch.mm(a, b)
-        best = min(best, now(device) - began)
-    return 2 * size**3 / best
 
 
 def hardware(device: torch.device) -> str:
@@ -269,6 +281,18 @@ class Report:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_title(f"{self.title}\n{hardware(self.device)}", fontsize=10, loc="left")
         figure.savefig(path, format="png")
+
+
+class Reports:
+    """Reports that are made one after the other. Each is written before the next begins, which may fail."""
+
+    def __init__(self, reports: Iterable[Report]) -> None:
+        self.reports = reports
+
+    def write(self, folder: Path) -> None:
+        """Make the reports; print and write each."""
+        for report in self.reports:
+            report.write(folder)
 
 
 def _spread(seconds: Sequence[float]) -> tuple[float, float, float]:

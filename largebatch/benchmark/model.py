@@ -1,142 +1,231 @@
-"""Forward and backward of a zoo model beside timm's model of the same name, one process.
+"""Forward and backward of zoo models beside timm's models of the same names, one process.
 
-Every contender computes `model(images)` in training mode, the cross entropy and all gradients. This holds for VOLO as
-well: its plain forward pass uses both heads, in ours and in timm's, but timm's `forward_train` leaves out the class
-head. On CPUs the backward pass of torch's fused attention, timm's default, is slow, so timm's model without it is
-another contender. All use the stochastic depth of the model's recipe; MFU also counts the work that it saves.
+Every contender trains as the model's recipe does: with its dropout and stochastic depth; a VOLO through
+`forward_train`, with mix-token and the loss of its tokens. With --plain, and for models without a recipe, it computes
+`model(images)` in training mode and the cross entropy, without dropout; timm's VOLO uses both heads there as well.
+On CPUs the backward pass of torch's fused attention, timm's default, is slow, so timm's model without it is another
+contender. MFU counts the model's products; "executed" leaves out those that our stochastic depth saves.
 """
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from functools import partial
+from statistics import median
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from largebatch.augment import Augmented, MixBox, draw_mix_box, one_hot
+from largebatch.benchmark.ceiling import measure_ceiling, mfu
 from largebatch.benchmark.measure import (
     Contender,
     Report,
+    Reports,
     Round,
     add_device_options,
     compare,
-    matmul_flops,
     set_up_device,
 )
+from largebatch.config import ModelConfig, TrainConfig
+from largebatch.losses import Objective, TokenLabeling, classification
 from largebatch.native.attention import choose_attention
 from largebatch.precision import DTYPES, autocast, choose_precision
 from largebatch.recipes import RECIPES
 from zoo import create_model, set_fused_attn, vit, volo
+from zoo.model import ZooModel
 
 TIMM_NAMES = {name: structure.timm_name for zoo in (vit, volo) for name, structure in zoo.STRUCTURES.items()}
+RATES = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
 PASSES = 2  # per round; the second pass adds to gradients, as accumulation does
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--model", default="vit_b32", help="zoo model")
-    parser.add_argument("--img-size", type=int, default=224, help="image side in pixels")
-    parser.add_argument("--batch-size", type=int, help="images per pass; default: 32, and 8 for a VOLO")
+    parser.add_argument("--model", nargs="+", default=["vit_b32"], help="zoo models; several lists are combined")
+    parser.add_argument("--img-size", type=int, nargs="+", default=[224], help="image sides in pixels")
+    sizes = "images per pass; default: the recipe's micro-batch on a GPU; on a CPU 32, and 8 for a VOLO"
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[0], help=sizes)
     parser.add_argument("--precision", default="auto", choices=["auto", *DTYPES], help="autocast type, as in training")
-    parser.add_argument("--compile", action="store_true", help="as --run.compile; ours alone")
+    parser.add_argument("--plain", action="store_true", help="no dropout, and the cross entropy of the classes alone")
+    parser.add_argument("--variants", nargs="+", default=["eager"], choices=["eager", "compiled"], help="of ours")
     parser.add_argument("--grad-checkpointing", action="store_true", help="as --model.grad_checkpointing; ours alone")
     parser.add_argument("--vs", nargs="+", default=["timm", "timm-unfused"], choices=["timm", "timm-unfused", "none"])
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each contender, 2 passes each")
     add_device_options(parser)
 
 
-def run(options: argparse.Namespace) -> Report:
-    """Measure forward and backward passes."""
+def run(options: argparse.Namespace) -> Reports:
+    """Measure forward and backward passes of each combination of model, image size and batch."""
     device = set_up_device(options)
-    if options.batch_size is None:
-        options.batch_size = 8 if options.model in volo.STRUCTURES else 32
     if options.precision == "auto":
         options.precision = choose_precision(device)
-    makers: dict[str, Callable[[], nn.Module]] = {"largebatch": partial(ours, options, device)}
+    cases = list(itertools.product(options.model, options.img_size, options.batch_size))
+    return Reports(measure(options, device, *case, alone=len(cases) == 1) for case in cases)
+
+
+def measure(
+    options: argparse.Namespace, device: torch.device, model: str, img_size: int, batch_size: int, *, alone: bool = True
+) -> Report:
+    """Measure one model; batch_size 0 is the default. alone: it is the only report, so its files have short names."""
+    config = config_of(model, img_size, plain=options.plain)
+    batch_size = batch_size or default_batch_size(config, device)
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "largebatch" + ", compiled" * (variant == "compiled"): partial(
+            ours, config, device, compiled=variant == "compiled", grad_checkpointing=options.grad_checkpointing
+        )
+        for variant in options.variants
+    }
     if "timm" in options.vs:
-        makers["timm"] = partial(timms, options)
+        makers["timm"] = partial(timms, config)
     if "timm-unfused" in options.vs:
-        makers["timm, unfused attention"] = lambda: set_fused_attn(timms(options), False)
-    contenders = [Contender(name, partial(_opened, make, options, device)) for name, make in makers.items()]
+        makers["timm, unfused attention"] = lambda: set_fused_attn(timms(config), False)
+    opened = partial(_opened, config=config, batch_size=batch_size, precision=options.precision, device=device)
+    contenders = [Contender(contender, partial(opened, make)) for contender, make in makers.items()]
     results = compare(contenders, device=device, rounds=options.rounds)
-    images = PASSES * options.batch_size
-    flops, ceiling = training_flops(options.model, options.img_size), matmul_flops(device, options.precision)
+    images, ceiling = PASSES * batch_size, measure_ceiling(device, options.precision)
+    flops = training_flops(model, img_size)
+    executed = training_flops(model, img_size, drop_path_rate=config.model.drop_path_rate)
+    saving = {"largebatch": executed}  # timm masks samples after a layer, and the compiled model does the same
     notes = [
-        f"{result.name}: {mfu(images / sorted(result.seconds)[len(result.seconds) // 2], flops, ceiling)}"
-        for result in results
+        f"{name}: {mfu(images / median(seconds), flops, ceiling, executed=saving.get(name))}"
+        for name, seconds in ((result.name, result.seconds) for result in results)
     ]
-    title = f"{options.model} at {options.img_size} px, forward and backward, {options.precision}"
-    title += f", batch {options.batch_size}"
-    return Report("model", title, results, device, images=images, notes=notes)
+    title = f"{model} at {img_size} px, forward and backward, {options.precision}, batch {batch_size}"
+    files = "model" if alone else f"model_{model}_{img_size}_{batch_size}"
+    return Report(files, title, results, device, images=images, notes=notes)
 
 
 @contextmanager
-def _opened(make: Callable[[], nn.Module], options: argparse.Namespace, device: torch.device) -> Iterator[Round]:
+def _opened(
+    make: Callable[[], nn.Module], *, config: TrainConfig, batch_size: int, precision: str, device: torch.device
+) -> Iterator[Round]:
     torch.manual_seed(0)
-    model = make().to(device).train()
-    images = torch.randn(options.batch_size, 3, options.img_size, options.img_size, device=device)
-    labels = torch.randint(0, 1000, (options.batch_size,), device=device)
+    model, objective = make().to(device).train(), objective_of(config)
+    batch, draw_box = training_batch(config, batch_size, device), box_of(config)
 
     def passes() -> None:
         for _ in range(PASSES):
-            with autocast(device, options.precision):
-                loss = F.cross_entropy(model(images).float(), labels)
+            with autocast(device, precision):
+                loss = objective(model, batch._replace(mix_box=draw_box()))
             loss.backward()
         model.zero_grad(set_to_none=True)
 
     yield passes
 
 
-def ours(options: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The zoo's model as training builds it."""
-    model = create_model(
-        options.model,
-        img_size=options.img_size,
-        drop_path_rate=drop_path_rate(options.model),
-        grad_checkpointing=options.grad_checkpointing,
-    )
-    if options.compile:
+# -- the work of a recipe -------------------------------------------------------------------------------------------
+
+
+def config_of(model: str, img_size: int, *, plain: bool = False) -> TrainConfig:
+    """Return a model's recipe for images of this size; without one, or if `plain`, no dropout and no loss of tokens."""
+    config = RECIPES[model]() if model in RECIPES else TrainConfig(model=ModelConfig(name=model))
+    if plain:
+        depth = config.model.drop_path_rate
+        config = TrainConfig(data=config.data, model=ModelConfig(name=model, drop_path_rate=depth))
+    return replace(config, model=replace(config.model, img_size=img_size))
+
+
+def default_batch_size(config: TrainConfig, device: torch.device) -> int:
+    """Return a batch that keeps the device busy, and that a CPU can compute in seconds."""
+    if device.type != "cpu":
+        return config.data.micro_batch_size
+    return 8 if config.model.name in volo.STRUCTURES else 32
+
+
+def objective_of(config: TrainConfig) -> Objective:
+    """Return the loss of the config's section."""
+    if not config.loss.dense_weight:
+        return classification
+    return TokenLabeling(cls_weight=config.loss.cls_weight, dense_weight=config.loss.dense_weight)
+
+
+def training_batch(config: TrainConfig, batch_size: int, device: torch.device) -> Augmented:
+    """Return random images with their targets, and targets of each token if the config's loss has them."""
+    side, classes = config.model.img_size, config.model.num_classes
+    images = torch.randn(batch_size, 3, side, side, device=device)
+    targets = one_hot(torch.randint(0, classes, (batch_size,), device=device), classes)
+    if not config.loss.dense_weight:
+        return Augmented(images, targets)
+    return Augmented(images, targets, targets[:, None].repeat(1, (side // volo.CELL) ** 2, 1))
+
+
+def box_of(config: TrainConfig) -> Callable[[], MixBox | None]:
+    """Return a function that draws the box of each pass, as `Augment` does; without mix-token there is none."""
+    if not config.augment.mix_token:
+        return lambda: None
+    generator = torch.Generator().manual_seed(0)
+    return lambda: draw_mix_box(config.model.img_size // volo.CELL, generator=generator)
+
+
+# -- the contenders -------------------------------------------------------------------------------------------------
+
+
+def ours(config: TrainConfig, device: torch.device, *, compiled: bool, grad_checkpointing: bool) -> nn.Module:
+    """Build the zoo's model as training builds it."""
+    values = asdict(replace(config.model, grad_checkpointing=grad_checkpointing)) | {"weights": None}
+    model = create_model(values.pop("name"), **values)
+    if compiled:
         model.compile()
+        if hasattr(model, "forward_train"):
+            setattr(model, "forward_train", torch.compile(getattr(model, "forward_train")))
     return choose_attention(model, device)
 
 
-def timms(options: argparse.Namespace) -> nn.Module:
-    """The same model from timm, as timm's training script would make it."""
+def timms(config: TrainConfig) -> nn.Module:
+    """Build the same model from timm, as timm's training script would make it."""
     import timm
 
-    name, rate = timm_name(options.model), drop_path_rate(options.model)
-    return timm.create_model(name, img_size=options.img_size, drop_path_rate=rate)
+    c = config.model
+    options: dict[str, Any] = {rate: getattr(c, rate) for rate in RATES if getattr(c, rate)}
+    if config.augment.mix_token:
+        options["use_mix_token"] = True
+    model = timm.create_model(timm_name(c.name), img_size=c.img_size, num_classes=c.num_classes, **options)
+    return TimmsTokens(model) if config.loss.dense_weight else model
 
 
-def drop_path_rate(model: str) -> float:
-    """The rate of stochastic depth in the model's recipe; 0 without a recipe."""
-    return RECIPES[model]().model.drop_path_rate if model in RECIPES else 0.0
+class TimmsTokens(nn.Module):
+    """timm's VOLO with the interface of ours: its `forward_train` leaves the head of the class out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward_train(self, images: Tensor, mix_box: MixBox | None = None) -> tuple[Tensor, Tensor]:
+        """Return the logits of class and cells; timm draws a box by itself, instead of `mix_box`."""
+        token, cells, _ = self.model.forward_train(images)  # type: ignore[operator]
+        return self.model.head(token), cells  # type: ignore[operator]
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of the parameters without weight decay."""
+        return {f"model.{name}" for name in cast(ZooModel, self.model).no_weight_decay()}
 
 
 def timm_name(model: str) -> str:
-    """timm's name of a model of the zoo."""
-    if model not in TIMM_NAMES:
+    """Return timm's name of a model of the zoo."""
+    if not TIMM_NAMES.get(model):
         raise ValueError(f"--vs timm: timm's name of {model} is not known here; use --vs none.")
     return TIMM_NAMES[model]
 
 
-def training_flops(model: str, img_size: int) -> float:
-    """FLOPs of one image forward and backward: three times those of the forward pass, without recomputation.
+# -- FLOPs ----------------------------------------------------------------------------------------------------------
 
-    Only matrix products count, as usual for MFU; 26.5 GFLOP for ViT-B/32 at 224 px.
+
+def training_flops(model: str, img_size: int, *, drop_path_rate: float = 0.0) -> float:
+    """Return FLOPs of one image forward and backward: three times those of the forward pass, without recomputation.
+
+    Only matrix products count, as usual for MFU; 26.5 GFLOP for ViT-B/32 at 224 px. drop_path_rate: leave out the work
+    that our stochastic depth at this rate saves on average; timm's, in ViTs, saves none.
     """
     with torch.device("meta"):
-        module = set_fused_attn(create_model(model, img_size=img_size), False).eval()
+        module = set_fused_attn(create_model(model, img_size=img_size, drop_path_rate=drop_path_rate), False).eval()
         counter = FlopCounterMode(display=False)
         with counter:
             module(torch.empty(1, 3, img_size, img_size))
-    return 3 * counter.get_total_flops()
-
-
-def mfu(images_per_s: float, flops: float, ceiling: float) -> str:
-    """Describe the model FLOP utilisation of one rank; images_per_s and ceiling are those of one rank, too."""
-    achieved = images_per_s * flops
-    share = f"{100 * achieved / ceiling:.1f} %"
-    return f"{achieved / 1e9:.0f} GFLOP/s per rank, MFU {share} of the {ceiling / 1e9:.0f} GFLOP/s of a matrix product"
+    counts = {name.partition(".")[2]: sum(count.values()) for name, count in counter.get_flop_counts().items()}
+    blocks = [(name, block) for name, block in module.named_modules() if isinstance(block, volo.Block)]
+    return 3 * (counter.get_total_flops() - sum(block.drop_path * counts[name] for name, block in blocks))

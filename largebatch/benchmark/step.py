@@ -3,53 +3,81 @@
 Ours is the Trainer that `largebatch.train` would run, with its loader. The peer trains on micro-batches of the same
 loader, augmented by the same function, and accumulates gradients under `no_sync`. So only the model's code, the
 reduction and the optimizer differ.
+
+Each of the two also runs without its reduction, in turns with the others. The difference is the exposed communication:
+the time by which a step is longer because ranks exchange gradients. Nothing waits for the device inside a step.
+
+    --data resident    batches that stay on the device: no loader, and with one process neither Horovod nor DALI
 """
 
 import argparse
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from statistics import median
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.augment import Augmented
-from largebatch.benchmark.measure import Contender, Report, Round, compare, matmul_flops, now
-from largebatch.benchmark.model import mfu, timm_name, training_flops
-from largebatch.build import build_trainer
+from largebatch.benchmark import resident
+from largebatch.benchmark.ceiling import measure_ceiling, mfu
+from largebatch.benchmark.measure import Contender, Report, Round, Span, compare
+from largebatch.benchmark.model import objective_of, timms, training_flops
+from largebatch.benchmark.solo import alone
+from largebatch.benchmark.unreduced import Unreduced
+from largebatch.build import build_trainer, divides
 from largebatch.comm import Communicator
+from largebatch.comm.launcher import recognise
 from largebatch.config import TrainConfig, parse
 from largebatch.engine import Trainer
-from largebatch.losses import soft_target_cross_entropy
-from largebatch.parallel.rendezvous import start_torch_distributed
+from largebatch.hooks import Ema
+from largebatch.losses import Objective
 from largebatch.precision import autocast
 from largebatch.recipes import choose
 from largebatch.start import report_mistakes, set_up, start_ranks
 from zoo.model import ZooModel
 
-DEFAULTS = ["--data=synthetic", "--data.micro_batch_size=32", "--data.global_batch_size=256"]
+DEFAULTS = ["--data.micro_batch_size=32", "--data.global_batch_size=256"]
 DEFAULTS += ["--run.precision=auto", "--run.folder=runs/benchmark/step"]
 DEFAULTS += ["--model.pos_drop_rate=0", "--model.proj_drop_rate=0"]  # dropout costs both the same
+CPU = torch.device("cpu")
+WAITING, EXPOSED, OPTIMIZER = "waiting for data", "exposed communication", "optimizer"
+OFF = ", no reduction"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark; the options of largebatch.train may follow them."""
+    parser.add_argument("--data", help="as in largebatch.train, or resident; default: synthetic")
     parser.add_argument("--vs", nargs="+", default=["timm"], choices=["timm", "none"])
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each contender")
 
 
 def run(options: argparse.Namespace) -> Report | None:
     """Measure steps of the run that `options.training` describes; the report on rank 0."""
-    argv = DEFAULTS + options.training
+    on_device = options.data == resident.NAME
     with report_mistakes():
-        config = parse(argv, choose_recipe=choose, prog="python -m largebatch.benchmark step")
-    with start_ranks(config) as comm:
+        if on_device:
+            config = resident.read_config(DEFAULTS + options.training)
+        else:
+            data = [f"--data={options.data}"] if options.data else []
+            argv = ["--data=synthetic", *DEFAULTS, *options.training, *data]
+            config = parse(argv, choose_recipe=choose, prog="python -m largebatch.benchmark step")
+    with start(config, on_device=on_device) as comm:
         config, device = set_up(config, comm)
-        with closing(Feed(build_trainer(config, comm, device=device))) as feed:
-            return measure(options, config, comm, feed)
+        build = partial(resident.build_resident if on_device else build_trainer, config, device=device)
+        with closing(Feed(build(comm))) as feed:
+            return measure(options, config, comm, feed, build)
+
+
+def start(config: TrainConfig, *, on_device: bool) -> AbstractContextManager[Communicator]:
+    """Start the ranks; one process whose batches stay on the device does without Horovod."""
+    if on_device and recognise(os.environ).size == 1:
+        return alone(config.parallel.shape())
+    return start_ranks(config)
 
 
 class Feed:
@@ -58,22 +86,22 @@ class Feed:
     def __init__(self, trainer: Trainer) -> None:
         self.plan, self.augment, self.device = trainer.plan, trainer.augment, trainer.device
         self.loader = trainer.open_batches(0)
-        self.watch = Stopwatch(trainer.device)
+        self.watch = Stopwatch()
         self.step = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        with self.watch.timing("waiting for data"):
+        with self.watch.timing(WAITING, CPU):  # the host waits, whatever the device does
             return next(self.loader)
 
-    def train(self, trainer: Trainer) -> None:
-        """The trainer's own step, on the next global batch."""
-        self.watch.steps.append(Counter())
-        trainer.state.step = self.step
-        trainer.model.train()
-        trainer.train_step(self)
+    @contextmanager
+    def next_step(self, watch: "Stopwatch") -> Iterator[None]:
+        """Feed the next global batch to a contender, with its stopwatch."""
+        self.watch = watch
+        watch.steps.append([])
+        yield
         self.step += 1
 
     def close(self) -> None:
@@ -81,30 +109,70 @@ class Feed:
         self.loader.close()
 
 
-def measure(options: argparse.Namespace, config: TrainConfig, comm: Communicator, feed: Feed) -> Report | None:
+class Stopwatch:
+    """The parts of a contender's steps. To take the times makes nobody wait."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[tuple[str, Span]]] = [[]]
+
+    @contextmanager
+    def timing(self, part: str, device: torch.device) -> Iterator[None]:
+        """Let a block be a part of the present step, by the clock of a device."""
+        span = Span(device)
+        yield
+        span.end()
+        self.steps[-1].append((part, span))
+
+    def shares(self, seconds: list[float]) -> dict[str, float]:
+        """Return the share of each part in the last steps, which took `seconds`."""
+        shares: dict[str, float] = {}
+        for part, span in (timed for step in self.steps[-len(seconds) :] for timed in step):
+            shares[part] = shares.get(part, 0.0) + span.seconds() / sum(seconds)
+        return shares
+
+
+class Seen(NamedTuple):
+    """The measurements of one contender on one rank."""
+
+    peak_bytes: int
+    seconds: list[float]
+    shares: dict[str, float]
+
+
+def measure(
+    options: argparse.Namespace,
+    config: TrainConfig,
+    comm: Communicator,
+    feed: Feed,
+    build: Callable[[Communicator], Trainer],
+) -> Report | None:
     """Run the contenders in turns, then gather the measurements of all ranks."""
-    contenders = [Contender("largebatch", partial(ours, config, comm, feed))]
-    if "timm" in options.vs:
-        contenders.append(Contender("timm + DDP", partial(timm_ddp, config, comm, feed)))
+    makers = contenders(options, config, comm, feed, build)
+    watches = {name: Stopwatch() for name in makers}
     results = compare(
-        contenders,
+        [Contender(name, partial(make, watches[name])) for name, make in makers.items()],
         device=feed.device,
         rounds=options.rounds,
         barrier=partial(comm.barrier, name="benchmark/barrier"),
         quiet=comm.rank > 0,
     )
     comm.barrier(name="benchmark/ceiling")
-    ceiling = matmul_flops(feed.device, config.run.precision)
-    shares = feed.watch.shares(results[0].seconds)
-    seen = comm.allgather_object(([result.peak_bytes for result in results], shares), name="benchmark/seen")
+    ceiling = measure_ceiling(feed.device, config.run.precision)
+    mine = {r.name: Seen(r.peak_bytes, r.seconds, watches[r.name].shares(r.seconds)) for r in results}
+    ranks = comm.allgather_object(mine, name="benchmark/seen")
     if comm.rank > 0:
         return None
-    for result, peaks in zip(results, zip(*(peaks for peaks, _ in seen))):
-        result.peak_bytes = max(peaks)
-    mean = {phase: sum(share[phase] for _, share in seen) / comm.size for phase in shares}
+    for result in results:
+        result.peak_bytes = max(seen[result.name].peak_bytes for seen in ranks)
     images, flops = feed.plan.global_batch_size // comm.size, training_flops(config.model.name, config.model.img_size)
-    notes = [f"{result.name}: {mfu(images / median(result.seconds), flops, ceiling)}" for result in results]
-    notes.append("largebatch's step: " + ", ".join(f"{100 * share:.1f} % {phase}" for phase, share in mean.items()))
+    executed = training_flops(config.model.name, config.model.img_size, drop_path_rate=config.model.drop_path_rate)
+    saving = {} if config.run.compile else {"largebatch": executed}
+    whole = [result for result in results if not result.name.endswith(OFF)]
+    notes = [
+        f"{name}: {mfu(images / median(seconds), flops, ceiling, executed=saving.get(name))}"
+        for name, seconds in ((result.name, result.seconds) for result in whole)
+    ]
+    notes += [f"{result.name}'s step: {parts(result.name, ranks)}" for result in whole]
     batch, passes = config.data.micro_batch_size, images // config.data.micro_batch_size
     title = (
         f"training step, {config.model.name} at {config.model.img_size} px, {config.run.precision}, "
@@ -113,96 +181,136 @@ def measure(options: argparse.Namespace, config: TrainConfig, comm: Communicator
     return Report("step", title, results, feed.device, images=images, ranks=comm.size, notes=notes)
 
 
+def contenders(
+    options: argparse.Namespace,
+    config: TrainConfig,
+    comm: Communicator,
+    feed: Feed,
+    build: Callable[[Communicator], Trainer],
+) -> dict[str, Callable[[Stopwatch], AbstractContextManager[Round]]]:
+    """Return ours and the peer, and both without their reduction if there is one that can be left out."""
+    makers: dict[str, Callable[[Stopwatch], AbstractContextManager[Round]]] = {}
+    peer, reducible = "timm + DDP" if comm.size > 1 else "timm", comm.data_size > 1 and not divides(config)
+    for reduces in (True, False) if reducible else (True,):
+        ranks = comm if reduces else cast(Communicator, Unreduced(comm))
+        makers["largebatch" + OFF * (not reduces)] = partial(ours, build, ranks, feed)
+        if "timm" in options.vs:
+            makers[peer + OFF * (not reduces)] = partial(timm_ddp, config, comm, feed, reduces=reduces)
+    return makers
+
+
+def parts(name: str, ranks: list[dict[str, Seen]]) -> str:
+    """Describe the parts of a contender's step, as means over the ranks."""
+    mean = {part: sum(seen[name].shares[part] for seen in ranks) / len(ranks) for part in ranks[0][name].shares}
+    if name + OFF in ranks[0]:
+        mean[EXPOSED] = exposed(*([seen[one].seconds for seen in ranks] for one in (name, name + OFF)))
+    return ", ".join(f"{100 * mean[part]:.1f} % {part}" for part in (WAITING, EXPOSED, OPTIMIZER) if part in mean)
+
+
+def exposed(reduced: list[list[float]], alone: list[list[float]]) -> float:
+    """Return the share of a step that its reduction adds, the median of all rounds; noise may make it negative.
+
+    reduced, alone: seconds of each round, rank by rank. Ranks that reduce wait for the slowest one, whose time without
+    a reduction is not communication. So the slowest rank of each round counts on both sides.
+    """
+    rounds = zip(map(max, zip(*reduced)), map(max, zip(*alone)))
+    return median(1 - without / whole for whole, without in rounds)
+
+
 # -- ours -----------------------------------------------------------------------------------------------------------
 
 
-class Stopwatch:
-    """Seconds that each phase of a step took, step by step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.steps: list[Counter[str]] = [Counter()]
-
-    @contextmanager
-    def timing(self, phase: str) -> Iterator[None]:
-        """Add the time of a block to a phase of the present step."""
-        began = now(self.device)
-        yield
-        self.steps[-1][phase] += now(self.device) - began  # type: ignore[assignment]  # seconds, not counts
-
-    def shares(self, seconds: list[float]) -> dict[str, float]:
-        """Share of each phase in the last steps, which took `seconds`."""
-        steps = self.steps[-len(seconds) :]
-        phases = ("waiting for data", "exposed communication", "optimizer")
-        return {phase: sum(step[phase] for step in steps) / sum(seconds) for phase in phases}
-
-
 class TimedCommunicator:
-    """A Communicator that measures its own time in a step, and the time of the optimizer's step, which it calls."""
+    """A Communicator that takes the time of the optimizer's step, which it calls."""
 
-    def __init__(self, comm: Communicator, watch: Stopwatch) -> None:
-        self._comm, self._watch = comm, watch
+    def __init__(self, comm: Communicator, watch: Stopwatch, device: torch.device) -> None:
+        self._comm, self._watch, self._device = comm, watch, device
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
 
-    def synchronize(self, optimizer: Any) -> None:
-        """Time Communicator.synchronize: the part of the reduction that outlasts the last backward pass."""
-        with self._watch.timing("exposed communication"):
-            self._comm.synchronize(optimizer)
-
     def apply(self, *arguments: Any) -> bool:
         """Time Communicator.apply: the optimizer's step, without the norm for the clip, which is computed before."""
-        with self._watch.timing("optimizer"):
+        with self._watch.timing(OPTIMIZER, self._device):
             return self._comm.apply(*arguments)
 
 
 @contextmanager
-def ours(config: TrainConfig, comm: Communicator, feed: Feed) -> Iterator[Round]:
-    """The Trainer's own step."""
-    trainer = build_trainer(config, comm, device=feed.device)
-    trainer.comm = TimedCommunicator(comm, feed.watch)  # type: ignore[assignment]
+def ours(
+    build: Callable[[Communicator], Trainer], comm: Communicator, feed: Feed, watch: Stopwatch
+) -> Iterator[Round]:
+    """The Trainer's own step, and the average of the weights if the run keeps one."""
+    trainer = build(comm)
+    trainer.comm = TimedCommunicator(comm, watch, feed.device)  # type: ignore[assignment]
+    averages = [hook for hook in trainer.hooks if isinstance(hook, Ema)]
+    for hook in averages:
+        hook.before_fit(trainer)
 
-    yield partial(feed.train, trainer)
+    def step() -> None:
+        with feed.next_step(watch):
+            trainer.state.step = feed.step
+            trainer.model.train()
+            output = trainer.train_step(feed)
+            for hook in averages:
+                hook.after_train_step(trainer, output)
+
+    with trainer.replica.statistics.over_steps():
+        yield step
 
 
 # -- the peer -------------------------------------------------------------------------------------------------------
 
 
+class Loss(nn.Module):
+    """The loss of a model as a module: DistributedDataParallel reduces what passes through `forward` alone."""
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.model, self.objective = model, objective
+
+    def forward(self, batch: Augmented) -> Tensor:
+        """Return the loss, 0-d."""
+        return self.objective(self.model, batch)
+
+
 @contextmanager
-def timm_ddp(config: TrainConfig, comm: Communicator, feed: Feed) -> Iterator[Round]:
-    """timm's model and Lamb in DistributedDataParallel, accumulating under no_sync."""
-    import timm
+def timm_ddp(
+    config: TrainConfig, comm: Communicator, feed: Feed, watch: Stopwatch, *, reduces: bool
+) -> Iterator[Round]:
+    """timm's model and Lamb in DistributedDataParallel, accumulating under no_sync; one rank does without it."""
     from timm.optim import Lamb, param_groups_weight_decay
 
-    start_torch_distributed(comm, feed.device)
-    c = config.model
-    model = timm.create_model(
-        timm_name(c.name),
-        img_size=c.img_size,
-        num_classes=c.num_classes,
-        drop_rate=c.drop_rate,
-        pos_drop_rate=c.pos_drop_rate,
-        proj_drop_rate=c.proj_drop_rate,
-        attn_drop_rate=c.attn_drop_rate,
-        drop_path_rate=c.drop_path_rate,
-    ).to(feed.device)
-    parallel = DistributedDataParallel(model)
+    model = timms(config).to(feed.device)
     without_decay = cast(ZooModel, model).no_weight_decay()
     groups = param_groups_weight_decay(model, config.optim.weight_decay, no_weight_decay_list=without_decay)
     optimizer = Lamb(groups, lr=1e-3, max_grad_norm=config.optim.clip_norm)
+    loss_of, silent = distributed(Loss(model, objective_of(config)), comm, feed.device)
 
     def step() -> None:
-        planned = feed.plan.micro_batches(feed.step, comm.rank, comm.size)
-        for number, _ in enumerate(planned, start=1):
-            batch = next(feed.loader)
-            mixed: Augmented = feed.augment(batch.images, batch.labels, torch.Generator().manual_seed(number))
-            with nullcontext() if number == len(planned) else parallel.no_sync():
-                with autocast(feed.device, config.run.precision):
-                    loss = soft_target_cross_entropy(parallel(mixed.images), mixed.targets)
-                (loss * (comm.size / feed.plan.global_batch_size)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        feed.step += 1
+        with feed.next_step(watch):
+            planned = feed.plan.micro_batches(feed.step, comm.rank, comm.size)
+            for number, batch in enumerate((next(feed) for _ in planned), start=1):
+                generator = torch.Generator().manual_seed(number)
+                mixed = feed.augment(batch.images, batch.labels, generator, batch.token_labels)
+                with nullcontext() if reduces and number == len(planned) else silent():
+                    with autocast(feed.device, config.run.precision):
+                        loss = loss_of(mixed)
+                    (loss * (comm.size / feed.plan.global_batch_size)).backward()
+            with watch.timing(OPTIMIZER, feed.device):
+                optimizer.step()
+            optimizer.zero_grad()
 
     yield step
+
+
+def distributed(
+    module: nn.Module, comm: Communicator, device: torch.device
+) -> tuple[nn.Module, Callable[[], AbstractContextManager[None]]]:
+    """Return a module whose gradients are reduced, and the context in which they are not; one rank needs neither."""
+    if comm.size == 1:
+        return module, nullcontext
+    from largebatch.parallel.rendezvous import start_torch_distributed
+
+    start_torch_distributed(comm, device)
+    parallel = DistributedDataParallel(module)
+    return parallel, parallel.no_sync

@@ -4,6 +4,7 @@
     reduction.py      the reduction of gradients: Horovod's optimizer made safe
     sending.py        gradients on their way to the other ranks, measured before if that is wanted
     fp16.py           gradients that are sent in fp16
+    hvd.py            Horovod's module, imported when it is first used
     polling.py        waiting for collectives without occupying a core
     watchdog.py       the limits on waiting for other ranks, and on work without progress
     shared_memory.py  the shared memory that killed jobs left behind

@@ -18,9 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
-import horovod.torch as hvd
 import torch
-from horovod.torch import mpi_lib_v2
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,6 +26,7 @@ from largebatch.comm import gloo_start, launcher, reduction
 from largebatch.comm.cores import compiler_processes, cores_of_process, share_of_cores, yields
 from largebatch.comm.driver import accept_cpu
 from largebatch.comm.home import set_missing_home
+from largebatch.comm.hvd import hvd
 from largebatch.comm.polling import finish
 from largebatch.comm.reduction import Compression, Reduction, parameters_of
 from largebatch.comm.stop_points import StopPoints
@@ -64,13 +63,13 @@ class Communicator:
         ValueError for settings, or launchers, that contradict each other; RuntimeError if Horovod sees other ranks than
         the launcher announced, or if ranks do not come.
         """
-        on_gpus = torch.cuda.is_available() and bool(hvd.nccl_built())
+        on_gpus = bool(hvd.nccl_built()) and torch.cuda.is_available()
         horovod = horovod or HorovodConfig()
         horovod.apply(os.environ, deterministic=deterministic, on_gpus=on_gpus)
         launch = launcher.recognise(os.environ)
         shape.data_size(launch.size)  # raises before any rank waits for another
         set_missing_home(os.environ)
-        mpi = gloo_start.mpi_version(mpi_lib_v2.__file__) if hvd.mpi_built() else ""
+        mpi = gloo_start.mpi_version(hvd.mpi_lib_v2.__file__) if hvd.mpi_built() else ""
         self.cores = cores_of_process()
         if launch.local_size:  # mpi_scripts/bind.sh, which knows the cores of each rank, has set the variable already
             os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", str(int(yields(self.cores, launch.local_size))))

@@ -6,8 +6,9 @@ for. The functions here poll and sleep.
 
 import time
 
-import horovod.torch as hvd
 from torch import Tensor
+
+from largebatch.comm.hvd import hvd
 
 MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 200e-6  # between two polls; each pause is twice the one before
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from largebatch.comm.fp16 import Fp16
+from largebatch.comm.hvd import hvd
 from largebatch.comm.polling import wait
 from largebatch.comm.sending import Unchanged
 from largebatch.comm.watchdog import Watchdog
@@ -31,7 +31,7 @@ Compression = Literal["none", "fp16"]
 class Reduction:
     """Averages gradients over the data ranks while the last pass of a step still runs."""
 
-    def __init__(self, data_set: hvd.ProcessSet, watchdog: Watchdog, *, data_size: int, model_size: int) -> None:
+    def __init__(self, data_set: Any, watchdog: Watchdog, *, data_size: int, model_size: int) -> None:
         """data_set: the data_size ranks that hold the same part of the model as this one."""
         self._data_set, self._watchdog = data_set, watchdog
         self._data_size, self._model_size = data_size, model_size

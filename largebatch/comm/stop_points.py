@@ -15,9 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import horovod.torch as hvd
 import torch
 
+from largebatch.comm.hvd import hvd
 from largebatch.comm.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ parallel.py   the options of a model that several ranks share, and the sizes of 
 checks.py     which values are allowed, and which options fit together
 durations.py  "5 epochs" as images, a global batch as passes, times, ranges of steps
 cli.py        command line and YAML: parse, dump, load, compare
+plain.py      dotted options without jsonargparse, for benchmarks
 """
 
 from largebatch.config.checks import check, without_effect

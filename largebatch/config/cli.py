@@ -2,20 +2,20 @@
 
 A recipe (largebatch/recipes) gives the defaults. A YAML file (--config) replaces some of them, and the options of the
 command line come last. The result is written to the run folder, and --config reads it back. jsonargparse parses both.
+It is imported when first used, because benchmarks read recipes on machines that do not have it.
 """
 
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
-
-import jsonargparse
+from typing import TYPE_CHECKING, Any
 
 from largebatch.config.checks import check, without_effect
 from largebatch.config.sections import OptimConfig, TrainConfig
 
-jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+if TYPE_CHECKING:
+    import jsonargparse
 
 ALIASES = {
     "--model": "--model.name",
@@ -25,15 +25,18 @@ ALIASES = {
 }
 
 
-def make_parser(*, prog: str, description: str = "") -> jsonargparse.ArgumentParser:
+def make_parser(*, prog: str, description: str = "") -> "jsonargparse.ArgumentParser":
     """Return the parser of all dotted options."""
+    import jsonargparse
+
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(prog=prog, description=description, exit_on_error=False)
     parser.add_argument("--config", action="config", help="YAML file of options, such as a run folder's config.yaml")
     parser.add_class_arguments(TrainConfig)
     return parser
 
 
-def set_defaults(parser: jsonargparse.ArgumentParser, config: TrainConfig) -> None:
+def set_defaults(parser: "jsonargparse.ArgumentParser", config: TrainConfig) -> None:
     """Make the values of `config` the parser's defaults."""
     parser.set_defaults(options(config))
 
@@ -55,6 +58,8 @@ def parse(
     choose_recipe: returns the defaults for the options that the command line gives, by dotted name.
     ValueError for an unknown option, with the nearest known one, and for a value that is not allowed.
     """
+    import jsonargparse
+
     parser = make_parser(prog=prog, description=description)
     argv = expand_aliases(argv)
     try:
@@ -83,13 +88,13 @@ def for_optimizer(optim: OptimConfig, name: str | None) -> OptimConfig:
     return replace(optim, preset=None, betas=None, eps=None, momentum=None, trust_coefficient=None)
 
 
-def to_config(parser: jsonargparse.ArgumentParser, values: jsonargparse.Namespace) -> TrainConfig:
+def to_config(parser: "jsonargparse.ArgumentParser", values: "jsonargparse.Namespace") -> TrainConfig:
     """Build the dataclasses from parsed values."""
     sections = {key: value for key, value in vars(parser.instantiate(values)).items() if key != "config"}
     return TrainConfig(**sections)
 
 
-def explain(error: Exception, parser: jsonargparse.ArgumentParser) -> str:
+def explain(error: Exception, parser: "jsonargparse.ArgumentParser") -> str:
     """Turn an error of the parser into one sentence, with the nearest known option if one is misspelt."""
     text = " ".join(str(error).split())
     in_group = re.search(r"Group '([\w.]+)' does not accept option '([\w.\-]+)'", text)

@@ -16,14 +16,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
-
-from rich import progress
-from rich.console import Console
+from typing import TYPE_CHECKING, TextIO
 
 from largebatch.engine import Trainer
 from largebatch.hooks.curves import draw_curves
 from largebatch.hooks.tables import EMA, EPOCH_COLUMNS, EPOCHS, STEP_COLUMNS, STEPS, TRUST, Row, Table
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 logger = logging.getLogger(__name__)
 
@@ -175,11 +175,14 @@ def _rate(row: Row) -> str:
     return "" if math.isnan(row["images_per_s"]) else f"{row['images_per_s']:.0f} img/s"
 
 
-def _start_bar(last_step: int, *, done: int) -> progress.Progress:
+def _start_bar(last_step: int, *, done: int) -> "Bar":
     """Draw the bar, and let the log appear above it.
 
     rich replaces sys.stderr, but logging handlers still hold the old stream, so they get the new one.
     """
+    from rich import progress
+    from rich.console import Console
+
     bar = progress.Progress(
         progress.TextColumn("step {task.completed}/{task.total}"),
         progress.BarColumn(),
@@ -196,7 +199,7 @@ def _start_bar(last_step: int, *, done: int) -> progress.Progress:
     return bar
 
 
-def _stop_bar(bar: progress.Progress) -> None:
+def _stop_bar(bar: "Bar") -> None:
     before = sys.stderr
     bar.stop()
     _redirect_log(before, sys.stderr)

@@ -197,6 +197,8 @@ def test_the_average_of_the_weights(device):
 def test_a_checkpoint_goes_to_another_device_and_back(device, tmp_path):
     """To the bit: the device of a run is not part of its state."""
     parts = make_parts(seed=1)
+    for name in ("host", "device", "back"):
+        (tmp_path / name).mkdir()
     path = save(tmp_path / "host", 1, parts=parts)
     for folder, where in (("device", device), ("back", CPU)):
         fresh = make_parts(seed=2, steps=0)

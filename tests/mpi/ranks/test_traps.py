@@ -11,6 +11,7 @@ import torch
 from parts import plan_for, replicas_agree, serial_run, small_model, small_trainer
 
 from largebatch import checkpoint
+from largebatch.benchmark.unreduced import Unreduced
 from largebatch.comm import Stopped
 from largebatch.config import RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
@@ -220,6 +221,20 @@ def test_the_average_that_rank_0_found_is_given_to_all(comm, tmp_path):
     assert replicas_agree(comm, averages[1], "resumed average") and trainer.scaler.get_scale() == 512.0
     if comm.rank == 0:
         assert all(torch.equal(p, q) for p, q in zip(averages[0].parameters(), averages[1].parameters()))
+
+
+def test_a_step_without_its_reduction_leaves_each_rank_its_own_gradient(comm):
+    """The other half of the benchmark's exposed communication; the optimizer that is reduced sees nothing of it."""
+    model, own = small_model(), small_model()
+    optimizer = Unreduced(comm).wrap(torch.optim.SGD(own.parameters(), lr=0.0), own, passes=1)
+    wrapped = comm.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model, passes=1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for trained, stepped, expected in ((own, optimizer, comm.rank + 1), (model, wrapped, (comm.size + 1) / 2)):
+        ((comm.rank + 1) * sum(parameter.sum() for parameter in trained.parameters())).backward()
+        comm.synchronize(stepped)
+        for parameter in trained.parameters():
+            assert torch.allclose(parameter.grad, torch.full_like(parameter, expected))
+        assert comm.apply(stepped, scaler, torch.ones(()))
 
 
 def test_failures_of_setting_up_stop_all_ranks_with_the_cause(comm):

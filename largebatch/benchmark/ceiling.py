@@ -1,0 +1,96 @@
+"""The FLOP/s that a device can reach: by its datasheet, and measured with a large matrix product.
+
+Published utilisations (MFU) are of the datasheet's rate, and goals are set in it. No code reaches that rate, because
+processors lower their clock under such a load; the measured product shows how far code can come. So reports have both.
+"""
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from largebatch.benchmark.measure import Span
+from largebatch.precision import DTYPES, computes
+
+# Dense products of bf16 or fp16, in TFLOP/s, by a word or two of the name that torch gives to the device.
+DATASHEETS = {
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H200 NVL": 835,
+    "GH200": 989,
+    "H200": 989,
+    "H100": 989,
+    "A100": 312,
+    "A30": 165,
+    "L40S": 362,
+    "L4": 121,
+}
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """FLOP/s of one device, or of the threads of one rank."""
+
+    product: float
+    """measured with a large matrix product"""
+    datasheet: float | None = None
+    """None: not known"""
+
+
+def measure_ceiling(device: torch.device, precision: str) -> Ceiling:
+    """Measure the product on `device`, and look up its datasheet."""
+    datasheet = None
+    if device.type == "cuda" and precision != "fp32":
+        datasheet = datasheet_flops(torch.cuda.get_device_name(device))
+    return Ceiling(matmul_flops(device, precision), datasheet)
+
+
+def datasheet_flops(name: str) -> float | None:
+    """Return FLOP/s of bf16 and fp16 of a GPU by its name; None for an unknown one and for a part of one (MIG)."""
+    if re.search(r"\bMIG\b", name):
+        return None
+    return next((1e12 * rate for words, rate in DATASHEETS.items() if re.search(rf"\b{words}\b", name)), None)
+
+
+def matmul_flops(device: torch.device, precision: str) -> float:
+    """Return FLOP/s of a large matrix product, by one thread pool or one GPU: the fastest of several rows.
+
+    A row is ten products on a GPU, which would idle between single ones while the host waits for each, and one product
+    on a CPU.
+    """
+    # Larger products would take a minute each where the device has no instructions for the type.
+    size = 8192 if device.type == "cuda" else 2048 if computes(device, precision) else 256
+    in_a_row, rows = (10, 6) if device.type == "cuda" else (1, 20)
+    a, b = (torch.randn(size, size, device=device).to(DTYPES[precision]) for _ in range(2))
+
+    best = float("inf")
+    for _ in range(rows):
+        span = Span(device)
+        for _ in range(in_a_row):
+            torch.mm(a, b)
+        span.end()
+        best = min(best, span.seconds())
+    return 2 * size**3 * in_a_row / best
+
+
+def mfu(images_per_s: float, flops: float, ceiling: Ceiling, *, executed: float | None = None) -> str:
+    """Describe the model FLOP utilisation of one rank; images_per_s and ceiling are those of one rank, too.
+
+    flops: those of the model, for one image. executed: those that are left where samples skip layers.
+    """
+    text = f"{images_per_s * flops / 1e9:.0f} GFLOP/s per rank, MFU {_shares(images_per_s * flops, ceiling)}"
+    if executed is None or executed >= flops:
+        return text
+    return (
+        f"{text}; executed, without the layers that stochastic depth skips: {images_per_s * executed / 1e9:.0f} "
+        f"GFLOP/s, {_shares(images_per_s * executed, ceiling)}"
+    )
+
+
+def _shares(achieved: float, ceiling: Ceiling) -> str:
+    limits = {"the datasheet": ceiling.datasheet, "a matrix product": ceiling.product}
+    return ", ".join(
+        f"{100 * achieved / rate:.1f} % of the {rate / 1e9:.0f} GFLOP/s of {what}"
+        for what, rate in limits.items()
+        if rate
+    )

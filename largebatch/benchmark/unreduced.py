@@ -1,0 +1,33 @@
+"""A rank that trains by the trainer's own step, and keeps its gradients to itself."""
+
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from largebatch.comm import Communicator
+
+
+class Unreduced:
+    """A rank whose gradients stay its own. In all other respects it is `comm`; the models of the ranks drift apart."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def allreduce(self, tensor: Tensor, *, name: str) -> Tensor:
+        """Return a copy: in a step, batch norm's statistics are reduced."""
+        return tensor.clone()
+
+    def wrap(self, optimizer: Optimizer, model: nn.Module, **_: Any) -> Optimizer:
+        """Return the optimizer itself, with the methods of a wrapped one."""
+        return unreduced(optimizer)
+
+
+def unreduced(optimizer: Any) -> Optimizer:
+    """Give an optimizer the methods that a step calls on a wrapped one; they do nothing."""
+    optimizer.synchronize, optimizer.skip_synchronize = (lambda: None), nullcontext
+    return optimizer
