@@ -39,7 +39,8 @@ def test_a_mistake_of_a_rank_that_two_launchers_claim(monkeypatch, capsys):
 def test_a_rank_does_not_load_what_only_rank_0_needs_or_nobody():
     """Hundreds of ranks would read thousands of files at once, from a file system that all hosts share."""
     root = Path(start.__file__).parents[1]
-    loaded = "import sys, largebatch.train, largebatch.validate, largebatch.build; print(*sys.modules)"
+    modules = "train, largebatch.validate, largebatch.build, largebatch.data.dali, horovod.torch"
+    loaded = f"import sys, largebatch.{modules}; print(*sys.modules)"
     command, environment = [sys.executable, "-c", loaded], os.environ | {"PYTHONPATH": str(root)}
     output = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, check=True, timeout=120).stdout
     packages = {name.partition(".")[0] for name in output.decode().split()}

@@ -1,6 +1,7 @@
 """A trace of real training steps is complete, with the phases of a step in it, or it is not written."""
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -20,9 +21,10 @@ def training(folder: Path, *options: str, fault: str = "") -> list[str]:
 
 
 def temporary(folder: Path) -> dict[str, str]:
-    """The environment with a folder for temporary files of its own."""
+    """The environment with a folder for temporary files of its own, in which no C++ is compiled."""
     (folder / "tmp").mkdir()
-    return {"TMPDIR": str(folder / "tmp")}
+    cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+    return {"TMPDIR": str(folder / "tmp"), "XDG_CACHE_HOME": cache}
 
 
 def traces(folder: Path) -> list[Path]:

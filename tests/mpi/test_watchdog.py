@@ -28,7 +28,7 @@ def test_one_that_is_late_does_not(launcher):
     "fault, phase, place",
     [
         ("hangs_in_the_loader", "step 1, pass 1", "programs.py"),
-        ("hangs_in_indexing", "opening digits", "scan.py"),
+        ("hangs_in_indexing", "opening digits, train images", "scan.py"),
         ("hangs_in_the_evaluation", "evaluation after step 1, batch 2", "counting"),
     ],
 )
