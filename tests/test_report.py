@@ -16,7 +16,10 @@ from largebatch.hooks.tables import STEP_COLUMNS, STEPS, Table
 from largebatch.optim import Lamb
 from largebatch.report.__main__ import main
 
-VERSIONS = "2026-11-23 10:00:00 Python 3.11.7, the sources of largebatch 0123abcd, torch 2.13.0+cpu, timm 1.0.31\n"
+VERSIONS = (
+    "2026-11-23 10:00:00 Python 3.11.7, the sources of largebatch 0123abcd, torch 2.13.0+cpu, timm 1.0.31, "
+    "DALI 2.4.0 (nvidia-dali-cuda120)\n"
+)
 SAME = {"options", "versions", "images", "steps", "evaluations", "tensors"}
 
 
@@ -99,11 +102,12 @@ def test_the_size_of_the_last_batch(runs, capsys):
 
 
 def test_the_versions_of_the_last_start_count(runs, capsys):
-    newer = VERSIONS.replace("1.0.31", "1.0.32")
+    newer = VERSIONS.replace("1.0.31", "1.0.32").replace("cuda120", "cuda130")
+    differing = "timm 1.0.32 and 1.0.31, DALI 2.4.0 (nvidia-dali-cuda130) and 2.4.0 (nvidia-dali-cuda120)"
     (runs[0] / "log.txt").write_text(newer + "step 1\n" + VERSIONS)
     assert found(runs, capsys) == (0, {})
     (runs[0] / "log.txt").write_text(VERSIONS + "step 1\n" + newer)
-    assert found(runs, capsys) == (1, {"versions": "timm 1.0.32 and 1.0.31"})
+    assert found(runs, capsys) == (1, {"versions": differing})
 
 
 def test_the_first_step_and_column(runs, capsys):
@@ -176,7 +180,7 @@ def test_what_cannot_be_compared_is_said(runs, capsys):
     assert main(["diff", *map(str, runs)]) == 1
     assert capsys.readouterr().out == (
         "DIFFER   options      --data.shuffle_window 0 and 2\n"
-        "same     versions     4 packages\n"
+        "same     versions     5 packages\n"
         "unknown  images       a run has no row in steps.csv, or --data.shuffle_window is set\n"
         "unknown  steps        no row of the same step (3 and 0 rows)\n"
         "unknown  evaluations  no row of the same step (0 and 0 rows)\n"

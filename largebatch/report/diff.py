@@ -19,6 +19,7 @@ from zoo.weights import read_weights
 
 NOT_REPEATED = ("images_per_s", "train_loss")  # the second is a mean since the last start or evaluation
 PLACES = ("run.folder",)  # options in which all runs differ
+NAME_AND_VERSION = r"(.+?) (\d.*|[0-9a-f]{8}|missing)"  # as preflight.versions writes them
 SHOWN = 8  # options and columns in one line
 
 
@@ -81,7 +82,8 @@ def _versions(folder: Path) -> dict[str, str]:
     """Return the versions in the last line of a log that names them: a resumed run has a line for each start."""
     log = folder / "log.txt"
     lines = re.findall(r"Python \d+\..*, torch \d.*", log.read_text(errors="replace")) if log.is_file() else []
-    return dict(text.rsplit(" ", 1) for text in lines[-1].split(", ")) if lines else {}
+    found = (re.fullmatch(NAME_AND_VERSION, text) for text in lines[-1].split(", ")) if lines else ()
+    return {match[1]: match[2] for match in found if match}
 
 
 # -- images ------------------------------------------------------------------------------------------------------
