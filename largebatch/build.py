@@ -363,11 +363,16 @@ def compile_model(model: nn.Module, device: torch.device, comm: Communicator) ->
         on_cpu, on_gpu = f"a C++ compiler (g++, or CXX) and {header}", "Triton and a GPU it supports"
         needed = on_cpu if device.type == "cpu" else on_gpu
         raise ValueError(f"--run.compile is true, and there is no compiler for {device.type}: expected {needed}.")
+    compile_passes(model)
+    if comm.size > 1:
+        logger.info("compiled: gradients are reduced after the backward pass, no longer during it")
+
+
+def compile_passes(model: nn.Module) -> None:
+    """Let torch compile the methods that an objective calls."""
     model.compile()
     if hasattr(model, "forward_train"):  # the objective calls it by name, so model.compile() does not reach it
         setattr(model, "forward_train", torch.compile(getattr(model, "forward_train")))
-    if comm.size > 1:
-        logger.info("compiled: gradients are reduced after the backward pass, no longer during it")
 
 
 # -- the trainer -----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from events import note_events
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,6 +17,7 @@ from largebatch.benchmark.__main__ import main
 from largebatch.benchmark.ceiling import Ceiling, datasheet_flops, mfu
 from largebatch.benchmark.measure import Contender, Report, Result, compare
 from largebatch.benchmark.model import config_of, training_flops
+from largebatch.build import build_objective
 from zoo import create_model, set_fused_attn
 
 CPU = torch.device("cpu")
@@ -139,23 +141,7 @@ def test_a_datasheet_is_found_by_the_name_of_the_device(name, tflops):
 
 def test_a_gpu_is_timed_by_its_own_clock(monkeypatch):
     """The clock of the host would count the time to enqueue the work, or that until somebody waits for it."""
-    calls = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            calls.append("record")
-
-        def synchronize(self):
-            calls.append("wait for the end")
-
-        def elapsed_time(self, other):
-            return 250.0  # milliseconds
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", None)  # nothing waits for the whole device
+    calls = note_events(monkeypatch, milliseconds=250.0)
     span = measure.Span(torch.device("cuda"))
     calls.append("work")
     span.end()
@@ -195,7 +181,7 @@ def test_a_model_is_measured_as_its_recipe_trains_it():
     assert batch.token_targets.shape == (2, 4, 1000) and len({draw_box() for _ in range(9)}) > 1
     for make in (model.timms, lambda config: model.ours(config, CPU, compiled=False, grad_checkpointing=False)):
         module = make(config).train()
-        model.objective_of(config)(module, batch._replace(mix_box=(0, 0, 1, 2))).backward()
+        build_objective(config, module)(module, batch._replace(mix_box=(0, 0, 1, 2))).backward()
         assert all(parameter.grad is not None for parameter in module.parameters())  # those of both heads, too
     assert module(batch.images).shape == (2, 1000) and model.box_of(config_of("volo_d1", 32, plain=True))() is None
 

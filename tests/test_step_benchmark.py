@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from events import note_events
 
 from largebatch.benchmark import step
 
@@ -14,23 +15,7 @@ def test_exposed_communication_is_the_time_that_the_reduction_adds():
 
 
 def test_the_parts_of_a_step_are_timed_without_waiting_for_the_device(monkeypatch):
-    calls = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            calls.append("record")
-
-        def synchronize(self):
-            calls.append("wait")
-
-        def elapsed_time(self, other):
-            return 500.0  # milliseconds
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", None)
+    calls = note_events(monkeypatch, milliseconds=500.0)
     watch = step.Stopwatch()
     for _ in range(3):
         watch.steps.append([])

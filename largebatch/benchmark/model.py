@@ -31,8 +31,8 @@ from largebatch.benchmark.measure import (
     compare,
     set_up_device,
 )
+from largebatch.build import build_objective, compile_passes
 from largebatch.config import ModelConfig, TrainConfig
-from largebatch.losses import Objective, TokenLabeling, classification
 from largebatch.native.attention import choose_attention
 from largebatch.precision import DTYPES, autocast, choose_precision
 from largebatch.recipes import RECIPES
@@ -105,7 +105,8 @@ def _opened(
     make: Callable[[], nn.Module], *, config: TrainConfig, batch_size: int, precision: str, device: torch.device
 ) -> Iterator[Round]:
     torch.manual_seed(0)
-    model, objective = make().to(device).train(), objective_of(config)
+    model = make().to(device).train()
+    objective = build_objective(config, model)
     batch, draw_box = training_batch(config, batch_size, device), box_of(config)
 
     def passes() -> None:
@@ -137,13 +138,6 @@ def default_batch_size(config: TrainConfig, device: torch.device) -> int:
     return 8 if config.model.name in volo.STRUCTURES else 32
 
 
-def objective_of(config: TrainConfig) -> Objective:
-    """Return the loss of the config's section."""
-    if not config.loss.dense_weight:
-        return classification
-    return TokenLabeling(cls_weight=config.loss.cls_weight, dense_weight=config.loss.dense_weight)
-
-
 def training_batch(config: TrainConfig, batch_size: int, device: torch.device) -> Augmented:
     """Return random images with their targets, and targets of each token if the config's loss has them."""
     side, classes = config.model.img_size, config.model.num_classes
@@ -170,9 +164,7 @@ def ours(config: TrainConfig, device: torch.device, *, compiled: bool, grad_chec
     values = asdict(replace(config.model, grad_checkpointing=grad_checkpointing)) | {"weights": None}
     model = create_model(values.pop("name"), **values)
     if compiled:
-        model.compile()
-        if hasattr(model, "forward_train"):
-            setattr(model, "forward_train", torch.compile(getattr(model, "forward_train")))
+        compile_passes(model)
     return choose_attention(model, device)
 
 

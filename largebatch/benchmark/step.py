@@ -26,10 +26,10 @@ from largebatch.augment import Augmented
 from largebatch.benchmark import resident
 from largebatch.benchmark.ceiling import measure_ceiling, mfu
 from largebatch.benchmark.measure import Contender, Report, Round, Span, compare
-from largebatch.benchmark.model import objective_of, timms, training_flops
+from largebatch.benchmark.model import timms, training_flops
 from largebatch.benchmark.solo import alone
 from largebatch.benchmark.unreduced import Unreduced
-from largebatch.build import build_trainer, divides
+from largebatch.build import build_objective, build_trainer, divides
 from largebatch.comm import Communicator
 from largebatch.comm.launcher import recognise
 from largebatch.config import TrainConfig, parse
@@ -284,7 +284,7 @@ def timm_ddp(
     without_decay = cast(ZooModel, model).no_weight_decay()
     groups = param_groups_weight_decay(model, config.optim.weight_decay, no_weight_decay_list=without_decay)
     optimizer = Lamb(groups, lr=1e-3, max_grad_norm=config.optim.clip_norm)
-    loss_of, silent = distributed(Loss(model, objective_of(config)), comm, feed.device)
+    loss_of, silent = distributed(Loss(model, build_objective(config, model)), comm, feed.device)
 
     def step() -> None:
         with feed.next_step(watch):
