@@ -1,5 +1,6 @@
 """The ranks of a run: how they start, where they compute, what they exchange. Only this folder imports Horovod.
 
+    background.py     work in a thread that keeps no process alive
     communicator.py   start, rank and size, collectives, failures and the end of all ranks together
     reduction.py      the reduction of gradients: Horovod's optimizer made safe
     sending.py        gradients on their way to the other ranks, measured before if that is wanted

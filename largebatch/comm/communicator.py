@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.comm import gloo_start, launcher, reduction
+from largebatch.comm.background import in_background
 from largebatch.comm.cores import compiler_processes, cores_of_process, share_of_cores, yields
 from largebatch.comm.driver import accept_cpu
 from largebatch.comm.home import set_missing_home
@@ -189,9 +190,7 @@ class Communicator:
         if self._watchdog.phase:
             self._watchdog.progress(phase)
         result, cause, done = None, "", torch.zeros(1)
-        pool = ThreadPoolExecutor(1, thread_name_prefix="largebatch-work")
-        task = pool.submit(work) if self.rank == 0 else None
-        pool.shutdown(wait=False)  # it ends with the work; if another rank fails, this one need not wait for that
+        task = in_background(work, name="largebatch-work") if self.rank == 0 else None
         while not done:
             if task:
                 done[0] = bool(wait([task], BEAT_S).done)

@@ -6,7 +6,6 @@ it tells the other ranks so again and again: no rank then waits long in one coll
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -16,6 +15,7 @@ import torch
 
 from largebatch import checkpoint
 from largebatch.comm import Communicator, Stopped
+from largebatch.comm.background import in_background
 from largebatch.engine import Hook, Trainer
 
 logger = logging.getLogger(__name__)
@@ -170,10 +170,9 @@ class Writer:
     def start(self, snapshot: checkpoint.Snapshot, *, began: float) -> None:
         """Begin to write; the save before must be complete. began: when this one was due."""
         assert self._result is None
-        self.failure, self._began, self._result = None, began, futures.Future()
-        # Whoever ends the process waits for the save before. A thread that hangs in a file system must not keep it.
-        arguments = (snapshot, self._result)
-        threading.Thread(target=self._write, args=arguments, name="largebatch-checkpoint", daemon=True).start()
+        self.failure, self._began = None, began
+        # Whoever ends the process waits for the save before, but no longer than its limit.
+        self._result = in_background(lambda: self._write(snapshot), name="largebatch-checkpoint")
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the save under way; return whether it is over. Raises what is no OSError."""
@@ -190,14 +189,10 @@ class Writer:
         longest = max(self.longest_s, passed)
         return longest + longest - passed
 
-    def _write(self, snapshot: checkpoint.Snapshot, result: "futures.Future[None]") -> None:
+    def _write(self, snapshot: checkpoint.Snapshot) -> None:
         try:
             checkpoint.save(self.folder, snapshot, keep=self.keep)
         except OSError as error:
             self.failure = error
             logger.warning("the checkpoint of step %d failed: %s; older ones are kept", snapshot.step, error)
-        except BaseException as error:
-            result.set_exception(error)
-            return
         self.longest_s = max(self.longest_s, time.monotonic() - self._began)
-        result.set_result(None)
