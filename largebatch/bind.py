@@ -297,7 +297,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.dry_run:
         print(describe(binding, rank, size), flush=True)
         return
-    print(describe(binding, rank, size), file=sys.stderr, flush=True)
+    if rank == 0:  # one line for each host: its other ranks are bound by the same plan
+        print(describe(binding, rank, size), file=sys.stderr, flush=True)
     if binding.cpus:
         os.sched_setaffinity(0, binding.cpus)
     os.environ.update(settings(binding, os.environ))

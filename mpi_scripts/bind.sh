@@ -4,7 +4,8 @@
 # Hardware: any. Without GPUs, or without NUMA, the ranks of a host share its cores evenly; with fewer cores than
 #           ranks nothing is bound. Memory is bound if numactl is installed (sudo apt-get install numactl).
 # Time:     0.1 s, plus the time of nvidia-smi.
-# Prints:   a line per rank: its GPU, node, CPUs, memory and adapter, and the parts that are not bound, with the reason.
+# Prints:   a line for the first rank of each host: its GPU, node, CPUs, memory and adapter, and the parts that are not
+#           bound, with the reason. With --dry-run, such a line for every rank.
 #
 # Usage:    mpirun -np 8 --bind-to none mpi_scripts/bind.sh [--dry-run] python -m largebatch.train ...
 #           also under horovodrun, srun --cpu-bind=none, torchrun --no-python; --dry-run runs nothing.

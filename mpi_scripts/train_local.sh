@@ -2,7 +2,7 @@
 # What:     trains on this machine: one rank per GPU, bound near its GPU; or two ranks, not bound, without a GPU.
 # Hardware: any machine that install.sh has set up.
 # Time:     the time of the run; without options it is the quick start, 3.5 minutes (ViT-B/32 on two idle cores).
-# Prints:   the command, a line of bind.sh per rank with a GPU, then the recipe, steps and epochs of largebatch.train.
+# Prints:   the command, a line of bind.sh if there are GPUs, then the recipe, steps and epochs of largebatch.train.
 #
 # Usage:    mpi_scripts/train_local.sh [options of largebatch.train, e.g. --model vit_b32 --data FOLDER]
 # The same command again resumes the run.

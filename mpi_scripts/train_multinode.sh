@@ -4,7 +4,7 @@
 # Hardware: hosts that reach each other by ssh without a password, see the same repository and .venv under the same
 #           path, and the same data. Check them first: python -m largebatch.doctor --hosts a:8,b:8
 # Time:     the time of the run; it starts within seconds.
-# Prints:   the command, one line of bind.sh per rank, then what largebatch.train prints.
+# Prints:   the command, one line of bind.sh per host, then what largebatch.train prints.
 #
 # Usage:    mpi_scripts/train_multinode.sh -H a:8,b:8 [options of largebatch.train]
 #           mpi_scripts/train_multinode.sh --hostfile FILE [options of largebatch.train]

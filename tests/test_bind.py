@@ -259,6 +259,13 @@ def test_a_broken_driver_ends_the_job(tmp_path, monkeypatch):
         bind.this_machine({})
 
 
+def test_a_line_for_each_host_and_with_a_dry_run_for_each_rank():
+    for rank, real in ("0", 1), ("1", 0):
+        ranks = {"OMPI_COMM_WORLD_LOCAL_RANK": rank, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+        assert run_bind("true", **ranks)[1].count("bind.sh: ") == real
+        assert run_bind("--dry-run", "true", **ranks)[1].count(f" local rank {rank} of 2: ") == 1
+
+
 def test_the_exit_code_is_the_commands():
     assert run_bind("sh", "-c", "exit 75")[0] == 75
 

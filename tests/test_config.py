@@ -9,7 +9,7 @@ import torch
 from largebatch import build
 from largebatch import config as c
 from largebatch.comm import Stopped
-from largebatch.config.horovod import HorovodConfig
+from largebatch.config.horovod import HorovodConfig, told_the_longest
 from largebatch.recipes import RECIPES, choose
 from largebatch.start import doubtful
 from largebatch.validate import read as read_validation
@@ -191,6 +191,7 @@ IDLE = [
         (["--horovod.autotune", "true", "--run.deterministic", "true"], "the choices of autotune depend on timing"),
         (["--horovod.autotune", "true", "--horovod.cycle_time_ms", "2"], "a value that is set is not tuned"),
         (["--horovod.torus_allreduce", "true", "--run.device", "cpu"], "which needs GPUs and NCCL"),
+        (["--horovod.start_limit_s", "-1"], "--horovod.start_limit_s is -1.0: expected 0 or more, or null."),
         (["--horovod.stall_limit_s", "-1"], "--horovod.stall_limit_s is -1.0: expected 0 or more, or null."),
         (["--horovod.hang_limit_s", "-1"], "--horovod.hang_limit_s is -1.0: expected 0 or more."),
         (["--run.compression", "adasum"], "run.compression"),
@@ -309,6 +310,20 @@ def test_what_horovod_is_told():
         "STALL_SHUTDOWN_TIME_SECONDS": "30",
         "STALL_CHECK_TIME_SECONDS": "15",
     }
+
+
+def test_how_long_ranks_wait_at_the_start():
+    """A limit that was chosen holds from the start on, unless the start has its own."""
+    variable = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+    assert HorovodConfig().start_limit({}) == 1800
+    assert HorovodConfig().start_limit({variable: "40"}) == 40
+    assert HorovodConfig(stall_limit_s=30).start_limit({variable: "30"}) == 30
+    assert HorovodConfig(stall_limit_s=30, start_limit_s=90).start_limit({variable: "30"}) == 90
+    for limits, told in ([1800, 600], "1800"), ([4, 4.5], "5"), ([0, 600], "0"), ([600, 0], "0"):
+        environment = {variable: "600"}
+        with told_the_longest(environment, limits):
+            assert environment == {variable: told}
+        assert environment == {variable: "600"}
 
 
 def test_gradients_do_not_go_through_the_memory_of_the_host():

@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ from largebatch import checkpoint, hooks, train
 from largebatch.config import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
 from largebatch.engine import Hook, Trainer, TrainState
-from largebatch.hooks import curves, tables
+from largebatch.hooks import curves, sinks, tables
 from largebatch.hooks.profile import Profile
 from largebatch.hooks.sinks import PLAIN_LINES
 
@@ -549,6 +550,8 @@ def test_the_picture_shows_the_curves(tmp_path):
             sink.write_epoch(epoch_row(step, eval_loss=math.nan if step == 10 else 3 / step))
     sink = hooks.Curves(tmp_path, title="a run")
     sink.write_epoch(epoch_row(25))
+    assert sink.drawing is not None
+    sink.drawing.result()
     path = tmp_path / "curves.png"
     assert imread(path).shape[0] > 500 and imread(path).shape[1] > 800
     for style in (curves.RED, curves.BLUE, curves.THIN, curves.PALE):
@@ -559,6 +562,30 @@ def test_the_picture_shows_the_curves(tmp_path):
     assert path.stat().st_mtime_ns == drawn, "it was drawn a moment ago"
     sink.close()
     assert path.stat().st_mtime_ns > drawn
+
+
+def test_the_run_goes_on_while_the_picture_is_drawn(tmp_path, monkeypatch):
+    """An evaluation during a drawing begins no second one; a failure is told with the next; the end draws it all."""
+    may_go_on, began = threading.Event(), []
+
+    def draw(folder: Path, *, title: str) -> None:
+        began.append(threading.current_thread())
+        assert may_go_on.wait(60)
+        if len(began) == 1:
+            raise OSError("no space left")
+
+    monkeypatch.setattr(sinks, "draw_curves", draw)
+    monkeypatch.setattr(sinks, "REDRAW_S", -1.0)
+    sink = hooks.Curves(tmp_path, title="a run")
+    sink.write_epoch(epoch_row(1))
+    sink.write_epoch(epoch_row(2))
+    assert sink.drawing is not None and not sink.drawing.done()
+    may_go_on.set()
+    assert isinstance(sink.drawing.exception(60), OSError)
+    with pytest.raises(OSError, match="no space left"):
+        sink.write_epoch(epoch_row(3))
+    sink.close()
+    assert len(began) == 3 and threading.current_thread() not in began[:2] and began[2] is threading.current_thread()
 
 
 def test_averaged_weights_are_shown_where_there_are_some(tmp_path, caplog):

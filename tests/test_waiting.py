@@ -28,6 +28,20 @@ def test_short_waits_and_no_wait_are_no_reason():
     assert reported == []
 
 
+def test_the_start_has_a_limit_of_its_own():
+    reported: list[Mark] = []
+    watchdog, limit = Watchdog(0.4, 0, reported.append, start_limit_s=60.0), time.monotonic() + 10
+    with watchdog.waiting("a checkpoint"):
+        time.sleep(1.0)
+    assert reported == [] and watchdog.wait_limit_s == 60.0
+    watchdog.started()
+    with watchdog.waiting("gradients"):
+        while not reported:
+            assert time.monotonic() < limit, "nobody looked"
+            time.sleep(0.01)
+    assert [mark.what for mark in reported] == ["gradients"] and watchdog.wait_limit_s == 0.4
+
+
 def test_without_a_limit_nobody_looks():
     before = threading.active_count()
     watchdog = Watchdog(0, 0, lambda mark: None)

@@ -33,7 +33,7 @@ from largebatch.comm.reduction import Compression, Reduction, parameters_of
 from largebatch.comm.stop_points import StopPoints
 from largebatch.comm.stopped import Stopped
 from largebatch.comm.watchdog import Mark, Watchdog
-from largebatch.config.horovod import HorovodConfig, stall_limit
+from largebatch.config.horovod import HorovodConfig, stall_limit, told_the_longest
 from largebatch.config.parallel import WHOLE, Shape
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class Communicator:
         """
         on_gpus = bool(hvd.nccl_built()) and torch.cuda.is_available()
         horovod = horovod or HorovodConfig()
+        start_limit_s = horovod.start_limit(os.environ)
         horovod.apply(os.environ, deterministic=deterministic, on_gpus=on_gpus)
         launch = launcher.recognise(os.environ)
         shape.data_size(launch.size)  # raises before any rank waits for another
@@ -77,8 +78,10 @@ class Communicator:
         self._rendezvous = gloo_start.prepare(launch, os.environ, mpi=mpi)
         self.stall_limit_s = stall_limit(os.environ)  # 0: no limit
         self.hang_limit_s = horovod.hang_limit_s  # 0: no limit
-        self._watchdog = Watchdog(self.stall_limit_s, self.hang_limit_s, self._give_up)
-        with self._watchdog.waiting("start"):
+        self._watchdog = Watchdog(
+            self.stall_limit_s, self.hang_limit_s, self._give_up, start_limit_s=start_limit_s
+        )
+        with self._watchdog.waiting("start"), told_the_longest(os.environ, [start_limit_s, self.stall_limit_s]):
             data_sets = [hvd.ProcessSet(range(rank, launch.size, shape.size)) for rank in range(shape.size)]
             hvd.init(process_sets=data_sets if shape.size > 1 else None)
         self.rank: int = hvd.rank()
@@ -353,9 +356,10 @@ class Communicator:
         """End the run, because this rank waited too long for the others, or worked too long without progress."""
         who = f"rank {self.rank} of {self.size}" if hvd.is_initialized() else "a rank"
         if mark.waits:
+            option = "stall_limit_s" if self._watchdog.start_limit_s is None else "start_limit_s"
             cause = (
-                f"waited {self._watchdog.stall_limit_s:g} s for the others ({mark.what}): one that does not say so "
-                "hangs, or is lost. --horovod.stall_limit_s is the limit; this rank is here:"
+                f"waited {self._watchdog.wait_limit_s:g} s for the others ({mark.what}): one that does not say so "
+                f"hangs, or is lost. --horovod.{option} is the limit; this rank is here:"
             )
         else:
             cause = (

@@ -226,6 +226,7 @@ def _synchronize(optimizer: Any, watchdog: Watchdog) -> None:
         for handle, _ in optimizer._handles.values():
             wait(handle)
         type(optimizer).synchronize(optimizer)
+    watchdog.started()
     optimizer.peak = optimizer._compression.take_peak()
 
 

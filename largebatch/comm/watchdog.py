@@ -31,17 +31,27 @@ class Mark:
 class Watchdog:
     """Calls `expired(mark)` once, from its own thread, if the main thread left no newer mark for too long.
 
-    stall_limit_s: the limit of a wait for other ranks; hang_limit_s: the limit of work without a mark, which is watched
-    from the first call of `progress` on. 0: no limit.
+    stall_limit_s: the limit of a wait for other ranks; start_limit_s: the same until the first call of `started`;
+    hang_limit_s: the limit of work without a mark, which is watched from the first call of `progress` on. 0: no limit.
     """
 
-    def __init__(self, stall_limit_s: float, hang_limit_s: float, expired: Callable[[Mark], None]) -> None:
+    def __init__(
+        self,
+        stall_limit_s: float,
+        hang_limit_s: float,
+        expired: Callable[[Mark], None],
+        *,
+        start_limit_s: float | None = None,
+    ) -> None:
         self.stall_limit_s, self.hang_limit_s = stall_limit_s, hang_limit_s
+        self.start_limit_s = start_limit_s  # None: as later, or the start is over
         self._expired = expired
         self._phase = ""
         self._mark: Mark | None = None
         self._over = threading.Event()
-        if stall_limit_s or hang_limit_s:
+        limits = (stall_limit_s, hang_limit_s, start_limit_s or 0.0)
+        if any(limits):
+            self._interval_s = min(1.0, min(filter(None, limits)) / CHECKS)
             threading.Thread(target=self._watch, name="largebatch-watchdog", daemon=True).start()
 
     @contextmanager
@@ -66,16 +76,25 @@ class Watchdog:
         self._mark = Mark(phase, waits=False)
 
     @property
+    def wait_limit_s(self) -> float:
+        """The present limit of a wait for other ranks."""
+        return self.stall_limit_s if self.start_limit_s is None else self.start_limit_s
+
+    @property
     def phase(self) -> str:
         """The phase of the newest call of `progress`; empty before the first."""
         return self._phase
+
+    def started(self) -> None:
+        """Note that all ranks have come as far as the first step."""
+        self.start_limit_s = None
 
     def stop(self) -> None:
         """Stop watching."""
         self._over.set()
 
     def _watch(self) -> None:
-        interval_s = min(1.0, min(filter(None, (self.stall_limit_s, self.hang_limit_s))) / CHECKS)
+        interval_s = self._interval_s
         seen, looked, suspended_s = self._mark, time.monotonic(), 0.0
         while not self._over.wait(interval_s):
             mark, before, looked = self._mark, looked, time.monotonic()
@@ -83,7 +102,7 @@ class Watchdog:
                 seen, suspended_s = mark, 0.0
             if looked - before > interval_s + LATE_S:
                 suspended_s += looked - before
-            limit_s = 0.0 if mark is None else self.stall_limit_s if mark.waits else self.hang_limit_s
+            limit_s = 0.0 if mark is None else self.wait_limit_s if mark.waits else self.hang_limit_s
             # One look early: Horovod has the same limit for waits, and says less.
             if mark and limit_s and looked - mark.began - suspended_s > limit_s - interval_s:
                 self._expired(mark)

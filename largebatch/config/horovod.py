@@ -5,12 +5,15 @@ has no effect on this machine, costs speed or correctness unseen. So each settin
 settings are refused with the reason. This file does not import Horovod.
 """
 
+import math
 import os
-from collections.abc import MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 STALL_LIMIT_S = 600  # Horovod itself warns of a missing rank after 60 s, and by default never stops
+START_LIMIT_S = 1800  # 200 ranks that import from a slow file system, compile, or read a checkpoint come minutes apart
 STALL_WARNING_S = 60  # Horovod's default; the warning must come before the limit
 NO_TORUS = "--horovod.torus_allreduce is true, which needs GPUs and NCCL: leave it out on CPUs."
 CPU_CYCLE_TIME_MS = 5  # at Horovod's default of 1 ms, its thread takes 3.8 % of a rank's core
@@ -47,6 +50,10 @@ class HorovodConfig:
     stall_limit_s: float | None = None
     """end the run if a rank has waited this long for the others; choose more than any save or evaluation on one rank
     takes. null: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 600; 0: wait for ever, as a debugger needs"""
+    start_limit_s: float | None = None
+    """end the run if a rank has waited this long for the others before gradients were reduced once: meanwhile ranks
+    start, open the images, read a checkpoint and compile. null: stall_limit_s or its variable if one of them is set,
+    else 1800; 0: wait for ever"""
     hang_limit_s: float = 1800.0
     """end the run if a rank has worked this long without progress, as in a file system that does not answer; choose
     more than one pass, one file of images or the compilation of a model takes. 0: work for ever, as a debugger needs"""
@@ -68,6 +75,8 @@ class HorovodConfig:
             )
         if self.stall_limit_s is not None and self.stall_limit_s < 0:
             raise ValueError(f"--horovod.stall_limit_s is {self.stall_limit_s}: expected 0 or more, or null.")
+        if self.start_limit_s is not None and self.start_limit_s < 0:
+            raise ValueError(f"--horovod.start_limit_s is {self.start_limit_s}: expected 0 or more, or null.")
         if self.hang_limit_s < 0:
             raise ValueError(f"--horovod.hang_limit_s is {self.hang_limit_s}: expected 0 or more.")
         self._check_together(deterministic)
@@ -131,6 +140,14 @@ class HorovodConfig:
         if 0 < limit_s <= STALL_WARNING_S:
             environment.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, round(limit_s / 2))))
 
+    def start_limit(self, environment: Mapping[str, str]) -> float:
+        """Return for how many seconds a rank may wait for the others at the start, 0: for ever; call before `apply`."""
+        if self.start_limit_s is not None:
+            return self.start_limit_s
+        if self.stall_limit_s is not None:
+            return self.stall_limit_s
+        return stall_limit(environment) if VARIABLES["stall_limit_s"] in environment else START_LIMIT_S
+
 
 VARIABLES = {
     "fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD",
@@ -142,13 +159,28 @@ VARIABLES = {
 }
 
 
-def stall_limit(environment: MutableMapping[str, str]) -> float:
+def stall_limit(environment: Mapping[str, str]) -> float:
     """Return for how many seconds a rank may wait for the others, 0: for ever; call `HorovodConfig.apply` before."""
     text = environment["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]
     try:
         return float(text)
     except ValueError:
         raise ValueError(f"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is {text!r}: expected a number of seconds.") from None
+
+
+@contextmanager
+def told_the_longest(environment: MutableMapping[str, str], limits: Sequence[float]) -> Iterator[None]:
+    """Tell Horovod, which starts in this block, the longest of the limits; 0: none.
+
+    Under MPI, Horovod watches waits by itself, with one limit for the whole run. The others are the watchdog's.
+    """
+    name = VARIABLES["stall_limit_s"]
+    before = environment[name]
+    environment[name] = str(math.ceil(max(limits)) if all(limits) else 0)
+    try:
+        yield
+    finally:
+        environment[name] = before
 
 
 def _set_variable(environment: MutableMapping[str, str], name: str, value: float | str, *, option: str) -> None:

@@ -15,9 +15,11 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from largebatch.comm.background import in_background
 from largebatch.engine import Trainer
 from largebatch.hooks.curves import draw_curves
 from largebatch.hooks.tables import EMA, EPOCH_COLUMNS, EPOCHS, STEP_COLUMNS, STEPS, TRUST, Row, Table
@@ -152,20 +154,34 @@ class TensorBoard(Sink):
 
 
 class Curves(Sink):
-    """Draws RUN/curves.png. It must come after Csv, because it draws the files of Csv."""
+    """Draws RUN/curves.png, in a thread while the run goes on, and once more at the end.
+
+    It must come after Csv, because it draws the files of Csv.
+    """
 
     def __init__(self, folder: str | Path, *, title: str) -> None:
         self.folder = Path(folder)
         self.title = title
-        self.drawn = -math.inf
+        self.began = -math.inf  # when the newest drawing began
+        self.drawing: futures.Future[None] | None = None  # the newest in the thread
 
     def write_epoch(self, row: Row) -> None:
-        if time.perf_counter() - self.drawn > REDRAW_S:
-            self.close()
+        """Raises the OSError of the drawing before."""
+        before = self.drawing
+        if time.perf_counter() - self.began > REDRAW_S and (before is None or before.done()):
+            self.began = time.perf_counter()
+            self.drawing = in_background(self.draw, name="largebatch-curves")
+            if before:
+                before.result()
 
     def close(self) -> None:
+        if self.drawing:
+            futures.wait([self.drawing])
+        self.draw()
+
+    def draw(self) -> None:
+        """Draw the rows that are in the files now."""
         draw_curves(self.folder, title=self.title)
-        self.drawn = time.perf_counter()
 
 
 # -- the bar on a terminal -------------------------------------------------------------------------------------

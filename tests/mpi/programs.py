@@ -82,6 +82,23 @@ def one_rank(what: str) -> None:
         print("done", flush=True)
 
 
+def late_at_the_start() -> None:
+    """Rank 1 comes to the first step after more than the limit of later waits, and never to the second."""
+    with session(horovod=HorovodConfig(start_limit_s=60, stall_limit_s=3)) as comm:
+        if comm.rank == 1:
+            time.sleep(5)
+        model = torch.nn.Linear(2, 2)
+        optimizer = comm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for name in ("first", "second"):
+            comm.barrier(name=f"{name} step")
+            model(torch.ones(1, 2)).sum().backward()
+            comm.synchronize(optimizer)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            print(f"{name} step done", flush=True)
+            time.sleep(600 * comm.rank)
+
+
 def waits_for_ever() -> None:
     """Rank 0 waits in a barrier that rank 1 does not reach, and tells when it has heard a signal."""
     from largebatch.comm import signals as listening

@@ -24,6 +24,15 @@ def test_one_that_is_late_does_not(launcher):
     assert code == 0 and output.count("done") == 2 and "waited" not in output, output
 
 
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_at_the_start_a_rank_may_be_later(launcher):
+    """Horovod's own limit, under MPI, is the longer one, too."""
+    program, limit = ["-m", "tests.mpi.programs", "late_at_the_start"], {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
+    code, output = launch(program, ranks=2, launcher=launcher, timeout_s=100, environment=limit)
+    assert code != 0 and output.count("first step done") == 2 and "second step done" not in output, output
+    assert "waited 3 s for the others (second step)" in output and "--horovod.stall_limit_s is the" in output, output
+
+
 @pytest.mark.parametrize(
     "fault, phase, place",
     [
