@@ -476,9 +476,19 @@ def test_two_evaluations_at_once_do_not_share_batches(images, pipelines):
 # -- errors and ends -------------------------------------------------------------------------------------------------
 
 
+EARLIER = set()
+
+
+@pytest.fixture(autouse=True)
+def earlier_threads():
+    """Another file's test in this process may have left a loader open, which its garbage keeps."""
+    EARLIER.update(threading.enumerate())
+
+
 def our_threads():
+    """Return the threads of the loaders that this test has opened."""
     names = ("largebatch-read", "largebatch-resize")
-    return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
+    return [thread for thread in threading.enumerate() if thread.name.startswith(names) and thread not in EARLIER]
 
 
 def spoiled(folder, sample, spoil):
