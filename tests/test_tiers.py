@@ -43,7 +43,7 @@ def test_one_that_compiles_something():
 
 
 def test_a_seed_shuffles_files_and_the_tests_in_each():
-    files = ("tests/test_schedules.py", "tests/test_mutants.py", "tests/test_order.py")
+    files = ("tests/test_waiting.py", "tests/test_mutants.py", "tests/test_bind.py")  # import no torch
     orders = {}
     for seed in ("1", "1 again", "2", ""):
         options = ["--shuffle", seed.removesuffix(" again")] if seed else []

@@ -4,6 +4,7 @@ hosts' names and numbers, a small model and few steps."""
 import os
 import re
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ TINY = "--model vit_nano32 --model.img_size 64 --run.precision fp32 --log.tensor
 SHORT = f"{TINY} --data.global_batch_size 8 --data.micro_batch_size 2 --run.max_steps 2"
 HERE = {"VENV": sys.prefix}
 LIMIT_S = 400
+RESTARTS = ["mpi_scripts/train_multinode.sh", "--restarts", "2", "-H", "h1,h2"]
 
 
 def venv(*, cold: bool) -> dict[str, str]:
@@ -65,6 +67,42 @@ def test_only_the_named_variables_travel(hosts, tmp_path):
     assert any("orted" in line and "oob_tcp_if_include" in line for line in hosts.processes("h2").values())
     hosts.clear()
     job.wait(30)
+
+
+def test_a_run_that_lost_a_host_goes_on_with_the_others(hosts, tmp_path):
+    """Its options are those of the first start; the last checkpoint is that of the fourth step or a later one."""
+    (tmp_path / "hosts.txt").write_text("# two hosts\nh1 slots=1\nh2  max_slots=2 slots=1\n")
+    command = ["mpi_scripts/train_multinode.sh", "--restarts", "2", "--hostfile", str(tmp_path / "hosts.txt")]
+    options = [*SHORT.split(), "--run.max_steps", "40", "--run.folder", str(tmp_path / "run")]
+    environment = HERE | {"PAUSE_S": "0.1", "RANKS": "2"}
+    job = hosts.start("h1", [*command, *options, "--checkpoint.every", "4 steps"], environment=environment)
+    wait_for(lambda: list(tmp_path.glob("run/checkpoints/0*/manifest.json")), "a checkpoint", LIMIT_S)
+    hosts.kill("h2")
+    code, output = job.wait(LIMIT_S)
+    assert code == 0 and "Hosts that do not answer ssh: h2." in output, output
+    assert "restart 1 of 2 on h1:1, in 0.1 s" in output and "restart 2" not in output, output
+    before, after = output.split("restart 1 of 2")
+    assert "8 = 2 ranks × 2 micro-batch × 2 passes" in before, output
+    assert "8 = 1 ranks × 2 micro-batch × 4 passes" in after and "step 40 of" in after, output
+    assert "step 1/" not in after, output
+
+
+@pytest.mark.parametrize(
+    "host, process, told", [("h1", "train_multinode.sh", "TERM"), ("h2", "bin/python -m", "USR1")]
+)
+def test_a_run_that_was_told_to_end_is_not_started_again(hosts, tmp_path, host, process, told):
+    """The script gets the signal, or a rank: mpirun ends it then with the code of a run that is to be resumed."""
+    options = f"{TINY} --data.global_batch_size 8 --data.micro_batch_size 2 --run.folder {tmp_path / 'run'}".split()
+    job = hosts.start("h1", [*RESTARTS, *options], environment=venv(cold=False))
+    job.wait_for_line("step 1/", LIMIT_S)
+    os.kill(min(pid for pid, line in hosts.processes(host).items() if process in line), signal.Signals[f"SIG{told}"])
+    code, output = job.wait(LIMIT_S)
+    assert (code == 75 or told == "TERM" and code != 0) and "restart 1" not in output, output
+
+
+def test_a_mistake_is_not_started_again(hosts):
+    code, output = hosts.run("h1", [*RESTARTS, "--no-such-option"], environment=venv(cold=False), timeout_s=LIMIT_S)
+    assert code == 2 and "restart 1" not in output, output
 
 
 def submit(slurm, command: str, *options: str, cold: bool = True) -> str:

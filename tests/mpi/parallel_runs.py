@@ -15,7 +15,7 @@ BASE = (
     "--model vit_nano32 --img-size 64 --run.precision fp32 --run.deterministic true --run.max_skipped_steps 1 "
     "--data.global_batch_size 64 --data.micro_batch_size 32 --data.eval_batch_size 56 --data.num_threads 1 "
     "--log.tensorboard false"
-).split() + ["--run.duration", "620 images", "--run.eval_every", "5 steps", "--log.every", "1 steps"]
+).split() + ["--run.duration", "364 images", "--run.eval_every", "3 steps", "--log.every", "1 steps"]
 TOKENS = "--model volo_d1 --img-size 32 --loss.dense_weight 0.5 --augment.mix_token true"
 RUNS = {
     "plain": "",

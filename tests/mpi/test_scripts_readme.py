@@ -124,6 +124,7 @@ def test_packing_and_fine_tuning(tmp_path):
     [
         ("train_multinode.sh --model vit_b32", "give the hosts first, -H a:8,b:8 or --hostfile FILE"),
         ("train_multinode.sh -H", "-H needs a value, e.g. -H a:8,b:8"),
+        ("train_multinode.sh --restarts -H a:8", "--restarts is '-H': expected how often a lost run may start again"),
         ("pack_imagenet.sh tars", "give the folder of ImageNet's tars or images, then the folder for the shards"),
         ("finetune_volo.sh volo_d1_384", "give a recipe (volo_d1_384, ...), weights at 224 px, and a folder"),
         ("scaling.sh -H a:8", 'with -H, give the numbers of ranks to measure, e.g. RANKS="8 16 32"'),
