@@ -46,6 +46,7 @@ WHEEL_CACHE=${WHEEL_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/largebatch/wh
 
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl}
 NVIDIA_PROC=${NVIDIA_PROC:-/proc/driver/nvidia} # tests give another folder
+INFINIBAND_SYS=${INFINIBAND_SYS:-/sys/class/infiniband} # as well
 
 HOROVOD_VERSION=0.28.1
 OPENMPI_VERSION=4.1.8
@@ -122,6 +123,13 @@ check_disk() {
     [ "$free_kb" -ge $((need_gb * 1024 * 1024)) ] ||
         die "$((free_kb / 1024 / 1024)) GB are free in $(dirname "$VENV"), but about $need_gb GB are needed: make" \
             "room there, or install elsewhere with VENV=/path/with/room/.venv"
+}
+
+# Of the cards that two hosts may have, the registry's Open MPI is built for TCP alone.
+advise_mpi() {
+    [ "$MPI" = wheel ] && [ -n "$(ls -A "$INFINIBAND_SYS" 2>/dev/null)" ] || return 0
+    say "this host has InfiniBand, which the Open MPI of the registry does not use: for jobs on several hosts load" \
+        "your MPI module and give MPI=system (with --force if .venv is there)"
 }
 
 check_mpi() {
@@ -696,6 +704,7 @@ main() {
     MPI=${MPI:-wheel}
     check_mpi
     if [ "$FORCE$DRY_RUN" = nono ] && whole; then report "found"; return; fi
+    advise_mpi
     check_operations
     choose_cuda
     check_source

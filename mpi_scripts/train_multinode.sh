@@ -35,7 +35,7 @@ esac
 hosts=("$1" "$2")
 shift 2
 
-train() {                                       # the command for some hosts: $1 ranks, $2... their options for mpirun
+prepare() {                                     # the command for hosts: $1 ranks, or empty; $2... the hosts for mpirun
     local ranks=$1
     shift
     command=("${MPIRUN[@]}" "$@" ${ranks:+-np "$ranks"} "$ROOT/mpi_scripts/bind.sh"
@@ -43,12 +43,10 @@ train() {                                       # the command for some hosts: $1
     print "${command[@]}"
 }
 
-options=("$@")
-train "${RANKS:-}" "${hosts[@]}"
-[ "$restarts" -gt 0 ] || exec "${command[@]}"
-
-places=()                                       # "name:slots" of each host
-if [ "${hosts[0]}" = --hostfile ]; then
+places=()                                       # "name:slots" of each host, for a restart
+if [ "$restarts" -eq 0 ]; then
+    :
+elif [ "${hosts[0]}" = --hostfile ]; then
     while read -r name rest; do
         case $name in '' | '#'*) continue ;; esac
         [[ " $rest" =~ [[:space:]]slots=([0-9]+) ]] ||
@@ -61,6 +59,10 @@ else
         [[ ${places[number]} == *:* ]] || places[number]+=:1    # as mpirun reads it
     done
 fi
+
+options=("$@")
+prepare "${RANKS:-}" "${hosts[@]}"
+[ "$restarts" -gt 0 ] || exec "${command[@]}"  # signals then reach mpirun itself
 
 answers() {                                     # a host needs no ssh to itself
     case $1 in localhost | "$(hostname)" | "$(hostname -s)") return ;; esac
@@ -77,20 +79,20 @@ for name in INT TERM USR1 USR2; do
     # shellcheck disable=SC2064  # the name as it is now
     trap "hear $name" "$name"
 done
-attend() {                                      # runs a command that gets the signals to this script; sets code
-    "$@" &
+attend() {                                      # runs the command, which gets the signals to this script; sets failed
+    "${command[@]}" &
     job=$! heard=yes
     while [ -n "$heard" ]; do                   # a signal ends the wait, but not the command
-        heard='' code=0
-        wait "$job" || code=$?
+        heard='' failed=0
+        wait "$job" || failed=$?
     done
     job=''
 }
 
 for ((restart = 1; ; restart++)); do
-    attend "${command[@]}"
-    case $code in 0 | 2 | 75) exit "$code" ;; esac
-    if [ -n "$told" ] || [ "$restart" -gt "$restarts" ]; then exit "$code"; fi
+    attend
+    case $failed in 0 | 2 | 75) exit "$failed" ;; esac
+    if [ -n "$told" ] || [ "$restart" -gt "$restarts" ]; then exit "$failed"; fi
     kept=() lost=() slots=0
     for place in "${places[@]}"; do
         if answers "${place%:*}"; then
@@ -99,13 +101,14 @@ for ((restart = 1; ; restart++)); do
             lost+=("${place%:*}")
         fi
     done
-    [ ${#kept[@]} -gt 0 ] || fail "the run ended with exit code $code, and no host answers ssh: ${lost[*]}"
+    [ ${#kept[@]} -gt 0 ] || fail "the run ended with exit code $failed, and no host answers ssh: ${lost[*]}"
     where=$(IFS=,; echo "${kept[*]}")
-    printf '%s\n' "${0##*/}: the run ended with exit code $code. Hosts that do not answer ssh: ${lost[*]:-none}." \
+    printf '%s\n' "${0##*/}: the run ended with exit code $failed. Hosts that do not answer ssh: ${lost[*]:-none}." \
         "${0##*/}: restart $restart of $restarts on $where, in ${PAUSE_S:-30} s." >&2
-    attend sleep "${PAUSE_S:-30}"
-    [ -z "$told" ] || exit "$code"
+    sleep "${PAUSE_S:-30}" &
+    wait $! || kill $! 2>/dev/null || true       # a signal ends the pause
+    [ -z "$told" ] || exit "$failed"
     ranks=${RANKS:-}
     [ -z "$ranks" ] || [ "$ranks" -le "$slots" ] || ranks=$slots
-    train "$ranks" -H "$where"
+    prepare "$ranks" -H "$where"
 done

@@ -194,6 +194,15 @@ def test_torch_dali_and_horovod_fit_the_driver(plan, tmp_path, driver, host, tor
     assert not (tmp_path / ".venv").exists() and not (tmp_path / ".venv.lock").exists()
 
 
+def test_a_host_with_infiniband_is_told_of_its_own_mpi(plan, tmp_path):
+    """The Open MPI of the registry speaks TCP alone."""
+    (tmp_path / "class" / "mlx5_0").mkdir(parents=True)
+    for folder, told in (tmp_path / "class", True), (tmp_path / "class" / "mlx5_0", False), (tmp_path / "none", False):
+        result = plan(INFINIBAND_SYS=str(folder))
+        assert result.returncode == 0, result.stderr
+        assert ("this host has InfiniBand, which the Open MPI of the registry does not use" in result.stdout) == told
+
+
 def test_the_training_names_the_cuda_that_is_installed(plan):
     """A driver's CUDA stands in install.sh and in comm/driver.py."""
     for driver in ("525.60.13", "569.99", "570.86", "579.1", "580.65.06"):

@@ -95,9 +95,25 @@ def test_a_run_that_was_told_to_end_is_not_started_again(hosts, tmp_path, host, 
     options = f"{TINY} --data.global_batch_size 8 --data.micro_batch_size 2 --run.folder {tmp_path / 'run'}".split()
     job = hosts.start("h1", [*RESTARTS, *options], environment=venv(cold=False))
     job.wait_for_line("step 1/", LIMIT_S)
-    os.kill(min(pid for pid, line in hosts.processes(host).items() if process in line), signal.Signals[f"SIG{told}"])
+    os.kill(process_of(hosts, host, process), signal.Signals[f"SIG{told}"])
     code, output = job.wait(LIMIT_S)
     assert (code == 75 or told == "TERM" and code != 0) and "restart 1" not in output, output
+
+
+def test_a_signal_in_the_pause_ends_it_with_the_code_of_the_run(hosts, tmp_path):
+    options = f"{TINY} --data.global_batch_size 8 --data.micro_batch_size 2 --run.folder {tmp_path / 'run'}".split()
+    job = hosts.start("h1", [*RESTARTS, *options], environment=venv(cold=False) | {"PAUSE_S": "1000"})
+    job.wait_for_line("step 1/", LIMIT_S)
+    os.kill(process_of(hosts, "h2", "bin/python -m"), signal.SIGKILL)
+    job.wait_for_line("restart 1 of 2 on h1:1,h2:1, in 1000 s", LIMIT_S)
+    os.kill(process_of(hosts, "h1", "train_multinode.sh"), signal.SIGINT)
+    code, output = job.wait(LIMIT_S)
+    assert f"the run ended with exit code {code}. Hosts that do not answer ssh: none." in output, output
+
+
+def process_of(hosts: Hosts, host: str, words: str) -> int:
+    """Return the oldest process of a host with these words in its command line."""
+    return min(pid for pid, line in hosts.processes(host).items() if words in line)
 
 
 def test_a_mistake_is_not_started_again(hosts):
