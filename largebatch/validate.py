@@ -152,6 +152,7 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
     for path in paths:
         with comm.together(f"loading {path}"):
             load_weights(model, path, new_heads=False)  # an untrained head would guess
+        comm.started()
         rows.append(evaluate_weights(path, model, config, comm, held_out=held_out, listed=listed))
         config = replace(config, data=replace(config.data, eval_batch_size=rows[-1].eval_batch_size))
         with comm.together("writing the table"):

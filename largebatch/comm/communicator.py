@@ -149,6 +149,13 @@ class Communicator:
         """
         self._watchdog.progress(phase or self._watchdog.phase)
 
+    def started(self) -> None:
+        """Tell the watchdog that the start is over; so does the first reduction of gradients.
+
+        From now on, a rank waits for the others for --horovod.stall_limit_s, no longer for --horovod.start_limit_s.
+        """
+        self._watchdog.started()
+
     # -- collectives -------------------------------------------------------------------------------------------
 
     def allreduce(self, tensor: Tensor, *, name: str) -> Tensor:

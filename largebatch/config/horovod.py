@@ -51,7 +51,7 @@ class HorovodConfig:
     """end the run if a rank has waited this long for the others; choose more than any save or evaluation on one rank
     takes. null: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 600; 0: wait for ever, as a debugger needs"""
     start_limit_s: float | None = None
-    """end the run if a rank has waited this long for the others before gradients were reduced once: meanwhile ranks
+    """end the run if a rank has waited this long for the others before the first step or validation: meanwhile ranks
     start, open the images, read a checkpoint and compile. null: stall_limit_s or its variable if one of them is set,
     else 1800; 0: wait for ever"""
     hang_limit_s: float = 1800.0

@@ -26,8 +26,13 @@ def test_a_second_job_in_a_run_folder_is_refused_and_changes_nothing(tmp_path):
     """Until the first one is gone, here by SIGKILL of its rank 0; then it goes on from the newest checkpoint."""
     folder, output = tmp_path / "run", tmp_path / "output"
     command = [*LAUNCHERS["mpirun"](2), "python", *training(folder, fault="waits_in_step=3")]
+    left = [folder / name for name in ("waits", "curves.png", "checkpoints/00000002")]  # its threads write the last two
+
+    def waits() -> bool:
+        return first.poll() is not None or all(path.exists() for path in left)
+
     with started(command, output, cold=False) as first:
-        wait_for(lambda: (folder / "waits").exists() or first.poll() is not None, output)
+        wait_for(waits, output)
         before = content(folder)
         code, text = launch(training(folder), ranks=2)
         assert code == 2 and content(folder) == before, text
