@@ -496,8 +496,9 @@ def build_hooks(
 ) -> list[Hook]:
     """Build the hooks in the order in which they run.
 
-    Guards may stop the run, Ema averages the weights, ReplicaCheck compares both over the ranks, Checkpoint saves them,
-    StopEarly ends the run after a save, Profile traces steps, and Log, last, writes down the numbers of all.
+    Guards may stop the run, Ema averages the weights, RecomputeCheck compares gradients over the ranks and ReplicaCheck
+    weights, Checkpoint saves them, StopEarly ends the run after a save, Profile traces steps, and Log, last, writes
+    down the numbers of all.
     """
 
     def images(option: str) -> int:
@@ -506,6 +507,9 @@ def build_hooks(
     def where(sample: int) -> str:
         return f"{sample} ({index.where(sample)})"
 
+    recomputing: list[Hook] = []
+    if config.run.recompute:
+        recomputing = [hooks.RecomputeCheck(interval_images=images("run.recompute"))]
     comparing: list[hooks.ReplicaCheck] = []
     if config.run.check_replicas:
         option = "run.eval_every" if config.run.check_replicas == "evaluation" else "run.check_replicas"
@@ -526,6 +530,7 @@ def build_hooks(
     return [
         hooks.Guards(max_skipped_steps=config.run.max_skipped_steps, where=where),
         *([ema] if ema else []),
+        *recomputing,
         *comparing,
         saving,
         *early,

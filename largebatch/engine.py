@@ -145,7 +145,10 @@ class Trainer:
             with record_function("load"):
                 batch = next(batches)
             assert (batch.step, batch.number) == (self.state.step, mine[number].number), "the loader left the plan"
-            yield self.prepare(batch)
+            augmented = self.prepare(batch)
+            if number == 0:
+                self._each("at_first_batch", augmented)
+            yield augmented
 
     def prepare(self, batch: Any) -> Augmented:
         """Return a micro-batch augmented, with the random numbers of the model seeded for its pass.
@@ -274,6 +277,7 @@ class Hook:
         for each step:
             for each pass:
                 at_point()
+                at_first_batch(batch)           in the first pass only
             train_step                          -> StepOutput
             after_train_step(output)
             if an evaluation is due:
@@ -294,6 +298,9 @@ class Hook:
 
     def at_point(self, trainer: Trainer) -> None:
         """Called before each pass of a step and each batch of an evaluation, on all ranks equally often."""
+
+    def at_first_batch(self, trainer: Trainer, batch: Augmented) -> None:
+        """Called with the first micro-batch of a step, before its pass; in a short last step not on every rank."""
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
         """Called when one optimizer step is done and counted in trainer.state."""

@@ -65,6 +65,11 @@ def set_up(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, torch.
     with comm.together("set-up"):
         device = comm.device(config.run.device)
         set_up_torch(config)
+        if config.run.recompute and device.type == "cuda" and not config.run.deterministic:
+            raise ValueError(
+                f"--run.recompute is {config.run.recompute!r}: it compares bits, and a GPU adds up in any order; set "
+                "--run.deterministic true as well, or leave it out."
+            )
     config = resolve(config, device)
     if comm.rank == 0:
         for line in doubtful(config, device, data_size=comm.data_size):

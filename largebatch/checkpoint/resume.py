@@ -25,6 +25,7 @@ MAY_DIFFER = {  # options that do not change the numbers of a run that goes on
     "run.folder",
     "run.eval_every",
     "run.check_replicas",
+    "run.recompute",
     "run.max_skipped_steps",
     "run.device",
     "model.weights",  # a checkpoint has the weights

@@ -121,6 +121,11 @@ def _check_parallel(config: TrainConfig) -> None:
         section, name = option.split(".")
         if getattr(getattr(config, section), name) == refused:
             raise ValueError(f"--{option} is {refused} and --parallel {parallel.shape()}: {reason}.")
+    if config.run.recompute:
+        raise ValueError(
+            f"--run.recompute is {config.run.recompute!r} and --parallel {parallel.shape()}: it needs a whole model on "
+            "each rank, so leave it out."
+        )
     if config.optim.ema_half_life:
         raise ValueError(
             f"--optim.ema_half_life is {config.optim.ema_half_life!r} and --parallel {parallel.shape()}: there is no "

@@ -216,6 +216,10 @@ class RunConfig:
     """time between checks that all ranks hold the same bits in weights and optimizer, such as "500 steps"; each
     checkpoint is preceded by one as well. evaluation: at each evaluation, which takes far longer than a check; empty:
     no checks, for hosts with processors of different kinds, which round differently"""
+    recompute: str = ""
+    """time between checks that all ranks compute the same gradient of the same micro-batch, such as "500 steps"; a rank
+    with a faulty processor is named. A check takes as long as a pass. On GPUs it needs run.deterministic, whose sums
+    come in one order. Empty: no checks"""
     seed: int = 0
     """seed of the weights, the data order, crops, mixup and dropout"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

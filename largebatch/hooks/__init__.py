@@ -1,13 +1,14 @@
 """The hooks that watch a run. `build` lets them run in this order, for these reasons:
 
-    Guards        guards.py          counts skipped steps; if it gives the run up, no other hook runs (origin.py finds
-                                     the images with which such a step began)
-    Ema           ema.py             averages the weights; Checkpoint saves them, Log writes their accuracy
-    ReplicaCheck  replicas.py        compares the ranks, so that Checkpoint saves only what they agree on
-    Checkpoint    checkpointing.py   saves; StopEarly needs to know how long a save takes
-    StopEarly     stop_early.py      ends the run at a signal, or before the time of the job is over
-    Profile       profile.py         starts to record after the hooks above, so the trace shows only steps
-    Log           log.py             starts its clock last, so that no hook counts as training time
+    Guards          guards.py          counts skipped steps; if it gives the run up, no other hook runs (origin.py finds
+                                       the images with which such a step began)
+    Ema             ema.py             averages the weights; Checkpoint saves them, Log writes their accuracy
+    RecomputeCheck  recompute.py       compares the ranks' gradients of one micro-batch, before a step
+    ReplicaCheck    replicas.py        compares the ranks' weights, so that Checkpoint saves only what they agree on
+    Checkpoint      checkpointing.py   saves; StopEarly needs to know how long a save takes
+    StopEarly       stop_early.py      ends the run at a signal, or before the time of the job is over
+    Profile         profile.py         starts to record after the hooks above, so the trace shows only steps
+    Log             log.py             starts its clock last, so that no hook counts as training time
 
 Log computes rows of numbers and hands them to the sinks in sinks.py: a progress bar, CSV files (tables.py), TensorBoard
 and a picture (curves.py).
@@ -18,6 +19,7 @@ from largebatch.hooks.ema import Ema, check_half_life
 from largebatch.hooks.guards import Guards
 from largebatch.hooks.log import Log
 from largebatch.hooks.profile import Profile
+from largebatch.hooks.recompute import RecomputeCheck
 from largebatch.hooks.replicas import ReplicaCheck
 from largebatch.hooks.sinks import Csv, Curves, Progress, Sink, TensorBoard
 from largebatch.hooks.stop_early import StopEarly, end_time
@@ -31,6 +33,7 @@ __all__ = [
     "Log",
     "Profile",
     "Progress",
+    "RecomputeCheck",
     "ReplicaCheck",
     "Sink",
     "StopEarly",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from largebatch.augment import Augmented
 from largebatch.engine import Trainer
+from largebatch.hooks.recompute import undone
 from largebatch.precision import autocast
 
 MOST = 3  # places in a message
@@ -99,18 +100,13 @@ def as_before(trainer: Trainer, step: int) -> Iterator[None]:
 
     Compiled models run uncompiled: for gradients of images they would be compiled once more.
     """
-    state, device = trainer.state, trainer.device
-    buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
+    state = trainer.state
     trainer.state = replace(state, step=step)
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.compiler.set_stance("force_eager"):
+        with undone(trainer), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         trainer.state = state
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        trainer.replica.statistics.drop_step()
 
 
 # -- the message ---------------------------------------------------------------------------------------------------

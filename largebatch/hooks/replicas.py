@@ -10,6 +10,7 @@ set --run.check_replicas "".
 import hashlib
 import socket
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -53,14 +54,14 @@ def check_replicas(comm: Communicator, tensors: dict[str, Tensor], *, place: str
 
     The message names the ranks that differ from most others, and the first tensor that does. place: where the run is.
     """
-    sums = torch.stack([bit_sum(tensor) for tensor in tensors.values()]).cpu()
-    mine = (comm.model_rank, socket.gethostname(), hashlib.blake2b(sums.numpy().tobytes()).hexdigest())
-    everyone = comm.allgather_object(mine, name="replicas/digest")
-    if not any(differing(everyone)):
-        return
-    rows = comm.allgather_object(sums, name="replicas/sums")  # only now: they are long
-    names = comm.allgather_object(list(tensors), name="replicas/names")
-    raise Stopped("; ".join(describe(everyone, rows, names)) + f": found after {place}. {REMEDY}")
+    if found := differences(comm, tensors):
+        clauses = [
+            f"rank {one.rank} ({one.host}) and rank {one.good} hold other values of {one.tensor}, and only two ranks "
+            "hold it, so that either may be wrong" if one.alone else
+            f"rank {one.rank} ({one.host}) holds other values of {one.tensor} than most ranks"
+            for one in found
+        ]  # fmt: skip
+        raise Stopped("; ".join(clauses) + f": found after {place}. {REMEDY}")
 
 
 REMEDY = (
@@ -96,6 +97,40 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)
 
 
+@dataclass(frozen=True)
+class Difference:
+    """A rank whose bits are not those of most ranks with the same part of the model."""
+
+    rank: int
+    host: str
+    tensor: str  # the first one that differs
+    good: int  # a rank that is as most are
+    alone: bool  # only these two ranks have the part, so the wrong one may be either
+
+
+def differences(comm: Communicator, tensors: dict[str, Tensor]) -> list[Difference]:
+    """Compare tensors of the same names over the data ranks; return one entry for each rank that differs.
+
+    A collective; its result is the same on all ranks.
+    """
+    sums = torch.stack([bit_sum(tensor) for tensor in tensors.values()]).cpu()
+    mine = (comm.model_rank, socket.gethostname(), hashlib.blake2b(sums.numpy().tobytes()).hexdigest())
+    everyone = comm.allgather_object(mine, name="replicas/digest")
+    bad = differing(everyone)
+    if not any(bad):
+        return []
+    rows = comm.allgather_object(sums, name="replicas/sums")  # only now: they are long
+    names = comm.allgather_object(list(tensors), name="replicas/names")
+    found = []
+    for rank, (part, host, _) in enumerate(everyone):
+        if bad[rank]:
+            same = [other for other, (its_part, _, _) in enumerate(everyone) if its_part == part]
+            good = next(other for other in same if not bad[other])
+            first = int((rows[rank] != rows[good]).nonzero()[0])
+            found.append(Difference(rank, host, names[rank][first], good, alone=len(same) == 2))
+    return found
+
+
 def differing(everyone: list[tuple[int, str, str]]) -> list[bool]:
     """Return, for each rank, whether its digest differs from that of most ranks with the same part of the model.
 
@@ -103,20 +138,3 @@ def differing(everyone: list[tuple[int, str, str]]) -> list[bool]:
     """
     digests = {part: Counter(d for p, _, d in everyone if p == part) for part, _, _ in everyone}
     return [digests[part].most_common(1)[0][0] != digest for part, _, digest in everyone]
-
-
-def describe(everyone: list[tuple[int, str, str]], rows: list[Tensor], names: list[list[str]]) -> list[str]:
-    """Return a clause for each rank that differs, with the first tensor in which it does."""
-    bad = differing(everyone)
-    clauses = []
-    for rank, (part, host, _) in enumerate(everyone):
-        if bad[rank]:
-            good = next(r for r, (p, _, _) in enumerate(everyone) if p == part and not bad[r])
-            first = int((rows[rank] != rows[good]).nonzero()[0])
-            alone = sum(p == part for p, _, _ in everyone) == 2
-            clauses.append(
-                f"rank {rank} ({host}) and rank {good} hold other values of {names[rank][first]}, and only two ranks "
-                "hold it, so that either may be wrong" if alone else
-                f"rank {rank} ({host}) holds other values of {names[rank][first]} than most ranks"
-            )
-    return clauses

@@ -39,6 +39,7 @@ WORLDS = {
     "test_gradients": [ONE, GLOO, THREE, FOUR],
     "test_levers": [ONE, GLOO, THREE],
     "test_origin": [ONE, THREE],
+    "test_recompute": [TWO, THREE],
     "test_replicas": [TWO, THREE],
     "test_saving": [GLOO, THREE],
     "test_stop_points": [ONE, GLOO, THREE],
