@@ -65,12 +65,7 @@ def set_up(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, torch.
     with comm.together("set-up"):
         device = comm.device(config.run.device)
         set_up_torch(config)
-        if config.run.recompute and device.type == "cuda" and not config.run.deterministic:
-            raise ValueError(
-                f"--run.recompute is {config.run.recompute!r}: it compares bits, and a GPU adds up in any order; set "
-                "--run.deterministic true as well, or leave it out."
-            )
-    config = resolve(config, device)
+        config = resolve(config, device)
     if comm.rank == 0:
         for line in doubtful(config, device, data_size=comm.data_size):
             logger.warning("%s", line)
@@ -108,7 +103,15 @@ def _remove_leftovers() -> None:
 
 
 def resolve(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """Replace a precision of "auto" by the one that suits the device; `set_up` compares the ranks."""
+    """Replace a precision of "auto" by the one that suits the device; `set_up` compares the ranks.
+
+    Raises ValueError for an option that this device cannot keep.
+    """
+    if config.run.recompute and device.type == "cuda" and not config.run.deterministic:
+        raise ValueError(
+            f"--run.recompute is {config.run.recompute!r}: it compares bits, and a GPU adds up in any order; set "
+            "--run.deterministic true as well, or leave it out."
+        )
     if config.run.precision != "auto":
         return config
     precision = choose_precision(device)

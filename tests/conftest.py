@@ -22,7 +22,7 @@ SHARED_MEMORY = Path("/dev/shm")
 # Open MPI 4 and 5: the folder of the segments by which ranks of a host talk. It keeps them if mpirun is killed.
 MPI_MEMORY = ("OMPI_MCA_btl_vader_backing_directory", "OMPI_MCA_btl_sm_backing_directory")
 TIERS = {  # marker: what its tests are
-    "cluster": "several hosts, networks that fail and Slurm, on this machine",
+    "cluster": "several hosts, failing networks and Slurm on this machine; runs that are killed, hang or told to end",
     "evidence": "full-size runs, and the breaks of mutants.py",
 }
 

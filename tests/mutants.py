@@ -357,7 +357,7 @@ def _become_pytest(job: Job, folder: Path, cache: Path, output: int) -> None:
         os.environ.update(PYTHONPATH=tree, TMPDIR=str(folder / "tmp"), XDG_CACHE_HOME=str(cache))
         os.environ["LARGEBATCH_RANK_TESTS"] = ""  # tests of mpi/ranks run in this process, or in those of mpirun
         tempfile.tempdir = None  # as found by the parent
-        arguments = ["-x", "-q", "--color=no", "-p", "no:cacheprovider", *job.tests]
+        arguments = ["-m", "", "-x", "-q", "--color=no", "-p", "no:cacheprovider", *job.tests]
         if job.ranks > 1:
             os.execvp("mpirun", ["mpirun", "-np", str(job.ranks), sys.executable, "-m", "pytest", *arguments])
         sys.path[:] = [tree, *(path for path in sys.path if path not in ("", str(ROOT)))]

@@ -204,6 +204,7 @@ IDLE = [
         (["--parallel.pipeline", "2", "--run.precision", "fp16"], "would choose different loss scales; choose bf16"),
         (["--parallel.sequence", "2", "--run.compile", "true"], "torch.compile cannot compile the messages"),
         (["--parallel.tensor.size", "2", "--optim.ema_half_life", "1 epochs"], "is no average of divided weights"),
+        (["--parallel.sequence", "2", "--run.recompute", "5 steps"], "it needs a whole model on each rank"),
         (["--parallel.tensor.mode", "2d", "--parallel.tensor.size", "6"], "expects a square of ranks, such as 4 or 9"),
         (["--data.crop_padding", "4"], "--data.crop_padding is 4, which --data.train_crop random_resized does not use"),
         (["--data.crop_padding", "-1"], "--data.crop_padding is -1: expected at least 0."),

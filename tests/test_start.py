@@ -4,11 +4,14 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from largebatch import start
+from largebatch.config import RunConfig, TrainConfig
 
 
 def said(monkeypatch, capsys, **environment: str) -> tuple[str, list[float]]:
@@ -46,3 +49,11 @@ def test_a_rank_does_not_load_what_only_rank_0_needs_or_nobody():
     packages = {name.partition(".")[0] for name in output.decode().split()}
     assert {"torch", "horovod", "timm", "nvidia"} <= packages
     assert not packages & {"matplotlib", "tensorboard", "sklearn", "scipy", "triton", "mpi4py"}
+
+
+def test_bits_are_compared_only_where_sums_come_in_one_order():
+    """A GPU adds up in any order, unless it is told not to."""
+    for device, deterministic, refused in (("cpu", False, False), ("cuda", True, False), ("cuda", False, True)):
+        run = RunConfig(recompute="500 steps", deterministic=deterministic, precision="fp32")
+        with pytest.raises(ValueError, match="set --run.deterministic true as well") if refused else nullcontext():
+            start.resolve(TrainConfig(run=run), torch.device(device))

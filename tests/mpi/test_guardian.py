@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from launch import ROOT
 
 SESSION = '''
@@ -39,6 +40,7 @@ def named(folder: str) -> list[int]:
     return found
 
 
+@pytest.mark.cluster
 def test_a_run_that_is_killed_leaves_no_process_folder_segment_or_semaphore(tmp_path):
     (tmp_path / "test_killed.py").write_text(SESSION)
     ours = ("LARGEBATCH_TESTS", "TMPDIR", "OMPI_MCA_btl_vader_backing_directory", "OMPI_MCA_btl_sm_backing_directory")

@@ -65,6 +65,7 @@ def test_a_run_that_ends_before_the_window_does(tmp_path):
     assert trace.name.endswith("-steps-2-3.json") and len(spans(trace)["step"]) == 2
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     "fault, steps, sign", [("", "2:99", "step 3/40"), ("stops_half_through_its_trace", "2:4", "half written")]
 )

@@ -11,6 +11,7 @@ import torch
 from launch import LAUNCHERS, WAIT_S, launch, started, wait_for
 from runs import SMALL, different, rows, steps_saved, weights
 
+pytestmark = pytest.mark.cluster  # a tier of its own: such runs mostly wait
 BATCH = ["--data.global_batch_size", "16", "--data.micro_batch_size", "4", "--model.drop_path_rate", "0.1"]
 RUN = ["--run.duration", "24 steps", "--run.eval_every", "10 steps"]
 KEPT = ["--checkpoint.every", "1000 steps"]  # only what stopping writes

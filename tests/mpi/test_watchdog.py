@@ -4,6 +4,7 @@ import pytest
 from launch import launch
 from runs import SMALL, steps_saved
 
+pytestmark = pytest.mark.cluster  # a tier of its own: such runs mostly wait
 PROGRAM = ["-m", "tests.mpi.programs", "one_rank"]
 LIMIT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}  # the option says the same
 

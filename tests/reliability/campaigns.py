@@ -1,0 +1,112 @@
+"""The campaigns: each a promise of the README, tried many times. `faults` and `programs` have the trials."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+from launch import ROOT, launch
+
+from tests.reliability.campaign import Campaign, Size, Trial
+from tests.reliability.faults import STOPS, chain, matrix
+
+PROGRAMS = "tests.reliability.programs"
+LAUNCHERS = ("mpirun", "horovodrun", "horovodrun --gloo")
+CONTROLLERS = ("mpirun", "horovodrun --gloo")  # what waits is the same under horovodrun, which starts mpirun
+Trials = Callable[[Size], Iterator[Trial]]
+
+
+def tests(*nodes: str, choose: str = "") -> Trials:
+    """Return the trials that are tests of the suite, which has them at full size."""
+
+    def trials(size: Size) -> Iterator[Trial]:
+        for node in nodes:
+            yield Trial(f"{node}{' -k ' * bool(choose)}{choose}", lambda node=node: passes(node, choose))
+
+    return trials
+
+
+def passes(node: str, choose: str) -> str:
+    """Run tests with pytest; return what failed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", node]
+    done = subprocess.run([*command, *(["-k", choose] if choose else [])], cwd=ROOT, capture_output=True, text=True)
+    return "" if done.returncode == 0 else done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def program(name: str, *, ranks: int, gate: int, full: int, check: Callable[[dict], str] = lambda report: "") -> Trials:
+    """Return the one trial of a program of `programs.py`, which is given a number of rounds and prints a report."""
+
+    def trials(size: Size) -> Iterator[Trial]:
+        rounds = size.choose(gate, full)
+
+        def run() -> str:
+            arguments = ["-m", PROGRAMS, name, str(rounds), str(size.folder / name)]
+            code, output = launch(arguments, ranks=ranks, timeout_s=36000, environment={"OMP_NUM_THREADS": "1"})
+            reports = re.findall(r"report: (\{.*\})", output)
+            if code != 0 or len(reports) != 1:
+                return f"exit code {code}: {output[-3000:]}"
+            (size.folder / "report.json").write_text(reports[0])
+            return check(json.loads(reports[0]))
+
+        yield Trial(f"{rounds} rounds on {ranks} ranks", run)
+
+    return trials
+
+
+def is_flat(report: dict) -> str:
+    """Say what grew in a long run; memory may grow by 1 MB in 1,000 steps."""
+    grown = [name for name in ("threads", "descriptors", "files") if report[name][1] > report[name][0]]
+    if report["mb_per_1000_steps"] > 1:
+        grown.append("memory")
+    return f"{', '.join(grown)} grew: {report}" if grown else ""
+
+
+CAMPAIGNS = (
+    Campaign(
+        "R1",
+        "a rank that fails or is killed, in any phase, ends the job, and the output says why",
+        lambda size: matrix(size, ("raise", "SIGKILL", "SIGTERM"), gate=3, who="0123", launchers=LAUNCHERS),
+    ),
+    Campaign(
+        "R2",
+        "a run that is killed again and again ends with the bits of the undisturbed one",
+        lambda size: chain(size, ("SIGKILL",), links=size.choose(3, 50), seed=2, world=lambda number: 2),
+    ),
+    Campaign(
+        "R3",
+        "a run that goes on with 1, 2, 3, 4 ranks in turn has the losses of the undisturbed one",
+        lambda size: chain(size, (), links=size.choose(2, 12), seed=3, world=lambda n: (1, 3, 4, 2, 4, 3, 1, 2)[n % 8]),
+    ),
+    Campaign("R4", "damaged checkpoints are never loaded", tests("tests/test_checkpoint.py")),
+    Campaign(
+        "R5",
+        "a signal in any phase stops the run with a checkpoint and exit code 75, and nothing is lost",
+        lambda size: chain(size, STOPS, links=size.choose(3, 100), seed=5, world=lambda number: 2),
+    ),
+    Campaign(
+        "R6",
+        "a rank that hangs in any phase ends the job, with the stacks of those that wait",
+        lambda size: matrix(size, ("hang", "SIGSTOP"), gate=2, who="0123", launchers=CONTROLLERS),
+    ),
+    Campaign(
+        "R7",
+        "ranks that all hang in any phase end the job, with their stacks",
+        lambda size: matrix(size, ("hang",), gate=1, who=["all"], launchers=CONTROLLERS),
+    ),
+    Campaign(
+        "R8",
+        "each flipped bit is found, and no check of sound ranks raises an alarm",
+        program("compare", ranks=3, gate=1000, full=100_000),
+    ),
+    Campaign("R9", "a rank that computes a wrong gradient is named", tests("tests/mpi/ranks/test_recompute.py")),
+    Campaign("R11", "a lost host ends the job everywhere", tests("tests/cluster/test_faults.py", choose="host")),
+    Campaign("R12", "a lost cable ends the job everywhere", tests("tests/cluster/test_faults.py", choose="not host")),
+    Campaign(
+        "R13",
+        "a long run needs no more memory, threads, descriptors or files at its end",
+        program("soak", ranks=2, gate=2000, full=100_000, check=is_flat),
+    ),
+    Campaign("R14", "a repetition computes the same bits", tests("tests/mpi/test_runs.py", choose="resumed_equals")),
+    Campaign("R15", "the doctor names what is broken", tests("tests/test_doctor.py")),
+)
