@@ -72,7 +72,10 @@ def _carry_out(campaign: Campaign, size: Size, tell: Callable[[str], None]) -> V
         if trial.name in verdict.seconds:
             continue
         began = time.monotonic()
-        failure = trial.run()
+        try:
+            failure = trial.run()
+        except AssertionError as error:  # such as that of a run that does not end
+            failure = str(error)
         verdict.seconds[trial.name] = time.monotonic() - began
         tell(f"{campaign.name} {len(verdict.seconds)}: {trial.name}: {failure or 'kept'}")
         if failure:

@@ -17,21 +17,15 @@ CONTROLLERS = ("mpirun", "horovodrun --gloo")  # what waits is the same under ho
 Trials = Callable[[Size], Iterator[Trial]]
 
 
-def tests(*nodes: str, choose: str = "") -> Trials:
-    """Return the trials that are tests of the suite, which has them at full size."""
+def tests(*options: str) -> Trials:
+    """Return the one trial that consists of tests of the suite, which has them at full size; options of pytest."""
 
-    def trials(size: Size) -> Iterator[Trial]:
-        for node in nodes:
-            yield Trial(f"{node}{' -k ' * bool(choose)}{choose}", lambda node=node: passes(node, choose))
+    def run() -> str:
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", *options]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return "" if done.returncode == 0 else done.stdout[-3000:] + done.stderr[-1000:]
 
-    return trials
-
-
-def passes(node: str, choose: str) -> str:
-    """Run tests with pytest; return what failed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", node]
-    done = subprocess.run([*command, *(["-k", choose] if choose else [])], cwd=ROOT, capture_output=True, text=True)
-    return "" if done.returncode == 0 else done.stdout[-3000:] + done.stderr[-1000:]
+    return lambda size: iter([Trial(" ".join(options), run)])
 
 
 def program(name: str, *, ranks: int, gate: int, full: int, check: Callable[[dict], str] = lambda report: "") -> Trials:
@@ -60,6 +54,11 @@ def is_flat(report: dict) -> str:
     if report["mb_per_1000_steps"] > 1:
         grown.append("memory")
     return f"{', '.join(grown)} grew: {report}" if grown else ""
+
+
+def is_cheap(report: dict) -> str:
+    """Say if the guards take too much of a run."""
+    return "" if report["of_an_epoch"] <= 0.01 and report["of_500_steps"] <= 0.005 else f"too slow: {report}"
 
 
 CAMPAIGNS = (
@@ -100,13 +99,18 @@ CAMPAIGNS = (
         program("compare", ranks=3, gate=1000, full=100_000),
     ),
     Campaign("R9", "a rank that computes a wrong gradient is named", tests("tests/mpi/ranks/test_recompute.py")),
-    Campaign("R11", "a lost host ends the job everywhere", tests("tests/cluster/test_faults.py", choose="host")),
-    Campaign("R12", "a lost cable ends the job everywhere", tests("tests/cluster/test_faults.py", choose="not host")),
+    Campaign(
+        "R10",
+        "checkpoint and check of each epoch cost at most 1 % of it, and recomputation 0.5 % of 500 steps",
+        program("cost", ranks=2, gate=2, full=20, check=is_cheap),
+    ),
+    Campaign("R11", "a lost host ends the job everywhere", tests("tests/cluster/test_faults.py", "-k", "killed")),
+    Campaign("R12", "a lost cable ends the job everywhere", tests("tests/cluster/test_faults.py", "-k", "cable")),
     Campaign(
         "R13",
         "a long run needs no more memory, threads, descriptors or files at its end",
         program("soak", ranks=2, gate=2000, full=100_000, check=is_flat),
     ),
-    Campaign("R14", "a repetition computes the same bits", tests("tests/mpi/test_runs.py", choose="resumed_equals")),
+    Campaign("R14", "a repetition computes the same bits", tests("tests/mpi/test_runs.py", "-k", "resumed_equals")),
     Campaign("R15", "the doctor names what is broken", tests("tests/test_doctor.py")),
 )

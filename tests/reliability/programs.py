@@ -4,7 +4,10 @@ import json
 import os
 import random
 import resource
+import statistics
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,9 +18,14 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "mpi" / "ranks")]
 from parts import plan_for, small_trainer  # noqa: E402
 
 from largebatch import hooks  # noqa: E402
+from largebatch.build import build_trainer  # noqa: E402
 from largebatch.comm import Communicator, Stopped, session  # noqa: E402
+from largebatch.hooks.recompute import check_gradient  # noqa: E402
 from largebatch.hooks.replicas import check_replicas, named_tensors  # noqa: E402
+from largebatch.start import start_ranks  # noqa: E402
+from largebatch.train import read  # noqa: E402
 
+IMAGES = 1_281_167  # of ImageNet-1K
 FLIP_EVERY = 200  # checks between two in which a bit is flipped
 
 
@@ -93,5 +101,44 @@ def soak(rounds: int, folder: Path) -> None:
         report(comm, steps=trainer.state.step, mb_per_1000_steps=round(slope, 4), **grown)
 
 
+def cost(rounds: int, folder: Path) -> None:
+    """Measure what guards cost the training of ViT-B/32 on ImageNet's number of images; report shares of its time."""
+    options = f"--recipe vit_b32 --data synthetic --run.folder {folder} --data.micro_batch_size 32".split()
+    config = read([*options, "--data.global_batch_size", "64", "--log.tensorboard", "false"])
+    with start_ranks(config) as comm:
+        trainer = build_trainer(config, comm)
+        batches = trainer.open_batches(0)
+        (saving,) = [hook for hook in trainer.hooks if isinstance(hook, hooks.Checkpoint)]
+        saving.before_fit(trainer)
+
+        def seconds(work: Callable[[], object]) -> float:
+            comm.barrier(name="begin")
+            began = time.perf_counter()
+            work()
+            comm.barrier(name="end")
+            return time.perf_counter() - began
+
+        def step() -> float:
+            return seconds(lambda: trainer.train_step(batches))
+
+        def save() -> float:
+            """What a save and the steps beside its thread take longer than these steps alone."""
+            took, steps = seconds(lambda: saving.save(trainer)), [step() for _ in range(rounds)]
+            return took + seconds(lambda: saving.wait(comm)) + sum(steps) - rounds * alone
+
+        first = trainer.prepare(next(trainer.open_batches(trainer.state.step)))
+        tensors = named_tensors(trainer.model, trainer.optimizer)
+        alone, save_s = statistics.median(step() for _ in range(rounds)), 0.0
+        save()  # its memory is new
+        alone, save_s = statistics.median(step() for _ in range(rounds)), save()
+        check_s = min(seconds(lambda: check_replicas(comm, tensors, place="cost")) for _ in range(3))
+        recompute_s = min(seconds(lambda: check_gradient(trainer, first)) for _ in range(3))
+        epoch_s = alone * IMAGES / trainer.plan.global_batch_size
+        report(
+            comm, step_s=alone, save_s=save_s, check_s=check_s, recompute_s=recompute_s,
+            of_an_epoch=(save_s + 2 * check_s) / epoch_s, of_500_steps=recompute_s / (500 * alone),
+        )  # fmt: skip
+
+
 if __name__ == "__main__":
-    {"compare": compare, "soak": soak}[sys.argv[1]](int(sys.argv[2]), Path(sys.argv[3]))
+    {"compare": compare, "cost": cost, "soak": soak}[sys.argv[1]](int(sys.argv[2]), Path(sys.argv[3]))
