@@ -81,10 +81,11 @@ def explains(fault: Fault, output: str) -> bool:
     if fault.kind == "raise":
         return "RuntimeError: planted" in output and f"rank {fault.rank} of " in output
     if fault.kind == "SIGKILL":
-        return bool(re.search(r"signal 9|SIGKILL|Exit code:? *-9", output))
+        return bool(re.search(r"signal 9|SIGKILL|Killed|status code 137", output))
     if fault.kind in STOPS:
         return f"{fault.kind} " in output
-    return bool(re.search(rf"waited {WAIT_S} s for the others|made no progress for {HANG_S} s", output))
+    horovod = rf"Missing ranks:\n{fault.rank}!: .*\n.* is stalled for longer than {WAIT_S} seconds"  # it may come first
+    return bool(re.search(rf"waited {WAIT_S} s for the others|made no progress for {HANG_S} s|{horovod}", output))
 
 
 def ending(fault: Fault, folder: Path, *, ranks: int, launcher: str) -> str:
@@ -129,7 +130,7 @@ def chain(size: Size, kinds: Sequence[str], *, links: int, seed: int, world: Cal
 
     kinds: of the faults; empty: --run.max_steps ends the run. world: number of a link -> its number of ranks.
     """
-    steps, folder, undisturbed = links + 4, size.folder / "disturbed", size.folder / "undisturbed"
+    steps, folder, undisturbed = 2 * links + 4, size.folder / "disturbed", size.folder / "undisturbed"
     phases = INSIDE if "SIGKILL" in kinds else ("start", "data", *INSIDE)
     yield Trial("undisturbed", lambda: train_undisturbed(undisturbed, steps))
     for number in range(links):
