@@ -54,9 +54,11 @@ def train(
     place = ["--run.duration", f"{steps} steps", "--run.folder", str(folder)]
     waits = fault is not None and fault.kind in ("hang", "SIGSTOP")
     limits, environment = (LIMITS, TOLD) if waits else ([], {})
+    if waits and fault.phase in INSIDE:
+        limits = [*limits, "--horovod.start_limit_s", "60"]
     arguments = ["-m", "tests.reliability.injector", *SMALL, *SMALLER, *EVERY_STEP, *limits, *place, *options]
     environment = environment | ({VARIABLE: str(fault)} if fault else {})
-    code, output = launch(arguments, ranks=ranks, launcher=launcher, timeout_s=120, environment=environment)
+    code, output = launch(arguments, ranks=ranks, launcher=launcher, timeout_s=900, environment=environment)
     ended = time.time()
     times = [float(planted.read_text().split()[1]) for planted in folder.glob("planted.*")]
     return Outcome(code, output, ended - min(times, default=ended))
