@@ -65,6 +65,8 @@ def build_trainer(
         config, device = set_up(config, comm)
     passes = count_passes(config, comm)
     train, held_out = open_data(config, comm, "train"), open_data(config, comm, "validation")
+    if comm.rank == 0:
+        warn_of_large_batch(config.data.global_batch_size, len(train))
     replica = build_replica(config, comm, device, passes=passes)
     trainer = assemble(config, replica, device, train=train, held_out=held_out, signals=signals)
     if not checkpoint.resume(config, trainer):
@@ -145,6 +147,16 @@ def open_data(config: TrainConfig, comm: Communicator, split: str) -> "Index":
         if comm.local_rank == 0 and (reason := index_file.why_other_files(index, numbers)):
             raise ValueError(f"{reason}: make the data of all hosts the same.")
     return index
+
+
+def warn_of_large_batch(global_batch_size: int, num_samples: int) -> None:
+    """Warn of a batch with more images than there are."""
+    if global_batch_size > num_samples:
+        logger.warning(
+            "--data.global_batch_size is %d, and there are %d training images: a step sees each image %.1f times. For "
+            "an update in each epoch give at most %d.",
+            *(global_batch_size, num_samples, global_batch_size / num_samples, num_samples),
+        )
 
 
 def build_plan(config: TrainConfig, index: "Index") -> Plan:

@@ -127,6 +127,12 @@ def test_a_duration_without_number_or_unit(text):
         ),
         (3, 250, 32, ["216 = 3 ranks × 24 micro-batch × 3 passes", "252 = 3 ranks × 28 micro-batch × 3 passes"]),
         (64, 32, 1, ["256 = 64 ranks × 4 micro-batch × 1 passes"]),
+        (4, 32768, 300, ["exact: 32768 = 4 ranks × 256 micro-batch × 32 passes."]),
+        (8, 4096, 96, ["exact: 4096 = 8 ranks × 64 micro-batch × 8 passes."]),
+        (4, 1000, 256, ["exact: 1000 = 4 ranks × 250 micro-batch × 1 passes."]),
+        (1, 100, 32, ["exact: 100 = 1 ranks × 25 micro-batch × 4 passes."]),
+        (4, 8, 256, ["exact: 8 = 4 ranks × 2 micro-batch × 1 passes."]),
+        (2, 1994, 256, ["exact: 1994 = 2 ranks × 1 micro-batch × 997 passes, or 1984 = 2 ranks × 248 micro-batch × 4"]),
     ],
 )
 def test_a_batch_that_does_not_divide_names_the_nearest(ranks, batch, micro, words):
@@ -134,6 +140,13 @@ def test_a_batch_that_does_not_divide_names_the_nearest(ranks, batch, micro, wor
         c.accumulation_passes(global_batch_size=batch, micro_batch_size=micro, num_ranks=ranks)
     for word in [*words, str(batch), "--data.global_batch_size"]:
         assert word in str(error.value)
+
+
+def test_a_batch_larger_than_the_data_is_reported(caplog):
+    build.warn_of_large_batch(1437, 1437)
+    assert not caplog.messages
+    build.warn_of_large_batch(32768, 1437)
+    assert "there are 1437 training images: a step sees each image 22.8 times. For an update" in caplog.messages[0]
 
 
 def test_passes_that_do_not_come_out_even():
@@ -218,10 +231,10 @@ IDLE = [
         (["--augment.mixup_switch_prob", "1"], "expected a probability between 0 and 1"),
         (["--data.crop_pct", "0"], "--data.crop_pct is 0.0: expected a fraction above 0, or null."),
         (["--data.crop_pct", "-1"], "--data.crop_pct is -1.0: expected a fraction above 0, or null."),
-        (["--data.crop_pct", ".nan"], "--data.crop_pct is nan: expected a fraction above 0, or null."),
+        (["--data.crop_pct", "nan"], "--data.crop_pct is nan: expected a fraction above 0, or null."),
         (["--data.std", "[0, 0, 0]"], "--data.std is [0.0, 0.0, 0.0]: expected three numbers above 0"),
         (["--data.std", "[0.2, -0.2, 0.2]"], "--data.std is [0.2, -0.2, 0.2]: expected three numbers above 0"),
-        (["--data.mean", "[0.2, .inf, 0.2]"], "--data.mean is [0.2, inf, 0.2]: expected three finite numbers"),
+        (["--data.mean", "[0.2, inf, 0.2]"], "--data.mean is [0.2, inf, 0.2]: expected three finite numbers"),
         *IDLE,
         (["--model", "volo_d1", "--data", "/imagenet", "--schedule.warmup", "0 epochs"],
          "--schedule.prefix is false and --schedule.warmup '0 epochs'"),
@@ -231,6 +244,91 @@ def test_a_mistake_is_one_sentence(argv, sentence):
     with pytest.raises(ValueError) as error:
         parse(*argv)
     assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "line, sentence",
+    [
+        # words that people bring along, and misspelt ones
+        ("--modle vit_b32", "There is no option modle; did you mean --model?"),
+        ("--optim.learning_rate 1", "There is no option optim.learning_rate; did you mean --optim.lr?"),
+        ("--lr 0.1", "There is no option lr; did you mean --optim.lr?"),
+        ("--batch-size 64", "; --data.global_batch_size is the batch of a step on all ranks, --data.micro_batch_size "),
+        ("--epochs 10", "There is no option epochs; did you mean --run.duration '10 epochs'?"),
+        ("--workers 4", "did you mean --data.num_threads?"),
+        ("--amp", "did you mean --run.precision?"),
+        ("--gpus 4", "the launcher starts the ranks: horovodrun -np 4"),
+        ("--resume runs/mine", "the same command goes on with the run in --run.folder"),
+        ("--output runs/mine", "did you mean --run.folder?"),
+        ("--pretrained", "did you mean --init-from?"),
+        ("--run.epochs 3", "did you mean --run.duration '10 epochs'?"),
+        ("--optimizer lamb", "did you mean --optim.name?"),
+        ("--version", "python -m largebatch.doctor prints the versions."),
+        ("--weight-decay 0.1", "did you mean --optim.weight_decay?"),
+        ("--num-classes 10", "did you mean --model.num_classes?"),
+        ("--img_size 64", "did you mean --img-size?"),
+        ("--run.max_step 3", "There is no option run.max_step; did you mean --run.max_steps?"),
+        ("--xyz 3", "There is no option xyz; --help lists the options."),
+        ("vit_b32", "'vit_b32' stands alone on the command line: expected --option value, such as --model vit_b32."),
+        ("--checkpoint x", "checkpoint is a section of options, such as --checkpoint.every"),
+        # values
+        ("--optim.lr abc", "--optim.lr is 'abc': expected a number."),
+        ("--data.micro_batch_size 2.5", "--data.micro_batch_size is '2.5': expected a whole number."),
+        ("--optim.name adam", "--optim.name is 'adam': expected lamb, adamw, sgd, lars, apex_lamb."),
+        ("--run.compile maybe", "--run.compile is 'maybe': expected true or false."),
+        ("--optim.betas 0.9", "--optim.betas is '0.9': expected [a number, a number] or null."),
+        ("--optim.betas 0.9 0.95 1", "--optim.betas is '0.9 0.95 1': expected [a number, a number] or null."),
+        ("--optim.lr", "--optim.lr stands alone on the command line: expected --optim.lr and a value."),
+        ("--config /no/such.yaml", "--config is /no/such.yaml, which cannot be read: No such file or directory."),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_sentence(line, sentence):
+    with pytest.raises(ValueError) as error:
+        parse(*line.split())
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        ("optim: 3\n", "There is no option optim: optim is a section of options, such as --optim.name"),
+        ("optim:\n  lr: [\n", "is not YAML: "),
+        ("just a text\n", "holds no options: expected lines such as 'run:' and, indented below, 'seed: 1'."),
+        ("modle:\n  name: vit_b32\n", "There is no option modle.name; did you mean --model.name?"),
+        ("optim:\n  lr: abc\n", "optim.lr is 'abc': expected a number."),
+        ("optim:\n  betas: 0.9\n", "optim.betas is '0.9': expected [a number, a number] or null."),
+        ("run:\n  compile: [true]\n", "run.compile is ['true']: expected true or false."),
+        (b"\x89PNG\r\n", "which is not a text: expected a YAML file of options."),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_sentence_with_its_name(tmp_path, content, sentence):
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError) as error:
+        parse("--config", str(file))
+    assert sentence in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_values_in_the_forms_that_people_write(tmp_path):
+    config = parse(*"--optim.name LAMB --optim.betas 0.9 0.95 --optim.clip_norm none --run.compile".split())
+    assert (config.optim.name, config.optim.betas, config.optim.clip_norm) == ("lamb", (0.9, 0.95), None)
+    assert config.run.compile is True
+    config = parse(*"--optim.betas 0.8,0.9 --run.precision bfloat16 --run.max_steps 1e2 --run.deterministic=1".split())
+    assert (config.optim.betas, config.run.precision, config.run.max_steps) == ((0.8, 0.9), "bf16", 100)
+    assert config.run.deterministic is True
+    file = tmp_path / "mine.yaml"
+    file.write_text("run:\n  max_steps: 1e2\n  end_time: 2026-11-21T18:00:00\noptim: {lr: 1e-3, clip_norm: null}\n")
+    config = parse("--config", str(file), "--run.seed", "3")
+    assert (config.run.max_steps, config.run.end_time, config.run.seed) == (100, "2026-11-21T18:00:00", 3)
+    assert (config.optim.lr, config.optim.clip_norm) == (1e-3, None)
+
+
+def test_the_help_has_every_option_with_the_default_of_the_recipe(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse("--model", "vit_b16", "--data", "/imagenet", "--help")
+    said = capsys.readouterr().out
+    assert end.value.code == 0 and all(f"--{name}" in said for name in c.options(c.TrainConfig()))
+    assert "default: 32768" in said
 
 
 @pytest.mark.parametrize("argv, sentence", IDLE)

@@ -1,5 +1,6 @@
 """The four kinds of source, the two written into the cache, and the packing program."""
 
+import dataclasses
 import hashlib
 import io
 import logging
@@ -113,8 +114,11 @@ def test_image_folder(image_folder, tmp_path):
     assert held_out.label.tolist() == [1, 2] and held_out.num_classes == 3  # numbered as in training
     assert held_out.width.tolist() == [100, 101]
     assert train.for_classes(3) is train
-    with pytest.raises(ValueError, match=f"{image_folder}/train has 3 classes, the model 1000: set .* to 3"):
+    with pytest.raises(ValueError, match="/train has 3 classes, the model 1000: set --model.num_classes 3"):
         train.for_classes(1000)
+    alone = dataclasses.replace(train, class_names=("n01",))
+    with pytest.raises(ValueError, match="/train has one class, n01: expected two or more to tell apart"):
+        alone.for_classes(1)
     assert snapshot(image_folder) == before  # nothing is written to the user's folder
 
 

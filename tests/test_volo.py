@@ -289,6 +289,16 @@ def test_an_option_without_effect_is_refused(name, options, message):
         create_model(name, **options)
 
 
+def test_an_export_takes_batches_of_any_size():
+    model = create_model("volo_d1", img_size=32, num_classes=5).eval()
+    exported = torch.export.export(
+        model, (torch.randn(2, 3, 32, 32),), dynamic_shapes=({0: torch.export.Dim("batch")},)
+    )
+    images = torch.randn(5, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.allclose(exported.module()(images), model(images), rtol=1e-5, atol=1e-6)
+
+
 def test_without_classes_there_are_features():
     model = small().eval()
     model.reset_classifier(0)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from argparse import Namespace
 
 import pytest
@@ -68,6 +69,16 @@ def test_what_is_saved_is_loaded(tmp_path, suffix):
     load_weights(other, str(path))
     assert_same(model, other)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_others_may_read_what_the_umask_lets_them(tmp_path, suffix):
+    before = os.umask(0o027)
+    try:
+        save_weights(small_vit(), tmp_path / f"weights{suffix}")
+    finally:
+        os.umask(before)
+    assert (tmp_path / f"weights{suffix}").stat().st_mode & 0o777 == 0o640
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, Wrapper, lambda model: torch.compile(Wrapper(model))])

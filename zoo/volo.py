@@ -347,7 +347,7 @@ class VOLO(nn.Module):
             if number == 2:
                 x = self.pos_drop(x + self.pos_embed)
             x = self._run(stage, x)
-        x = torch.cat([self.cls_token.expand(len(x), -1, -1).to(x.dtype), x.flatten(1, 2)], dim=1)
+        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x.flatten(1, 2)], dim=1)
         x = self._run(self.post_network, x)
         return self.norm(x)
 

@@ -78,10 +78,14 @@ def write_weights(weights: Tensors, path: str | Path) -> None:
     _check_suffix(path)
     weights = {name: _standalone(tensor) for name, tensor in weights.items()}
     unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.unlink(missing_ok=True)
+    unfinished.touch()
+    mode = unfinished.stat().st_mode  # as the umask says; safetensors would let nobody else read the file
     if path.suffix == ".safetensors":
         save_file(weights, unfinished, metadata={"format": "pt"})
     else:
         torch.save(weights, unfinished)
+    unfinished.chmod(mode)
     os.replace(unfinished, path)
 
 

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from largebatch.build import build_ema, build_replica, count_passes, put_together
 from largebatch.comm import Communicator
-from largebatch.config import TrainConfig, duration_images
+from largebatch.config import TrainConfig, apply, duration_images, given_options
 from largebatch.config.cli import for_optimizer
-from largebatch.config.plain import apply, pairs
 from largebatch.data.order import Plan
 from largebatch.data.token_labels import TokenLabels
 from largebatch.engine import Trainer
@@ -42,7 +41,7 @@ class Batch(NamedTuple):
 
 def read_config(argv: Sequence[str]) -> TrainConfig:
     """Return the recipe of the model, or the quick start if it has none, with the options of a command line."""
-    given = {"data.path": NAME} | dict(pairs(argv))
+    given = {"data.path": NAME} | given_options(argv)
     name = given.get("model.name", "vit_b32")
     recipe = quickstart(name) if name not in RECIPES and "recipe" not in given else find(given)
     recipe = replace(recipe, data=replace(recipe.data, path=NAME))

@@ -114,12 +114,10 @@ def check_config(text: str, config: TrainConfig, *, path: Path, same_images: boo
 
     same_images: the training images are the same, wherever they are.
     """
-    parser = configs.make_parser(prog="largebatch.train")
     try:
-        saved = configs.to_config(parser, parser.parse_string(text))
-    except Exception as error:  # jsonargparse raises argparse's, YAML's and its own
-        reason = configs.explain(error, parser)
-        raise ValueError(f"The config in checkpoint {path} is of another version: {reason}") from None
+        saved = configs.load_text(text, place="state.pt")
+    except ValueError as error:
+        raise ValueError(f"The config in checkpoint {path} is of another version: {error}") from None
     differing = [
         f"--{option} {was}, now {now}"
         for option, (was, now) in configs.differences(saved, config).items()

@@ -389,7 +389,8 @@ def session(
 ) -> Iterator[Communicator]:
     """Start a Communicator for one program. Any failure ends all ranks with its cause and a non-zero exit code.
 
-    The code is 2 for `Stopped` (raised by all ranks), 75 for `StoppedEarly`, 1 for a failure of this rank alone.
+    The code is 2 for `Stopped` (raised by all ranks), 75 for `StoppedEarly`, 1 for a failure of this rank alone. The
+    program may end by sys.exit(); with a code other than 0 it ends all ranks.
     """
     try:
         comm = Communicator(deterministic=deterministic, horovod=horovod, shape=shape)
@@ -402,6 +403,13 @@ def session(
             sys.stderr.write(f"largebatch: {error}\n")
         comm.shutdown()
         sys.exit(error.exit_code)
+    except SystemExit as error:
+        if error.code:
+            said = error.code if isinstance(error.code, str) else f"exits with code {error.code}"
+            sys.stderr.write(f"largebatch: rank {comm.rank} of {comm.size} on {socket.gethostname()}: {said}\n")
+            comm.abort(error.code if isinstance(error.code, int) else 1)
+        comm.shutdown()
+        raise
     except BaseException as error:
         lost = isinstance(error, hvd.HorovodInternalError)
         cause = "stopped, because another rank failed" if lost else traceback.format_exc()

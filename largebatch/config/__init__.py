@@ -6,11 +6,12 @@ parallel.py   the options of a model that several ranks share, and the sizes of 
 checks.py     which values are allowed, and which options fit together
 durations.py  "5 epochs" as images, a global batch as passes, times, ranges of steps
 cli.py        command line and YAML: parse, dump, load, compare
-plain.py      dotted options without jsonargparse, for benchmarks
+values.py     texts as values of a type
+words.py      what to give instead of an option that does not exist
 """
 
 from largebatch.config.checks import check, without_effect
-from largebatch.config.cli import differences, dump, explain, load, make_parser, options, parse, to_config
+from largebatch.config.cli import apply, differences, dump, given_options, load, load_text, options, parse
 from largebatch.config.durations import (
     accumulation_passes,
     duration_images,
@@ -50,19 +51,19 @@ __all__ = [
     "TensorConfig",
     "TrainConfig",
     "accumulation_passes",
+    "apply",
     "check",
     "differences",
     "dump",
     "duration_images",
     "duration_seconds",
     "epoch_seconds",
-    "explain",
+    "given_options",
     "load",
-    "make_parser",
+    "load_text",
     "nearest_batches",
     "options",
     "parse",
     "profiled_steps",
-    "to_config",
     "without_effect",
 ]

@@ -1,53 +1,23 @@
 """The two written forms of a config, command line and YAML, and the comparison of two configs.
 
-A recipe (largebatch/recipes) gives the defaults. A YAML file (--config) replaces some of them, and the options of the
-command line come last. The result is written to the run folder, and --config reads it back. jsonargparse parses both.
-It is imported when first used, because benchmarks read recipes on machines that do not have it.
+A recipe (largebatch/recipes) gives the defaults. A YAML file (--config) replaces some of them, and so do the options of
+the command line, in their order. The result is written to the run folder, and --config reads it back. `apply` needs the
+standard library alone, for benchmarks; PyYAML reads and writes files, and jsonargparse prints the help.
 """
 
-import difflib
-import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from largebatch.config import words
 from largebatch.config.checks import check, without_effect
 from largebatch.config.sections import OptimConfig, TrainConfig
+from largebatch.config.values import types_of, value_of, with_value
 
-if TYPE_CHECKING:
-    import jsonargparse
-
-ALIASES = {
-    "--model": "--model.name",
-    "--data": "--data.path",
-    "--img-size": "--model.img_size",
-    "--init-from": "--model.weights",
-}
-
-
-def make_parser(*, prog: str, description: str = "") -> "jsonargparse.ArgumentParser":
-    """Return the parser of all dotted options."""
-    import jsonargparse
-
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(prog=prog, description=description, exit_on_error=False)
-    parser.add_argument("--config", action="config", help="YAML file of options, such as a run folder's config.yaml")
-    parser.add_class_arguments(TrainConfig)
-    return parser
-
-
-def set_defaults(parser: "jsonargparse.ArgumentParser", config: TrainConfig) -> None:
-    """Make the values of `config` the parser's defaults."""
-    parser.set_defaults(options(config))
-
-
-def expand_aliases(argv: Sequence[str]) -> list[str]:
-    """Replace the short options (`--model X`, `--img-size=64`) by their dotted ones."""
-    expanded = []
-    for argument in argv:
-        name, equals, value = argument.partition("=")
-        expanded.append(ALIASES.get(name, name) + equals + value)
-    return expanded
+ALIASES = {"model": "model.name", "data": "data.path", "img-size": "model.img_size", "init-from": "model.weights"}
+FILE = "config"
 
 
 def parse(
@@ -58,23 +28,168 @@ def parse(
     choose_recipe: returns the defaults for the options that the command line gives, by dotted name.
     ValueError for an unknown option, with the nearest known one, and for a value that is not allowed.
     """
-    import jsonargparse
+    asked = [word for word in argv if word in ("-h", "--help")]
+    argv = [word for word in argv if word not in asked]
+    given = {} if asked and not argv else given_options(argv)
+    recipe = choose_recipe(given)
+    recipe = replace(recipe, optim=for_optimizer(recipe.optim, given.get("optim.name")))
+    if asked:
+        print_help(recipe, prog=prog, description=description)
+        sys.exit(0)
+    return checked(recipe, given, from_file=any(name == FILE for name, _ in pairs(argv)))
 
-    parser = make_parser(prog=prog, description=description)
-    argv = expand_aliases(argv)
-    try:
-        given = parser.parse_args([word for word in argv if word not in ("-h", "--help")], defaults=False)
-        recipe = choose_recipe(vars(given.as_flat()))
-        set_defaults(parser, replace(recipe, optim=for_optimizer(recipe.optim, given.get("optim.name"))))
-        values = parser.parse_args(argv)
-    except (jsonargparse.ArgumentError, TypeError) as error:
-        raise ValueError(explain(error, parser)) from None
-    config = to_config(parser, values)
+
+def apply(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
+    """Return a checked config with the options of a command line; ValueError, one sentence, for a mistake."""
+    return checked(config, given_options(argv))
+
+
+def checked(config: TrainConfig, given: Mapping[str, Any], *, from_file: bool = False) -> TrainConfig:
+    """Return a config with other values, by dotted name, if they are allowed and fit together."""
+    for name, value in given.items():
+        config = with_value(config, name, value)
     check(config)
     idle = without_effect(config)
-    if idle and not values.get("config"):  # those in a file are reported when the ranks have started
+    if idle and not from_file:  # those in a file are reported when the ranks have started
         raise ValueError(idle[0])
     return config
+
+
+# -- command line --------------------------------------------------------------------------------------------
+
+
+def given_options(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the values that a command line gives, by dotted name; the last one of an option counts."""
+    known = types_of(TrainConfig)
+    found: dict[str, Any] = {}
+    for name, texts in pairs(argv):
+        if name == FILE:
+            found |= read_file(texts)
+            continue
+        if name not in known:
+            raise ValueError(unknown(name, known, place=f"There is no option {name}"))
+        found[name] = value_of(texts, known[name], option=f"--{name}")
+    return found
+
+
+def pairs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name, without dashes, and the text of each option: --name=text, --name text, --name 0.9 0.95, --switch.
+
+    The text of a switch is "true".
+    """
+    given = list(argv)
+    while given:
+        name, equals, text = given.pop(0).partition("=")
+        if not name.startswith("--") or name == "--":
+            raise ValueError(
+                f"{name!r} stands alone on the command line: expected --option value, such as --model vit_b32."
+            )
+        name = ALIASES.get(name.removeprefix("--"), name.removeprefix("--"))
+        kind = types_of(TrainConfig).get(name)
+        several = "tuple" in str(kind) or "list" in str(kind)
+        texts = [text] if equals else []
+        while not equals and given and not given[0].startswith("--") and (several or not texts):
+            texts.append(given.pop(0))
+        if not texts and (name == FILE or kind not in (None, bool)):
+            raise ValueError(f"--{name} stands alone on the command line: expected --{name} and a value.")
+        yield name, " ".join(texts) if texts else "true"
+
+
+def unknown(name: str, known: Mapping[str, Any], *, place: str) -> str:
+    """Return the sentence on an option that does not exist."""
+    if any(option.startswith(f"{name}.") for option in known):
+        first = next(option for option in known if option.startswith(f"{name}."))
+        return f"{place}: {name} is a section of options, such as --{first}; --help lists them."
+    return f"{place}; {words.hint(name, [*known, *ALIASES])}"
+
+
+def print_help(config: TrainConfig, *, prog: str, description: str) -> None:
+    """Print every option with its meaning and its default in this config."""
+    import jsonargparse
+
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(prog=prog, description=description, exit_on_error=False)
+    parser.add_argument("--config", action="config", help="YAML file of options, such as a run folder's config.yaml")
+    parser.add_class_arguments(TrainConfig)
+    parser.set_defaults(options(config))
+    parser.print_help()
+
+
+# -- YAML ----------------------------------------------------------------------------------------------------
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """Return the values of a YAML file, by dotted name."""
+    try:
+        return read_text(Path(path).read_text(), place=path)
+    except OSError as error:
+        raise ValueError(f"--config is {path}, which cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--config is {path}, which is not a text: expected a YAML file of options.") from None
+
+
+def read_text(text: str, *, place: str) -> dict[str, Any]:
+    """Return the values of a YAML text, by dotted name; place: its name, for an error."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{place} is not YAML: {getattr(error, 'problem', error)}{where}.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{place} holds no options: expected lines such as 'run:' and, indented below, 'seed: 1'.")
+    known, found = types_of(TrainConfig), {}
+    for name, value in _flat("", content):
+        if name not in known:
+            raise ValueError(unknown(name, known, place=f"{place}: There is no option {name}"))
+        found[name] = value_of(_texts(value), known[name], option=f"{place}: {name}")
+    return found
+
+
+def _flat(prefix: str, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{prefix}{name}.", value)
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _texts(value: Any) -> Any:
+    """Return a value of YAML as it would stand on a command line."""
+    if isinstance(value, list):
+        return [_texts(one) for one in value]
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+def dump(config: TrainConfig) -> str:
+    """Write a config as YAML, with every option; `load` reads it back."""
+    import yaml
+
+    return yaml.safe_dump(_lists(asdict(config)), sort_keys=False, allow_unicode=True)
+
+
+def _lists(value: Any) -> Any:
+    """Return a value with lists in the place of tuples, which YAML does not have."""
+    if isinstance(value, dict):
+        return {name: _lists(inside) for name, inside in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def load(path: str) -> TrainConfig:
+    """Read a YAML file that `dump` wrote."""
+    return checked(TrainConfig(), read_file(path), from_file=True)
+
+
+def load_text(text: str, *, place: str) -> TrainConfig:
+    """Return the config of a text that `dump` wrote, perhaps by another version; place: its name, for an error."""
+    return checked(TrainConfig(), read_text(text, place=place), from_file=True)
+
+
+# -- configs -------------------------------------------------------------------------------------------------
 
 
 def for_optimizer(optim: OptimConfig, name: str | None) -> OptimConfig:
@@ -86,38 +201,6 @@ def for_optimizer(optim: OptimConfig, name: str | None) -> OptimConfig:
     if name is None or name == optim.name or (name in lambs and optim.name in lambs):
         return optim
     return replace(optim, preset=None, betas=None, eps=None, momentum=None, trust_coefficient=None)
-
-
-def to_config(parser: "jsonargparse.ArgumentParser", values: "jsonargparse.Namespace") -> TrainConfig:
-    """Build the dataclasses from parsed values."""
-    sections = {key: value for key, value in vars(parser.instantiate(values)).items() if key != "config"}
-    return TrainConfig(**sections)
-
-
-def explain(error: Exception, parser: "jsonargparse.ArgumentParser") -> str:
-    """Turn an error of the parser into one sentence, with the nearest known option if one is misspelt."""
-    text = " ".join(str(error).split())
-    in_group = re.search(r"Group '([\w.]+)' does not accept option '([\w.\-]+)'", text)
-    stray = re.search(r"unrecognized arguments: --([\w.\-]+)", text)
-    unknown = ".".join(in_group.groups()) if in_group else stray[1] if stray else ""
-    if not unknown:
-        return text
-    known = [action.dest for action in parser._actions if action.dest != "help"]
-    guesses = difflib.get_close_matches(unknown, known, n=1, cutoff=0.5)
-    hint = f"did you mean --{guesses[0]}?" if guesses else "--help lists the options."
-    return f"There is no option {unknown}; {hint}"
-
-
-def dump(config: TrainConfig) -> str:
-    """Write a config as YAML, with every option; `load` reads it back."""
-    parser = make_parser(prog="largebatch.train")
-    set_defaults(parser, config)
-    return parser.dump(parser.get_defaults(), skip_unset=False)
-
-
-def load(path: str) -> TrainConfig:
-    """Read a YAML file that `dump` wrote."""
-    return parse(["--config", path], choose_recipe=lambda _: TrainConfig(), prog="largebatch.train")
 
 
 def options(config: TrainConfig) -> dict[str, Any]:

@@ -79,12 +79,21 @@ def accumulation_passes(
 
 
 def nearest_batches(*, global_batch_size: int, micro_batch_size: int, num_ranks: int) -> str:
-    """Return the nearest global batches of which every rank computes the same number of passes, as a text."""
-    per_rank = max(1, math.ceil(global_batch_size / (micro_batch_size * num_ranks)))
-    below = int(global_batch_size / (num_ranks * per_rank)) // 4 * 4  # kernels are faster with aligned sizes
-    nearest = [
-        f"{num_ranks * micro * per_rank} = {num_ranks} ranks × {micro} micro-batch × {per_rank} passes"
-        for micro in (below, below + 4)
-        if micro
-    ]
-    return ", or ".join(nearest)
+    """Return the nearest global batches of which every rank computes the same number of passes, as a text.
+
+    The batch itself comes first, if a smaller micro-batch makes it exact; others follow if that one is less than half.
+    """
+    found: list[tuple[int, int]] = []  # micro-batch, passes
+    share, rest = divmod(global_batch_size, num_ranks)
+    most = min(micro_batch_size, share)
+    if share and not rest:
+        micro = next(micro for micro in range(most, 0, -1) if share % micro == 0)
+        found = [(micro, share // micro)]
+    if not found or 2 * found[0][0] < most:
+        passes = max(1, math.ceil(global_batch_size / (micro_batch_size * num_ranks)))
+        below = int(global_batch_size / (num_ranks * passes)) // 4 * 4  # kernels are faster with aligned sizes
+        found += [(micro, passes) for micro in (below, below + 4) if micro]
+    return ", or ".join(
+        f"{num_ranks * micro * passes} = {num_ranks} ranks × {micro} micro-batch × {passes} passes"
+        for micro, passes in found
+    )

@@ -164,9 +164,9 @@ class Index:
         """Return the same index for a model with `num_classes` outputs. Raises ValueError if its labels do not fit."""
         if not self.class_names:
             return self.number_labels(num_classes=num_classes)
-        if len(self.class_names) != num_classes:
-            raise ValueError(
-                f"{os.path.dirname(os.path.dirname(self.files[0]))} has {len(self.class_names)} classes, the "
-                f"model {num_classes}: set the model's num_classes to {len(self.class_names)}."
-            )
+        folder, count = os.path.dirname(os.path.dirname(self.files[0])), len(self.class_names)
+        if count == 1:
+            raise ValueError(f"{folder} has one class, {self.class_names[0]}: expected two or more to tell apart.")
+        if count != num_classes:
+            raise ValueError(f"{folder} has {count} classes, the model {num_classes}: set --model.num_classes {count}.")
         return self

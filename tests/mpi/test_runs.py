@@ -164,6 +164,13 @@ def test_a_mistake_is_one_sentence_and_an_exit_code(tmp_path, options, sentence)
     assert output.count(sentence) == 1, output
 
 
+@pytest.mark.parametrize("code, sentences", [(0, 0), (3, 1)])
+def test_a_program_may_exit_inside_its_session(code, sentences):
+    ended, output = launch(["-m", "tests.mpi.programs", "exits", str(code)], ranks=2)
+    assert ended == code and "Traceback" not in output, output
+    assert ("exits with code 3" in output) == bool(sentences), output
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo", "torchrun"])
 def test_a_failing_rank_ends_the_run_and_is_named(tmp_path, launcher):
     """One rank alone loses its images in the middle of the run."""

@@ -1,0 +1,71 @@
+"""Texts of a command line, and scalars of a YAML file, as values of options; and what to say if they are none."""
+
+import types
+from dataclasses import is_dataclass, replace
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+SYNONYMS = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+
+
+def types_of(section: type) -> dict[str, Any]:
+    """Return the type of every option below a section, by its dotted name."""
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(section).items():
+        inside = types_of(hint) if is_dataclass(hint) and isinstance(hint, type) else None
+        found |= {name: hint} if inside is None else {f"{name}.{option}": inside[option] for option in inside}
+    return found
+
+
+def value_of(given: Any, hint: Any, *, option: str) -> Any:
+    """Return the value that was given for an option of this type; ValueError if it is none, which names `option`."""
+    try:
+        return read(given, hint)
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{option} is {given!r}: expected {expected(hint)}.") from None
+
+
+def read(given: Any, hint: Any) -> Any:
+    """Return the value of a text, or of a list of texts; ValueError, KeyError or TypeError if this type has none."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind in (Union, types.UnionType):
+        for part in sorted(parts, key=lambda part: part is not types.NoneType):  # a str would take "null" as well
+            try:
+                return read(given, part)
+            except (ValueError, KeyError, TypeError):
+                continue
+        raise ValueError(given)
+    if kind in (tuple, list):
+        words = given if isinstance(given, list) else given.strip("[]()").replace(",", " ").split()
+        return kind(read(*pair) for pair in zip(words, parts if kind is tuple else parts * len(words), strict=True))
+    if not isinstance(given, str):
+        raise TypeError(given)
+    if hint is types.NoneType:
+        return {"null": None, "none": None}[given.lower()]
+    if kind is Literal:
+        values = {str(value).lower(): value for value in parts}
+        return values[SYNONYMS.get(given.lower(), given.lower())]
+    if hint is bool:
+        return BOOLEANS[given.lower()]
+    if hint is int and (number := float(given)).is_integer():
+        return int(number) if "e" in given.lower() or "." in given else int(given)
+    return hint(given)
+
+
+def expected(hint: Any) -> str:
+    """Describe the texts that `read` takes for a type."""
+    if hint is types.NoneType:
+        return "null"
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(expected(part) for part in get_args(hint))
+    if get_origin(hint) is Literal:
+        return ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return f"[{', '.join(expected(part) for part in get_args(hint))}]"
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}.get(hint, "a list")
+
+
+def with_value(section: Any, name: str, value: Any) -> Any:
+    """Return a section of a config with a new value for the option of this dotted name."""
+    first, _, rest = name.partition(".")
+    return replace(section, **{first: with_value(getattr(section, first), rest, value) if rest else value})

@@ -1,0 +1,56 @@
+"""Options that do not exist, and what to give instead: misspelt ones, and the words of timm, torchvision and others."""
+
+import difflib
+from collections.abc import Collection
+
+INSTEAD = {  # our option: the words for it elsewhere
+    "--optim.lr": "learning_rate base_lr",
+    "--optim.name": "opt optimizer",
+    "--optim.weight_decay": "wd",
+    "--optim.clip_norm": "clip_grad clip_grad_norm max_grad_norm gradient_clip_val",
+    "--optim.ema_half_life": "ema model_ema ema_decay model_ema_decay",
+    "--schedule.name": "sched scheduler lr_scheduler lr_scheduler_type",
+    "--schedule.warmup '5 epochs'": "warmup_epochs warmup_steps lr_warmup_epochs",
+    "--run.duration '10 epochs'": "epochs num_epochs max_epochs num_train_epochs train_epochs",
+    "--run.folder": "output output_dir out out_dir save_dir log_dir experiment",
+    "--run.precision": "amp fp16 bf16 fp32 mixed_precision dtype amp_dtype",
+    "--data": "dataset data_dir data_path train_dir root",
+    "--data.num_threads": "workers num_workers dataloader_num_workers",
+    "--img-size": "input_size image_size size resolution",
+    "--init-from": "pretrained finetune initial_checkpoint load ckpt weights from_pretrained",
+    "--model.drop_path_rate": "drop_path stochastic_depth_prob",
+    "--augment.mixup_alpha": "mixup",
+    "--augment.cutmix_alpha": "cutmix",
+    "--augment.auto_augment": "aa autoaugment",
+    "--augment.label_smoothing": "smoothing",
+    "--checkpoint.every": "save_every save_steps checkpoint_freq save_freq",
+}
+SENTENCES = {  # what no single option does: the words for it elsewhere
+    "--data.global_batch_size is the batch of a step on all ranks, --data.micro_batch_size that of a pass of a rank.":
+        "batch_size batch b train_batch_size per_device_train_batch_size",
+    "the passes of a step follow from --data.global_batch_size, --data.micro_batch_size and the number of ranks.":
+        "grad_accum_steps gradient_accumulation_steps accum_steps accumulate_grad_batches backward_passes_per_step",
+    "the launcher starts the ranks: horovodrun -np 4 python -m largebatch.train.":
+        "gpus num_gpus devices np nproc_per_node world_size local_rank num_processes",
+    "the same command goes on with the run in --run.folder; --init-from starts a new one from weights.":
+        "resume resume_from resume_from_checkpoint auto_resume",
+    "python -m largebatch.doctor prints the versions.": "version",
+}  # fmt: skip
+WORDS = {word: f"did you mean {option}?" for option, words in INSTEAD.items() for word in words.split()}
+WORDS |= {word: sentence for sentence, words in SENTENCES.items() for word in words.split()}
+
+
+def hint(name: str, known: Collection[str]) -> str:
+    """Return what to give instead of an option that does not exist; known: those that do, without dashes."""
+    section, _, word = name.replace("-", "_").rpartition(".")
+    if word in WORDS:
+        return WORDS[word]
+    inside = [option for option in known if section and option.startswith(f"{section}.")]
+    short = [option for option in known if "." not in option]
+    if section and not inside and (close := difflib.get_close_matches(name, known, n=1, cutoff=0.7)):
+        return f"did you mean --{close[0]}?"
+    for options in (inside,) if inside else (short, known):
+        ends = {option.replace("-", "_").rpartition(".")[2]: option for option in options}
+        if close := difflib.get_close_matches(word, ends, n=1, cutoff=0.6):
+            return f"did you mean --{ends[close[0]]}?"
+    return "--help lists the options."
