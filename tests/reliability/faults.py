@@ -85,7 +85,7 @@ def explains(fault: Fault, output: str) -> bool:
     if fault.kind == "SIGKILL":
         return bool(re.search(r"signal 9|SIGKILL|Killed|status code 137", output))
     if fault.kind in STOPS:
-        return f"{fault.kind} " in output
+        return f"{fault.kind} " in output or f"status code {PREEMPTED}" in output  # at the start rank 0 alone has words
     horovod = rf"Missing ranks:\n{fault.rank}!: .*\n.* is stalled for longer than {WAIT_S} seconds"  # it may come first
     return bool(re.search(rf"waited {WAIT_S} s for the others|made no progress for {HANG_S} s|{horovod}", output))
 
