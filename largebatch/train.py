@@ -10,6 +10,7 @@ batch of an evaluation, with a checkpoint and exit code 75. A second signal ends
 """
 
 import logging
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from largebatch.config import TrainConfig
 
 logger = logging.getLogger("largebatch.train")
+
+LOG = "log.txt"  # in the run folder
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -53,18 +56,27 @@ def read(argv: Sequence[str]) -> "TrainConfig":
 def run_folder(config: "TrainConfig", comm: "Communicator") -> Iterator[None]:
     """Make the run folder, hold it for this job until the block ends, and start the log in it.
 
-    Raises Stopped on all ranks, before anything in the folder is changed, if another job holds it.
+    Raises Stopped on all ranks, before anything in the folder is changed, if another job holds it. A run that is
+    refused leaves no folder behind.
     """
+    from largebatch.comm import Stopped
     from largebatch.files import refuse_links_of_others, run_lock
 
+    folder = Path(config.folder)
     with ExitStack() as held:
+        is_new = comm.rank == 0 and not folder.exists()
         with comm.together("opening the run folder"), refusing_read_only(config.folder):
             if comm.rank == 0:
-                Path(config.folder).mkdir(parents=True, exist_ok=True)
-                refuse_links_of_others(Path(config.folder))
-                held.enter_context(run_lock.hold(config.folder))
+                folder.mkdir(parents=True, exist_ok=True)
+                refuse_links_of_others(folder)
+                held.enter_context(run_lock.hold(folder))
             start_log(config, comm)
-        yield
+        try:
+            yield
+        except Stopped:
+            if is_new and {path.name for path in folder.iterdir()} <= {run_lock.NAME, LOG}:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 @contextmanager
@@ -83,7 +95,7 @@ def start_log(config: "TrainConfig", comm: "Communicator") -> None:
     """Print what is logged: all of it on rank 0, which writes it to log.txt, too, and warnings on the others."""
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if comm.rank == 0:
-        handlers.append(logging.FileHandler(Path(config.folder) / "log.txt"))
+        handlers.append(logging.FileHandler(Path(config.folder) / LOG))
     level = logging.INFO if comm.rank == 0 else logging.WARNING
     logging.basicConfig(level=level, handlers=handlers, format=f"[{comm.rank}] %(message)s", force=True)
 

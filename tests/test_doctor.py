@@ -110,6 +110,12 @@ def fake_distributions(monkeypatch, versions: dict[str, str]) -> None:
     )
 
 
+def test_it_runs_where_no_package_is_installed():
+    """-S leaves out site-packages."""
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import largebatch.doctor.__main__"
+    subprocess.run([sys.executable, "-S", "-I", "-c", program, str(ROOT)], check=True)
+
+
 def test_versions_as_pinned(monkeypatch):
     fake_distributions(monkeypatch, {"aa": "1.0+cpu", "bb": "2.0"})
     assert installation.check_versions() == Result("package versions", True, "2 packages have the pinned version")

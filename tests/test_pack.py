@@ -459,6 +459,13 @@ def test_interrupted_packing_goes_on_and_gives_the_same_bytes(tmp_path, image_fo
     capsys.readouterr()
 
 
+def test_images_are_not_packed_into_their_own_folder(image_folder):
+    before = sorted(image_folder.rglob("*"))
+    with pytest.raises(SystemExit, match="would be written into .* itself, among the images: give them a folder"):
+        pack.main([str(image_folder), f"{image_folder}/../{image_folder.name}"])
+    assert sorted(image_folder.rglob("*")) == before
+
+
 def test_folder_of_another_packing_is_refused(tmp_path, image_folder):
     command = [str(image_folder), str(tmp_path / "out"), "--shards", "2"]
     assert pack.main(command) == 0

@@ -122,6 +122,11 @@ def test_image_folder(image_folder, tmp_path):
     assert snapshot(image_folder) == before  # nothing is written to the user's folder
 
 
+def test_the_folder_of_one_split(image_folder, tmp_path):
+    with pytest.raises(ValueError, match=f"It looks like one split: give --data {image_folder}, the folder around it."):
+        sources.open_source(str(image_folder / "train"), split="train", cache=str(tmp_path / "cache"))
+
+
 def test_a_file_name_that_is_not_utf_8(image_folder, tmp_path):
     path = image_folder / "train" / "n01" / "caf\udce9.jpg"  # Python's way to write the byte E9
     write(path, picture(3))

@@ -1,5 +1,6 @@
 """Mistakes in a command line, before there are ranks; and the packages that a rank does not load at its start."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -57,3 +58,11 @@ def test_bits_are_compared_only_where_sums_come_in_one_order():
         run = RunConfig(recompute="500 steps", deterministic=deterministic, precision="fp32")
         with pytest.raises(ValueError, match="set --run.deterministic true as well") if refused else nullcontext():
             start.resolve(TrainConfig(run=run), torch.device(device))
+
+
+def test_the_package_lists_its_programs():
+    listed = subprocess.run([sys.executable, "-m", "largebatch"], capture_output=True, text=True, check=True).stdout
+    programs = [line.split()[2] for line in listed.splitlines() if line.startswith("    python -m ")]
+    assert len(programs) == 6 and all(importlib.util.find_spec(program) for program in programs)
+    asked = subprocess.run([sys.executable, "-m", "largebatch.benchmark", "--help"], capture_output=True, text=True)
+    assert asked.returncode == 0 and "python -m largebatch.benchmark optimizer" in asked.stdout

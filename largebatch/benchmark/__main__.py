@@ -23,6 +23,9 @@ BENCHMARKS = ("optimizer", "loader", "model", "step", "parallel", "scaling")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's)."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in ("-h", "--help"):
+        print((__doc__ or "").strip())
+        return
     if not argv or argv[0] not in BENCHMARKS:
         sys.exit(f"{(__doc__ or '').strip()}\n\nThe first argument is one of {', '.join(BENCHMARKS)}.")
     name = argv.pop(0)

@@ -189,7 +189,7 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
     if place is None:
         raise ValueError(
             f"{folder} has no {split} split: looked for TFRecords {split}-* in it and in its folder {split}, "
-            f"and for images in {' or '.join(f'{name}/<class>/' for name in SPLITS[split])}."
+            f"and for images in {' or '.join(f'{name}/<class>/' for name in SPLITS[split])}.{_parent_hint(folder)}"
         )
     names = _class_names(_split_folder(folder, "train") or place)
     unknown = sorted(set(_class_names(place)) - set(names))
@@ -204,6 +204,13 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
     if not files:
         raise ValueError(f"{place} holds no images: looked for <class>/*{', <class>/*'.join(EXTENSIONS)}.")
     return files, labels, names
+
+
+def _parent_hint(folder: Path) -> str:
+    """Return the advice to somebody who named the folder of one split."""
+    if folder.name not in {name for names in SPLITS.values() for name in names}:
+        return ""
+    return f" It looks like one split: give --data {folder.parent}, the folder around it."
 
 
 def available_splits(path: str) -> list[str]:

@@ -10,8 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-
-from packaging.requirements import Requirement
+from typing import NamedTuple
 
 from largebatch.doctor.result import INSTALL, REINSTALL, Output, Result, run
 
@@ -75,21 +74,35 @@ if libraries:
 COMPILED = "#include <Python.h>\n#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n"
 
 
-def pinned() -> Iterator[Requirement]:
-    """Yield the requirements of the installed project, without optional ones."""
+class Pin(NamedTuple):
+    """A package and the version that the project needs."""
+
+    name: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.name}=={self.version}"
+
+
+def pinned() -> Iterator[Pin]:
+    """Yield the requirements of the installed project, without optional ones.
+
+    Read with the standard library alone, since the doctor must run where packages are missing.
+    """
     for text in importlib.metadata.requires("largebatch") or []:
-        requirement = Requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield _as_installed(requirement)
+        requirement, _, marker = text.partition(";")
+        if found := re.fullmatch(r"\s*([\w.-]+)(?:\[[\w, ]*\])?\s*==\s*([\w.]+)\s*", requirement):
+            if "extra" not in marker:
+                yield _as_installed(Pin(*found.groups()))
 
 
-def _as_installed(requirement: Requirement) -> Requirement:
-    """Return the requirement, or that of DALI for CUDA 13 where install.sh has chosen it beside a torch for CUDA 13."""
-    other = Requirement(str(requirement).replace("nvidia-dali-cuda120", "nvidia-dali-cuda130"))
+def _as_installed(pin: Pin) -> Pin:
+    """Return the pin, or that of DALI for CUDA 13 where install.sh has chosen it beside a torch for CUDA 13."""
+    other = pin._replace(name=pin.name.replace("nvidia-dali-cuda120", "nvidia-dali-cuda130"))
     try:
         importlib.metadata.version(other.name)
     except importlib.metadata.PackageNotFoundError:
-        return requirement
+        return pin
     return other
 
 
@@ -105,7 +118,7 @@ def check_versions() -> Result:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
             return Result(name, False, cause=f"{requirement} is not installed", fix=INSTALL)
-        if not requirement.specifier.contains(version, prereleases=True):
+        if version.partition("+")[0] != requirement.version:  # 2.13.0+cpu is a build of 2.13.0
             cause = f"{requirement} is needed, but {version} is installed"
             return Result(name, False, cause=cause, fix=f"{sys.executable} -m pip install '{requirement}'")
     return Result(name, True, f"{len(requirements)} packages have the pinned version")

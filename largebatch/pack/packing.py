@@ -117,6 +117,8 @@ def pack(
     if shorter_side < 0:
         raise ValueError(f"--shorter-side is {shorter_side}: expected a number of pixels, or 0 for images as they are.")
     folder = Path(out).expanduser()
+    if folder.resolve() == Path(source).expanduser().resolve():
+        raise ValueError(f"The shards would be written into {source} itself, among the images: give them a folder.")
     images = {split: inputs.open_images(source, split) for split in inputs.splits(source)}
     counts = {split: len(images[split].labels) for split in images}
     shards = {split: _number_of_shards(split, counts[split], wanted=num_shards[split]) for split in images}

@@ -158,10 +158,11 @@ def test_every_lever_at_once_trains_the_same(tmp_path):
         (["--data", "/no/such/folder", "--recipe", "quickstart"], "There is no folder /no/such/folder: expected"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_an_exit_code(tmp_path, options, sentence):
-    code, output = train(tmp_path, *options, ranks=2)
+def test_a_mistake_is_one_sentence_and_an_exit_code_and_leaves_nothing(tmp_path, options, sentence):
+    folder = tmp_path / "run"
+    code, output = train(folder, *options, ranks=2)
     assert code != 0 and "Traceback" not in output
-    assert output.count(sentence) == 1, output
+    assert output.count(sentence) == 1 and not folder.exists(), output
 
 
 @pytest.mark.parametrize("code, sentences", [(0, 0), (3, 1)])
