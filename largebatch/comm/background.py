@@ -34,5 +34,5 @@ def in_background(work: Callable[[], T], *, name: str) -> futures.Future[T]:
 
 @atexit.register
 def _wait() -> None:
-    """Let the work come to its end: a thread inside a library of C may crash an interpreter that is being taken down."""
+    """Let the work come to its end: a thread inside a library of C may crash an interpreter that ends."""
     futures.wait(list(_begun), GRACE_S)
