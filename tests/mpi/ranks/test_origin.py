@@ -155,11 +155,23 @@ def test_a_rank_that_cannot_look_says_so_and_the_run_goes_on(comm, caplog):
         assert f"rank {rank} could not (MemoryError: planted)" in warnings(caplog)[0]
 
 
+class Counting(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return images
+
+
 def test_looking_moves_nothing(comm):
-    """Weights, running statistics and random numbers are those of a run in which nobody looks."""
+    """Weights, buffers, running statistics and random numbers are those of a run in which nobody looks."""
 
     def trained(looks: bool) -> dict[str, torch.Tensor]:
-        model = nn.Sequential(nn.BatchNorm2d(3), small_model(dropout=0.2))
+        model = nn.Sequential(Counting(), nn.BatchNorm2d(3), small_model(dropout=0.2))
         trainer = guarded(comm, model=model)
         trainer.hooks = trainer.hooks if looks else []
         spoil(trainer, the_place(trainer, 1, 0)[1][0], lambda image: image.fill_(float("nan")))
