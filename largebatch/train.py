@@ -74,7 +74,7 @@ def run_folder(config: "TrainConfig", comm: "Communicator") -> Iterator[None]:
         try:
             yield
         except Stopped:
-            if is_new and {path.name for path in folder.iterdir()} <= {run_lock.NAME, LOG}:
+            if is_new and folder.is_dir() and {path.name for path in folder.iterdir()} <= {run_lock.NAME, LOG}:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 

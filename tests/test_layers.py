@@ -15,7 +15,7 @@ engine zoo; hooks: augment checkpoint comm config engine files optim precision r
 hooks zoo; build: augment checkpoint comm config data engine hooks losses native optim parallel replica schedules start
 zoo; train: build comm config files recipes start; validate: build comm config data evaluation files recipes start zoo;
 benchmark: augment build comm config data engine files hooks losses native optim parallel precision recipes start timm
-zoo; __main__:
+zoo
 """
 LIBRARIES = {"horovod", "jsonargparse", "mpi4py", "nvidia", "rich", "timm"}
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,17 +1,19 @@
 """Mistakes in a command line, before there are ranks; and the packages that a rank does not load at its start."""
 
-import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from largebatch import start
+from largebatch import start, train
+from largebatch.comm import Stopped
 from largebatch.config import RunConfig, TrainConfig
 
 
@@ -60,9 +62,20 @@ def test_bits_are_compared_only_where_sums_come_in_one_order():
             start.resolve(TrainConfig(run=run), torch.device(device))
 
 
-def test_the_package_lists_its_programs():
-    listed = subprocess.run([sys.executable, "-m", "largebatch"], capture_output=True, text=True, check=True).stdout
-    programs = [line.split()[2] for line in listed.splitlines() if line.startswith("    python -m ")]
-    assert len(programs) == 6 and all(importlib.util.find_spec(program) for program in programs)
+def test_the_benchmarks_are_listed():
     asked = subprocess.run([sys.executable, "-m", "largebatch.benchmark", "--help"], capture_output=True, text=True)
     assert asked.returncode == 0 and "python -m largebatch.benchmark optimizer" in asked.stdout
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path, monkeypatch, removed):
+    """Its reason is told, also if it is that somebody has removed the folder."""
+    monkeypatch.setattr(train, "start_log", lambda config, comm: None)
+    comm = SimpleNamespace(rank=0, together=lambda phase: nullcontext())
+    config = TrainConfig(run=RunConfig(folder=str(tmp_path / "run")))
+    with pytest.raises(Stopped, match="the reason"), train.run_folder(config, comm):
+        assert (tmp_path / "run").is_dir()
+        if removed:
+            shutil.rmtree(tmp_path / "run")
+        raise Stopped("the reason")
+    assert not (tmp_path / "run").exists()

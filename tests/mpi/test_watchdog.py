@@ -4,11 +4,11 @@ import pytest
 from launch import launch
 from runs import SMALL, steps_saved
 
-pytestmark = pytest.mark.cluster  # a tier of its own: such runs mostly wait
 PROGRAM = ["-m", "tests.mpi.programs", "one_rank"]
 LIMIT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}  # the option says the same
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     "launcher, what", [("mpirun", "sleeps"), ("mpirun", "is stopped"), ("horovodrun --gloo", "is stopped")]
 )
@@ -19,6 +19,7 @@ def test_a_rank_that_does_not_come_ends_all(launcher, what):
     assert "rank 0 of 3" in output and "rank 2 of 3" in output and "rank 1 of 3" not in output, output
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_one_that_is_late_does_not(launcher):
     code, output = launch([*PROGRAM, "is late"], ranks=2, launcher=launcher, timeout_s=100, environment=LIMIT)
@@ -34,6 +35,7 @@ def test_at_the_start_a_rank_may_be_later(launcher):
     assert "waited 3 s for the others (second step)" in output and "--horovod.stall_limit_s is the" in output, output
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     "fault, phase, place",
     [
