@@ -40,6 +40,8 @@ STRUCTURES = {
     "volo_d3": Structure((8, 8, 16, 4), (256, 512), (8, 16), mlp_ratio=3.0, stem_dim=64, timm_name="volo_d3_224"),
     "volo_d4": Structure((8, 8, 16, 4), (384, 768), (12, 16), mlp_ratio=3.0, stem_dim=64, timm_name="volo_d4_224"),
     "volo_d5": Structure((12, 12, 20, 4), (384, 768), (12, 16), mlp_ratio=4.0, stem_dim=128, timm_name="volo_d5_224"),
+    # for tests: seconds, not minutes
+    "volo_nano": Structure((1, 1, 1, 1), (32, 64), (2, 4), mlp_ratio=3.0, stem_dim=8, timm_name=""),
 }
 
 

@@ -8,15 +8,13 @@ import sys
 from largebatch.comm.signals import Signals
 from largebatch.start import start_ranks
 from largebatch.train import read, run_folder, train
-from zoo import volo
 
-volo.STRUCTURES["volo_d1"] = volo.Structure((1, 1, 1, 1), (16, 32), (2, 4), mlp_ratio=2.0, stem_dim=8, timm_name="")
 BASE = (
     "--model vit_nano32 --img-size 64 --run.precision fp32 --run.deterministic true --run.max_skipped_steps 1 "
     "--data.global_batch_size 64 --data.micro_batch_size 32 --data.eval_batch_size 56 --data.num_threads 1 "
     "--log.tensorboard false"
 ).split() + ["--run.duration", "364 images", "--run.eval_every", "3 steps", "--log.every", "1 steps"]
-TOKENS = "--model volo_d1 --img-size 32 --loss.dense_weight 0.5 --augment.mix_token true"
+TOKENS = "--model volo_nano --img-size 32 --loss.dense_weight 0.5 --augment.mix_token true"
 RUNS = {
     "plain": "",
     "volo": TOKENS,

@@ -155,7 +155,7 @@ def test_the_benchmarks(command, tmp_path):
     vit = "--model vit_ti16 --img-size 32"  # timm has it, too
     shorter = {
         "step": f"{vit} --data digits {TINY.replace('_classes 2', '_classes 10')} --run.folder {tmp_path / 'run'}",
-        "model --model volo_d1": "--img-size 32",
+        "model --model volo_d1": "--img-size 32 --batch-size 2",
         "model": f"{vit} --batch-size 2",
         "optimizer": "--model vit_ti16",
         "loader": "--data digits --images 32 --batch-size 8",
@@ -165,7 +165,7 @@ def test_the_benchmarks(command, tmp_path):
     assert "× the time of timm" in output
     if "volo" in command:
         precision = choose_precision(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        assert f"volo_d1 at 32 px, forward and backward, {precision}, batch 8" in output and "MFU" in output
+        assert f"volo_d1 at 32 px, forward and backward, {precision}, batch 2" in output and "MFU" in output
         assert all(f"the time of {peer} (" in output for peer in ("timm", "timm, unfused attention"))
     name = name.split()[0]
     assert (tmp_path / f"{name}.csv").exists() and (tmp_path / f"{name}.png").exists()

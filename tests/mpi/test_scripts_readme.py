@@ -106,12 +106,12 @@ def test_packing_and_fine_tuning(tmp_path):
     weights, teacher = tmp_path / "volo.safetensors", tmp_path / "teacher.safetensors"
     output = succeeds(f"mpi_scripts/pack_imagenet.sh {tmp_path / 'images'} {records} --shards 2 --validation-shards 1")
     assert "train: 8 images" in output and "mpirun" in output, output
-    zoo.save_weights(zoo.create_model("volo_d1", img_size=64), weights)
+    zoo.save_weights(zoo.create_model("volo_nano", img_size=64), weights)
     zoo.save_weights(zoo.create_model("vit_nano32", img_size=64, num_classes=2, global_pool="avg"), teacher)
     label = f"python -m largebatch.pack token-labels {records} {labelled} --teacher vit_nano32 --weights {teacher}"
     output = succeeds(f"{label} --num-classes 2 --img-size 64")
     assert "train: 8 images with label maps" in output, output
-    tiny = "--img-size 96 --model.num_classes 2"
+    tiny = "--model volo_nano --img-size 96 --model.num_classes 2"
     small = "--run.precision fp32 --run.max_steps 1 --data.micro_batch_size 2 --data.global_batch_size 4"
     tiny += f" {small} --log.tensorboard false --run.folder={folder}"
     output = succeeds(f"mpi_scripts/finetune_volo.sh volo_d1_384 {weights} {labelled} {tiny}")

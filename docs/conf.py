@@ -1,0 +1,21 @@
+"""Sphinx: sphinx-build -W -c docs . build/docs makes the pages of this project, and checks every link between its files."""
+
+project = "largebatch"
+extensions = ["myst_parser"]
+root_doc = "docs/index"
+include_patterns = [
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/*.md",
+    "examples/README.md",
+    "largebatch/benchmark/NOTES.md",
+    "largebatch/parallel/README.md",
+    "mpi_scripts/README.md",
+    "tests/README.md",
+    "tests/reliability/README.md",
+    "zoo/README.md",
+]
+myst_heading_anchors = 3
+html_theme = "furo"
