@@ -18,6 +18,8 @@ import numpy as np
 
 from largebatch.data.index import Index
 from largebatch.data.records import FILENAME, bytes_spans, feature_spans, read_span, record_spans
+from largebatch.data.scan import TAR
+from largebatch.data.tars import scan_samples
 
 NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.\w+")
 
@@ -50,6 +52,10 @@ def image_names(index: Index) -> list[str]:
         return [os.path.basename(index.files[number]) for number in index.file]
     names = []
     for number, path in enumerate(index.files):
+        if path.endswith(TAR):
+            named = {sample.offset: f"{os.path.basename(sample.key)}.JPEG" for sample in scan_samples(path)}
+            names += [named[offset] for offset in index.offset[index.file == number].tolist()]
+            continue
         spans = record_spans(path)
         starts = [start for start, _ in spans]
         for offset in index.offset[index.file == number]:  # not every record: some may be in quarantine

@@ -21,7 +21,8 @@ from PIL import Image
 
 from largebatch.data.index import Index
 from largebatch.data.records import length_at, read_span, scan_records
-from largebatch.data.scan import find_image, image_size
+from largebatch.data.scan import TAR, find_image, image_size
+from largebatch.data.tars import scan_samples
 from largebatch.files import atomic_file
 
 NAME = "quarantine.csv"
@@ -80,6 +81,10 @@ def _faults(index: Index, number: int, first: int) -> Iterator[str]:
     path = index.files[number]
     if index.class_names:  # a file is an image
         yield _fault(lambda: read_span(path, 0, int(index.length[first])))
+        return
+    if path.endswith(TAR):
+        for sample in scan_samples(path):
+            yield sample.fault or _fault(lambda: read_span(path, sample.offset, sample.length))
         return
     for _, payload, fault in scan_records(path):
         yield fault or _fault(lambda: _image(payload))

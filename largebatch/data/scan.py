@@ -1,4 +1,4 @@
-"""Build an index: scan TFRecord files, or read the headers of image files. No image is decoded."""
+"""Build an index: scan TFRecord files or WebDataset tars, or read the headers of image files. No image is decoded."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from largebatch.data.index import Index
 from largebatch.data.index_file import why_damaged
 from largebatch.data.label_maps import Found, find_map
 from largebatch.data.records import IMAGE, LABEL, bytes_spans, feature_spans, int64_values, scan_records
+from largebatch.data.tars import scan_samples
 from largebatch.files import no_progress
 
 logger = logging.getLogger(__name__)
 
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP")  # the formats that the decoder reads, by PIL's names
+TAR = ".tar"  # the suffix of WebDataset's shards
 _CHUNK = 1000  # image files per task of the thread pool
 
 # Columns for the images of a file: offset, length, label, width, height. Then, in TFRecords, columns for their label
@@ -30,15 +32,15 @@ Rows = tuple[np.ndarray, ...]
 
 
 def index_shards(files: Sequence[str], progress: Callable[[], None] = no_progress) -> Index:
-    """Scan TFRecord files. Raises ValueError if a file ends early or no record can be found in it.
+    """Scan TFRecord files or WebDataset tars. Raises ValueError if a file ends early or no record can be found in it.
 
     Labels are those in the records; `Index.number_labels` makes them zero-based. progress: called after each file.
     """
     status = [os.stat(path) for path in files]  # before reading: a change in between makes the index stale
-    tables = _parallel(scan_shard, files, progress, unit="shards")
+    tables = _parallel(scan_tar if files[0].endswith(TAR) else scan_shard, files, progress, unit="shards")
     counts = [len(rows[0]) for rows in tables]
     if not sum(counts):
-        raise ValueError(f"{os.path.dirname(files[0])}: the TFRecord files hold no records.")
+        raise ValueError(f"{os.path.dirname(files[0])}: the shards hold no records.")
     rows = tuple(np.concatenate(column) for column in zip(*tables))
     file = np.repeat(np.arange(len(files), dtype=np.int32), counts)
     return _make_index(files, status, file, rows)
@@ -87,6 +89,20 @@ def scan_shard(path: str) -> Rows:
                 found = find_map(payload)
         rows.append((*row, found.offset and start + found.offset, *found[1:]))
     return tuple(np.array(rows, dtype=np.int64).reshape(-1, 10).T)
+
+
+def scan_tar(path: str) -> Rows:
+    """Return the rows of one WebDataset tar, as `scan_shard`; it has no label maps."""
+    rows = []
+    with open(path, "rb") as file:
+        for sample in scan_samples(path):
+            size = (0, 0)
+            with contextlib.suppress(ValueError):
+                if not sample.fault:
+                    file.seek(sample.offset)
+                    size = image_size(io.BytesIO(file.read(sample.length)))
+            rows.append((sample.offset, sample.length, sample.label, *size))
+    return (*np.array(rows, dtype=np.int64).reshape(-1, 5).T, *np.zeros((5, len(rows)), dtype=np.int64))
 
 
 def find_image(payload: bytes) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""The sources that `--data` can name: digits, synthetic images, folders of TFRecords or images, and CIFAR-10's files.
+"""The sources that `--data` can name: digits, synthetic images, folders of shards or images, and CIFAR-10's files.
 
 `open_source` turns each of them into an `Index`. The two built-in sources are written once as JPEG TFRecords into the
 user's cache, so that training on them uses the same code as training on ImageNet. Everything that is written appears
@@ -11,6 +11,8 @@ never written to.
     synthetic   4,000 training images in 64 shards and 1,000 held out, of 1,000 classes, as heavy as ImageNet's
                 (about 500 x 375, 110 KB): cut from scikit-learn's two photographs, for measuring speed.
     TFRecords   train-* and validation-* in the folder itself or in its folders train and validation.
+    WebDataset  tars of a split, such as imagenet1k-train-0000.tar, in the folder itself or in its split's folder:
+                KEY.jpg (or .png ...) beside KEY.cls or KEY.json.
     images      train/<class>/*.JPEG and validation/<class>/* (or val/): sorted class names are the labels
                 0, 1, ...
     CIFAR-10    the folder or tar.gz of its binary or python version; written once into the cache, too, as PNG.
@@ -25,6 +27,7 @@ import hashlib
 import io
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -112,8 +115,8 @@ def find_folder(path: str, *, split: str, cache: str = "", progress: Progress = 
         folder = written_once(root / f"cifar10-v1-{key}", write)
     if not folder.is_dir():
         raise ValueError(
-            f"There is no folder {path}: expected digits, synthetic, CIFAR-10's files, or a folder of TFRecords or "
-            "images."
+            f"There is no folder {path}: expected digits, synthetic, CIFAR-10's files, or a folder of TFRecords, "
+            "WebDataset tars or images."
         )
     return folder
 
@@ -123,9 +126,9 @@ def _open_folder(folder: Path, split: str, root: Path, progress: Progress) -> In
     # The version is in the name, so that an older installation keeps its own index.
     name = f"{folder.resolve().name}-{split}-{key}-v{index_file.VERSION}.npz"
     saved = safe_cache(root, "index") / name
-    if shards := find_shards(folder, split):
+    if shards := _find_shards(folder, split):
         index = _cached_index(saved, shards, functools.partial(index_shards, shards), progress)
-        known = split == "train" or index.label_range[0] == 0 or not find_shards(folder, "train")
+        known = split == "train" or index.label_range[0] == 0 or not _find_shards(folder, "train")
         return index.number_labels(like=None if known else _open_folder(folder, "train", root, progress))
     files, labels, names = find_images(folder, split)
     build = functools.partial(index_images, files, labels, class_names=names)
@@ -162,6 +165,10 @@ def _saved_index(path: Path, files: Sequence[str]) -> tuple[Index | None, str]:
 # -- folders -------------------------------------------------------------------------------------------------
 
 
+def _find_shards(folder: Path, split: str) -> list[str]:
+    return find_shards(folder, split) or find_tars(folder, split)
+
+
 def find_shards(folder: Path, split: str) -> list[str]:
     """Return the sorted TFRecord files of a split in `folder` or its split folder; empty if there are none.
 
@@ -180,6 +187,19 @@ def find_shards(folder: Path, split: str) -> list[str]:
     return []
 
 
+def find_tars(folder: Path, split: str) -> list[str]:
+    """Return the sorted WebDataset tars of a split; empty if there are none.
+
+    They are all tars in its folder, or train.tar, train-0000.tar, imagenet1k-train-0000.tar and their like.
+    """
+    for name in SPLITS[split]:
+        numbered = re.compile(rf"(.*[-_.])?{name}([-_.]\d+(-of-\d+)?)\.tar|{name}\.tar")
+        inside = [str(file) for file in (folder / name).glob("*.tar")]
+        if found := inside or [str(file) for file in folder.glob("*.tar") if numbered.fullmatch(file.name)]:
+            return sorted(found)
+    return []
+
+
 def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[str]]:
     """Return the files, zero-based labels and class names of one split of an image folder, in sorted order.
 
@@ -188,8 +208,9 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
     place = _split_folder(folder, split)
     if place is None:
         raise ValueError(
-            f"{folder} has no {split} split: looked for TFRecords {split}-* in it and in its folder {split}, "
-            f"and for images in {' or '.join(f'{name}/<class>/' for name in SPLITS[split])}.{_parent_hint(folder)}"
+            f"{folder} has no {split} split: looked for TFRecords {split}-* and WebDataset tars *-{split}-0000.tar in "
+            f"it and in its folder {split}, and for images in "
+            f"{' or '.join(f'{name}/<class>/' for name in SPLITS[split])}.{_parent_hint(folder)}"
         )
     names = _class_names(_split_folder(folder, "train") or place)
     unknown = sorted(set(_class_names(place)) - set(names))
@@ -218,7 +239,7 @@ def available_splits(path: str) -> list[str]:
     folder = Path(path).expanduser()
     if path in BUILT_IN or archives.is_cifar10(folder):
         return list(SPLITS)
-    return [split for split in SPLITS if find_shards(folder, split) or _split_folder(folder, split)]
+    return [split for split in SPLITS if _find_shards(folder, split) or _split_folder(folder, split)]
 
 
 def _split_folder(folder: Path, split: str) -> Path | None:

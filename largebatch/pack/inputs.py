@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from largebatch.data import archives, quarantine, records, sources
+from largebatch.data.imagenet_real import image_names
 from largebatch.data.shards import Images
 
 SHRUNK_QUALITY = 90
@@ -46,6 +47,8 @@ def open_images(source: str, split: str) -> Images:
         return _as_jpegs(images, where=f"{folder / archives.TARS[split]}, ")
     if sources.find_shards(folder, split):
         return _records(source, split)
+    if sources.find_tars(folder, split):
+        return _tars(source, split)
     return _as_jpegs(_image_folder(folder, split), where=f"{folder}/")
 
 
@@ -82,6 +85,17 @@ def _records(source: str, split: str) -> Images:
         return data
 
     return Images(index.label.tolist(), encoded, others, places)
+
+
+def _tars(source: str, split: str) -> Images:
+    """Return the samples of WebDataset tars; their labels are renumbered to begin with 0."""
+    index = sources.open_source(source, split=split)
+    names = image_names(index)
+
+    def encoded(k: int) -> bytes:
+        return records.read_span(index.files[index.file[k]], int(index.offset[k]), int(index.length[k]))
+
+    return _as_jpegs(Images(index.label.tolist(), encoded, archives.named(names), names), where=f"{source}/")
 
 
 def _as_jpegs(images: Images, *, where: str) -> Images:

@@ -1,0 +1,80 @@
+"""WebDataset shards: tars in which the files of a sample lie side by side, such as 0001.jpg and 0001.cls.
+
+The format: https://github.com/webdataset/webdataset. A tar is used as it is, without unpacking: an index needs the
+place of each image and its class. The class is the number in KEY.cls, or "label" in KEY.json; other files are ignored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import posixpath
+import tarfile
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+IMAGES = ("jpg", "jpeg", "png", "webp", "bmp")
+MOST_LABEL_BYTES = 2**20  # of a .cls or .json; a larger one is something else
+
+
+class Sample(NamedTuple):
+    """A sample: its key, the place of its image in the tar, its label as written, and its fault, "" for a whole one.
+
+    The place of a sample without an image is that of its first file.
+    """
+
+    key: str
+    offset: int
+    length: int
+    label: int
+    fault: str
+
+
+def scan_samples(path: str) -> Iterator[Sample]:
+    """Yield the samples of a tar. Raises ValueError, naming the tar, if it is no plain tar or is cut off."""
+    try:
+        with tarfile.open(path, "r:") as tar:
+            files = (member for member in tar if member.isreg())
+            for key, members in itertools.groupby(files, key=lambda member: split_name(member.name)[0]):
+                yield _sample(tar, key, list(members))
+            tar.fileobj.seek(tar.offset)  # tarfile takes any place where no header begins for the end
+            if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError(f"byte {tar.offset:,} is neither a file nor the end of the tar")
+    except tarfile.TarError as error:
+        raise ValueError(f"{path} is cut off, damaged or compressed ({error}): expected a whole .tar.") from None
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the key and the kind of a member: "a/0001.seg.PNG" is ("a/0001", "seg.png")."""
+    folder, base = posixpath.split(name)
+    stem, _, kind = base.partition(".")
+    return posixpath.join(folder, stem), kind.lower()
+
+
+def _sample(tar: tarfile.TarFile, key: str, members: Sequence[tarfile.TarInfo]) -> Sample:
+    images = [member for member in members if split_name(member.name)[1] in IMAGES]
+    place = (images or members)[0]
+    fault = "" if len(images) == 1 else f"has {len(images)} images ({', '.join(IMAGES)}), expected one for each key"
+    label = 0
+    try:
+        label = _label(tar, {split_name(member.name)[1]: member for member in members})
+    except ValueError as error:
+        fault = fault or f"has no class: {error}"
+    return Sample(key, place.offset_data, place.size, label, fault)
+
+
+def _label(tar: tarfile.TarFile, members: dict[str, tarfile.TarInfo]) -> int:
+    """Return the class as it is written. Raises ValueError with the reason if there is none."""
+    kind = next((kind for kind in ("cls", "json") if kind in members), None)
+    if kind is None:
+        raise ValueError("there is neither a .cls nor a .json with its key")
+    if members[kind].size > MOST_LABEL_BYTES:
+        raise ValueError(f"{members[kind].name} has {members[kind].size:,} bytes")
+    content = tar.extractfile(members[kind]).read().strip()  # type: ignore[union-attr]  # a regular file
+    found = content.decode("utf-8", "replace")
+    if kind == "json":
+        values = json.loads(content)  # raises a ValueError
+        found = str(values.get("label") if isinstance(values, dict) else values)
+    if not found.isdecimal():
+        raise ValueError(f"{members[kind].name} says {found[:40]!r}, expected a number from 0 up")
+    return int(found)
