@@ -1,5 +1,8 @@
 """From the images of a folder to a model that anybody can use: train, then look at what the run leaves for others."""
 
+import json
+import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +12,8 @@ from launch import launch
 from PIL import Image
 from runs import SMALL, weights
 
-from zoo import create_model
+from largebatch.predict.__main__ import main as predict
+from zoo import create_model, save_weights
 
 import timm  # isort: skip  (after zoo, which makes it importable beside a CPU build of torch)
 
@@ -65,3 +69,75 @@ def test_timm_and_the_zoo_build_the_model_of_a_run_with_its_crop_and_classes(run
     assert list(ours.default_cfg["label_names"]) == list(theirs.pretrained_cfg["label_names"]) == CLASSES
     average = create_model(weights=newest(run) / "model_ema.safetensors")
     assert all(torch.equal(value, weights(run, "model_ema")[name]) for name, value in average.state_dict().items())
+
+
+# -- predict -----------------------------------------------------------------------------------------------------
+
+
+def held_out(images: Path) -> list[str]:
+    return [str(path) for path in sorted(images.glob("val/*/*"))]
+
+
+def test_predictions_are_what_validate_counts(run, images, capfd):
+    """The loss that validate prints, in another process, is that of these probabilities."""
+    paths = held_out(images)
+    assert predict([str(run), *paths, "--json"]) == 0
+    rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [row["image"] for row in rows] == paths
+    chances = [{entry["name"]: entry["probability"] for entry in row["classes"]} for row in rows]
+    assert all(set(entry) == set(CLASSES) and math.isclose(sum(entry.values()), 1.0) for entry in chances)
+    labels = [Path(path).parent.name for path in paths]
+    loss = -sum(math.log(entry[label]) for entry, label in zip(chances, labels)) / len(paths)
+    right = sum(max(entry, key=entry.__getitem__) == label for entry, label in zip(chances, labels))
+    code, output = launch(["-m", "largebatch.validate", str(run)], ranks=1)
+    found = re.search(r"top-1 ([\d.]+) %.*loss ([\d.]+) ", output)
+    assert code == 0 and found, output
+    assert found.group(2) == f"{loss:.4f}" and found.group(1) == f"{100 * right / len(paths):.2f}"
+
+
+def test_predictions_are_those_of_timm_and_pil(run, images, capfd):
+    """PIL's resize and torch's for bytes round differently by a level or two of 255."""
+    model = timm.create_model(f"local-dir:{newest(run)}", pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    paths = held_out(images)
+    assert predict([str(run), *paths, "--json"]) == 0
+    for line, path in zip(capfd.readouterr().out.splitlines(), paths):
+        with torch.inference_mode():
+            expected = model(transform(Image.open(path).convert("RGB"))[None]).softmax(dim=1)[0]
+        for entry in json.loads(line)["classes"]:
+            assert entry["probability"] == pytest.approx(expected[CLASSES.index(entry["name"])].item(), abs=5e-3)
+
+
+def test_bad_images_are_named_after_the_good_ones(run, images, tmp_path, capfd):
+    good, text, cut = held_out(images)[0], tmp_path / "text.jpg", tmp_path / "cut.png"
+    text.write_text("no image")
+    cut.write_bytes(Path(good).read_bytes()[:500])
+    assert predict([str(run), str(text), good, str(cut), str(tmp_path), "nothing.png", "--top", "2", "--ema"]) == 2
+    out, err = capfd.readouterr()
+    name, *shares = out.splitlines()
+    assert name == good and len(shares) == 2 and all(re.fullmatch(r" +[\d.]+ %  (blue|green|red)", s) for s in shares)
+    messages = [line for line in err.splitlines() if line.startswith("largebatch: ")]
+    for path, message in zip((text, cut, tmp_path, "nothing.png"), messages, strict=True):
+        assert message.startswith(f"largebatch: {path} is left out: ")
+    assert "it is a folder; give the images in it" in messages[2] and "there is no such file" in messages[3]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["nowhere"], "nowhere is not known as a weights file"),
+        (["{run}", "--top", "0"], "--top is 0: expected 1 or more."),
+        (["{images}"], "{images} has no weights: expected model.safetensors, or the checkpoints of a run with it"),
+    ],
+)
+def test_mistakes_are_one_sentence(run, images, capsys, words, message):
+    words = [word.format(run=run, images=images) for word in words]
+    assert predict([words[0], *held_out(images), *words[1:]]) == 2
+    assert capsys.readouterr().err.startswith(f"largebatch: {message.format(images=images)}")
+
+
+def test_classes_without_names_have_numbers(images, tmp_path, capfd):
+    torch.manual_seed(0)
+    save_weights(create_model("vit_nano32", img_size=64, num_classes=12), tmp_path / "bare.pt")
+    assert predict([str(tmp_path / "bare.pt"), held_out(images)[0]]) == 0
+    assert len(re.findall(r"(?m)^ +\d+\.\d\d %  class \d+$", capfd.readouterr().out)) == 5
