@@ -5,6 +5,7 @@ builds the same from the config and the seed; then all get the state of rank 0, 
 on one rank alone (files, memory, a GPU) is done inside `comm.together`, so that all ranks stop with the cause.
 """
 
+import json
 import logging
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -45,7 +46,7 @@ from largebatch.optim import can_compile, init_state
 from largebatch.replica import Replica
 from largebatch.schedules import Schedule, make_schedule, scale_lr
 from largebatch.start import set_up
-from zoo import create_model
+from zoo import create_model, hub
 
 if TYPE_CHECKING:
     from largebatch.data.dali import EvalLoader, TrainLoader
@@ -406,6 +407,7 @@ def assemble(
         ema = build_ema(config, plan, model)
         eval_batches = build_eval_loader(config, comm, model=model, index=held_out, device=device)
         comm.before_shutdown(eval_batches.close)
+        description = describe(config, model, train) if comm.rank == 0 else ""
         trainer = put_together(
             config,
             replica,
@@ -413,7 +415,7 @@ def assemble(
             plan=plan,
             open_batches=partial(open_train_loader, config, comm, model=model, index=train, plan=plan, device=device),
             eval_batches=eval_batches,
-            hooks=build_hooks(config, train, plan, ema, signals),
+            hooks=build_hooks(config, train, plan, ema, signals, description),
             ema=ema,
             data=train.digest(),
         )
@@ -504,7 +506,7 @@ def peak_lr(config: TrainConfig) -> float:
 
 
 def build_hooks(
-    config: TrainConfig, index: "Index", plan: Plan, ema: Ema | None, signals: Signals | None
+    config: TrainConfig, index: "Index", plan: Plan, ema: Ema | None, signals: Signals | None, description: str
 ) -> list[Hook]:
     """Build the hooks in the order in which they run.
 
@@ -533,6 +535,7 @@ def build_hooks(
         every_s=every_s,
         keep=config.checkpoint.keep,
         config_text=dump(config),
+        description=description,
         before_save=comparing[0].check if comparing else None,
     )
     early: list[Hook] = []
@@ -549,6 +552,16 @@ def build_hooks(
         *([Profile(*steps, run=Path(config.folder).resolve().name)] if steps else []),
         hooks.Log(build_sinks(config), every_images=images("log.every")),
     ]
+
+
+def describe(config: TrainConfig, model: nn.Module, index: "Index") -> str:
+    """Return the text of config.json: the model, its classes in these images, and how this run prepares images."""
+    from largebatch.data.sources import class_names
+
+    names, geometry = class_names(index), model_geometry(config.data, model)._asdict()
+    if names and len(names) != config.model.num_classes:
+        logger.warning("%d classes have names, the model has %d: none is saved", len(names), config.model.num_classes)
+    return json.dumps(hub.describe(config.model.name, model, label_names=names, **geometry), indent=2) + "\n"
 
 
 def build_sinks(config: TrainConfig) -> list[hooks.Sink]:

@@ -36,6 +36,7 @@ from largebatch.optim import Lamb, init_state
 Parts = tuple[nn.Module, Optimizer, torch.amp.GradScaler]
 CONFIG = TrainConfig(recipe="quickstart")
 CONFIG_TEXT = dump(CONFIG)
+DESCRIPTION = '{"architecture": "vit_tiny_patch16_224", "num_classes": 10}\n'
 WRITES = (store.__file__, checkpointing.__file__)
 OPTIMIZERS = {"Lamb": lambda parameters: Lamb(parameters, lr=0.01, impl="eager"), "AdamW": torch.optim.AdamW}
 
@@ -64,6 +65,7 @@ def snapshot(step: int, parts: Parts, **options) -> checkpoint.Snapshot:
     model, optimizer, scaler = parts
     state = TrainState(step=step, images=100 * step, skipped=2, data="their digest")
     options = {"config_text": CONFIG_TEXT, "memory": checkpoint.HostMemory(), "state": state} | options
+    options.setdefault("description", DESCRIPTION)
     return checkpoint.take_snapshot(model=model, optimizer=optimizer, scaler=scaler, **options)
 
 
@@ -160,6 +162,14 @@ def test_averaged_weights_are_a_part_like_the_others(tmp_path, caplog):
     assert_falls_back(path, caplog, why="model_ema.safetensors cannot be read")
 
 
+def test_the_description_of_the_model_is_written_as_it_is_and_older_checkpoints_do_without(tmp_path):
+    path = save(tmp_path, 1)
+    assert (path / "config.json").read_text() == DESCRIPTION
+    older = save(tmp_path, 2, description="")
+    assert not (older / "config.json").exists() and valid_steps(tmp_path) == [2, 1]
+    assert load(older, make_parts(seed=1)).step == 2
+
+
 def test_newest_weights_of_an_empty_folder(tmp_path):
     with pytest.raises(ValueError, match="no valid checkpoint"):
         checkpoint.newest_weights(tmp_path)
@@ -206,7 +216,8 @@ def test_a_save_does_not_read_older_checkpoints_again(tmp_path, monkeypatch):
     real = store._sha256
     monkeypatch.setattr(store, "_sha256", lambda path: (read.append(f"{path.parent.name}/{path.name}"), real(path))[1])
     paths = [save(tmp_path, step) for step in range(1, 6)]
-    assert read == [f"0000000{step}.tmp/{name}" for step in range(1, 6) for name in ("model.safetensors", "state.pt")]
+    names = ("model.safetensors", "config.json", "state.pt")
+    assert read == [f"0000000{step}.tmp/{name}" for step in range(1, 6) for name in names]
     content = (paths[-1] / "state.pt").read_bytes()
     (paths[-1] / "state.pt").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     os.utime(paths[-1] / "state.pt", ns=(0, 0))
@@ -240,7 +251,7 @@ def newest(pristine, tmp_path) -> Path:
     return tmp_path / "checkpoints" / "00000002"
 
 
-FILES = ["model.safetensors", "state.pt", "manifest.json"]
+FILES = ["model.safetensors", "config.json", "state.pt", "manifest.json"]
 
 
 def test_a_step_is_saved_again_once_its_evaluation_is_made(tmp_path):
@@ -491,7 +502,7 @@ def test_too_little_space_is_seen_before_writing(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000001"]
 
 
-@pytest.mark.parametrize("failing", range(5))
+@pytest.mark.parametrize("failing", range(6))
 def test_a_failing_fsync(tmp_path, monkeypatch, failing):
     """The disk fills up where delayed writes show it; the fifth is the folder's, after the rename."""
     save(tmp_path, 1)
@@ -507,7 +518,7 @@ def test_a_failing_fsync(tmp_path, monkeypatch, failing):
         patched.setattr(os, "fsync", fsync)
         with pytest.raises(OSError, match="No space left"):
             save(tmp_path, 2)
-    assert valid_steps(tmp_path) == ([2, 1] if failing == 4 else [1])
+    assert valid_steps(tmp_path) == ([2, 1] if failing == 5 else [1])
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
     save(tmp_path, 2)
     assert valid_steps(tmp_path) == [2, 1]

@@ -118,7 +118,8 @@ def test_tars_give_the_very_shards_of_the_unpacked_folder(tmp_path, image_folder
         assert pack.main([str(source), str(tmp_path / out), "--shards", "2", "--threads", "2"]) == 0
     ours, theirs = contents(tmp_path / "b"), contents(tmp_path / "a")
     plans = [json.loads(content.pop(pack.PLAN)) for content in (ours, theirs)]
-    assert ours == theirs and len(ours) == 3 and plans[0]["images"] == {"train": 9, "validation": 4}
+    assert ours == theirs and len(ours) == 4 and plans[0]["images"] == {"train": 9, "validation": 4}
+    assert json.loads(ours["classes.json"]) == WNIDS
     assert capsys.readouterr().out == "train: 9 images\nvalidation: 4 images\n" * 2
     held_out = {features[FILENAME][0].decode(): features for features in payloads(tmp_path / "b", "validation")}
     for number, label in enumerate(VALIDATION, start=1):
@@ -132,6 +133,7 @@ def test_validation_tar_alone_is_numbered_by_the_devkit(tmp_path, tar_folder):
     (tar_folder / "ILSVRC2012_img_train.tar").unlink()
     assert pack.main([str(tar_folder), str(tmp_path / "out")]) == 0
     assert sorted(features[LABEL][0] for features in payloads(tmp_path / "out", "validation")) == [1, 2, 3, 3]
+    assert json.loads((tmp_path / "out" / "classes.json").read_text()) == WNIDS
 
 
 def test_tars_that_do_not_fit_are_refused(tmp_path, tar_folder):
@@ -280,6 +282,7 @@ def test_loader_gives_the_exact_pixels_of_cifar10(cifar, tmp_path):
             assert np.abs(image * 255 - flat[sample]).max() < 1e-3
     held_out = sources.open_source(str(folder / "cifar-10-batches-bin"), split="validation", cache=cache)
     assert len(held_out) == 8
+    assert sources.class_names(held_out) == archives.CIFAR_CLASSES
 
 
 def test_cifar10_of_python_3_and_what_is_no_batch(cifar, tmp_path):

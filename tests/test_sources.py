@@ -67,6 +67,7 @@ def test_digits_are_all_there(digits_cache):
     for split, count in (("train", 1437), ("validation", 360)):
         index = sources.open_source("digits", split=split, cache=digits_cache).for_classes(10)
         assert len(index) == count and index.num_classes == 10
+        assert sources.class_names(index) == tuple("0123456789")
         if split == "validation":
             assert np.bincount(index.label).tolist() == [36] * 10
         for sample in range(0, count, 30):
@@ -75,7 +76,7 @@ def test_digits_are_all_there(digits_cache):
             small = (np.asarray(image).ravel() @ shrink).reshape(8, 8) * (16 / 255)
             errors = np.abs(data.images - small).mean(axis=(1, 2))  # in grey levels, of 17
             assert errors.min() < 0.3 and data.target[errors.argmin()] == index.label[sample]
-    assert sorted(os.listdir(digits_cache)) == [".digits-v1.lock", "digits-v1", "index"]
+    assert sorted(os.listdir(digits_cache)) == [".digits-v2.lock", "digits-v2", "index"]
 
 
 def test_digits_splits_are_fixed_and_disjoint():
@@ -213,6 +214,7 @@ def test_pack_an_image_folder(image_folder, tmp_path, cache_home, capsys):
     assert pack.main([str(image_folder), str(out), "--shards", "3", "--threads", "2"]) == 0
     assert capsys.readouterr().out == "train: 14 images\nvalidation: 2 images\n"
     assert sorted(os.listdir(out)) == [
+        "classes.json",
         "packing.json",
         *(f"train-0000{k}-of-00003" for k in range(3)),
         "validation-00000-of-00001",
@@ -220,6 +222,7 @@ def test_pack_an_image_folder(image_folder, tmp_path, cache_home, capsys):
 
     index = sources.open_source(str(out), split="train").for_classes(3)
     original = sources.open_source(str(image_folder), split="train")
+    assert sources.class_names(index) == sources.class_names(original) == ("n01", "n02", "n03")
     packed = {read(index, k): int(index.label[k]) for k in range(14)}
     converted = 0
     for k, path in enumerate(original.files):
@@ -239,6 +242,28 @@ def test_pack_an_image_folder(image_folder, tmp_path, cache_home, capsys):
     assert index.label.tolist() != sorted(index.label.tolist())  # shuffled
     with pytest.raises(SystemExit, match="already has shards that .*: 3.*, now .*: 1.*choose another"):
         pack.main([str(image_folder), str(out)])
+
+
+def test_names_of_classes_stay_with_the_records(image_folder, tmp_path, cache_home):
+    """Packed again, in the folder of a split, or written by hand; a damaged list is an error, and none is no name."""
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    for source, out in ((image_folder, once), (once, twice)):
+        pack.pack(str(source), str(out), num_shards={"train": 2, "validation": 1}, seed=0, threads=1)
+    index = sources.open_source(str(twice), split="validation")
+    assert sources.class_names(index) == ("n01", "n02", "n03")
+    (twice / "train").mkdir()
+    for shard in twice.glob("train-*"):
+        shard.rename(twice / "train" / shard.name)
+    (twice / "packing.json").unlink()
+    (twice / "classes.json").write_text('["cat", "dog", "\u00e9l\u00e9phant"]')
+    index = sources.open_source(str(twice), split="train")
+    assert sources.class_names(index) == ("cat", "dog", "éléphant")
+    for text in ("{}", "[1]", "cat\ndog"):
+        (twice / "classes.json").write_text(text)
+        with pytest.raises(ValueError, match=f"{twice}/classes.json is not a list of class names.*correct it"):
+            sources.class_names(index)
+    (twice / "classes.json").unlink()
+    assert sources.class_names(index) == ()
 
 
 def test_packing_twice_gives_the_same_files(image_folder, tmp_path, cache_home):

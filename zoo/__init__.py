@@ -1,6 +1,7 @@
 """Models and their weights, usable from any plain script: torch and timm, and nothing else.
 
     from zoo import create_model
+    model = create_model(weights="runs/quickstart")
     model = create_model("vit_b32", img_size=384, num_classes=10, weights="vit_b32.safetensors")
 
 A model is timm's, or has timm's interface; model.py says what this interface is. Its `default_cfg` tells how to prepare
@@ -11,10 +12,12 @@ timm.
     vit.py      the ViTs, by timm's class
     volo.py     VOLO
     weights.py  read and write weights
+    hub.py      config.json beside weights, by which timm and the zoo know the model; weights of a run or from the hub
     teacher.py  logits for each place of an image
 """
 
 import difflib
+import fnmatch
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +27,7 @@ from typing import Any, cast
 from torch import nn
 
 import zoo._torchvision  # noqa: F401
-from zoo import vit, volo
+from zoo import hub, vit, volo
 from zoo.model import ZooModel
 from zoo.vit import set_fused_attn
 from zoo.weights import load_weights, named_weights, save_weights, write_weights
@@ -32,6 +35,7 @@ from zoo.weights import load_weights, named_weights, save_weights, write_weights
 __all__ = [
     "MODELS",
     "create_model",
+    "list_models",
     "load_weights",
     "named_weights",
     "save_weights",
@@ -45,11 +49,16 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+def list_models(pattern: str = "*") -> list[str]:
+    """List the names of the zoo's models that match a pattern, such as "volo*"."""
+    return fnmatch.filter(MODELS, pattern)
+
+
 def create_model(
-    name: str,
+    name: str = "",
     *,
-    img_size: int = 224,
-    num_classes: int = 1000,
+    img_size: int | None = None,
+    num_classes: int | None = None,
     weights: str | Path | None = None,
     drop_rate: float = 0.0,
     pos_drop_rate: float = 0.0,
@@ -63,8 +72,12 @@ def create_model(
 ) -> nn.Module:
     """Build a model of the zoo: images (B, 3, img_size, img_size) -> logits (B, num_classes).
 
+    name: the zoo's or timm's name; with weights it may be left out.
     weights: a .safetensors, .pt, .pth or .bin file, also of another image size or number of classes (see
-    `load_weights`); without it the model is initialised from torch's global random state.
+    `load_weights`); a run, a checkpoint or an exported folder; "hf-hub:OWNER/NAME", "local-dir:FOLDER", or timm's name
+    of published weights. If it is a folder, or without a name, all that is not given is as in the weights: image size,
+    classes and their names (`default_cfg["label_names"]`), crop, mean and standard deviation (see `hub.find`).
+    Without weights the model has 224 pixels and 1000 classes, and is initialised from torch's global random state.
     The rates are timm's: drop_rate is before the head only; dropout as in the ViT paper, after the position
     embedding, the projections and the MLP, is pos_drop_rate and proj_drop_rate.
     outlook_drop_path: stochastic depth in VOLO's outlookers as well; the published models do not have it.
@@ -76,6 +89,14 @@ def create_model(
     Raises ValueError for an unknown name, a size that the model cannot take, a rate outside [0, 1), an option that the
     model does not use, and weights that do not fit.
     """
+    found = hub.find(weights) if weights is not None and (not name or hub.is_reference(weights)) else None
+    if found:
+        name, weights, global_pool = name or found.name, found.weights, global_pool or found.global_pool
+    name, usual_size = (hub.zoo_name(name) if name not in MODELS else None) or (name, 224)
+    img_size = img_size if img_size is not None else found.img_size if found else usual_size
+    num_classes = num_classes if num_classes is not None else found.num_classes if found else 1000
+    if not name:
+        raise ValueError(f"there is no model's name, and there are no weights: the zoo has {', '.join(MODELS)}")
     if name not in MODELS:
         close = difflib.get_close_matches(name, MODELS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -98,7 +119,16 @@ def create_model(
         cast(ZooModel, model).set_grad_checkpointing()
     if weights is not None:
         load_weights(model, weights)
+    if found:
+        cast(Any, model).default_cfg.update(_fitting(found, img_size=img_size, num_classes=num_classes))
     return model
+
+
+def _fitting(found: hub.Found, *, img_size: int, num_classes: int) -> dict[str, Any]:
+    """Return what is known of the weights and holds for this image size and these classes, too."""
+    other = {"crop_pct"} if img_size != found.img_size else set()
+    other |= {"label_names"} if num_classes != found.num_classes else set()
+    return {key: value for key, value in found.cfg.items() if key not in other}
 
 
 def _used(name: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -193,6 +193,20 @@ def recognise(tensors: Tensors) -> str | None:
     return vit.recognise(shapes) or volo.recognise(shapes)
 
 
+def identify(path: str | Path) -> tuple[str, int, int, str]:
+    """Tell the model of a weights file by its tensors: the zoo's name, image size, classes, and `global_pool`.
+
+    Raises ValueError if they are those of no model of the zoo, or of images that are not square.
+    """
+    tensors = read_weights(path)
+    name, grid = recognise(tensors), _grid(tensors["pos_embed"]) if "pos_embed" in tensors else 0
+    if name is None or not grid:
+        raise ValueError(f"{path} does not tell its model, which is none of the zoo: name the model")
+    side = vit.STRUCTURES[name].patch_size if name in vit.STRUCTURES else volo.CELL
+    pool = "avg" if "fc_norm.weight" in tensors else ""  # what timm calls the norm behind a mean
+    return name, grid * side, _num_classes(tensors, "head") or 0, pool
+
+
 def _shapes(tensors: Tensors) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 

@@ -18,6 +18,7 @@ from largebatch.engine import TrainState
 from zoo import named_weights
 
 WEIGHTS, AVERAGE, STATE = "model.safetensors", "model_ema.safetensors", "state.pt"
+DESCRIPTION = "config.json"  # the name that timm and its models' hub give it
 
 
 class HostMemory:
@@ -54,6 +55,7 @@ class Snapshot:
     weights: dict[str, dict[str, Tensor]]  # by the name of their file: the model's, and their average if there is one
     state: dict[str, Any]  # what is written into state.pt
     copied: torch.cuda.Event | None = None  # until then the GPU is still copying
+    description: str = ""  # what is written into config.json; "": there is none
 
     def wait(self) -> None:
         """Wait until the tensors are complete."""
@@ -74,6 +76,7 @@ def take_snapshot(
     config_text: str,
     average: nn.Module | None = None,
     memory: HostMemory | None = None,
+    description: str = "",
 ) -> Snapshot:
     """Return a snapshot, copied into `memory`.
 
@@ -94,7 +97,7 @@ def take_snapshot(
         if on_gpu:
             copied = torch.cuda.Event()
             copied.record()
-    return Snapshot(state.step, weights, content, copied)
+    return Snapshot(state.step, weights, content, copied, description)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -4,6 +4,7 @@
         00000100/                 the step, in eight digits or more
             model.safetensors     the model's weights under its own names; zoo.create_model(weights=...) reads it
             model_ema.safetensors the average of the weights, in a run with optim.ema_half_life
+            config.json           the model, its image size, crop and class names, for timm and the zoo (zoo/hub.py)
             state.pt              optimizer, loss scaler, TrainState, config and versions; weights_only is enough
             manifest.json         the step, and size and SHA-256 of these: written last
         00000200/
@@ -35,7 +36,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from largebatch.checkpoint.snapshot import AVERAGE, STATE, WEIGHTS, Snapshot
+from largebatch.checkpoint.snapshot import AVERAGE, DESCRIPTION, STATE, WEIGHTS, Snapshot
 from zoo import write_weights
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ logger = logging.getLogger(__name__)
 FOLDER = "checkpoints"
 WEIGHTS_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".tar")
 MANIFEST = "manifest.json"
-PARTS = (WEIGHTS, AVERAGE, STATE)  # the second only where there is one
+PARTS = (WEIGHTS, AVERAGE, DESCRIPTION, STATE)
+OPTIONAL = (AVERAGE, DESCRIPTION)  # older checkpoints have no description
 UNFINISHED = ".tmp"
 SPARE_BYTES = 2**20  # names, headers and scalars beside the tensors
 
@@ -190,11 +192,13 @@ def _write(folder: Path, snapshot: Snapshot) -> None:
     try:
         for name, weights in snapshot.weights.items():
             write_weights(weights, folder / name)
+        if snapshot.description:
+            (folder / DESCRIPTION).write_text(snapshot.description, encoding="ascii")
         torch.save(snapshot.state, folder / STATE)
     except (SafetensorError, RuntimeError) as error:  # how the two libraries report a failed write
         raise OSError(errno.EIO, f"writing failed, is the disk full? ({error})") from error
     parts = {}
-    for name in (*snapshot.weights, STATE):
+    for name in (*snapshot.weights, *([DESCRIPTION] if snapshot.description else []), STATE):
         _sync(folder / name)
         parts[name] = {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
     (folder / MANIFEST).write_text(_manifest(parts, step=snapshot.step), encoding="ascii")
@@ -210,7 +214,7 @@ def _manifest(parts: dict[str, dict[str, Any]], *, step: int) -> str:
 
 def _parts(recorded: Collection[str]) -> list[str]:
     """List the files that a checkpoint must have whose manifest has these names."""
-    return [name for name in PARTS if name != AVERAGE or name in recorded]
+    return [name for name in PARTS if name not in OPTIONAL or name in recorded]
 
 
 # The size, the time of the last change and the SHA-256 of files that this process has read.

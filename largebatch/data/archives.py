@@ -26,12 +26,13 @@ import numpy as np
 from PIL import Image
 
 from largebatch.data.records import FILENAME, Values, read_span
-from largebatch.data.shards import Images
+from largebatch.data.shards import Images, no_others
 
 TARS = {"train": "ILSVRC2012_img_train.tar", "validation": "ILSVRC2012_img_val.tar"}
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 GROUND_TRUTH, META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
 CIFAR_BATCHES = {"train": [f"data_batch_{k}" for k in range(1, 6)], "validation": ["test_batch"]}
+CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 LARGEST = 100_000_000  # bytes of a file that is read whole; a batch of CIFAR-10 has 31 million
 CIFAR_ROW = 3 * 32 * 32  # bytes of an image: its red, green and blue plane
 Member = tuple[str, int, int]  # name, offset and length in the tar
@@ -54,7 +55,7 @@ def imagenet(folder: Path, split: str) -> Images:
     """Return one split; its JPEGs keep their bytes. Raise ValueError if a file is missing or does not fit."""
     path = folder / TARS[split]
     try:
-        names = _train_classes(folder) if (folder / TARS["train"]).is_file() else []
+        names = _train_classes(folder) if (folder / TARS["train"]).is_file() else _all_wnids(folder)
         rows = sorted(_train_rows(path, names) if split == "train" else _validation_rows(folder, path, names))
     except (tarfile.TarError, EOFError) as error:
         raise ValueError(f"A tar in {folder} is damaged, copy it again: {error}.") from error
@@ -66,7 +67,7 @@ def imagenet(folder: Path, split: str) -> Images:
         return read_span(path, *members[k][1:])
 
     names_in_tar = [name for name, _, _ in members]
-    return Images([label for label, _ in rows], encoded, named(names_in_tar), names_in_tar)
+    return Images([label for label, _ in rows], encoded, named(names_in_tar), names_in_tar, names)
 
 
 def _files(tar: tarfile.TarFile, name: str) -> Iterator[tarfile.TarInfo]:
@@ -107,7 +108,6 @@ def _train_rows(path: Path, names: Sequence[str]) -> list[tuple[int, Member]]:
 
 def _validation_rows(folder: Path, path: Path, names: Sequence[str]) -> list[tuple[int, Member]]:
     wnids = _validation_wnids(folder)
-    names = names or _all_wnids(folder)
     labels = {name: label for label, name in enumerate(names)}
     with open(path, "rb") as file:
         members = _members(file, file.name)
@@ -209,7 +209,8 @@ def cifar10(path: Path, split: str) -> Images:
         Image.fromarray(np.ascontiguousarray(planes[k].transpose(1, 2, 0))).save(file, "PNG")
         return file.getvalue()
 
-    return Images(labels, encoded, named(names), names) if names else Images(labels, encoded)
+    others = named(names) if names else no_others
+    return Images(labels, encoded, others, names, CIFAR_CLASSES)
 
 
 Batch = tuple[np.ndarray, list[int], list[str]]  # rows of CIFAR_ROW bytes, labels from 0, names if there are any

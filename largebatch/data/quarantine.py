@@ -80,14 +80,14 @@ def _faults(index: Index, number: int, first: int) -> Iterator[str]:
     """Yield the fault of each image of a file, whose first image is sample `first`; '' for a good image."""
     path = index.files[number]
     if index.class_names:  # a file is an image
-        yield _fault(lambda: read_span(path, 0, int(index.length[first])))
+        yield image_fault(lambda: read_span(path, 0, int(index.length[first])))
         return
     if path.endswith(TAR):
         for sample in scan_samples(path):
             yield sample.fault or _fault(lambda: read_span(path, sample.offset, sample.length))
         return
     for _, payload, fault in scan_records(path):
-        yield fault or _fault(lambda: _image(payload))
+        yield fault or image_fault(lambda: _image(payload))
 
 
 def _image(payload: bytes) -> bytes:
@@ -95,7 +95,8 @@ def _image(payload: bytes) -> bytes:
     return payload[start:stop]
 
 
-def _fault(read: Callable[[], bytes]) -> str:
+def image_fault(read: Callable[[], bytes]) -> str:
+    """Return the reason why the bytes that `read` gives cannot be decoded, or ""."""
     try:
         data = read()
         image_size(io.BytesIO(data))

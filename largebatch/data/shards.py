@@ -16,7 +16,8 @@ from largebatch.data import records
 from largebatch.data.records import IMAGE, LABEL, Values
 
 
-def _nothing(k: int) -> Mapping[str, Values]:
+def no_others(k: int) -> Mapping[str, Values]:
+    """Return no features."""
     return {}
 
 
@@ -25,13 +26,14 @@ class Images:
     """Images that are not packed yet: `encoded(k)` returns the bytes of image k; `labels` are zero-based.
 
     `others(k)` returns further features for the record of image k. `names` tell the images of one source from those of
-    another source.
+    another source. `classes` names the classes 0, 1, ..., if their names are known.
     """
 
     labels: Sequence[int]
     encoded: Callable[[int], bytes]
-    others: Callable[[int], Mapping[str, Values]] = _nothing
+    others: Callable[[int], Mapping[str, Values]] = no_others
     names: Sequence[str] = ()
+    classes: Sequence[str] = ()
 
 
 def shard_images(shard: int, *, count: int, num_shards: int) -> range:

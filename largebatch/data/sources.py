@@ -17,7 +17,8 @@ never written to.
                 0, 1, ...
     CIFAR-10    the folder or tar.gz of its binary or python version; written once into the cache, too, as PNG.
 
-Images that quarantine.csv in the data folder lists are left out; `largebatch.pack check` writes this list.
+Images that quarantine.csv in the data folder lists are left out; `largebatch.pack check` writes this list. classes.json
+beside TFRecords names their classes; `largebatch.pack` writes it, and anybody may add it to published records.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import json
 import logging
 import os
 import re
@@ -38,12 +40,14 @@ from largebatch.data import archives, index_file, quarantine, whole
 from largebatch.data.index import Index
 from largebatch.data.scan import index_images, index_shards
 from largebatch.data.shards import Images, write_split
-from largebatch.files import cache_folder, locked, no_progress, safe_cache, written_once
+from largebatch.files import atomic_file, cache_folder, locked, no_progress, safe_cache, written_once
 
 logger = logging.getLogger(__name__)
 
 SPLITS = {"train": ("train",), "validation": ("validation", "val")}  # and the names of their folders
+_SPLIT_FOLDERS = {name for names in SPLITS.values() for name in names}
 BUILT_IN = ("digits", "synthetic")
+CLASSES = "classes.json"  # the names of the classes 0, 1, ..., as a JSON list
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 _DIGITS_SIZE, _DIGITS_HELD_OUT = 64, 36  # pixels; images of each class
 _SYNTHETIC_CLASSES, _SYNTHETIC_SHARDS = 1000, {"train": 64, "validation": 4}
@@ -94,6 +98,30 @@ def open_everything(
     return folder, _open_folder(folder, split, _root(cache), progress)
 
 
+def class_names(index: Index) -> tuple[str, ...]:
+    """Return the names of the classes: of their folders, or from classes.json beside the shards; () if not known."""
+    if index.class_names:
+        return index.class_names
+    folder = Path(index.files[0]).parent
+    file = (folder if folder.name not in _SPLIT_FOLDERS or (folder / CLASSES).is_file() else folder.parent) / CLASSES
+    if not file.is_file():
+        return ()
+    try:
+        names = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f'{file} is not a list of class names, such as ["cat", "dog"]: correct it, or remove it.')
+    return tuple(names)
+
+
+def write_class_names(folder: Path, names: Sequence[str]) -> None:
+    """Write classes.json beside shards, if the names are known."""
+    if names:
+        with atomic_file(folder / CLASSES) as file:
+            file.write(json.dumps(list(names), indent=0).encode() + b"\n")
+
+
 def _root(cache: str) -> Path:
     return safe_cache(Path(cache).expanduser() if cache else cache_folder())
 
@@ -105,14 +133,14 @@ def find_folder(path: str, *, split: str, cache: str = "", progress: Progress = 
     root = _root(cache)
     folder = Path(path).expanduser()
     if path == "digits":
-        folder = written_once(root / "digits-v1", _write_digits)
+        folder = written_once(root / "digits-v2", _write_digits)
     elif path == "synthetic":
         write = functools.partial(_write_synthetic, split=split, progress=progress)
         folder = written_once(root / f"synthetic-v2-{split}", write)
     elif archives.is_cifar10(folder):
         key = archives.cifar10_key(folder)
         write = functools.partial(_write_cifar10, source=folder, progress=progress)
-        folder = written_once(root / f"cifar10-v1-{key}", write)
+        folder = written_once(root / f"cifar10-v2-{key}", write)
     if not folder.is_dir():
         raise ValueError(
             f"There is no folder {path}: expected digits, synthetic, CIFAR-10's files, or a folder of TFRecords, "
@@ -229,7 +257,7 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
 
 def _parent_hint(folder: Path) -> str:
     """Return the advice to somebody who named the folder of one split."""
-    if folder.name not in {name for names in SPLITS.values() for name in names}:
+    if folder.name not in _SPLIT_FOLDERS:
         return ""
     return f" It looks like one split: give --data {folder.parent}, the folder around it."
 
@@ -278,13 +306,14 @@ def digits(split: str) -> Images:
         image = Image.fromarray(pixels).resize((_DIGITS_SIZE, _DIGITS_SIZE), Image.Resampling.BICUBIC)
         return _jpeg(image, quality=95)
 
-    return Images(data.target[chosen].tolist(), encoded)
+    return Images(data.target[chosen].tolist(), encoded, classes=[str(digit) for digit in range(10)])
 
 
 def _write_digits(folder: Path) -> None:
     for split, num_shards in (("train", 4), ("validation", 1)):
         for _ in write_split(folder, split, digits(split), num_shards=num_shards):
             pass
+    write_class_names(folder, digits("train").classes)
 
 
 # -- CIFAR-10 -------------------------------------------------------------------------------------------------
@@ -297,6 +326,7 @@ def _write_cifar10(folder: Path, *, source: Path, progress: Progress) -> None:
         num_shards = min(num_shards, len(images.labels))
         for _ in write_split(folder, split, images, num_shards=num_shards, num_threads=os.cpu_count() or 1):
             progress()
+    write_class_names(folder, archives.CIFAR_CLASSES)
 
 
 # -- synthetic -----------------------------------------------------------------------------------------------

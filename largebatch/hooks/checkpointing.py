@@ -38,13 +38,17 @@ class Checkpoint(Hook):
         every_s: float = 0.0,
         keep: int,
         config_text: str,
+        description: str = "",
         before_save: Callable[[Trainer], None] | None = None,
     ) -> None:
-        """before_save: is called on all ranks, and may raise comm.Stopped to keep a state from being saved."""
+        """before_save: is called on all ranks, and may raise comm.Stopped to keep a state from being saved.
+
+        description: the text of config.json.
+        """
         assert bool(every_images) != bool(every_s), (every_images, every_s)
         self.folder = Path(folder)
         self.every_images, self.every_s = every_images, every_s
-        self.config_text = config_text
+        self.config_text, self.description = config_text, description
         self.before_save = before_save
         self.writer = Writer(folder, keep=keep)
         self.memory = checkpoint.HostMemory()
@@ -108,6 +112,7 @@ class Checkpoint(Hook):
             average=trainer.average,
             # A model that was put together from several ranks is nobody else's.
             memory=self.memory if model is trainer.model else None,
+            description=self.description,
         )
         self.writer.start(snapshot, began=began)
 

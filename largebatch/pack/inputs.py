@@ -54,14 +54,14 @@ def open_images(source: str, split: str) -> Images:
 
 def _image_folder(folder: Path, split: str) -> Images:
     """Return the images of a split that are not in quarantine."""
-    files, labels, _ = sources.find_images(folder, split)
+    files, labels, classes = sources.find_images(folder, split)
     listed_in = folder / quarantine.NAME
     entries = quarantine.load(listed_in) if listed_in.is_file() else []
     spans = quarantine.listed_spans(entries, folder=folder, split=split, listed_in=listed_in)
     bad = {path for path, _, _ in spans}
     labels = [label for file, label in zip(files, labels) if file not in bad]
     names = [os.path.relpath(file, folder) for file in files if file not in bad]
-    return Images(labels, lambda k: (folder / names[k]).read_bytes(), archives.named(names), names)
+    return Images(labels, lambda k: (folder / names[k]).read_bytes(), archives.named(names), names, classes)
 
 
 def _records(source: str, split: str) -> Images:
@@ -84,7 +84,7 @@ def _records(source: str, split: str) -> Images:
         as_jpeg(data, where=index.where(k))  # raises ValueError if it cannot be decoded
         return data
 
-    return Images(index.label.tolist(), encoded, others, places)
+    return Images(index.label.tolist(), encoded, others, places, sources.class_names(index))
 
 
 def _tars(source: str, split: str) -> Images:

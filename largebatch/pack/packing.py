@@ -23,6 +23,7 @@ have much grain, by 3.5 of 255 levels on average at 224 px and a crop_pct of 0.8
 The same command goes on with a packing that was interrupted: packing.json in the folder tells how the shards are made,
 complete shards are kept, and the bytes are those of an uninterrupted packing. Every image is decoded before it is
 packed; a bad image stops the packing, and the message names it.
+classes.json has the names of the classes, if they are known; they go into the checkpoints.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ def pack(
         _write_share(folder, split, ordered, num_shards=shards[split], num_threads=threads, world=world)
     world.barrier()
     if world.rank == 0:
+        sources.write_class_names(folder, next(iter(images.values())).classes)
         output.finish(folder, images)
     return counts
 

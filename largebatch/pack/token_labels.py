@@ -124,6 +124,7 @@ def add_maps(source: str, out: str, maps: Maps, *, made_by: Mapping[str, str], w
     world.barrier()
     if world.rank == 0:
         held_out = _copy_held_out(folder, target)
+        sources.write_class_names(target, sources.class_names(index))
         output.finish(target, ("train", "validation") if held_out else ("train",))
     return len(index)
 

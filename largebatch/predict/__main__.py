@@ -1,0 +1,136 @@
+"""Names the classes of images.
+
+    python -m largebatch.predict RUN_OR_WEIGHTS IMAGE [IMAGE ...]
+
+RUN_OR_WEIGHTS is a run folder, whose newest checkpoint is taken, a checkpoint, an exported folder, or a file of
+weights. The images are resized, cut and normalised as largebatch.validate does it, and the model computes in fp32.
+Images that cannot be read are named on stderr after the others, and the exit code is then 2.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from largebatch.data.dali import EvalLoader
+from largebatch.data.quarantine import image_fault
+from largebatch.data.scan import index_images
+from zoo import create_model, hub
+
+BATCH = 32  # images that the model sees at once
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line, by default that of this process; return the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        if args.top < 1:
+            raise ValueError(f"--top is {args.top}: expected 1 or more.")
+        model = open_model(args.weights, average=args.ema)
+    except ValueError as mistake:
+        sys.stderr.write(f"largebatch: {mistake}\n")
+        return 2
+    faults = {path: why_unreadable(path) for path in args.images}
+    good = [path for path in args.images if not faults[path]]
+    show = _as_json if args.json else _as_block
+    for path, shares in zip(good, probabilities(model, good), strict=True):
+        print(show(path, most_likely(shares, class_names(model), args.top)), flush=True)
+    for path, fault in faults.items():
+        if fault:
+            sys.stderr.write(f"largebatch: {path} is left out: {fault}\n")
+    return 2 if any(faults.values()) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m largebatch.predict",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("weights", metavar="RUN_OR_WEIGHTS", help="a run, a checkpoint, an exported folder, or a file")
+    parser.add_argument("images", metavar="IMAGE", nargs="+", help="an image file")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="number of classes to print (default: 5)")
+    parser.add_argument("--ema", action="store_true", help="take the average of the weights (--optim.ema_half_life)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per image, on a line of its own")
+    return parser
+
+
+# -- compute -----------------------------------------------------------------------------------------------------
+
+
+def open_model(source: str, *, average: bool = False) -> nn.Module:
+    """Build the model of a run or of weights, for evaluation. Raises ValueError if they do not tell their model."""
+    model = create_model(weights=hub.find(source, average=True).weights if average else source)
+    if not getattr(model, "num_classes"):
+        raise ValueError(f"{source} has no head, so it knows no classes: give weights of a classifier.")
+    return model.eval()
+
+
+def class_names(model: nn.Module) -> Sequence[str]:
+    """Return the names of a model's classes, or their numbers if the names are not known."""
+    known = getattr(model, "default_cfg").get("label_names")
+    return known or [f"class {number}" for number in range(getattr(model, "num_classes"))]
+
+
+@torch.inference_mode()
+def probabilities(model: nn.Module, paths: Sequence[str]) -> Iterator[Tensor]:
+    """Yield the probability of each class, float64 (K,), for each image; all of them must be readable."""
+    if not paths:
+        return
+    cfg: dict[str, Any] = getattr(model, "default_cfg")
+    batches = EvalLoader(
+        index_images(paths, [0] * len(paths), class_names=["unknown"]),
+        shard=0,
+        num_shards=1,
+        batch_size=BATCH,
+        img_size=cfg["input_size"][-1],
+        device=torch.device("cpu"),
+        num_threads=len(os.sched_getaffinity(0)),
+        **{key: cfg[key] for key in hub.GEOMETRY},
+    )
+    with closing(batches):
+        for batch in batches:
+            yield from model(batch.images).double().softmax(dim=1)
+
+
+def why_unreadable(path: str) -> str:
+    """Return the reason why a file is not an image that an evaluation could read, or ""."""
+    if Path(path).is_dir():
+        return "it is a folder; give the images in it, such as FOLDER/*.jpg"
+    if not Path(path).exists():
+        return "there is no such file"
+    return image_fault(Path(path).read_bytes)
+
+
+def most_likely(shares: Tensor, names: Sequence[str], top: int) -> list[tuple[str, float]]:
+    """Return the names and probabilities of the `top` most likely classes; of equal ones the lower number is first."""
+    ordered = shares.sort(descending=True, stable=True)
+    return [(names[k], share) for k, share in zip(ordered.indices[:top].tolist(), ordered.values[:top].tolist())]
+
+
+# -- print -------------------------------------------------------------------------------------------------------
+
+
+def _as_block(path: str, classes: Sequence[tuple[str, float]]) -> str:
+    return "\n".join([_printable(path), *(f"{100 * share:8.2f} %  {_printable(name)}" for name, share in classes)])
+
+
+def _as_json(path: str, classes: Sequence[tuple[str, float]]) -> str:
+    return json.dumps({"image": path, "classes": [{"name": name, "probability": share} for name, share in classes]})
+
+
+def _printable(name: str) -> str:
+    """Return a name as text: that of a file or a class folder may hold any bytes."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,143 @@
+"""From the images of a folder to a model that anybody can use: train, then look at what the run leaves for others."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launch import launch
+from PIL import Image
+from runs import SMALL, weights
+
+from largebatch.predict.__main__ import main as predict
+from zoo import create_model, save_weights
+
+import timm  # isort: skip  (after zoo, which makes it importable beside a CPU build of torch)
+
+CLASSES = ["blue", "green", "red"]
+GEOMETRY = {"crop_pct": 0.75, "interpolation": "bilinear", "mean": (0.4, 0.5, 0.6), "std": (0.2, 0.25, 0.3)}
+
+
+def picture(channel: int, seed: int) -> Image.Image:
+    draws = np.random.default_rng(seed)
+    pixels = draws.integers(0, 160, (24, 32, 3), dtype=np.uint8)
+    pixels[..., channel] += 80
+    return Image.fromarray(pixels).resize((100 + 3 * seed, 80), Image.Resampling.BICUBIC)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    for split, count in (("train", 4), ("val", 2)):
+        for channel, name in zip((2, 1, 0), CLASSES):
+            (folder / split / name).mkdir(parents=True)
+            for k in range(count):
+                picture(channel, 10 * (split == "val") + k).save(folder / split / name / f"{k}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(images, tmp_path_factory) -> Path:
+    """A run with a preparation of images of its own, and with an average of the weights."""
+    folder = tmp_path_factory.mktemp("runs") / "colours"
+    options = [*SMALL, "--recipe", "quickstart", "--data", str(images), "--model.num_classes", "3"]
+    options += ["--data.global_batch_size", "12", "--data.micro_batch_size", "6", "--data.eval_batch_size", "6"]
+    options += ["--run.duration", "4 epochs", "--checkpoint.every", "2 epochs", "--optim.lr", "0.05"]
+    options += ["--optim.ema_half_life", "6 images", "--run.folder", str(folder)]
+    options += [f"--data.{key}={list(value) if isinstance(value, tuple) else value}" for key, value in GEOMETRY.items()]
+    code, output = launch(["-m", "largebatch.train", *options], ranks=1)
+    assert code == 0, output
+    return folder
+
+
+def newest(run: Path) -> Path:
+    return max((run / "checkpoints").glob("[0-9]*"))
+
+
+def test_timm_and_the_zoo_build_the_model_of_a_run_with_its_crop_and_classes(run):
+    theirs = timm.create_model(f"local-dir:{newest(run)}", pretrained=True).eval()
+    ours = create_model(weights=run).eval()
+    batch = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(ours(batch), theirs(batch)) and ours(batch).std() > 0.01
+    assert all(torch.equal(value, weights(run)[name]) for name, value in ours.state_dict().items())
+    for cfg in (ours.default_cfg, timm.data.resolve_model_data_config(theirs)):
+        assert {key: tuple(cfg[key]) if isinstance(cfg[key], list) else cfg[key] for key in GEOMETRY} == GEOMETRY
+    assert list(ours.default_cfg["label_names"]) == list(theirs.pretrained_cfg["label_names"]) == CLASSES
+    average = create_model(weights=newest(run) / "model_ema.safetensors")
+    assert all(torch.equal(value, weights(run, "model_ema")[name]) for name, value in average.state_dict().items())
+
+
+# -- predict -----------------------------------------------------------------------------------------------------
+
+
+def held_out(images: Path) -> list[str]:
+    return [str(path) for path in sorted(images.glob("val/*/*"))]
+
+
+def test_predictions_are_what_validate_counts(run, images, capfd):
+    """The loss that validate prints, in another process, is that of these probabilities."""
+    paths = held_out(images)
+    assert predict([str(run), *paths, "--json"]) == 0
+    rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [row["image"] for row in rows] == paths
+    chances = [{entry["name"]: entry["probability"] for entry in row["classes"]} for row in rows]
+    assert all(set(entry) == set(CLASSES) and math.isclose(sum(entry.values()), 1.0) for entry in chances)
+    labels = [Path(path).parent.name for path in paths]
+    loss = -sum(math.log(entry[label]) for entry, label in zip(chances, labels)) / len(paths)
+    right = sum(max(entry, key=entry.__getitem__) == label for entry, label in zip(chances, labels))
+    code, output = launch(["-m", "largebatch.validate", str(run)], ranks=1)
+    found = re.search(r"top-1 ([\d.]+) %.*loss ([\d.]+) ", output)
+    assert code == 0 and found, output
+    assert found.group(2) == f"{loss:.4f}" and found.group(1) == f"{100 * right / len(paths):.2f}"
+
+
+def test_predictions_are_those_of_timm_and_pil(run, images, capfd):
+    """PIL's resize and torch's for bytes round differently by a level or two of 255."""
+    model = timm.create_model(f"local-dir:{newest(run)}", pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    paths = held_out(images)
+    assert predict([str(run), *paths, "--json"]) == 0
+    for line, path in zip(capfd.readouterr().out.splitlines(), paths):
+        with torch.inference_mode():
+            expected = model(transform(Image.open(path).convert("RGB"))[None]).softmax(dim=1)[0]
+        for entry in json.loads(line)["classes"]:
+            assert entry["probability"] == pytest.approx(expected[CLASSES.index(entry["name"])].item(), abs=5e-3)
+
+
+def test_bad_images_are_named_after_the_good_ones(run, images, tmp_path, capfd):
+    good, text, cut = held_out(images)[0], tmp_path / "text.jpg", tmp_path / "cut.png"
+    text.write_text("no image")
+    cut.write_bytes(Path(good).read_bytes()[:500])
+    assert predict([str(run), str(text), good, str(cut), str(tmp_path), "nothing.png", "--top", "2", "--ema"]) == 2
+    out, err = capfd.readouterr()
+    name, *shares = out.splitlines()
+    assert name == good and len(shares) == 2 and all(re.fullmatch(r" +[\d.]+ %  (blue|green|red)", s) for s in shares)
+    messages = [line for line in err.splitlines() if line.startswith("largebatch: ")]
+    for path, message in zip((text, cut, tmp_path, "nothing.png"), messages, strict=True):
+        assert message.startswith(f"largebatch: {path} is left out: ")
+    assert "it is a folder; give the images in it" in messages[2] and "there is no such file" in messages[3]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["nowhere"], "nowhere is not known as a weights file"),
+        (["{run}", "--top", "0"], "--top is 0: expected 1 or more."),
+        (["{images}"], "{images} has no weights: expected model.safetensors, or the checkpoints of a run with it"),
+    ],
+)
+def test_mistakes_are_one_sentence(run, images, capsys, words, message):
+    words = [word.format(run=run, images=images) for word in words]
+    assert predict([words[0], *held_out(images), *words[1:]]) == 2
+    assert capsys.readouterr().err.startswith(f"largebatch: {message.format(images=images)}")
+
+
+def test_classes_without_names_have_numbers(images, tmp_path, capfd):
+    torch.manual_seed(0)
+    save_weights(create_model("vit_nano32", img_size=64, num_classes=12), tmp_path / "bare.pt")
+    assert predict([str(tmp_path / "bare.pt"), held_out(images)[0]]) == 0
+    assert len(re.findall(r"(?m)^ +\d+\.\d\d %  class \d+$", capfd.readouterr().out)) == 5

@@ -1,0 +1,242 @@
+"""config.json beside weights: timm builds the same model from it, and so does the zoo, whatever its place."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from zoo import MODELS, create_model, hub, list_models, save_weights
+
+import timm  # isort: skip  (after zoo, which makes it importable beside a CPU build of torch)
+from timm.data import resolve_model_data_config  # isort: skip
+
+NAMES = ["cat", "dog", "élan"]
+GEOMETRY = {"crop_pct": 0.8, "interpolation": "bilinear", "mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+
+
+def write(folder: Path, name: str, **options) -> nn.Module:
+    """A folder with the weights of a model for three classes, all of them random, and its description; the model."""
+    torch.manual_seed(1)
+    model = create_model(name, **({"img_size": 64, "num_classes": 3} | options)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    folder.mkdir(parents=True, exist_ok=True)
+    save_weights(model, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(hub.describe(name, model, label_names=NAMES, **GEOMETRY)))
+    return model
+
+
+def images(side: int = 64) -> torch.Tensor:
+    return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def difference(one: nn.Module, other: nn.Module, side: int = 64) -> float:
+    """The largest difference of two logits, as a share of the largest logit."""
+    first, second = one.eval()(images(side)), other.eval()(images(side))
+    assert first.shape == (2, 3) and first.std() > 0.01
+    return float((first - second).abs().max() / first.abs().max())
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    write(tmp_path / "hub", "vit_nano32")
+    return tmp_path / "hub"
+
+
+# -- for timm ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, options, tolerance",
+    [
+        ("vit_ti16", {}, 0.0),
+        ("vit_nano32", {}, 0.0),  # timm has no such name: another ViT with these sizes
+        ("vit_nano32", {"global_pool": "avg", "img_size": 96}, 0.0),
+        ("volo_d1", {}, 1e-5),  # timm's outlook attention adds up in another order
+    ],
+)
+def test_timm_builds_the_same_model_from_the_folder(tmp_path, name, options, tolerance):
+    ours = write(tmp_path, name, **options)
+    theirs = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    side = options.get("img_size", 64)
+    assert difference(ours, theirs, side) <= tolerance
+    config = resolve_model_data_config(theirs)
+    assert tuple(config["input_size"]) == (3, side, side) and config["crop_mode"] == "center"
+    assert {key: tuple(config[key]) if isinstance(config[key], list) else config[key] for key in GEOMETRY} == GEOMETRY
+    assert list(theirs.pretrained_cfg["label_names"]) == NAMES
+    assert theirs.num_classes == 3 and theirs.pretrained_cfg["num_classes"] == 3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_is_known_to_timm_and_found_again(tmp_path, name):
+    """Without memory: names and shapes of all tensors, at another size than the usual."""
+    with torch.device("meta"):
+        ours = create_model(name, img_size=128, num_classes=5)
+        content = hub.describe(name, ours)
+        arguments = content["model_args"] | {"num_classes": 5}
+        theirs = timm.create_model(content["architecture"], pretrained=False, **arguments)
+    shapes = [{key: value.shape for key, value in model.state_dict().items()} for model in (ours, theirs)]
+    assert shapes[0] == shapes[1] and content["num_features"] == theirs.num_features
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "model.safetensors").touch()
+    found = hub.find(tmp_path)
+    assert (found.name, found.img_size, found.num_classes, found.global_pool) == (name, 128, 5, "")
+    assert found.cfg == {key: ours.default_cfg[key] for key in hub.GEOMETRY}
+
+
+# -- for the zoo -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, options", [("vit_nano32", {"global_pool": "avg"}), ("vit_ti16", {})])
+def test_a_folder_needs_no_name_size_or_classes(tmp_path, name, options):
+    ours = write(tmp_path, name, **options)
+    for model in (create_model(weights=tmp_path), create_model(name, weights=f"local-dir:{tmp_path}")):
+        assert difference(ours, model) == 0.0
+        assert model.default_cfg == ours.default_cfg | GEOMETRY | {"label_names": tuple(NAMES)}
+
+
+def test_what_is_given_replaces_what_is_found(folder, caplog):
+    model = create_model(weights=folder, img_size=96, num_classes=4)
+    assert model(images(96)).shape == (2, 4) and "head of 3 classes left out" in caplog.text
+    cfg = model.default_cfg
+    assert cfg["mean"] == GEOMETRY["mean"] and cfg["crop_pct"] == 0.9 and "label_names" not in cfg
+    with pytest.raises(ValueError, match="does not fit vit_ti16: it looks like vit_nano32, ask for that"):
+        create_model("vit_ti16", weights=folder)
+
+
+def test_a_file_with_a_name_is_read_as_ever_and_one_without_tells_by_its_neighbour(folder):
+    file = folder / "model.safetensors"
+    assert create_model("vit_nano32", img_size=64, num_classes=3, weights=file).default_cfg["crop_pct"] == 0.9
+    assert create_model(weights=file).default_cfg["crop_pct"] == 0.8
+
+
+@pytest.mark.parametrize(
+    "name, options", [("vit_nano32", {"img_size": 96}), ("vit_nano32", {"global_pool": "avg"}), ("volo_d1", {})]
+)
+def test_a_bare_file_is_known_by_its_tensors(tmp_path, name, options):
+    ours = write(tmp_path, name, **options)
+    (tmp_path / "model.safetensors").rename(tmp_path / "bare.safetensors")
+    (tmp_path / "config.json").unlink()
+    model = create_model(weights=tmp_path / "bare.safetensors")
+    assert difference(ours, model, options.get("img_size", 64)) == 0.0 and model.default_cfg == ours.default_cfg
+
+
+def test_a_bare_file_of_another_model_is_refused(tmp_path):
+    save_weights(nn.Linear(2, 2), tmp_path / "linear.pt")
+    with pytest.raises(ValueError, match="linear.pt does not tell its model, which is none of the zoo: name the model"):
+        create_model(weights=tmp_path / "linear.pt")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"architecture": "resnet18", "model_args": {}}, 'timm\'s resnet18, .*create_model."local-dir:.*builds it'),
+        ({"model_args": {"class_token": False}}, "timm's vit_base_patch32_224 with class_token False, which the zoo"),
+        ({"pretrained_cfg": {}}, "config.json does not describe a model as timm does: KeyError"),
+        ({"architecture": None}, "config.json does not describe a model as timm does"),
+    ],
+)
+def test_a_description_of_another_model_is_refused(folder, changes, message):
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | changes))
+    with pytest.raises(ValueError, match=message):
+        create_model(weights=folder)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(folder, tmp_path) -> Path:
+    """A run folder with two checkpoints, as `largebatch.checkpoint` writes them."""
+    for step in (99_999_999, 100_000_000):  # the newest is the one of more digits
+        path = tmp_path / "run" / "checkpoints" / f"{step:08d}"
+        shutil.copytree(folder, path)
+        digests = {file.name: {"sha256": hub.digest(file)} for file in path.iterdir()}
+        (path / "manifest.json").write_text(json.dumps({"step": step, "parts": digests}))
+    (tmp_path / "run" / "checkpoints" / "100000001.tmp").mkdir()
+    return tmp_path / "run"
+
+
+def test_a_run_folder_is_its_newest_checkpoint(run):
+    assert hub.find(run).weights == run / "checkpoints" / "100000000" / "model.safetensors"
+    assert create_model(weights=run).num_classes == 3
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_damaged_checkpoint_is_passed_over_or_refused(run, caplog, file):
+    newest = run / "checkpoints" / "100000000"
+    content = (newest / file).read_bytes()
+    (newest / file).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with caplog.at_level(logging.WARNING):
+        assert hub.find(run).weights.parent.name == "99999999"
+    assert f"checkpoint {newest} is refused: {file} has changed since it was written" in caplog.text
+    for source in (newest, newest / "model.safetensors"):
+        with pytest.raises(ValueError, match=f"{newest / file} has changed since it was written: restore it, or take"):
+            hub.find(source)
+
+
+def test_the_average_is_taken_if_it_is_asked_for(run):
+    with pytest.raises(ValueError, match=f"{run} has no weights: expected model_ema.safetensors, or"):
+        hub.find(run, average=True)
+    average = run / "checkpoints" / "99999999" / "model_ema.safetensors"
+    shutil.copy(average.with_name("model.safetensors"), average)
+    assert hub.find(run, average=True).weights == average and create_model(weights=average).num_classes == 3
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path} has no weights: expected model.safetensors, or the checkpoints"):
+        create_model(weights=tmp_path)
+
+
+# -- names -------------------------------------------------------------------------------------------------------
+
+
+def test_timms_names_are_names_of_the_zoo():
+    for theirs, (ours, side) in {"vit_base_patch32_384": ("vit_b32", 384), "volo_d1_224": ("volo_d1", 224)}.items():
+        with torch.device("meta"):
+            model = create_model(theirs)
+            same = create_model(ours, img_size=side)
+        assert model.default_cfg == same.default_cfg
+        assert [v.shape for v in model.state_dict().values()] == [v.shape for v in same.state_dict().values()]
+    assert hub.zoo_name("vit_base_patch16_224_miil") is None  # another model under a longer name
+
+
+def test_the_models_are_listed():
+    assert list_models() == list(MODELS) and list_models("volo*") == [f"volo_d{k}" for k in range(1, 6)]
+
+
+@pytest.mark.parametrize("source", ["hf-hub:timm/vit_base_patch32_224.augreg_in1k", "vit_base_patch32_224.augreg_in1k"])
+def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch, tmp_path, source):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = "timm/vit_base_patch32_224.augreg_in1k"
+    with pytest.raises(ValueError, match=f"^hf-hub:{repository} could not be fetched: .*; without a network, copy"):
+        create_model("vit_b32", weights=source)
+
+
+def test_what_is_on_the_hub_is_read_from_its_copy(monkeypatch, folder):
+    import huggingface_hub
+
+    def download(repository: str, **options) -> str:
+        asked.append((repository, options))
+        return str(folder)
+
+    asked: list = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert create_model(weights="hf-hub:us/model@v2").default_cfg["label_names"] == tuple(NAMES)
+    wanted = ["model.safetensors", "config.json"]
+    assert asked == [("us/model", {"revision": "v2", "allow_patterns": wanted})]
+
+
+def test_neither_name_nor_weights_is_refused():
+    with pytest.raises(ValueError, match="there is no model's name, and there are no weights: the zoo has vit_b32"):
+        create_model()
