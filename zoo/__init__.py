@@ -7,11 +7,12 @@ A model is timm's, or has timm's interface; model.py says what this interface is
 its images. The dict `MODELS` lists all models; nothing registers itself. `zoo._torchvision` must be imported before
 timm.
 
-    model.py    the interface of a model: ZooModel, TokenLabelingModel
-    vit.py      the ViTs, by timm's class
-    volo.py     VOLO
-    weights.py  read and write weights
-    teacher.py  logits for each place of an image
+    model.py        the interface of a model: ZooModel, TokenLabelingModel
+    vit.py          the ViTs, by timm's class
+    volo.py         VOLO
+    timm_models.py  any classifier of timm
+    weights.py      read and write weights
+    teacher.py      logits for each place of an image
 """
 
 import difflib
@@ -24,7 +25,7 @@ from typing import Any, cast
 from torch import nn
 
 import zoo._torchvision  # noqa: F401
-from zoo import vit, volo
+from zoo import timm_models, vit, volo
 from zoo.model import ZooModel
 from zoo.vit import set_fused_attn
 from zoo.weights import load_weights, named_weights, save_weights, write_weights
@@ -63,6 +64,7 @@ def create_model(
 ) -> nn.Module:
     """Build a model of the zoo: images (B, 3, img_size, img_size) -> logits (B, num_classes).
 
+    name: one of `MODELS`, or timm/NAME for any classifier of timm, which has the rates that timm gives it.
     weights: a .safetensors, .pt, .pth or .bin file, also of another image size or number of classes (see
     `load_weights`); without it the model is initialised from torch's global random state.
     The rates are timm's: drop_rate is before the head only; dropout as in the ViT paper, after the position
@@ -76,10 +78,11 @@ def create_model(
     Raises ValueError for an unknown name, a size that the model cannot take, a rate outside [0, 1), an option that the
     model does not use, and weights that do not fit.
     """
-    if name not in MODELS:
+    build = partial(timm_models.build_timm, name) if name.startswith(timm_models.PREFIX) else MODELS.get(name)
+    if build is None:
         close = difflib.get_close_matches(name, MODELS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"there is no model {name!r}: {hint}the zoo has {', '.join(MODELS)}")
+        raise ValueError(f"there is no model {name!r}: {hint}the zoo has {', '.join(MODELS)}, and timm/NAME")
     rates = {
         "drop_rate": drop_rate,
         "pos_drop_rate": pos_drop_rate,
@@ -93,17 +96,20 @@ def create_model(
     if num_classes < 0:
         raise ValueError(f"num_classes of {name} is {num_classes}, expected 1 or more, or 0 for features")
     options = rates | {"outlook_drop_path": outlook_drop_path, "global_pool": global_pool, "weight_init": weight_init}
-    model = MODELS[name](img_size=img_size, num_classes=num_classes, **_used(name, options))
+    model = build(img_size=img_size, num_classes=num_classes, **_used(name, build, options))
     if grad_checkpointing:
-        cast(ZooModel, model).set_grad_checkpointing()
+        try:
+            cast(ZooModel, model).set_grad_checkpointing()
+        except (AssertionError, AttributeError):
+            raise ValueError(f"grad_checkpointing of {name} is true, and {name} cannot do it: leave it out") from None
     if weights is not None:
         load_weights(model, weights)
     return model
 
 
-def _used(name: str, options: dict[str, Any]) -> dict[str, Any]:
+def _used(name: str, build: Callable[..., nn.Module], options: dict[str, Any]) -> dict[str, Any]:
     """The options that a model's builder takes; ValueError if another one is set."""
-    takes = inspect.signature(MODELS[name]).parameters
+    takes = inspect.signature(build).parameters
     for option, value in options.items():
         if option not in takes and value:
             raise ValueError(f"{option} of {name} is {value!r}, and {name} has no use for it: leave it out")
