@@ -51,7 +51,7 @@ def check(config: TrainConfig) -> None:
         ("data.eval_batch_size", c.data.eval_batch_size, 1),
         ("data.num_threads", c.data.num_threads, 1),
         ("data.shuffle_window", c.data.shuffle_window, 0),
-        ("model.num_classes", c.model.num_classes, 1),
+        ("model.num_classes", c.model.num_classes, 0),
         ("data.crop_padding", c.data.crop_padding, 0),
         ("augment.mixup_alpha", c.augment.mixup_alpha, 0),
         ("loss.dense_weight", c.loss.dense_weight, 0),

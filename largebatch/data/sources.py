@@ -11,8 +11,8 @@ never written to.
     synthetic   4,000 training images in 64 shards and 1,000 held out, of 1,000 classes, as heavy as ImageNet's
                 (about 500 x 375, 110 KB): cut from scikit-learn's two photographs, for measuring speed.
     TFRecords   train-* and validation-* in the folder itself or in its folders train and validation.
-    images      train/<class>/*.JPEG and validation/<class>/* (or val/): sorted class names are the labels
-                0, 1, ...
+    images      train/<class>/*.JPEG and validation/<class>/* (or val/, or else test/): sorted class names are the
+                labels 0, 1, ...
     CIFAR-10    the folder or tar.gz of its binary or python version; written once into the cache, too, as PNG.
 
 Images that quarantine.csv in the data folder lists are left out; `largebatch.pack check` writes this list.
@@ -39,8 +39,10 @@ from largebatch.files import cache_folder, locked, no_progress, safe_cache, writ
 
 logger = logging.getLogger(__name__)
 
-SPLITS = {"train": ("train",), "validation": ("validation", "val")}  # and the names of their folders
+# The splits and the names of their folders. The first that is there is taken: test is for data without another one.
+SPLITS = {"train": ("train",), "validation": ("validation", "val", "test")}
 BUILT_IN = ("digits", "synthetic")
+WITHOUT = " To train without held-out images set --run.eval_every never."
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 _DIGITS_SIZE, _DIGITS_HELD_OUT = 64, 36  # pixels; images of each class
 _SYNTHETIC_CLASSES, _SYNTHETIC_SHARDS = 1000, {"train": 64, "validation": 4}
@@ -169,14 +171,10 @@ def find_shards(folder: Path, split: str) -> list[str]:
     .tfrecord(s).
     """
     for place in (folder, *(folder / name for name in SPLITS[split])):
-        found = [
-            str(file)
-            for name in SPLITS[split]
-            for file in place.glob(f"{name}-*")
-            if file.suffix in ("", ".tfrecord", ".tfrecords") and file.is_file()
-        ]
-        if found:
-            return sorted(found)
+        for name in SPLITS[split]:
+            files = (file for file in place.glob(f"{name}-*") if file.suffix in ("", ".tfrecord", ".tfrecords"))
+            if found := sorted(str(file) for file in files if file.is_file()):
+                return found
     return []
 
 
@@ -189,7 +187,8 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
     if place is None:
         raise ValueError(
             f"{folder} has no {split} split: looked for TFRecords {split}-* in it and in its folder {split}, "
-            f"and for images in {' or '.join(f'{name}/<class>/' for name in SPLITS[split])}.{_parent_hint(folder)}"
+            f"and for images in {' or '.join(f'{name}/<class>/' for name in SPLITS[split])}."
+            + (_parent_hint(folder) or WITHOUT * (split == "validation"))
         )
     names = _class_names(_split_folder(folder, "train") or place)
     unknown = sorted(set(_class_names(place)) - set(names))
@@ -202,7 +201,8 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
             files += found
             labels += [label] * len(found)
     if not files:
-        raise ValueError(f"{place} holds no images: looked for <class>/*{', <class>/*'.join(EXTENSIONS)}.")
+        hint = WITHOUT * (split == "validation")
+        raise ValueError(f"{place} holds no images: looked for <class>/*{', <class>/*'.join(EXTENSIONS)}.{hint}")
     return files, labels, names
 
 
