@@ -9,7 +9,7 @@ import json
 import logging
 import sysconfig
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,10 +20,12 @@ from torch.optim import Optimizer
 
 from largebatch import checkpoint, hooks, optim
 from largebatch.augment import Augment
+from largebatch.batch_norm import batch_norms
 from largebatch.comm import Communicator, Stopped
 from largebatch.comm.cores import loader_threads
 from largebatch.comm.signals import Signals
 from largebatch.config import (
+    NEVER,
     DataConfig,
     TrainConfig,
     accumulation_passes,
@@ -54,22 +56,43 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FEW = 16  # images of a micro-batch, below which batch norm suffers (https://arxiv.org/abs/1803.08494, figure 1)
+
+
+class Images(NamedTuple):
+    """The images of a run; without an evaluation there are no held-out ones."""
+
+    train: "Index"
+    held_out: "Index | None"
+
 
 def build_trainer(
-    config: TrainConfig, comm: Communicator, signals: Signals | None = None, *, device: torch.device | None = None
+    config: TrainConfig,
+    comm: Communicator,
+    signals: Signals | None = None,
+    *,
+    device: torch.device | None = None,
+    images: Images | None = None,
 ) -> Trainer:
     """Build a whole run, resumed from its folder if there is a checkpoint.
 
     signals: those that stop the run early. device: that of `start.set_up`, if it has resolved the config already.
+    images: those of `open_images`, if they are open already.
     """
     if device is None:
         config, device = set_up(config, comm)
+    if images is None:
+        check_model(config, comm)
+        check_batch(config, comm)
+        images = open_images(config, comm)
+    config = with_classes(config, images.train)
     passes = count_passes(config, comm)
-    train, held_out = open_data(config, comm, "train"), open_data(config, comm, "validation")
     if comm.rank == 0:
-        warn_of_large_batch(config.data.global_batch_size, len(train))
+        warn_of_large_batch(config.data.global_batch_size, len(images.train))
     replica = build_replica(config, comm, device, passes=passes)
-    trainer = assemble(config, replica, device, train=train, held_out=held_out, signals=signals)
+    if comm.rank == 0:
+        warn_of_few_statistics(replica.model, config.data.micro_batch_size)
+    trainer = assemble(config, replica, device, images=images, signals=signals)
     if not checkpoint.resume(config, trainer):
         comm.broadcast_model(trainer.model)
     return trainer
@@ -78,18 +101,33 @@ def build_trainer(
 # -- the images ------------------------------------------------------------------------------------------------
 
 
-def count_passes(config: TrainConfig, comm: Communicator) -> int:
+def check_model(config: TrainConfig, comm: Communicator) -> None:
+    """Refuse a model, a size or a rate that does not fit before data are opened: build the model without memory."""
+    values = asdict(config.model) | {"weights": None, "num_classes": config.model.num_classes or 1000}
+    with comm.together("model"), torch.device("meta"):
+        create_model(values.pop("name"), **values)
+
+
+def check_batch(config: TrainConfig, comm: Communicator) -> int:
     """Return the passes of a rank in a step. Mistakes in batch and augmentation are refused before data are opened."""
     saved = comm.rank == 0 and bool(checkpoint.checkpoints(config.folder))
     resuming = comm.broadcast_object(saved, name="build/resuming")
-    batch: dict[str, Any] = {
+    with comm.together("batch"):
+        parse_policy(config.augment.auto_augment)
+        return accumulation_passes(**_batch(config, comm), resuming=resuming)
+
+
+def _batch(config: TrainConfig, comm: Communicator) -> dict[str, Any]:
+    return {
         "global_batch_size": config.data.global_batch_size,
         "micro_batch_size": config.data.micro_batch_size,
         "num_ranks": comm.data_size,
     }
-    with comm.together("batch"):
-        parse_policy(config.augment.auto_augment)
-        passes = accumulation_passes(**batch, resuming=resuming)
+
+
+def count_passes(config: TrainConfig, comm: Communicator) -> int:
+    """Return the passes of a rank in a step, and log them."""
+    passes = check_batch(config, comm)
     count = config.data.global_batch_size // config.data.micro_batch_size
     logger.info(
         "global batch %d = %d ranks%s × %d micro-batch × %s%d passes",
@@ -109,16 +147,36 @@ def count_passes(config: TrainConfig, comm: Communicator) -> int:
             passes,
             count // comm.data_size,
             100 * (1 - count / (passes * comm.data_size)),
-            nearest_batches(**batch),
+            nearest_batches(**_batch(config, comm)),
         )
     return passes
 
 
-def open_data(config: TrainConfig, comm: Communicator, split: str) -> "Index":
+def open_images(config: TrainConfig, comm: Communicator) -> Images:
+    """Open the training images, and the held-out ones of the same classes if the run has evaluations."""
+    train = open_data(config, comm, "train", with_maps=config.data.token_labels)
+    return Images(train, open_held_out(with_classes(config, train), comm))
+
+
+def open_held_out(config: TrainConfig, comm: Communicator) -> "Index | None":
+    """Open the held-out images of a config that has a number of classes; None if the run has no evaluations."""
+    if config.run.eval_every == NEVER:
+        logger.info("no evaluations: --run.eval_every is never, so there will be no accuracy")
+        return None
+    return open_data(config, comm, "validation")
+
+
+def with_classes(config: TrainConfig, train: "Index") -> TrainConfig:
+    """Return the config with the number of classes of the training images, if it leaves that open."""
+    return replace(config, model=replace(config.model, num_classes=config.model.num_classes or train.num_classes))
+
+
+def open_data(config: TrainConfig, comm: Communicator, split: str, *, with_maps: bool = False) -> "Index":
     """Open the index of one split. Rank 0 finds and checks the files, and gives its index to all ranks.
 
     So a file system gets no more calls if there are more ranks. Images that are written into a cache first are written
     on each host. The first rank of each host looks if the files there are those of rank 0; a copy will do.
+    with_maps: each image must have a label map.
     """
     from largebatch.data import index_file  # a benchmark without images does without the packages behind these
     from largebatch.data.sources import find_folder, open_source
@@ -138,8 +196,8 @@ def open_data(config: TrainConfig, comm: Communicator, split: str) -> "Index":
             progress=comm.progress,
         )
         index = index.for_classes(config.model.num_classes)
-        if split == "train" and data.token_labels:
-            index.check_maps(config.model.num_classes)
+        if with_maps:
+            index.check_maps(config.model.num_classes or index.num_classes)
         return here, index, index_file.file_numbers(index)
 
     there, index, numbers = comm.from_rank_0(open_index, phase=f"{phase}, {split} images")
@@ -157,6 +215,16 @@ def warn_of_large_batch(global_batch_size: int, num_samples: int) -> None:
             "--data.global_batch_size is %d, and there are %d training images: a step sees each image %.1f times. For "
             "an update in each epoch give at most %d.",
             *(global_batch_size, num_samples, global_batch_size / num_samples, num_samples),
+        )
+
+
+def warn_of_few_statistics(model: nn.Module, micro_batch_size: int) -> None:
+    """Warn of batch norm over few images: it does not know of the other micro-batches of a step."""
+    if micro_batch_size < FEW and batch_norms(model):
+        logger.warning(
+            "--data.micro_batch_size is %d, and the model has batch norm, which then takes its statistics from %d "
+            "images: accuracy suffers below about %d.",
+            *(micro_batch_size, micro_batch_size, FEW),
         )
 
 
@@ -396,17 +464,19 @@ def assemble(
     replica: Replica,
     device: torch.device,
     *,
-    train: "Index",
-    held_out: "Index",
+    images: Images,
     signals: Signals | None,
 ) -> Trainer:
     """Build the parts that depend on the images, and put all together, with the run at its beginning."""
     comm, model = replica.comm, replica.model
     with comm.together("building"):
+        train, held_out = images
         plan = build_plan(config, train)
         ema = build_ema(config, plan, model)
-        eval_batches = build_eval_loader(config, comm, model=model, index=held_out, device=device)
-        comm.before_shutdown(eval_batches.close)
+        eval_batches: Any = ()
+        if held_out is not None:
+            eval_batches = build_eval_loader(config, comm, model=model, index=held_out, device=device)
+            comm.before_shutdown(eval_batches.close)
         description = describe(config, model, train) if comm.rank == 0 else ""
         trainer = put_together(
             config,
@@ -453,13 +523,20 @@ def put_together(
         seed=config.run.seed,
         precision=config.run.precision,
         clip_norm=config.optim.clip_norm,
-        eval_images=_images(config, "run.eval_every", plan.num_samples, plan.num_images),
+        eval_images=evaluation_images(config, plan),
         device=device,
         replica=replica,
         hooks=hooks,
         average=ema.model if ema else None,
         state=TrainState(data=data),
     )
+
+
+def evaluation_images(config: TrainConfig, plan: Plan) -> int:
+    """Return the training images between evaluations; 0: there are none."""
+    if config.run.eval_every == NEVER:
+        return 0
+    return _images(config, "run.eval_every", plan.num_samples, plan.num_images)
 
 
 def build_objective(config: TrainConfig, model: nn.Module) -> Objective:
@@ -526,8 +603,11 @@ def build_hooks(
         recomputing = [hooks.RecomputeCheck(interval_images=images("run.recompute"))]
     comparing: list[hooks.ReplicaCheck] = []
     if config.run.check_replicas:
-        option = "run.eval_every" if config.run.check_replicas == "evaluation" else "run.check_replicas"
-        comparing = [hooks.ReplicaCheck(interval_images=images(option), with_optimizer=not config.parallel.zero)]
+        at_evaluations = config.run.check_replicas == "evaluation"
+        interval = evaluation_images(config, plan) if at_evaluations else images("run.check_replicas")
+        # Without evaluations the checks before each checkpoint and after the last step remain.
+        interval = interval or plan.num_images
+        comparing = [hooks.ReplicaCheck(interval_images=interval, with_optimizer=not config.parallel.zero)]
     every_s = duration_seconds(config.checkpoint.every) or 0.0
     saving = hooks.Checkpoint(
         config.folder,

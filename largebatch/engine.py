@@ -82,7 +82,7 @@ class Trainer:
     seed: int
     precision: str
     clip_norm: float | None
-    eval_images: int  # training images between evaluations
+    eval_images: int  # training images between evaluations; 0: no evaluations
     device: torch.device
     replica: Replica  # attached to this model, optimizer and comm
     hooks: Sequence["Hook"] = ()
@@ -174,7 +174,9 @@ class Trainer:
         self.last_step = min(max_steps or self.num_steps, self.num_steps)
         with self.replica.statistics.over_steps():
             self._each("before_fit")
-            if self.state.train_loss is not None:  # the run was stopped in this evaluation
+            if not self.eval_images:
+                self.state.train_loss = None  # an evaluation that was due is no longer wanted
+            elif self.state.train_loss is not None:  # the run was stopped in this evaluation
                 self._evaluate_and_report()
             with closing(self.open_batches(self.state.step)) as batches:
                 self._train_until(batches)
@@ -194,7 +196,7 @@ class Trainer:
             if output.applied:
                 losses[0] += output.loss_sum * output.images
                 losses[1] += output.images
-            if self.due(self.eval_images):
+            if self.eval_images and self.due(self.eval_images):
                 self.state.train_loss = self.mean_loss(losses)
                 self._evaluate_and_report()
                 losses.zero_()

@@ -2,8 +2,9 @@
 
     horovodrun -np 4 python -m largebatch.train --model vit_b32 [--data FOLDER] [--section.option value ...]
 
-With --data, the run follows the published recipe of the model; without it, a quick start on embedded images. Any option
-of the config may follow as --section.option. The same command line resumes an interrupted run.
+With --data, the run follows the published recipe of the model, or, with fewer than a million images, one that is scaled
+to them; without it, a quick start on embedded images. With --init-from it is a fine-tuning. --recipe takes any, and any
+option of the config may follow as --section.option. The same command line resumes an interrupted run.
 
 SIGUSR1, SIGTERM or Ctrl-C to any rank, or the near end of a Slurm job, stops the run before the next pass of a step or
 batch of an evaluation, with a checkpoint and exit code 75. A second signal ends it at once.
@@ -14,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,9 @@ from largebatch.comm.signals import Signals
 from largebatch.comm.stopped import StoppedEarly
 
 if TYPE_CHECKING:
+    import torch
+
+    from largebatch.build import Images
     from largebatch.comm import Communicator
     from largebatch.config import TrainConfig
 
@@ -35,21 +40,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     with Signals(nothing_to_lose=True) as signals:
         from largebatch.start import report_mistakes, start_ranks
 
+        argv = sys.argv[1:] if argv is None else argv
         with report_mistakes():
-            config = read(sys.argv[1:] if argv is None else argv)
+            config = read(argv)
         with start_ranks(config) as comm:
             signals.end = comm.abort
             comm.progress("start")
             with run_folder(config, comm):
-                train(config, comm, signals)
+                train(argv, config, comm, signals)
 
 
-def read(argv: Sequence[str]) -> "TrainConfig":
-    """Return the config of a command line; ValueError for a mistake in it."""
+def read(argv: Sequence[str], num_images: int | None = None) -> "TrainConfig":
+    """Return the config of a command line; ValueError for a mistake in it.
+
+    num_images: training images, by which a recipe may be chosen; None: not known yet.
+    """
     from largebatch.config import parse
     from largebatch.recipes import choose
 
-    return parse(argv, choose_recipe=choose, prog="python -m largebatch.train", description=__doc__)
+    recipe = partial(choose, num_images=num_images)
+    return parse(argv, choose_recipe=recipe, prog="python -m largebatch.train", description=__doc__)
 
 
 @contextmanager
@@ -100,15 +110,18 @@ def start_log(config: "TrainConfig", comm: "Communicator") -> None:
     logging.basicConfig(level=level, handlers=handlers, format=f"[{comm.rank}] %(message)s", force=True)
 
 
-def train(config: "TrainConfig", comm: "Communicator", signals: Signals) -> None:
+def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", signals: Signals) -> None:
     """Train, or resume the run in the folder of the config; all ranks raise StoppedEarly if it was told to end."""
     from largebatch.build import build_trainer
     from largebatch.config import dump
+    from largebatch.recipes import depends_on_data
     from largebatch.start import set_up
 
-    logger.info("%s", headline(config))
+    sized = depends_on_data(argv)
+    logger.info("%s", headline(config, sized=sized))
     config, device = set_up(config, comm)
-    trainer = build_trainer(config, comm, signals, device=device)
+    config, images = read_images(argv, config, comm, device, sized=sized)
+    trainer = build_trainer(config, comm, signals, device=device, images=images)
     with comm.together("writing config.yaml"):
         if comm.rank == 0:
             (Path(config.folder) / "config.yaml").write_text(dump(config))
@@ -122,16 +135,53 @@ def train(config: "TrainConfig", comm: "Communicator", signals: Signals) -> None
         raise StoppedEarly(f"stopped after {place}, because {reason}; the same command resumes (exit code 75).")
 
 
-def headline(config: "TrainConfig") -> str:
-    """Describe the recipe of a run, and how to get the other one."""
+def read_images(
+    argv: Sequence[str], config: "TrainConfig", comm: "Communicator", device: "torch.device", *, sized: bool
+) -> "tuple[TrainConfig, Images]":
+    """Open the images; return them, and the config with their number of classes.
+
+    sized: the recipe depends on the number of images. Then rank 0 chooses it for all ranks, by the same command line,
+    whose options every rank has compared.
+    """
+    from largebatch.build import Images, check_batch, check_model, open_data, open_held_out, with_classes
+    from largebatch.start import resolve
+
+    check_model(config, comm)
+    if not sized:
+        check_batch(config, comm)
+    train = open_data(config, comm, "train", with_maps=not sized and config.data.token_labels)
+    if sized:
+        config = comm.from_rank_0(lambda: resolve(read(argv, len(train)), device), phase="choosing a recipe")
+        logger.info("%d training images of %d classes: %s", len(train), train.num_classes, size_line(config))
+        with comm.together("choosing a recipe"):
+            if config.data.token_labels:
+                train.check_maps(train.num_classes)
+    config = with_classes(config, train)
+    return config, Images(train, open_held_out(config, comm))
+
+
+def size_line(config: "TrainConfig") -> str:
+    """Describe what a recipe has taken from the number of images."""
+    data, run = config.data, config.run
+    return (
+        f"recipe {config.recipe}, global batch {data.global_batch_size} in micro-batches of {data.micro_batch_size}, "
+        f"{run.duration}, {config.optim.name}; --recipe takes another one"
+    )
+
+
+def headline(config: "TrainConfig", *, sized: bool = False) -> str:
+    """Describe the recipe of a run, and how to get the other one. sized: it depends on the number of images."""
     from largebatch.recipes import RECIPES
 
+    place = f"{config.model.name} at {config.model.img_size} px on {config.data.path}"
+    if sized:
+        return f"{place}; the recipe follows from the number of images"
     other = ""
     if config.recipe == "quickstart" and config.model.name in RECIPES:
         other = f"; --data FOLDER takes the published recipe of {config.model.name}"
     elif config.recipe != "quickstart":
         other = "; without --data, a quick start on embedded images"
-    return f"recipe {config.recipe}: {config.model.name} at {config.model.img_size} px on {config.data.path}{other}"
+    return f"recipe {config.recipe}: {place}{other}"
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from largebatch.evaluation import COUNTS, LISTED_COUNTS, count_batch, count_list
 from largebatch.files import atomic_file
 from largebatch.recipes import RECIPES, find
 from largebatch.start import report_mistakes, set_up, start_ranks
-from zoo import load_weights
+from zoo import load_weights, weights
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,9 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
         table = _read_table(flags.csv) if comm.rank == 0 and flags.csv else []
     source = config.model.weights or config.folder
     paths = find_weights(source, comm, average=flags.ema, every=flags.all)
+    if not config.model.num_classes:
+        classes = comm.from_rank_0(lambda: count_classes(config, paths[0]), phase="counting classes")
+        config = replace(config, model=replace(config.model, num_classes=classes))
     held_out = open_data(config, comm, "validation")
     listed = _real_labels(flags.real_labels, held_out, comm) if flags.real_labels else None
     with comm.together("building"):
@@ -161,6 +164,14 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
                 if flags.csv:
                     _write_table(flags.csv, table + [asdict(row) for row in rows])
     return rows
+
+
+def count_classes(config: TrainConfig, path: str) -> int:
+    """Return the number of classes of the weights of a model."""
+    config = replace(config, model=replace(config.model, num_classes=1000))
+    with torch.device("meta"):
+        model = build_model(config, torch.device("cpu"), weights=None)
+    return weights.count_classes(model, path)
 
 
 def evaluate_weights(

@@ -108,6 +108,15 @@ def test_the_training_loss_is_the_mean_over_the_images_since_the_last_evaluation
     assert [(step, found["train_loss"]) for step, found in metrics.found] == [(2, 1.5), (3, 3.0)]
 
 
+def test_a_run_without_evaluations():
+    """Also one that was stopped in an evaluation, when it still had some."""
+    metrics = Metrics()
+    trainer = make_trainer(2 * BATCH, eval_images=0, hooks=(metrics,))
+    trainer.eval_batches, trainer.state.train_loss = (), 1.0
+    trainer.fit()
+    assert trainer.complete and not metrics.found
+
+
 class StopsAt(Hook):
     """Ends the run at a point; the points before each step, and each evaluation, count from 1."""
 

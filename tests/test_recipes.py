@@ -128,7 +128,7 @@ def test_recipes_whose_ranks_share_a_model_fit_it(name, ranks, shape):
     batch_size, micro_batch_size = config.data.global_batch_size, config.data.micro_batch_size
     assert accumulation_passes(global_batch_size=batch_size, micro_batch_size=micro_batch_size, num_ranks=data) == 1
     with torch.device("meta"):
-        model = zoo.create_model(config.model.name, num_classes=config.model.num_classes)
+        model = zoo.create_model(config.model.name, num_classes=config.model.num_classes or 1000)
     check_replica(config.parallel, model, batch_size=micro_batch_size)
     if config.model.name == "vit_6b16":
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(6.45e9, rel=5e-3)

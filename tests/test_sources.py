@@ -307,3 +307,47 @@ def test_pack_digits(tmp_path, cache_home):
     assert sources.open_source(str(tmp_path / "out"), split="train").shard_sizes == (718, 719)
     held_out = sources.open_source(str(tmp_path / "out"), split="validation").for_classes(10)
     assert held_out.shard_sizes == (120, 120, 120) and held_out.label[:12].tolist() == FIRST_HELD_OUT
+
+
+# -- classes and splits that are not given ---------------------------------------------------------------------------
+
+
+def test_the_number_of_classes_follows_from_the_images(image_folder, tmp_path, cache_home):
+    """From class folders and from records, which count from 0 or from 1."""
+    train = sources.open_source(str(image_folder), split="train").for_classes(0)
+    assert train.num_classes == 3
+    for base in (0, -1):  # written labels are higher by one, as in the published records
+        out = tmp_path / f"records{base}"
+        out.mkdir()
+        image = (image_folder / "val" / "n02" / "a.jpg").read_bytes()
+        images = shards.Images([base, base + 1, base + 3], lambda k: image)
+        assert list(shards.write_split(out, "train", images, num_shards=1))[-1] == 3
+        index = sources.open_source(str(out), split="train").for_classes(0)
+        assert (index.num_classes, index.label.tolist(), index.label_base) == (4, [0, 1, 3], base + 1)
+
+
+def test_one_label_is_nothing_to_tell_apart(image_folder, tmp_path, cache_home):
+    image = (image_folder / "val" / "n02" / "a.jpg").read_bytes()
+    (tmp_path / "out").mkdir()
+    assert list(shards.write_split(tmp_path / "out", "train", shards.Images([0, 0], lambda k: image), num_shards=1))
+    with pytest.raises(ValueError, match="/out has one class, label 1: expected two or more to tell apart"):
+        sources.open_source(str(tmp_path / "out"), split="train").for_classes(0)
+
+
+def test_a_test_folder_holds_images_out_if_there_is_no_other(image_folder, tmp_path, cache_home):
+    (image_folder / "val").rename(image_folder / "test")
+    assert len(sources.open_source(str(image_folder), split="validation")) == 2
+    write(image_folder / "validation" / "n01" / "a.jpg", picture(60))
+    assert len(sources.open_source(str(image_folder), split="validation")) == 1
+    with pytest.raises(ValueError, match=f"It looks like one split: give --data {image_folder}, the folder around it."):
+        sources.open_source(str(image_folder / "test"), split="train")
+
+
+def test_who_has_no_held_out_images_is_told_how_to_do_without(image_folder, tmp_path, cache_home):
+    (image_folder / "val").rename(tmp_path / "away")
+    with pytest.raises(ValueError, match=r"has no validation split: .* set --run.eval_every never\.$"):
+        sources.open_source(str(image_folder), split="validation")
+    (image_folder / "test").mkdir()  # images without labels, as competitions give them
+    picture(1).save(image_folder / "test" / "1.jpg")
+    with pytest.raises(ValueError, match=r"/test holds no images: looked for .* set --run.eval_every never\.$"):
+        sources.open_source(str(image_folder), split="validation")

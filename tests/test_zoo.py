@@ -21,6 +21,8 @@ TIMM_NAMES = {
     "vit_b32": "vit_base_patch32_224",
     "vit_b16": "vit_base_patch16_224",
     "vit_l32": "vit_large_patch32_224",
+    "vit_l16": "vit_large_patch16_224",
+    "vit_s16": "vit_small_patch16_224",
     "vit_ti16": "vit_tiny_patch16_224",
 }
 RATES = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
@@ -38,6 +40,8 @@ def on_meta(name: str, **options) -> nn.Module:
         ("vit_b32", 224, 1000, 88_224_232),
         ("vit_b16", 224, 1000, 86_567_656),
         ("vit_l32", 224, 1000, 306_535_400),
+        ("vit_l16", 224, 1000, 304_326_632),
+        ("vit_s16", 224, 1000, 22_050_664),
         ("vit_ti16", 224, 1000, 5_717_416),
         ("vit_nano32", 224, 1000, 158_440),
         ("vit_6b16", 224, 1000, 6_452_220_904),  # 32 blocks of 4,096 features: 12 h² + 13 h each

@@ -8,12 +8,13 @@ A model is timm's, or has timm's interface; model.py says what this interface is
 its images. The dict `MODELS` lists all models; nothing registers itself. `zoo._torchvision` must be imported before
 timm.
 
-    model.py    the interface of a model: ZooModel, TokenLabelingModel
-    vit.py      the ViTs, by timm's class
-    volo.py     VOLO
-    weights.py  read and write weights
-    hub.py      config.json beside weights, by which timm and the zoo know the model; weights of a run or from the hub
-    teacher.py  logits for each place of an image
+    model.py        the interface of a model: ZooModel, TokenLabelingModel
+    vit.py          the ViTs, by timm's class
+    volo.py         VOLO
+    timm_models.py  any classifier of timm
+    weights.py      read and write weights
+    hub.py          config.json beside weights, by which timm and the zoo know the model; weights of a run, of the hub
+    teacher.py      logits for each place of an image
 """
 
 import difflib
@@ -27,7 +28,7 @@ from typing import Any, cast
 from torch import nn
 
 import zoo._torchvision  # noqa: F401
-from zoo import hub, vit, volo
+from zoo import hub, timm_models, vit, volo
 from zoo.model import ZooModel
 from zoo.vit import set_fused_attn
 from zoo.weights import load_weights, named_weights, save_weights, write_weights
@@ -72,7 +73,8 @@ def create_model(
 ) -> nn.Module:
     """Build a model of the zoo: images (B, 3, img_size, img_size) -> logits (B, num_classes).
 
-    name: the zoo's or timm's name; with weights it may be left out.
+    name: the zoo's or timm's name, or timm/NAME for any classifier of timm, which has the rates that timm gives it; it
+    may be left out if weights are given.
     weights: a .safetensors, .pt, .pth or .bin file, also of another image size or number of classes (see
     `load_weights`); a run, a checkpoint or an exported folder; "hf-hub:OWNER/NAME", "local-dir:FOLDER", or timm's name
     of published weights. If it is a folder, or without a name, all that is not given is as in the weights: image size,
@@ -97,10 +99,11 @@ def create_model(
     num_classes = num_classes if num_classes is not None else found.num_classes if found else 1000
     if not name:
         raise ValueError(f"there is no model's name, and there are no weights: the zoo has {', '.join(MODELS)}")
-    if name not in MODELS:
+    build = partial(timm_models.build_timm, name) if name.startswith(timm_models.PREFIX) else MODELS.get(name)
+    if build is None:
         close = difflib.get_close_matches(name, MODELS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"there is no model {name!r}: {hint}the zoo has {', '.join(MODELS)}")
+        raise ValueError(f"there is no model {name!r}: {hint}the zoo has {', '.join(MODELS)}, and timm/NAME")
     rates = {
         "drop_rate": drop_rate,
         "pos_drop_rate": pos_drop_rate,
@@ -114,9 +117,12 @@ def create_model(
     if num_classes < 0:
         raise ValueError(f"num_classes of {name} is {num_classes}, expected 1 or more, or 0 for features")
     options = rates | {"outlook_drop_path": outlook_drop_path, "global_pool": global_pool, "weight_init": weight_init}
-    model = MODELS[name](img_size=img_size, num_classes=num_classes, **_used(name, options))
+    model = build(img_size=img_size, num_classes=num_classes, **_used(name, build, options))
     if grad_checkpointing:
-        cast(ZooModel, model).set_grad_checkpointing()
+        try:
+            cast(ZooModel, model).set_grad_checkpointing()
+        except (AssertionError, AttributeError):
+            raise ValueError(f"grad_checkpointing of {name} is true, and {name} cannot do it: leave it out") from None
     if weights is not None:
         load_weights(model, weights)
     if found:
@@ -131,9 +137,9 @@ def _fitting(found: hub.Found, *, img_size: int, num_classes: int) -> dict[str, 
     return {key: value for key, value in found.cfg.items() if key not in other}
 
 
-def _used(name: str, options: dict[str, Any]) -> dict[str, Any]:
+def _used(name: str, build: Callable[..., nn.Module], options: dict[str, Any]) -> dict[str, Any]:
     """The options that a model's builder takes; ValueError if another one is set."""
-    takes = inspect.signature(MODELS[name]).parameters
+    takes = inspect.signature(build).parameters
     for option, value in options.items():
         if option not in takes and value:
             raise ValueError(f"{option} of {name} is {value!r}, and {name} has no use for it: leave it out")

@@ -24,6 +24,7 @@ import timm
 from torch import nn
 
 from zoo import vit, volo
+from zoo.timm_models import PREFIX
 from zoo.weights import identify
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def describe(name: str, model: nn.Module, *, label_names: Sequence[str] = (), **
     """
     name = (zoo_name(name) or (name,))[0]
     cfg: dict[str, Any] = getattr(model, "default_cfg")
-    pool, fixed = getattr(model, "global_pool", "token"), cfg.get("fixed_input_size", not name.startswith("timm/"))
+    pool, fixed = getattr(model, "global_pool", "token"), cfg.get("fixed_input_size", not name.startswith(PREFIX))
     architecture, arguments = _architecture(name)
     if fixed:
         arguments["img_size"] = cfg["input_size"][-1]
@@ -87,7 +88,7 @@ def _architecture(name: str) -> tuple[str, dict[str, Any]]:
     """Return timm's name of a model, and the arguments that make it this one."""
     structure = (vit.STRUCTURES | volo.STRUCTURES).get(name)
     if structure is None or structure.timm_name:
-        return structure.timm_name if structure else name.removeprefix("timm/"), {}
+        return structure.timm_name if structure else name.removeprefix(PREFIX).partition(".")[0], {}
     if name in vit.STRUCTURES:
         return BASE, {size: getattr(structure, size) for size in SIZES}
     return name, {}  # timm's VOLOs take no other sizes
@@ -158,6 +159,8 @@ def _zoo_name(architecture: str, arguments: Mapping[str, Any], *, file: Path) ->
     for name in vit.STRUCTURES | volo.STRUCTURES:
         if _architecture(name) == (architecture, arguments):
             return name
+    if not arguments and architecture in timm.list_models():
+        return PREFIX + architecture
     others = f" with {', '.join(f'{key} {value}' for key, value in arguments.items())}" if arguments else ""
     raise ValueError(
         f"{file} belongs to timm's {architecture}{others}, which the zoo does not have: "

@@ -29,6 +29,8 @@ STRUCTURES = {
     "vit_b32": Structure(32, embed_dim=768, depth=12, num_heads=12, timm_name="vit_base_patch32_224"),
     "vit_b16": Structure(16, embed_dim=768, depth=12, num_heads=12, timm_name="vit_base_patch16_224"),
     "vit_l32": Structure(32, embed_dim=1024, depth=24, num_heads=16, timm_name="vit_large_patch32_224"),
+    "vit_l16": Structure(16, embed_dim=1024, depth=24, num_heads=16, timm_name="vit_large_patch16_224"),
+    "vit_s16": Structure(16, embed_dim=384, depth=12, num_heads=6, timm_name="vit_small_patch16_224"),
     "vit_6b16": Structure(16, embed_dim=4096, depth=32, num_heads=64, timm_name=""),  # for ranks that share it
     "vit_ti16": Structure(16, embed_dim=192, depth=12, num_heads=3, timm_name="vit_tiny_patch16_224"),
     "vit_nano32": Structure(32, embed_dim=32, depth=2, num_heads=2, timm_name=""),  # for tests: seconds, not minutes

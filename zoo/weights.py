@@ -25,6 +25,7 @@ from timm.layers import resample_abs_pos_embed, resample_abs_pos_embed_nhwc
 from torch import Tensor, nn
 
 from zoo import vit, volo
+from zoo.timm_models import TIMM, as_timm_reads
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ Tensors = dict[str, Tensor]
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".tar")
 CONTAINERS = ("state_dict", "model", "state_dict_ema")  # the first one found is taken
 WRAPPERS = ("module", "_orig_mod")  # DistributedDataParallel and averaged models; torch.compile
-HEADS = ("head", "aux_head")  # VOLO has the second one, for its cells
+HEADS = ("head", "aux_head")  # VOLO has the second one, for its cells; the heads of timm's models have other names
 
 
 def load_weights(model: nn.Module, path: str | Path, *, new_heads: bool = True) -> None:
@@ -51,8 +52,11 @@ def load_weights(model: nn.Module, path: str | Path, *, new_heads: bool = True) 
     target = named_weights(model)
     weights = read_weights(path)
     _check_variant(weights, target, path=path)
+    heads = _heads(model)
+    if hasattr(model, TIMM) and _body(weights, heads) != _body(target, heads):
+        weights = as_timm_reads(weights, model)
     weights = _resize_pos_embed(weights, target, path=path)
-    weights = _replace_heads(weights, target, path=path, allowed=new_heads)
+    weights = _replace_heads(weights, target, heads, path=path, allowed=new_heads)
     _check_fit(weights, target, path=path)
     with torch.no_grad():
         for name, tensor in target.items():
@@ -160,9 +164,11 @@ def _grid(pos_embed: Tensor) -> int:
     return side if side and side * side == pos_embed.shape[1] - 1 else 0
 
 
-def _replace_heads(weights: Tensors, target: Tensors, *, path: str | Path, allowed: bool) -> Tensors:
+def _replace_heads(
+    weights: Tensors, target: Tensors, heads: tuple[str, ...], *, path: str | Path, allowed: bool
+) -> Tensors:
     """Put new heads in place of those for another number of classes; a missing head counts as one for 0 classes."""
-    for head in HEADS:
+    for head in heads:
         found, wanted = _num_classes(weights, head), _num_classes(target, head)
         if found is None or found == wanted or not (found or wanted):
             continue
@@ -178,13 +184,34 @@ def _replace_heads(weights: Tensors, target: Tensors, *, path: str | Path, allow
 
 
 def _num_classes(tensors: Tensors, head: str) -> int | None:
-    """The number of classes of a head; 0 without a head, None if the head is incomplete."""
+    """The number of classes of a head, linear or a convolution; 0 without a head, None if the head is incomplete."""
     weight, bias = tensors.get(f"{head}.weight"), tensors.get(f"{head}.bias")
     if weight is None and bias is None:
         return 0
-    if weight is None or bias is None or weight.ndim != 2 or bias.shape != weight.shape[:1]:
+    if weight is None or bias is None or weight.ndim not in (2, 4) or bias.shape != weight.shape[:1]:
         return None
     return weight.shape[0]
+
+
+def count_classes(model: nn.Module, path: str | Path) -> int:
+    """The number of classes of the weights in a file for this model; ValueError if it has no head."""
+    classes = _num_classes(read_weights(path), _heads(model)[0])
+    if not classes:
+        raise ValueError(f"{path} has no head, so it knows no classes: expected weights of a classifier")
+    return classes
+
+
+def _heads(model: nn.Module) -> tuple[str, ...]:
+    """The names of a model's heads."""
+    if not hasattr(model, TIMM):
+        return HEADS
+    names = getattr(model, "default_cfg")["classifier"]
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _body(tensors: Tensors, heads: tuple[str, ...]) -> dict[str, torch.Size]:
+    """The shapes of all tensors but those of the heads."""
+    return {name: tensor.shape for name, tensor in tensors.items() if name.rpartition(".")[0] not in heads}
 
 
 def recognise(tensors: Tensors) -> str | None:

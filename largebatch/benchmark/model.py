@@ -128,7 +128,7 @@ def config_of(model: str, img_size: int, *, plain: bool = False) -> TrainConfig:
     if plain:
         depth = config.model.drop_path_rate
         config = TrainConfig(data=config.data, model=ModelConfig(name=model, drop_path_rate=depth))
-    return replace(config, model=replace(config.model, img_size=img_size))
+    return replace(config, model=replace(config.model, img_size=img_size, num_classes=config.model.num_classes or 1000))
 
 
 def default_batch_size(config: TrainConfig, device: torch.device) -> int:

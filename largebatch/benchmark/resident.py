@@ -44,7 +44,8 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
     given = {"data.path": NAME} | given_options(argv)
     name = given.get("model.name", "vit_b32")
     recipe = quickstart(name) if name not in RECIPES and "recipe" not in given else find(given)
-    recipe = replace(recipe, data=replace(recipe.data, path=NAME))
+    classes = recipe.model.num_classes or 1000
+    recipe = replace(recipe, data=replace(recipe.data, path=NAME), model=replace(recipe.model, num_classes=classes))
     return apply(replace(recipe, optim=for_optimizer(recipe.optim, given.get("optim.name"))), argv)
 
 

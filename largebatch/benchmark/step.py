@@ -29,7 +29,7 @@ from largebatch.benchmark.measure import Contender, Report, Round, Span, compare
 from largebatch.benchmark.model import timms, training_flops
 from largebatch.benchmark.solo import alone
 from largebatch.benchmark.unreduced import Unreduced
-from largebatch.build import build_objective, build_trainer, divides
+from largebatch.build import build_objective, build_trainer, divides, open_images, with_classes
 from largebatch.comm import Communicator
 from largebatch.comm.launcher import recognise
 from largebatch.config import TrainConfig, parse
@@ -68,7 +68,11 @@ def run(options: argparse.Namespace) -> Report | None:
             config = parse(argv, choose_recipe=choose, prog="python -m largebatch.benchmark step")
     with start(config, on_device=on_device) as comm:
         config, device = set_up(config, comm)
-        build = partial(resident.build_resident if on_device else build_trainer, config, device=device)
+        build = partial(resident.build_resident, config, device=device)
+        if not on_device:
+            images = open_images(config, comm)
+            config = with_classes(config, images.train)  # those of timm's model, too
+            build = partial(build_trainer, config, device=device, images=images)
         with closing(Feed(build(comm))) as feed:
             return measure(options, config, comm, feed, build)
 

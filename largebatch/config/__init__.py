@@ -11,8 +11,9 @@ words.py      what to give instead of an option that does not exist
 """
 
 from largebatch.config.checks import check, without_effect
-from largebatch.config.cli import apply, differences, dump, given_options, load, load_text, options, parse
+from largebatch.config.cli import apply, differences, dump, given_options, load, load_text, options, parse, read_file
 from largebatch.config.durations import (
+    NEVER,
     accumulation_passes,
     duration_images,
     duration_seconds,
@@ -43,6 +44,7 @@ __all__ = [
     "LogConfig",
     "LossConfig",
     "ModelConfig",
+    "NEVER",
     "OptimConfig",
     "ParallelConfig",
     "RunConfig",
@@ -65,5 +67,6 @@ __all__ = [
     "options",
     "parse",
     "profiled_steps",
+    "read_file",
     "without_effect",
 ]

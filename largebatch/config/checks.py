@@ -51,7 +51,7 @@ def check(config: TrainConfig) -> None:
         ("data.eval_batch_size", c.data.eval_batch_size, 1),
         ("data.num_threads", c.data.num_threads, 1),
         ("data.shuffle_window", c.data.shuffle_window, 0),
-        ("model.num_classes", c.model.num_classes, 1),
+        ("model.num_classes", c.model.num_classes, 0),
         ("data.crop_padding", c.data.crop_padding, 0),
         ("augment.mixup_alpha", c.augment.mixup_alpha, 0),
         ("loss.dense_weight", c.loss.dense_weight, 0),
@@ -92,6 +92,27 @@ def check(config: TrainConfig) -> None:
         )
     _check_tokens(c)
     _check_parallel(c)
+    _check_timm(c)
+
+
+def _check_timm(config: TrainConfig) -> None:
+    """Refuse options that work with the zoo's own models alone."""
+    name = config.model.name
+    if not name.startswith("timm/"):
+        return
+    shape = config.parallel.shape()
+    if shape.size > 1:
+        raise ValueError(
+            f"--parallel is {shape} and --model {name}: only the zoo's own models can be cut, so leave --parallel out, "
+            "or choose one of them, such as vit_b16."
+        )
+    tokens = {"loss.dense_weight": config.loss.dense_weight, "data.token_labels": config.data.token_labels}
+    for option, value in tokens.items():
+        if value:
+            raise ValueError(
+                f"--{option} is {value} and --model {name}: models of timm have no logits of tokens in training, so "
+                "leave it out, or choose one that has them, such as volo_d1."
+            )
 
 
 def _check_parallel(config: TrainConfig) -> None:

@@ -5,6 +5,7 @@ import math
 import re
 
 TIMED = ("checkpoint.every",)  # options that may be given as a time, too
+NEVER = "never"  # run.eval_every without evaluations
 SECONDS = {"second": 1, "minute": 60, "hour": 3600}
 
 

@@ -19,8 +19,8 @@ class ModelConfig:
     """zoo name, such as vit_b32"""
     img_size: int = 224
     """image side in pixels"""
-    num_classes: int = 1000
-    """number of classes"""
+    num_classes: int = 0
+    """number of classes; 0: those of the training images"""
     weights: str = ""
     """file of weights to start from (safetensors or torch), or a run folder, whose newest weights are taken; empty:
     random initialisation"""
@@ -211,7 +211,7 @@ class RunConfig:
     """record steps with torch's profiler on rank 0: "a:b", such as 10:13, records steps a to b - 1 of this process,
     counted from 1. The trace for https://ui.perfetto.dev is written to TMPDIR or /tmp; empty: no trace"""
     eval_every: str = "1 epoch"
-    """time between evaluations"""
+    """time between evaluations; never: train without held-out images, which are then not looked for"""
     check_replicas: str = "evaluation"
     """time between checks that all ranks hold the same bits in weights and optimizer, such as "500 steps"; each
     checkpoint is preceded by one as well. evaluation: at each evaluation, which takes far longer than a check; empty:

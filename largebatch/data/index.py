@@ -35,7 +35,7 @@ def label_base(low: int, high: int, *, num_classes: int, name: str) -> int:
         reason = f"label {high} is too large"
     raise ValueError(
         f"The labels of {name} run from {low} to {high}, expected 0 to {num_classes - 1} or 1 to "
-        f"{num_classes} for {num_classes} classes: {reason}. Check the data or the model's num_classes."
+        f"{num_classes} for {num_classes} classes: {reason}. Check the data, or change --model.num_classes."
     )
 
 
@@ -161,12 +161,20 @@ class Index:
         )
 
     def for_classes(self, num_classes: int) -> Index:
-        """Return the same index for a model with `num_classes` outputs. Raises ValueError if its labels do not fit."""
-        if not self.class_names:
-            return self.number_labels(num_classes=num_classes)
-        folder, count = os.path.dirname(os.path.dirname(self.files[0])), len(self.class_names)
-        if count == 1:
-            raise ValueError(f"{folder} has one class, {self.class_names[0]}: expected two or more to tell apart.")
-        if count != num_classes:
-            raise ValueError(f"{folder} has {count} classes, the model {num_classes}: set --model.num_classes {count}.")
-        return self
+        """Return the same index for a model with `num_classes` outputs. Raises ValueError if its labels do not fit.
+
+        With num_classes=0, the model has those of the images: the class folders, or the labels from 0 or 1 to the
+        highest. These must be two or more.
+        """
+        named = len(self.class_names)
+        index = self if named else self.number_labels(num_classes=num_classes)
+        folder = os.path.dirname(os.path.dirname(self.files[0])) if named else os.path.dirname(self.files[0])
+        if named == 1 or not num_classes and index.num_classes == 1:
+            only = self.class_names[0] if named else f"label {self.label_range[0]}"
+            raise ValueError(f"{folder} has one class, {only}: expected two or more to tell apart.")
+        if named and num_classes not in (0, named):
+            raise ValueError(
+                f"{folder} has {named} classes, the model {num_classes}: set --model.num_classes {named}, or leave it "
+                "out."
+            )
+        return index

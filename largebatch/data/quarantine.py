@@ -84,7 +84,7 @@ def _faults(index: Index, number: int, first: int) -> Iterator[str]:
         return
     if path.endswith(TAR):
         for sample in scan_samples(path):
-            yield sample.fault or _fault(lambda: read_span(path, sample.offset, sample.length))
+            yield sample.fault or image_fault(lambda: read_span(path, sample.offset, sample.length))
         return
     for _, payload, fault in scan_records(path):
         yield fault or image_fault(lambda: _image(payload))

@@ -13,8 +13,8 @@ never written to.
     TFRecords   train-* and validation-* in the folder itself or in its folders train and validation.
     WebDataset  tars of a split, such as imagenet1k-train-0000.tar, in the folder itself or in its split's folder:
                 KEY.jpg (or .png ...) beside KEY.cls or KEY.json.
-    images      train/<class>/*.JPEG and validation/<class>/* (or val/): sorted class names are the labels
-                0, 1, ...
+    images      train/<class>/*.JPEG and validation/<class>/* (or val/, or else test/): sorted class names are the
+                labels 0, 1, ...
     CIFAR-10    the folder or tar.gz of its binary or python version; written once into the cache, too, as PNG.
 
 Images that quarantine.csv in the data folder lists are left out; `largebatch.pack check` writes this list. classes.json
@@ -44,9 +44,11 @@ from largebatch.files import atomic_file, cache_folder, locked, no_progress, saf
 
 logger = logging.getLogger(__name__)
 
-SPLITS = {"train": ("train",), "validation": ("validation", "val")}  # and the names of their folders
+# The splits and the names of their folders. The first that is there is taken: test is for data without another one.
+SPLITS = {"train": ("train",), "validation": ("validation", "val", "test")}
 _SPLIT_FOLDERS = {name for names in SPLITS.values() for name in names}
 BUILT_IN = ("digits", "synthetic")
+WITHOUT = " To train without held-out images set --run.eval_every never."
 CLASSES = "classes.json"  # the names of the classes 0, 1, ..., as a JSON list
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 _DIGITS_SIZE, _DIGITS_HELD_OUT = 64, 36  # pixels; images of each class
@@ -204,14 +206,10 @@ def find_shards(folder: Path, split: str) -> list[str]:
     .tfrecord(s).
     """
     for place in (folder, *(folder / name for name in SPLITS[split])):
-        found = [
-            str(file)
-            for name in SPLITS[split]
-            for file in place.glob(f"{name}-*")
-            if file.suffix in ("", ".tfrecord", ".tfrecords") and file.is_file()
-        ]
-        if found:
-            return sorted(found)
+        for name in SPLITS[split]:
+            files = (file for file in place.glob(f"{name}-*") if file.suffix in ("", ".tfrecord", ".tfrecords"))
+            if found := sorted(str(file) for file in files if file.is_file()):
+                return found
     return []
 
 
@@ -238,7 +236,8 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
         raise ValueError(
             f"{folder} has no {split} split: looked for TFRecords {split}-* and WebDataset tars *-{split}-0000.tar in "
             f"it and in its folder {split}, and for images in "
-            f"{' or '.join(f'{name}/<class>/' for name in SPLITS[split])}.{_parent_hint(folder)}"
+            f"{' or '.join(f'{name}/<class>/' for name in SPLITS[split])}."
+            + (_parent_hint(folder) or WITHOUT * (split == "validation"))
         )
     names = _class_names(_split_folder(folder, "train") or place)
     unknown = sorted(set(_class_names(place)) - set(names))
@@ -251,7 +250,8 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
             files += found
             labels += [label] * len(found)
     if not files:
-        raise ValueError(f"{place} holds no images: looked for <class>/*{', <class>/*'.join(EXTENSIONS)}.")
+        hint = WITHOUT * (split == "validation")
+        raise ValueError(f"{place} holds no images: looked for <class>/*{', <class>/*'.join(EXTENSIONS)}.{hint}")
     return files, labels, names
 
 

@@ -95,7 +95,8 @@ def _tars(source: str, split: str) -> Images:
     def encoded(k: int) -> bytes:
         return records.read_span(index.files[index.file[k]], int(index.offset[k]), int(index.length[k]))
 
-    return _as_jpegs(Images(index.label.tolist(), encoded, archives.named(names), names), where=f"{source}/")
+    images = Images(index.label.tolist(), encoded, archives.named(names), names, sources.class_names(index))
+    return _as_jpegs(images, where=f"{source}/")
 
 
 def _as_jpegs(images: Images, *, where: str) -> Images:

@@ -1,23 +1,28 @@
 """Published runs by name. A recipe is a function that returns a complete `TrainConfig`.
 
     quickstart  any model on handwritten digits, in minutes on two CPU cores
-    vit         ViT-B/32, B/16 and L/32 on ImageNet with LAMB at batch 32,768
+    sized       any model on any images: from random weights, or fine-tuned
+    vit         ViT-B/32, B/16 and L/32 on ImageNet with LAMB at batch 32,768, and S/16 at 4,096
     cifar       ViT-B/16 on CIFAR-10 with LAMB
     hybrid      ranks that share a model: ViT-B/16 on CIFAR-10, and a ViT of 6.45 billion parameters
     volo        VOLO-D1 to D5 on ImageNet with token labels, and their fine-tunings
+    user_file   recipes from a user's file: --recipe my.py:function
 """
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from largebatch.config import TrainConfig
-from largebatch.recipes import volo
+from largebatch.config import TrainConfig, given_options, read_file
+from largebatch.config.values import with_value
+from largebatch.recipes import user_file, volo
 from largebatch.recipes.cifar import cifar10
 from largebatch.recipes.hybrid import cifar10_hybrid, cifar10_pipeline, vit_6b16
 from largebatch.recipes.quickstart import quickstart
-from largebatch.recipes.vit import vit_b16, vit_b32, vit_l32
+from largebatch.recipes.sized import finetune, scratch
+from largebatch.recipes.vit import vit_b16, vit_b32, vit_l32, vit_s16
 
 PRETRAINING = (volo.volo_d1, volo.volo_d2, volo.volo_d3, volo.volo_d4, volo.volo_d5)
 FINE_TUNING = (
@@ -25,6 +30,9 @@ FINE_TUNING = (
 )  # fmt: skip
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "quickstart": quickstart,
+    "scratch": scratch,
+    "finetune": finetune,
+    "vit_s16": vit_s16,
     "vit_b32": vit_b32,
     "vit_b16": vit_b16,
     "vit_l32": vit_l32,
@@ -41,29 +49,106 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
 }
 
 
-def choose(given: Mapping[str, Any]) -> TrainConfig:
+# The zoo's models, whose modules take seconds to import; a test compares.
+MODELS = (
+    "vit_b32", "vit_b16", "vit_l32", "vit_l16", "vit_s16", "vit_6b16", "vit_ti16", "vit_nano32",
+    "volo_d1", "volo_d2", "volo_d3", "volo_d4", "volo_d5",
+)  # fmt: skip
+SIZED: dict[str, Callable[..., TrainConfig]] = {"scratch": scratch, "finetune": finetune}
+MANY = 1_000_000  # images, from which the published recipes are taken: they were made for ImageNet's 1,281,167
+WHOLE = {"model.name", "data.path", "optim.name", "schedule.name", "run.duration"}  # a file that has all is a config
+OF_RUN = (
+    "model.name", "model.img_size", "model.global_pool", "data.mean", "data.std", "data.crop_pct", "data.interpolation",
+)  # fmt: skip
+
+
+def choose(given: Mapping[str, Any], num_images: int | None = None) -> TrainConfig:
     """The recipe to train, as `find` has it; ValueError also for a fine-tuning without weights to start from."""
-    config = find(given)
-    if config.recipe in {recipe.__name__ for recipe in FINE_TUNING} and not given.get("model.weights"):
+    config = find(given, num_images)
+    tunes = config.recipe == "finetune" or config.recipe in {recipe.__name__ for recipe in FINE_TUNING}
+    if tunes and not given.get("model.weights"):
         raise ValueError(f"Recipe {config.recipe} is a fine-tuning: give the weights to start from with --init-from.")
     return config
 
 
-def find(given: Mapping[str, Any]) -> TrainConfig:
+def find(given: Mapping[str, Any], num_images: int | None = None) -> TrainConfig:
     """The recipe for the options that were given, by dotted name; the others are absent or None.
 
-    A recipe that was named is taken. Without data it is the quick start, and with data the published recipe of the
-    model: its fine-tuning for the image size, if there is one and there are weights to start from. The model is vit_b32
-    if none was given. ValueError for an unknown recipe and for a model without a published one.
+    A recipe that was named is taken. Without data it is the quick start. With a million images or more it is the
+    published recipe of the model: its fine-tuning for the image size, if there is one and there are weights to start
+    from. With fewer, and for a model that has none, it is finetune with weights and scratch without. The model is that
+    of the run whose weights are taken, or vit_b32, if none was given. num_images: training images; None: not known yet,
+    and taken to be many. ValueError for an unknown recipe or model.
     """
-    model, weights = given.get("model.name") or "vit_b32", given.get("model.weights")
-    without_data = given.get("data.path") in (None, "", "digits")
-    if given.get("recipe") == "quickstart" or (without_data and not given.get("recipe")):
-        return quickstart(model)
-    finetuning = f"{model}_{given.get('model.img_size')}"
-    name = given.get("recipe") or (finetuning if weights and finetuning in RECIPES else model)
+    name = given.get("recipe") or ""
+    if user_file.is_one(name) and (user_file.is_there(name) or not WHOLE <= given.keys()):
+        return user_file.load(name)
+    run = run_of(given.get("model.weights"))
+    model = given.get("model.name") or run.get("model.name") or "vit_b32"
+    if name == "quickstart" or not name and _without_data(given):
+        return quickstart(model, own_images=not _without_data(given))
+    if not name:
+        check_model(model)
+        name = _by_size(given, model, num_images)
+    if name in SIZED:
+        config = SIZED[name](model, num_images or 0, batch_size=given.get("data.global_batch_size") or 0)
+        return _like_run(config, run) if name == "finetune" else config
+    if name not in RECIPES and WHOLE <= given.keys():  # the config of a run whose recipe is no longer there
+        return TrainConfig(recipe=name)
     if name not in RECIPES:
         close = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"There is no recipe {name!r}: {hint}--recipe takes {', '.join(RECIPES)}.")
+        raise ValueError(
+            f"There is no recipe {name!r}: {hint}--recipe takes {', '.join(RECIPES)}, or my.py:function for one of "
+            "your own."
+        )
     return RECIPES[name]()
+
+
+def depends_on_data(argv: Sequence[str]) -> bool:
+    """Return whether `choose` needs the number of images for a command line."""
+    given = given_options(argv)
+    name = given.get("recipe") or ""
+    model = given.get("model.name") or run_of(given.get("model.weights")).get("model.name") or "vit_b32"
+    if name or _without_data(given):
+        return name in SIZED
+    return given["data.path"] != "synthetic" or model not in RECIPES  # synthetic images stand for ImageNet
+
+
+def check_model(model: str) -> None:
+    """Raise ValueError, with the nearest name, if the zoo has no such model; `zoo` itself checks those of timm."""
+    if model in MODELS or model.startswith("timm/"):
+        return
+    close = difflib.get_close_matches(model, MODELS, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ValueError(f"There is no model {model!r}: {hint}--model takes {', '.join(MODELS)}, or timm/NAME.")
+
+
+def _without_data(given: Mapping[str, Any]) -> bool:
+    return given.get("data.path") in (None, "", "digits")
+
+
+def _by_size(given: Mapping[str, Any], model: str, num_images: int | None) -> str:
+    weights, finetuning = given.get("model.weights"), f"{model}_{given.get('model.img_size')}"
+    published = finetuning if weights and finetuning in RECIPES else model
+    many = num_images is None or num_images >= MANY or given.get("data.path") == "synthetic"
+    if published in RECIPES and many:
+        return published
+    return "finetune" if weights else "scratch"
+
+
+def run_of(weights: str | None) -> dict[str, Any]:
+    """Return the options of the run whose folder, or whose weights file, is named; empty if it is no run's."""
+    place = Path(weights or "")
+    for file in (place / "config.yaml", *(folder / "config.yaml" for folder in place.parents[2:3])):
+        if weights and file.is_file():
+            return read_file(str(file))
+    return {}
+
+
+def _like_run(config: TrainConfig, run: Mapping[str, Any]) -> TrainConfig:
+    """Return the config with the model, the image size and the pixels of a run."""
+    for name in OF_RUN:
+        if name in run:
+            config = with_value(config, name, run[name])
+    return config

@@ -20,7 +20,7 @@ from largebatch.config import (
 )
 
 
-def quickstart(model: str = "vit_b32") -> TrainConfig:
+def quickstart(model: str = "vit_b32", *, own_images: bool = False) -> TrainConfig:
     """A model with all its layers on scikit-learn's 1,797 handwritten digits, at 64 px; LAMB, batch 256, 57 steps.
 
     ViT-B/32 on two CPU cores (AMD EPYC with AVX-512 bf16, torch 2.13.0, Horovod 0.28.1, 2026-11-21): 3 min 30 s,
@@ -29,7 +29,7 @@ def quickstart(model: str = "vit_b32") -> TrainConfig:
     """
     config = TrainConfig(
         recipe="quickstart",
-        model=ModelConfig(name=model, img_size=64, num_classes=10),
+        model=ModelConfig(name=model, img_size=64, num_classes=0 if own_images else 10),
         data=DataConfig(
             path="digits",
             global_batch_size=256,  # = 2 ranks × 32 micro-batch × 4 passes
@@ -41,7 +41,9 @@ def quickstart(model: str = "vit_b32") -> TrainConfig:
         ),
         optim=OptimConfig(preset="paper", lr=2e-3, weight_decay=0.02),
         schedule=ScheduleConfig(name="cosine", warmup="10 %"),
-        run=RunConfig(folder="" if model == "vit_b32" else f"runs/quickstart_{model}", duration="10 epochs"),
+        run=RunConfig(
+            folder="" if model == "vit_b32" else f"runs/quickstart_{model.replace('/', '_')}", duration="10 epochs"
+        ),
         log=LogConfig(every="1 step"),
         checkpoint=CheckpointConfig(every="50 %"),
     )

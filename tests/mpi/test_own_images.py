@@ -1,0 +1,80 @@
+"""Own images in two commands, and models of timm: nothing is given but the folder and the model."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launch import launch
+from PIL import Image
+from runs import distance, rows, weights
+
+TRAIN = ["-m", "largebatch.train"]
+SMALL = ["--log.tensorboard", "false", "--run.precision", "fp32", "--run.deterministic", "true"]
+IMAGES = {"train": 24, "val": 6}  # of each of three classes
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    """Three classes, each with a colour of its own under noise."""
+    folder, noise = tmp_path_factory.mktemp("own") / "images", np.random.default_rng(0)
+    for split, count in IMAGES.items():
+        for channel, name in enumerate(("ant", "bee", "cat")):
+            (folder / split / name).mkdir(parents=True)
+            for k in range(count):
+                pixels = noise.integers(0, 100, (40, 50, 3), dtype=np.uint8)
+                pixels[..., channel] += 150
+                Image.fromarray(pixels).save(folder / split / name / f"{k}.jpg")
+    return folder
+
+
+def train(*options: str, ranks: int = 1, steps: int) -> str:
+    """The output of a run that stops after so many steps."""
+    launcher = "python" if ranks == 1 else "mpirun"
+    arguments = [*TRAIN, *SMALL, *options, "--run.max_steps", str(steps)]
+    code, output = launch(arguments, ranks=ranks, launcher=launcher)
+    assert code == 0, output
+    return output
+
+
+def test_two_commands_train_and_one_each_resumes_validates_and_fine_tunes(tmp_path, images):
+    pack = ["-m", "largebatch.pack", str(images), str(tmp_path / "records")]
+    code, output = launch(pack, ranks=1, launcher="python")
+    assert code == 0, output
+    run = tmp_path / "run"
+    command = ["--model", "vit_nano32", "--data", str(tmp_path / "records"), "--run.folder", str(run)]
+    output = train(*command, "--img-size", "64", ranks=2, steps=2)
+    assert "72 training images of 3 classes: recipe scratch, global batch 64 in micro-batches of 8, 300 " in output
+    config = (run / "config.yaml").read_text()
+    assert "num_classes: 3" in config and "recipe: scratch" in config
+    output = train(*command, "--img-size", "64", "--run.eval_every", "3 steps", steps=3)
+    assert "resumed at step 2" in output and rows(run, "epochs.csv")[-1]["step"] == "3"
+    code, output = launch(["-m", "largebatch.validate", str(run)], ranks=1, launcher="python")
+    assert code == 0 and "images 18 " in output, output
+    tuned = ["--init-from", str(run), "--data", str(images), "--recipe", "finetune", "--img-size", "96"]
+    output = train(*tuned, "--run.folder", str(tmp_path / "tuned"), ranks=2, steps=1)
+    assert "vit_nano32 at 96 px" in output and "recipe finetune, global batch 64 in micro-batches of 8" in output
+    assert "position embedding resized from 2 x 2 to 3 x 3" in output and "left out" not in output
+
+
+def test_a_model_of_timm_with_batch_norm_on_one_and_two_ranks(tmp_path, images):
+    """Without held-out images. The statistics of batch norm, too, are those of one rank."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train").symlink_to(images / "train")
+    batch = ["--data.global_batch_size", "24", "--data.micro_batch_size", "6", "--run.eval_every", "never"]
+    command = ["--model", "timm/test_resnet", "--img-size", "64", "--data", str(tmp_path / "data"), *batch]
+    found = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        output = train(*command, "--run.folder", str(folder), ranks=ranks, steps=3)
+        assert "no evaluations: --run.eval_every is never" in output and not rows(folder, "epochs.csv")
+        found.append({name: tensor for name, tensor in weights(folder).items() if tensor.is_floating_point()})
+    assert distance(*found) < 1e-4
+    statistics = [tensor for name, tensor in found[0].items() if name.endswith("running_mean")]
+    assert statistics and not any(torch.equal(tensor, torch.zeros_like(tensor)) for tensor in statistics)
+    evaluated = ["--run.folder", str(folder), "--run.eval_every", "4 steps", "--data", str(images)]
+    output = train(*command, *evaluated, steps=4)
+    assert "resumed at step 3" in output and re.search(r"top-1 [\d.]+ %", output)
+    code, output = launch(["-m", "largebatch.validate", str(folder), "--data", str(images)], ranks=2)
+    assert code == 0 and "images 18 " in output, output

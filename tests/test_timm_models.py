@@ -1,0 +1,104 @@
+"""Models of timm by the name timm/NAME: timm's logits, its weights, its preparation of images, and what is refused."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import zoo
+from zoo import create_model, weights
+
+import timm  # isort: skip  (after zoo, which makes it importable beside a CPU build of torch)
+
+TINY = ("test_resnet", "test_vit", "test_efficientnet", "test_convnext")
+FAMILIES = {  # a model of each, and the side of its images
+    "resnet50": 224,
+    "resnet10t": 64,
+    "deit3_small_patch16_224": 384,
+    "convnext_atto": 96,
+    "swin_tiny_patch4_window7_224": 224,
+    "efficientnet_b0": 100,
+    "volo_d1_224": 224,
+    "vit_base_patch16_clip_224": 224,
+    "beit_base_patch16_224": 224,
+    "mobilenetv3_small_050": 64,
+    "regnetx_002": 64,
+    "mixer_s32_224": 224,
+    "maxvit_rmlp_pico_rw_256": 256,
+    "eva02_tiny_patch14_224": 224,
+    "cait_xxs24_224": 224,
+    "densenet121": 64,
+}
+NANO = {"img_size": 64, "num_classes": 7}
+
+
+def on_meta(name: str, **options) -> torch.nn.Module:
+    """A model without memory, which is tried."""
+    with torch.device("meta"):
+        return create_model(f"timm/{name}", **options)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_is_built_and_tried(name):
+    model = on_meta(name, img_size=FAMILIES[name], num_classes=7)
+    assert model.default_cfg["input_size"] == (3, FAMILIES[name], FAMILIES[name])
+    own = timm.get_pretrained_cfg(name)
+    for value in ("mean", "std", "crop_pct", "interpolation"):
+        assert model.default_cfg[value] == getattr(own, value)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_weights_and_logits_are_timms(name, tmp_path):
+    """A file of timm's, also with a head for other classes."""
+    torch.manual_seed(0)
+    theirs = timm.create_model(name, num_classes=5).eval()
+    save_file({key: tensor.contiguous() for key, tensor in theirs.state_dict().items()}, tmp_path / "w.safetensors")
+    ours = create_model(f"timm/{name}", img_size=160, num_classes=5, weights=tmp_path / "w.safetensors").eval()
+    images = torch.randn(2, 3, 160, 160)
+    with torch.inference_mode():
+        assert torch.equal(ours(images), theirs(images))
+    assert weights.count_classes(ours, tmp_path / "w.safetensors") == 5
+    other = create_model(f"timm/{name}", img_size=160, num_classes=3)
+    weights.load_weights(other, tmp_path / "w.safetensors")
+    with pytest.raises(ValueError, match="has a head of 5 classes, the model one of 3"):
+        weights.load_weights(other, tmp_path / "w.safetensors", new_heads=False)
+    kept = dict(ours.state_dict())
+    assert sum(torch.equal(kept[key], tensor) for key, tensor in other.state_dict().items()) >= len(kept) - 2
+
+
+def test_weights_of_another_size_are_resized_as_timm_does_it(tmp_path):
+    """The position embedding of DeiT III has no place for its class token, unlike that of the zoo's ViTs."""
+    torch.manual_seed(0)
+    name, options = "deit3_small_patch16_224", {"num_classes": 4, "depth": 1}
+    theirs = timm.create_model(name, **options)
+    torch.nn.init.normal_(theirs.pos_embed)
+    save_file(theirs.state_dict(), tmp_path / "w.safetensors")
+    published = {"file": str(tmp_path / "w.safetensors"), "num_classes": 4}
+    peer = timm.create_model(name, img_size=96, pretrained=True, pretrained_cfg_overlay=published, **options)
+    ours = create_model(f"timm/{name}", img_size=96, num_classes=4)
+    del ours.blocks[1:]
+    weights.load_weights(ours, tmp_path / "w.safetensors")
+    assert torch.equal(ours.pos_embed, peer.pos_embed) and ours.pos_embed.shape == (1, 36, 384)
+
+
+def test_our_weights_go_back_into_timm(tmp_path):
+    model = create_model("timm/test_resnet", **NANO)
+    zoo.save_weights(model, tmp_path / "w.safetensors")
+    theirs = timm.create_model("test_resnet", num_classes=7, checkpoint_path=str(tmp_path / "w.safetensors"))
+    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in theirs.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "name, options, sentence",
+    [
+        ("resnet5O", {}, "there is no model 'timm/resnet5O': did you mean timm/resnet50"),
+        ("resnet50.a1_in2k", {}, "did you mean timm/resnet50.a1_in1k"),
+        ("vgg11", {"drop_path_rate": 0.1}, "drop_path_rate of timm/vgg11 is 0.1, and timm/vgg11 has no use for it"),
+        ("resnet18", {"pos_drop_rate": 0.1}, "pos_drop_rate of timm/resnet18 is 0.1, and timm/resnet18 has no use"),
+        ("resnet18", {"global_pool": "avg"}, "global_pool of timm/resnet18 is 'avg', and timm/resnet18 has no use for"),
+        ("test_vit", {"img_size": 100}, "img_size 100 does not fit timm/test_vit: "),
+        ("efficientformer_l1", {"img_size": 160}, "img_size 160 does not fit timm/efficientformer_l1: .* made for 224"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused(name, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        on_meta(name, **options)
