@@ -38,6 +38,7 @@ from largebatch.data.token_labels import CELL
 from largebatch.engine import Batches, Hook, Trainer, TrainState
 from largebatch.hooks.ema import Ema, check_half_life
 from largebatch.hooks.profile import Profile
+from largebatch.hooks.starts import count as count_of
 from largebatch.hooks.stop_early import StopEarly, end_time
 from largebatch.losses import Objective, TokenLabeling, classification
 from largebatch.native.attention import choose_attention
@@ -91,13 +92,13 @@ def count_passes(config: TrainConfig, comm: Communicator) -> int:
         passes = accumulation_passes(**batch, resuming=resuming)
     count = config.data.global_batch_size // config.data.micro_batch_size
     logger.info(
-        "global batch %d = %d ranks%s × %d micro-batch × %s%d passes",
+        "global batch %d = %s%s × %d micro-batch × %s%s",
         config.data.global_batch_size,
-        comm.size,
+        count_of(comm.size, "rank"),
         "" if comm.model_size == 1 else f" / {comm.model_size} to a replica ({config.parallel.shape()})",
         config.data.micro_batch_size,
         "up to " if count % comm.data_size else "",
-        passes,
+        "1 pass" if passes == 1 else f"{passes} passes",
     )
     if count % comm.data_size and comm.rank == 0:
         logger.warning(

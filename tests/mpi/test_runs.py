@@ -9,6 +9,8 @@ import torch
 from launch import launch
 from runs import SMALL, distance, rows, weights
 
+from largebatch.hooks.tables import MEASURED
+
 BATCH = ["--data.global_batch_size", "40", "--data.micro_batch_size", "4"]  # not even on three or four ranks
 LENGTH = ["--run.duration", "6 steps", "--run.eval_every", "4 steps"]
 AVERAGED = ["--optim.ema_half_life", "36 images"]
@@ -41,7 +43,7 @@ def trained(
 
 def reproducible(folder: Path, name: str) -> list[dict[str, str]]:
     """The rows without times, and without the mean since the last evaluation, which a resumed process cannot know."""
-    return [{k: v for k, v in row.items() if k not in ("images_per_s", "train_loss")} for row in rows(folder, name)]
+    return [{k: v for k, v in row.items() if k not in (*MEASURED, "train_loss")} for row in rows(folder, name)]
 
 
 @pytest.fixture(scope="module")
