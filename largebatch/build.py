@@ -534,6 +534,7 @@ def build_hooks(
         every_s=every_s,
         keep=config.checkpoint.keep,
         config_text=dump(config),
+        best=config.checkpoint.best,
         before_save=comparing[0].check if comparing else None,
     )
     early: list[Hook] = []

@@ -39,6 +39,7 @@ class TrainState:
     data: str = ""  # Index.digest() of the training images
     # The mean training loss up to this step, if the evaluation after the step is still to be made. None: it is not.
     train_loss: float | None = None
+    best: tuple[str, float, int] | None = None  # metric, value and step of the best evaluation, if it is to be kept
 
     def advance(self, images: int, *, applied: bool) -> None:
         """Count one step over `images`."""

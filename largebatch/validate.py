@@ -1,6 +1,7 @@
 """Exact top-1 and top-5 of a run or of a zoo model; every held-out image is counted once, with any number of ranks.
 
 python -m largebatch.validate RUN [--ema] [--section.option value ...]
+python -m largebatch.validate RUN/checkpoints/best
 horovodrun -np 4 python -m largebatch.validate --model vit_b16 --init-from FILE --data FOLDER
 
 Each model has its own crop, filter, mean and standard deviation (`default_cfg`); a crop_pct above 1 pads the image. A
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.build import build_eval_loader, build_model, find_weights, model_geometry, open_data
+from largebatch.checkpoint import is_checkpoint
 from largebatch.comm import Communicator
 from largebatch.config import ModelConfig, TrainConfig, parse
 from largebatch.config.parallel import ParallelConfig
@@ -89,21 +91,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
     """The config and the flags of a command line.
 
-    If the first word is a run folder, the config is the one in it, with the options of the command line on top;
-    model.weights is then empty unless it is given, too.
+    If the first word is a run folder, or one of its checkpoints, the config is the one of the run, with the options of
+    the command line on top; model.weights is then that checkpoint, or empty, unless it is given, too.
     """
     flags, words = _take_flags(argv)
     run = Path(words.pop(0)) if words and not words[0].startswith("-") else None
+    chosen = ""
+    if run and is_checkpoint(run):
+        chosen, run = str(run), run.parent.parent
     if run and not (run / "config.yaml").is_file():
         raise ValueError(
             f"{run} is not a run folder: expected a config.yaml in it; give the --run.folder of a training run."
         )
     if run:
-        words = ["--config", str(run / "config.yaml"), "--run.folder", str(run), "--model.weights=", *words]
+        words = ["--config", str(run / "config.yaml"), "--run.folder", str(run), f"--model.weights={chosen}", *words]
     config = parse(words, choose_recipe=defaults, prog="python -m largebatch.validate", description=__doc__)
     if not run and not config.model.weights:
         raise ValueError("There is nothing to validate: give a run folder, or --model, --init-from FILE and --data.")
-    if flags.ema and config.model.weights:
+    if flags.ema and config.model.weights != chosen:
         raise ValueError("--ema and --init-from both choose weights: give one; --init-from also takes averages.")
     if flags.ema and not config.optim.ema_half_life:
         raise ValueError(f"--ema finds no averaged weights: {run} was trained without --optim.ema_half_life.")

@@ -126,6 +126,13 @@ def test_checkpoints_by_time(runs):
     assert report["by time"] == [4, 8, 12]
 
 
+def test_the_best_evaluation_is_saved_and_survives_rotation_and_resume(runs):
+    """Of evaluations after steps 4, 8 and 12 the second is the best; the run is stopped after step 9."""
+    _, report = runs
+    best = {"link": "00000008", "state": ["top1", 70.0, 8]}
+    assert report["best"] == [{"saved": [9, 8]} | best, {"saved": [12, 9, 8]} | best]
+
+
 def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
     config = TrainConfig(run=RunConfig(folder=str(tmp_path / "file" / "run")))
@@ -320,6 +327,18 @@ def main(folder: Path) -> dict[str, Any]:
         hooks.checkpointing.time = time
         report["by time"] = saved("by_time")[::-1]
 
+    def best() -> None:
+        top1 = {4: 50.0, 8: 70.0, 12: 60.0}
+        for max_steps in (9, 0):
+            trainer = build("best")
+            options = {"keep": 2, "config_text": trainer.hooks[1].config_text, "best": "top1"}
+            trainer.hooks[1] = hooks.Checkpoint(folder / "best", every_images=10**9, **options)
+            evaluate = trainer.evaluate
+            trainer.evaluate = lambda: evaluate() | {"top1": top1[trainer.state.step]}
+            trainer.fit(max_steps=max_steps)
+            link = os.readlink(folder / "best" / "checkpoints" / "best")
+            report.setdefault("best", []).append({"saved": saved("best"), "link": link, "state": trainer.state.best})
+
     def sinks() -> None:
         trainer = build("failing", sinks=(Failing(),))
         trainer.fit()
@@ -365,7 +384,7 @@ def main(folder: Path) -> dict[str, Any]:
         trainer.objective, trainer.evaluate = slow_objective, slow_evaluate
         trainer.fit()
 
-    saving = (finished, stopped_early, full_disks, removed, by_time)
+    saving = (finished, stopped_early, full_disks, removed, by_time, best)
     for part in (whole, resumed, *saving, sinks, refused, guard, clock):
         part()
     comm.shutdown()

@@ -14,7 +14,7 @@ evaluation losses optim precision replica; parallel: augment comm config losses 
 checkpoint: config engine zoo; hooks: augment checkpoint comm config engine files optim precision rich; report:
 checkpoint config data hooks zoo; build: augment checkpoint comm config data engine hooks losses native optim parallel
 replica schedules start zoo; train: benchmark build comm config engine files hooks recipes report start; validate: build
-comm config data evaluation files recipes start zoo; benchmark: augment build comm config data engine files
+checkpoint comm config data evaluation files recipes start zoo; benchmark: augment build comm config data engine files
 hooks losses native optim parallel precision recipes start timm zoo
 """
 LIBRARIES = {"horovod", "jsonargparse", "mpi4py", "nvidia", "rich", "timm"}

@@ -98,6 +98,9 @@ def test_resumed_on_two_ranks_of_three(tmp_path, interrupted, uninterrupted):
     folder = shutil.copytree(interrupted, tmp_path / "run")
     assert distance(weights(uninterrupted), trained(folder, *AVERAGED, ranks=2)) < 1e-4
     assert distance(weights(uninterrupted, "model_ema"), weights(folder, "model_ema")) < 1e-4
+    for run in (folder, uninterrupted):
+        best = max(rows(run, "epochs.csv"), key=lambda row: float(row["top1"]))
+        assert (run / "checkpoints" / "best").readlink() == Path(f"{int(best['step']):08d}")
     losses = [[float(row["loss"]) for row in rows(run, "steps.csv")] for run in (folder, uninterrupted)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
