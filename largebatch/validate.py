@@ -13,12 +13,14 @@ weights, the plain ones are used.
 --all validates every checkpoint of the run, or every weights file in the folder that --init-from names.
 --real-labels FILE counts a second time: a prediction is right if ReaL's real.json lists it for the image.
 --csv FILE adds one row per validation to a table.
+--predictions FILE writes the answer to each image; largebatch.report shows the errors in RUN/predictions.csv.
 """
 
 import argparse
 import csv
 import functools
 import io
+import itertools
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from largebatch.build import build_eval_loader, build_model, find_weights, model_geometry, open_data
@@ -38,7 +41,10 @@ from largebatch.data.imagenet_real import real_labels
 from largebatch.data.index import Index
 from largebatch.evaluation import COUNTS, LISTED_COUNTS, count_batch, count_listed, tally, tally_fitting
 from largebatch.files import atomic_file
+from largebatch.precision import at_least_float32
 from largebatch.recipes import RECIPES, find
+from largebatch.report.predictions import Answer
+from largebatch.report.predictions import write as write_predictions
 from largebatch.start import report_mistakes, set_up, start_ranks
 from zoo import load_weights
 
@@ -51,6 +57,7 @@ class Flags:
     all: bool = False
     real_labels: str = ""
     csv: str = ""
+    predictions: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,8 @@ def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
         raise ValueError("--ema and --init-from both choose weights: give one; --init-from also takes averages.")
     if flags.ema and not config.optim.ema_half_life:
         raise ValueError(f"--ema finds no averaged weights: {run} was trained without --optim.ema_half_life.")
+    if flags.predictions and flags.all:
+        raise ValueError("--predictions keeps the answers of one model, and --all validates several: give one of them.")
     # A checkpoint holds the whole model, and each rank has all of it here, however the run divided it.
     return replace(config, parallel=ParallelConfig()), flags
 
@@ -123,6 +132,7 @@ def _take_flags(argv: Sequence[str]) -> tuple[Flags, list[str]]:
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--real-labels", default="")
     parser.add_argument("--csv", default="")
+    parser.add_argument("--predictions", default="")
     try:
         flags, words = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -158,10 +168,15 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
         with comm.together(f"loading {path}"):
             load_weights(model, path, new_heads=False)  # an untrained head would guess
         comm.started()
-        rows.append(evaluate_weights(path, model, config, comm, held_out=held_out, listed=listed))
+        answers: dict[int, Answer] | None = {} if flags.predictions else None
+        rows.append(evaluate_weights(path, model, config, comm, held_out=held_out, listed=listed, answers=answers))
         config = replace(config, data=replace(config.data, eval_batch_size=rows[-1].eval_batch_size))
+        gathered = comm.allgather_object(answers, name="validate/answers") if flags.predictions else []
         with comm.together("writing the table"):
             if comm.rank == 0:
+                if flags.predictions:
+                    merged = dict(itertools.chain.from_iterable(part.items() for part in gathered))
+                    write_predictions(Path(flags.predictions), held_out, merged)
                 print(rows[-1], flush=True)
                 if flags.csv:
                     _write_table(flags.csv, table + [asdict(row) for row in rows])
@@ -169,13 +184,25 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
 
 
 def evaluate_weights(
-    path: str, model: nn.Module, config: TrainConfig, comm: Communicator, *, held_out: Index, listed: Tensor | None
+    path: str,
+    model: nn.Module,
+    config: TrainConfig,
+    comm: Communicator,
+    *,
+    held_out: Index,
+    listed: Tensor | None,
+    answers: dict[int, Answer] | None = None,
 ) -> Row:
-    """Evaluate a model that already holds the weights of `path`."""
+    """Evaluate a model that already holds the weights of `path`.
+
+    answers: is filled with the answer to each image of this rank.
+    """
     device = next(model.parameters()).device
 
     def count(logits: Tensor, batch: Any) -> Tensor:
         counts = count_batch(logits, batch)
+        if answers is not None:
+            answers.update(zip(batch.samples.tolist(), answer(logits, batch.labels)))
         if listed is None:
             return counts
         return torch.cat([counts, count_listed(logits, listed[batch.samples].to(device))])
@@ -215,6 +242,15 @@ def evaluate_weights(
         ranks=comm.size,
         eval_batch_size=batch_size,
     )
+
+
+def answer(logits: Tensor, labels: Tensor) -> list[Answer]:
+    """Return the answer to each image; classes of equal logits rank by their number, as in `count_correct`."""
+    logits = at_least_float32(logits)
+    first = logits.sort(dim=1, descending=True, stable=True).indices[:, 0]
+    confidence = logits.softmax(dim=1).gather(1, first[:, None])[:, 0]
+    loss = F.cross_entropy(logits, labels, reduction="none")
+    return [Answer(*values) for values in zip(first.tolist(), confidence.tolist(), loss.tolist())]
 
 
 def _real_labels(path: str, held_out: Index, comm: Communicator) -> Tensor:
