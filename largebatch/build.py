@@ -30,6 +30,7 @@ from largebatch.config import (
     duration_images,
     duration_seconds,
     nearest_batches,
+    options,
     profiled_steps,
 )
 from largebatch.data.order import Plan
@@ -558,6 +559,8 @@ def build_sinks(config: TrainConfig) -> list[hooks.Sink]:
     sinks: list[hooks.Sink] = [hooks.Progress(), hooks.Csv(config.folder)]
     if config.log.tensorboard:
         sinks.append(hooks.TensorBoard(config.folder))
+    if config.log.wandb:
+        sinks.append(hooks.WeightsAndBiases(config.folder, options(config)))
     title = f"{config.model.name}, recipe {config.recipe or 'custom'}"
     return [*sinks, hooks.Curves(config.folder, title=title)]
 

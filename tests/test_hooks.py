@@ -6,6 +6,7 @@ start it once and look at its report and its folders. The sinks, which need no c
 
 import contextlib
 import csv
+import hashlib
 import io
 import json
 import logging
@@ -13,6 +14,7 @@ import math
 import os
 import shutil
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -473,6 +475,54 @@ def test_no_tensorboard_is_one_clear_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match="pip install tensorboard.*--log.tensorboard false"):
         hooks.TensorBoard(tmp_path).open(trainer_at(0))
+
+
+def wandb_records(data: bytes) -> list[bytes]:
+    """The records of a .wandb file: a header of 7 bytes, then LevelDB's log format, in blocks of 32 KiB."""
+    found, at = [b""], 7
+    while at + 7 <= len(data):
+        if 2**15 - at % 2**15 < 7:  # the rest of a block is too short for a header
+            at += 2**15 - at % 2**15
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        found[-1] += data[at + 7 : at + 7 + length]
+        found += [b""] if kind in (1, 4) else []  # whole, or the last part
+        at += 7 + length
+    return found[:-1]
+
+
+def test_weights_and_biases_offline(tmp_path, monkeypatch):
+    """Steps that a resumed run writes again are kept, too; the entry is that of the folder."""
+    pytest.importorskip("wandb", reason="wandb is not installed: python -m pip install wandb")
+    from wandb.proto.wandb_internal_pb2 import Record as Entry
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sink = hooks.WeightsAndBiases(tmp_path, {"optim.lr": 0.5})
+    sink.open(trainer_at(0))
+    for first, last in ((1, 8), (6, 10)):
+        for step in range(first, last + 1):
+            sink.write_step(step_row(step, images_per_s=math.nan if step == 1 else 5.0))
+        sink.write_epoch(epoch_row(last))
+    sink.close()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    runs, points = [], []
+    for entry in map(Entry.FromString, wandb_records(file.read_bytes())):
+        runs += [entry.run] if entry.HasField("run") else []
+        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in entry.history.item}
+        points += [items] if "step" in items else []
+    assert runs[0].display_name == tmp_path.name and runs[0].project == "largebatch"
+    assert runs[0].run_id == hashlib.sha256(str(tmp_path.resolve()).encode()).hexdigest()[:16]
+    assert {update.key: update.value_json for update in runs[0].config.update}["optim.lr"] == "0.5"
+    losses = [(point["step"], point["train/loss"]) for point in points if "train/loss" in point]
+    assert losses == [(step, 2 / step) for step in (*range(1, 9), *range(6, 11))]
+    assert "train/images_per_s" not in points[0] and "train/images_per_s" in points[1]
+    assert [point["step"] for point in points if "epoch/top1" in point] == [8, 10]
+
+
+def test_no_weights_and_biases_is_one_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="--log.wandb is true, and wandb is not installed .*pip install wandb"):
+        hooks.WeightsAndBiases(tmp_path, {}).open(trainer_at(0))
 
 
 @pytest.mark.parametrize("num_steps", [7, 100, 11730])

@@ -248,6 +248,9 @@ class LogConfig:
     """time between rows of steps.csv and TensorBoard points"""
     tensorboard: bool = True
     """write TensorBoard event files into the run folder"""
+    wandb: bool = False
+    """send the numbers to Weights & Biases, which must be installed; WANDB_PROJECT, WANDB_MODE and its other variables
+    hold"""
 
 
 @dataclass(frozen=True, kw_only=True)
