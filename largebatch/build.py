@@ -33,6 +33,7 @@ from largebatch.config import (
     duration_images,
     duration_seconds,
     nearest_batches,
+    options,
     profiled_steps,
 )
 from largebatch.data.order import Plan
@@ -41,6 +42,7 @@ from largebatch.data.token_labels import CELL
 from largebatch.engine import Batches, Hook, Trainer, TrainState
 from largebatch.hooks.ema import Ema, check_half_life
 from largebatch.hooks.profile import Profile
+from largebatch.hooks.starts import count as count_of
 from largebatch.hooks.stop_early import StopEarly, end_time
 from largebatch.losses import Objective, TokenLabeling, classification
 from largebatch.native.attention import choose_attention
@@ -130,13 +132,13 @@ def count_passes(config: TrainConfig, comm: Communicator) -> int:
     passes = check_batch(config, comm)
     count = config.data.global_batch_size // config.data.micro_batch_size
     logger.info(
-        "global batch %d = %d ranks%s × %d micro-batch × %s%d passes",
+        "global batch %d = %s%s × %d micro-batch × %s%s",
         config.data.global_batch_size,
-        comm.size,
+        count_of(comm.size, "rank"),
         "" if comm.model_size == 1 else f" / {comm.model_size} to a replica ({config.parallel.shape()})",
         config.data.micro_batch_size,
         "up to " if count % comm.data_size else "",
-        passes,
+        "1 pass" if passes == 1 else f"{passes} passes",
     )
     if count % comm.data_size and comm.rank == 0:
         logger.warning(
@@ -616,6 +618,7 @@ def build_hooks(
         keep=config.checkpoint.keep,
         config_text=dump(config),
         description=description,
+        best=config.checkpoint.best,
         before_save=comparing[0].check if comparing else None,
     )
     early: list[Hook] = []
@@ -649,6 +652,8 @@ def build_sinks(config: TrainConfig) -> list[hooks.Sink]:
     sinks: list[hooks.Sink] = [hooks.Progress(), hooks.Csv(config.folder)]
     if config.log.tensorboard:
         sinks.append(hooks.TensorBoard(config.folder))
+    if config.log.wandb:
+        sinks.append(hooks.WeightsAndBiases(config.folder, options(config)))
     title = f"{config.model.name}, recipe {config.recipe or 'custom'}"
     return [*sinks, hooks.Curves(config.folder, title=title)]
 

@@ -8,6 +8,7 @@ do the rest.
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class TrainState:
     data: str = ""  # Index.digest() of the training images
     # The mean training loss up to this step, if the evaluation after the step is still to be made. None: it is not.
     train_loss: float | None = None
+    best: tuple[str, float, int] | None = None  # metric, value and step of the best evaluation, if it is to be kept
 
     def advance(self, images: int, *, applied: bool) -> None:
         """Count one step over `images`."""
@@ -58,6 +60,7 @@ class StepOutput:
     grad_norm: Tensor  # 0-d; of the reduced gradient before clipping, the same on all ranks
     applied: bool  # False: the gradient was not finite and nothing moved
     images: int  # size of the global batch
+    waited_s: float = 0.0  # the time that this rank waited for its images
 
 
 class Batches(Sized, Iterable[Any], Protocol):
@@ -89,6 +92,7 @@ class Trainer:
     average: nn.Module | None = None  # average of the weights, kept by hooks.ema, saved and resumed with the model
     state: TrainState = field(default_factory=TrainState)
     last_step: int = 0  # the step at which `fit` ends
+    waited_s: float = 0.0  # the time that this rank waited for the images of the newest step
     stop_reason: str = ""  # a hook that ends the run says why, on all ranks at the same point
 
     # -- one step ----------------------------------------------------------------------------------------------
@@ -96,7 +100,7 @@ class Trainer:
     @record_function("step")
     def train_step(self, batches: Iterator[Any]) -> StepOutput:
         """Do one optimizer step on the global batch: this rank's micro-batches, one reduction, one update."""
-        window_images = self.plan.window_images(self.state.step)
+        window_images, self.waited_s = self.plan.window_images(self.state.step), 0.0
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr()
         # Losses are sums over samples. Scaled by data_size / images, the mean over ranks of the accumulated gradients
@@ -123,7 +127,7 @@ class Trainer:
         self.model.zero_grad(set_to_none=True)
         # The schedule moves on even if the weights did not.
         self.state.advance(window_images, applied=applied)
-        return StepOutput(loss_sum, grad_norm, applied, window_images)
+        return StepOutput(loss_sum, grad_norm, applied, window_images, self.waited_s)
 
     def forward_backward(self, batch: Augmented, weight: float) -> Tensor:
         """Add the gradients of a micro-batch's summed loss × `weight` to those there are; return that loss, 0-d."""
@@ -142,8 +146,10 @@ class Trainer:
             self.pass_point(f"step {self.state.step + 1}, pass {number + 1}")
             if number == len(mine):  # the last pass of a step may have fewer micro-batches than ranks
                 break
+            began = time.perf_counter()
             with record_function("load"):
                 batch = next(batches)
+            self.waited_s += time.perf_counter() - began
             assert (batch.step, batch.number) == (self.state.step, mine[number].number), "the loader left the plan"
             augmented = self.prepare(batch)
             if number == 0:

@@ -11,10 +11,12 @@ batch of an evaluation, with a checkpoint and exit code 75. A second signal ends
 """
 
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,10 +31,13 @@ if TYPE_CHECKING:
     from largebatch.build import Images
     from largebatch.comm import Communicator
     from largebatch.config import TrainConfig
+    from largebatch.engine import Trainer
 
 logger = logging.getLogger("largebatch.train")
 
 LOG = "log.txt"  # in the run folder
+TIME = "%Y-%m-%d %H:%M:%S"
+OURS = ("largebatch", "zoo")  # whose logs are shown
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -102,34 +107,58 @@ def refusing_read_only(folder: str) -> Iterator[None]:
 
 
 def start_log(config: "TrainConfig", comm: "Communicator") -> None:
-    """Print what is logged: all of it on rank 0, which writes it to log.txt, too, and warnings on the others."""
-    handlers: list[logging.Handler] = [logging.StreamHandler()]
+    """Print what is logged with its time: all of it on rank 0, which writes it to log.txt, too; the others' warnings.
+
+    If a person watches, rank 0 writes straight to the terminal, where launchers would tag each line. Other packages
+    are heard if they warn.
+    """
+    from largebatch.comm.terminal import watched_terminal
+
+    terminal = watched_terminal() if comm.rank == 0 else None
+    screen = logging.StreamHandler(terminal)
+    screen.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S") if terminal else None)
+    handlers: list[logging.Handler] = [screen]
     if comm.rank == 0:
         handlers.append(logging.FileHandler(Path(config.folder) / LOG))
-    level = logging.INFO if comm.rank == 0 else logging.WARNING
-    logging.basicConfig(level=level, handlers=handlers, format=f"[{comm.rank}] %(message)s", force=True)
+    who = f"rank {comm.rank}: " if comm.rank else ""
+    logging.basicConfig(
+        level=logging.WARNING, handlers=handlers, format=f"%(asctime)s {who}%(message)s", datefmt=TIME, force=True
+    )
+    for package in OURS:
+        logging.getLogger(package).setLevel(logging.WARNING if comm.rank else logging.INFO)
 
 
 def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", signals: Signals) -> None:
-    """Train, or resume the run in the folder of the config; all ranks raise StoppedEarly if it was told to end."""
+    """Train, or resume the run in the folder of the config; all ranks raise StoppedEarly if it was told to end.
+
+    argv: the command line, for the log, and for a recipe that depends on the data.
+    """
     from largebatch.build import build_trainer
+    from largebatch.comm.launcher import recognise
     from largebatch.config import dump
+    from largebatch.hooks import starts
     from largebatch.recipes import depends_on_data
     from largebatch.start import set_up
 
-    sized = depends_on_data(argv)
+    folder, sized = Path(config.folder), depends_on_data(argv)
+    start = starts.describe_start(comm, argv, launcher=recognise(os.environ).launcher)
+    logger.info("%s", start)
     logger.info("%s", headline(config, sized=sized))
     config, device = set_up(config, comm)
     config, images = read_images(argv, config, comm, device, sized=sized)
     trainer = build_trainer(config, comm, signals, device=device, images=images)
     with comm.together("writing config.yaml"):
         if comm.rank == 0:
-            (Path(config.folder) / "config.yaml").write_text(dump(config))
+            (folder / "config.yaml").write_text(dump(config))
     if trainer.complete:
         logger.info("This run is complete; to train again choose another --run.folder.")
         return
+    with comm.together("writing starts.jsonl"):
+        if comm.rank == 0:
+            starts.write_start(folder, replace(start, step=trainer.state.step))
     reason = trainer.fit(max_steps=config.run.max_steps)
-    logger.info("%s: step %d of %d, curves in curves.png", config.folder, trainer.state.step, trainer.num_steps)
+    if comm.rank == 0:
+        tell_end(config, trainer, reason)
     if reason:
         place = f"step {trainer.state.step} of {trainer.num_steps}"
         raise StoppedEarly(f"stopped after {place}, because {reason}; the same command resumes (exit code 75).")
@@ -167,6 +196,40 @@ def size_line(config: "TrainConfig") -> str:
         f"recipe {config.recipe}, global batch {data.global_batch_size} in micro-batches of {data.micro_batch_size}, "
         f"{run.duration}, {config.optim.name}; --recipe takes another one"
     )
+
+
+def tell_end(config: "TrainConfig", trainer: "Trainer", reason: str) -> None:
+    """Write down that this process ends, and log what came of the run. reason: of an early end.
+
+    The run has its last checkpoint: a full disk is no reason to fail now.
+    """
+    from largebatch.hooks import starts
+    from largebatch.report import summary
+
+    folder = Path(config.folder)
+    try:
+        starts.write_end(folder, step=trainer.state.step, reason=reason)
+        share = utilisation(config, trainer.device, ranks=trainer.comm.size)
+        logger.info("%s", summary.describe(folder, num_steps=trainer.num_steps, utilisation=share))
+    except OSError as error:
+        logger.warning("the end of the run cannot be told: %s", error)
+
+
+def utilisation(config: "TrainConfig", device: "torch.device", *, ranks: int) -> float | None:
+    """Return the share of the datasheets' FLOP/s that one image per second takes; None if that is not known."""
+    if device.type != "cuda" or config.run.precision == "fp32":
+        return None
+    import torch
+
+    from largebatch.benchmark.ceiling import datasheet_flops
+    from largebatch.benchmark.model import training_flops
+
+    limit = datasheet_flops(torch.cuda.get_device_name(device))
+    try:
+        return training_flops(config.model.name, config.model.img_size) / (limit * ranks) if limit else None
+    except (ValueError, RuntimeError) as error:  # a model whose FLOPs cannot be counted without its weights
+        logger.debug("no utilisation: %s", error)
+        return None
 
 
 def headline(config: "TrainConfig", *, sized: bool = False) -> str:

@@ -1,6 +1,7 @@
 """Exact top-1 and top-5 of a run or of a zoo model; every held-out image is counted once, with any number of ranks.
 
 python -m largebatch.validate RUN [--ema] [--section.option value ...]
+python -m largebatch.validate RUN/checkpoints/best
 horovodrun -np 4 python -m largebatch.validate --model vit_b16 --init-from FILE --data FOLDER
 
 Each model has its own crop, filter, mean and standard deviation (`default_cfg`); a crop_pct above 1 pads the image. A
@@ -12,12 +13,14 @@ weights, the plain ones are used.
 --all validates every checkpoint of the run, or every weights file in the folder that --init-from names.
 --real-labels FILE counts a second time: a prediction is right if ReaL's real.json lists it for the image.
 --csv FILE adds one row per validation to a table.
+--predictions FILE writes the answer to each image; largebatch.report shows the errors in RUN/predictions.csv.
 """
 
 import argparse
 import csv
 import functools
 import io
+import itertools
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
@@ -26,9 +29,11 @@ from pathlib import Path
 from typing import Any, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from largebatch.build import build_eval_loader, build_model, find_weights, model_geometry, open_data
+from largebatch.checkpoint import is_checkpoint
 from largebatch.comm import Communicator
 from largebatch.config import ModelConfig, TrainConfig, parse
 from largebatch.config.parallel import ParallelConfig
@@ -36,7 +41,10 @@ from largebatch.data.imagenet_real import real_labels
 from largebatch.data.index import Index
 from largebatch.evaluation import COUNTS, LISTED_COUNTS, count_batch, count_listed, tally, tally_fitting
 from largebatch.files import atomic_file
+from largebatch.precision import at_least_float32
 from largebatch.recipes import RECIPES, find
+from largebatch.report.predictions import Answer
+from largebatch.report.predictions import write as write_predictions
 from largebatch.start import report_mistakes, set_up, start_ranks
 from zoo import load_weights, weights
 
@@ -49,6 +57,7 @@ class Flags:
     all: bool = False
     real_labels: str = ""
     csv: str = ""
+    predictions: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,24 +98,29 @@ def main(argv: Sequence[str] | None = None) -> None:
 def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
     """The config and the flags of a command line.
 
-    If the first word is a run folder, the config is the one in it, with the options of the command line on top;
-    model.weights is then empty unless it is given, too.
+    If the first word is a run folder, or one of its checkpoints, the config is the one of the run, with the options of
+    the command line on top; model.weights is then that checkpoint, or empty, unless it is given, too.
     """
     flags, words = _take_flags(argv)
     run = Path(words.pop(0)) if words and not words[0].startswith("-") else None
+    chosen = ""
+    if run and is_checkpoint(run):
+        chosen, run = str(run), run.parent.parent
     if run and not (run / "config.yaml").is_file():
         raise ValueError(
             f"{run} is not a run folder: expected a config.yaml in it; give the --run.folder of a training run."
         )
     if run:
-        words = ["--config", str(run / "config.yaml"), "--run.folder", str(run), "--model.weights=", *words]
+        words = ["--config", str(run / "config.yaml"), "--run.folder", str(run), f"--model.weights={chosen}", *words]
     config = parse(words, choose_recipe=defaults, prog="python -m largebatch.validate", description=__doc__)
     if not run and not config.model.weights:
         raise ValueError("There is nothing to validate: give a run folder, or --model, --init-from FILE and --data.")
-    if flags.ema and config.model.weights:
+    if flags.ema and config.model.weights != chosen:
         raise ValueError("--ema and --init-from both choose weights: give one; --init-from also takes averages.")
     if flags.ema and not config.optim.ema_half_life:
         raise ValueError(f"--ema finds no averaged weights: {run} was trained without --optim.ema_half_life.")
+    if flags.predictions and flags.all:
+        raise ValueError("--predictions keeps the answers of one model, and --all validates several: give one of them.")
     # A checkpoint holds the whole model, and each rank has all of it here, however the run divided it.
     return replace(config, parallel=ParallelConfig()), flags
 
@@ -118,6 +132,7 @@ def _take_flags(argv: Sequence[str]) -> tuple[Flags, list[str]]:
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--real-labels", default="")
     parser.add_argument("--csv", default="")
+    parser.add_argument("--predictions", default="")
     try:
         flags, words = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -156,10 +171,15 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
         with comm.together(f"loading {path}"):
             load_weights(model, path, new_heads=False)  # an untrained head would guess
         comm.started()
-        rows.append(evaluate_weights(path, model, config, comm, held_out=held_out, listed=listed))
+        answers: dict[int, Answer] | None = {} if flags.predictions else None
+        rows.append(evaluate_weights(path, model, config, comm, held_out=held_out, listed=listed, answers=answers))
         config = replace(config, data=replace(config.data, eval_batch_size=rows[-1].eval_batch_size))
+        gathered = comm.allgather_object(answers, name="validate/answers") if flags.predictions else []
         with comm.together("writing the table"):
             if comm.rank == 0:
+                if flags.predictions:
+                    merged = dict(itertools.chain.from_iterable(part.items() for part in gathered))
+                    write_predictions(Path(flags.predictions), held_out, merged)
                 print(rows[-1], flush=True)
                 if flags.csv:
                     _write_table(flags.csv, table + [asdict(row) for row in rows])
@@ -175,13 +195,25 @@ def count_classes(config: TrainConfig, path: str) -> int:
 
 
 def evaluate_weights(
-    path: str, model: nn.Module, config: TrainConfig, comm: Communicator, *, held_out: Index, listed: Tensor | None
+    path: str,
+    model: nn.Module,
+    config: TrainConfig,
+    comm: Communicator,
+    *,
+    held_out: Index,
+    listed: Tensor | None,
+    answers: dict[int, Answer] | None = None,
 ) -> Row:
-    """Evaluate a model that already holds the weights of `path`."""
+    """Evaluate a model that already holds the weights of `path`.
+
+    answers: is filled with the answer to each image of this rank.
+    """
     device = next(model.parameters()).device
 
     def count(logits: Tensor, batch: Any) -> Tensor:
         counts = count_batch(logits, batch)
+        if answers is not None:
+            answers.update(zip(batch.samples.tolist(), answer(logits, batch.labels)))
         if listed is None:
             return counts
         return torch.cat([counts, count_listed(logits, listed[batch.samples].to(device))])
@@ -221,6 +253,15 @@ def evaluate_weights(
         ranks=comm.size,
         eval_batch_size=batch_size,
     )
+
+
+def answer(logits: Tensor, labels: Tensor) -> list[Answer]:
+    """Return the answer to each image; classes of equal logits rank by their number, as in `count_correct`."""
+    logits = at_least_float32(logits)
+    first = logits.sort(dim=1, descending=True, stable=True).indices[:, 0]
+    confidence = logits.softmax(dim=1).gather(1, first[:, None])[:, 0]
+    loss = F.cross_entropy(logits, labels, reduction="none")
+    return [Answer(*values) for values in zip(first.tolist(), confidence.tolist(), loss.tolist())]
 
 
 def _real_labels(path: str, held_out: Index, comm: Communicator) -> Tensor:

@@ -16,7 +16,7 @@ def weights(folder: Path, name: str = "model") -> dict[str, torch.Tensor]:
 
 def steps_saved(folder: Path) -> list[int]:
     """The steps of which there are checkpoints."""
-    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+    return sorted(int(path.name) for path in (folder / "checkpoints").glob("[0-9]*"))
 
 
 def rows(folder: Path, name: str) -> list[dict[str, str]]:

@@ -321,6 +321,74 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(newest):
     assert valid_steps(newest.parent.parent) == [2, 1]
 
 
+# -- the best ----------------------------------------------------------------------------------------------------
+
+
+def state(step: int, best: int) -> TrainState:
+    return TrainState(step=step, images=100 * step, skipped=2, data="their digest", best=("top1", 70.0 + best, best))
+
+
+def test_the_best_is_kept_beside_the_newest_and_found_by_its_name(tmp_path):
+    link = tmp_path / "checkpoints" / "best"
+    for step in range(1, 7):
+        save(tmp_path, step, state=state(step, best=min(step, 3)), average=make_parts(seed=step)[0])
+        assert link.readlink() == Path(f"{min(step, 3):08d}")
+    assert valid_steps(tmp_path) == [6, 5, 3]
+    for average in (False, True):
+        (found,) = checkpoint.find_weights(link, average=average)
+        assert_equal(zoo.weights.read_weights(found), dict(make_parts(seed=3)[0].state_dict()))
+    assert checkpoint.find_weights(tmp_path)[0].parent.name == "00000006", "a run folder stands for its newest"
+    assert checkpoint.find_weights(link.with_name("00000005")) == checkpoint.find_weights(tmp_path, every=True)[1:2]
+    assert load(checkpoint.latest(tmp_path), make_parts()).best == ("top1", 73.0, 3)
+    save(tmp_path, 7, state=state(7, best=7))
+    assert valid_steps(tmp_path) == [7, 6] and link.readlink() == Path("00000007")
+
+
+def test_a_best_one_that_is_damaged_is_refused(tmp_path):
+    path = save(tmp_path, 1, state=state(1, best=1))
+    (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="best cannot be used, as model.safetensors has 0 of .* bytes: choose another"):
+        checkpoint.find_weights(tmp_path / "checkpoints" / "best")
+
+
+def test_a_kill_before_the_link_is_healed_by_the_next_save(tmp_path, monkeypatch):
+    save(tmp_path, 1, state=state(1, best=1))
+    real = os.replace
+
+    def die(old: Path, new: Path) -> None:
+        if Path(new).name == "best":
+            raise KeyboardInterrupt
+        real(old, new)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "replace", die)
+        save(tmp_path, 2, state=state(2, best=2))
+    assert (tmp_path / "checkpoints" / "best").readlink() == Path("00000001")
+    for step in (3, 4, 5):
+        save(tmp_path, step, state=state(step, best=2))
+    names = ["00000002", "00000004", "00000005", "best"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
+
+
+def test_without_links_there_is_a_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Path, "symlink_to", lambda *paths: (_ for _ in ()).throw(OSError(errno.EPERM, "no links here")))
+    for step in (1, 2, 3):
+        save(tmp_path, step, state=state(step, best=1))
+    assert valid_steps(tmp_path) == [3, 2] and caplog.text.count("the best checkpoint is not kept") == 1
+
+
+@pytest.mark.parametrize(
+    "metric, values, best", [("top1", [50, 70, 70, 60], 2), ("loss", [3, 2, 1, 4], 3), ("none", [1, 2], None)]
+)
+def test_an_evaluation_that_is_better_than_all_before_is_the_best(tmp_path, metric, values, best):
+    hook = checkpointing.Checkpoint(tmp_path, every_images=1, keep=2, config_text="", best=metric)
+    trainer = SimpleNamespace(state=TrainState())
+    for trainer.state.step, value in enumerate(values, start=1):
+        hook.after_evaluate(trainer, {"top1": value, "loss": value})
+    hook.after_evaluate(trainer, {"top1": float("nan"), "loss": float("nan")})
+    assert trainer.state.best == (best and (metric, values[best - 1], best))
+
+
 # -- how many are kept -------------------------------------------------------------------------------------------
 
 
@@ -544,10 +612,11 @@ def test_a_kill_at_any_line_leaves_valid_checkpoints(report):
     *killed, finished = report["lines"]
     for entry in killed:
         assert entry["exit"] == -signal.SIGKILL
-        assert entry["valid"] in ([2, 1], [3, 2, 1], [3, 2]), entry
+        assert entry["valid"] in ([2, 1], [3, 2, 1], [3, 2]) and entry["best"] in entry["valid"], entry
     moments = [tuple(entry["valid"]) for entry in killed]
     assert len(moments) > 100 and set(moments) == {(2, 1), (3, 2, 1), (3, 2)}, "not every moment was met"
-    assert finished == {"exit": 0, "valid": [3, 2], "names": ["00000002", "00000003"]}, "leftovers are not cleaned"
+    names = ["00000002", "00000003", "best"]
+    assert finished == {"exit": 0, "valid": [3, 2], "names": names, "best": 3}, "leftovers are not cleaned"
 
 
 def test_a_kill_inside_a_file_leaves_the_earlier_ones(report):
@@ -559,7 +628,7 @@ def test_a_kill_inside_a_file_leaves_the_earlier_ones(report):
 def test_a_file_that_cannot_grow_is_an_oserror(report):
     assert len(report["full"]) == 10
     for entry in report["full"]:
-        assert entry == {"exit": 7, "valid": [2, 1], "names": ["00000001", "00000002"]}
+        assert entry == {"exit": 7, "valid": [2, 1], "names": ["00000001", "00000002", "best"], "best": 1}
 
 
 # -- the program -------------------------------------------------------------------------------------------------
@@ -568,11 +637,11 @@ def test_a_file_that_cannot_grow_is_an_oserror(report):
 def in_child(start: Path, parts: Parts, prepare: Callable[[], None]) -> dict:
     """Save step 3 into a copy of `start`, in a forked child that `prepare` made ready to die; what it left."""
     folder = start.with_name("copy")
-    shutil.copytree(start, folder)
+    shutil.copytree(start, folder, symlinks=True)
     child = os.fork()
     if child == 0:
         try:
-            writer, content = checkpointing.Writer(folder, keep=2), snapshot(3, parts)
+            writer, content = checkpointing.Writer(folder, keep=2), snapshot(3, parts, state=state(3, best=3))
             prepare()
             writer.start(content, began=0.0)
             assert writer.wait(60)
@@ -581,7 +650,8 @@ def in_child(start: Path, parts: Parts, prepare: Callable[[], None]) -> dict:
             os._exit(1)
     _, status = os.waitpid(child, 0)
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    report = {"exit": os.waitstatus_to_exitcode(status), "valid": valid_steps(folder), "names": names}
+    best = int((folder / "checkpoints" / "best").readlink().name)
+    report = {"exit": os.waitstatus_to_exitcode(status), "valid": valid_steps(folder), "names": names, "best": best}
     shutil.rmtree(folder)
     return report
 
@@ -613,7 +683,7 @@ def main(folder: Path) -> dict[str, list[dict]]:
     parts, start = make_parts(optimizer="AdamW"), folder / "start"
     start.mkdir()
     for step in (1, 2):
-        path = save(start, step, parts=parts)
+        path = save(start, step, parts=parts, state=state(step, best=1))
     for leftover in ("00000003.tmp", "00000000.removed.tmp"):
         shutil.copytree(path, path.with_name(leftover))
     lines: list[dict] = []

@@ -6,6 +6,7 @@ start it once and look at its report and its folders. The sinks, which need no c
 
 import contextlib
 import csv
+import hashlib
 import io
 import json
 import logging
@@ -13,6 +14,7 @@ import math
 import os
 import shutil
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -80,7 +82,8 @@ def test_an_interrupted_run_leaves_the_same_rows(runs):
     for name in ("steps.csv", "epochs.csv"):
         whole, resumed = (read(folder / run / name) for run in ("whole", "resumed"))
         for row in (*whole, *resumed):
-            row.pop("images_per_s")
+            for name in tables.MEASURED:
+                row.pop(name, None)
         assert whole == resumed
 
 
@@ -123,6 +126,13 @@ def test_checkpoints_by_time(runs):
     """Two and a half minutes have passed in the third step after each save; what was asked then is read in the next."""
     _, report = runs
     assert report["by time"] == [4, 8, 12]
+
+
+def test_the_best_evaluation_is_saved_and_survives_rotation_and_resume(runs):
+    """Of evaluations after steps 4, 8 and 12 the second is the best; the run is stopped after step 9."""
+    _, report = runs
+    best = {"link": "00000008", "state": ["top1", 70.0, 8]}
+    assert report["best"] == [{"saved": [9, 8]} | best, {"saved": [12, 9, 8]} | best]
 
 
 def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path):
@@ -319,6 +329,18 @@ def main(folder: Path) -> dict[str, Any]:
         hooks.checkpointing.time = time
         report["by time"] = saved("by_time")[::-1]
 
+    def best() -> None:
+        top1 = {4: 50.0, 8: 70.0, 12: 60.0}
+        for max_steps in (9, 0):
+            trainer = build("best")
+            options = {"keep": 2, "config_text": trainer.hooks[1].config_text, "best": "top1"}
+            trainer.hooks[1] = hooks.Checkpoint(folder / "best", every_images=10**9, **options)
+            evaluate = trainer.evaluate
+            trainer.evaluate = lambda: evaluate() | {"top1": top1[trainer.state.step]}
+            trainer.fit(max_steps=max_steps)
+            link = os.readlink(folder / "best" / "checkpoints" / "best")
+            report.setdefault("best", []).append({"saved": saved("best"), "link": link, "state": trainer.state.best})
+
     def sinks() -> None:
         trainer = build("failing", sinks=(Failing(),))
         trainer.fit()
@@ -364,7 +386,8 @@ def main(folder: Path) -> dict[str, Any]:
         trainer.objective, trainer.evaluate = slow_objective, slow_evaluate
         trainer.fit()
 
-    for part in (whole, resumed, finished, stopped_early, full_disks, removed, by_time, sinks, refused, guard, clock):
+    saving = (finished, stopped_early, full_disks, removed, by_time, best)
+    for part in (whole, resumed, *saving, sinks, refused, guard, clock):
         part()
     comm.shutdown()
     return report | {"log": log.getvalue().splitlines()}
@@ -454,6 +477,54 @@ def test_no_tensorboard_is_one_clear_error(tmp_path, monkeypatch):
         hooks.TensorBoard(tmp_path).open(trainer_at(0))
 
 
+def wandb_records(data: bytes) -> list[bytes]:
+    """The records of a .wandb file: a header of 7 bytes, then LevelDB's log format, in blocks of 32 KiB."""
+    found, at = [b""], 7
+    while at + 7 <= len(data):
+        if 2**15 - at % 2**15 < 7:  # the rest of a block is too short for a header
+            at += 2**15 - at % 2**15
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        found[-1] += data[at + 7 : at + 7 + length]
+        found += [b""] if kind in (1, 4) else []  # whole, or the last part
+        at += 7 + length
+    return found[:-1]
+
+
+def test_weights_and_biases_offline(tmp_path, monkeypatch):
+    """Steps that a resumed run writes again are kept, too; the entry is that of the folder."""
+    pytest.importorskip("wandb", reason="wandb is not installed: python -m pip install wandb")
+    from wandb.proto.wandb_internal_pb2 import Record as Entry
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sink = hooks.WeightsAndBiases(tmp_path, {"optim.lr": 0.5})
+    sink.open(trainer_at(0))
+    for first, last in ((1, 8), (6, 10)):
+        for step in range(first, last + 1):
+            sink.write_step(step_row(step, images_per_s=math.nan if step == 1 else 5.0))
+        sink.write_epoch(epoch_row(last))
+    sink.close()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    runs, points = [], []
+    for entry in map(Entry.FromString, wandb_records(file.read_bytes())):
+        runs += [entry.run] if entry.HasField("run") else []
+        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in entry.history.item}
+        points += [items] if "step" in items else []
+    assert runs[0].display_name == tmp_path.name and runs[0].project == "largebatch"
+    assert runs[0].run_id == hashlib.sha256(str(tmp_path.resolve()).encode()).hexdigest()[:16]
+    assert {update.key: update.value_json for update in runs[0].config.update}["optim.lr"] == "0.5"
+    losses = [(point["step"], point["train/loss"]) for point in points if "train/loss" in point]
+    assert losses == [(step, 2 / step) for step in (*range(1, 9), *range(6, 11))]
+    assert "train/images_per_s" not in points[0] and "train/images_per_s" in points[1]
+    assert [point["step"] for point in points if "epoch/top1" in point] == [8, 10]
+
+
+def test_no_weights_and_biases_is_one_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="--log.wandb is true, and wandb is not installed .*pip install wandb"):
+        hooks.WeightsAndBiases(tmp_path, {}).open(trainer_at(0))
+
+
 @pytest.mark.parametrize("num_steps", [7, 100, 11730])
 def test_plain_lines_are_few(caplog, num_steps):
     caplog.set_level(logging.INFO)
@@ -465,18 +536,33 @@ def test_plain_lines_are_few(caplog, num_steps):
     sink.write_epoch(epoch_row(num_steps))
     sink.close()
     assert min(num_steps, PLAIN_LINES) <= len(caplog.messages) <= PLAIN_LINES + 2
-    assert caplog.messages[0].startswith(f"step 1/{num_steps}  epoch 0.20  loss 2.0000  lr 0.001  5 img/s  ")
+    assert caplog.messages[0] == f"step 1/{num_steps}  epoch 0.20  loss 2.0000  lr 0.001  5 img/s", "no pace yet"
     assert caplog.messages[-2].startswith(f"step {num_steps}/{num_steps} ")
     assert caplog.messages[-2].endswith("0:00:00 left")
     assert caplog.messages[-1].startswith(f"epoch {num_steps / 5:.4g}/{num_steps / 5:.4g}  train loss ")
     assert "top-1 60.00 %" in caplog.messages[-1]
 
 
+def test_the_first_step_is_not_the_pace_and_has_no_empty_column(caplog, monkeypatch):
+    """It took 100 s, and each of the others one."""
+    caplog.set_level(logging.INFO)
+    now = [0.0]
+    monkeypatch.setattr(sinks, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    sink = hooks.Progress()
+    sink.open(trainer_at(0, num_steps=10))
+    for step in range(1, 4):
+        now[0] += 100.0 if step == 1 else 1.0
+        sink.advance(step)
+        sink.write_step(step_row(step, images_per_s=math.nan if step == 1 else 5.0))
+    assert caplog.messages[0] == "step 1/10  epoch 0.20  loss 2.0000  lr 0.001"
+    assert [line.partition(" img/s  ")[2] for line in caplog.messages[1:]] == ["0:00:08 left", "0:00:07 left"]
+
+
 def test_the_time_left_is_that_to_max_steps(caplog):
     caplog.set_level(logging.INFO)
     sink = hooks.Progress()
     sink.open(trainer_at(10, last_step=20))
-    sink.opened -= 1000.0
+    sink.first = (10, time.perf_counter() - 1000.0)
     for step in (15, 20):
         sink.write_step(step_row(step))
     assert caplog.messages[0].startswith("step 15/100 ") and caplog.messages[0].endswith("0:16:40 left")

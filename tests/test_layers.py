@@ -6,16 +6,17 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 PLAN = """
-bind:; config: jsonargparse; files:; largebatch:; precision:; schedules:; zoo: timm; comm: config horovod mpi4py native;
-data: files native nvidia; native: files zoo; recipes: config; augment: data native; batch_norm: comm; evaluation: comm
-precision; optim: native; doctor: comm mpi4py; pack: comm data files mpi4py rich zoo; losses: augment precision;
-replica: augment batch_norm comm losses optim; start: comm config precision; engine: augment comm data evaluation losses
-optim precision replica; parallel: augment comm config losses native optim precision replica zoo; checkpoint: config
-engine zoo; hooks: augment checkpoint comm config engine files optim precision rich; report: checkpoint config data
-hooks zoo; build: augment batch_norm checkpoint comm config data engine hooks losses native optim parallel replica
-schedules start zoo; predict: data zoo; train: build comm config files recipes start; validate: build comm config data
-evaluation files recipes start zoo; benchmark: augment build comm config data engine files hooks losses native optim
-parallel precision recipes start timm zoo
+bind:; config: jsonargparse; files:; largebatch:; precision:; schedules:; zoo: timm; comm: config files horovod mpi4py
+native; data: files native nvidia; native: files zoo; recipes: config; augment: data native; batch_norm: comm;
+evaluation: comm precision; optim: native; doctor: comm mpi4py; pack: comm data files mpi4py rich zoo; losses: augment
+precision; replica: augment batch_norm comm losses optim; start: comm config precision; engine: augment comm data
+evaluation losses optim precision replica; parallel: augment comm config losses native optim precision replica zoo;
+checkpoint: config engine zoo; hooks: augment checkpoint comm config engine files optim precision rich; report:
+checkpoint config data files hooks zoo; build: augment batch_norm checkpoint comm config data engine hooks losses native
+optim parallel replica schedules start zoo; predict: data zoo; train: benchmark build comm config engine files hooks
+recipes report start; validate: build checkpoint comm config data evaluation files precision recipes report start zoo;
+benchmark: augment build comm config data engine files hooks losses native optim parallel precision recipes start timm
+zoo
 """
 LIBRARIES = {"horovod", "jsonargparse", "mpi4py", "nvidia", "rich", "timm"}
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,9 +8,11 @@
 from largebatch.checkpoint.resume import MAY_DIFFER, check_config, load, resume
 from largebatch.checkpoint.snapshot import HostMemory, Snapshot, take_snapshot
 from largebatch.checkpoint.store import (
+    BEST,
     FOLDER,
     checkpoints,
     find_weights,
+    is_checkpoint,
     latest,
     newest_weights,
     read_state,
@@ -19,6 +21,7 @@ from largebatch.checkpoint.store import (
 )
 
 __all__ = [
+    "BEST",
     "FOLDER",
     "MAY_DIFFER",
     "HostMemory",
@@ -26,6 +29,7 @@ __all__ = [
     "check_config",
     "checkpoints",
     "find_weights",
+    "is_checkpoint",
     "latest",
     "load",
     "newest_weights",

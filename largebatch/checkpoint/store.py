@@ -8,6 +8,7 @@
             state.pt              optimizer, loss scaler, TrainState, config and versions; weights_only is enough
             manifest.json         the step, and size and SHA-256 of these: written last
         00000200/
+        best                      a link to the checkpoint of the best evaluation, which is kept beside the newest
         00000300.tmp/             one being written, or what a kill left of it; the next save removes it if it can
 
 A folder without the suffix is complete: it is written under the other name, every file is on the disk before the
@@ -42,6 +43,7 @@ from zoo import write_weights
 logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
+BEST = "best"
 WEIGHTS_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".tar")
 MANIFEST = "manifest.json"
 PARTS = (WEIGHTS, AVERAGE, DESCRIPTION, STATE)
@@ -54,7 +56,8 @@ SPARE_BYTES = 2**20  # names, headers and scalars beside the tensors
 
 
 def save(folder: str | Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
-    """Write the checkpoint of a snapshot into run folder `folder`, which must exist; keep the `keep` newest valid ones.
+    """Write the checkpoint of a snapshot into run folder `folder`, which must exist; keep the `keep` newest valid ones
+    and the best one.
 
     Returns its path. A valid checkpoint of this state is not written again. Raises OSError if it cannot be written; the
     older ones are then untouched.
@@ -66,6 +69,7 @@ def save(folder: str | Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
     _clean(root)
     path = root / f"{snapshot.step:08d}"
     if path.exists() and why_invalid(path) is None and read_state(path)["state"] == snapshot.state["state"]:
+        _link_best(root, snapshot.state["state"])
         return path
     unfinished = _unused(path)
     try:
@@ -78,6 +82,7 @@ def save(folder: str | Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     _rename_digests(unfinished, path)
+    _link_best(root, snapshot.state["state"])
     _keep_newest(path, keep)
     return path
 
@@ -101,8 +106,15 @@ def latest(folder: str | Path) -> Path | None:
 
 
 def newest_weights(folder: str | Path, *, average: bool = False) -> Path:
-    """Return the weights file (average: the averaged one) of the newest valid checkpoint; ValueError without one."""
+    """Return the weights file (average: the averaged one) of the newest valid checkpoint; ValueError without one.
+
+    folder: that of a run, or of one of its checkpoints, such as RUN/checkpoints/best.
+    """
     path = latest(folder)
+    if is_checkpoint(folder):
+        path = Path(folder).resolve()
+        if reason := why_invalid(path):
+            raise ValueError(f"Checkpoint {folder} cannot be used, as {reason}: choose another one.")
     if path is None:
         raise ValueError(f"{folder} has no valid checkpoint: expected one in {Path(folder) / FOLDER}.")
     return path / (AVERAGE if average else WEIGHTS)
@@ -119,13 +131,13 @@ def _valid(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def find_weights(path: str | Path, *, average: bool = False, every: bool = False) -> list[Path]:
-    """Return a weights file itself, or the one of the newest valid checkpoint in a run folder.
+    """Return a weights file itself, or the one of a checkpoint, or of the newest valid checkpoint in a run folder.
 
     every: the weights of all valid checkpoints of a run folder, oldest first, or all weights files in another folder,
     in alphabetical order. average: the averages of a run folder. Raises ValueError if there are none.
     """
     path = Path(path)
-    if not every:
+    if not every or is_checkpoint(path):
         return [newest_weights(path, average=average) if path.is_dir() else path]
     kept = [kept / (AVERAGE if average else WEIGHTS) for kept in _valid(reversed(checkpoints(path)))]
     if kept:
@@ -137,6 +149,11 @@ def find_weights(path: str | Path, *, average: bool = False, every: bool = False
             f"files ({', '.join(WEIGHTS_SUFFIXES)})."
         )
     return files
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Return whether a folder is a complete checkpoint, or a link to one; it may be damaged."""
+    return Path(path, MANIFEST).is_file()
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -258,8 +275,31 @@ def _check_space(root: Path, num_bytes: int) -> None:
         raise OSError(errno.ENOSPC, f"{root} has {free / 1e9:.3g} GB free, a checkpoint needs {needed / 1e9:.3g} GB")
 
 
+def _link_best(root: Path, state: dict[str, Any]) -> None:
+    """Let `best` name the checkpoint that a state calls the best, if it is there.
+
+    A process that was killed between a save and its link is healed by the next save.
+    """
+    if not state.get("best"):
+        return
+    link, name = root / BEST, f"{state['best'][2]:08d}"
+    if not (root / name).is_dir() or _target(link) == name:
+        return
+    try:
+        unfinished = _unused(link)
+        unfinished.symlink_to(name)
+        os.replace(unfinished, link)
+        _sync(root)
+    except OSError as error:  # a file system without links
+        _warn_of_link(link, str(error))
+
+
+def _target(link: Path) -> str:
+    return os.readlink(link) if link.is_symlink() else ""
+
+
 def _keep_newest(written: Path, keep: int) -> None:
-    """Remove all but the `keep` newest valid checkpoints, if there are that many."""
+    """Remove all but the best and the `keep` newest valid checkpoints, if there are that many."""
     paths = checkpoints(written.parent.parent)
     valid: list[Path] = []
     if len(paths) > keep:  # else there is nothing to remove
@@ -267,8 +307,9 @@ def _keep_newest(written: Path, keep: int) -> None:
         newest_valid = (path for path in paths if path == written or checked(path) is None)
         valid = list(itertools.islice(newest_valid, keep))
     if len(valid) == keep:
+        best = _target(written.parent / BEST)
         for path in paths:
-            if path not in valid:
+            if path not in valid and path.name != best:
                 try:
                     _remove(path)
                 except OSError as error:
@@ -301,9 +342,15 @@ def _clean(root: Path) -> None:
 def _discard(path: Path) -> None:
     """Remove an unfinished folder. One that cannot be removed costs space, not the checkpoint."""
     try:
-        shutil.rmtree(path)
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
     except OSError as error:
         _warn_of_leftover(path, str(error))
+
+
+@functools.cache
+def _warn_of_link(link: Path, reason: str) -> None:
+    """Warn once."""
+    logger.warning("%s cannot be made (%s): the best checkpoint is not kept; the run goes on", link, reason)
 
 
 @functools.cache

@@ -12,6 +12,7 @@
     stop_points.py    the point of a step or an evaluation at which all ranks leave
     signals.py        the signals that tell a run to end
     parents.py        the launcher of this process, and whether it is gone
+    terminal.py       the terminal at which a person watches, also behind a launcher
     stopped.py        the exceptions that all ranks raise together
     launcher.py       the launcher that started this process; the one table of launchers' variables
     gloo_start.py     the start of ranks that MPI cannot bring together

@@ -35,6 +35,7 @@ from largebatch.comm.stopped import Stopped
 from largebatch.comm.watchdog import Mark, Watchdog
 from largebatch.config.horovod import HorovodConfig, stall_limit, told_the_longest
 from largebatch.config.parallel import WHOLE, Shape
+from largebatch.files import Damaged
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -330,7 +331,8 @@ class Communicator:
         """End every process of the run now."""
         sys.stdout.flush()
         sys.stderr.flush()
-        if hvd.mpi_enabled():  # under Gloo the import of mpi4py.MPI would start MPI on this rank alone
+        # Under Gloo the import of mpi4py.MPI would start MPI on this rank alone. A single rank has nobody else to end.
+        if hvd.mpi_enabled() and hvd.size() > 1:
             import mpi4py
 
             mpi4py.rc.initialize = False
@@ -411,8 +413,10 @@ def session(
         comm.shutdown()
         raise
     except BaseException as error:
-        lost = isinstance(error, hvd.HorovodInternalError)
-        cause = "stopped, because another rank failed" if lost else traceback.format_exc()
+        if isinstance(error, hvd.HorovodInternalError):
+            cause = "stopped, because another rank failed"
+        else:
+            cause = str(error) if isinstance(error, Damaged) else traceback.format_exc()
         sys.stderr.write(f"largebatch: rank {comm.rank} of {comm.size} on {socket.gethostname()}: {cause}\n")
         comm.abort(1)
     comm.shutdown()

@@ -90,6 +90,10 @@ def check(config: TrainConfig) -> None:
             f"--schedule.scaling is {c.schedule.scaling} and --schedule.reference_batch_size is "
             f"{c.schedule.reference_batch_size}: linear and sqrt need a reference batch; with none, leave it at 0."
         )
+    if c.checkpoint.best == "ema_top1" and not c.optim.ema_half_life:
+        raise ValueError(
+            "--checkpoint.best is ema_top1, and there are no averaged weights: set --optim.ema_half_life, or take top1."
+        )
     _check_tokens(c)
     _check_parallel(c)
     _check_timm(c)

@@ -248,6 +248,9 @@ class LogConfig:
     """time between rows of steps.csv and TensorBoard points"""
     tensorboard: bool = True
     """write TensorBoard event files into the run folder"""
+    wandb: bool = False
+    """send the numbers to Weights & Biases, which must be installed; WANDB_PROJECT, WANDB_MODE and its other variables
+    hold"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +262,10 @@ class CheckpointConfig:
     writes one"""
     keep: int = 2
     """number of checkpoints to keep, at least 2"""
+    best: Literal["top1", "ema_top1", "loss", "none"] = "top1"
+    """keep the best checkpoint, too, as RUN/checkpoints/best: that of the highest held-out top-1, of the highest top-1
+    of the averaged weights, or of the lowest held-out loss; an evaluation that is better than all before it is saved
+    at once. none: keep the newest alone"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import numpy as np
 
 from largebatch.data.index import Index
 from largebatch.data.label_maps import map_bytes
+from largebatch.files import Damaged
 
 KEPT_BLOCKS = 32  # free blocks of memory that are kept
 
@@ -93,7 +94,7 @@ class Reader:
             try:
                 self._fill(view, self._open(self._index.files[self._index.file[sample]]), sample, start)
             except OSError as error:
-                raise ValueError(f"{self._index.where(sample)} cannot be read: {error}") from error
+                raise Damaged(f"{self._index.where(sample)} cannot be read: {error}.") from error
 
     def _fill(self, view: np.ndarray, file: _File, sample: int, offset: int) -> None:
         done = 0
@@ -101,5 +102,5 @@ class Reader:
             count = self._preadv(file.fd, [view[done:].data], offset + done)
             if not count:
                 where = self._index.where(sample)
-                raise ValueError(f"{where} is cut off: the file has changed since it was indexed.")
+                raise Damaged(f"{where} is cut off: the file has changed since it was indexed.")
             done += count

@@ -15,10 +15,12 @@ from __future__ import annotations
 import collections
 import io
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -30,7 +32,9 @@ from largebatch.data import reader
 from largebatch.data.index import Index
 from largebatch.data.label_maps import decode_maps
 from largebatch.data.order import MicroBatch
+from largebatch.data.sources import SPLITS
 from largebatch.data.token_labels import TokenLabels
+from largebatch.files import Damaged
 from largebatch.native.copies import to_device
 
 READ_THREADS = 32  # threads that read files; most of them sleep
@@ -38,6 +42,7 @@ READ_IMAGES = 4  # images that a thread reads in one task
 READ_AHEAD = 256  # images being read or waiting for DALI, but at least two batches
 PREFETCH = 2  # batches inside DALI
 FINISH_IMAGES = 8  # images that a thread finishes in one task
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # with which DALI writes its errors
 
 Arrays = TypeVar("Arrays")  # a loader's own dataclass of arrays with one row per sample
 
@@ -193,7 +198,7 @@ class Stream(Iterator[Batch]):
             stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
             (images,) = pipe.run(stream)
         except RuntimeError as error:
-            self._end = ValueError(_explain(error, self._inside, self._index))
+            self._end = _explain(error, self._inside, self._index)
             self._end.__cause__ = error
         except Exception as error:  # StopIteration at the end, or an error of a reading thread
             self._end = error
@@ -331,14 +336,26 @@ class _Finishers:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
-def _explain(error: RuntimeError, batches: Iterable[Encoded[Any]], index: Index) -> str:
-    """Name the first image that PIL cannot decode in the batches on which DALI was working."""
+def _explain(error: RuntimeError, batches: Iterable[Encoded[Any]], index: Index) -> ValueError:
+    """Return an error with the first image that PIL cannot decode in the batches on which DALI was working."""
     for batch in batches:
         for sample, data in zip(batch.samples.tolist(), batch.room.images):
             try:
                 Image.open(io.BytesIO(data.tobytes())).load()
             except Exception as reason:
-                where = index.where(sample)
-                return f"{where} cannot be decoded: {reason}; `python -m largebatch.pack check` lists all such"
+                said = str(reason).partition(" <_io.")[0]
+                return Damaged(
+                    f"{index.where(sample)} cannot be decoded ({said}): `python -m largebatch.pack check "
+                    f"{_data_folder(index)}` lists all such images, and training then leaves them out."
+                )
     first = next((batch.job for batch in batches), None)
-    return f"The pipeline failed at {first}, although PIL can decode its images: {error}"
+    said = COLOURS.sub("", str(error))
+    return ValueError(f"The pipeline failed at {first}, although PIL can decode its images: {said}")
+
+
+def _data_folder(index: Index) -> Path:
+    """Return the folder that a user gives to --data."""
+    folder = Path(index.files[0]).parent
+    folder = folder.parent if index.class_names else folder
+    splits = {name for names in SPLITS.values() for name in names}
+    return folder.parent if folder.name in splits else folder

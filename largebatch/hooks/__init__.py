@@ -11,7 +11,7 @@
     Log             log.py             starts its clock last, so that no hook counts as training time
 
 Log computes rows of numbers and hands them to the sinks in sinks.py: a progress bar, CSV files (tables.py), TensorBoard
-and a picture (curves.py).
+and a picture (curves.py), and to weights_and_biases.py. starts.py has the history of a run.
 """
 
 from largebatch.hooks.checkpointing import Checkpoint
@@ -23,6 +23,7 @@ from largebatch.hooks.recompute import RecomputeCheck
 from largebatch.hooks.replicas import ReplicaCheck
 from largebatch.hooks.sinks import Csv, Curves, Progress, Sink, TensorBoard
 from largebatch.hooks.stop_early import StopEarly, end_time
+from largebatch.hooks.weights_and_biases import WeightsAndBiases
 
 __all__ = [
     "Checkpoint",
@@ -38,6 +39,7 @@ __all__ = [
     "Sink",
     "StopEarly",
     "TensorBoard",
+    "WeightsAndBiases",
     "check_half_life",
     "end_time",
 ]

@@ -6,6 +6,7 @@ it tells the other ranks so again and again: no rank then waits long in one coll
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -20,14 +21,15 @@ from largebatch.engine import Hook, Trainer
 
 logger = logging.getLogger(__name__)
 
+SIGNS = {"top1": 1, "ema_top1": 1, "loss": -1}  # of the metrics by which an evaluation is the best
 TELL_EVERY_S = 0.5  # how often rank 0 tells the others that it still writes
 
 
 class Checkpoint(Hook):
     """Saves a checkpoint every `every_images`, or every `every_s` by rank 0's clock, and at the end of the run.
 
-    If a save fails, the hook warns, keeps the older checkpoints and lets the run go on. If the last save fails, the run
-    fails.
+    An evaluation that is better than all before is saved, too, and its checkpoint is kept as the best one. If a save
+    fails, the hook warns, keeps the older checkpoints and lets the run go on. If the last save fails, the run fails.
     """
 
     def __init__(
@@ -39,16 +41,18 @@ class Checkpoint(Hook):
         keep: int,
         config_text: str,
         description: str = "",
+        best: str = "none",
         before_save: Callable[[Trainer], None] | None = None,
     ) -> None:
         """before_save: is called on all ranks, and may raise comm.Stopped to keep a state from being saved.
 
-        description: the text of config.json.
+        description: the text of config.json. best: the metric by which an evaluation is better than another one: top1,
+        ema_top1, loss or none.
         """
         assert bool(every_images) != bool(every_s), (every_images, every_s)
         self.folder = Path(folder)
         self.every_images, self.every_s = every_images, every_s
-        self.config_text, self.description = config_text, description
+        self.config_text, self.description, self.best = config_text, description, best
         self.before_save = before_save
         self.writer = Writer(folder, keep=keep)
         self.memory = checkpoint.HostMemory()
@@ -74,9 +78,20 @@ class Checkpoint(Hook):
                 self.folder.mkdir(parents=True, exist_ok=True)
         trainer.comm.before_shutdown(lambda: self.wait(trainer.comm))
 
+    def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Note an evaluation that is better than all before. The metrics, and so the answer, are those of all ranks."""
+        value, best = metrics.get(self.best, math.nan), trainer.state.best
+        if best is not None and best[0] == self.best:  # a resumed run may have another metric
+            better = SIGNS[self.best] * value > SIGNS[self.best] * best[1]
+        else:
+            better = math.isfinite(value)
+        if better:
+            trainer.state.best = self.best, value, trainer.state.step
+
     def after_step(self, trainer: Trainer) -> None:
         """Save if a save is due."""
-        if trainer.due(self.every_images) if self.every_images else self.time_has_come(trainer.comm):
+        due = trainer.due(self.every_images) if self.every_images else self.time_has_come(trainer.comm)
+        if due or trainer.state.best and trainer.state.best[2] == trainer.state.step:
             self.save(trainer)
 
     def after_fit(self, trainer: Trainer) -> None:

@@ -6,15 +6,19 @@ not means since an earlier row, so an interrupted and resumed run leaves the sam
 
 import logging
 import math
+import resource
 import time
 from collections.abc import Callable, Sequence
+
+import torch
 
 from largebatch.engine import Hook, StepOutput, Trainer
 from largebatch.hooks.sinks import Sink
 from largebatch.hooks.tables import TRUST, Row
-from largebatch.optim import trust_summary
+from largebatch.optim import adapted_ratios, trust_summary
 
 logger = logging.getLogger(__name__)
+wall_clock = time.time  # seconds since the epoch
 
 
 class Log(Hook):
@@ -39,14 +43,17 @@ class Log(Hook):
         """Measure the step; if a row is due, write it. Only a row needs communication, one small allreduce."""
         if self.started is not None:
             for throughput in (self.since_row, self.since_epoch):
-                throughput.add(output.images, time.perf_counter() - self.started)
+                throughput.add(output.images, time.perf_counter() - self.started, output.waited_s)
         self.tell(trainer, lambda sink: sink.advance(trainer.state.step))
         if trainer.due(self.every_images):
             loss = trainer.comm.allreduce(output.loss_sum.double().cpu(), name="log/loss") / trainer.comm.size
             row = self.position(trainer) | {
                 "loss": float(loss),
                 "grad_norm": float(output.grad_norm),
+                "stall": self.since_row.stall(),
                 "images_per_s": self.since_row.take(),
+                "memory_gib": peak_memory(trainer.device) / 2**30,
+                "time": round(wall_clock()),
             }
             row |= trust_ratios(trainer, output)
             self.tell(trainer, lambda sink: sink.write_step(row))
@@ -61,8 +68,12 @@ class Log(Hook):
             "ema_loss": metrics.get("ema_loss", math.nan),
             "ema_top1": metrics.get("ema_top1", math.nan),
             "images_per_s": self.since_epoch.take(),
+            "time": round(wall_clock()),
         }
         self.tell(trainer, lambda sink: sink.write_epoch(row))
+        if trainer.comm.rank == 0 and (ratios := layer_ratios(trainer)):
+            layers = {"step": row["step"], "epoch": row["epoch"]} | ratios
+            self.tell(trainer, lambda sink: sink.write_layers(layers))
 
     def after_step(self, trainer: Trainer) -> None:
         """Start the clock of the next step."""
@@ -96,19 +107,41 @@ def trust_ratios(trainer: Trainer, output: StepOutput) -> Row:
     return dict(zip(TRUST, values))
 
 
+def layer_ratios(trainer: Trainer) -> Row:
+    """Return the trust ratio of each adapted tensor of this rank in the newest step, by its name.
+
+    Waits for the device once. Of a model that ranks share, these are the parts of this rank.
+    """
+    ratios = adapted_ratios(trainer.optimizer)
+    named = {name: ratios[p] for name, p in trainer.model.named_parameters() if p in ratios}
+    return dict(zip(named, torch.stack([*named.values()]).tolist())) if named else {}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has used: those of torch on a GPU, or the memory of the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 class Throughput:
-    """Images per second over the steps added since the last `take`."""
+    """Images per second, and the time without images, over the steps added since the last `take`."""
 
     def __init__(self) -> None:
-        self.images, self.seconds = 0, 0.0
+        self.images, self.seconds, self.waited_s = 0, 0.0, 0.0
 
-    def add(self, images: int, seconds: float) -> None:
+    def add(self, images: int, seconds: float, waited_s: float) -> None:
         """Add a step."""
         self.images += images
         self.seconds += seconds
+        self.waited_s += waited_s
+
+    def stall(self) -> float:
+        """Return the percentage of the time that this rank waited for images; nan if no step was measured."""
+        return 100 * self.waited_s / self.seconds if self.seconds else math.nan
 
     def take(self) -> float:
         """Return images per second and starts anew; nan if no step was measured, as after the first step."""
         rate = self.images / self.seconds if self.seconds else math.nan
-        self.images, self.seconds = 0, 0.0
+        self.images, self.seconds, self.waited_s = 0, 0.0, 0.0
         return rate

@@ -2,9 +2,10 @@
 
     Csv            RUN/steps.csv      a row every log.every
                    RUN/epochs.csv     a row per evaluation
+                   RUN/layers.csv     trust ratios, a row per evaluation
     Curves         RUN/curves.png     a picture of both tables
     TensorBoard    RUN/tensorboard/   the same numbers as event files
-    Progress       the terminal       a bar, or lines if stderr is not a terminal
+    Progress       the terminal       a bar where a person watches, else lines
 
 Sinks are open on rank 0 only, so they cannot communicate.
 """
@@ -12,6 +13,7 @@ Sinks are open on rank 0 only, so they cannot communicate.
 import datetime
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -20,16 +22,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from largebatch.comm.background import in_background
+from largebatch.comm.terminal import watched_terminal
 from largebatch.engine import Trainer
 from largebatch.hooks.curves import draw_curves
-from largebatch.hooks.tables import EMA, EPOCH_COLUMNS, EPOCHS, STEP_COLUMNS, STEPS, TRUST, Row, Table
+from largebatch.hooks.tables import (
+    EMA,
+    EPOCH_COLUMNS,
+    EPOCHS,
+    LAYERS,
+    MEASURED,
+    STEP_COLUMNS,
+    STEPS,
+    TRUST,
+    Row,
+    Table,
+)
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress as Bar
 
 logger = logging.getLogger(__name__)
 
-PLAIN_LINES = 40  # lines of progress per run if stderr is not a terminal; lines about evaluations come on top
+PLAIN_LINES = 40  # lines of progress per run if nobody watches; lines about evaluations come on top
 REDRAW_S = 10.0  # shortest time between two drawings of the curves
 
 
@@ -51,33 +66,42 @@ class Sink:
     def write_epoch(self, row: Row) -> None:
         """Write the row of an evaluation; the row of its step came before."""
 
+    def write_layers(self, row: Row) -> None:
+        """Write the trust ratio of each tensor at an evaluation, by its name."""
+
     def close(self) -> None:
         """The run ends or stops early."""
 
 
 class Progress(Sink):
-    """Shows a bar below the log on a terminal, and otherwise logs a line now and then; logs a line per evaluation."""
+    """Shows a bar below the log on a terminal, and otherwise logs a line now and then; logs a line per evaluation.
+
+    Behind a launcher, rank 0 writes to the terminal of the launcher itself, whose pipes would split the bar into lines.
+    """
 
     def open(self, trainer: Trainer) -> None:
         self.num_steps, self.num_epochs = trainer.num_steps, trainer.plan.num_images / trainer.plan.num_samples
-        self.first_step, self.opened = trainer.state.step, time.perf_counter()
+        # The end of the first step of this process, which is no measure of the others: it compiles and fills caches.
+        self.first: tuple[int, float] | None = None
         self.last_step = trainer.last_step  # run.max_steps, if that ends the run
         self.lines_done = -1
-        self.bar = _start_bar(self.last_step, done=self.first_step) if sys.stderr.isatty() else None
+        self.terminal = watched_terminal()
+        self.bar = _start_bar(self.terminal, self.last_step, done=trainer.state.step) if self.terminal else None
 
     def advance(self, step: int) -> None:
+        self.first = self.first or (step, time.perf_counter())
         if self.bar:
             self.bar.update(self.bar.task_ids[0], completed=step)
 
     def write_step(self, row: Row) -> None:
-        numbers = f"loss {row['loss']:.4f}  lr {row['lr']:.3g}  {_rate(row)}"
+        numbers = f"loss {row['loss']:.4f}  lr {row['lr']:.3g}{_rate(row)}"
         lines = int(row["step"]) * PLAIN_LINES // self.num_steps
         if self.bar:
             self.bar.update(self.bar.task_ids[0], description=f"epoch {row['epoch']:.2f}  {numbers}")
         elif lines > self.lines_done:
             self.lines_done = lines
             place = f"step {row['step']:.0f}/{self.num_steps}  epoch {row['epoch']:.2f}"
-            logger.info("%s  %s  %s left", place, numbers, self.left(row))
+            logger.info("%s  %s%s", place, numbers, self.left(row))
 
     def write_epoch(self, row: Row) -> None:
         place = f"epoch {row['epoch']:.4g}/{self.num_epochs:.4g}"
@@ -85,24 +109,29 @@ class Progress(Sink):
         accuracy = f"top-1 {row['top1']:.2f} %  top-5 {row['top5']:.2f} %"
         if not math.isnan(row.get("ema_top1", math.nan)):
             accuracy += f"  averaged weights: loss {row['ema_loss']:.4f}  top-1 {row['ema_top1']:.2f} %"
-        logger.info("%s  %s  %s  lr %.3g  %s", place, loss, accuracy, row["lr"], _rate(row))
+        logger.info("%s  %s  %s  lr %.3g%s", place, loss, accuracy, row["lr"], _rate(row))
 
     def close(self) -> None:
-        if self.bar:
-            _stop_bar(self.bar)
+        if self.bar and self.terminal:
+            _stop_bar(self.bar, self.terminal)
 
     def left(self, row: Row) -> str:
-        """Return the time to the last step at the pace so far, including evaluations and checkpoints."""
-        pace = (time.perf_counter() - self.opened) / (row["step"] - self.first_step)
-        return str(datetime.timedelta(seconds=round(pace * (self.last_step - row["step"]))))
+        """Return the time to the last step at the pace since the first, including evaluations and checkpoints."""
+        step, at = self.first or (row["step"], 0.0)
+        if row["step"] <= step:
+            return ""
+        pace = (time.perf_counter() - at) / (row["step"] - step)
+        return f"  {datetime.timedelta(seconds=round(pace * (self.last_step - row['step'])))} left"
 
 
 class Csv(Sink):
-    """Writes RUN/steps.csv and RUN/epochs.csv. A row is flushed before the checkpoint of its step is saved."""
+    """Writes steps.csv, epochs.csv and layers.csv. A row is flushed before the checkpoint of its step is saved."""
 
     def __init__(self, folder: str | Path) -> None:
         self.steps = Table(Path(folder) / STEPS, STEP_COLUMNS)
         self.epochs = Table(Path(folder) / EPOCHS, EPOCH_COLUMNS)
+        self.layers: Table | None = None  # its columns are known with its first row
+        self.folder = Path(folder)
 
     def open(self, trainer: Trainer) -> None:
         self.steps.open(last_step=trainer.state.step)
@@ -115,9 +144,17 @@ class Csv(Sink):
     def write_epoch(self, row: Row) -> None:
         self.epochs.append(row)
 
+    def write_layers(self, row: Row) -> None:
+        if self.layers is None:
+            self.layers = Table(self.folder / LAYERS, tuple(row))
+            self.layers.open(last_step=round(row["step"]) - 1)
+        self.layers.append(row)
+
     def close(self) -> None:
         self.steps.close()
         self.epochs.close()
+        if self.layers:
+            self.layers.close()
 
 
 class TensorBoard(Sink):
@@ -137,7 +174,7 @@ class TensorBoard(Sink):
         self.writer = SummaryWriter(str(self.folder), purge_step=trainer.state.step + 1)
 
     def write_step(self, row: Row) -> None:
-        self.add("train", row, ("loss", "lr", "grad_norm", "images_per_s", "skipped", *TRUST))
+        self.add("train", row, ("loss", "lr", "grad_norm", "skipped", *TRUST, *MEASURED[1:]))
 
     def write_epoch(self, row: Row) -> None:
         self.add("epoch", row, ("train_loss", "eval_loss", "top1", "top5", *EMA))
@@ -188,37 +225,45 @@ class Curves(Sink):
 
 
 def _rate(row: Row) -> str:
-    return "" if math.isnan(row["images_per_s"]) else f"{row['images_per_s']:.0f} img/s"
+    return "" if math.isnan(row["images_per_s"]) else f"  {row['images_per_s']:.0f} img/s"
 
 
-def _start_bar(last_step: int, *, done: int) -> "Bar":
+def _start_bar(terminal: TextIO, last_step: int, *, done: int) -> "Bar":
     """Draw the bar, and let the log appear above it.
 
     rich replaces sys.stderr, but logging handlers still hold the old stream, so they get the new one.
     """
     from rich import progress
-    from rich.console import Console
 
     bar = progress.Progress(
         progress.TextColumn("step {task.completed}/{task.total}"),
         progress.BarColumn(),
         progress.TextColumn("{task.description}"),
         progress.TimeRemainingColumn(elapsed_when_finished=True),
-        console=Console(stderr=True),
+        console=_console(terminal),
         transient=True,
     )
     bar.add_task("", total=last_step, completed=done)
-    before = sys.stderr
     bar.start()
     bar.console.show_cursor(True)  # a run that is aborted would leave the cursor hidden
-    _redirect_log(before, sys.stderr)
+    _redirect_log(terminal, sys.stderr)
     return bar
 
 
-def _stop_bar(bar: "Bar") -> None:
+def _stop_bar(bar: "Bar", terminal: TextIO) -> None:
     before = sys.stderr
     bar.stop()
-    _redirect_log(before, sys.stderr)
+    _redirect_log(before, terminal)
+
+
+def _console(terminal: TextIO) -> "Console":
+    """Return a console as wide as the terminal: rich asks the streams of this process, which may be pipes."""
+    from rich.console import Console, ConsoleDimensions
+
+    class Sized(Console):
+        size = property(lambda self: ConsoleDimensions(*os.get_terminal_size(terminal.fileno())))
+
+    return Sized(file=terminal) if terminal is not sys.stderr else Console(stderr=True)
 
 
 def _redirect_log(old: TextIO, new: TextIO) -> None:

@@ -1,5 +1,7 @@
 """The CSV tables in the run folder: steps.csv has a row per logged step, epochs.csv a row per evaluation.
 
+layers.csv has the trust ratio of each tensor in the step before an evaluation, if the optimizer computes them.
+
 A resumed run continues the tables of its folder. The picture is drawn from them alone.
 """
 
@@ -12,7 +14,23 @@ from pathlib import Path
 Row = dict[str, float]
 
 TRUST = ("trust_min", "trust_median", "trust_max")
-STEP_COLUMNS = ("step", "epoch", "images", "lr", "loss", "grad_norm", "images_per_s", "skipped", *TRUST)
+# Columns that are measured, so that a repeated run has other numbers: seconds since the epoch, images per second, the
+# part of the time in percent that rank 0 waited for images, and the peak of the memory that rank 0 used.
+MEASURED = ("time", "images_per_s", "stall", "memory_gib")
+STEP_COLUMNS = (
+    "step",
+    "epoch",
+    "images",
+    "lr",
+    "loss",
+    "grad_norm",
+    "images_per_s",
+    "skipped",
+    *TRUST,
+    "time",
+    "stall",
+    "memory_gib",
+)
 EMA = ("ema_loss", "ema_top1")
 EPOCH_COLUMNS = (
     "step",
@@ -26,8 +44,9 @@ EPOCH_COLUMNS = (
     "images_per_s",
     "skipped",
     *EMA,
+    "time",
 )
-STEPS, EPOCHS = "steps.csv", "epochs.csv"
+STEPS, EPOCHS, LAYERS = "steps.csv", "epochs.csv", "layers.csv"
 
 
 class Table:

@@ -10,6 +10,7 @@
 from largebatch.optim.factory import (
     PRESETS,
     Preset,
+    adapted_ratios,
     build_optimizer,
     clip_gradients,
     gradient_norm,
@@ -33,5 +34,6 @@ __all__ = [
     "init_state",
     "param_groups",
     "scale_gradients",
+    "adapted_ratios",
     "trust_summary",
 ]

@@ -52,12 +52,17 @@ def trust_summary(optimizer: Optimizer) -> Tensor | None:
     They are over the adapted tensors, each counted as a whole. Returns None if no tensor is adapted or the optimizer
     has no trust ratios.
     """
-    ratios: Mapping[Tensor, Tensor] = getattr(optimizer, "trust_ratios", {})
-    groups = (group["params"] for group in optimizer.param_groups if group.get("adapt"))
-    adapted = [ratios[p] for params in groups for p in params if p in ratios]
+    adapted = [*adapted_ratios(optimizer).values()]
     if not adapted:
         return None
     return torch.stack(adapted).quantile(adapted[0].new_tensor([0.0, 0.5, 1.0]))
+
+
+def adapted_ratios(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """Return the trust ratio of each adapted parameter in the last step; empty if the optimizer has none."""
+    ratios: Mapping[Tensor, Tensor] = getattr(optimizer, "trust_ratios", {})
+    groups = (group["params"] for group in optimizer.param_groups if group.get("adapt"))
+    return {p: ratios[p] for params in groups for p in params if p in ratios}
 
 
 def init_state(optimizer: Optimizer) -> None:

@@ -1,11 +1,16 @@
 """Reports on runs.
 
+    python -m largebatch.report RUN [RUN ...] [--output FOLDER]
     python -m largebatch.report diff RUN_A RUN_B
+
+The first writes report.html, one page with all curves, the history, the options and the errors of the runs, and its
+diagrams as report_*.png: into the folder of a single run, or into --output.
 
 diff names the options and versions in which two runs differ, the first step that took other images or gave other
 numbers, and the first tensor that differs in the checkpoints of the same step. Not compared are times and
-train_loss, whose mean begins anew when a run is resumed. Exit codes: 0 if
-nothing differs, 1 if something does, 2 if a run cannot be read.
+train_loss, whose mean begins anew when a run is resumed. Exit codes: 0 if nothing differs, 1 if something does.
+
+The exit code is 2 if a run cannot be read.
 """
 
 import argparse
@@ -15,25 +20,57 @@ from pathlib import Path
 
 from largebatch.report.diff import compare
 
+PAGE = "report.html"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m largebatch.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    diff = commands.add_parser("diff", help="the first difference of two runs")
-    diff.add_argument("one", type=Path, metavar="RUN_A", help="the folder of a run")
-    diff.add_argument("other", type=Path, metavar="RUN_B", help="the folder of another run")
-    args = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
     try:
-        findings = compare(args.one, args.other)
-    except ValueError as mistake:
+        return diff(words[1:]) if words[:1] == ["diff"] else report(words)
+    except (ValueError, OSError) as mistake:
         sys.stderr.write(f"largebatch: {mistake}\n")
         return 2
+
+
+def report(words: Sequence[str]) -> int:
+    """Write the page and the pictures of runs."""
+    from largebatch.report.page import write_page
+    from largebatch.report.panels import panels, read_runs
+    from largebatch.report.pictures import write_pictures
+
+    parser = _parser("python -m largebatch.report")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder for the page and its pictures")
+    args = parser.parse_args(words)
+    if len(args.runs) > 1 and args.output is None:
+        raise ValueError(f"There are {len(args.runs)} runs: give --output FOLDER for their page.")
+    folder: Path = args.output or args.runs[0]
+    runs = read_runs(args.runs)
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = panels(runs)
+    write_page(folder / PAGE, runs, shown)
+    pictures = write_pictures(folder, shown)
+    print(f"{folder / PAGE}, and {len(pictures)} pictures beside it: {folder}/report_*.png")
+    return 0
+
+
+def diff(words: Sequence[str]) -> int:
+    """Print the first difference of two runs."""
+    parser = _parser("python -m largebatch.report diff")
+    parser.add_argument("one", type=Path, metavar="RUN_A", help="the folder of a run")
+    parser.add_argument("other", type=Path, metavar="RUN_B", help="the folder of another run")
+    args = parser.parse_args(words)
+    findings = compare(args.one, args.other)
     for finding in findings:
         print(finding)
     return int(any(finding.differs for finding in findings))
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from largebatch import checkpoint, config
 from largebatch.checkpoint.snapshot import AVERAGE, WEIGHTS
 from largebatch.config import TrainConfig
 from largebatch.data.order import Plan
-from largebatch.hooks.tables import EPOCHS, STEPS, Row, read_rows
+from largebatch.hooks.tables import EPOCHS, MEASURED, STEPS, Row, read_rows
 from zoo.weights import read_weights
 
-NOT_REPEATED = ("images_per_s", "train_loss")  # the second is a mean since the last start or evaluation
+NOT_REPEATED = (*MEASURED, "train_loss")  # the last is a mean since the last start or evaluation
 PLACES = ("run.folder",)  # options in which all runs differ
 NAME_AND_VERSION = r"(.+?) (\d.*|[0-9a-f]{8}|missing)"  # as preflight.versions writes them
 SHOWN = 8  # options and columns in one line

@@ -42,7 +42,7 @@ def main(folder: str, *runs: str) -> None:
         for argv in argvs:
             config = read(argv)
             with run_folder(config, comm):
-                train(config, comm, signals)
+                train(argv, config, comm, signals)
 
 
 if __name__ == "__main__":

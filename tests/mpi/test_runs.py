@@ -9,6 +9,8 @@ import torch
 from launch import launch
 from runs import SMALL, distance, rows, weights
 
+from largebatch.hooks.tables import MEASURED
+
 BATCH = ["--data.global_batch_size", "40", "--data.micro_batch_size", "4"]  # not even on three or four ranks
 LENGTH = ["--run.duration", "6 steps", "--run.eval_every", "4 steps"]
 AVERAGED = ["--optim.ema_half_life", "36 images"]
@@ -41,7 +43,7 @@ def trained(
 
 def reproducible(folder: Path, name: str) -> list[dict[str, str]]:
     """The rows without times, and without the mean since the last evaluation, which a resumed process cannot know."""
-    return [{k: v for k, v in row.items() if k not in ("images_per_s", "train_loss")} for row in rows(folder, name)]
+    return [{k: v for k, v in row.items() if k not in (*MEASURED, "train_loss")} for row in rows(folder, name)]
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,9 @@ def test_resumed_on_two_ranks_of_three(tmp_path, interrupted, uninterrupted):
     folder = shutil.copytree(interrupted, tmp_path / "run")
     assert distance(weights(uninterrupted), trained(folder, *AVERAGED, ranks=2)) < 1e-4
     assert distance(weights(uninterrupted, "model_ema"), weights(folder, "model_ema")) < 1e-4
+    for run in (folder, uninterrupted):
+        best = max(rows(run, "epochs.csv"), key=lambda row: float(row["top1"]))
+        assert (run / "checkpoints" / "best").readlink() == Path(f"{int(best['step']):08d}")
     losses = [[float(row["loss"]) for row in rows(run, "steps.csv")] for run in (folder, uninterrupted)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 

@@ -14,7 +14,7 @@ from runs import SMALL, different, rows, steps_saved, weights
 pytestmark = pytest.mark.cluster  # a tier of its own: such runs mostly wait
 BATCH = ["--data.global_batch_size", "16", "--data.micro_batch_size", "4", "--model.drop_path_rate", "0.1"]
 RUN = ["--run.duration", "24 steps", "--run.eval_every", "10 steps"]
-KEPT = ["--checkpoint.every", "1000 steps"]  # only what stopping writes
+KEPT = ["--checkpoint.every", "1000 steps", "--checkpoint.best", "none"]  # only what stopping writes
 STEPS = 24
 
 

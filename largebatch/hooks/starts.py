@@ -1,0 +1,102 @@
+"""RUN/starts.jsonl: a line for each start and each end of a run, so that its history can be told.
+
+A start without an end was killed. Rank 0 alone writes.
+"""
+
+import json
+import shlex
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from largebatch.comm import Communicator
+
+STARTS = "starts.jsonl"
+GIT_S = 10.0  # longest wait for git, which may be slow on a file system that many share
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run, by whom and where; with its end, if it had one."""
+
+    time: float  # seconds since the epoch
+    command: str
+    launcher: str
+    ranks: int
+    hosts: list[str]
+    commit: str  # of the sources; empty if they are in no git repository
+    step: int = 0  # the step after which it goes on
+    ended: float | None = None
+    last_step: int | None = None
+    reason: str = ""  # of an early end
+
+    def __str__(self) -> str:
+        hosts = self.hosts[0] if len(self.hosts) == 1 else f"{len(self.hosts)} hosts ({', '.join(self.hosts)})"
+        commit = f", commit {self.commit}" if self.commit else ""
+        return f"{self.command}: {count(self.ranks, 'rank')} on {hosts}, started by {self.launcher}{commit}"
+
+
+def describe_start(comm: "Communicator", words: Sequence[str], *, launcher: str) -> Start:
+    """Return the start of this process, with the hosts of all ranks; every rank calls this."""
+    hosts = comm.allgather_object(socket.gethostname(), name="starts")
+    return Start(
+        time=time.time(),
+        command=shlex.join(["python", "-m", "largebatch.train", *words]),
+        launcher=launcher,
+        ranks=comm.size,
+        hosts=list(dict.fromkeys(hosts)),
+        commit=commit() if comm.rank == 0 else "",
+    )
+
+
+def commit() -> str:
+    """Return the git commit of the sources, with -dirty if they were changed; empty if git does not know them."""
+    here = str(Path(__file__).parents[1])
+    words = ["git", "--no-optional-locks", "-C", here, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        found = subprocess.run(words, capture_output=True, text=True, timeout=GIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout.strip() if found.returncode == 0 else ""
+
+
+def write_start(folder: Path, start: Start) -> None:
+    """Add a start to the history of a run."""
+    _append(folder, {"start": {name: value for name, value in asdict(start).items() if value is not None}})
+
+
+def write_end(folder: Path, *, step: int, reason: str) -> None:
+    """Add the end of the newest start. reason: of an early end."""
+    _append(folder, {"end": {"ended": time.time(), "last_step": step, "reason": reason}})
+
+
+def read_starts(folder: Path) -> list[Start]:
+    """Return the starts of a run, oldest first; lines that are cut off are left out."""
+    path, starts = folder / STARTS, list[Start]()
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            content = json.loads(line)
+            if "start" in content:
+                starts.append(Start(**content["start"]))
+            elif starts:
+                starts[-1] = Start(**asdict(starts[-1]) | content["end"])
+        except (ValueError, TypeError, KeyError):
+            continue
+    return starts
+
+
+def count(number: int, noun: str) -> str:
+    """Return "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _append(folder: Path, content: dict) -> None:
+    path = folder / STARTS
+    cut_off = path.is_file() and not path.read_bytes().endswith(b"\n")
+    with open(path, "a") as file:
+        file.write("\n" * cut_off + json.dumps(content) + "\n")

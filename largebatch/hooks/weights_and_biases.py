@@ -1,0 +1,62 @@
+"""The numbers of a run at Weights & Biases, with --log.wandb true. WANDB_MODE=offline keeps them in the run folder."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from largebatch.engine import Trainer
+from largebatch.hooks.sinks import Sink
+from largebatch.hooks.tables import EMA, MEASURED, TRUST, Row
+
+PROJECT = "largebatch"  # unless WANDB_PROJECT is set
+
+
+class WeightsAndBiases(Sink):
+    """Sends the rows to Weights & Biases, by their step. A resumed run goes on with the same entry."""
+
+    def __init__(self, folder: str | Path, options: Mapping[str, Any]) -> None:
+        self.folder, self.options = Path(folder), dict(options)
+
+    def open(self, trainer: Trainer) -> None:
+        """Raises ValueError if wandb is missing, or does not start."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError(
+                f"--log.wandb is true, and wandb is not installed ({error}): run `python -m pip install wandb`, or "
+                "leave the option out."
+            ) from error
+        place = self.folder.resolve()
+        try:
+            self.run = wandb.init(
+                project=wandb.Settings().project or PROJECT,
+                name=place.name,
+                id=hashlib.sha256(str(place).encode()).hexdigest()[:16],
+                resume="allow",
+                dir=str(place),
+                config=self.options,
+                settings=wandb.Settings(silent=True, console="off"),  # our lines alone are printed
+            )
+        except wandb.Error as error:
+            raise ValueError(
+                f"--log.wandb is true, and wandb does not start ({error}): run `wandb login`, or set "
+                "WANDB_MODE=offline."
+            ) from error
+        # A resumed run writes some steps again; wandb's own counter would refuse them.
+        self.run.define_metric("*", step_metric="step")
+
+    def write_step(self, row: Row) -> None:
+        self.add("train", row, ("loss", "lr", "grad_norm", "skipped", *TRUST, *MEASURED[1:]))
+
+    def write_epoch(self, row: Row) -> None:
+        self.add("epoch", row, ("train_loss", "eval_loss", "top1", "top5", *EMA))
+
+    def close(self) -> None:
+        self.run.finish()
+
+    def add(self, section: str, row: Row, names: Sequence[str]) -> None:
+        """Send the numbers of a row."""
+        found = {f"{section}/{name}": row[name] for name in names if not math.isnan(row.get(name, math.nan))}
+        self.run.log(found | {"step": int(row["step"]), "epoch": row["epoch"]})

@@ -1,0 +1,189 @@
+"""One HTML page about runs. It loads nothing from elsewhere, so it can be sent by mail and read without a network."""
+
+import datetime
+import html
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from largebatch.config import differences, dump
+from largebatch.files import atomic_file
+from largebatch.report import predictions, summary, svg
+from largebatch.report.panels import Panel, Run, has_trust, history, layer_names
+
+WORST = 24  # images
+MOST_COLUMNS = 60  # of a map of trust ratios
+STYLE = """
+:root { color-scheme: light dark; --page: #fff; --text: #1b1f24; --soft: #59636e; --line: #d9dee4; --card: #f6f8fa; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #0d1117; --text: #e6edf3; --soft: #9aa4af; --line: #30363d; --card: #161b22; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 20px; max-width: 1500px; background: var(--page); color: var(--text);
+  font: 15px/1.45 system-ui, sans-serif; }
+h1 { font-size: 1.5em; margin: 0 0 .3em; overflow-wrap: anywhere; } h2 { font-size: 1.15em; margin: 1.6em 0 .5em; }
+.soft { color: var(--soft); }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 14px; }
+figure { margin: 0; padding: 10px 12px; background: var(--card); border: 1px solid var(--line); border-radius: 8px;
+  min-width: 0; }
+figure > svg { display: block; width: 100%; height: auto; }
+figure.wide { overflow-x: auto; margin-top: 14px; } figure.wide > svg { min-width: 560px; max-width: 900px; }
+figcaption { font-weight: 600; font-size: .92em; margin-bottom: 4px; }
+svg text { fill: var(--soft); font: 11px system-ui, sans-serif; } svg text.small { font-size: 8px; }
+@media (max-width: 560px) { svg text { font-size: 14px; } body { padding: 10px; } }
+svg .grid { stroke: var(--line); stroke-width: 1; } svg .mark { stroke-dasharray: 2 3; stroke-width: 1.6; }
+.legend { display: flex; flex-wrap: wrap; gap: 2px 14px; list-style: none; margin: 4px 0 0; padding: 0;
+  font-size: .82em; }
+.legend svg { width: 26px; height: 8px; margin-right: 5px; vertical-align: middle; }
+.legend li { overflow-wrap: anywhere; }
+.shade { display: inline-block; width: 14px; height: 10px; margin-right: 5px; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9em; }
+td, th { padding: 4px 10px; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+.dot { display: inline-block; width: 10px; height: 10px; border-radius: 50%; margin-right: 6px; }
+.confusion td, .confusion th { padding: 3px 6px; text-align: center; font-size: .82em; border: 1px solid var(--line); }
+.confusion th:first-child { text-align: right; }
+.images { display: grid; grid-template-columns: repeat(auto-fill, minmax(112px, 1fr)); gap: 12px; }
+.images div { font-size: .8em; overflow-wrap: anywhere; } .images img { display: block; width: 112px; height: 112px;
+  object-fit: contain; background: var(--card); border: 1px solid var(--line); border-radius: 4px; margin-bottom: 3px; }
+details { margin: 8px 0; } summary { cursor: pointer; } pre { overflow-x: auto; padding: 12px; background: var(--card);
+  border: 1px solid var(--line); border-radius: 8px; font-size: .85em; }
+"""
+
+
+def write_page(file: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> None:
+    """Write the page of these runs."""
+    title = ", ".join(run.name for run in runs)
+    parts = [
+        f"<h1>{_text(title)}</h1>",
+        f'<p class="soft">largebatch report, {_moment(datetime.datetime.now().timestamp())}</p>',
+        _results(runs),
+        f'<h2>Curves</h2><div class="grid">{"".join(map(svg.draw, panels))}</div>',
+        *map(_layers, runs),
+        "<h2>Starts and ends</h2>" + "".join(_history(run, named=len(runs) > 1) for run in runs),
+        _differences(runs),
+        *(_predictions(run, named=len(runs) > 1) for run in runs),
+        "<h2>Configuration</h2>",
+        *map(_configuration, runs),
+    ]
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f"<title>{_text(title)}</title><style>{STYLE}</style>"
+    body = "\n".join(filter(None, parts))
+    with atomic_file(file) as out:
+        out.write(f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'.encode())
+
+
+def _configuration(run: Run) -> str:
+    return f"<details><summary>{_text(run.name)}</summary><pre>{_text(dump(run.config))}</pre></details>"
+
+
+def _results(runs: Sequence[Run]) -> str:
+    rows = [
+        (
+            _dot(run) + _text(run.name),
+            _text(f"{run.config.model.name} at {run.config.model.img_size} px, recipe {run.config.recipe or 'none'}"),
+            _text(summary.accuracy(run.epochs)),
+            _text(summary.duration(run.starts, run.steps)),
+            _text(summary.speed(run.steps, None)),
+            _text(summary.memory(run.steps)),
+        )
+        for run in runs
+    ]
+    return _table(("run", "model", "held-out top-1", "time", "speed", "memory"), rows)
+
+
+def _layers(run: Run) -> str:
+    names = layer_names(run)
+    if not names or not has_trust(run):
+        return ""
+    every = math.ceil(len(run.layers) / MOST_COLUMNS)
+    rows = run.layers[::-1][::every][::-1]  # with the newest
+    values = [[row.get(name, math.nan) for row in rows] for name in names]
+    title = f"trust ratio of each tensor by epoch: {run.name}"
+    return svg.heat_map(names, [f"{row['epoch']:.3g}" for row in rows], values, title=_text(title))
+
+
+def _history(run: Run, *, named: bool) -> str:
+    rows = [(_moment(event.time), f"{event.step}", _text(event.text)) for event in history(run)]
+    commits = {start.commit: start.command for start in run.starts}
+    commands = "".join(
+        f'<p class="soft">{_text(command)}{f" (commit {_text(commit)})" if commit else ""}</p>'
+        for commit, command in commits.items()
+    )
+    table = _table(("time", "step", "event"), rows) if rows else '<p class="soft">No start was written down.</p>'
+    return (f"<h3>{_dot(run)}{_text(run.name)}</h3>" if named else "") + table + commands
+
+
+def _differences(runs: Sequence[Run]) -> str:
+    """Return the options in which any two of several runs differ, with the value of each."""
+    if len(runs) < 2:
+        return ""
+    found = {name for run in runs[1:] for name in differences(runs[0].config, run.config)} - {"run.folder"}
+    values = {name: [str(_option(run, name)) for run in runs] for name in sorted(found)}
+    rows = [(f"--{name}", *map(_text, of)) for name, of in values.items()]
+    if not rows:
+        return "<h2>Differences</h2><p>All options are the same.</p>"
+    return "<h2>Differences</h2>" + _table(("option", *(_text(run.name) for run in runs)), rows)
+
+
+def _option(run: Run, name: str) -> object:
+    value: object = run.config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _predictions(run: Run, *, named: bool) -> str:
+    rows = predictions.read(run.folder / predictions.PREDICTIONS)
+    of = f" of {run.name}" if named else ""
+    if not rows:
+        command = f"python -m largebatch.validate {run.folder} --predictions {run.folder / predictions.PREDICTIONS}"
+        return f'<h2>Errors{_text(of)}</h2><p class="soft">To see them: {_text(command)}</p>'
+    names, counts = predictions.confusion(rows)
+    worst = predictions.worst(rows, WORST)
+    wrong = sum(row.prediction != row.label for row in rows)
+    images = predictions.small_images(run.config, worst) or [""] * len(worst)
+    tiles = "".join(
+        "<div>"
+        + (f'<img src="{image}" alt="{_text(row.where)}" title="{_text(row.where)}">' if image else "")
+        + f"{_text(row.label_name)}, taken for {_text(row.prediction_name)} ({100 * row.confidence:.0f} %)"
+        + ("" if image else f'<br><span class="soft">{_text(row.where)}</span>')
+        + "</div>"
+        for row, image in zip(worst, images)
+    )
+    return (
+        f"<h2>Errors{_text(of)}</h2><p>{wrong:,} of {len(rows):,} held-out images are taken for another class. "
+        f"A row of the table is a true class, a column the model's answer.</p>{_confusion(names, counts)}"
+        f'<h2>Worst images{_text(of)}</h2><div class="images">{tiles}</div>'
+    )
+
+
+def _confusion(names: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
+    lines = [f"<tr><th></th>{''.join(f'<th>{_text(name)}</th>' for name in names)}</tr>"]
+    for number, (name, line) in enumerate(zip(names, counts)):
+        total = max(1, sum(line))
+        cells = ""
+        for column, value in enumerate(line):
+            colour = "0, 158, 115" if column == number else "213, 94, 0"
+            strength = min(1.0, value / total) ** 0.5 * 0.75
+            cells += f'<td style="background: rgba({colour}, {strength:.2f})">{value or ""}</td>'
+        lines.append(f"<tr><th>{_text(name)}</th>{cells}</tr>")
+    return f'<div class="scroll"><table class="confusion">{"".join(lines)}</table></div>'
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    columns = "".join(f"<th>{name}</th>" for name in head)
+    return f'<div class="scroll"><table><tr>{columns}</tr>{lines}</table></div>'
+
+
+def _dot(run: Run) -> str:
+    return f'<span class="dot" style="background: {run.colour}"></span>'
+
+
+def _text(text: str) -> str:
+    return html.escape(str(text))
+
+
+def _moment(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")

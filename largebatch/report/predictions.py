@@ -1,0 +1,132 @@
+"""RUN/predictions.csv: what a model said about each held-out image; its worst errors, and the classes that it confuses.
+
+    python -m largebatch.validate RUN --predictions RUN/predictions.csv
+"""
+
+import base64
+import csv
+import io
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+from PIL import Image
+
+from largebatch.config import TrainConfig
+from largebatch.data.index import Index
+from largebatch.data.sources import open_source
+from largebatch.files import atomic_file
+
+PREDICTIONS = "predictions.csv"
+MOST_CLASSES = 20  # of a matrix that can be read
+SIDE = 112  # pixels of a small image
+
+
+class Answer(NamedTuple):
+    """The answer of a model to one image: the first class, its probability, and the loss."""
+
+    prediction: int
+    confidence: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A row of the table. where: file and record of the image."""
+
+    sample: int
+    label: int
+    prediction: int
+    confidence: float
+    loss: float
+    label_name: str
+    prediction_name: str
+    where: str
+
+
+def write(path: Path, index: Index, answers: Mapping[int, Answer]) -> None:
+    """Write a row for each image of the index, in its order."""
+    names = index.class_names or tuple(map(str, range(index.num_classes)))
+    rows = []
+    for sample, answer in sorted(answers.items()):
+        label, where = int(index.label[sample]), index.where(sample)
+        rows.append(Prediction(sample, label, *answer, names[label], names[answer.prediction], where))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in fields(Prediction)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(map(asdict, rows))
+    with atomic_file(path) as file:
+        file.write(text.getvalue().encode())
+
+
+def read(path: Path) -> list[Prediction]:
+    """Return the rows of a table; none if there is no table. Raises ValueError if the file is another one."""
+    if not path.is_file():
+        return []
+    with open(path, newline="") as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames != [field.name for field in fields(Prediction)]:
+            raise ValueError(f"{path} is not a table of predictions: make it with validate --predictions {path}.")
+        return [_row(cells) for cells in reader]
+
+
+def _row(cells: Mapping[str, str]) -> Prediction:
+    return Prediction(
+        sample=int(cells["sample"]),
+        label=int(cells["label"]),
+        prediction=int(cells["prediction"]),
+        confidence=float(cells["confidence"]),
+        loss=float(cells["loss"]),
+        label_name=cells["label_name"],
+        prediction_name=cells["prediction_name"],
+        where=cells["where"],
+    )
+
+
+def confusion(rows: Sequence[Prediction]) -> tuple[list[str], list[list[int]]]:
+    """Return the names of the classes and how many images of each (row) were taken for each (column).
+
+    If there are more than MOST_CLASSES, only those with the most errors are shown.
+    """
+    errors = Counter[int]()
+    for row in rows:
+        if row.prediction != row.label:
+            errors.update([row.label, row.prediction])
+    names = {row.label: row.label_name for row in rows} | {row.prediction: row.prediction_name for row in rows}
+    shown = sorted(names)
+    if len(shown) > MOST_CLASSES:
+        shown = sorted(label for label, _ in errors.most_common(MOST_CLASSES))
+    counts = Counter((row.label, row.prediction) for row in rows)
+    return [names[label] for label in shown], [[counts[true, said] for said in shown] for true in shown]
+
+
+def worst(rows: Sequence[Prediction], count: int) -> list[Prediction]:
+    """Return the wrong answers with the highest loss, the highest first."""
+    wrong = [row for row in rows if row.prediction != row.label]
+    return sorted(wrong, key=lambda row: -row.loss)[:count]
+
+
+def small_images(config: TrainConfig, rows: Sequence[Prediction]) -> list[str]:
+    """Return the images as small JPEGs in `data:` addresses; none if the data of the run are not here any more."""
+    data = config.data
+    try:
+        index = open_source(
+            data.path, split="validation", listed=data.quarantine, allow_incomplete=data.allow_incomplete
+        )
+        if any(row.sample >= len(index) or index.where(row.sample) != row.where for row in rows):
+            return []
+        return [_small(index, row.sample) for row in rows]
+    except (OSError, ValueError):
+        return []
+
+
+def _small(index: Index, sample: int) -> str:
+    with open(index.files[index.file[sample]], "rb") as file:
+        file.seek(int(index.offset[sample]))
+        image = Image.open(io.BytesIO(file.read(int(index.length[sample])))).convert("RGB")
+    image.thumbnail((SIDE, SIDE))
+    packed = io.BytesIO()
+    image.save(packed, "JPEG", quality=85)
+    return "data:image/jpeg;base64," + base64.b64encode(packed.getvalue()).decode()

@@ -1,0 +1,80 @@
+"""The block at the end of a run: what came of it, where it is, and the commands that go on with it."""
+
+import math
+import shlex
+import statistics
+from pathlib import Path
+
+from largebatch.hooks.starts import Start, count, read_starts
+from largebatch.hooks.tables import EPOCHS, STEPS, Row, read_rows
+
+FILES = ("config.yaml", "log.txt", STEPS, EPOCHS, "curves.png")
+BEST = Path("checkpoints", "best")
+COMMANDS = {
+    "validate": "python -m largebatch.validate {best}",
+    "fine-tune": "python -m largebatch.train --init-from {best} --recipe finetune --data FOLDER",
+    "report": "python -m largebatch.report {run}",
+    "export": "python -m largebatch.export {run} FOLDER",
+}
+
+
+def describe(folder: Path, *, num_steps: int, utilisation: float | None = None) -> str:
+    """Return the block for a run of `num_steps` steps.
+
+    utilisation: the share of the devices' FLOP/s that one image per second takes; None if it is not known.
+    """
+    steps, epochs, starts = read_rows(folder / STEPS), read_rows(folder / EPOCHS), read_starts(folder)
+    done = round(max([row["step"] for row in (*steps, *epochs)] + [start.last_step or 0 for start in starts]))
+    lines = {
+        "top-1": accuracy(epochs),
+        "time": ", ".join(filter(None, (duration(starts, steps), speed(steps, utilisation), memory(steps)))),
+        "files": f"{folder}: {', '.join(name for name in FILES if (folder / name).exists())}, checkpoints",
+        "resume": f"{starts[-1].command}, on any number of ranks" if done < num_steps and starts else "",
+    }
+    best = folder / BEST if (folder / BEST).is_dir() else folder
+    names = {"best": shlex.quote(str(best)), "run": shlex.quote(str(folder))}
+    lines |= {what: command.format(**names) for what, command in COMMANDS.items()}
+    title = f"{folder}: {'complete, ' if done >= num_steps else ''}step {done} of {num_steps}"
+    return "\n".join([title, *(f"    {what:<11}{line}" for what, line in lines.items() if line)])
+
+
+def accuracy(epochs: list[Row]) -> str:
+    """Return the last and the best top-1, that of averaged weights, too, if there are some."""
+    parts = []
+    for column, what in (("top1", ""), ("ema_top1", "averaged weights: ")):
+        rows = [row for row in epochs if math.isfinite(row.get(column, math.nan))]
+        if rows:
+            best = max(rows, key=lambda row: row[column])
+            at = "the last" if best is rows[-1] else f"{best[column]:.2f} % after epoch {best['epoch']:.4g}"
+            parts.append(f"{what}{rows[-1][column]:.2f} % after epoch {rows[-1]['epoch']:.4g}, best: {at}")
+    return "; ".join(parts)
+
+
+def duration(starts: list[Start], steps: list[Row]) -> str:
+    """Return the hours of all starts together. One that was killed counts to the step from which the next went on."""
+    seconds = 0.0
+    for number, start in enumerate(starts):
+        ended = start.ended
+        if ended is None and number + 1 < len(starts):
+            kept = [row["time"] for row in steps if row["step"] <= starts[number + 1].step and row.get("time", 0) > 0]
+            ended = kept[-1] if kept else start.time
+        seconds += max(0.0, (ended or start.time) - start.time)
+    if not starts:
+        return ""
+    length = f"{seconds / 3600:.2f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+    return f"{length} on {count(starts[-1].ranks, 'rank')}" + (f" in {len(starts)} starts" if len(starts) > 1 else "")
+
+
+def speed(steps: list[Row], utilisation: float | None) -> str:
+    """Return images per second, the median of all rows, and the utilisation at that rate."""
+    rates = [row["images_per_s"] for row in steps if math.isfinite(row.get("images_per_s", math.nan))]
+    if not rates:
+        return ""
+    rate = statistics.median(rates)
+    return f"{rate:.0f} img/s" + (f", MFU {100 * rate * utilisation:.1f} % of the datasheet" if utilisation else "")
+
+
+def memory(steps: list[Row]) -> str:
+    """Return the peak of the memory of rank 0."""
+    peaks = [row["memory_gib"] for row in steps if math.isfinite(row.get("memory_gib", math.nan))]
+    return f"peak memory {max(peaks):.2f} GiB on rank 0" if peaks else ""

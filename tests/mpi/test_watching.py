@@ -1,0 +1,153 @@
+"""The lines of a run: a live bar where a person watches, also behind launchers; quiet lines with the time elsewhere."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from pathlib import Path
+
+import pytest
+from launch import ENVIRONMENT, LAUNCHERS, ROOT, launch, with_python
+from runs import SMALL
+
+from largebatch.hooks.starts import read_starts
+
+COLUMNS = 100
+LIMIT_S = 240.0
+# A rank writes the name of the terminal that it finds into a file.
+LOOK = """
+import os, sys
+from largebatch.comm.launcher import recognise
+from largebatch.comm.terminal import watched_terminal
+terminal = watched_terminal()
+found = os.ttyname(terminal.fileno()) if terminal else "none"
+print(found, file=open(f"{sys.argv[1]}/{recognise(os.environ).rank}", "w"))
+"""
+TIMED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (rank \d+: )?\S")
+
+
+def at_terminal(command: list[str], *, environment: dict[str, str] | None = None) -> tuple[int, str, str]:
+    """Run a command at a terminal of its own, which it controls; its exit code, its output, and the terminal's name."""
+    master, slave = pty.openpty()
+    name = os.ttyname(slave)
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
+    process = subprocess.Popen(
+        ["setsid", "--ctty", *command],
+        cwd=ROOT,
+        env=os.environ | ENVIRONMENT | {"TERM": "xterm"} | (environment or {}),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+    )
+    os.close(slave)
+    stop = threading.Timer(LIMIT_S, lambda: os.killpg(process.pid, signal.SIGKILL))
+    stop.start()
+    pieces = []
+    try:
+        while piece := os.read(master, 2**16):
+            pieces.append(piece)
+    except OSError:  # nobody has the terminal open any more
+        pass
+    finally:
+        stop.cancel()
+        os.close(master)
+    return process.wait(), b"".join(pieces).decode(errors="replace"), name
+
+
+def found_by_ranks(folder: Path) -> list[str]:
+    return [(folder / str(rank)).read_text().strip() for rank in range(2)]
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun --gloo"])
+def test_the_terminal_of_the_launcher_is_found(tmp_path, launcher):
+    command = [*LAUNCHERS[launcher](2), sys.executable, "-c", LOOK, str(tmp_path)]
+    code, output, name = at_terminal(command)
+    assert code == 0 and found_by_ranks(tmp_path) == [name, name], output
+
+
+@pytest.mark.parametrize("shell", ["{} 2> {}/log", "{} 2>&1 | cat > {}/log", "set -m; {} > {}/log & wait"])
+def test_nobody_watches_a_file_a_pipe_or_a_job_in_the_background(tmp_path, shell):
+    """All of them have the controlling terminal; the last one also has it as its stderr."""
+    command = shlex.join([*LAUNCHERS["mpirun"](2), sys.executable, "-c", LOOK, str(tmp_path)])
+    code, output, _ = at_terminal(["bash", "-c", shell.format(command, tmp_path) + "; true"])
+    assert code == 0 and found_by_ranks(tmp_path) == ["none", "none"], output
+
+
+BATCH = ["--data.global_batch_size", "64", "--data.micro_batch_size"]
+TRAIN = ["-m", "largebatch.train", *SMALL, "--run.duration", "3 steps", "--log.every", "1 steps", *BATCH]
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory) -> tuple[Path, str]:
+    """A run at a terminal, behind mpirun, with matplotlib's fonts not yet known; its folder and what was seen."""
+    folder = tmp_path_factory.mktemp("runs") / "watched"
+    command = with_python(["mpirun", "-np", "1", "python", *TRAIN, "64", "--run.folder", str(folder)], cold=True)
+    environment = {"MPLCONFIGDIR": str(folder.parent / "matplotlib")}
+    code, seen, _ = at_terminal(command, environment=environment)
+    assert code == 0, seen
+    return folder, seen
+
+
+def test_a_bar_is_seen_behind_mpirun(watched):
+    _, seen = watched
+    bars = re.findall(r"step [123]/3[^\r\n]*", seen)
+    assert len(bars) > 3 and "━" in bars[-1], "it is drawn again and again"
+    assert re.search(r"\r\x1b\[2K(\d\d:\d\d:\d\d )?", seen), "a line of the log takes the place of the bar"
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen).splitlines()
+    assert COLUMNS // 2 < max(len(line.rstrip()) for line in plain if "━" in line) <= COLUMNS
+
+
+def test_no_foreign_lines_and_no_tags(watched):
+    folder, seen = watched
+    for text in (seen, (folder / "log.txt").read_text()):
+        assert "fontManager" not in text and "[0]" not in text and "<stderr>" not in text
+    assert re.search(r"^(\x1b\[2K)?\d\d:\d\d:\d\d .*global batch 64 = 1 rank × 64 micro-batch × 1 pass", seen, re.M)
+
+
+def test_the_log_says_when_by_which_command_where_and_from_which_commit(watched):
+    folder, _ = watched
+    log = (folder / "log.txt").read_text()
+    assert all(TIMED.match(line) for line in log.splitlines() if not line.startswith("    ")), log
+    command = shlex.join(["python", *TRAIN, "64", "--run.folder", str(folder)])
+    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    (told,) = re.findall(rf"{re.escape(command)}: 1 rank on (\S+), started by mpirun(, commit (\w+).*)?$", log, re.M)
+    assert told[0] == os.uname().nodename and (not commit or commit.startswith(told[2]))
+    assert "\x1b" not in log and "━" not in log
+
+
+def test_each_start_and_each_end_is_kept(watched):
+    folder, _ = watched
+    code, output = launch([*TRAIN, "64", "--run.folder", str(folder)], ranks=1)
+    assert code == 0 and "This run is complete" in output
+    (start,) = read_starts(folder)
+    assert (start.step, start.last_step, start.ranks, start.reason) == (0, 3, 1, "")
+    assert start.ended is not None and start.ended > start.time
+
+
+def test_a_start_that_was_killed_has_no_end(watched, tmp_path):
+    """Its last line may be cut off; the next one is whole."""
+    first = json.loads((watched[0] / "starts.jsonl").read_text().splitlines()[0])
+    (tmp_path / "starts.jsonl").write_text(json.dumps(first) + "\n" + json.dumps(first)[:40])
+    from largebatch.hooks import starts
+
+    starts.write_start(tmp_path, read_starts(watched[0])[0])
+    starts.write_end(tmp_path, step=7, reason="SIGTERM came")
+    killed, stopped = read_starts(tmp_path)
+    assert killed.ended is None and (stopped.last_step, stopped.reason) == (7, "SIGTERM came")
+
+
+def test_lines_without_a_terminal_have_the_time_and_ranks_their_number(tmp_path):
+    """Warnings of other ranks are named; nothing is said twice."""
+    code, output = launch([*TRAIN, "32", "--run.folder", str(tmp_path)], ranks=2)
+    assert code == 0, output
+    lines = [line for line in output.splitlines() if "step " in line]
+    assert lines and all(TIMED.match(line) for line in lines), output
+    assert output.count("global batch 64 = 2 ranks × 32 micro-batch × 1 pass") == 1 and "━" not in output
