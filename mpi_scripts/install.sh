@@ -224,7 +224,7 @@ recipe() {                          # changes if the build of Horovod changes: c
 }
 
 fingerprint() {                     # changes if .venv must change
-    { sed -n '/^install_requires/,/^\[/p; /^test =/,/^\[/p' "$ROOT/setup.cfg"
+    { sed -n '/^install_requires/,/^\[/p; /^test =/,/^\[/p; /^console_scripts/,/^\[/p' "$ROOT/setup.cfg"
       declare -f write_mca_parameters mpi_environment write_no_ssh no_ssh_line write_mpirun write_activation \
           write_startup_module patch_cuda
       echo "$HOROVOD_VERSION $(mpi_name) ${BUILD_TOOLS[*]} ${KEEPALIVES[*]} $SSH_KEEPALIVE $NO_SSH $(recipe) $ROOT"

@@ -6,7 +6,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 PLAN = """
-bind:; config: jsonargparse; files:; largebatch:; precision:; schedules:; zoo: timm; comm: config horovod mpi4py native;
+__main__: comm config largebatch;
+config:; files:; largebatch:; precision:; schedules:; zoo: timm; comm: config horovod mpi4py native;
 data: files native nvidia; native: files zoo; recipes: config; augment: data native; batch_norm: comm; evaluation: comm
 precision; optim: native; doctor: comm mpi4py; pack: comm data files mpi4py rich zoo; losses: augment precision;
 replica: augment batch_norm comm losses optim; start: comm config precision; engine: augment comm data evaluation losses
@@ -17,7 +18,7 @@ zoo; train: build comm config files recipes start; validate: build comm config d
 benchmark: augment build comm config data engine files hooks losses native optim parallel precision recipes start timm
 zoo
 """
-LIBRARIES = {"horovod", "jsonargparse", "mpi4py", "nvidia", "rich", "timm"}
+LIBRARIES = {"horovod", "mpi4py", "nvidia", "rich", "timm"}
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -14,6 +14,7 @@
     parents.py        the launcher of this process, and whether it is gone
     stopped.py        the exceptions that all ranks raise together
     launcher.py       the launcher that started this process; the one table of launchers' variables
+    mistakes.py       a mistake on the command line, or an answer to it, said once for all ranks
     gloo_start.py     the start of ranks that MPI cannot bring together
     gloo_address.py   the addresses at which such ranks reach each other
     gloo_server.py    the servers where they meet; each listens at one address
@@ -21,6 +22,7 @@
     preflight.py      the checks that all ranks run the same program
     placement.py      the hosts, cores and GPUs of the ranks
     driver.py         NVIDIA's driver on this host
+    bind.py           a program: bind a rank to the cores near its GPU, then become the command
     cores.py          the cores and the time that the system allows to a process
 
 The names below are loaded when first used, so files that need only the standard library (the launcher, the cores) can

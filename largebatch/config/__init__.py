@@ -7,6 +7,8 @@ checks.py     which values are allowed, and which options fit together
 durations.py  "5 epochs" as images, a global batch as passes, times, ranges of steps
 cli.py        command line and YAML: parse, dump, load, compare
 values.py     texts as values of a type
+help.py       the texts of --help: short, a section, a word, all
+completion.py words for the tab key, for bash, zsh and fish
 words.py      what to give instead of an option that does not exist
 """
 
@@ -20,6 +22,7 @@ from largebatch.config.durations import (
     nearest_batches,
     profiled_steps,
 )
+from largebatch.config.help import Answer, Page
 from largebatch.config.horovod import HorovodConfig
 from largebatch.config.parallel import ParallelConfig, Shape, TensorConfig
 from largebatch.config.sections import (
@@ -36,6 +39,7 @@ from largebatch.config.sections import (
 )
 
 __all__ = [
+    "Answer",
     "AugmentConfig",
     "CheckpointConfig",
     "DataConfig",
@@ -44,6 +48,7 @@ __all__ = [
     "LossConfig",
     "ModelConfig",
     "OptimConfig",
+    "Page",
     "ParallelConfig",
     "RunConfig",
     "ScheduleConfig",

@@ -22,7 +22,6 @@ MODULES = (
     "mpi4py",
     "zoo",  # before timm: with a CPU build of torch, timm imports only after zoo
     "timm",
-    "jsonargparse",
     "rich",
     "tensorboard",
     "matplotlib",
