@@ -7,7 +7,7 @@ from pathlib import Path
 
 PLAN = """
 __main__: comm config largebatch;
-config:; files:; largebatch:; precision:; schedules:; zoo: timm; comm: config horovod mpi4py native;
+config:; files:; largebatch:; precision:; schedules:; zoo: timm; comm: config horovod largebatch mpi4py native;
 data: files native nvidia; native: files zoo; recipes: config; augment: data native; batch_norm: comm; evaluation: comm
 precision; optim: native; doctor: comm mpi4py; pack: comm data files mpi4py rich zoo; losses: augment precision;
 replica: augment batch_norm comm losses optim; start: comm config precision; engine: augment comm data evaluation losses

@@ -14,6 +14,7 @@
     parents.py        the launcher of this process, and whether it is gone
     stopped.py        the exceptions that all ranks raise together
     launcher.py       the launcher that started this process; the one table of launchers' variables
+    installer.py      the command that sets an installation up, as messages name it
     mistakes.py       a mistake on the command line, or an answer to it, said once for all ranks
     gloo_start.py     the start of ranks that MPI cannot bring together
     gloo_address.py   the addresses at which such ranks reach each other
