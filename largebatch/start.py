@@ -2,50 +2,19 @@
 
 import logging
 import os
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 
 from largebatch.comm import Communicator, preflight, session
-from largebatch.comm.launcher import recognise
 from largebatch.comm.placement import check_placement
 from largebatch.comm.shared_memory import remove_leftovers
 from largebatch.config import TrainConfig, options, without_effect
 from largebatch.precision import choose_precision, computes
 
 logger = logging.getLogger(__name__)
-
-WAIT_S = 10.0  # long enough for rank 0 to print its sentence and for the launcher to end the other ranks
-
-
-@contextmanager
-def report_mistakes() -> Iterator[None]:
-    """End this process with exit code 2 if the block, which reads a command line, raises ValueError.
-
-    This does not start Horovod: rank 0 prints the sentence, and the launcher then ends the other ranks. A rank that
-    still runs after WAIT_S seconds prints its own sentence: the mistake may be on that rank alone.
-    """
-    try:
-        yield
-    except ValueError as mistake:
-        sys.stderr.write(f"largebatch: {_for_one_rank(mistake)}\n")
-        sys.exit(2)
-
-
-def _for_one_rank(mistake: ValueError) -> str:
-    """Return the sentence that this rank is to print; a rank other than 0 waits first and adds its number."""
-    try:
-        launch = recognise(os.environ)
-    except ValueError as ambiguous:  # no process knows its rank, so each prints this
-        return str(ambiguous)
-    if launch.rank == 0:
-        return str(mistake)
-    time.sleep(WAIT_S)
-    return f"rank {launch.rank} of {launch.size}, command line: {mistake}"
 
 
 def start_ranks(config: TrainConfig) -> AbstractContextManager[Communicator]:

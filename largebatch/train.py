@@ -38,16 +38,39 @@ logger = logging.getLogger("largebatch.train")
 LOG = "log.txt"  # in the run folder
 TIME = "%Y-%m-%d %H:%M:%S"
 OURS = ("largebatch", "zoo")  # whose logs are shown
+ABOUT = """\
+Train a model: largebatch train [--model NAME] [--data FOLDER] [--section.option value ...]
+
+With --data, the run follows the published recipe of the model; without it, a quick start on embedded images. The same
+command line resumes an interrupted run. A launcher starts the ranks; without one there is one rank.
+
+Examples
+  largebatch train                                                     quick start: ViT-B/32 learns digits
+  horovodrun -np 4 largebatch train --model vit_b16 --data FOLDER      the published recipe, on four ranks
+  mpirun -np 4 largebatch train --model vit_b32 --optim.name adamw --optim.lr 1e-3 --run.folder runs/adamw
+"""
+OPTIONS = {
+    "Model": ["recipe", "model.name", "model.img_size", "model.num_classes", "model.weights"],
+    "Images and batches": ["data.path", "data.global_batch_size", "data.micro_batch_size", "data.num_threads"],
+    "Learning": ["optim.name", "optim.lr", "optim.weight_decay", "schedule.name", "schedule.warmup"],
+    "Run": [
+        "run.folder", "run.duration", "run.max_steps", "run.eval_every", "checkpoint.every", "run.seed", "run.device",
+        "run.precision", "model.grad_checkpointing",
+    ],
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command line, by default that of this process."""
     with Signals(nothing_to_lose=True) as signals:
-        from largebatch.start import report_mistakes, start_ranks
+        from largebatch.comm.mistakes import report_mistakes
 
         argv = sys.argv[1:] if argv is None else argv
         with report_mistakes():
             config = read(argv)
+
+        from largebatch.start import start_ranks
+
         with start_ranks(config) as comm:
             signals.end = comm.abort
             comm.progress("start")
@@ -56,15 +79,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def read(argv: Sequence[str], num_images: int | None = None) -> "TrainConfig":
-    """Return the config of a command line; ValueError for a mistake in it.
+    """Return the config of a command line; ValueError for a mistake in it, Answer if it asks for a text.
 
     num_images: training images, by which a recipe may be chosen; None: not known yet.
     """
-    from largebatch.config import parse
+    from largebatch.config import Page, parse
     from largebatch.recipes import choose
 
-    recipe = partial(choose, num_images=num_images)
-    return parse(argv, choose_recipe=recipe, prog="python -m largebatch.train", description=__doc__)
+    return parse(argv, choose_recipe=partial(choose, num_images=num_images), page=Page(ABOUT, OPTIONS))
 
 
 @contextmanager

@@ -8,13 +8,10 @@ Each model has its own crop, filter, mean and standard deviation (`default_cfg`)
 batch that does not fit into memory is halved.
 
 --init-from takes a weights file, or a run folder, whose newest weights are used. If a file holds plain and averaged
-weights, the plain ones are used.
---ema takes the averaged weights of a run that was trained with --optim.ema_half_life.
---all validates every checkpoint of the run, or every weights file in the folder that --init-from names.
---real-labels FILE counts a second time: a prediction is right if ReaL's real.json lists it for the image.
---csv FILE adds one row per validation to a table.
---predictions FILE writes the answer to each image; largebatch.report shows the errors in RUN/predictions.csv.
+weights, the plain ones are used. FLAGS has the options that are not those of a run.
 """
+
+from __future__ import annotations
 
 import argparse
 import csv
@@ -26,27 +23,42 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Sequence
+from typing import TYPE_CHECKING, Any, Sequence
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from largebatch.build import build_eval_loader, build_model, find_weights, model_geometry, open_data
-from largebatch.checkpoint import is_checkpoint
-from largebatch.comm import Communicator
-from largebatch.config import ModelConfig, TrainConfig, parse
+# Other imports take seconds, which a mistake on the command line need not wait for. So they are in functions.
+from largebatch.comm.mistakes import report_mistakes
+from largebatch.config import ModelConfig, Page, TrainConfig, parse
 from largebatch.config.parallel import ParallelConfig
-from largebatch.data.imagenet_real import real_labels
-from largebatch.data.index import Index
-from largebatch.evaluation import COUNTS, LISTED_COUNTS, count_batch, count_listed, tally, tally_fitting
 from largebatch.files import atomic_file
-from largebatch.precision import at_least_float32
 from largebatch.recipes import RECIPES, find
-from largebatch.report.predictions import Answer
-from largebatch.report.predictions import write as write_predictions
-from largebatch.start import report_mistakes, set_up, start_ranks
-from zoo import load_weights, weights
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from largebatch.comm import Communicator
+    from largebatch.data.index import Index
+    from largebatch.report.predictions import Answer
+
+ABOUT = """\
+Exact top-1 and top-5 of a run, or of weights; every held-out image is counted once, with any number of ranks.
+
+Examples
+  largebatch validate runs/quickstart                                          the newest checkpoint of a run
+  horovodrun -np 4 largebatch validate runs/vit_b32 --all --csv runs.csv       every checkpoint, in a table
+  largebatch validate --model vit_b16 --init-from FILE --data FOLDER           weights of anybody
+"""
+OPTIONS = {
+    "Model": ["model.name", "model.img_size", "model.num_classes", "model.weights"],
+    "Images": ["data.path", "data.eval_batch_size", "data.crop_pct", "data.interpolation", "data.num_threads"],
+    "Run": ["run.device", "run.precision"],
+}
+FLAGS = {
+    "--ema": "the averaged weights of a run that was trained with --optim.ema_half_life",
+    "--all": "every checkpoint of the run, or every weights file in the folder of --init-from",
+    "--real-labels FILE": "count a second time, with ReaL's real.json: right is each class that it lists for the image",
+    "--csv FILE": "add a row for each validation to this table",
+    "--predictions FILE": "write the answer to each image; the report shows the errors in RUN/predictions.csv",
+}
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a command line, by default that of this process."""
     with report_mistakes():
         config, flags = read(sys.argv[1:] if argv is None else argv)
+
+    from largebatch.start import start_ranks
+
     with start_ranks(config) as comm:
         comm.progress("start")
         validate(config, comm, flags)
@@ -104,7 +119,7 @@ def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
     flags, words = _take_flags(argv)
     run = Path(words.pop(0)) if words and not words[0].startswith("-") else None
     chosen = ""
-    if run and is_checkpoint(run):
+    if run and run.parent.name == "checkpoints":
         chosen, run = str(run), run.parent.parent
     if run and not (run / "config.yaml").is_file():
         raise ValueError(
@@ -112,7 +127,7 @@ def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
         )
     if run:
         words = ["--config", str(run / "config.yaml"), "--run.folder", str(run), f"--model.weights={chosen}", *words]
-    config = parse(words, choose_recipe=defaults, prog="python -m largebatch.validate", description=__doc__)
+    config = parse(words, choose_recipe=defaults, page=Page(ABOUT, OPTIONS, FLAGS))
     if not run and not config.model.weights:
         raise ValueError("There is nothing to validate: give a run folder, or --model, --init-from FILE and --data.")
     if flags.ema and config.model.weights != chosen:
@@ -154,6 +169,11 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
     If config.model.weights is empty, the weights are those of the newest checkpoint in the run folder. Rank 0 prints
     the results and writes the table.
     """
+    from largebatch.build import build_model, find_weights, open_data
+    from largebatch.report.predictions import write as write_predictions
+    from largebatch.start import set_up
+    from zoo import load_weights
+
     config, device = set_up(config, comm)
     with comm.together("opening the table"):
         table = _read_table(flags.csv) if comm.rank == 0 and flags.csv else []
@@ -188,10 +208,15 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
 
 def count_classes(config: TrainConfig, path: str) -> int:
     """Return the number of classes of the weights of a model."""
+    import torch
+
+    from largebatch.build import build_model
+    from zoo.weights import count_classes as count
+
     config = replace(config, model=replace(config.model, num_classes=1000))
     with torch.device("meta"):
         model = build_model(config, torch.device("cpu"), weights=None)
-    return weights.count_classes(model, path)
+    return count(model, path)
 
 
 def evaluate_weights(
@@ -208,6 +233,11 @@ def evaluate_weights(
 
     answers: is filled with the answer to each image of this rank.
     """
+    import torch
+
+    from largebatch.build import build_eval_loader, model_geometry
+    from largebatch.evaluation import COUNTS, LISTED_COUNTS, count_batch, count_listed, tally, tally_fitting
+
     device = next(model.parameters()).device
 
     def count(logits: Tensor, batch: Any) -> Tensor:
@@ -257,6 +287,11 @@ def evaluate_weights(
 
 def answer(logits: Tensor, labels: Tensor) -> list[Answer]:
     """Return the answer to each image; classes of equal logits rank by their number, as in `count_correct`."""
+    import torch.nn.functional as F
+
+    from largebatch.precision import at_least_float32
+    from largebatch.report.predictions import Answer
+
     logits = at_least_float32(logits)
     first = logits.sort(dim=1, descending=True, stable=True).indices[:, 0]
     confidence = logits.softmax(dim=1).gather(1, first[:, None])[:, 0]
@@ -266,6 +301,10 @@ def answer(logits: Tensor, labels: Tensor) -> list[Answer]:
 
 def _real_labels(path: str, held_out: Index, comm: Communicator) -> Tensor:
     """Return the listed classes (N, L). Rank 0 alone reads the names of images, which records have inside."""
+    import torch
+
+    from largebatch.data.imagenet_real import real_labels
+
     labels = None
     with comm.together(f"reading {path}"):
         if comm.rank == 0:

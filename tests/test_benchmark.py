@@ -23,7 +23,7 @@ from zoo import create_model, set_fused_attn
 CPU = torch.device("cpu")
 
 
-ABSENT = "horovod mpi4py nvidia.dali jsonargparse google_crc32c crc32c rich tensorboard sklearn".split()
+ABSENT = "horovod mpi4py nvidia.dali google_crc32c crc32c rich tensorboard sklearn".split()
 HIDE = f"""
 import importlib.machinery, sys
 class Finder(importlib.machinery.PathFinder):

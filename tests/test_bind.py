@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from largebatch import bind
-from largebatch.bind import LOCAL_RANK, Binding, Machine, local_rank, numbers, plan, ranges, share, visible_gpus
+from largebatch.comm import bind
+from largebatch.comm.bind import LOCAL_RANK, Binding, Machine, local_rank, numbers, plan, ranges, share, visible_gpus
 from largebatch.comm.launcher import LAUNCHERS, counts
 
 ROOT = Path(__file__).parents[1]

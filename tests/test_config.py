@@ -1,6 +1,6 @@
 """Config, recipes and the command line."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +12,16 @@ from largebatch.comm import Stopped
 from largebatch.config.horovod import HorovodConfig, told_the_longest
 from largebatch.recipes import RECIPES, choose
 from largebatch.start import doubtful
+from largebatch.train import OPTIONS as TRAINING
+from largebatch.train import read as read_training
+from largebatch.validate import FLAGS
+from largebatch.validate import OPTIONS as VALIDATION
+from largebatch.validate import Flags
 from largebatch.validate import read as read_validation
 
 
 def parse(*argv: str) -> c.TrainConfig:
-    return c.parse(argv, choose_recipe=choose, prog="test")
+    return c.parse(argv, choose_recipe=choose)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +268,7 @@ def test_a_mistake_is_one_sentence(argv, sentence):
         ("--pretrained", "did you mean --init-from?"),
         ("--run.epochs 3", "did you mean --run.duration '10 epochs'?"),
         ("--optimizer lamb", "did you mean --optim.name?"),
-        ("--version", "python -m largebatch.doctor prints the versions."),
+        ("--version", "largebatch --version prints the versions."),
         ("--weight-decay 0.1", "did you mean --optim.weight_decay?"),
         ("--num-classes 10", "did you mean --model.num_classes?"),
         ("--img_size 64", "did you mean --img-size?"),
@@ -323,12 +328,60 @@ def test_values_in_the_forms_that_people_write(tmp_path):
     assert (config.optim.lr, config.optim.clip_norm) == (1e-3, None)
 
 
-def test_the_help_has_every_option_with_the_default_of_the_recipe(capsys):
-    with pytest.raises(SystemExit) as end:
-        parse("--model", "vit_b16", "--data", "/imagenet", "--help")
-    said = capsys.readouterr().out
-    assert end.value.code == 0 and all(f"--{name}" in said for name in c.options(c.TrainConfig()))
-    assert "default: 32768" in said
+def answered(*argv: str) -> str:
+    """The text that a command line of training gets."""
+    with pytest.raises(c.Answer) as answer:
+        read_training(argv)
+    return str(answer.value)
+
+
+def test_the_help_is_short_and_names_what_people_search_for():
+    said = answered("--help")
+    shown = [line.split()[0] for line in said.splitlines() if line.startswith("  --")]
+    assert 20 <= len(shown) <= 26 and {"--model", "--data", "--img-size", "--init-from", "--config"} <= {*shown}
+    assert said.count("largebatch train ") >= 3 and "[--model" in said
+    for words in ("gradient accumulation", "activation checkpointing", "'5 epochs'", "Sections: model, data, augment"):
+        assert words in " ".join(said.split()), words
+    assert "CONFIG" not in said and "typing" not in said and "NoneType" not in said
+
+
+def test_the_help_has_every_option_with_the_value_that_the_command_line_gives():
+    said = answered("--model", "vit_b16", "--data", "/imagenet", "--optim.eps", "1e-5", "--help", "all")
+    options = c.options(c.TrainConfig())
+    assert [name for name in options if f"--{name} " not in said] == []
+    assert all(f"{name}: " in said for name in ("horovod", "parallel"))
+    for entry in ("--optim.lr X ", "[0.018]", "--img-size, --model.img_size N", "[1e-05]", "[300 epochs]"):
+        assert entry in said, entry
+    assert answered("--help=all", "--model", "vit_b16", "--data", "/imagenet", "--optim.eps", "1e-5") == said
+
+
+def test_help_on_a_section_and_on_a_word():
+    said = answered("--help", "optim")
+    assert "--optim.betas X,X " in said and "--optim.name lamb|adamw|sgd|lars|apex_lamb" in said
+    assert "--model" not in said and "--schedule" not in said
+    said = answered("-h", "accumulation")
+    assert "--data.micro_batch_size N" in said and said.count("--data.") == 1
+    with pytest.raises(ValueError, match="--help teapot: no option says this word; expected all, a word, or a section"):
+        read_training(["--help", "teapot"])
+
+
+def test_every_option_of_a_short_help_exists():
+    for options in (TRAINING, VALIDATION):
+        assert [name for names in options.values() for name in names if name not in c.options(c.TrainConfig())] == []
+    assert [usage.split()[0][2:].replace("-", "_") for usage in FLAGS] == [one.name for one in fields(Flags)]
+
+
+def test_the_resolved_config_is_printed_and_comes_back(tmp_path):
+    argv = ("--model", "vit_b16", "--data", "/imagenet", "--optim.lr", "0.5")
+    printed = answered(*argv, "--print_config")
+    assert c.load_text(printed, place="x") == read_training(argv)
+    (tmp_path / "config.yaml").write_text(printed)
+    with pytest.raises(c.Answer) as answer:
+        read_validation([str(tmp_path), "--print-config", "--data", "/other"])
+    again = c.load_text(str(answer.value), place="x")
+    assert (again.data.path, again.optim.lr, again.run.folder) == ("/other", 0.5, str(tmp_path))
+    with pytest.raises(ValueError, match="--optim.lr is -1.0: expected at least 0"):
+        read_training(["--print_config", "--optim.lr=-1"])
 
 
 @pytest.mark.parametrize("argv, sentence", IDLE)

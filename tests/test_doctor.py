@@ -17,11 +17,13 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 from test_driver import write_driver
 
 from largebatch.comm import driver
 from largebatch.doctor import __main__ as command_line
 from largebatch.doctor import gpu, installation, launches, machine
+from largebatch.doctor.installation import Requirement
 from largebatch.doctor.result import Result
 
 ROOT = Path(__file__).parents[1]
@@ -106,7 +108,7 @@ def fake_distributions(monkeypatch, versions: dict[str, str]) -> None:
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(
-        importlib.metadata, "requires", lambda name: ["aa==1.0", "bb==2.0", 'cc==3; extra == "test"']
+        importlib.metadata, "requires", lambda name: ["aa", 'bb<3,>=2.0; extra == "train"', 'cc==3; extra == "test"']
     )
 
 
@@ -116,21 +118,28 @@ def test_it_runs_where_no_package_is_installed():
     subprocess.run([sys.executable, "-S", "-I", "-c", program, str(ROOT)], check=True)
 
 
-def test_versions_as_pinned(monkeypatch):
-    fake_distributions(monkeypatch, {"aa": "1.0+cpu", "bb": "2.0"})
-    assert installation.check_versions() == Result("package versions", True, "2 packages have the pinned version")
+def test_versions_that_fit(monkeypatch):
+    fake_distributions(monkeypatch, {"aa": "1.0+cpu", "bb": "2.0+cpu"})
+    assert installation.check_versions() == Result("package versions", True, "2 packages have a version that fits")
 
 
-def test_version_differs(monkeypatch):
-    fake_distributions(monkeypatch, {"aa": "1.0", "bb": "2.1"})
-    assert_failed(
-        installation.check_versions(), cause="bb==2.0 is needed, but 2.1 is installed", fix="pip install 'bb==2.0'"
-    )
+@pytest.mark.parametrize("version", ["1.9.9", "3.0", "3", "10.1"])
+def test_version_differs(monkeypatch, version):
+    fake_distributions(monkeypatch, {"aa": "1.0", "bb": version})
+    cause = f"bb<3,>=2.0 is needed, but {version} is installed"
+    assert_failed(installation.check_versions(), cause=cause, fix="pip install 'bb<3,>=2.0'")
+
+
+def test_ranges_are_read_as_the_standard_says():
+    versions = "0.9 1 1.0 1.0.1 1.9+cu126 1.10 2 2.0.0 2.0.1 3.0.0 13.1".split()
+    for versions_wanted in ("", ">=1", ">=1.10,<2", "==2.0", "<=2,>1.0", "<3,>=2"):
+        allowed = [version for version in versions if Requirement("x", versions_wanted).allows(version)]
+        assert allowed == [*SpecifierSet(versions_wanted).filter(versions)], versions_wanted
 
 
 def test_package_missing(monkeypatch):
     fake_distributions(monkeypatch, {"aa": "1.0"})
-    assert_failed(installation.check_versions(), cause="bb==2.0 is not installed", fix="mpi_scripts/install.sh")
+    assert_failed(installation.check_versions(), cause="bb<3,>=2.0 is not installed", fix="mpi_scripts/install.sh")
 
 
 @pytest.mark.parametrize("installed, wrong", [("120", False), ("130", False), ("", True)])

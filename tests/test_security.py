@@ -61,7 +61,7 @@ def test_a_config_runs_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("run: !!python/object/apply:os.mkdir [harm]\n")
     with pytest.raises(ValueError, match="could not determine a constructor"):
-        parse(["--config", "run.yaml"], choose_recipe=lambda given: None, prog="x")
+        parse(["--config", "run.yaml"], choose_recipe=lambda given: None)
     assert os.listdir() == ["run.yaml"]
 
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from largebatch import start, train
-from largebatch.comm import Stopped
-from largebatch.config import RunConfig, TrainConfig
+from largebatch.comm import Stopped, mistakes
+from largebatch.config import Answer, RunConfig, TrainConfig
 
 
 def said(monkeypatch, capsys, **environment: str) -> tuple[str, list[float]]:
     """The sentence of a process with these variables, and how long it waited before."""
     waits: list[float] = []
-    monkeypatch.setattr(start.os, "environ", environment)
+    monkeypatch.setattr(mistakes.os, "environ", environment)
     monkeypatch.setattr(time, "sleep", waits.append)
-    with pytest.raises(SystemExit) as end, start.report_mistakes():
+    with pytest.raises(SystemExit) as end, mistakes.report_mistakes():
         raise ValueError("There is no option x.")
     assert end.value.code == 2
     return capsys.readouterr().err, waits
@@ -33,7 +33,15 @@ def test_a_mistake_is_said_by_rank_0_and_later_by_a_rank_that_still_runs(monkeyp
     first = said(monkeypatch, capsys, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="3")
     assert alone == first == ("largebatch: There is no option x.\n", [])
     second = said(monkeypatch, capsys, OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="3")
-    assert second == ("largebatch: rank 1 of 3, command line: There is no option x.\n", [start.WAIT_S])
+    assert second == ("largebatch: rank 1 of 3, command line: There is no option x.\n", [mistakes.WAIT_S])
+
+
+def test_a_text_is_printed_by_one_rank(monkeypatch, capsys):
+    for rank, printed in (("0", "the text\n"), ("1", "")):
+        monkeypatch.setattr(mistakes.os, "environ", {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "3"})
+        with pytest.raises(SystemExit) as end, mistakes.report_mistakes():
+            raise Answer("the text")
+        assert (end.value.code, capsys.readouterr().out) == (0, printed)
 
 
 def test_a_mistake_of_a_rank_that_two_launchers_claim(monkeypatch, capsys):

@@ -524,7 +524,7 @@ def test_boxes_of_all_kinds_share_the_graphs_of_a_compiled_model():
 )
 def test_settings_that_do_not_fit_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        config.parse(options, choose_recipe=lambda *_: config.TrainConfig(), prog="test")
+        config.parse(options, choose_recipe=lambda *_: config.TrainConfig())
 
 
 def test_a_model_without_token_logits_is_refused():

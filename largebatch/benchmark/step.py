@@ -32,13 +32,14 @@ from largebatch.benchmark.unreduced import Unreduced
 from largebatch.build import build_objective, build_trainer, divides, open_images, with_classes
 from largebatch.comm import Communicator
 from largebatch.comm.launcher import recognise
+from largebatch.comm.mistakes import report_mistakes
 from largebatch.config import TrainConfig, parse
 from largebatch.engine import Trainer
 from largebatch.hooks import Ema
 from largebatch.losses import Objective
 from largebatch.precision import autocast
 from largebatch.recipes import choose
-from largebatch.start import report_mistakes, set_up, start_ranks
+from largebatch.start import set_up, start_ranks
 from zoo.model import ZooModel
 
 DEFAULTS = ["--data.micro_batch_size=32", "--data.global_batch_size=256"]
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> Report | None:
         else:
             data = [f"--data={options.data}"] if options.data else []
             argv = ["--data=synthetic", *DEFAULTS, *options.training, *data]
-            config = parse(argv, choose_recipe=choose, prog="python -m largebatch.benchmark step")
+            config = parse(argv, choose_recipe=choose)
     with start(config, on_device=on_device) as comm:
         config, device = set_up(config, comm)
         build = partial(resident.build_resident, config, device=device)

@@ -15,6 +15,8 @@
     terminal.py       the terminal at which a person watches, also behind a launcher
     stopped.py        the exceptions that all ranks raise together
     launcher.py       the launcher that started this process; the one table of launchers' variables
+    installer.py      the command that sets an installation up, as messages name it
+    mistakes.py       a mistake on the command line, or an answer to it, said once for all ranks
     gloo_start.py     the start of ranks that MPI cannot bring together
     gloo_address.py   the addresses at which such ranks reach each other
     gloo_server.py    the servers where they meet; each listens at one address
@@ -22,6 +24,7 @@
     preflight.py      the checks that all ranks run the same program
     placement.py      the hosts, cores and GPUs of the ranks
     driver.py         NVIDIA's driver on this host
+    bind.py           a program: bind a rank to the cores near its GPU, then become the command
     cores.py          the cores and the time that the system allows to a process
 
 The names below are loaded when first used, so files that need only the standard library (the launcher, the cores) can

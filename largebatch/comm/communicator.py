@@ -28,6 +28,7 @@ from largebatch.comm.cores import compiler_processes, cores_of_process, share_of
 from largebatch.comm.driver import accept_cpu
 from largebatch.comm.home import set_missing_home
 from largebatch.comm.hvd import hvd
+from largebatch.comm.installer import install_command
 from largebatch.comm.polling import finish
 from largebatch.comm.reduction import Compression, Reduction, parameters_of
 from largebatch.comm.stop_points import StopPoints
@@ -135,7 +136,7 @@ class Communicator:
         if not hvd.nccl_built():
             raise ValueError(
                 "Horovod was built without NCCL and cannot reduce gradients on a GPU: build it anew with "
-                "`OPERATIONS=nccl ./mpi_scripts/install.sh --force`, or set --run.device cpu."
+                f"`{install_command('--force', settings='OPERATIONS=nccl')}`, or set --run.device cpu."
             )
         # A single visible GPU may be this rank's own, or that of all ranks of the host: placement.py finds out.
         number = self.local_rank if visible > 1 else 0

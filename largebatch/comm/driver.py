@@ -9,6 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from largebatch.comm.installer import install_command
+
 logger = logging.getLogger(__name__)
 
 PROC = Path("/proc/driver/nvidia")
@@ -87,4 +89,4 @@ def _cure(driver: Driver, cuda: str | None) -> str:
         return "give the job or the container its GPUs (Slurm: --gpus-per-node, docker: --gpus all)"
     if not driver.cuda:
         return f"update the driver to {min(CUDA_OF_DRIVER)} or newer"
-    return f"{needs}install torch for this driver with `CUDA={driver.cuda} mpi_scripts/install.sh`"
+    return f"{needs}install torch for this driver with `{install_command(settings=f'CUDA={driver.cuda}')}`"

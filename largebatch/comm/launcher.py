@@ -81,6 +81,14 @@ def recognise(environment: Mapping[str, str]) -> Launch:
     return claims[0] if claims else Launch("python")
 
 
+def is_rank_0(environment: Mapping[str, str]) -> bool:
+    """Return whether no launcher says that this process is another rank; one that several claim counts as well."""
+    try:
+        return recognise(environment).rank == 0
+    except ValueError:
+        return True
+
+
 def mismatch(launch: Launch, *, rank: int, size: int, local_rank: int, local_size: int) -> str:
     """Return a sentence, empty unless Horovod sees another place of this process than its launcher announced."""
     seen = (rank, size, local_rank, local_size)

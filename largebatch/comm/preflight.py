@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from largebatch.comm.installer import install_command
 from largebatch.comm.stopped import Stopped
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def disagreement(reports: Sequence[RankReport]) -> str:
     elif differing == [SOURCES]:
         remedy = "bring the working trees of all hosts to the same state"
     else:
-        remedy = "set up all hosts alike with mpi_scripts/install.sh"
+        remedy = f"set up all hosts alike with {install_command()}"
     return f"{'; '.join(clauses)}: {remedy}."
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from largebatch.comm.launcher import recognise
+from largebatch.comm.launcher import is_rank_0
 from largebatch.comm.parents import Parents
 from largebatch.comm.stopped import StoppedEarly
 
@@ -76,7 +76,7 @@ class Signals:
 
     def _end_at_once(self, number: signal.Signals) -> None:
         """End before the first step. Rank 0 alone says so: a launcher sends SIGTERM to all ranks if one has failed."""
-        if _is_rank_0():
+        if is_rank_0(os.environ):
             sys.stderr.write(
                 f"largebatch: stopped before the first step was done, because {number.name} came; the same command "
                 f"starts again where this one did (exit code {StoppedEarly.exit_code}).\n"
@@ -90,10 +90,3 @@ class Signals:
 
 def _heard(number: int, frame: FrameType | None) -> None:
     """Do nothing: this only replaces the default action, which would end the process. `_listen` does the work."""
-
-
-def _is_rank_0() -> bool:
-    try:
-        return recognise(os.environ).rank == 0
-    except ValueError:  # several launchers claim this process
-        return True

@@ -7,6 +7,8 @@ checks.py     which values are allowed, and which options fit together
 durations.py  "5 epochs" as images, a global batch as passes, times, ranges of steps
 cli.py        command line and YAML: parse, dump, load, compare
 values.py     texts as values of a type
+help.py       the texts of --help: short, a section, a word, all
+completion.py words for the tab key, for bash, zsh and fish
 words.py      what to give instead of an option that does not exist
 """
 
@@ -21,6 +23,7 @@ from largebatch.config.durations import (
     nearest_batches,
     profiled_steps,
 )
+from largebatch.config.help import Answer, Page
 from largebatch.config.horovod import HorovodConfig
 from largebatch.config.parallel import ParallelConfig, Shape, TensorConfig
 from largebatch.config.sections import (
@@ -37,6 +40,7 @@ from largebatch.config.sections import (
 )
 
 __all__ = [
+    "Answer",
     "AugmentConfig",
     "CheckpointConfig",
     "DataConfig",
@@ -46,6 +50,7 @@ __all__ = [
     "ModelConfig",
     "NEVER",
     "OptimConfig",
+    "Page",
     "ParallelConfig",
     "RunConfig",
     "ScheduleConfig",

@@ -1,11 +1,10 @@
 """The two written forms of a config, command line and YAML, and the comparison of two configs.
 
 A recipe (largebatch/recipes) gives the defaults. A YAML file (--config) replaces some of them, and so do the options of
-the command line, in their order. The result is written to the run folder, and --config reads it back. `apply` needs the
-standard library alone, for benchmarks; PyYAML reads and writes files, and jsonargparse prints the help.
+the command line, in their order. The result is written to the run folder, and --config reads it back. All but files
+needs the standard library alone; PyYAML reads and writes them.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,30 +12,48 @@ from typing import Any
 
 from largebatch.config import words
 from largebatch.config.checks import check, without_effect
+from largebatch.config.help import ALIASES, Answer, Page, answer
 from largebatch.config.sections import OptimConfig, TrainConfig
-from largebatch.config.values import types_of, value_of, with_value
+from largebatch.config.values import types_of, value_of, with_values
 
-ALIASES = {"model": "model.name", "data": "data.path", "img-size": "model.img_size", "init-from": "model.weights"}
 FILE = "config"
 
 
 def parse(
-    argv: Sequence[str], *, choose_recipe: Callable[[Mapping[str, Any]], TrainConfig], prog: str, description: str = ""
+    argv: Sequence[str], *, choose_recipe: Callable[[Mapping[str, Any]], TrainConfig], page: Page = Page()
 ) -> TrainConfig:
     """Read a command line into a checked config.
 
     choose_recipe: returns the defaults for the options that the command line gives, by dotted name.
-    ValueError for an unknown option, with the nearest known one, and for a value that is not allowed.
+    page: the short help.
+    ValueError for an unknown option, with the nearest known one, and for a value that is not allowed. Answer if the
+    command line asks for help, or for the config.
     """
-    asked = [word for word in argv if word in ("-h", "--help")]
-    argv = [word for word in argv if word not in asked]
-    given = {} if asked and not argv else given_options(argv)
+    argv, asked = requests(argv)
+    given = given_options(argv)
     recipe = choose_recipe(given)
     recipe = replace(recipe, optim=for_optimizer(recipe.optim, given.get("optim.name")))
-    if asked:
-        print_help(recipe, prog=prog, description=description)
-        sys.exit(0)
-    return checked(recipe, given, from_file=any(name == FILE for name, _ in pairs(argv)))
+    if "help" in asked:
+        raise answer(asked["help"], with_values(recipe, given), page)
+    config = checked(recipe, given, from_file=any(name == FILE for name, _ in pairs(argv)))
+    if "print_config" in asked:
+        raise Answer(dump(config).rstrip())
+    return config
+
+
+def requests(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Split a command line into its options, and what it asks for: help, perhaps on a word, or print_config."""
+    words, asked, left = list(argv), {}, []
+    while words:
+        given = words.pop(0)
+        name, _, topic = given.partition("=")
+        if name in ("-h", "--help"):
+            asked["help"] = topic or (words.pop(0) if words and not words[0].startswith("-") else "")
+        elif name in ("--print_config", "--print-config"):
+            asked["print_config"] = ""
+        else:
+            left.append(given)
+    return left, asked
 
 
 def apply(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
@@ -46,8 +63,7 @@ def apply(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
 
 def checked(config: TrainConfig, given: Mapping[str, Any], *, from_file: bool = False) -> TrainConfig:
     """Return a config with other values, by dotted name, if they are allowed and fit together."""
-    for name, value in given.items():
-        config = with_value(config, name, value)
+    config = with_values(config, given)
     check(config)
     idle = without_effect(config)
     if idle and not from_file:  # those in a file are reported when the ranks have started
@@ -101,18 +117,6 @@ def unknown(name: str, known: Mapping[str, Any], *, place: str) -> str:
         first = next(option for option in known if option.startswith(f"{name}."))
         return f"{place}: {name} is a section of options, such as --{first}; --help lists them."
     return f"{place}; {words.hint(name, [*known, *ALIASES])}"
-
-
-def print_help(config: TrainConfig, *, prog: str, description: str) -> None:
-    """Print every option with its meaning and its default in this config."""
-    import jsonargparse
-
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(prog=prog, description=description, exit_on_error=False)
-    parser.add_argument("--config", action="config", help="YAML file of options, such as a run folder's config.yaml")
-    parser.add_class_arguments(TrainConfig)
-    parser.set_defaults(options(config))
-    parser.print_help()
 
 
 # -- YAML ----------------------------------------------------------------------------------------------------

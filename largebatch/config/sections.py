@@ -42,8 +42,9 @@ class ModelConfig:
     weight_init: Literal["", "jax"] = ""
     """initialisation of a ViT; empty: timm's default; jax: the one that timm calls jax, with zeros in the head"""
     grad_checkpointing: bool = False
-    """compute the blocks again in the backward pass, with the same random numbers, instead of keeping their
-    activations: 1306 instead of 2313 MiB in all, 16 % slower (ViT-B/32, micro-batch 64, bf16, 2 CPU cores)"""
+    """activation checkpointing: compute the blocks again in the backward pass, with the same random numbers, and keep
+    no activations of them; 1306 instead of 2313 MiB in all, 16 % slower (ViT-B/32, micro-batch 64, bf16, 2 CPU
+    cores)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,8 @@ class DataConfig:
     global_batch_size: int = 32768
     """images per optimizer step, over all ranks and passes"""
     micro_batch_size: int = 256
-    """images per forward pass of one rank"""
+    """images per forward pass of one rank; gradient accumulation: a step has as many passes as the global batch
+    needs"""
     eval_batch_size: int = 256
     """images per forward pass of one rank in evaluation"""
     train_crop: Literal["random_resized", "pad"] = "random_resized"
@@ -144,7 +146,7 @@ class OptimConfig:
     preset: Literal["paper", "colossal", "nvlamb", "lambc"] | None = None
     """variant of LAMB (see largebatch.optim.PRESETS); null: paper; an error for optimizers that are not LAMB"""
     lr: float = 1e-3
-    """peak learning rate at schedule.reference_batch_size"""
+    """peak learning rate; with schedule.scaling, that of a global batch of schedule.reference_batch_size"""
     weight_decay: float = 0.01
     """weight decay: decoupled for adamw, part of the update for lamb, added to the gradient (coupled) for sgd and
     lars"""
@@ -174,7 +176,7 @@ class ScheduleConfig:
     name: Literal["linear", "cosine", "poly", "constant"] = "cosine"
     """shape of the decay"""
     warmup: str = "0 epochs"
-    """length of the linear warm-up"""
+    """duration of the linear warm-up"""
     start: float | None = None
     """learning rate of the first warm-up step as a fraction of the peak; null: 1 / (number of warm-up steps + 1)"""
     floor: float = 0.0
@@ -201,7 +203,7 @@ class RunConfig:
     folder: str = ""
     """run folder; empty: runs/<recipe>. The same command line resumes the run that it finds there"""
     duration: str = "300 epochs"
-    """length of training"""
+    """duration of training"""
     max_steps: int = 0
     """stop after this step, without a change of the schedule; 0: train for the whole duration"""
     end_time: float | str | None = None
@@ -273,7 +275,8 @@ class TrainConfig:
     """A whole run."""
 
     recipe: str = ""
-    """name of the recipe from which this configuration was made"""
+    """recipe that gives the values of all other options; empty: that of the model if there are data, else
+    quickstart"""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)

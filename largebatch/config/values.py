@@ -1,6 +1,7 @@
 """Texts of a command line, and scalars of a YAML file, as values of options; and what to say if they are none."""
 
 import types
+from collections.abc import Mapping
 from dataclasses import is_dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -63,6 +64,23 @@ def expected(hint: Any) -> str:
     if get_origin(hint) is tuple:
         return f"[{', '.join(expected(part) for part in get_args(hint))}]"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}.get(hint, "a list")
+
+
+def choices(hint: Any) -> list[str]:
+    """Return the texts of a type that has only a few."""
+    if hint is bool:
+        return ["true", "false"]
+    parts = get_args(hint)
+    if get_origin(hint) in (Union, types.UnionType):
+        return [text for part in parts for text in choices(part)]
+    return [str(value) for value in parts if value != ""] if get_origin(hint) is Literal else []
+
+
+def with_values(section: Any, given: Mapping[str, Any]) -> Any:
+    """Return a section of a config with other values, by dotted name."""
+    for name, value in given.items():
+        section = with_value(section, name, value)
+    return section
 
 
 def with_value(section: Any, name: str, value: Any) -> Any:

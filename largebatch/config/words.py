@@ -34,7 +34,7 @@ SENTENCES = {  # what no single option does: the words for it elsewhere
         "gpus num_gpus devices np nproc_per_node world_size local_rank num_processes",
     "the same command goes on with the run in --run.folder; --init-from starts a new one from weights.":
         "resume resume_from resume_from_checkpoint auto_resume",
-    "python -m largebatch.doctor prints the versions.": "version",
+    "largebatch --version prints the versions.": "version",
 }  # fmt: skip
 WORDS = {word: f"did you mean {option}?" for option, words in INSTEAD.items() for word in words.split()}
 WORDS |= {word: sentence for sentence, words in SENTENCES.items() for word in words.split()}

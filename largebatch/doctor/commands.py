@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from largebatch.doctor.hosts import Host, Network
-from largebatch.doctor.result import INSTALL, run
+from largebatch.doctor.result import run
 
 # The caller's variables that ranks on other hosts need, without those that tell a rank its own number.
 TRAVELS = re.compile(
@@ -59,7 +59,7 @@ def detect_mpi(*, limit_s: float = 60) -> Mpi:
     """Return the MPI of the mpirun on PATH. Raises ValueError if there is no mpirun or its MPI is unknown."""
     launcher = shutil.which("mpirun")
     if launcher is None:
-        raise ValueError(f"mpirun is not on PATH; activate the environment that {INSTALL} made")
+        raise ValueError("mpirun is not on PATH; activate the environment that install.sh made")
     output = run([launcher, "--version"], limit_s=limit_s)
     return Mpi(*recognise(output.stdout + output.stderr), os.path.abspath(launcher))
 

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from largebatch.comm.driver import OLDEST_DRIVER, Driver, find_driver
-from largebatch.doctor.result import INSTALL, REINSTALL, Output, Result, run
+from largebatch.comm.installer import install_command
+from largebatch.doctor.result import REINSTALL, Output, Result, run
 
 GIB = 2**30
 ADAPTERS = Path("/sys/class/infiniband")
@@ -96,7 +97,8 @@ def judge_driver(name: str, driver: Driver, cuda: str | None) -> Result:
     if driver.major >= oldest:
         return Result(name, True, f"{driver.version}, {driver.num_gpus} GPUs")
     cause = f"driver {driver.version} is older than {oldest}, which torch's CUDA {cuda} needs, so torch sees no GPU"
-    fix = f"CUDA={driver.cuda} {INSTALL}" if driver.cuda else "sudo apt-get install --upgrade nvidia-driver"
+    older = "sudo apt-get install --upgrade nvidia-driver"
+    fix = install_command(settings=f"CUDA={driver.cuda}") if driver.cuda else older
     return Result(name, False, cause=cause, fix=fix)
 
 

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO
 
+from largebatch.comm.installer import install_command
 from largebatch.doctor.result import INSTALL, Result
 
 MAX_SKEW_S = 1.0  # tolerated difference in the log lines of two hosts and in a checkpoint's age
@@ -400,7 +401,7 @@ def describe_package(package: str, answer: Answer) -> str:
 
 
 def reinstall() -> str:
-    return f"cd {shlex.quote(os.getcwd())} && env -u PYTHONPATH {INSTALL} --force"
+    return f"cd {shlex.quote(os.getcwd())} && {install_command('--force', settings='env -u PYTHONPATH')}"
 
 
 def check_sources(answers: list[Answer]) -> Result:

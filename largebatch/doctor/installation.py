@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import operator
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from largebatch.comm.installer import install_command
 from largebatch.doctor.result import INSTALL, REINSTALL, Output, Result, run
 
 MODULES = (
@@ -22,7 +24,6 @@ MODULES = (
     "mpi4py",
     "zoo",  # before timm: with a CPU build of torch, timm imports only after zoo
     "timm",
-    "jsonargparse",
     "rich",
     "tensorboard",
     "matplotlib",
@@ -39,6 +40,7 @@ for module in sys.argv[1:]:
     importlib.import_module(module)
 """
 
+COMPARE = {">=": operator.ge, "<=": operator.le, "<": operator.lt, ">": operator.gt, "==": operator.eq}
 HARMLESS = {"test", "tests", "examples"}  # common folder names that nobody imports from elsewhere
 
 # A child process runs this. First it reads from Horovod's files for which torch Horovod was built, because a Horovod
@@ -74,43 +76,57 @@ if libraries:
 COMPILED = "#include <Python.h>\n#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n"
 
 
-class Pin(NamedTuple):
-    """A package and the version that the project needs."""
+class Requirement(NamedTuple):
+    """A package and the versions that the project can use, such as >=2,<3."""
 
     name: str
-    version: str
+    versions: str
 
     def __str__(self) -> str:
-        return f"{self.name}=={self.version}"
+        return f"{self.name}{self.versions}"
+
+    def allows(self, version: str) -> bool:
+        """Return whether a version is among them; 2.13.0+cpu is a build of 2.13.0."""
+        return all(
+            COMPARE[sign](*_aligned(version.partition("+")[0], bound))
+            for sign, bound in re.findall(r"([<>=]=?)\s*([\w.]+)", self.versions)
+        )
 
 
-def pinned() -> Iterator[Pin]:
-    """Yield the requirements of the installed project, without optional ones.
+def _aligned(*versions: str) -> Iterator[list[int]]:
+    """Yield versions as lists of numbers of one length: 2.13 and 2.13.0 are the same."""
+    numbers = [[int(number) for number in re.findall(r"\d+", version)] for version in versions]
+    for of_one in numbers:
+        yield of_one + [0] * (max(map(len, numbers)) - len(of_one))
+
+
+def required() -> Iterator[Requirement]:
+    """Yield what the installed project requires to train, without its other extras.
 
     Read with the standard library alone, since the doctor must run where packages are missing.
     """
     for text in importlib.metadata.requires("largebatch") or []:
         requirement, _, marker = text.partition(";")
-        if found := re.fullmatch(r"\s*([\w.-]+)(?:\[[\w, ]*\])?\s*==\s*([\w.]+)\s*", requirement):
-            if "extra" not in marker:
-                yield _as_installed(Pin(*found.groups()))
+        if found := re.fullmatch(r"\s*([\w.-]+)\s*([\w.<>=,\s]*)", requirement):
+            if "extra" not in marker or "train" in marker:
+                yield _as_installed(Requirement(found[1], found[2].strip()))
 
 
-def _as_installed(pin: Pin) -> Pin:
-    """Return the pin, or that of DALI for CUDA 13 where install.sh has chosen it beside a torch for CUDA 13."""
-    other = pin._replace(name=pin.name.replace("nvidia-dali-cuda120", "nvidia-dali-cuda130"))
+def _as_installed(requirement: Requirement) -> Requirement:
+    """Return the requirement, or that of DALI for CUDA 13 where install.sh has chosen it for a torch of CUDA 13."""
+    other = requirement._replace(name=requirement.name.replace("nvidia-dali-cuda120", "nvidia-dali-cuda130"))
     try:
         importlib.metadata.version(other.name)
     except importlib.metadata.PackageNotFoundError:
-        return pin
+        return requirement
     return other
 
 
 def check_versions() -> Result:
-    """Check that every pinned package is installed in the pinned version."""
+    """Check that every required package is installed in a version that the project can use."""
     name = "package versions"
     try:
-        requirements = list(pinned())
+        requirements = list(required())
     except importlib.metadata.PackageNotFoundError:
         return Result(name, False, cause=f"this project is not installed for {sys.executable}", fix=INSTALL)
     for requirement in requirements:
@@ -118,10 +134,10 @@ def check_versions() -> Result:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
             return Result(name, False, cause=f"{requirement} is not installed", fix=INSTALL)
-        if version.partition("+")[0] != requirement.version:  # 2.13.0+cpu is a build of 2.13.0
+        if not requirement.allows(version):
             cause = f"{requirement} is needed, but {version} is installed"
             return Result(name, False, cause=cause, fix=f"{sys.executable} -m pip install '{requirement}'")
-    return Result(name, True, f"{len(requirements)} packages have the pinned version")
+    return Result(name, True, f"{len(requirements)} packages have a version that fits")
 
 
 def importable(folder: Path) -> set[str]:
@@ -210,7 +226,7 @@ def check_built_for(facts: dict) -> Result:
     ours, theirs = facts.get("horovod_abi"), facts["torch_abi"]
     if ours is not None and ours != theirs:
         cause = f"Horovod was built with _GLIBCXX_USE_CXX11_ABI={ours:d}, but torch {facts['torch']} with {theirs:d}"
-        return Result(name, False, cause=cause, fix=f"env -u CXXFLAGS {REINSTALL}")
+        return Result(name, False, cause=cause, fix=install_command("--force", settings="env -u CXXFLAGS"))
     return Result(name, True, f"built for torch {facts['torch']}, C++ ABI {theirs:d}")
 
 

@@ -7,8 +7,9 @@ import socket
 from pathlib import Path
 
 from largebatch.comm.home import has_name
+from largebatch.comm.installer import install_command
 from largebatch.comm.launcher import LAUNCHERS, SRUN
-from largebatch.doctor.result import REINSTALL, Result, run
+from largebatch.doctor.result import Result, run
 
 # With more than 1 in one of these, a program without a launcher refuses to run. Slurm's has a check of its own below.
 LAUNCHER_SIZES = tuple(launcher.size for launcher in LAUNCHERS if launcher is not SRUN)
@@ -158,7 +159,8 @@ def check_gpu(facts: dict, device: str) -> Result:
             f"{gpus} GPUs are visible, but torch {facts['torch']} was built without CUDA "
             "(pip's own settings may point to a CPU build)"
         )
-        return Result(name, False, cause=cause, fix=f"PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= {REINSTALL}")
+        fix = install_command("--force", settings="PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS=")
+        return Result(name, False, cause=cause, fix=fix)
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         cause = f"{gpus} GPUs are there, but CUDA_VISIBLE_DEVICES hides them all"
         return Result(name, False, cause=cause, fix="unset CUDA_VISIBLE_DEVICES")
@@ -169,7 +171,8 @@ def check_gpu(facts: dict, device: str) -> Result:
         return Result(name, False, cause=cause, fix="nvidia-smi")
     if not facts["nccl"]:
         cause = f"{gpus} GPUs are visible, but Horovod was built without NCCL"
-        return Result(name, False, cause=cause, fix=f"CUDA_HOME=/usr/local/cuda OPERATIONS=nccl {REINSTALL}")
+        fix = install_command("--force", settings="CUDA_HOME=/usr/local/cuda OPERATIONS=nccl")
+        return Result(name, False, cause=cause, fix=fix)
     return Result(name, True, f"{facts['gpus']} GPUs, CUDA {facts['cuda']}, NCCL")
 
 

@@ -7,8 +7,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-INSTALL = "mpi_scripts/install.sh"
-REINSTALL = "mpi_scripts/install.sh --force"
+from largebatch.comm.installer import install_command
+
+INSTALL, REINSTALL = install_command(), install_command("--force")
 
 # Noise that Open MPI prints after the real error.
 AFTERMATH = re.compile(r"PMIX ERROR|ORTE_ERROR_LOG|sent help message|orte_base_help_aggregate|job has been aborted")

@@ -16,7 +16,7 @@ from PIL import Image
 
 from largebatch.config import TrainConfig
 from largebatch.data.index import Index
-from largebatch.data.sources import open_source
+from largebatch.data.sources import class_names, open_source
 from largebatch.files import atomic_file
 
 PREDICTIONS = "predictions.csv"
@@ -48,7 +48,7 @@ class Prediction:
 
 def write(path: Path, index: Index, answers: Mapping[int, Answer]) -> None:
     """Write a row for each image of the index, in its order."""
-    names = index.class_names or tuple(map(str, range(index.num_classes)))
+    names = class_names(index) or tuple(map(str, range(index.num_classes)))
     rows = []
     for sample, answer in sorted(answers.items()):
         label, where = int(index.label[sample]), index.where(sample)

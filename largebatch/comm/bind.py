@@ -29,7 +29,7 @@ QUERY = ["nvidia-smi", "--query-gpu=index,pci.bus_id,uuid", "--format=csv,nohead
 QUERY_LIMIT_S = 60  # 20 s are normal if the driver is not kept loaded; a broken driver never answers
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 # The variable of each launcher with the local rank -> its variable with the number of ranks on this host. Copied from
-# comm/launcher.py, as this file is run by its path and imports nothing of the package; a test compares the two.
+# launcher.py, as this file is run by its path and imports nothing of the package; a test compares the two.
 LOCAL_RANK = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALRANKID": "MPI_LOCALNRANKS",

@@ -1,0 +1,95 @@
+"""The command `largebatch`, which is also `python -m largebatch`: one program for each part of the work.
+
+`largebatch train ...` is `python -m largebatch.train ...`. A program is imported when it is asked for; this file needs
+Python's library alone.
+"""
+
+import difflib
+import importlib.metadata
+import platform
+import runpy
+import sys
+from collections.abc import Sequence
+
+from largebatch import __version__
+from largebatch.comm.installer import install_command
+from largebatch.comm.mistakes import report_mistakes
+from largebatch.config import Answer
+from largebatch.config.completion import SHELLS, script
+
+PROGRAMS = {
+    "train": "train a model, or go on with a run",
+    "validate": "count top-1 and top-5 of a run, or of weights, exactly",
+    "report": "compare two runs",
+    "pack": "write images, ImageNet's tars or CIFAR-10 into TFRecord shards, and check shards",
+    "doctor": "check that this installation and these hosts can train",
+    "benchmark": "measure our speed beside timm's and torch's",
+}
+PACKAGES = ("torch", "timm", "horovod", "mpi4py", "nvidia-dali-cuda120", "nvidia-dali-cuda130")
+
+
+def main() -> None:
+    """Run the program that the command line begins with, as `python -m largebatch.PROGRAM` would."""
+    with report_mistakes():
+        name = chosen(sys.argv[1:])
+    del sys.argv[1]
+    try:
+        runpy.run_module(f"largebatch.{name}", run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        with report_mistakes():
+            raise ValueError(missing(name, error)) from error
+
+
+def missing(program: str, error: ModuleNotFoundError) -> str:
+    """Return the sentence on a program that finds a package missing."""
+    wants = f"largebatch {program} needs the package {error.name}, which {sys.executable} does not have: "
+    if error.name == "horovod":  # pip alone would build it without torch and MPI, or not at all
+        return f"{wants}install it with `{install_command()}`."
+    return f"{wants}install this package's requirements with `pip install 'largebatch[train]'`, and then Horovod."
+
+
+def chosen(argv: Sequence[str]) -> str:
+    """Return the program that a command line begins with; ValueError if there is none such, Answer for a text."""
+    first, *rest = [*argv, ""]
+    if first in PROGRAMS:
+        return first
+    if first in ("", "-h", "--help", "help"):
+        raise Answer(overview())
+    if first == "--version":
+        raise Answer(versions())
+    if first == "--completion" and rest[0] in SHELLS:
+        raise Answer(script(rest[0], PROGRAMS))
+    if first == "--completion":
+        raise ValueError(f"--completion is {rest[0]!r}: expected {', '.join(SHELLS)}.")
+    if first.startswith("-"):
+        raise ValueError(f"{first} stands before a program: expected one first, as in largebatch train {first} ...")
+    close = difflib.get_close_matches(first.lower(), PROGRAMS, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}?" if close else f"expected {', '.join(PROGRAMS)}."
+    raise ValueError(f"There is no program {first!r}: {hint}")
+
+
+def overview() -> str:
+    """Return the list of programs."""
+    lines = [f"  largebatch {name:11}{text}" for name, text in PROGRAMS.items()]
+    lines += ["", "  largebatch PROGRAM --help                 its options"]
+    lines += ["  largebatch --version                      versions, also of the packages below"]
+    lines += [f"  largebatch --completion {'|'.join(SHELLS):18}words for the tab key; the text says where it goes"]
+    about = "Train vision transformers with very large batches, on any number of ranks:"
+    command = "horovodrun -np 4 largebatch train --model vit_b32 --data FOLDER"
+    module = "Each program is also a module: python -m largebatch.train."
+    return "\n".join([about, "", f"  {command}", "", *lines, "", module])
+
+
+def versions() -> str:
+    """Return the versions of this package and of those that matter to a run, without importing them."""
+    found = [f"largebatch {__version__}", f"Python {platform.python_version()}"]
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The end of a program whose command line is wrong, or asks for a text instead of work. Needs Python's library alone.
+
+The ranks of a job read the same command line, so what there is to say is said once, and Horovod is not started for it.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from largebatch.comm.launcher import is_rank_0, recognise
+from largebatch.config import Answer
+
+WAIT_S = 10.0  # long enough for rank 0 to print its sentence and for the launcher to end the other ranks
+
+
+@contextmanager
+def report_mistakes() -> Iterator[None]:
+    """End this process if the block, which reads a command line, raises ValueError (code 2) or Answer (code 0).
+
+    Rank 0 prints a mistake, and the launcher then ends the other ranks. A rank that still runs after WAIT_S seconds
+    prints its own sentence: the mistake may be on that rank alone. An answer is printed by rank 0 only.
+    """
+    try:
+        yield
+    except Answer as answer:
+        if is_rank_0(os.environ):
+            _print(str(answer))
+        sys.exit(0)
+    except ValueError as mistake:
+        sys.stderr.write(f"largebatch: {_for_one_rank(mistake)}\n")
+        sys.exit(2)
+
+
+def _for_one_rank(mistake: ValueError) -> str:
+    """Return the sentence that this rank is to print; a rank other than 0 waits first and adds its number."""
+    try:
+        launch = recognise(os.environ)
+    except ValueError as ambiguous:  # no process knows its rank, so each prints this
+        return str(ambiguous)
+    if launch.rank == 0:
+        return str(mistake)
+    time.sleep(WAIT_S)
+    return f"rank {launch.rank} of {launch.size}, command line: {mistake}"
+
+
+def _print(text: str) -> None:
+    """Print a text, perhaps to a program that has read enough of it, such as head."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends

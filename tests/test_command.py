@@ -1,0 +1,123 @@
+"""The command `largebatch`: its programs, its answers, the words that a shell completes; and what these do not load."""
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from largebatch.__main__ import PROGRAMS
+from largebatch.benchmark.__main__ import BENCHMARKS
+from largebatch.config import completion, load_text
+from largebatch.pack.command_line import SUB_COMMANDS
+
+ROOT = Path(__file__).parents[1]
+LOADED = "loaded:"  # a process ends with this line and the packages that it has loaded
+PROGRAM = f"""
+import atexit, runpy, sys
+atexit.register(lambda: print({LOADED!r}, *sorted({{name.partition(".")[0] for name in sys.modules}}), flush=True))
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+SLOW = {"torch", "horovod", "timm", "nvidia", "zoo", "numpy", "mpi4py"}
+
+
+def command(*words: str, folder: Path, module: str = "largebatch", **environment: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of `largebatch WORDS` in a folder; it must have loaded nothing that is slow."""
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM, module, *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    output, _, loaded = found.stdout.rpartition(LOADED)
+    assert loaded and not SLOW & {*loaded.split()}, found
+    return found.returncode, output, found.stderr
+
+
+def test_the_programs_are_listed_with_a_sentence_each(tmp_path):
+    code, listed, errors = command(folder=tmp_path)
+    assert (code, errors) == (0, "") and command("--help", folder=tmp_path)[1] == listed
+    for name, text in PROGRAMS.items():
+        assert f"largebatch {name} " in listed and text in listed and find_spec(f"largebatch.{name}"), name
+
+
+def test_versions_are_printed_without_loading_anything(tmp_path):
+    code, printed, _ = command("--version", folder=tmp_path)
+    assert code == 0 and printed.startswith("largebatch 0.") and ", torch " in printed and ", horovod 0." in printed
+
+
+@pytest.mark.parametrize(
+    "line, sentence",
+    [
+        ("trian", "There is no program 'trian': did you mean train?"),
+        ("Validate", "There is no program 'Validate': did you mean validate?"),
+        ("xyz", "There is no program 'xyz': expected train, validate, "),
+        ("--model vit_b32", "--model stands before a program: expected one first, as in largebatch train --model ..."),
+        ("--completion tcsh", "--completion is 'tcsh': expected bash, zsh, fish."),
+        ("train --modle vit_b32", "There is no option modle; did you mean --model?"),
+        ("train --help teapot", "--help teapot: no option says this word"),
+        ("validate nowhere", "nowhere is not a run folder: expected a config.yaml in it"),
+        ("validate --lr 3", "There is no option lr; did you mean --optim.lr?"),
+    ],
+)
+def test_a_mistake_is_one_line_at_once_and_leaves_nothing(tmp_path, line, sentence):
+    code, output, errors = command(*line.split(), folder=tmp_path)
+    assert (code, output, errors.count("\n")) == (2, "", 1), errors
+    assert errors.startswith("largebatch: ") and sentence in errors
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_program_answers_as_its_module_does_and_on_one_rank(tmp_path):
+    line = ["train", "--model", "vit_b16", "--data", "/imagenet", "--print_config"]
+    code, printed, errors = command(*line, folder=tmp_path)
+    assert (code, errors) == (0, "") and load_text(printed, place="x").recipe == "vit_b16"
+    assert command(*line[1:], folder=tmp_path, module="largebatch.train") == (0, printed, "")
+    second = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    assert command("train", "--help", folder=tmp_path, **second) == (0, "", "")
+    assert command(folder=tmp_path, **second) == (0, "", "") and [*tmp_path.iterdir()] == []
+
+
+def completed(shell: str, script: str, *words: str) -> set[str]:
+    """The words that a shell with this script offers in place of the last one; "" for a new word."""
+    if shell == "bash":
+        line = f"COMP_WORDS=({' '.join(word or chr(39) * 2 for word in words)}); COMP_CWORD={len(words) - 1}"
+        program = f"{script}\n{line}; _largebatch; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    else:
+        program = f"{script}\ncomplete -C '{' '.join(words)}' | cut -f 1"
+    found = subprocess.run([shell, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert not found.stderr, found.stderr
+    return {*found.stdout.split()}
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish"])
+def test_the_tab_key(tmp_path, shell):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    script = command("--completion", shell, folder=tmp_path)[1]
+    assert {*PROGRAMS} <= completed(shell, script, "largebatch", "")
+    assert completed(shell, script, "largebatch", "va") == {"validate"}
+    assert completed(shell, script, "largebatch", "train", "--optim.w") == {"--optim.weight_decay"}
+    assert "--init-from" in completed(shell, script, "largebatch", "validate", "--in")
+    assert completed(shell, script, "largebatch", "train", "--optim.name", "a") == {"adamw", "apex_lamb"}
+    assert "optim" in completed(shell, script, "largebatch", "train", "--help", "")
+
+
+def test_zsh_reads_the_script(tmp_path):
+    """Its own emulation of bash's completion then calls the function that the test above calls in bash."""
+    if shutil.which("zsh") is None:
+        pytest.skip("zsh is not installed")
+    script = command("--completion", "zsh", folder=tmp_path)[1]
+    program = f"autoload -U compinit && compinit -u -D\n{script}\nprint $_comps[largebatch]"
+    found = subprocess.run(["zsh", "-fc", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "_largebatch" in found.stdout and not found.stderr, found
+
+
+def test_completion_knows_the_words_of_other_programs():
+    assert completion.WORDS["benchmark"].split() == [*BENCHMARKS]
+    assert completion.WORDS["pack"].split() == [*SUB_COMMANDS]
+    assert {*completion.WORDS} < {*PROGRAMS} > {*completion.OF_RUNS}
