@@ -24,6 +24,7 @@ from largebatch.comm.stopped import StoppedEarly
 if TYPE_CHECKING:
     from largebatch.comm import Communicator
     from largebatch.config import TrainConfig
+    from largebatch.engine import Trainer
 
 logger = logging.getLogger("largebatch.train")
 
@@ -100,18 +101,50 @@ def start_log(config: "TrainConfig", comm: "Communicator") -> None:
     logging.basicConfig(level=level, handlers=handlers, format=f"[{comm.rank}] %(message)s", force=True)
 
 
-def train(config: "TrainConfig", comm: "Communicator", signals: Signals) -> None:
-    """Train, or resume the run in the folder of the config; all ranks raise StoppedEarly if it was told to end."""
-    from largebatch.build import build_trainer
+def build_trainer(config: "TrainConfig", comm: "Communicator", signals: Signals | None = None) -> "Trainer":
+    """Build the run of a config in a script of your own, resumed if its folder has a checkpoint.
+
+        with largebatch.session(config) as comm:
+            trainer = largebatch.build_trainer(config, comm)
+            trainer.hooks = [MyHook(), *trainer.hooks]
+            trainer.fit(max_steps=config.run.max_steps)
+
+    This job holds the run folder until the session ends. The log goes to stderr and to log.txt in the folder.
+    signals: with `Signals`, a signal ends `fit` with a checkpoint; without, it ends the process.
+    """
+    from largebatch.comm import Stopped
+
+    size = config.parallel.shape().size
+    if comm.model_size != size:
+        raise Stopped(
+            f"build_trainer got a session in which a model has {comm.model_size} ranks, and a config in which it has "
+            f"{size}: start the session with the config, as in largebatch.session(config)."
+        )
+    with ExitStack() as opened:
+        opened.enter_context(run_folder(config, comm))
+        trainer = prepare(config, comm, signals)
+        comm.before_shutdown(opened.pop_all().close)
+    return trainer
+
+
+def prepare(config: "TrainConfig", comm: "Communicator", signals: Signals | None) -> "Trainer":
+    """Build the trainer of a run whose folder is open, and write its config.yaml."""
+    from largebatch import build
     from largebatch.config import dump
     from largebatch.start import set_up
 
     logger.info("%s", headline(config))
     config, device = set_up(config, comm)
-    trainer = build_trainer(config, comm, signals, device=device)
+    trainer = build.build_trainer(config, comm, signals, device=device)
     with comm.together("writing config.yaml"):
         if comm.rank == 0:
             (Path(config.folder) / "config.yaml").write_text(dump(config))
+    return trainer
+
+
+def train(config: "TrainConfig", comm: "Communicator", signals: Signals) -> None:
+    """Train, or resume the run in the folder of the config; all ranks raise StoppedEarly if it was told to end."""
+    trainer = prepare(config, comm, signals)
     if trainer.complete:
         logger.info("This run is complete; to train again choose another --run.folder.")
         return
