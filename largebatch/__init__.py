@@ -15,7 +15,7 @@ EXPORTS = {
     "Lamb": "largebatch.optim",
     "TrainConfig": "largebatch.config",
     "Trainer": "largebatch.engine",
-    "build_trainer": "largebatch.build",
+    "build_trainer": "largebatch.train",
     "param_groups": "largebatch.optim",
     "session": "largebatch.comm",
 }

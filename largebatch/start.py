@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 def start_ranks(config: TrainConfig) -> AbstractContextManager[Communicator]:
     """Start Horovod with the settings of the config; it ends with the block."""
-    return session(deterministic=config.run.deterministic, horovod=config.horovod, shape=config.parallel.shape())
+    return session(config)
 
 
 def set_up_torch(config: TrainConfig) -> None:

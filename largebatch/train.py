@@ -150,28 +150,67 @@ def start_log(config: "TrainConfig", comm: "Communicator") -> None:
         logging.getLogger(package).setLevel(logging.WARNING if comm.rank else logging.INFO)
 
 
+def build_trainer(config: "TrainConfig", comm: "Communicator", signals: Signals | None = None) -> "Trainer":
+    """Build the run of a config in a script of your own, resumed if its folder has a checkpoint.
+
+        with largebatch.session(config) as comm:
+            trainer = largebatch.build_trainer(config, comm)
+            trainer.hooks = [MyHook(), *trainer.hooks]
+            trainer.fit(max_steps=config.run.max_steps)
+
+    This job holds the run folder until the session ends. The log goes to stderr and to log.txt in the folder.
+    signals: with `Signals`, a signal ends `fit` with a checkpoint; without, it ends the process.
+    """
+    from largebatch.comm import Stopped
+
+    size = config.parallel.shape().size
+    if comm.model_size != size:
+        raise Stopped(
+            f"build_trainer got a session in which a model has {comm.model_size} ranks, and a config in which it has "
+            f"{size}: start the session with the config, as in largebatch.session(config)."
+        )
+    with ExitStack() as opened:
+        opened.enter_context(run_folder(config, comm))
+        _, trainer = prepare(None, config, comm, signals)
+        comm.before_shutdown(opened.pop_all().close)
+    return trainer
+
+
+def prepare(
+    argv: Sequence[str] | None, config: "TrainConfig", comm: "Communicator", signals: Signals | None
+) -> "tuple[TrainConfig, Trainer]":
+    """Build the trainer of a run whose folder is open, and write its config.yaml; return the whole config as well.
+
+    argv: the command line if there is one, by which a recipe may depend on the data.
+    """
+    from largebatch import build
+    from largebatch.config import dump
+    from largebatch.recipes import depends_on_data
+    from largebatch.start import set_up
+
+    sized = argv is not None and depends_on_data(argv)
+    logger.info("%s", headline(config, sized=sized))
+    config, device = set_up(config, comm)
+    config, images = read_images(argv or (), config, comm, device, sized=sized)
+    trainer = build.build_trainer(config, comm, signals, device=device, images=images)
+    with comm.together("writing config.yaml"):
+        if comm.rank == 0:
+            (Path(config.folder) / "config.yaml").write_text(dump(config))
+    return config, trainer
+
+
 def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", signals: Signals) -> None:
     """Train, or resume the run in the folder of the config; all ranks raise StoppedEarly if it was told to end.
 
     argv: the command line, for the log, and for a recipe that depends on the data.
     """
-    from largebatch.build import build_trainer
     from largebatch.comm.launcher import recognise
-    from largebatch.config import dump
     from largebatch.hooks import starts
-    from largebatch.recipes import depends_on_data
-    from largebatch.start import set_up
 
-    folder, sized = Path(config.folder), depends_on_data(argv)
+    folder = Path(config.folder)
     start = starts.describe_start(comm, argv, launcher=recognise(os.environ).launcher)
     logger.info("%s", start)
-    logger.info("%s", headline(config, sized=sized))
-    config, device = set_up(config, comm)
-    config, images = read_images(argv, config, comm, device, sized=sized)
-    trainer = build_trainer(config, comm, signals, device=device, images=images)
-    with comm.together("writing config.yaml"):
-        if comm.rank == 0:
-            (folder / "config.yaml").write_text(dump(config))
+    config, trainer = prepare(argv, config, comm, signals)
     if trainer.complete:
         logger.info("This run is complete; to train again choose another --run.folder.")
         return

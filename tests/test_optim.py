@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import zoo  # noqa: F401  lets timm be imported beside torch's CPU build
+from largebatch.config import OptimConfig
 from largebatch.native.compile import compile_library
 from largebatch.optim import (
     Lamb,
@@ -379,7 +380,8 @@ def test_clip_factor_is_used_once_and_not_saved():
     set_grads(params, 0)
     before = params[0].grad.clone()
     scale_gradients(optimizer, torch.tensor(0.5))
-    assert set(optimizer.state_dict()) == {"state", "param_groups"} and not optimizer.state_dict()["state"]
+    saved = optimizer.state_dict()
+    assert set(saved) == {"state", "param_groups"} and set(saved["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
     optimizer.step()
     assert torch.equal(params[0].grad, before)
     torch.testing.assert_close(optimizer.state[params[0]]["exp_avg"], 0.1 * 0.5 * before)
@@ -424,6 +426,15 @@ def test_state_dict_round_trip():
     train(resumed, copies, range(3, 6))
     assert all(torch.equal(p, q) for p, q in zip(params, copies))
     assert all(resumed.state[q]["step"] == 6 for q in copies)
+
+
+def test_the_state_before_the_first_step_is_saved():
+    """Else Horovod's broadcast of the state would take a step to create it, which decays the weights."""
+    params = make_params(torch.float32)
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer, prepared = (Lamb([*params, frozen], weight_decay=0.1) for _ in range(2))
+    init_state(prepared)
+    assert str(optimizer.state_dict()) == str(prepared.state_dict()) and len(optimizer.state) == len(params)
 
 
 def test_loading_leaves_impl_to_this_machine():
@@ -579,6 +590,24 @@ def test_presets(preset, expected):
     assert all(g["eps"] == 1e-6 and g["lr"] == 0.01 for g in optimizer.param_groups)
 
 
+@pytest.mark.parametrize("preset", ["paper", "colossal", "nvlamb", "lambc"])
+def test_a_preset_is_one_call(preset):
+    """With the options of --optim.preset, and the default decay of --optim.weight_decay."""
+    model, options = Net(), dict(lr=0.02, betas=(0.8, 0.9), eps=1e-3, impl="eager")
+    ours = getattr(Lamb, preset)(model, **options)
+    theirs = build_optimizer(model, preset=preset, weight_decay=OptimConfig().weight_decay, **options)
+    assert ours.param_groups == theirs.param_groups and ours.defaults == theirs.defaults
+    decayed, *_ = getattr(Lamb, preset)(model, 0.02, weight_decay=0.3, max_trust_ratio=2.0).param_groups
+    assert (decayed["lr"], decayed["weight_decay"], decayed["max_trust_ratio"]) == (0.02, 0.3, 2.0)
+
+
+def test_options_may_stand_in_the_order_of_torch():
+    adamw = torch.optim.AdamW(make_params(), 1e-3, (0.8, 0.9), 1e-4, 0.1).param_groups[0]
+    ours = Lamb(make_params(), 1e-3, (0.8, 0.9), 1e-4, 0.1).param_groups[0]
+    assert [ours[key] for key in ("lr", "betas", "eps", "weight_decay")] == [1e-3, (0.8, 0.9), 1e-4, 0.1]
+    assert all(adamw[key] == ours[key] for key in ("lr", "betas", "eps", "weight_decay"))
+
+
 def test_adamw_by_one_field():
     optimizer = build_optimizer(Net(), name="adamw", lr=0.01, weight_decay=0.1)
     assert type(optimizer) is torch.optim.AdamW
@@ -625,6 +654,10 @@ def test_build_refuses(options, sentence):
 def test_lamb_refuses():
     with pytest.raises(ValueError, match="norm_range must be two numbers with 0 <= low <= high"):
         Lamb(make_params(), norm_range=(2.0, 1.0))
+    with pytest.raises(ValueError, match="max_grad_norm is 1.0, and Lamb does not clip: .* torch.nn.utils.clip_grad_"):
+        Lamb(make_params(), max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="betas must be two numbers in .*, got True"):
+        Lamb(make_params(), 1e-3, True)  # in timm's order
     with pytest.raises(ValueError, match="max_trust_ratio must be a number above 0, got 0"):
         Lamb([{"params": make_params(), "max_trust_ratio": 0}])
     with pytest.raises(ValueError, match="got torch.float16 .* use autocast"):

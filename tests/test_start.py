@@ -87,3 +87,10 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path, monkeypatch, removed):
             shutil.rmtree(tmp_path / "run")
         raise Stopped("the reason")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_script_whose_session_does_not_fit_its_config_is_refused():
+    """Its ranks would be divided otherwise than its model."""
+    config = train.read(["--model", "vit_nano32", "--parallel.pipeline", "2"])
+    with pytest.raises(Stopped, match="has 1 ranks, and a config in which it has 2: start the session with the config"):
+        train.build_trainer(config, SimpleNamespace(model_size=1))

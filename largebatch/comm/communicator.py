@@ -9,6 +9,7 @@ import faulthandler
 import logging
 import os
 import pickle
+import signal
 import socket
 import sys
 import time
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,9 @@ from largebatch.config.horovod import HorovodConfig, stall_limit, told_the_longe
 from largebatch.config.parallel import WHOLE, Shape
 from largebatch.files import Damaged
 
+if TYPE_CHECKING:
+    from largebatch.config import TrainConfig
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -56,6 +60,8 @@ class Communicator:
     other collectives span all ranks.
     """
 
+    in_this_process = ""  # "open" from the first Communicator on, "ended" after it
+
     def __init__(
         self, *, deterministic: bool = False, horovod: HorovodConfig | None = None, shape: Shape = WHOLE
     ) -> None:
@@ -64,8 +70,9 @@ class Communicator:
         torch's threads of all ranks of a host share its cores, unless OMP_NUM_THREADS is set; so do the processes with
         which torch compiles, unless TORCHINDUCTOR_COMPILE_THREADS is set.
         ValueError for settings, or launchers, that contradict each other; RuntimeError if Horovod sees other ranks than
-        the launcher announced, or if ranks do not come.
+        the launcher announced, if ranks do not come, or for a second Communicator in a process.
         """
+        _refuse_second()
         on_gpus = bool(hvd.nccl_built()) and torch.cuda.is_available()
         horovod = horovod or HorovodConfig()
         start_limit_s = horovod.start_limit(os.environ)
@@ -86,6 +93,7 @@ class Communicator:
         with self._watchdog.waiting("start"), told_the_longest(os.environ, [start_limit_s, self.stall_limit_s]):
             data_sets = [hvd.ProcessSet(range(rank, launch.size, shape.size)) for rank in range(shape.size)]
             hvd.init(process_sets=data_sets if shape.size > 1 else None)
+        Communicator.in_this_process = "open"
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
         self.model_size = shape.size
@@ -283,6 +291,29 @@ class Communicator:
         """
         return self._reduction.wrap(optimizer, model, passes=passes, compression=compression)
 
+    def micro_batches(self, *columns: Any, passes: int = 1) -> Iterator[tuple[Any, ...]]:
+        """Yield the parts of a global batch that this data rank computes, each followed by the weight of its mean loss.
+
+            for images, labels, weight in comm.micro_batches(images, labels, passes=4):
+                (weight * loss(model(images), labels)).backward()
+
+        columns: the same on all ranks, equally long, and made to be sliced: tensors, lists, indices of samples.
+        passes: those of `wrap`; a rank gets fewer parts if the batch is shorter than passes × ranks. The gradients,
+        summed over the passes and averaged over the ranks, are those of the mean loss of the whole batch.
+        """
+        lengths = [len(column) for column in columns]
+        if not columns or len(set(lengths)) > 1 or passes < 1:
+            raise ValueError(
+                f"micro_batches got columns of the lengths {lengths} and passes={passes}: expected one column or more, "
+                "of the same length, and at least one pass."
+            )
+        length, parts = lengths[0], passes * self.data_size
+        for part in range(self.data_rank, parts, self.data_size):
+            start, stop = length * part // parts, length * (part + 1) // parts
+            if start < stop:  # the mean of no sample would be NaN
+                weight = (stop - start) * self.data_size / length
+                yield *(column[start:stop] for column in columns), weight
+
     def freeze(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
         """Stop training parameters of a wrapped optimizer, on every rank between the same two steps."""
         self._reduction.freeze(optimizer, parameters)
@@ -359,6 +390,7 @@ class Communicator:
             close()
         with self._watchdog.waiting("shutdown"):
             hvd.shutdown()
+        Communicator.in_this_process = "ended"
         self._watchdog.stop()
         self._rendezvous.close()
 
@@ -386,15 +418,33 @@ class Communicator:
         os._exit(1)
 
 
+def _refuse_second() -> None:
+    """Raise RuntimeError if this process has, or had, a Communicator: MPI starts once in a process."""
+    if Communicator.in_this_process == "open":
+        raise RuntimeError("a session is open in this process: use its communicator for everything inside.")
+    if Communicator.in_this_process == "ended":
+        raise RuntimeError(
+            "a session has ended in this process, and MPI cannot start again: put all work into one session(), or "
+            "start another process."
+        )
+
+
 @contextmanager
 def session(
-    *, deterministic: bool = False, horovod: HorovodConfig | None = None, shape: Shape = WHOLE
+    config: "TrainConfig | None" = None,
+    *,
+    deterministic: bool = False,
+    horovod: HorovodConfig | None = None,
+    shape: Shape = WHOLE,
 ) -> Iterator[Communicator]:
     """Start a Communicator for one program. Any failure ends all ranks with its cause and a non-zero exit code.
 
-    The code is 2 for `Stopped` (raised by all ranks), 75 for `StoppedEarly`, 1 for a failure of this rank alone. The
-    program may end by sys.exit(); with a code other than 0 it ends all ranks.
+    The code is 2 for `Stopped` (raised by all ranks), 75 for `StoppedEarly`, 130 for Ctrl-C, 1 for a failure of this
+    rank alone. The program may end by sys.exit(); with a code other than 0 it ends all ranks.
+    config: that of `build_trainer`; it decides instead of the other options. A process has one session.
     """
+    if config is not None:
+        deterministic, horovod, shape = config.run.deterministic, config.horovod, config.parallel.shape()
     try:
         comm = Communicator(deterministic=deterministic, horovod=horovod, shape=shape)
     except (RuntimeError, ValueError) as error:  # every rank sees the same environment
@@ -413,6 +463,9 @@ def session(
             comm.abort(error.code if isinstance(error.code, int) else 1)
         comm.shutdown()
         raise
+    except KeyboardInterrupt:
+        sys.stderr.write(f"largebatch: rank {comm.rank} of {comm.size} on {socket.gethostname()}: ended by Ctrl-C\n")
+        comm.abort(128 + signal.SIGINT)
     except BaseException as error:
         if isinstance(error, hvd.HorovodInternalError):
             cause = "stopped, because another rank failed"

@@ -1,6 +1,7 @@
 """Optimizers for large batches.
 
     factory        builds the optimizer of a run, ours or torch's; clips gradients; sets initial states
+    presets        the published readings of LAMB, as parameter groups and options
     lamb           LAMB: formulas, implementations and the optimizer
     triton_check   a kernel that shows whether Triton can compile for a GPU here
     lars           LARS
@@ -8,25 +9,24 @@
 """
 
 from largebatch.optim.factory import (
-    PRESETS,
-    Preset,
     adapted_ratios,
     build_optimizer,
     clip_gradients,
     gradient_norm,
     init_state,
-    param_groups,
     scale_gradients,
     trust_summary,
 )
 from largebatch.optim.lamb import Lamb, can_compile
 from largebatch.optim.lars import Lars
+from largebatch.optim.presets import PRESETS, Preset, param_groups
 
 __all__ = [
     "PRESETS",
     "Lamb",
     "Lars",
     "Preset",
+    "adapted_ratios",
     "build_optimizer",
     "can_compile",
     "clip_gradients",
@@ -34,6 +34,5 @@ __all__ = [
     "init_state",
     "param_groups",
     "scale_gradients",
-    "adapted_ratios",
     "trust_summary",
 ]

@@ -1,9 +1,7 @@
 """Build the optimizer of a run, with presets and parameter groups; and functions that work for every optimizer."""
 
-import fnmatch
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch.optim import Optimizer
 from largebatch.optim.apex_lamb import apex_lamb
 from largebatch.optim.lamb import Lamb
 from largebatch.optim.lars import Lars
+from largebatch.optim.presets import PRESETS, options_of, param_groups
 
 
 def gradient_norm(optimizer: Optimizer) -> Tensor:
@@ -100,51 +99,6 @@ def _momentum_state(p: Tensor, group: Mapping[str, Any]) -> Tensor:
     return torch.zeros_like(p)
 
 
-@dataclass(frozen=True)
-class Preset:
-    """One published reading of LAMB. 1-D tensors, biases and the parameters that the model names may be excluded."""
-
-    bias_correction: bool
-    exclude: bool
-    """exclude them from decay"""
-    adapt_excluded: bool | None = None
-    """give excluded parameters a trust ratio"""
-    max_trust_ratio: float = math.inf
-
-
-PRESETS: dict[str, Preset] = {
-    # arXiv:1904.00962 with the exclusions of its authors' code
-    "paper": Preset(bias_correction=True, exclude=True, adapt_excluded=False),
-    # the 32K run: everything decayed and adapted, no bias correction; its clip of 1.0 is the engine's
-    "colossal": Preset(bias_correction=False, exclude=False),
-    # NVIDIA's reading: parameters without decay are adapted, too; its clip of 1.0 is the engine's
-    "nvlamb": Preset(bias_correction=True, exclude=True, adapt_excluded=True),
-    # arXiv:2011.13584: as in the paper, with ratios of at most 1
-    "lambc": Preset(bias_correction=True, exclude=True, adapt_excluded=False, max_trust_ratio=1.0),
-}
-
-
-def param_groups(
-    model: nn.Module, *, weight_decay: float, exclude: bool = True, adapt_excluded: bool | None = None
-) -> list[dict[str, Any]]:
-    """Return the parameter groups: decayed, and not decayed (1-D, biases, names in `model.no_weight_decay()`).
-
-    With `exclude=False` there is only the first group; `adapt_excluded` is the option `adapt` of the second, for Lamb
-    and Lars. Frozen parameters stay in their group: without a gradient they get no state and no update, and unfreezing
-    one does not renumber a saved state.
-    """
-    names: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
-    decayed: dict[str, Any] = {"params": [], "weight_decay": weight_decay}
-    excluded: dict[str, Any] = {"params": [], "weight_decay": 0.0}
-    if adapt_excluded is not None:
-        excluded["adapt"] = adapt_excluded
-    for name, p in model.named_parameters():
-        listed = any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
-        out = exclude and (p.ndim <= 1 or name.endswith(".bias") or listed)
-        (excluded if out else decayed)["params"].append(p)
-    return [group for group in (decayed, excluded) if group["params"]]
-
-
 # The optimizers, with the options that not every one of them has.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "lamb": {"preset": "paper", "betas": (0.9, 0.999), "eps": 1e-6, "impl": "auto"},
@@ -207,19 +161,16 @@ def _refuse_unused(name: str, given: Mapping[str, Any]) -> None:
 
 def _build_lamb(model: nn.Module, name: str, weight_decay: float, options: dict[str, Any]) -> Optimizer:
     preset = options.pop("preset")
-    if preset not in PRESETS:
-        raise ValueError(f"unknown LAMB preset {preset!r}; choose one of {', '.join(PRESETS)}")
-    chosen = PRESETS[preset]
-    adapt = chosen.adapt_excluded if name == "lamb" else None
-    groups = param_groups(model, weight_decay=weight_decay, exclude=chosen.exclude, adapt_excluded=adapt)
-    options["bias_correction"] = chosen.bias_correction
+    groups, chosen = options_of(preset, model, weight_decay=weight_decay)
     if name == "lamb":
-        return Lamb(groups, max_trust_ratio=chosen.max_trust_ratio, **options)
-    if chosen.max_trust_ratio < math.inf:
+        return Lamb(groups, **chosen, **options)
+    if chosen.pop("max_trust_ratio") < math.inf:
         raise ValueError(f"apex_lamb has no bound on trust ratios, which preset {preset} needs; choose lamb")
-    use_nvlamb = chosen.adapt_excluded is not False
+    use_nvlamb = PRESETS[preset].adapt_excluded is not False
     if not use_nvlamb and not weight_decay:
         raise ValueError(f"apex_lamb adapts nothing without decay under preset {preset}; choose lamb or preset nvlamb")
     if any(not p.is_cuda for p in model.parameters()):
         raise ValueError("apex_lamb works on GPUs only; choose lamb, which works everywhere")
-    return apex_lamb(groups, use_nvlamb=use_nvlamb, **options)
+    for group in groups:
+        group.pop("adapt", None)  # an option of ours
+    return apex_lamb(groups, use_nvlamb=use_nvlamb, **chosen, **options)

@@ -28,11 +28,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.native import lamb as cpp_lamb
 from largebatch.native.copies import to_device
+from largebatch.optim.presets import options_of
 
 logger = logging.getLogger(__name__)
 
@@ -265,6 +266,8 @@ def moments(impl: str, rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tenso
 class Lamb(Optimizer):
     """LAMB; the formulas are at the top of this file. All options can be set per parameter group.
 
+    `Lamb.paper`, `colossal`, `nvlamb` and `lambc` build it for a model with the options of a preset.
+
     Args:
         params: parameters or groups; contiguous, float32 or float64.
         lr: learning rate.
@@ -276,6 +279,7 @@ class Lamb(Optimizer):
         norm_range: phi clamps the norm of the parameter to this range.
         max_trust_ratio: upper bound of the ratio; 1 gives LAMBC.
         impl: "compile", "eager", "plain" (the specification), or "auto": compile if a compiler is found.
+        max_grad_norm: None, because Lamb does not clip; a number raises a ValueError, which names the way to clip.
 
     `trust_ratios` holds each parameter's ratio in the last step, as 0-d tensors, so nobody waits until they are read.
     """
@@ -290,20 +294,55 @@ class Lamb(Optimizer):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.0,
+        *,
         bias_correction: bool = True,
         adapt: bool = True,
         norm_range: tuple[float, float] = (0.0, math.inf),
         max_trust_ratio: float = math.inf,
         impl: str = "auto",
+        max_grad_norm: float | None = None,
     ) -> None:
+        if max_grad_norm is not None:
+            raise ValueError(
+                f"max_grad_norm is {max_grad_norm}, and Lamb does not clip: leave it out, and call "
+                f"torch.nn.utils.clip_grad_norm_(model.parameters(), {max_grad_norm}) before the step (with Horovod, "
+                "between optimizer.synchronize() and a step inside optimizer.skip_synchronize())."
+            )
         options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, impl=impl)
         options |= dict(bias_correction=bias_correction, adapt=adapt)
         options |= dict(norm_range=norm_range, max_trust_ratio=max_trust_ratio)
         super().__init__(params, options)
+
+    @classmethod
+    def paper(cls, model: nn.Module, lr: float = 1e-3, *, weight_decay: float = 0.01, **options: Any) -> "Lamb":
+        """Build `--optim.preset paper`: 1-D tensors and biases are neither decayed nor adapted.
+
+        The same holds for parameters that `model.no_weight_decay()` names. options: those of `Lamb`.
+        """
+        return cls._of("paper", model, lr, weight_decay, options)
+
+    @classmethod
+    def colossal(cls, model: nn.Module, lr: float = 1e-3, *, weight_decay: float = 0.01, **options: Any) -> "Lamb":
+        """Build `--optim.preset colossal`, that of the 32K run: all is decayed and adapted, without bias correction."""
+        return cls._of("colossal", model, lr, weight_decay, options)
+
+    @classmethod
+    def nvlamb(cls, model: nn.Module, lr: float = 1e-3, *, weight_decay: float = 0.01, **options: Any) -> "Lamb":
+        """Build `--optim.preset nvlamb`: as `paper`, but tensors without decay are adapted, too."""
+        return cls._of("nvlamb", model, lr, weight_decay, options)
+
+    @classmethod
+    def lambc(cls, model: nn.Module, lr: float = 1e-3, *, weight_decay: float = 0.01, **options: Any) -> "Lamb":
+        """Build `--optim.preset lambc`: as `paper`, with trust ratios of at most 1."""
+        return cls._of("lambc", model, lr, weight_decay, options)
+
+    @classmethod
+    def _of(cls, preset: str, model: nn.Module, lr: float, weight_decay: float, options: dict[str, Any]) -> "Lamb":
+        groups, chosen = options_of(preset, model, weight_decay=weight_decay)
+        return cls(groups, lr, **(chosen | options))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         check_options(self.defaults | param_group)
@@ -340,6 +379,19 @@ class Lamb(Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     self.state[p]["step"] -= 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's; before the first step with moments of zero.
+
+        Horovod's `broadcast_optimizer_state` takes a step with gradients of zero if it finds no state, and that step
+        would decay the weights.
+        """
+        if not self.state:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.requires_grad:
+                        self.init_param(p)
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but keep impl: the state may come from another machine."""
@@ -380,9 +432,11 @@ def _flat(tensor: Tensor) -> Tensor:
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise a ValueError for an option of a Lamb group that is out of range."""
     low, high = options["norm_range"]
+    betas = options["betas"]
+    is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
     rules = {
         "lr": (options["lr"] >= 0, "a number >= 0"),
-        "betas": (all(0 <= beta < 1 for beta in options["betas"]), "two numbers in [0, 1)"),
+        "betas": (is_pair and all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)"),
         "eps": (options["eps"] >= 0, "a number >= 0"),
         "weight_decay": (options["weight_decay"] >= 0, "a number >= 0"),
         "norm_range": (0 <= low <= high, "two numbers with 0 <= low <= high"),

@@ -118,6 +118,18 @@ def waits_for_ever() -> None:
         time.sleep(1000)
 
 
+def ends(how: str) -> None:
+    """End a session "by Ctrl-C", or start one "inside" of another or "after" it."""
+    with session():
+        if how == "by Ctrl-C":
+            raise KeyboardInterrupt
+        if how == "inside":
+            with session():
+                print("two sessions")
+    with session():
+        print("two sessions")
+
+
 def exits(code: str) -> None:
     """Each rank ends inside the session by itself."""
     with session() as comm:

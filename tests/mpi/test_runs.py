@@ -177,6 +177,20 @@ def test_a_program_may_exit_inside_its_session(code, sentences):
     assert ("exits with code 3" in output) == bool(sentences), output
 
 
+@pytest.mark.parametrize(
+    "how, expected, sentence",
+    [
+        ("by Ctrl-C", 130, "rank 0 of 1 on .*: ended by Ctrl-C"),
+        ("inside", 1, "largebatch: a session is open in this process: use its communicator"),
+        ("after", 1, "largebatch: a session has ended in this process, and MPI cannot start again: put all work into"),
+    ],
+)
+def test_a_session_that_cannot_go_on_says_so_in_one_sentence(how, expected, sentence):
+    code, output = launch(["-m", "tests.mpi.programs", "ends", how], ranks=1, launcher="python")
+    assert code == expected and re.search(sentence, output), output
+    assert "Traceback" not in output and "two sessions" not in output
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo", "torchrun"])
 def test_a_failing_rank_ends_the_run_and_is_named(tmp_path, launcher):
     """One rank alone loses its images in the middle of the run."""

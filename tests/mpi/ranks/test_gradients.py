@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from parts import CLASSES, batch_of, seen_by_optimizer, serial_run, small_model, small_trainer
+import torch.nn.functional as F
+from parts import CLASSES, batch_of, images, seen_by_optimizer, serial_run, small_model, small_trainer
 from torch import Tensor, nn
 
 from largebatch.augment import Augment, Augmented, seed_for
@@ -115,3 +116,36 @@ def test_micro_batches_are_whole(comm):
     mine = [(m.number, m.start, m.stop) for step in range(3) for m in plan.micro_batches(step, comm.rank, comm.size)]
     everything = sorted(sum(comm.allgather_object(mine, name="micro"), []), key=lambda m: m[1])
     assert [m[1] for m in everything] == [0] + [m[2] for m in everything[:-1]] and everything[-1][2] == 93
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+@pytest.mark.parametrize("length", [1, 5, 24])
+def test_a_batch_shared_in_a_loop_of_your_own_has_the_gradient_of_the_whole(comm, length, passes):
+    """Of its mean loss, also if parts are of unequal length, or if some ranks have fewer parts than others."""
+    model, reference = (small_model().double() for _ in range(2))
+    optimizer = comm.wrap(torch.optim.SGD(model.parameters(), lr=1.0), model, passes=passes)
+    for step in range(2):
+        samples = list(range(100 * step, 100 * step + length))
+        labels = torch.tensor(samples) % CLASSES
+        seen = []
+        for part, targets, weight in comm.micro_batches(samples, labels, passes=passes):
+            loss = F.cross_entropy(model(images(part, dtype=torch.float64)), targets)
+            (weight * loss).backward()
+            seen += part
+        everything = sum(comm.allgather_object(seen, name="micro_batches/seen"), [])
+        assert sorted(everything) == samples
+        comm.synchronize(optimizer)
+        F.cross_entropy(reference(images(samples, dtype=torch.float64)), labels).backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters()):
+            assert (ours.grad - theirs.grad).norm() <= 1e-12 * theirs.grad.norm()
+            theirs.grad = None
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+        reference.load_state_dict(model.state_dict())
+
+
+def test_columns_that_cannot_be_shared_are_refused(comm):
+    for columns, passes in ((([1, 2], [1]), 1), ((), 1), (([1],), 0)):
+        with pytest.raises(ValueError, match="expected one column or more, of the same length, and at least one pass"):
+            list(comm.micro_batches(*columns, passes=passes))

@@ -57,6 +57,17 @@ def test_broadcast_moves_nothing(comm, kind):
         assert all(bool((value == 1).all()) for value in state.values() if torch.is_tensor(value))
 
 
+def test_horovods_own_broadcast_of_the_state_moves_nothing(comm):
+    """It takes a step with gradients of zero if there is no state, and decay would move the weights."""
+    model = small_model()
+    optimizer = comm.wrap(Lamb.paper(model, lr=0.1 + comm.rank, weight_decay=0.5), model)
+    before, groups = copy.deepcopy(model.state_dict()), [dict(group, lr=0.1) for group in optimizer.param_groups]
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert optimizer.param_groups == groups
+    assert all(state["step"] == 0 and not state["exp_avg"].any() for state in optimizer.state.values())
+
+
 def test_a_state_that_one_rank_lacks_ends_all(comm):
     """Rank 0 has loaded that of a bias that was unfrozen later; the others have never had it."""
     model = small_model()
