@@ -1,4 +1,4 @@
-"""Sphinx: sphinx-build -W -c docs . build/docs makes the pages of this project, and checks every link between its files."""
+"""Sphinx makes the pages of this project and checks the links between its files: sphinx-build -W -c docs . build/docs"""
 
 project = "largebatch"
 extensions = ["myst_parser"]

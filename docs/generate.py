@@ -5,6 +5,7 @@ tests/test_docs.py compares the pages with what this program would write.
 
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,22 +14,30 @@ DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
 
 from largebatch.config import TrainConfig  # noqa: E402
+from largebatch.config.help import VALUES, all_options, sections, typed  # noqa: E402
 from largebatch.recipes import RECIPES  # noqa: E402
 
 RECIPES_HEAD = """# Recipes
 
-This page is generated from `largebatch/recipes/`. A recipe is a complete set of options; `--recipe NAME` takes it, and every
-option of the command line replaces one of its values. `python -m largebatch.train --recipe NAME --help` prints them all.
+This page is generated from `largebatch/recipes/`. A recipe is a complete set of options; `--recipe NAME` takes it, and
+every option of the command line replaces one of its values. `--recipe NAME --print_config` prints them all.
 
 | recipe | global batch | optimizer | peak learning rate | length | image |
 |---|---|---|---|---|---|
 """
 
 
+OPTIONS_HEAD = """This page is generated from `largebatch/config/`. `python -m largebatch.train --help all` prints the
+same with the values of a recipe, and `--print_config` those of a command line."""
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------
+
+
 def recipes() -> str:
     """Return the page of all recipes: a table, then the docstring of each function, which has its sources."""
     rows = [row(name, recipe()) for name, recipe in RECIPES.items()]
-    return RECIPES_HEAD + "\n".join(rows) + "\n\n" + "\n".join(sections())
+    return RECIPES_HEAD + "\n".join(rows) + "\n\n" + "\n".join(described())
 
 
 def row(name: str, config: TrainConfig) -> str:
@@ -37,14 +46,21 @@ def row(name: str, config: TrainConfig) -> str:
         f"`{name}`",
         f"{config.data.global_batch_size:,}",
         optim,
-        f"{config.optim.lr:g}",
+        f"{peak(config):.3g}",
         config.run.duration,
         f"{config.model.img_size} px",
     )
     return f"| {' | '.join(cells)} |"
 
 
-def sections() -> list[str]:
+def peak(config: TrainConfig) -> float:
+    """Return the peak learning rate at the global batch of the recipe."""
+    schedule = config.schedule
+    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[schedule.scaling]
+    return config.optim.lr * (config.data.global_batch_size / (schedule.reference_batch_size or 1)) ** power
+
+
+def described() -> list[str]:
     """Return a section for each function; recipes that one function makes share it."""
     names: dict[Callable, list[str]] = {}
     for name, recipe in RECIPES.items():
@@ -57,19 +73,35 @@ def sections() -> list[str]:
 
 def markdown(docstring: str) -> str:
     """Return a docstring as Markdown: lines that are indented, or begin with a launcher, are a block of code."""
-    lines, code = [], False
-    for line in docstring.splitlines():
-        is_code = line.startswith(("    ", "horovodrun", "mpirun"))
-        if line.strip() and is_code != code:
-            lines.append("```" + ("text" if is_code else ""))
-            if not is_code:
-                lines.append("")
-            code = is_code
-        lines.append(line.removeprefix("    ") if is_code else line)
-    return "\n".join([*lines, "```"] if code else lines)
+    blocks = []
+    for block in docstring.split("\n\n"):
+        is_code = block.startswith(("    ", "horovodrun", "mpirun"))
+        blocks.append(f"```text\n{textwrap.dedent(block)}\n```" if is_code else block)
+    return "\n\n".join(blocks)
 
 
-PAGES = {"recipes.md": recipes}
+# -- options -----------------------------------------------------------------------------------------------------
+
+
+def options() -> str:
+    """Return the page of all options: a section of the config in each table, with the defaults of no recipe."""
+    lines = ["# Options", "", f"{OPTIONS_HEAD} {VALUES}"]
+    for section, text in sections().items():
+        lines += ["", f"## {section}", "", text, "", "| option | default | meaning |", "|---|---|---|"]
+        for name, option in all_options(TrainConfig()).items():
+            if name.startswith(f"{section}."):
+                form, value = escaped(option.usage().rpartition(" ")[2]), escaped(typed(option.value))
+                names = "<br>".join(f"`--{one}`" for one in option.names)
+                lines.append(f"| {names} {form} | {value} | {escaped(option.text)} |")
+    return "\n".join(lines) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Return a text as a cell of a table."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+PAGES = {"recipes.md": recipes, "options.md": options}
 
 
 if __name__ == "__main__":

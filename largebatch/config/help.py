@@ -65,7 +65,7 @@ class Option:
 
     def lines(self, width: int, *, short: bool = False) -> Iterator[str]:
         """Yield the lines of this option; short: as many clauses of its meaning as fit into two lines."""
-        default, room = f" [{_typed(self.value)}]", width - COLUMN
+        default, room = f" [{typed(self.value)}]", width - COLUMN
         text = self.text
         while short and len(text) + len(default) > LINES * room - 8 and (cut := max(map(text.rfind, ("; ", ". ")))) > 0:
             text = text[:cut]
@@ -173,7 +173,7 @@ def _form(kind: Any) -> str:
     return {int: "N", float: "X", str: "TEXT"}.get(kind, "N,N,...")
 
 
-def _typed(value: Any) -> str:
+def typed(value: Any) -> str:
     """Return a value as one would type it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -52,7 +52,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
 # The zoo's models, whose modules take seconds to import; a test compares.
 MODELS = (
     "vit_b32", "vit_b16", "vit_l32", "vit_l16", "vit_s16", "vit_6b16", "vit_ti16", "vit_nano32",
-    "volo_d1", "volo_d2", "volo_d3", "volo_d4", "volo_d5",
+    "volo_d1", "volo_d2", "volo_d3", "volo_d4", "volo_d5", "volo_nano",
 )  # fmt: skip
 SIZED: dict[str, Callable[..., TrainConfig]] = {"scratch": scratch, "finetune": finetune}
 MANY = 1_000_000  # images, from which the published recipes are taken: they were made for ImageNet's 1,281,167

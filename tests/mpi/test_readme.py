@@ -1,8 +1,9 @@
-"""Every command of README.md is run as it stands there, except for its folder and a shorter, smaller run.
+"""Every command of README.md, and of docs/speed.md, is run as it stands there, but for folders and a shorter run.
 
 test.sh is what runs these tests; .ci/run calls it.
 """
 
+import itertools
 import os
 import re
 import shlex
@@ -26,8 +27,9 @@ COMMANDS = [
     for line in block.splitlines()
     if line.strip() and not line.startswith("#")
 ]
-SCRIPTS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-BENCHMARKS = re.findall(r"^\| `([^`]*largebatch.benchmark[^`]*)`", README, re.MULTILINE)
+(SCRIPT,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SPEED = (ROOT / "docs" / "speed.md").read_text()
+BENCHMARKS = re.findall(r"^\| `([^`]*largebatch.benchmark[^`]*)`", SPEED, re.MULTILINE)
 SHORT = "--run.max_steps 1 --log.tensorboard false"
 SMALL_BATCH = "--data.global_batch_size 8 --data.micro_batch_size 1"
 TINY = f"{SMALL_BATCH} --model.num_classes 2 --model.img_size 64"
@@ -35,8 +37,8 @@ SMALL_MODEL = "--model vit_nano32"  # comes last and wins
 
 
 def readme(start: str, **places: Path) -> str:
-    """The one command of the README that starts so, with its places filled in; it must be there."""
-    (command,) = [command for command in COMMANDS if command.startswith(start)]
+    """The command of the README that starts so, with its places filled in; it must be there, perhaps more than once."""
+    (command,) = {command for command in COMMANDS if command.startswith(start)}
     for name, path in places.items():
         assert name in command, command
         command = command.replace(name, str(path))
@@ -53,7 +55,7 @@ def succeeds(command: str, *, timeout_s: int = 300, cold: bool = False) -> str:
 def test_nothing_in_the_readme_is_left_out():
     tried = re.findall(r"""readme\(["'](.*?)["']""", Path(__file__).read_text())
     for command in COMMANDS:
-        known = command in ("./mpi_scripts/test.sh", "source .venv/bin/activate")
+        known = command in ("./mpi_scripts/install.sh", "./mpi_scripts/test.sh", "source .venv/bin/activate")
         assert known or any(command.startswith(start) for start in tried), command
 
 
@@ -80,65 +82,69 @@ def test_the_quick_start_reaches_its_accuracy(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
+    """The run of one of its commands, in place of the quick start's."""
     folder = tmp_path_factory.mktemp("readme") / "run"
     command = readme("horovodrun -np 4 python -m largebatch.train --model vit_b32")
     succeeds(f"{command} {SHORT} {SMALL_BATCH} {SMALL_MODEL} --run.folder {folder}")
     return folder
 
 
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    """Sixteen training images and as many held-out ones, of two classes."""
+    folder, noise = tmp_path_factory.mktemp("readme") / "images", np.random.default_rng(0)
+    for split, name in itertools.product(("train", "val"), ("cat", "dog")):
+        (folder / split / name).mkdir(parents=True)
+        for k in range(8):
+            pixels = noise.integers(0, 256, (40, 50, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / split / name / f"{k}.jpg")
+    return folder
+
+
 def test_the_same_under_mpirun(tmp_path):
     command = readme("mpirun -np 2 python -m largebatch.train --model vit_b32")
     options = f"{SHORT} {SMALL_BATCH} {SMALL_MODEL} --run.folder {tmp_path}"
-    assert "step 1 of" in succeeds(f"{command} {options}", cold=True)
+    assert "step 1/" in succeeds(f"{command} {options}", cold=True)
 
 
 def test_the_zoo_in_a_script_of_your_own(trained):
-    script = SCRIPTS[0]
-    weights = next(trained.glob("checkpoints/*/model.safetensors"))
-    script, found = re.subn(r'weights="[^"]+"', f'weights="{weights}"', script)
-    assert found == 1 and script.count("vit_b32") == 1
-    script = script.replace("vit_b32", SMALL_MODEL.split()[1])
+    assert SCRIPT.count('weights="runs/quickstart"') == 1 == SCRIPT.count("vit_b32")
+    script = SCRIPT.replace("runs/quickstart", str(trained)).replace("vit_b32", SMALL_MODEL.split()[1])
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run(["python", "-c", script], check=True, env=environment, cwd=trained)
 
 
-def test_fine_tuning_in_a_loop_of_your_own(tmp_path, monkeypatch):
-    """From weights of another size and other classes, head first, on two ranks."""
-    weights = tmp_path / "vit_ti16.safetensors"
-    zoo.save_weights(zoo.create_model("vit_ti16"), weights)
-    assert len(SCRIPTS[1].splitlines()) < 60
-    (tmp_path / "finetune.py").write_text(SCRIPTS[1])
-    command = readme("horovodrun -np 2 python finetune.py", WEIGHTS=weights)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    output = succeeds(f"env --chdir {tmp_path} {command}")
-    accuracies = [float(found) for found in re.findall(r"epoch \d: ([\d.]+) % of 360 held-out digits", output)]
-    assert len(accuracies) == 3 and accuracies[-1] > 50, output
-    zoo.create_model("vit_ti16", img_size=32, num_classes=10, weights=tmp_path / "finetuned.safetensors")
+def test_a_report_a_prediction_and_an_export(trained, images, tmp_path):
+    places = {"runs/quickstart": trained}
+    succeeds(readme("python -m largebatch.report", **places))
+    assert (trained / "report.html").stat().st_size > 10_000
+    predicted = succeeds(readme("python -m largebatch.predict", IMAGE=images / "val" / "cat" / "0.jpg", **places))
+    assert len(re.findall(r"\d+\.\d+ %", predicted)) == 5, predicted
+    succeeds(readme("python -m largebatch.export", exported=tmp_path / "exported", **places))
+    zoo.create_model(weights=tmp_path / "exported")
 
 
-def test_packing_training_and_validating(tmp_path):
-    noise = np.random.default_rng(0)
-    for split in ("train", "validation"):
-        for name in ("cat", "dog"):
-            (tmp_path / "images" / split / name).mkdir(parents=True)
-            for k in range(8):
-                pixels = noise.integers(0, 256, (40, 50, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(tmp_path / "images" / split / name / f"{k}.JPEG")
-    packed, run_folder = tmp_path / "records", tmp_path / "run"
-    pack = readme("python -m largebatch.pack IMAGE_FOLDER", IMAGE_FOLDER=tmp_path / "images", TFRECORD_FOLDER=packed)
+def test_your_images(trained, images, tmp_path):
+    """Trained, validated, resumed, and fine-tuned from another run; classes and recipe are those of the images."""
+    small, run_folder = f"{SHORT} {SMALL_MODEL} --img-size 64", tmp_path / "run"
+    places = {"IMAGE_FOLDER": images, "runs/mine": run_folder}
+    train = readme("horovodrun -np 2 python -m largebatch.train --data", **places)
+    output = succeeds(f"{train} {small}")
+    assert "16 training images of 2 classes: recipe scratch" in output and "step 1 of 300" in output, output
+    assert "images 16 " in succeeds(readme("python -m largebatch.validate", **{"runs/mine": run_folder}), cold=True)
+    assert "step 2 of 300" in succeeds(f"{train} {small} --run.max_steps 2")
+    tune = readme("horovodrun -np 2 python -m largebatch.train --init-from", **{"runs/quickstart": trained})
+    tune = tune.replace("IMAGE_FOLDER", str(images)).replace("runs/tuned", str(tmp_path / "tuned"))
+    output = succeeds(f"{tune} {SHORT} --img-size 128")
+    assert "recipe finetune" in output and "position embedding resized from 2 x 2 to 4 x 4" in output, output
+
+
+def test_packing(images, tmp_path):
+    packed = tmp_path / "records"
+    pack = readme("python -m largebatch.pack IMAGE_FOLDER", IMAGE_FOLDER=images, TFRECORD_FOLDER=packed)
     succeeds(f"{pack} --shards 2 --validation-shards 1")
     check = readme("python -m largebatch.pack check", TFRECORD_FOLDER=packed)
     assert "train: 16 images, 0 bad" in succeeds(check, cold=True)
-    train = readme("horovodrun -np 4 python -m largebatch.train --data", TFRECORD_FOLDER=packed)
-    small = f"{SHORT} {TINY} --recipe vit_b32 {SMALL_MODEL}"
-    output = succeeds(f"{train} {small} --run.folder {run_folder}")
-    assert "recipe vit_b32: vit_nano32 at 64 px" in output and "8 = 4 ranks × 1 micro-batch × 2 passes" in output
-    validate = readme("horovodrun -np 4 python -m largebatch.validate", **{"runs/vit_b32": run_folder})
-    assert "images 16 " in succeeds(validate)
-    places = {"runs/vit_b32 ": f"{run_folder} ", "TFRECORD_FOLDER": packed}
-    tune = readme("horovodrun -np 2 python -m largebatch.train --init-from", **places)
-    output = succeeds(f"{tune} {small} --img-size 128 --run.folder {tmp_path / 'tuned'}")
-    assert "position embedding resized from 2 x 2 to 4 x 4" in output and "step 1 of" in output
 
 
 def test_the_doctor():
