@@ -1,4 +1,4 @@
-"""Sphinx makes the pages of this project and checks the links between its files: sphinx-build -W -c docs . build/docs"""
+"""Sphinx makes the pages of this project and checks links between its files: sphinx-build -W -c docs . build/docs"""
 
 project = "largebatch"
 extensions = ["myst_parser"]
