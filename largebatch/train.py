@@ -11,7 +11,6 @@ batch of an evaluation, with a checkpoint and exit code 75. A second signal ends
 """
 
 import logging
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -204,11 +203,10 @@ def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", sign
 
     argv: the command line, for the log, and for a recipe that depends on the data.
     """
-    from largebatch.comm.launcher import recognise
     from largebatch.hooks import starts
 
     folder = Path(config.folder)
-    start = starts.describe_start(comm, argv, launcher=recognise(os.environ).launcher)
+    start = starts.describe_start(comm, argv)
     logger.info("%s", start)
     config, trainer = prepare(argv, config, comm, signals)
     if trainer.complete:

@@ -342,7 +342,9 @@ def _clean(root: Path) -> None:
 def _discard(path: Path) -> None:
     """Remove an unfinished folder. One that cannot be removed costs space, not the checkpoint."""
     try:
-        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+        if path.is_symlink():  # a link to the best that was not made whole
+            return path.unlink()
+        shutil.rmtree(path)
     except OSError as error:
         _warn_of_leftover(path, str(error))
 

@@ -78,6 +78,7 @@ class Communicator:
         start_limit_s = horovod.start_limit(os.environ)
         horovod.apply(os.environ, deterministic=deterministic, on_gpus=on_gpus)
         launch = launcher.recognise(os.environ)
+        self.launcher = launch.launcher  # Horovod's variables, which are set from here on, would look like a second one
         shape.data_size(launch.size)  # raises before any rank waits for another
         set_missing_home(os.environ)
         mpi = gloo_start.mpi_version(hvd.mpi_lib_v2.__file__) if hvd.mpi_built() else ""

@@ -41,13 +41,13 @@ class Start:
         return f"{self.command}: {count(self.ranks, 'rank')} on {hosts}, started by {self.launcher}{commit}"
 
 
-def describe_start(comm: "Communicator", words: Sequence[str], *, launcher: str) -> Start:
+def describe_start(comm: "Communicator", words: Sequence[str]) -> Start:
     """Return the start of this process, with the hosts of all ranks; every rank calls this."""
     hosts = comm.allgather_object(socket.gethostname(), name="starts")
     return Start(
         time=time.time(),
         command=shlex.join(["python", "-m", "largebatch.train", *words]),
-        launcher=launcher,
+        launcher=comm.launcher,
         ranks=comm.size,
         hosts=list(dict.fromkeys(hosts)),
         commit=commit() if comm.rank == 0 else "",

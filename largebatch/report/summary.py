@@ -5,6 +5,7 @@ import shlex
 import statistics
 from pathlib import Path
 
+from largebatch import config
 from largebatch.hooks.starts import Start, count, read_starts
 from largebatch.hooks.tables import EPOCHS, STEPS, Row, read_rows
 
@@ -12,9 +13,9 @@ FILES = ("config.yaml", "log.txt", STEPS, EPOCHS, "curves.png")
 BEST = Path("checkpoints", "best")
 COMMANDS = {
     "validate": "python -m largebatch.validate {best}",
-    "fine-tune": "python -m largebatch.train --init-from {best} --recipe finetune --data FOLDER",
+    "fine-tune": "python -m largebatch.train --model {model} --init-from {best} --recipe finetune --data FOLDER",
     "report": "python -m largebatch.report {run}",
-    "export": "python -m largebatch.export {run} FOLDER",
+    "export": "python -m largebatch.export {best} FOLDER",
 }
 
 
@@ -32,7 +33,8 @@ def describe(folder: Path, *, num_steps: int, utilisation: float | None = None) 
         "resume": f"{starts[-1].command}, on any number of ranks" if done < num_steps and starts else "",
     }
     best = folder / BEST if (folder / BEST).is_dir() else folder
-    names = {"best": shlex.quote(str(best)), "run": shlex.quote(str(folder))}
+    model = config.load(str(folder / "config.yaml")).model.name
+    names = {"best": shlex.quote(str(best)), "run": shlex.quote(str(folder)), "model": model}
     lines |= {what: command.format(**names) for what, command in COMMANDS.items()}
     title = f"{folder}: {'complete, ' if done >= num_steps else ''}step {done} of {num_steps}"
     return "\n".join([title, *(f"    {what:<11}{line}" for what, line in lines.items() if line)])

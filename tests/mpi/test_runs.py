@@ -105,9 +105,9 @@ def test_resumed_on_two_ranks_of_three(tmp_path, interrupted, uninterrupted):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_validation_from_the_command_line(uninterrupted):
-    lines = []
-    for ranks, options in ((1, []), (3, []), (2, ["--ema"])):  # every number of ranks is in ranks/test_data.py
+def test_validation_from_the_command_line(uninterrupted, tmp_path):
+    lines, answers = [], tmp_path / "predictions.csv"
+    for ranks, options in ((1, []), (3, ["--predictions", str(answers)]), (2, ["--ema"])):
         code, output = launch([*VALIDATE, str(uninterrupted), *options], ranks=ranks)
         assert code == 0, output
         lines.append(re.search(r"top-1 (.*) %  top-5 .*  loss (.*)  images 360  .*/(.*)\)", output).groups())
@@ -115,6 +115,10 @@ def test_validation_from_the_command_line(uninterrupted):
     raw = (f"{last['top1']:.2f}", f"{last['eval_loss']:.4f}", "model.safetensors")
     averaged = (f"{last['ema_top1']:.2f}", f"{last['ema_loss']:.4f}", "model_ema.safetensors")
     assert lines == [raw, raw, averaged] and last["ema_loss"] != last["eval_loss"]
+    told = rows(tmp_path, "predictions.csv")
+    right, losses = [row["label"] == row["prediction"] for row in told], [float(row["loss"]) for row in told]
+    assert [int(row["sample"]) for row in told] == [*range(360)], "each image once, in order"
+    assert (f"{100 * sum(right) / 360:.2f}", f"{sum(losses) / 360:.4f}") == raw[:2]
 
 
 def test_every_checkpoint_of_a_run_into_a_table(tmp_path, interrupted, uninterrupted):

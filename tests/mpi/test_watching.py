@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from launch import ENVIRONMENT, LAUNCHERS, ROOT, launch, with_python
+from PIL import Image
 from runs import SMALL
 
 from largebatch.hooks.starts import read_starts
@@ -130,6 +131,23 @@ def test_each_start_and_each_end_is_kept(watched):
     (start,) = read_starts(folder)
     assert (start.step, start.last_step, start.ranks, start.reason) == (0, 3, 1, "")
     assert start.ended is not None and start.ended > start.time
+
+
+def test_a_truncated_image_ends_a_run_with_one_sentence(tmp_path):
+    """Found by DALI in the first step, on one of the ranks; DALI's decoder has a line of its own, and mpirun some."""
+    for number in range(8):
+        folder = tmp_path / "data" / ("val" if number > 5 else "train") / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((64, 64), 50.0).convert("RGB").save(folder / f"{number}.jpg")
+    bad = tmp_path / "data" / "train" / "a" / "2.jpg"
+    bad.write_bytes(bad.read_bytes()[: bad.stat().st_size // 2])  # its header, which the index reads, is whole
+    options = ["--data", str(tmp_path / "data"), "--model.num_classes", "2", "--data.global_batch_size", "4"]
+    options += ["--recipe", "quickstart", "--data.micro_batch_size", "2", "--run.folder", str(tmp_path / "run")]
+    code, output = launch(["-m", "largebatch.train", *SMALL, *options], ranks=2)
+    said = [line for line in output.splitlines() if "largebatch: rank" in line]
+    assert code != 0 and "Traceback" not in output and "operator" not in output, output
+    check = f"`python -m largebatch.pack check {tmp_path}/data` lists all such images, and training then leaves them "
+    assert len(said) == 1 and f"{bad}, record 0 (at byte 0) cannot be decoded (" in said[0] and check in said[0], output
 
 
 def test_a_start_that_was_killed_has_no_end(watched, tmp_path):
