@@ -13,9 +13,9 @@ replica: augment batch_norm comm losses optim; start: comm config precision; eng
 optim precision replica; parallel: augment comm config losses native optim precision replica zoo; checkpoint: config
 engine zoo; hooks: augment checkpoint comm config engine files optim precision rich; report: checkpoint config data
 hooks zoo; build: augment checkpoint comm config data engine hooks losses native optim parallel replica schedules start
-zoo; predict: data zoo; train: build comm config files recipes start; validate: build comm config data evaluation files recipes start zoo;
+zoo; train: build comm config files recipes start; validate: build comm config data evaluation files recipes start zoo;
 benchmark: augment build comm config data engine files hooks losses native optim parallel precision recipes start timm
-zoo
+zoo; export: config files hooks largebatch zoo; predict: data zoo
 """
 LIBRARIES = {"horovod", "jsonargparse", "mpi4py", "nvidia", "rich", "timm"}
 ROOT = Path(__file__).resolve().parent.parent
