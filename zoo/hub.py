@@ -109,7 +109,7 @@ def find(source: str | Path, *, average: bool = False) -> Found:
     file = _weights_of(path, AVERAGE if average else WEIGHTS) if path.is_dir() else path
     config = file.with_name(CONFIG)
     for checked in (file, config):
-        if checked.is_file() and (reason := _why_changed(checked)):
+        if checked.is_file() and (reason := why_changed(checked)):
             raise ValueError(f"{checked} {reason}: restore it, or take another checkpoint")
     if not config.is_file():
         return Found(file, *identify(file))
@@ -211,14 +211,14 @@ def _weights_of(folder: Path, name: str) -> Path:
         return folder / name
     saved = [path for path in folder.glob("checkpoints/*") if re.fullmatch(r"\d{8,}", path.name)]
     for path in sorted(saved, key=lambda path: int(path.name), reverse=True):
-        reason = next((f"{part} {why}" for part in (name, CONFIG) if (why := _why_changed(path / part))), "")
+        reason = next((f"{part} {why}" for part in (name, CONFIG) if (why := why_changed(path / part))), "")
         if not reason and (path / name).is_file():
             return path / name
         logger.warning("checkpoint %s is refused: %s", path, reason or f"it has no {name}")
     raise ValueError(f"{folder} has no weights: expected {name}, or the checkpoints of a run with it")
 
 
-def _why_changed(file: Path) -> str:
+def why_changed(file: Path) -> str:
     """Return the reason why a file of a checkpoint is not as it was written, or ""; other files are not checked."""
     manifest = file.with_name(MANIFEST)
     if not manifest.is_file():

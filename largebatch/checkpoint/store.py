@@ -38,7 +38,7 @@ import torch
 from safetensors import SafetensorError
 
 from largebatch.checkpoint.snapshot import AVERAGE, DESCRIPTION, STATE, WEIGHTS, Snapshot
-from zoo import write_weights
+from zoo import hub, write_weights
 
 logger = logging.getLogger(__name__)
 
@@ -131,13 +131,18 @@ def _valid(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def find_weights(path: str | Path, *, average: bool = False, every: bool = False) -> list[Path]:
-    """Return a weights file itself, or the one of a checkpoint, or of the newest valid checkpoint in a run folder.
+    """Return a weights file itself, that of a checkpoint or of an exported folder, or of a run's newest valid checkpoint.
 
     every: the weights of all valid checkpoints of a run folder, oldest first, or all weights files in another folder,
     in alphabetical order. average: the averages of a run folder. Raises ValueError if there are none.
     """
     path = Path(path)
     if not every or is_checkpoint(path):
+        exported = path / (AVERAGE if average else WEIGHTS)
+        if exported.is_file():
+            if reason := hub.why_changed(exported):
+                raise ValueError(f"{exported} {reason}: restore it, or give another checkpoint.")
+            return [exported]
         return [newest_weights(path, average=average) if path.is_dir() else path]
     kept = [kept / (AVERAGE if average else WEIGHTS) for kept in _valid(reversed(checkpoints(path)))]
     if kept:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,11 @@ import pytest
 import torch
 from launch import launch
 from PIL import Image
-from runs import SMALL, weights
+from runs import SMALL, rows, weights
+from safetensors.torch import load_file
 
+from largebatch import checkpoint
+from largebatch.export.__main__ import main as export
 from largebatch.predict.__main__ import main as predict
 from zoo import create_model, save_weights
 
@@ -141,3 +145,72 @@ def test_classes_without_names_have_numbers(images, tmp_path, capfd):
     save_weights(create_model("vit_nano32", img_size=64, num_classes=12), tmp_path / "bare.pt")
     assert predict([str(tmp_path / "bare.pt"), held_out(images)[0]]) == 0
     assert len(re.findall(r"(?m)^ +\d+\.\d\d %  class \d+$", capfd.readouterr().out)) == 5
+
+
+# -- export ------------------------------------------------------------------------------------------------------
+
+
+def test_an_exported_folder_is_the_model_with_a_card(run, tmp_path, capsys):
+    folder = tmp_path / "hub"
+    assert export([str(run), str(folder), "--license", "cc-by-4.0"]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert f"hf upload OWNER/NAME {folder}" in capsys.readouterr().out
+    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    assert all(torch.equal(value, weights(run)[name]) for name, value in theirs.state_dict().items())
+    assert json.loads((folder / "config.json").read_text()) == json.loads((newest(run) / "config.json").read_text())
+    card = (folder / "README.md").read_text()
+    last = rows(run, "epochs.csv")[-1]
+    for text in (
+        "license: cc-by-4.0",
+        "# colours",
+    assert not re.search(r"/(tmp|home|work)/", card)  # nobody else has these paths
+        "| recipe | quickstart |",
+        "| classes | blue, green, red |",
+        "| images | centre crop 0.75, bilinear, mean (0.4, 0.5, 0.6), std (0.2, 0.25, 0.3) |",
+    ):
+        assert text in card, text
+    assert not re.search(r"/(tmp|home|work)/", card) and str(tmp_path) not in card  # nobody else has these paths
+
+
+def test_the_program_of_the_card_runs(run, images, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "hub"
+    assert export([str(run), str(folder)]) == 0
+    (program,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    Image.open(held_out(images)[0]).save(tmp_path / "image.jpg")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    exec(compile(program, "README.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(line.split()[1] for line in lines) == CLASSES and all("%" in line for line in lines)
+
+
+def test_an_average_is_exported_as_the_model(run, tmp_path):
+    assert export([str(run), str(tmp_path / "hub"), "--ema"]) == 0
+    found = load_file(tmp_path / "hub" / "model.safetensors")
+    average = weights(run, "model_ema")
+    assert all(torch.equal(found[name], average[name]) for name in average) and found.keys() == average.keys()
+    assert f"top-1 {float(rows(run, 'epochs.csv')[-1]['ema_top1']):.2f} %" in (tmp_path / "hub/README.md").read_text()
+
+
+def test_an_exported_folder_is_exported_again_and_trained_from(run, tmp_path):
+    assert export([str(run), str(tmp_path / "one")]) == 0
+    assert export([str(tmp_path / "one"), str(tmp_path / "two")]) == 0
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    assert checkpoint.find_weights(tmp_path / "two") == [tmp_path / "two" / "model.safetensors"]
+    shutil.copytree(newest(run), tmp_path / "copied")
+    file = tmp_path / "copied" / "model.safetensors"
+    assert checkpoint.find_weights(tmp_path / "copied") == [file]
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"{file} has changed since it was written: restore it, or give another"):
+        checkpoint.find_weights(tmp_path / "copied")
+
+
+def test_nothing_is_overwritten(run, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    (tmp_path / "model.pt2").touch()
+    for target in ("full", "model.pt2"):
+        assert export([str(run), str(tmp_path / target)]) == 2
+        assert f"{tmp_path / target} already exists: give the name of a new folder" in capsys.readouterr().err
+    assert export([str(tmp_path), str(tmp_path / "new")]) == 2 and not (tmp_path / "new").exists()

@@ -1,0 +1,70 @@
+"""Exports a trained model.
+
+    python -m largebatch.export RUN_OR_WEIGHTS FOLDER        # for timm and the Hugging Face hub, with a model card
+    python -m largebatch.export RUN_OR_WEIGHTS MODEL.onnx    # ONNX; needs the packages of largebatch[onnx]
+    python -m largebatch.export RUN_OR_WEIGHTS MODEL.pt2     # torch.export
+
+RUN_OR_WEIGHTS is a run folder, whose newest checkpoint is taken, a checkpoint, an exported folder, or a file of
+weights. A graph takes normalised images (batch, 3, H, W), any number of them, and gives logits, which are compared with
+the model's before the file appears. config.json is inside of it.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from largebatch.export.folder import write_folder
+from largebatch.export.graph import write_onnx, write_torch
+from zoo import create_model, hub
+
+GRAPHS = {".onnx": write_onnx, ".pt2": write_torch}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line, by default that of this process; return the exit code."""
+    args = _parser().parse_args(argv)
+    target = Path(args.target)
+    try:
+        _check_target(target)
+        found = hub.find(args.source, average=args.ema)
+        model = create_model(weights=found.weights).eval()
+        if target.suffix in GRAPHS:
+            print(GRAPHS[target.suffix](model, found.name, target))
+        else:
+            print(write_folder(model, found, target, licence=args.license))
+    except (ValueError, OSError) as mistake:
+        sys.stderr.write(f"largebatch: {mistake}\n")
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m largebatch.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", metavar="RUN_OR_WEIGHTS", help="a run, a checkpoint, an exported folder, or a file")
+    parser.add_argument("target", metavar="TARGET", help="a new folder, or a new file .onnx or .pt2")
+    parser.add_argument("--ema", action="store_true", help="take the average of the weights (--optim.ema_half_life)")
+    parser.add_argument(
+        "--license",
+        default="unknown",
+        metavar="NAME",
+        help="licence of the weights for the model card, as the hub names it, such as apache-2.0 (default: unknown)",
+    )
+    return parser
+
+
+def _check_target(target: Path) -> None:
+    """Raise ValueError if something is in the place of the export."""
+    if target.is_dir() and target.suffix not in GRAPHS and not any(target.iterdir()):
+        return
+    if target.exists():
+        raise ValueError(f"{target} already exists: give the name of a new folder, or of a new file .onnx or .pt2.")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,126 @@
+"""A model as a graph that other programs run: ONNX, and torch.export. The batch may have any size.
+
+Before a file appears, the graph that was written is run on other numbers of images than it was made with, and its
+logits are compared with the model's.
+"""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo import hub
+
+ONNX_TOLERANCE = 1e-4  # of the largest logit; onnxruntime adds up in another order
+TRACED, CHECKED = 2, (1, 3)  # images
+
+
+def write_torch(model: nn.Module, name: str, path: Path) -> str:
+    """Write the model for `torch.export.load`; return a sentence about it. Its logits are the model's own."""
+    program = _trace(model)
+
+    def save(unfinished: Path) -> None:
+        torch.export.save(program, unfinished, extra_files={hub.CONFIG: _description(model, name)})
+
+    def load(unfinished: Path) -> Callable[[Tensor], Tensor]:
+        return torch.export.load(unfinished).module()
+
+    worst = _write(model, path, save, load, tolerance=0.0)
+    return f"{path}: torch.export, images {_shape(model)} -> logits; largest difference to the model {worst:.1g}"
+
+
+def write_onnx(model: nn.Module, name: str, path: Path) -> str:
+    """Write the model as ONNX; return a sentence about it. Raises ValueError if a package for it is not installed."""
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as missing:
+        raise ValueError(
+            f"ONNX needs {missing.name}, which is not installed: pip install onnx onnxscript onnxruntime (setup.cfg "
+            "has their versions, as the extra onnx)."
+        ) from None
+    with _quiet():
+        program: Any = torch.onnx.export(
+            _trace(model), (), dynamo=True, input_names=["images"], output_names=["logits"], verbose=False
+        )
+    program.model.metadata_props[hub.CONFIG] = _description(model, name)
+
+    def load(unfinished: Path) -> Callable[[Tensor], Tensor]:
+        session = onnxruntime.InferenceSession(str(unfinished), providers=["CPUExecutionProvider"])
+        return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+
+    worst = _write(model, path, lambda unfinished: program.save(str(unfinished)), load, tolerance=ONNX_TOLERANCE)
+    return f"{path}: ONNX, images {_shape(model)} -> logits; largest difference to the model {worst:.1g} of a logit"
+
+
+def _trace(model: nn.Module) -> torch.export.ExportedProgram:
+    batch = torch.export.Dim("batch", min=1)
+    with torch.no_grad():
+        return torch.export.export(model, (_images(model, TRACED),), dynamic_shapes=({0: batch},))
+
+
+def _write(
+    model: nn.Module,
+    path: Path,
+    save: Callable[[Path], None],
+    load: Callable[[Path], Callable[[Tensor], Tensor]],
+    *,
+    tolerance: float,
+) -> float:
+    """Save under another name, compare, and rename; return the largest difference, as a share of the largest logit."""
+    unfinished = path.with_name(f"unfinished-{path.name}")
+    try:
+        save(unfinished)
+        worst = _compare(model, load(unfinished))
+        if not worst <= tolerance:
+            raise ValueError(f"The logits of {path} would differ from the model's by {worst:.1g}: it is not written.")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return worst
+
+
+@torch.no_grad()
+def _compare(model: nn.Module, graph: Callable[[Tensor], Tensor]) -> float:
+    worst = 0.0
+    for count in CHECKED:
+        images = _images(model, count)
+        expected = model(images)
+        worst = max(worst, float((graph(images) - expected).abs().max() / expected.abs().max()))
+    return worst
+
+
+def _images(model: nn.Module, count: int) -> Tensor:
+    shape = getattr(model, "default_cfg")["input_size"]
+    return torch.randn(count, *shape, generator=torch.Generator().manual_seed(count))
+
+
+def _shape(model: nn.Module) -> str:
+    return "(batch, {}, {}, {})".format(*getattr(model, "default_cfg")["input_size"])
+
+
+def _description(model: nn.Module, name: str) -> str:
+    names = getattr(model, "default_cfg").get("label_names", ())
+    return json.dumps(hub.describe(name, model, label_names=names))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's exporter from telling its progress; warnings of its libraries are nothing a user can change."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
