@@ -8,7 +8,7 @@ on one rank alone (files, memory, a GPU) is done inside `comm.together`, so that
 import json
 import logging
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -107,7 +107,16 @@ def check_model(config: TrainConfig, comm: Communicator) -> None:
     """Refuse a model, a size or a rate that does not fit before data are opened: build the model without memory."""
     values = asdict(config.model) | {"weights": None, "num_classes": config.model.num_classes or 1000}
     with comm.together("model"), torch.device("meta"):
-        create_model(values.pop("name"), **values)
+        try:
+            create_model(values.pop("name"), **values)
+        except ValueError as error:
+            raise ValueError(_as_typed(str(error), values)) from error
+
+
+def _as_typed(mistake: str, options: Collection[str]) -> str:
+    """Return a sentence of the zoo with the option as it is typed, if it begins with one."""
+    option = mistake.partition(" ")[0]
+    return f"--model.{mistake}." if option in options else f"{mistake[0].upper()}{mistake[1:]}."
 
 
 def check_batch(config: TrainConfig, comm: Communicator) -> int:
@@ -224,9 +233,9 @@ def warn_of_few_statistics(model: nn.Module, micro_batch_size: int) -> None:
     """Warn of batch norm over few images: it does not know of the other micro-batches of a step."""
     if micro_batch_size < FEW and batch_norms(model):
         logger.warning(
-            "--data.micro_batch_size is %d, and the model has batch norm, which then takes its statistics from %d "
-            "images: accuracy suffers below about %d.",
-            *(micro_batch_size, micro_batch_size, FEW),
+            "--data.micro_batch_size is %d, and the model has batch norm, whose statistics are those of a micro-batch: "
+            "accuracy suffers below about %d images.",
+            *(micro_batch_size, FEW),
         )
 
 

@@ -161,6 +161,7 @@ def test_a_recipe_from_a_file(tmp_path):
         ("def f(:\n", "f", "my.py, line 1: SyntaxError"),
         ("\n\nx = 1 / 0\n", "f", "my.py, line 3: ZeroDivisionError: division by zero"),
         ("import largebatch.config as c\ndef f():\n    return c.TrainConfig(a=1)\n", "f", "my.py, line 3: TypeError"),
+        ("import largebatch.recipes as r\n\n\ndef f():\n    r.check_model('x')\n", "f", "my.py, line 5: ValueError"),
         ("def f():\n    return 3\n", "f", "it returns int, expected a TrainConfig"),
         ("def f():\n    return 3\n", "g", "my.py has no function g"),
         ("def f():\n    return 3\n", "", "expected {file}:FUNCTION"),

@@ -17,16 +17,12 @@ FAMILIES = {  # a model of each, and the side of its images
     "convnext_atto": 96,
     "swin_tiny_patch4_window7_224": 224,
     "efficientnet_b0": 100,
-    "volo_d1_224": 224,
-    "vit_base_patch16_clip_224": 224,
     "beit_base_patch16_224": 224,
     "mobilenetv3_small_050": 64,
     "regnetx_002": 64,
     "mixer_s32_224": 224,
-    "maxvit_rmlp_pico_rw_256": 256,
+    "poolformer_s12": 64,
     "eva02_tiny_patch14_224": 224,
-    "cait_xxs24_224": 224,
-    "densenet121": 64,
 }
 NANO = {"img_size": 64, "num_classes": 7}
 

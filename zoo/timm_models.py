@@ -83,7 +83,7 @@ def _create(name: str, options: Mapping[str, Any]) -> nn.Module | None:
     try:
         return timm.create_model(name.removeprefix(PREFIX), **options)
     except TypeError as error:
-        unknown = re.search(r"(?:unexpected keyword argument|multiple values for keyword argument) '(\w+)'", str(error))
+        unknown = re.search(r"(?:unexpected|multiple values for) keyword argument(?:\(s\):)? \[?'(\w+)'", str(error))
         if unknown and unknown[1] == "img_size":
             return None
         if unknown and unknown[1] in options:

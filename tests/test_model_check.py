@@ -1,0 +1,37 @@
+"""A model that cannot be is refused before images are opened, with the option as it is typed."""
+
+import logging
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from largebatch import build
+from largebatch.config import ModelConfig, TrainConfig
+from zoo import create_model
+
+COMM = SimpleNamespace(together=lambda phase: nullcontext())
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"img_size": 225}, "^--model.img_size 225 does not fit vit_b32: expected a multiple .* 224 or 256.$"),
+        ({"name": "volo_d1", "global_pool": "avg"}, "^--model.global_pool of volo_d1 is 'avg', and volo_d1 has no use"),
+        ({"name": "vit_b_32"}, "^There is no model 'vit_b_32': did you mean vit_b32.* the zoo has .*, and timm/NAME.$"),
+        ({"name": "timm/resnt18"}, "^There is no model 'timm/resnt18': did you mean timm/resnet18 "),
+        ({"name": "timm/test_vit", "img_size": 100}, "^--model.img_size 100 does not fit timm/test_vit: "),
+    ],
+)
+def test_a_model_that_cannot_be(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        build.check_model(TrainConfig(model=ModelConfig(**options)), COMM)
+
+
+def test_batch_norm_over_few_images_is_warned_of(caplog):
+    caplog.set_level(logging.WARNING)
+    build.warn_of_few_statistics(create_model("vit_nano32", img_size=32), 1)
+    build.warn_of_few_statistics(create_model("timm/test_resnet"), 16)
+    assert not caplog.text
+    build.warn_of_few_statistics(create_model("timm/test_resnet"), 8)
+    assert "--data.micro_batch_size is 8, and the model has batch norm" in caplog.text
