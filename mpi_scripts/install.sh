@@ -634,6 +634,30 @@ ssh = any(os.access(os.path.join(folder, name), os.X_OK) for folder in folders f
 if not (ssh or os.environ.get("SGE_ROOT") or os.environ.get("LOADL_STEP_ID")):
     for name in ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent"):
         os.environ.setdefault(name, f"ssh : rsh : /bin/sh {bin_folder}/largebatch-no-ssh")
+
+
+class BeforeTorchvision:
+    """Runs zoo/_torchvision.py before torchvision is imported, as timm does: its operators may not fit torch's build."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torchvision":
+            return None
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in found if spec), None)
+        if spec:
+            execute = spec.loader.exec_module
+
+            def exec_module(module):
+                import runpy
+                if os.path.exists("$ROOT/zoo/_torchvision.py"):
+                    runpy.run_path("$ROOT/zoo/_torchvision.py")
+                execute(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, BeforeTorchvision())
 PY
         mpi_environment | sed 's/\(.*\)=\(.*\)/os.environ.setdefault("\1", "\2")/'
     } >"$SITE/_largebatch_environment.py"

@@ -216,7 +216,6 @@ def test_optimizer_and_model_need_hardly_more_than_torch_and_timm(tmp_path):
 @pytest.mark.parametrize(
     "command_line, sentence",
     [
-        ("speed", "The first argument is one of optimizer, loader, model, step, parallel, scaling."),
         ("optimizer --vs apex --model vit_ti16", "NVIDIA's apex is not installed"),
         ("model --model vit_x", "there is no model 'vit_x'"),
     ],

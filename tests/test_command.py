@@ -61,6 +61,7 @@ def test_versions_are_printed_without_loading_anything(tmp_path):
         ("--completion tcsh", "--completion is 'tcsh': expected bash, zsh, fish."),
         ("train --modle vit_b32", "There is no option modle; did you mean --model?"),
         ("train --help teapot", "--help teapot: no option says this word"),
+        ("benchmark speed", "There is no benchmark 'speed': expected optimizer, loader, model, step, parallel, sc"),
         ("validate nowhere", "nowhere is not a run folder: expected a config.yaml in it"),
         ("validate --lr 3", "There is no option lr; did you mean --optim.lr?"),
     ],

@@ -350,6 +350,22 @@ def test_startup_without_activation():
         assert Path(mpirun).parent == ROOT / ".venv" / "bin"
 
 
+def test_timm_may_be_imported_first(tmp_path):
+    """Also where the registry's torchvision stands beside another build of torch: its operators are then declared."""
+    functions = r"sed -n '/^\(mpi_environment\|write_startup_module\)() {/,/^}/p' mpi_scripts/install.sh"
+    script = f'eval "$({functions})"; ROOT=$PWD SITE={tmp_path} MPI=wheel KEEPALIVES=(); write_startup_module'
+    subprocess.run(["bash", "-euc", script], cwd=ROOT, check=True)
+    assert (tmp_path / "_largebatch_environment.pth").read_text() == "import _largebatch_environment\n"
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.modules.pop('_largebatch_environment', None)\n"
+        "import _largebatch_environment as started, importlib.util\n"
+        "assert importlib.util.find_spec('torchvision') and 'torch' not in sys.modules\n"
+        "import timm; assert 'zoo' not in sys.modules and started.__file__.startswith(sys.path[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_horovod_takes_the_mpi_of_its_venv(tmp_path, monkeypatch):
     """Also where a cluster's module put another libmpi on LD_LIBRARY_PATH, and in a wheel built elsewhere."""
     if not INSTALLED.exists() or "mpi_choice=wheel" not in INSTALLED.read_text():

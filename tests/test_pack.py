@@ -462,6 +462,16 @@ def test_interrupted_packing_goes_on_and_gives_the_same_bytes(tmp_path, image_fo
     capsys.readouterr()
 
 
+def test_a_source_that_is_not_there_and_a_file_that_is_no_image(tmp_path, image_folder):
+    with pytest.raises(SystemExit, match="There is no folder .*nowhere: expected one with images, digits"):
+        pack.main([str(tmp_path / "nowhere"), str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+    next((image_folder / "train").rglob("*.JPEG")).write_text("no image")
+    sentence = f"JPEG cannot be decoded: it is of no known format; .*pack check {image_folder}` lists all such, and"
+    with pytest.raises(SystemExit, match=sentence):
+        pack.main([str(image_folder), str(tmp_path / "out"), "--shards", "1"])
+
+
 def test_images_are_not_packed_into_their_own_folder(image_folder):
     before = sorted(image_folder.rglob("*"))
     with pytest.raises(SystemExit, match="would be written into .* itself, among the images: give them a folder"):

@@ -23,11 +23,12 @@ BENCHMARKS = ("optimizer", "loader", "model", "step", "parallel", "scaling")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's)."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return
-    if not argv or argv[0] not in BENCHMARKS:
-        sys.exit(f"{(__doc__ or '').strip()}\n\nThe first argument is one of {', '.join(BENCHMARKS)}.")
+    if argv[0] not in BENCHMARKS:
+        sys.stderr.write(f"largebatch: There is no benchmark {argv[0]!r}: expected {', '.join(BENCHMARKS)}.\n")
+        sys.exit(2)
     name = argv.pop(0)
     benchmark = importlib.import_module(f"largebatch.benchmark.{name}")  # without the libraries of the others
     parser = argparse.ArgumentParser(

@@ -131,7 +131,7 @@ def _valid(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def find_weights(path: str | Path, *, average: bool = False, every: bool = False) -> list[Path]:
-    """Return a weights file itself, that of a checkpoint or of an exported folder, or of a run's newest valid checkpoint.
+    """Return a weights file itself, that of a checkpoint or an exported folder, or of a run's newest valid checkpoint.
 
     every: the weights of all valid checkpoints of a run folder, oldest first, or all weights files in another folder,
     in alphabetical order. average: the averages of a run folder. Raises ValueError if there are none.

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from largebatch.data import archives, quarantine, records, sources
 from largebatch.data.imagenet_real import image_names
@@ -38,6 +38,8 @@ def open_images(source: str, split: str) -> Images:
     with its name.
     """
     folder = Path(source).expanduser()
+    if source not in sources.BUILT_IN and not folder.exists():
+        raise ValueError(f"There is no folder {source}: expected one with images, {', '.join(sources.BUILT_IN)}.")
     if source in sources.BUILT_IN:
         return {"digits": sources.digits, "synthetic": sources.synthetic}[source](split)
     if archives.is_cifar10(folder):
@@ -47,9 +49,10 @@ def open_images(source: str, split: str) -> Images:
         return _as_jpegs(images, where=f"{folder / archives.TARS[split]}, ")
     if sources.find_shards(folder, split):
         return _records(source, split)
+    remedy = f"; `python -m largebatch.pack check {source}` lists all such, and packing then leaves them out."
     if sources.find_tars(folder, split):
-        return _tars(source, split)
-    return _as_jpegs(_image_folder(folder, split), where=f"{folder}/")
+        return _as_jpegs(_tars(source, split), where=f"{source}/", remedy=remedy)
+    return _as_jpegs(_image_folder(folder, split), where=f"{folder}/", remedy=remedy)
 
 
 def _image_folder(folder: Path, split: str) -> Images:
@@ -95,13 +98,12 @@ def _tars(source: str, split: str) -> Images:
     def encoded(k: int) -> bytes:
         return records.read_span(index.files[index.file[k]], int(index.offset[k]), int(index.length[k]))
 
-    images = Images(index.label.tolist(), encoded, archives.named(names), names, sources.class_names(index))
-    return _as_jpegs(images, where=f"{source}/")
+    return Images(index.label.tolist(), encoded, archives.named(names), names, sources.class_names(index))
 
 
-def _as_jpegs(images: Images, *, where: str) -> Images:
+def _as_jpegs(images: Images, *, where: str, remedy: str = "") -> Images:
     return dataclasses.replace(
-        images, encoded=lambda k: as_jpeg(images.encoded(k), where=where + images.names[k])
+        images, encoded=lambda k: as_jpeg(images.encoded(k), where=where + images.names[k], remedy=remedy)
     )
 
 
@@ -138,8 +140,11 @@ def shrink(data: bytes, side: int) -> bytes:
         return file.getvalue()
 
 
-def as_jpeg(data: bytes, *, where: str) -> bytes:
-    """Return `data` itself if it is an RGB or grey JPEG, else the same image as an RGB JPEG."""
+def as_jpeg(data: bytes, *, where: str, remedy: str = "") -> bytes:
+    """Return `data` itself if it is an RGB or grey JPEG, else the same image as an RGB JPEG.
+
+    ValueError, which ends with `remedy`, for a bad image.
+    """
     try:
         with Image.open(io.BytesIO(data)) as image:
             image.load()
@@ -149,7 +154,8 @@ def as_jpeg(data: bytes, *, where: str) -> bytes:
             eight_bits(image).convert("RGB").save(file, "JPEG", quality=100, subsampling=0)
             return file.getvalue()
     except Exception as error:  # a damaged file may raise nearly anything
-        raise ValueError(f"{where} cannot be decoded: {error}") from error
+        reason = "it is of no known format" if isinstance(error, UnidentifiedImageError) else error
+        raise ValueError(f"{where} cannot be decoded: {reason}{remedy}") from error
 
 
 def eight_bits(image: Image.Image) -> Image.Image:

@@ -163,7 +163,6 @@ def test_an_exported_folder_is_the_model_with_a_card(run, tmp_path, capsys):
     for text in (
         "license: cc-by-4.0",
         "# colours",
-    assert not re.search(r"/(tmp|home|work)/", card)  # nobody else has these paths
         "| recipe | quickstart |",
         "| classes | blue, green, red |",
         "| images | centre crop 0.75, bilinear, mean (0.4, 0.5, 0.6), std (0.2, 0.25, 0.3) |",
