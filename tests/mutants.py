@@ -39,7 +39,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CATALOGUE = Path(__file__).with_name("mutants.toml")
-TREE = ("largebatch", "zoo", "tests", "mpi_scripts", "README.md", "pyproject.toml", "setup.cfg", "requirements.lock")
+TREE = ("largebatch", "zoo", "docs", "examples", "tests", "mpi_scripts", "README.md", "pyproject.toml", "setup.cfg")
+TREE += ("requirements.lock",)
 IMPORTED_ONCE = ("torch", "torch._dynamo", "torch.distributed.pipelining", "torch.utils.tensorboard", "numpy", "pytest")
 IMPORTED_ONCE += ("scipy.stats", "PIL.Image", "nvidia.dali.fn", "horovod.torch", "matplotlib.figure")
 IMPORTED_ONCE += ("safetensors.torch", "rich.progress", "timm", "timm.data", "timm.optim", "sklearn.datasets")

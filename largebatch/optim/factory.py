@@ -67,8 +67,9 @@ def adapted_ratios(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 def init_state(optimizer: Optimizer) -> None:
     """Set the state of every trainable parameter that has none to zeros, its value before the first step.
 
-    It never steps, because a step with zero gradients would decay the weights. It knows the optimizers of
-    `build_optimizer`.
+    It never steps, because a step with zero gradients would decay the weights. Horovod's `broadcast_optimizer_state`
+    takes such a step if there is no state: call this first, for AdamW, SGD and Lars, too; `Lamb` guards against it by
+    itself. It knows the optimizers of `build_optimizer`.
     """
     init_param = getattr(optimizer, "init_param", None)  # ours have it
     if init_param is None and not isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):
