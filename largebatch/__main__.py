@@ -20,7 +20,9 @@ from largebatch.config.completion import SHELLS, script
 PROGRAMS = {
     "train": "train a model, or go on with a run",
     "validate": "count top-1 and top-5 of a run, or of weights, exactly",
-    "report": "compare two runs",
+    "report": "show runs on one page, or name the first difference of two",
+    "predict": "name the classes of images with the weights of a run",
+    "export": "write a folder for timm and the hub, ONNX or torch.export",
     "pack": "write images, ImageNet's tars or CIFAR-10 into TFRecord shards, and check shards",
     "doctor": "check that this installation and these hosts can train",
     "benchmark": "measure our speed beside timm's and torch's",
