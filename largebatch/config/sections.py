@@ -13,10 +13,10 @@ from largebatch.config.parallel import ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A model of the zoo."""
+    """A model of the zoo, or of timm."""
 
     name: str = "vit_b32"
-    """zoo name, such as vit_b32"""
+    """zoo name, such as vit_b32, or timm/NAME for a classifier of timm"""
     img_size: int = 224
     """image side in pixels"""
     num_classes: int = 0
@@ -275,8 +275,12 @@ class TrainConfig:
     """A whole run."""
 
     recipe: str = ""
+<<<<<<< HEAD
     """recipe that gives the values of all other options; empty: that of the model if there are data, else
     quickstart"""
+=======
+    """recipe that gives the defaults: a name, or my.py:function for one of your own; empty: by model and data"""
+>>>>>>> models
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
