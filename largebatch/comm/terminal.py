@@ -22,7 +22,7 @@ def watched_terminal() -> TextIO | None:
 @functools.cache
 def _of_launcher() -> TextIO | None:
     found = [pid for pid in _ancestors() if _is_launcher(pid)]
-    return open_terminal(found[-1]) if found else None  # the outermost: horovodrun starts mpirun
+    return open_terminal(found[-1]) if found else None  # the outermost, if one starts another
 
 
 def open_terminal(pid: int) -> TextIO | None:
