@@ -8,6 +8,7 @@ The command takes every option of `python -m largebatch.train`. largebatch/engin
 import sys
 
 import largebatch
+from largebatch.comm.mistakes import report_mistakes
 from largebatch.train import read
 
 PATIENCE = 2  # evaluations
@@ -31,7 +32,8 @@ class EndWhenFlat(largebatch.Hook):
             trainer.stop_reason = f"top-1 was not above {self.best:.1f} % in {PATIENCE} evaluations"
 
 
-config = read(sys.argv[1:])
+with report_mistakes():  # a mistake is one sentence and exit code 2
+    config = read(sys.argv[1:])
 with largebatch.session(config) as comm:
     trainer = largebatch.build_trainer(config, comm)
     trainer.hooks = [EndWhenFlat(), *trainer.hooks]

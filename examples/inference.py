@@ -6,10 +6,8 @@ More images may follow.
 """
 
 import argparse
-from pathlib import Path
 
 import torch
-import yaml
 from PIL import Image
 
 import zoo
@@ -17,16 +15,12 @@ import zoo
 from timm.data import create_transform, resolve_model_data_config  # isort: skip  # after zoo
 
 parser = argparse.ArgumentParser()
-parser.add_argument("run", type=Path, help="the folder of a run")
+parser.add_argument("run", help="the folder of a run")
 parser.add_argument("images", nargs="+")
 options = parser.parse_args()
 
-trained = yaml.safe_load((options.run / "config.yaml").read_text())["model"]
-weights = max((options.run / "checkpoints").glob("[0-9]*")) / "model.safetensors"
-model = zoo.create_model(
-    trained["name"], img_size=trained["img_size"], num_classes=trained["num_classes"], weights=weights
-)
-model.eval()
+model = zoo.create_model(weights=options.run).eval()  # its size and its classes are those of the run
+names = model.default_cfg.get("label_names") or [f"class {number}" for number in range(model.num_classes)]
 # Resize, crop and normalise as the model wants it; timm's programs do the same.
 transform = create_transform(**resolve_model_data_config(model), is_training=False)
 for path in options.images:
@@ -34,4 +28,4 @@ for path in options.images:
     with torch.inference_mode():
         probabilities = model(image[None]).softmax(1)[0]
     best, classes = probabilities.topk(3)
-    print(path, ", ".join(f"class {number} {100 * share:.1f} %" for share, number in zip(best, classes.tolist())))
+    print(path, ", ".join(f"{names[number]} {100 * share:.1f} %" for share, number in zip(best, classes.tolist())))

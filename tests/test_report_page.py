@@ -232,6 +232,7 @@ def test_the_block_at_the_end(tmp_path, one):
     (one / "checkpoints" / "best").mkdir(parents=True)
     validated = f"    validate   python -m largebatch.validate {one}/checkpoints/best\n"
     assert validated in summary.describe(one, num_steps=60)
+    assert summary.accuracy([]) == "no evaluation"
     (one / "checkpoints" / "best").rmdir()
 
 

@@ -123,6 +123,16 @@ def test_image_folder(image_folder, tmp_path):
     assert snapshot(image_folder) == before  # nothing is written to the user's folder
 
 
+def test_images_that_are_left_out_are_told(image_folder, tmp_path, caplog):
+    """People have formats that the decoder does not read; other files are nobody's loss."""
+    folder, cache = image_folder / "train" / "n02", str(tmp_path / "cache")
+    for name in ("b.tiff", "a.GIF", ".hidden.gif", "notes.txt"):
+        (folder / name).write_bytes(b"")
+    assert len(sources.open_source(str(image_folder), split="train", cache=cache)) == 14
+    (warning,) = caplog.messages
+    assert warning.startswith(f"2 images in {folder.parent} are left out, the first is {folder}/a.GIF: only .jpg, ")
+
+
 def test_the_folder_of_one_split(image_folder, tmp_path):
     with pytest.raises(ValueError, match=f"It looks like one split: give --data {image_folder}, the folder around it."):
         sources.open_source(str(image_folder / "train"), split="train", cache=str(tmp_path / "cache"))

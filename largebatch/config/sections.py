@@ -275,12 +275,8 @@ class TrainConfig:
     """A whole run."""
 
     recipe: str = ""
-<<<<<<< HEAD
-    """recipe that gives the values of all other options; empty: that of the model if there are data, else
-    quickstart"""
-=======
-    """recipe that gives the defaults: a name, or my.py:function for one of your own; empty: by model and data"""
->>>>>>> models
+    """recipe that gives the values of all other options: a name, or my.py:function for one of your own; empty: that of
+    the model and the data, without data quickstart"""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)

@@ -51,6 +51,7 @@ BUILT_IN = ("digits", "synthetic")
 WITHOUT = " To train without held-out images set --run.eval_every never."
 CLASSES = "classes.json"  # the names of the classes 0, 1, ..., as a JSON list
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+NOT_READ = (".tif", ".tiff", ".gif", ".avif", ".heic", ".jp2", ".jxl", ".ppm", ".pgm")  # images that people have, too
 _DIGITS_SIZE, _DIGITS_HELD_OUT = 64, 36  # pixels; images of each class
 _SYNTHETIC_CLASSES, _SYNTHETIC_SHARDS = 1000, {"train": 64, "validation": 4}
 _SYNTHETIC_IMAGES = {"train": 4, "validation": 1}  # of each class
@@ -243,15 +244,22 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
     unknown = sorted(set(_class_names(place)) - set(names))
     if unknown:
         raise ValueError(f"{place} has the class folder {unknown[0]}, which the training split does not have.")
-    files, labels = [], []
+    files, labels, not_read = [], [], []
     for label, name in enumerate(names):
         if (place / name).is_dir():
-            found = sorted(entry.path for entry in os.scandir(place / name) if _is_image(entry))
+            entries = sorted(os.scandir(place / name), key=lambda entry: entry.path)
+            found = [entry.path for entry in entries if _is_image(entry, EXTENSIONS)]
             files += found
             labels += [label] * len(found)
+            not_read += [entry.path for entry in entries if _is_image(entry, NOT_READ)]
     if not files:
         hint = WITHOUT * (split == "validation")
         raise ValueError(f"{place} holds no images: looked for <class>/*{', <class>/*'.join(EXTENSIONS)}.{hint}")
+    if not_read:
+        logger.warning(
+            "%d images in %s are left out, the first is %s: only %s are read. Convert the others, or remove them.",
+            *(len(not_read), place, not_read[0], ", ".join(EXTENSIONS)),
+        )
     return files, labels, names
 
 
@@ -279,8 +287,8 @@ def _class_names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _is_image(entry: os.DirEntry) -> bool:
-    return entry.name.lower().endswith(EXTENSIONS) and not entry.name.startswith(".") and entry.is_file()
+def _is_image(entry: os.DirEntry, extensions: tuple[str, ...]) -> bool:
+    return entry.name.lower().endswith(extensions) and not entry.name.startswith(".") and entry.is_file()
 
 
 def _jpeg(image: Image.Image, *, quality: int) -> bytes:

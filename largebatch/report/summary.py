@@ -41,7 +41,7 @@ def describe(folder: Path, *, num_steps: int, utilisation: float | None = None) 
 
 
 def accuracy(epochs: list[Row]) -> str:
-    """Return the last and the best top-1, that of averaged weights, too, if there are some."""
+    """Return the last and the best top-1, that of averaged weights, too; or that there was no evaluation."""
     parts = []
     for column, what in (("top1", ""), ("ema_top1", "averaged weights: ")):
         rows = [row for row in epochs if math.isfinite(row.get(column, math.nan))]
@@ -49,7 +49,7 @@ def accuracy(epochs: list[Row]) -> str:
             best = max(rows, key=lambda row: row[column])
             at = "the last" if best is rows[-1] else f"{best[column]:.2f} % after epoch {best['epoch']:.4g}"
             parts.append(f"{what}{rows[-1][column]:.2f} % after epoch {rows[-1]['epoch']:.4g}, best: {at}")
-    return "; ".join(parts)
+    return "; ".join(parts) or "no evaluation"
 
 
 def duration(starts: list[Start], steps: list[Row]) -> str:
