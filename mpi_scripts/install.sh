@@ -642,8 +642,8 @@ class BeforeTorchvision:
     def find_spec(self, name, path=None, target=None):
         if name != "torchvision":
             return None
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((spec for spec in found if spec), None)
+        from importlib.machinery import PathFinder
+        spec = PathFinder.find_spec(name, path, target)
         if spec:
             execute = spec.loader.exec_module
 

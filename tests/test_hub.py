@@ -73,7 +73,7 @@ def test_timm_builds_the_same_model_from_the_folder(tmp_path, name, options, tol
     assert theirs.num_classes == 3 and theirs.pretrained_cfg["num_classes"] == 3
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "volo_nano"])  # timm's VOLOs have fixed widths
 def test_every_model_is_known_to_timm_and_found_again(tmp_path, name):
     """Without memory: names and shapes of all tensors, at another size than the usual."""
     with torch.device("meta"):
@@ -93,7 +93,10 @@ def test_every_model_is_known_to_timm_and_found_again(tmp_path, name):
 # -- for the zoo -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, options", [("vit_nano32", {"global_pool": "avg"}), ("vit_ti16", {})])
+@pytest.mark.parametrize(
+    "name, options",
+    [("vit_nano32", {"global_pool": "avg"}), ("vit_ti16", {}), ("volo_nano", {}), ("timm/resnet10t", {})],
+)
 def test_a_folder_needs_no_name_size_or_classes(tmp_path, name, options):
     ours = write(tmp_path, name, **options)
     for model in (create_model(weights=tmp_path), create_model(name, weights=f"local-dir:{tmp_path}")):
@@ -136,7 +139,9 @@ def test_a_bare_file_of_another_model_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"architecture": "resnet18", "model_args": {}}, 'timm\'s resnet18, .*create_model."local-dir:.*builds it'),
+        ({"architecture": "resnet18", "model_args": {"stem_width": 32}}, "resnet18 with stem_width 32, which the zoo does"),
+        ({"architecture": "resnet18", "model_args": {}}, "model.safetensors does not fit the model"),
+        ({"architecture": "renset18", "model_args": {}}, "timm's renset18, which .*create_model.\"local-dir:.*builds it"),
         ({"model_args": {"class_token": False}}, "timm's vit_base_patch32_224 with class_token False, which the zoo"),
         ({"pretrained_cfg": {}}, "config.json does not describe a model as timm does: KeyError"),
         ({"architecture": None}, "config.json does not describe a model as timm does"),
@@ -209,7 +214,7 @@ def test_timms_names_are_names_of_the_zoo():
 
 
 def test_the_models_are_listed():
-    assert list_models() == list(MODELS) and list_models("volo*") == [f"volo_d{k}" for k in range(1, 6)]
+    assert list_models() == list(MODELS) and list_models("volo_d*") == [f"volo_d{k}" for k in range(1, 6)]
 
 
 @pytest.mark.parametrize("source", ["hf-hub:timm/vit_base_patch32_224.augreg_in1k", "vit_base_patch32_224.augreg_in1k"])
