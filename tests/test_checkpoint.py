@@ -347,7 +347,7 @@ def test_the_best_is_kept_beside_the_newest_and_found_by_its_name(tmp_path):
 def test_a_best_one_that_is_damaged_is_refused(tmp_path):
     path = save(tmp_path, 1, state=state(1, best=1))
     (path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match="best/model.safetensors has changed since it was written: restore it, or give"):
+    with pytest.raises(ValueError, match="best/model.safetensors has changed since it was written: restore it"):
         checkpoint.find_weights(tmp_path / "checkpoints" / "best")
 
 
