@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from typing import Any
 
 import pytest
 from launch import ROOT, run
@@ -19,8 +20,16 @@ NANO = ["--model", "vit_nano32", "--img-size", "64"]
 FULL = ["--img-size", "32"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("options", [NANO, pytest.param(FULL, marks=pytest.mark.evidence)], ids=["nano", "full"])
+def tried(options: list[str], name: str, *marks: pytest.MarkDecorator) -> list[Any]:
+    """Each command with these options; eight ranks have a tier of their own."""
+    eight = {command: [pytest.mark.cluster] for command in COMMANDS if " -np 8 " in command}
+    return [
+        pytest.param(command, options, marks=marks or eight.get(command, []), id=f"{name}{number}")
+        for number, command in enumerate(COMMANDS)
+    ]
+
+
+@pytest.mark.parametrize("command, options", tried(NANO, "nano") + tried(FULL, "full", pytest.mark.evidence))
 def test_a_command(command, options, tmp_path):
     """The weights are the whole model's: the zoo reads them."""
     words = [*shlex.split(command), *shlex.split(SHORT), *options]

@@ -155,6 +155,7 @@ def test_the_doctor():
     assert all(line.startswith("ok    ") for line in lines) and last == "all checks passed: ready to train", output
 
 
+@pytest.mark.evidence
 @pytest.mark.parametrize("command", [command for command in BENCHMARKS if "volo_d3" not in command])
 def test_the_benchmarks(command, tmp_path):
     """Each on a tiny model, small images or a few of them; that of VOLO-D3 differs from D1's in the model alone."""
