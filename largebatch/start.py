@@ -29,21 +29,30 @@ def set_up_torch(config: TrainConfig) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def set_up(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, torch.device]:
-    """Check that all ranks run the same program on devices of their own; return the resolved config and the device."""
+def set_up(config: TrainConfig, comm: Communicator, *, final: bool = True) -> tuple[TrainConfig, torch.device]:
+    """Check that all ranks run the same program on devices of their own; return the resolved config and the device.
+
+    final: the config will not change any more, so its doubtful options are named.
+    """
     with comm.together("set-up"):
         device = comm.device(config.run.device)
         set_up_torch(config)
         config = resolve(config, device)
-    if comm.rank == 0:
-        for line in doubtful(config, device, data_size=comm.data_size):
-            logger.warning("%s", line)
+    if final:
+        warn_of_doubtful(config, device, comm)
     logger.info("%s", preflight.agree(comm, options(config)))
     if comm.local_rank == 0:
         _remove_leftovers()
     for line in check_placement(comm, device, loader_threads=config.data.num_threads):
         logger.info("%s", line)
     return config, device
+
+
+def warn_of_doubtful(config: TrainConfig, device: torch.device, comm: Communicator) -> None:
+    """Log the doubtful options of a config, once."""
+    if comm.rank == 0:
+        for line in doubtful(config, device, data_size=comm.data_size):
+            logger.warning("%s", line)
 
 
 def doubtful(config: TrainConfig, device: torch.device, *, data_size: int) -> Iterator[str]:

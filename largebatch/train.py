@@ -14,7 +14,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -100,7 +100,7 @@ def run_folder(config: "TrainConfig", comm: "Communicator") -> Iterator[None]:
 
     folder = Path(config.folder)
     with ExitStack() as held:
-        is_new = comm.rank == 0 and not folder.exists()
+        new = [path for path in (folder, *folder.parents) if not path.exists()] if comm.rank == 0 else []
         with comm.together("opening the run folder"), refusing_read_only(config.folder):
             if comm.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -110,8 +110,11 @@ def run_folder(config: "TrainConfig", comm: "Communicator") -> Iterator[None]:
         try:
             yield
         except Stopped:
-            if is_new and folder.is_dir() and {path.name for path in folder.iterdir()} <= {run_lock.NAME, LOG}:
+            if new and folder.is_dir() and {path.name for path in folder.iterdir()} <= {run_lock.NAME, LOG}:
                 shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):  # another run may have begun beside it
+                    for parent in new[1:]:
+                        parent.rmdir()
             raise
 
 
@@ -189,7 +192,7 @@ def prepare(
 
     sized = argv is not None and depends_on_data(argv)
     logger.info("%s", headline(config, sized=sized))
-    config, device = set_up(config, comm)
+    config, device = set_up(config, comm, final=not sized)
     config, images = read_images(argv or (), config, comm, device, sized=sized)
     trainer = build.build_trainer(config, comm, signals, device=device, images=images)
     with comm.together("writing config.yaml"):
@@ -232,7 +235,7 @@ def read_images(
     whose options every rank has compared.
     """
     from largebatch.build import Images, check_batch, check_model, open_data, open_held_out, with_classes
-    from largebatch.start import resolve
+    from largebatch.start import resolve, warn_of_doubtful
 
     check_model(config, comm)
     if not sized:
@@ -241,6 +244,7 @@ def read_images(
     if sized:
         config = comm.from_rank_0(lambda: resolve(read(argv, len(train)), device), phase="choosing a recipe")
         logger.info("%d training images of %d classes: %s", len(train), train.num_classes, size_line(config))
+        warn_of_doubtful(config, device, comm)
         with comm.together("choosing a recipe"):
             if config.data.token_labels:
                 train.check_maps(train.num_classes)

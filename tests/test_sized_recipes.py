@@ -20,7 +20,8 @@ def chosen(*argv: str, images: int | None = None) -> TrainConfig:
 
 
 def test_the_recipes_know_the_models_of_the_zoo():
-    assert sorted(recipes.MODELS) == sorted(zoo.MODELS)
+    structures = zoo.vit.STRUCTURES | zoo.volo.STRUCTURES
+    assert recipes.MODELS == {name: structures[name].timm_name for name in zoo.MODELS}
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,9 @@ def test_a_fine_tuning_continues_the_model_of_its_run(tmp_path):
     "argv, sentence",
     [
         ("--data /own --model vit_b31", "There is no model 'vit_b31': did you mean vit_b32?"),
+        ("--model vit_b_32", "There is no model 'vit_b_32': did you mean vit_b32?"),
+        ("--recipe vit_b32 --model vit_base_patch16_384", "no model 'vit_base_patch16_384': did you mean vit_b16?"),
+        ("--model resnet50", "no model 'resnet50': if it is timm's, give timm/resnet50. --model takes vit_b32"),
         ("--data /own --model vit_ti61", "There is no model 'vit_ti61': did you mean vit_ti16?"),
         ("--data /own --recipe finetun", "There is no recipe 'finetun': did you mean finetune?"),
         ("--data /own --model timm/resnet18 --parallel.tensor.size 2", "only the zoo's own models can be cut"),

@@ -49,11 +49,19 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
 }
 
 
-# The zoo's models, whose modules take seconds to import; a test compares.
-MODELS = (
-    "vit_b32", "vit_b16", "vit_l32", "vit_l16", "vit_s16", "vit_6b16", "vit_ti16", "vit_nano32",
-    "volo_d1", "volo_d2", "volo_d3", "volo_d4", "volo_d5", "volo_nano",
-)  # fmt: skip
+# The zoo's models, and timm's names for them at 224 px. The modules of both take seconds to import; a test compares.
+MODELS = {
+    "vit_b32": "vit_base_patch32_224",
+    "vit_b16": "vit_base_patch16_224",
+    "vit_l32": "vit_large_patch32_224",
+    "vit_l16": "vit_large_patch16_224",
+    "vit_s16": "vit_small_patch16_224",
+    "vit_6b16": "",
+    "vit_ti16": "vit_tiny_patch16_224",
+    "vit_nano32": "",
+    **{f"volo_d{size}": f"volo_d{size}_224" for size in range(1, 6)},
+    "volo_nano": "",
+}
 SIZED: dict[str, Callable[..., TrainConfig]] = {"scratch": scratch, "finetune": finetune}
 MANY = 1_000_000  # images, from which the published recipes are taken: they were made for ImageNet's 1,281,167
 WHOLE = {"model.name", "data.path", "optim.name", "schedule.name", "run.duration"}  # a file that has all is a config
@@ -85,10 +93,11 @@ def find(given: Mapping[str, Any], num_images: int | None = None) -> TrainConfig
         return user_file.load(name)
     run = run_of(given.get("model.weights"))
     model = given.get("model.name") or run.get("model.name") or "vit_b32"
+    if not WHOLE <= given.keys():  # a run may have a model that a user's file has brought
+        check_model(model)
     if name == "quickstart" or not name and _without_data(given):
         return quickstart(model, own_images=not _without_data(given))
     if not name:
-        check_model(model)
         name = _by_size(given, model, num_images)
     if name in SIZED:
         config = SIZED[name](model, num_images or 0, batch_size=given.get("data.global_batch_size") or 0)
@@ -119,9 +128,11 @@ def check_model(model: str) -> None:
     """Raise ValueError, with the nearest name, if the zoo has no such model; `zoo` itself checks those of timm."""
     if model in MODELS or model.startswith("timm/"):
         return
-    close = difflib.get_close_matches(model, MODELS, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    raise ValueError(f"There is no model {model!r}: {hint}--model takes {', '.join(MODELS)}, or timm/NAME.")
+    base = model.rpartition("_")[0]
+    ours = [name for name, theirs in MODELS.items() if base and theirs.rpartition("_")[0] == base]
+    close = ours or difflib.get_close_matches(model, MODELS, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"if it is timm's, give timm/{model}."
+    raise ValueError(f"There is no model {model!r}: {hint} --model takes {', '.join(MODELS)}, or timm/NAME.")
 
 
 def _without_data(given: Mapping[str, Any]) -> bool:
