@@ -257,8 +257,8 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
         raise ValueError(f"{place} holds no images: looked for <class>/*{', <class>/*'.join(EXTENSIONS)}.{hint}")
     if not_read:
         logger.warning(
-            "%d images in %s are left out, the first is %s: only %s are read. Convert the others, or remove them.",
-            *(len(not_read), place, not_read[0], ", ".join(EXTENSIONS)),
+            "images in %s that are left out: %d, the first is %s; only %s are read. Convert them, or remove them.",
+            *(place, len(not_read), not_read[0], ", ".join(EXTENSIONS)),
         )
     return files, labels, names
 
