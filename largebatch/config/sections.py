@@ -61,7 +61,7 @@ class DataConfig:
     global_batch_size: int = 32768
     """images per optimizer step, over all ranks and passes"""
     micro_batch_size: int = 256
-    """images per forward pass of one rank; by gradient accumulation a step has as many passes as it needs"""
+    """images per forward pass of one rank (gradient accumulation: as many passes as a step needs)"""
     eval_batch_size: int = 256
     """images per forward pass of one rank in evaluation"""
     train_crop: Literal["random_resized", "pad"] = "random_resized"
