@@ -155,6 +155,7 @@ class Csv(Sink):
         self.epochs.close()
         if self.layers:
             self.layers.close()
+        self.layers = None  # another fit opens it again
 
 
 class TensorBoard(Sink):

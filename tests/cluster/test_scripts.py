@@ -83,7 +83,7 @@ def test_a_run_that_lost_a_host_goes_on_with_the_others(hosts, tmp_path):
     assert "restart 1 of 2 on h1:1, in 0.1 s" in output and "restart 2" not in output, output
     before, after = output.split("restart 1 of 2")
     assert "8 = 2 ranks × 2 micro-batch × 2 passes" in before, output
-    assert "8 = 1 ranks × 2 micro-batch × 4 passes" in after and "step 40 of" in after, output
+    assert "8 = 1 rank × 2 micro-batch × 4 passes" in after and "step 40 of" in after, output
     assert "step 1/" not in after, output
 
 
