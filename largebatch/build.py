@@ -681,7 +681,9 @@ def _images(config: TrainConfig, option: str, num_samples: int, run_images: int 
     section, name = option.split(".")
     text = getattr(getattr(config, section), name)
     batch_size = config.data.global_batch_size
-    images = duration_images(text, option=option, num_samples=num_samples, batch_size=batch_size, run_images=run_images)
+    images = duration_images(
+        text, option=f"--{option}", num_samples=num_samples, batch_size=batch_size, run_images=run_images
+    )
     if images < 1 and section != "schedule":
         raise ValueError(f"--{option} is {text!r}: expected more than nothing.")
     return images

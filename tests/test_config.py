@@ -121,6 +121,17 @@ def test_a_duration_without_number_or_unit(text):
         c.duration_images(text, option="schedule.warmup", num_samples=100, batch_size=32)
 
 
+DURATIONS = "run.duration schedule.warmup schedule.cooldown optim.ema_half_life run.eval_every run.check_replicas"
+
+
+@pytest.mark.parametrize("option", [*DURATIONS.split(), "run.recompute", "log.every", "checkpoint.every"])
+def test_a_duration_without_a_unit_is_refused_with_the_command_line(option):
+    with pytest.raises(ValueError, match=f"^--{option} is '10': expected a number and a unit "):
+        parse(f"--{option}", "10")
+    for text in ["3 epochs", *["never"] * option.endswith("eval_every"), *["9 minutes"] * option.startswith("check")]:
+        parse(f"--{option}", text)
+
+
 @pytest.mark.parametrize(
     "ranks, batch, micro, words",
     [

@@ -130,7 +130,7 @@ def test_images_that_are_left_out_are_told(image_folder, tmp_path, caplog):
         (folder / name).write_bytes(b"")
     assert len(sources.open_source(str(image_folder), split="train", cache=cache)) == 14
     (warning,) = caplog.messages
-    assert warning.startswith(f"images in {folder.parent} that are left out: 2, the first is {folder}/a.GIF; only .jpg, ")
+    assert warning.startswith(f"images in {folder.parent} that are left out: 2, the first is {folder}/a.GIF; only .jpg")
 
 
 def test_the_folder_of_one_split(image_folder, tmp_path):

@@ -53,7 +53,7 @@ def build_resident(config: TrainConfig, comm: Communicator, *, device: torch.dev
     """Build a trainer as `build.build_trainer` does, without images, evaluation, log and checkpoints."""
     replica = build_replica(config, comm, device, passes=count_passes(config, comm))
     size = config.data.global_batch_size
-    images = duration_images(config.run.duration, option="run.duration", num_samples=NUM_SAMPLES, batch_size=size)
+    images = duration_images(config.run.duration, option="--run.duration", num_samples=NUM_SAMPLES, batch_size=size)
     with comm.together("building"):
         plan = Plan(NUM_SAMPLES, size, config.data.micro_batch_size, images, seed=config.run.seed)
         ema = build_ema(config, plan, replica.model)

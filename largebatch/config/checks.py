@@ -7,7 +7,7 @@ that was started before the check was there must go on.
 
 import math
 
-from largebatch.config.durations import duration_images, epoch_seconds, profiled_steps
+from largebatch.config.durations import NEVER, duration_images, duration_seconds, epoch_seconds, profiled_steps
 from largebatch.config.parallel import ParallelConfig
 from largebatch.config.sections import AugmentConfig, DataConfig, TrainConfig
 
@@ -81,6 +81,7 @@ def check(config: TrainConfig) -> None:
     _check_augment(c.augment)
     if c.optim.clip_norm is not None and c.optim.clip_norm <= 0:
         raise ValueError(f"--optim.clip_norm is {c.optim.clip_norm}: expected a positive norm, or null for no clip.")
+    _check_durations(c)
     profiled_steps(c.run.profile_steps)
     if c.run.end_time is not None:
         epoch_seconds(c.run.end_time, option="--run.end_time")
@@ -97,6 +98,25 @@ def check(config: TrainConfig) -> None:
     _check_tokens(c)
     _check_parallel(c)
     _check_timm(c)
+
+
+def _check_durations(config: TrainConfig) -> None:
+    """Refuse a duration without a number or a unit. What it amounts to is known with the images."""
+    run, size = config.run, 10**6
+    durations = {
+        "optim.ema_half_life": config.optim.ema_half_life,
+        "schedule.warmup": config.schedule.warmup,
+        "schedule.cooldown": config.schedule.cooldown,
+        "run.eval_every": "" if run.eval_every == NEVER else run.eval_every,
+        "run.check_replicas": "" if run.check_replicas == "evaluation" else run.check_replicas,
+        "run.recompute": run.recompute,
+        "log.every": config.log.every,
+        "checkpoint.every": "" if duration_seconds(config.checkpoint.every) else config.checkpoint.every,
+    }
+    for option, text in durations.items():
+        if text:
+            duration_images(text, option=f"--{option}", num_samples=size, batch_size=size, run_images=size)
+    duration_images(run.duration, option="--run.duration", num_samples=size, batch_size=size)
 
 
 def _check_timm(config: TrainConfig) -> None:

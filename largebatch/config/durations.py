@@ -4,7 +4,7 @@ import datetime
 import math
 import re
 
-TIMED = ("checkpoint.every",)  # options that may be given as a time, too
+TIMED = ("--checkpoint.every",)  # options that may be given as a time, too
 NEVER = "never"  # run.eval_every without evaluations
 SECONDS = {"second": 1, "minute": 60, "hour": 3600}
 

@@ -112,7 +112,7 @@ def _plan(of: TrainConfig, rows: list[Row]) -> Plan | None:
         return None
     num_samples = round(told[-1]["images"] / told[-1]["epoch"])
     images = config.duration_images(
-        of.run.duration, option="run.duration", num_samples=num_samples, batch_size=of.data.global_batch_size
+        of.run.duration, option="--run.duration", num_samples=num_samples, batch_size=of.data.global_batch_size
     )
     return Plan(num_samples, of.data.global_batch_size, of.data.micro_batch_size, images, of.run.seed)
 
