@@ -115,7 +115,7 @@ def write_devkit(folder, labels):
 
 def test_tars_give_the_very_shards_of_the_unpacked_folder(tmp_path, image_folder, tar_folder, capsys):
     for source, out in ((image_folder, "a"), (tar_folder, "b")):
-        assert pack.main([str(source), str(tmp_path / out), "--shards", "2", "--threads", "2"]) == 0
+        assert pack.run([str(source), str(tmp_path / out), "--shards", "2", "--threads", "2"]) == 0
     ours, theirs = contents(tmp_path / "b"), contents(tmp_path / "a")
     plans = [json.loads(content.pop(pack.PLAN)) for content in (ours, theirs)]
     assert ours == theirs and len(ours) == 4 and plans[0]["images"] == {"train": 9, "validation": 4}
@@ -131,15 +131,15 @@ def test_tars_give_the_very_shards_of_the_unpacked_folder(tmp_path, image_folder
 
 def test_validation_tar_alone_is_numbered_by_the_devkit(tmp_path, tar_folder):
     (tar_folder / "ILSVRC2012_img_train.tar").unlink()
-    assert pack.main([str(tar_folder), str(tmp_path / "out")]) == 0
+    assert pack.run([str(tar_folder), str(tmp_path / "out")]) == 0
     assert sorted(features[LABEL][0] for features in payloads(tmp_path / "out", "validation")) == [1, 2, 3, 3]
     assert json.loads((tmp_path / "out" / "classes.json").read_text()) == WNIDS
 
 
 def test_tars_that_do_not_fit_are_refused(tmp_path, tar_folder):
     def refused(message):
-        with pytest.raises(SystemExit, match=message):
-            pack.main([str(tar_folder), str(tmp_path / "out")])
+        with pytest.raises(ValueError, match=message):
+            pack.run([str(tar_folder), str(tmp_path / "out")])
         assert not (tmp_path / "out").exists()
 
     write_devkit(tar_folder, VALIDATION[:3])
@@ -172,21 +172,21 @@ def test_a_link_in_a_tar_is_refused(tmp_path, tar_folder, place, kind):
             add(tar, "n3.tar", inner.getvalue())
         else:
             add_link(tar, "n3.tar", "../../outside", kind)
-    with pytest.raises(SystemExit, match=f"{name}(: n3.tar)? holds n3.*, which is no ordinary file: expected the publ"):
-        pack.main([str(tar_folder), str(tmp_path / "out")])
+    with pytest.raises(ValueError, match=f"{name}(: n3.tar)? holds n3.*, which is no ordinary file: expected the publ"):
+        pack.run([str(tar_folder), str(tmp_path / "out")])
 
 
 def test_a_link_in_the_devkit_is_not_followed(tmp_path, tar_folder):
     with tarfile.open(tar_folder / archives.DEVKIT, "w:gz") as tar:
         add_link(tar, f"data/{archives.GROUND_TRUTH}", "/etc/passwd")
         add_link(tar, "elsewhere", "../../outside")
-    with pytest.raises(SystemExit, match=f"devkit_t12.tar.gz has no file {archives.GROUND_TRUTH}"):
-        pack.main([str(tar_folder), str(tmp_path / "out")])
+    with pytest.raises(ValueError, match=f"devkit_t12.tar.gz has no file {archives.GROUND_TRUTH}"):
+        pack.run([str(tar_folder), str(tmp_path / "out")])
     with tarfile.open(tar_folder / archives.DEVKIT, "w:gz") as tar:
         add(tar, archives.GROUND_TRUTH, b"7\n" * 4)
         add(tar, archives.META, b"MATLAB 5.0 MAT-file" * 20)
-    with pytest.raises(SystemExit, match="devkit_t12.tar.gz: meta.mat is damaged, copy it again"):
-        pack.main([str(tar_folder), str(tmp_path / "out")])
+    with pytest.raises(ValueError, match="devkit_t12.tar.gz: meta.mat is damaged, copy it again"):
+        pack.run([str(tar_folder), str(tmp_path / "out")])
 
 
 def test_names_in_a_tar_lead_nowhere(tmp_path, tar_folder, image_folder):
@@ -195,7 +195,7 @@ def test_names_in_a_tar_lead_nowhere(tmp_path, tar_folder, image_folder):
         for path, parent in zip(images, ("..", "../../x", "/", str(tmp_path))):
             add(tar, f"{parent}/{path.name}", path.read_bytes())
     before = set(tmp_path.rglob("*.JPEG"))
-    assert pack.main([str(tar_folder), str(tmp_path / "out")]) == 0
+    assert pack.run([str(tar_folder), str(tmp_path / "out")]) == 0
     assert set(tmp_path.rglob("*.JPEG")) == before
     held_out = sorted(features[FILENAME][0].decode() for features in payloads(tmp_path / "out", "validation"))
     assert held_out == [path.name for path in images]
@@ -248,7 +248,7 @@ FORMS = ["cifar-10-batches-bin", "cifar-10-batches-py", "cifar-10-binary.tar.gz"
 @pytest.mark.parametrize("form", FORMS)
 def test_cifar10_keeps_every_pixel(tmp_path, cifar, form):
     pixels, labels, folder = cifar
-    assert pack.main([str(folder / form), str(tmp_path / "out"), "--shards", "3", "--seed", "5"]) == 0
+    assert pack.run([str(folder / form), str(tmp_path / "out"), "--shards", "3", "--seed", "5"]) == 0
     for split, batches in (("train", slice(0, 5)), ("validation", slice(5, 6))):
         rows = pixels[batches].reshape(-1, 3072)
         expected = {image.tobytes(): label for image, label in zip(rows, labels[batches].flat)}
@@ -382,7 +382,7 @@ def test_a_copy_of_small_images(tmp_path):
     features = [{IMAGE: [data], LABEL: [k + 1], "image/height": [90], **kept} for k, data in enumerate(ORIGINALS)]
     records.write_records(tmp_path / "in" / "train-0.tfrecord", [records.encode_example(one) for one in features])
     command = [str(tmp_path / "in"), str(tmp_path / "out"), "--shards", "2"]
-    assert pack.main([*command, "--shorter-side", str(SMALL_SIDE)]) == 0
+    assert pack.run([*command, "--shorter-side", str(SMALL_SIDE)]) == 0
     assert json.loads((tmp_path / "out" / "packing.json").read_text())["shorter_side"] == SMALL_SIDE
     packed = {one[LABEL][0] - 1: one for one in payloads(tmp_path / "out", "train")}
     assert sorted(packed) == list(range(6))
@@ -393,10 +393,10 @@ def test_a_copy_of_small_images(tmp_path):
         assert ours.mode == theirs.mode and np.array_equal(np.asarray(ours), np.asarray(theirs))
     index = sources.open_source(str(tmp_path / "out"), split="train")
     assert np.minimum(index.width, index.height).max() == SMALL_SIDE
-    with pytest.raises(SystemExit, match="made differently .shorter_side 48, now None.: choose another folder"):
-        pack.main(command)
-    with pytest.raises(SystemExit, match="--shorter-side is -1: expected a number of pixels"):
-        pack.main([*command, "--shorter-side", "-1"])
+    with pytest.raises(ValueError, match="made differently .shorter_side 48, now None.: choose another folder"):
+        pack.run(command)
+    with pytest.raises(ValueError, match="--shorter-side is -1: expected a number of pixels"):
+        pack.run([*command, "--shorter-side", "-1"])
 
 
 @pytest.mark.parametrize("base", [0, 1])
@@ -404,7 +404,7 @@ def test_records_are_packed_again_with_all_they_have(tmp_path, base):
     (tmp_path / "in").mkdir()
     written = write_records(tmp_path / "in" / "train-0.tfrecord", [base + k % 3 for k in range(6)])
     written += write_records(tmp_path / "in" / "train-1.tfrecord", [base + 2])
-    assert pack.main([str(tmp_path / "in"), str(tmp_path / "out"), "--shards", "3"]) == 0
+    assert pack.run([str(tmp_path / "in"), str(tmp_path / "out"), "--shards", "3"]) == 0
     packed = payloads(tmp_path / "out", "train")
     assert packed != [features | {LABEL: [features[LABEL][0] + 1 - base]} for features in written]  # shuffled
     for features in written:
@@ -424,8 +424,8 @@ def test_record_that_went_bad_after_it_was_indexed_is_not_packed(tmp_path):
     data[index.offset[1] - 4] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(SystemExit, match=f"{path}, record 1 .* has a wrong CRC"):
-        pack.main([str(path.parent), str(tmp_path / "out")])
+    with pytest.raises(ValueError, match=f"{path}, record 1 .* has a wrong CRC"):
+        pack.run([str(path.parent), str(tmp_path / "out")])
 
 
 def test_levels_of_16_bits_are_scaled_as_the_decoder_does():
@@ -441,65 +441,65 @@ def test_levels_of_16_bits_are_scaled_as_the_decoder_does():
 
 def test_interrupted_packing_goes_on_and_gives_the_same_bytes(tmp_path, image_folder, capsys):
     command = [str(image_folder), str(tmp_path / "out"), "--shards", "4", "--threads", "1"]
-    assert pack.main([str(image_folder), str(tmp_path / "whole"), *command[2:]]) == 0
+    assert pack.run([str(image_folder), str(tmp_path / "whole"), *command[2:]]) == 0
     order = [features[FILENAME][0].decode() for features in payloads(tmp_path / "whole", "train")]
     stumble = next((image_folder / "train").rglob(order[5]))  # in the third shard
     data = stumble.read_bytes()
     stumble.write_bytes(data[:100])
-    with pytest.raises(SystemExit, match=f"{order[5]} cannot be decoded"):
-        pack.main(command)
+    with pytest.raises(ValueError, match=f"{order[5]} cannot be decoded"):
+        pack.run(command)
     assert sorted(os.listdir(tmp_path / "out")) == [pack.PLAN, "train-00000-of-00004", "train-00001-of-00004"]
     kept = (tmp_path / "out" / "train-00001-of-00004").stat()
     (tmp_path / "out" / ".train-00002-of-00004.0123").write_bytes(b"what a kill leaves")
     stumble.write_bytes(data)
-    assert pack.main(command) == 0
+    assert pack.run(command) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert (tmp_path / "out" / "train-00001-of-00004").stat().st_mtime_ns == kept.st_mtime_ns
-    assert pack.main(command) == 0  # nothing is left to do
+    assert pack.run(command) == 0  # nothing is left to do
     (tmp_path / "out" / "validation-00000-of-00001").unlink()
-    assert pack.main(command) == 0
+    assert pack.run(command) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     capsys.readouterr()
 
 
 def test_a_source_that_is_not_there_and_a_file_that_is_no_image(tmp_path, image_folder):
-    with pytest.raises(SystemExit, match="There is no folder .*nowhere: expected one with images, digits"):
-        pack.main([str(tmp_path / "nowhere"), str(tmp_path / "out")])
+    with pytest.raises(ValueError, match="There is no folder .*nowhere: expected one with images, digits"):
+        pack.run([str(tmp_path / "nowhere"), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
     next((image_folder / "train").rglob("*.JPEG")).write_text("no image")
     sentence = f"JPEG cannot be decoded: it is of no known format; .*pack check {image_folder}` lists all such, and"
-    with pytest.raises(SystemExit, match=sentence):
-        pack.main([str(image_folder), str(tmp_path / "out"), "--shards", "1"])
+    with pytest.raises(ValueError, match=sentence):
+        pack.run([str(image_folder), str(tmp_path / "out"), "--shards", "1"])
 
 
 def test_images_are_not_packed_into_their_own_folder(image_folder):
     before = sorted(image_folder.rglob("*"))
-    with pytest.raises(SystemExit, match="would be written into .* itself, among the images: give them a folder"):
-        pack.main([str(image_folder), f"{image_folder}/../{image_folder.name}"])
+    with pytest.raises(ValueError, match="would be written into .* itself, among the images: give them a folder"):
+        pack.run([str(image_folder), f"{image_folder}/../{image_folder.name}"])
     assert sorted(image_folder.rglob("*")) == before
 
 
 def test_folder_of_another_packing_is_refused(tmp_path, image_folder):
     command = [str(image_folder), str(tmp_path / "out"), "--shards", "2"]
-    assert pack.main(command) == 0
+    assert pack.run(command) == 0
     before = contents(tmp_path / "out")
-    with pytest.raises(SystemExit, match="already has shards that were made differently .seed 0, now 1.: choose"):
-        pack.main([*command, "--seed", "1"])
+    with pytest.raises(ValueError, match="already has shards that were made differently .seed 0, now 1.: choose"):
+        pack.run([*command, "--seed", "1"])
     (image_folder / "train" / WNIDS[0] / "more.JPEG").write_bytes(encoded(1))
-    with pytest.raises(SystemExit, match="images .*'train': 9.*, now .*'train': 10.*digest"):
-        pack.main(command)
+    with pytest.raises(ValueError, match="images .*'train': 9.*, now .*'train': 10.*digest"):
+        pack.run(command)
     assert contents(tmp_path / "out") == before
     (tmp_path / "out" / pack.PLAN).unlink()
-    with pytest.raises(SystemExit, match="already has shards .*there is no packing.json"):
-        pack.main(command)
+    with pytest.raises(ValueError, match="already has shards .*there is no packing.json"):
+        pack.run(command)
 
 
 def test_a_failed_shard_stops_the_others(tmp_path, image_folder):
     """All threads are at work when one finds a bad image; what is not whole is not there."""
     for path in (image_folder / "train").rglob("*.JPEG"):
         path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(SystemExit, match="cannot be decoded"):
-        pack.main([str(image_folder), str(tmp_path / "out"), "--shards", "9", "--threads", "4"])
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        pack.run([str(image_folder), str(tmp_path / "out"), "--shards", "9", "--threads", "4"])
     assert os.listdir(tmp_path / "out") == [pack.PLAN]
 
 

@@ -42,7 +42,7 @@ def shards(tmp_path):
                 coarse = Image.fromarray(rng.integers(0, 256, (4, 5, 3), dtype=np.uint8))
                 image = coarse.resize(tuple(rng.integers(150, 300, 2)), Image.Resampling.BICUBIC)
                 image.save(tmp_path / "images" / split / name / f"{name}_{k}.JPEG", quality=95)
-    assert pack.main([str(tmp_path / "images"), str(tmp_path / "shards"), "--shards", "4"]) == 0
+    assert pack.run([str(tmp_path / "images"), str(tmp_path / "shards"), "--shards", "4"]) == 0
     return tmp_path / "shards"
 
 
@@ -81,7 +81,7 @@ def contents(folder):
 
 
 def add(source, out, *options):
-    return pack.main(["token-labels", str(source), str(out), *map(str, options)])
+    return pack.run(["token-labels", str(source), str(out), *map(str, options)])
 
 
 # -- the published files ---------------------------------------------------------------------------------------------
@@ -118,9 +118,9 @@ def test_it_goes_on_where_it_was_interrupted_and_shares_the_work(tmp_path, shard
         assert len(written) == 2 + 2 * (rank == 1 or len(written) == 4)
     assert contents(tmp_path / "two") == whole
     shutil.move(root, tmp_path / "others")
-    with pytest.raises(SystemExit, match="already has shards that were .* .labels .*now .*others.: choose"):
+    with pytest.raises(ValueError, match="already has shards that were .* .labels .*now .*others.: choose"):
         add(shards, tmp_path / "out", "--labels", tmp_path / "others")
-    with pytest.raises(SystemExit, match="already has shards that .* .there is no token_labels.json.: choose"):
+    with pytest.raises(ValueError, match="already has shards that .* .there is no token_labels.json.: choose"):
         add(shards, shards, "--labels", tmp_path / "others")
 
 
@@ -132,7 +132,7 @@ def test_maps_are_replaced_and_bad_images_left_out(tmp_path, shards, tree):
     data = bytearray(open(path, "rb").read())
     data[offset + 50] ^= 1  # in the record of image 6: its CRC is wrong
     open(path, "wb").write(data)
-    assert pack.main(["check", str(tmp_path / "first")]) == 1
+    assert pack.run(["check", str(tmp_path / "first")]) == 1
     for file in root.rglob("*.pt"):
         one = torch.load(file)
         one[0] += 1
@@ -152,27 +152,27 @@ def test_what_is_no_label_file_is_named(tmp_path, shards, tree):
     words = ["n02_3.pt is not a label file", "n02_3.pt has classes that half", "n02_3.pt has classes|not finite"]
     for tensor, word in zip(broken, words):
         torch.save(tensor.half(), file)
-        with pytest.raises(SystemExit, match=word):
+        with pytest.raises(ValueError, match=word):
             add(shards, tmp_path / "out", "--labels", root)
     file.unlink()
-    with pytest.raises(SystemExit, match="n02_3.pt cannot be read: .*No such file"):
+    with pytest.raises(ValueError, match="n02_3.pt cannot be read: .*No such file"):
         add(shards, tmp_path / "out", "--labels", root)
     shutil.rmtree(root / "n02")
-    with pytest.raises(SystemExit, match="2 class folders, expected 3, one per class"):
+    with pytest.raises(ValueError, match="2 class folders, expected 3, one per class"):
         add(shards, tmp_path / "out", "--labels", root)
 
 
 def test_sources_that_cannot_be_labelled(tmp_path, shards, tree):
     root, _ = tree
-    with pytest.raises(SystemExit, match="has no TFRecords train-.: pack the images"):
+    with pytest.raises(ValueError, match="has no TFRecords train-.: pack the images"):
         add(tmp_path / "images", tmp_path / "out", "--labels", root)
-    with pytest.raises(SystemExit, match="There is no folder .*nowhere"):
+    with pytest.raises(ValueError, match="There is no folder .*nowhere"):
         add(shards, tmp_path / "out", "--labels", tmp_path / "nowhere")
     for file in shards.glob("train-*"):  # records without names
         payloads = [records.decode_example(payload) for _, payload, _ in records.scan_records(str(file))]
         [features.pop(records.FILENAME) for features in payloads]
         records.write_records(file, [records.encode_example(features) for features in payloads])
-    with pytest.raises(SystemExit, match="record 0 .*has no image/filename"):
+    with pytest.raises(ValueError, match="record 0 .*has no image/filename"):
         add(shards, tmp_path / "out", "--labels", root)
 
 

@@ -221,7 +221,7 @@ def cache_home(tmp_path, monkeypatch):
 
 def test_pack_an_image_folder(image_folder, tmp_path, cache_home, capsys):
     out = tmp_path / "shards"
-    assert pack.main([str(image_folder), str(out), "--shards", "3", "--threads", "2"]) == 0
+    assert pack.run([str(image_folder), str(out), "--shards", "3", "--threads", "2"]) == 0
     assert capsys.readouterr().out == "train: 14 images\nvalidation: 2 images\n"
     assert sorted(os.listdir(out)) == [
         "classes.json",
@@ -250,8 +250,8 @@ def test_pack_an_image_folder(image_folder, tmp_path, cache_home, capsys):
             reference = np.asarray(picture(51), dtype=int)  # was a PNG, now a JPEG of high quality
             assert np.abs(np.asarray(image, dtype=int) - reference).mean() < 1.0
     assert index.label.tolist() != sorted(index.label.tolist())  # shuffled
-    with pytest.raises(SystemExit, match="already has shards that .*: 3.*, now .*: 1.*choose another"):
-        pack.main([str(image_folder), str(out)])
+    with pytest.raises(ValueError, match="already has shards that .*: 3.*, now .*: 1.*choose another"):
+        pack.run([str(image_folder), str(out)])
 
 
 def test_names_of_classes_stay_with_the_records(image_folder, tmp_path, cache_home):
@@ -289,22 +289,22 @@ def test_packing_twice_gives_the_same_files(image_folder, tmp_path, cache_home):
 def test_bad_image_stops_packing_with_its_name(image_folder, tmp_path, cache_home):
     bad = image_folder / "train" / "n02" / "n02_2.JPEG"
     bad.write_bytes(bad.read_bytes()[:300])
-    with pytest.raises(SystemExit, match=f"{bad} cannot be decoded"):
-        pack.main([str(image_folder), str(tmp_path / "out"), "--shards", "1"])
+    with pytest.raises(ValueError, match=f"{bad} cannot be decoded"):
+        pack.run([str(image_folder), str(tmp_path / "out"), "--shards", "1"])
     assert os.listdir(tmp_path / "out") == ["packing.json"]
-    with pytest.raises(SystemExit, match="14 train images cannot fill 15 shards"):
-        pack.main([str(image_folder), str(tmp_path / "out"), "--shards", "15"])
-    with pytest.raises(SystemExit, match="There is no folder|has no train split"):
-        pack.main([str(tmp_path / "nothing"), str(tmp_path / "out")])
+    with pytest.raises(ValueError, match="14 train images cannot fill 15 shards"):
+        pack.run([str(image_folder), str(tmp_path / "out"), "--shards", "15"])
+    with pytest.raises(ValueError, match="There is no folder|has no train split"):
+        pack.run([str(tmp_path / "nothing"), str(tmp_path / "out")])
 
 
 def test_check_lists_exactly_the_bad_images(image_folder, tmp_path, cache_home, capsys):
-    assert pack.main(["check", str(image_folder)]) == 0
+    assert pack.run(["check", str(image_folder)]) == 0
     assert capsys.readouterr().out == "train: 14 images, 0 bad\nvalidation: 2 images, 0 bad\n"
     bad = [image_folder / "train" / f"n0{k}" / f"n0{k}_1.JPEG" for k in (1, 2, 3)]
     for path in bad:
         path.write_bytes(path.read_bytes()[:-200])
-    assert pack.main(["check", str(image_folder), "--threads", "2"]) == 1
+    assert pack.run(["check", str(image_folder), "--threads", "2"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "train: 14 images, 3 bad" and len(lines) == 6
     assert all(line.startswith(f"{path}, record 0") for line, path in zip(lines[2:], bad))

@@ -118,7 +118,7 @@ def test_faults_of_samples_are_named_and_can_be_left_out(folder, capsys):
     write(path, *sum(faults.values(), []), *good)
     with pytest.raises(ValueError, match=f"{path}, record 0 .*neither a .cls nor a .json.*pack check {folder}"):
         sources.open_source(str(folder), split="train")
-    assert pack.main(["check", str(folder)]) == 1
+    assert pack.run(["check", str(folder)]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if str(path) in line]
     assert len(lines) == len(faults)
     for line, fault in zip(lines, faults):

@@ -124,10 +124,10 @@ def test_data_that_are_not_whole_are_refused_unless_allowed(kind, fault, request
     with pytest.raises(ValueError, match=f"{folder}.*{sentence}.*; to .*, set --data.allow_incomplete true"):
         opened(folder)
     assert len(sources.open_source(str(folder), split="validation")) == 4, "the other split is whole"
-    assert pack.main(["check", str(folder)]) == 1
+    assert pack.run(["check", str(folder)]) == 1
     assert f"train: {left} images, 0 bad" in (output := capsys.readouterr().out) and "quarantine" not in output
-    with pytest.raises(SystemExit, match=sentence):  # a packed copy would look whole
-        pack.main([str(folder), str(folder.parent / "again")])
+    with pytest.raises(ValueError, match=sentence):  # a packed copy would look whole
+        pack.run([str(folder), str(folder.parent / "again")])
     caplog.clear()
     index = opened(folder, allow_incomplete=True)
     assert len(index) == left and caplog.text.count(f"{left} train images that are there") == 1
@@ -139,7 +139,7 @@ def test_whole_folders_are_not_talked_about(kind, request, caplog, capsys):
     folder = request.getfixturevalue(kind)
     caplog.set_level(logging.WARNING)
     assert [len(sources.open_source(str(folder), split=split)) for split in COUNTS] == [18, 4] and not caplog.text
-    assert pack.main(["check", str(folder)]) == 0
+    assert pack.run(["check", str(folder)]) == 0
     assert capsys.readouterr().out == "train: 18 images, 0 bad\nvalidation: 4 images, 0 bad\n"
 
 
@@ -179,7 +179,7 @@ def test_shards_in_quarantine_are_whole(packed):
     for start, _ in records.record_spans(str(shard(packed, 1)))[1:3]:
         data[start - 9] ^= 1
     shard(packed, 1).write_bytes(data)
-    assert pack.main(["check", str(packed)]) == 1
+    assert pack.run(["check", str(packed)]) == 1
     assert len(opened(packed)) == 15
     cut(shard(packed, 3), 4)
     with pytest.raises(ValueError, match="has 16 train .* says 18 .train-00003-of-00004 has 4 of 5.: copy the shards"):

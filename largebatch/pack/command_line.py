@@ -19,12 +19,20 @@ SUB_COMMANDS = {"check": check.main, "token-labels": _token_labels}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the sub-command that `argv` begins with, or else pack; return the exit status."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    """Run a command line, by default that of this process; return the exit code, 2 for a mistake."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        if argv and argv[0] in SUB_COMMANDS:
-            return SUB_COMMANDS[argv[0]](argv[1:])
-        return packing.main(argv)
-    except (ValueError, OSError) as error:  # a mistake of the user, a full disk, or a file that cannot be read
-        sys.exit(str(error))
+        return run(sys.argv[1:] if argv is None else argv)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"largebatch: {error}\n")
+        return 2
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the sub-command that `argv` begins with, or else pack; return the exit code.
+
+    Raises ValueError for a mistake of the user, OSError for a full disk or a file that cannot be read.
+    """
+    if argv and argv[0] in SUB_COMMANDS:
+        return SUB_COMMANDS[argv[0]](argv[1:])
+    return packing.main(argv)
