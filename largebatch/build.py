@@ -104,9 +104,15 @@ def build_trainer(
 
 
 def check_model(config: TrainConfig, comm: Communicator) -> None:
-    """Refuse a model, a size or a rate that does not fit before data are opened: build the model without memory."""
+    """Refuse a model, a size or a rate that does not fit before data are opened: build the model without memory.
+
+    Weights that are not there are refused, too; whether they fit is found when they are loaded.
+    """
     values = asdict(config.model) | {"weights": None, "num_classes": config.model.num_classes or 1000}
+    weights = config.model.weights
     with comm.together("model"), torch.device("meta"):
+        if comm.rank == 0 and weights and not Path(weights).exists() and not hub.is_reference(weights):
+            raise ValueError(f"--init-from is {weights}: there is no such file or folder.")
         try:
             create_model(values.pop("name"), **values)
         except ValueError as error:
@@ -400,7 +406,12 @@ def build_model(config: TrainConfig, device: torch.device, *, weights: str | Non
     """
     torch.manual_seed(config.run.seed)
     values = asdict(config.model) | {"weights": weights}
-    model = create_model(values.pop("name"), **values)
+    try:
+        model = create_model(values.pop("name"), **values)
+    except ValueError as error:
+        if not config.model.weights:
+            raise
+        raise ValueError(f"--init-from is {config.model.weights}: {error}.") from error
     return choose_attention(model, device)
 
 

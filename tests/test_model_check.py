@@ -5,12 +5,13 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from largebatch import build
 from largebatch.config import ModelConfig, TrainConfig
 from zoo import create_model
 
-COMM = SimpleNamespace(together=lambda phase: nullcontext())
+COMM = SimpleNamespace(rank=0, together=lambda phase: nullcontext())
 
 
 @pytest.mark.parametrize(
@@ -21,11 +22,18 @@ COMM = SimpleNamespace(together=lambda phase: nullcontext())
         ({"name": "vit_b_32"}, "^There is no model 'vit_b_32': did you mean vit_b32.* the zoo has .*, and timm/NAME.$"),
         ({"name": "timm/resnt18"}, "^There is no model 'timm/resnt18': did you mean timm/resnet18 "),
         ({"name": "timm/test_vit", "img_size": 100}, "^--model.img_size 100 does not fit timm/test_vit: "),
+        ({"weights": "nowhere.pt"}, "^--init-from is nowhere.pt: there is no such file or folder.$"),
     ],
 )
 def test_a_model_that_cannot_be(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         build.check_model(TrainConfig(model=ModelConfig(**options)), COMM)
+
+
+def test_weights_that_cannot_be_read():
+    config = TrainConfig(model=ModelConfig(name="vit_nano32", weights=__file__))
+    with pytest.raises(ValueError, match=f"^--init-from is {__file__}: {__file__} is not known as a weights file"):
+        build.build_model(config, torch.device("cpu"), weights=__file__)
 
 
 def test_batch_norm_over_few_images_is_warned_of(caplog):

@@ -165,6 +165,7 @@ def test_every_lever_at_once_trains_the_same(tmp_path):
         ),
         (["--recipe", "vit_b32"], "Recipe vit_b32 has no images of its own: give --data FOLDER"),
         (["--data", "/no/such/folder", "--recipe", "quickstart"], "There is no folder /no/such/folder: expected"),
+        (["--init-from", "nowhere.pt"], "--init-from is nowhere.pt: there is no such file or folder."),
         (["--model", "vit_b32", "--data", "/no/such/folder"], "There is no folder /no/such/folder: expected"),
     ],
 )
