@@ -5,6 +5,9 @@ import hashlib
 import io
 import logging
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -131,6 +134,17 @@ def test_images_that_are_left_out_are_told(image_folder, tmp_path, caplog):
     assert len(sources.open_source(str(image_folder), split="train", cache=cache)) == 14
     (warning,) = caplog.messages
     assert warning.startswith(f"images in {folder.parent} that are left out: 2, the first is {folder}/a.GIF; only .jpg")
+
+
+def test_a_photo_of_a_hundred_megapixels_is_no_attack(image_folder, tmp_path):
+    Image.new("L", (12_000, 9_000)).save(image_folder / "train" / "n01" / "large.png")
+    program = (
+        "import sys; from largebatch.data.sources import open_source\n"
+        "print(open_source(sys.argv[1], split='train', cache=sys.argv[2]).width.max())"
+    )
+    command = [sys.executable, "-c", program, str(image_folder), str(tmp_path / "cache")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("12000\n", "")
 
 
 def test_the_folder_of_one_split(image_folder, tmp_path):

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP")  # the formats that the decoder reads, by PIL's names
 TAR = ".tar"  # the suffix of WebDataset's shards
 _CHUNK = 1000  # image files per task of the thread pool
+# Pillow warns of images above 89 megapixels, which a photo may have, and refuses those above 179.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 # Columns for the images of a file: offset, length, label, width, height. Then, in TFRecords, columns for their label
 # maps: offset, k, h, w, number of classes.
