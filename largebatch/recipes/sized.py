@@ -43,7 +43,7 @@ def scratch(model: str = "vit_b32", num_images: int = 0, *, batch_size: int = 0)
         augment=AugmentConfig(auto_augment="rand-m9-mstd0.5-inc1", mixup_alpha=0.8, cutmix_alpha=1.0),
         optim=OptimConfig(preset="paper", lr=3e-3, weight_decay=0.02, clip_norm=1.0),
         schedule=ScheduleConfig(name="cosine", warmup="5 %", scaling="sqrt", reference_batch_size=2048),
-        run=RunConfig(folder=folder_of(model), duration="300 epochs", eval_every="1 %"),
+        run=RunConfig(folder=folder_of(model), duration="300 epochs"),
         checkpoint=CheckpointConfig(every="10 minutes"),
     )
 
