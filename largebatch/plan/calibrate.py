@@ -3,12 +3,16 @@
 import csv
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from largebatch.config import TrainConfig
+from largebatch.plan.constants import device_named, find_device
+from largebatch.plan.planning import cluster_of
 from largebatch.plan.step import Cluster, Speed, pass_seconds, precision_of, step_of
 from largebatch.plan.trace import trace
+from largebatch.recipes import RECIPES
 
 STEP = re.compile(
     r"^training step, (?P<model>[\w./]+) at (?P<side>\d+) px, (?P<precision>\w+), "
@@ -60,6 +64,37 @@ def calibrated(path: Path, config: TrainConfig, cluster: Cluster) -> Speed:
             f"--calibrate is {path}, whose steps take {seconds:.3g} s, less than their reduction: measure on one rank."
         )
     return Speed((seconds - rest) / compute, f"{path}: {rows[0]['hardware']}, {rows[0]['date']}")
+
+
+def predicted_steps(titles: Sequence[str], seconds: float, *, hardware: str) -> list[float] | None:
+    """Return the time of the steps with these titles, all on one host, if the first takes `seconds`.
+
+    None for titles that do not describe steps of a model that can be counted.
+    """
+    matches = [STEP.match(title) for title in titles]
+    found = [match for match in matches if match]
+    if len(found) < len(titles):
+        return None
+    configs = [_config(match) for match in found]
+    ranks = [int(match["ranks"]) for match in found]
+    device = device_named(hardware) or find_device("cpu")
+    cluster = cluster_of(ranks[0], device.name, per_host=max(ranks))
+    counted = trace(configs[0], device=device.kind)
+    first = step_of(configs[0], counted, cluster)
+    speed = Speed(max(0.01, (seconds - first.exposed - first.optimizer) / first.compute))
+    return [step_of(one, counted, replace(cluster, ranks=n), speed).seconds for one, n in zip(configs, ranks)]
+
+
+def _config(match: re.Match[str]) -> TrainConfig:
+    recipe = RECIPES.get(match["model"], TrainConfig)()
+    return replace(
+        recipe,
+        model=replace(recipe.model, name=match["model"], img_size=int(match["side"]), num_classes=1000),
+        data=replace(
+            recipe.data, global_batch_size=int(match["batch"]), micro_batch_size=int(match["micro"])
+        ),
+        run=replace(recipe.run, precision=match["precision"]),  # type: ignore[arg-type]  # one of its texts
+    )
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

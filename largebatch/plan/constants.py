@@ -5,6 +5,7 @@ calibration (`--calibrate`) or an option replaces them.
 """
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -162,6 +163,15 @@ RESTART_S = Constant(300.0, f"from a failure to the first new step: {ASSUMED}")
 def find_device(name: str) -> Device:
     """Return a device by name; ValueError, with the nearest name, for an unknown one."""
     return _find(name.lower(), DEVICES, "--gpu")
+
+
+def device_named(name: str) -> Device | None:
+    """Return the device that torch or a benchmark's table names, such as "NVIDIA A100-SXM4-80GB"; None if unknown."""
+    for device in DEVICES.values():
+        words = device.name.partition("_")[0].replace("rtx", "rtx ")
+        if device.kind == "cuda" and re.search(rf"\b{words}\b", name, re.IGNORECASE):
+            return device
+    return None
 
 
 def find_link(name: str) -> Link:

@@ -73,8 +73,8 @@ def fitted(config: TrainConfig, ranks: int) -> tuple[TrainConfig, int, str]:
         accumulation_passes(**batch)
         uneven = 100 * (1 - count / (math.ceil(count / replicas) * replicas))
         why = (
-            f"The {count} micro-batches of a step do not come out even on {replicas} ranks, which wait {uneven:.0f} % of "
-            f"their time; nearest exact: {nearest_batches(**batch)}."
+            f"The {count} micro-batches of a step do not come out even on {replicas} ranks, which wait {uneven:.0f} % "
+            f"of their time; nearest exact: {nearest_batches(**batch)}."
         )
     except ValueError as error:
         why = str(error)

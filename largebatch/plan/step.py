@@ -4,11 +4,12 @@ import math
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
-from largebatch.config import TrainConfig, accumulation_passes
+from largebatch.config import ParallelConfig, TrainConfig, accumulation_passes
 from largebatch.plan import constants
 from largebatch.plan.constants import Device, Link
 from largebatch.plan.memory import share_of
 from largebatch.plan.trace import Pass
+from zoo import vit, volo
 
 
 @dataclass(frozen=True)
@@ -154,44 +155,45 @@ def exposed_seconds(backward: Backward, cluster: Cluster, *, data_ranks: int, ov
 
 
 def inner_seconds(counted: Pass, config: TrainConfig, cluster: Cluster) -> float:
-    """Return the communication inside of a pass of a divided ViT, by the byte formulas of parallel/README.md.
+    """Return the communication inside of a pass of a divided model, by the byte formulas of parallel/README.md.
 
-    Every block has the same; none of it is hidden.
+    None of it is hidden.
     """
     shape, parallel = config.parallel.shape(), config.parallel
     if shape.size == 1:
         return 0.0
-    tokens, features, depth = sizes_of(config)
     width = 4 if precision_of(config, cluster.device) == "fp32" else 2
-    a, w = counted.images * tokens * features * width, 12 * features**2 * width
-    n, side = parallel.tensor.size, max(shape.sizes.get("row", 1), shape.sizes.get("x", 1))
-    squares = (side - 1) / side**2
-    by_mode = {
-        "1d": 8 * (n - 1) / n * a,
-        "2d": squares * (21 * a + 3 * w),
-        "2.5d": squares * (21 * a / parallel.tensor.depth + 3 * w)
-        + 2 * (parallel.tensor.depth - 1) / parallel.tensor.depth * w / side**2,
-        "3d": (side - 1) / side**3 * (39 * a + 3 * w),
-    }
-    ring = 2 * (parallel.sequence - 1) / parallel.sequence * 2 * a  # K and V, forward and backward
-    per_block = by_mode[parallel.tensor.mode] * (n > 1) + ring
-    stages = 2 * a * (parallel.pipeline > 1)
+    sent = 0.0
+    for tokens, features, depth in stages_of(config):
+        a, w = counted.images * tokens * features * width, 12 * features**2 * width
+        ring = 2 * (parallel.sequence - 1) / parallel.sequence * 2 * a  # K and V, forward and backward
+        between = 2 * a * (parallel.pipeline > 1)
+        sent += (block_bytes(parallel, a, w) + ring) * depth / parallel.pipeline + between
     link = cluster.inside if shape.size <= cluster.per_host else cluster.between
-    return (per_block * depth / parallel.pipeline + stages) / link.bandwidth
+    return sent / link.bandwidth
 
 
-def sizes_of(config: TrainConfig) -> tuple[int, int, int]:
-    """Return tokens, features and blocks of a ViT of the zoo; ValueError for another model."""
-    from zoo.vit import STRUCTURES
+def block_bytes(parallel: ParallelConfig, a: float, w: float) -> float:
+    """Return the bytes that a rank sends for a block, forward and backward; a: activations of a pass, w: matrices."""
+    tensor, sizes = parallel.tensor, parallel.shape().sizes
+    side = max(sizes.get("row", 1), sizes.get("x", 1))
+    if tensor.mode == "1d":
+        return 8 * (tensor.size - 1) / tensor.size * a
+    if tensor.mode == "3d":
+        return (side - 1) / side**3 * (39 * a + 3 * w)
+    depth = tensor.depth
+    return (side - 1) / side**2 * (21 * a / depth + 3 * w) + 2 * (depth - 1) / depth * w / side**2
 
-    if config.model.name not in STRUCTURES:
-        raise ValueError(
-            f"--parallel is {config.parallel.shape()} and --model {config.model.name}: the time of a divided model is "
-            "known for the zoo's ViTs alone."
-        )
-    structure = STRUCTURES[config.model.name]
-    tokens = (config.model.img_size // structure.patch_size) ** 2 + 1
-    return tokens, structure.embed_dim, structure.depth
+
+def stages_of(config: TrainConfig) -> list[tuple[int, int, int]]:
+    """Return tokens, features and blocks of each stage of a model of the zoo."""
+    name, side = config.model.name, config.model.img_size
+    if name in vit.STRUCTURES:
+        structure = vit.STRUCTURES[name]
+        return [((side // structure.patch_size) ** 2 + 1, structure.embed_dim, structure.depth)]
+    outlook, *rest = volo.STRUCTURES[name].depths
+    outer, inner = volo.STRUCTURES[name].dims
+    return [((side // 8) ** 2, outer, outlook), ((side // volo.CELL) ** 2, inner, sum(rest))]
 
 
 # -- the step -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Predictions beside published and measured runs, failures included. No constant is fitted to any of these.
 
-Each row says what the plan was given. "counted": kernels at the rates of the device alone. "from NAME": the speed of one
-run of that cluster, which is therefore no prediction itself and is not in the table.
+Each row says what the plan was given. "counted": kernels at the rates of the device alone. "from NAME": the speed of
+the run on those GPUs, which is then no prediction and not in the table.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,10 @@ TIMM = (
     "https://github.com/huggingface/pytorch-image-models/blob/main/results/"
     "benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv"
 )
-NEMO = "https://docs.nvidia.com/nemo-framework/user-guide/latest/MultimodalModels/VisionLanguageFoundation/Vit/Perf.html"
+NEMO = (
+    "https://docs.nvidia.com/nemo-framework/user-guide/latest/"
+    "MultimodalModels/VisionLanguageFoundation/Vit/Perf.html"
+)
 DEIT = "https://arxiv.org/abs/2012.12877, section 5.6"
 SMALL = "largebatch/recipes/vit.py: vit_s16"
 
@@ -220,5 +223,5 @@ def memory() -> Iterator[Row]:
         )
         one = trace(config, device="cpu")
         predicted = (2 * one.weights + one.buffers + one.inputs + one.peak) / 2**20
-        how = ", checkpointing" if again else ""
-        yield Row("c", f"{name}, {precision}, batch {batch}{how}", "MiB", published, predicted, "counted", "measured here")
+        what = f"{name}, {precision}, batch {batch}" + ", checkpointing" * again
+        yield Row("c", what, "MiB", published, predicted, "counted", "measured here")
