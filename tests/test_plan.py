@@ -108,8 +108,9 @@ def test_counted_memory_is_that_of_a_real_pass(name, precision, checkpointing):
 
 
 def test_checkpointing_keeps_less_and_computes_a_third_more():
-    plain, again = (trace(small("vit_nano32", checkpointing=on), device="cuda") for on in (False, True))
-    assert again.activations < 0.5 * plain.activations and again.peak < 0.7 * plain.peak
+    configs = (small("vit_ti16", checkpointing=on) for on in (False, True))
+    plain, again = (trace(config, device="cuda", micro_batch_size=256) for config in configs)
+    assert again.activations < 0.2 * plain.activations and again.peak < 0.4 * plain.peak
     assert 1.2 < again.flops / plain.flops < 1.34
 
 
@@ -231,20 +232,18 @@ def test_a_rank_that_waits_for_images_delays_all():
 
 
 def test_expected_time_with_failures_is_that_of_many_runs(vit):
-    """Daly's formula beside runs whose failures are drawn; 4,000 segments give a standard error of 1 %."""
+    """Daly's formula beside drawn failures: 200,000 segments have a standard error of 0.5 %."""
     found = failures_of(b32(), vit, ranks=10_000, seconds=36_000, hours_per_failure=2_000)
-    cost = 3 * vit.weights / constants.COPY_RATE.value
+    cost, restart = 3 * vit.weights / constants.COPY_RATE.value, constants.RESTART_S.value
     assert found.mtbf == 720 and found.interval == pytest.approx(math.sqrt(2 * cost * 720))
-    draw, total, restart = random.Random(0), 0.0, constants.RESTART_S.value
-    for _ in range(4000):
+    draw, total, segments = random.Random(0), 0.0, 200_000
+    for _ in range(segments):
         needed = found.interval + cost
         while (failure := draw.expovariate(1 / 720)) < needed:
             total += failure
             needed = restart + found.interval + cost  # a failure in the restart begins it anew
         total += needed
-    # The formula pays for a restart with each segment's first attempt, too: exp(R / M) is on the whole.
-    lower = found.seconds / math.exp(restart / 720)
-    assert lower < 36_000 * total / 4000 / found.interval < 1.03 * found.seconds
+    assert found.seconds == pytest.approx(36_000 * total / segments / found.interval, rel=0.02)
     never = failures_of(b32(), vit, ranks=8, seconds=36_000, hours_per_failure=1e12)
     assert never.seconds == pytest.approx(36_000, rel=1e-4)
 
@@ -335,7 +334,6 @@ def test_table_and_pictures(tmp_path, capsys):
         (["--gpus", "0"], "--gpus is 0: expected 1 or more."),
         (["--model", "vit_b33"], "There is no model 'vit_b33': did you mean vit_b32?"),
         (["--epochs", "0"], "--epochs is 0: expected more than 0."),
-        (["--gpus", "65", "--global-batch", "64"], "A global batch of 64 is not a whole number of passes of 65 ranks"),
         (["--gpus", "3", "--parallel.pipeline", "2"], "--parallel asks for replicas of 2 ranks"),
         (["nowhere"], "nowhere has no config.yaml: expected the folder of a run."),
         (["--optim.lrr", "1"], "There is no option optim.lrr"),
