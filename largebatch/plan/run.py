@@ -117,8 +117,9 @@ def failures_of(
     M exp(R / M) (exp((τ + δ) / M) - 1) seconds for each τ of work.
     """
     mtbf = hours_per_failure * HOUR / ranks
-    cost = checkpoint_bytes(config, counted) / constants.COPY_RATE.value
-    interval = min(math.sqrt(2 * cost * mtbf), seconds)
+    size = checkpoint_bytes(config, counted)
+    cost, writing = size / constants.COPY_RATE.value, size / constants.WRITE_RATE.value
+    interval = min(max(math.sqrt(2 * cost * mtbf), writing), seconds)
     restart = constants.RESTART_S.value
     factor = mtbf * math.exp(restart / mtbf) * math.expm1((interval + cost) / mtbf) / interval
     return Failures(mtbf, interval, seconds * factor)

@@ -80,7 +80,7 @@ def _run(plan: Plan, *, price: float | None, watts: float | None) -> Iterator[st
         f"{need.cores_per_rank:.1f} CPU cores per rank decode them"
     )
     yield (
-        f"  failures: one in {failures.mtbf / HOUR:.0f} h; save every {failures.interval / 60:.0f} minutes; "
+        f"  failures: one in {failures.mtbf / HOUR:.0f} h; save every {failures.interval / 60:.1f} minutes; "
         f"expected {failures.seconds / HOUR:.2f} h"
     )
 

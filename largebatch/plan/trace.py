@@ -67,7 +67,7 @@ class Pass:
     inputs: int
     """images and targets of the micro-batch"""
     kept: Mapping[str, int]
-    """activations at the end of the forward pass, by the module that made them"""
+    """activations at the end of the forward pass, by the module that made them; negative where more is freed"""
     casts: int
     """weights in half precision, which autocast keeps; the only part of the peak that does not grow with the images"""
     whole: float
