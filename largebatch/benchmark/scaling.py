@@ -77,8 +77,8 @@ class Scaling:
         """Print the table, and write scaling.csv and scaling.png into `folder`."""
         print(f"{'ranks':>6}{'s per step':>12}{'img/s':>12}{'efficiency':>12}{'plan: s per step':>18}")
         for row, plan in zip(self.rows, self.predicted()):
-            figures = f"{row.ranks:6}{row.seconds:12.4g}{row.images_per_s:12.1f}{100 * self.efficiency(row):10.1f} %"
-            print(f"{figures}{plan:>18}")
+            measured = f"{row.ranks:6}{row.seconds:12.4g}{row.images_per_s:12.1f}{100 * self.efficiency(row):10.1f} %"
+            print(f"{measured}{plan:>18}")
         print(self.rows[-1].same["hardware"], self.rows[-1].same["versions"], self.rows[-1].same["date"], sep="; ")
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "scaling.csv", "w", newline="") as file:

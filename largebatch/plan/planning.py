@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from largebatch.config import TrainConfig, accumulation_passes, exact_batches, nearest_batches
 from largebatch.plan import constants
@@ -61,7 +62,7 @@ def cluster_of(
 def fitted(config: TrainConfig, ranks: int) -> tuple[TrainConfig, int, str]:
     """Return the config with the nearest batch that can be made, its passes, and why another one cannot be made."""
     replicas = config.parallel.shape().data_size(ranks)
-    batch = {
+    batch: dict[str, Any] = {
         "global_batch_size": config.data.global_batch_size,
         "micro_batch_size": config.data.micro_batch_size,
         "num_ranks": replicas,

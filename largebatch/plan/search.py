@@ -63,7 +63,11 @@ def _candidate(config: TrainConfig, counted: Pass, model: torch.nn.Module, clust
         passes_of(config, cluster.ranks)
         memory = of_rank(config, counted, cluster.device, ranks=cluster.ranks, micro_batch_size=micro).total
         if memory > cluster.device.memory:
-            raise ValueError(f"one image needs {memory / 2**30:.1f} GiB.")
+            device = cluster.device
+            raise ValueError(
+                f"A micro-batch of {micro} needs {memory / 2**30:.1f} GiB, and {device.name} has "
+                f"{device.memory / 2**30:.1f}: divide the model further."
+            )
         return Candidate(parallel, micro, step_of(config, scaled(counted, micro), cluster, speed), memory)
     except ValueError as error:
         return Candidate(parallel, micro, refused=str(error))
