@@ -101,7 +101,7 @@ def make_plan(
     num_images: training images. hours_per_failure: GPU-hours between two failures.
     """
     config, passes, correction = fitted(config, cluster.ranks)
-    counted = trace(config, device=cluster.device.kind, accumulates=passes > 1)
+    counted = trace(config, device=cluster.device.kind)
     model = replace(config.model, grad_checkpointing=not config.model.grad_checkpointing)
     other = trace(replace(config, model=model), device=cluster.device.kind)
     step = step_of(config, counted, cluster, speed)

@@ -86,11 +86,12 @@ class Pass:
         return sum(self.kept.values())
 
 
-def trace(config: TrainConfig, *, device: str, micro_batch_size: int = 0, accumulates: bool = True) -> Pass:
+def trace(config: TrainConfig, *, device: str, micro_batch_size: int = 0) -> Pass:
     """Count a pass of a config's model and loss on "cuda" or "cpu".
 
-    micro_batch_size: instead of the config's. accumulates: gradients of earlier passes are there already. Raises
-    ValueError for a model that cannot be built; precision "auto" counts as bf16 on a GPU, and as fp32 on a CPU.
+    micro_batch_size: instead of the config's. Gradients of earlier passes are there already, as in all passes of a step
+    but the first, so the first needs less. Precision "auto" counts as bf16 on a GPU, and as fp32 on a CPU. ValueError
+    for a model that cannot be built.
     """
     config = replace(config, model=replace(config.model, weights="", num_classes=config.model.num_classes or 1000))
     images = micro_batch_size or config.data.micro_batch_size
@@ -99,10 +100,9 @@ def trace(config: TrainConfig, *, device: str, micro_batch_size: int = 0, accumu
         precision = "bf16" if device == "cuda" else "fp32"
     model = meta_model(config, device, precision)
     counter = _Counter(model)
-    if accumulates:
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        counter.ignore(parameter.grad for parameter in model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    counter.ignore(parameter.grad for parameter in model.parameters())
     batch = _inputs(config, images)
     counter.ignore(tensor for tensor in batch if isinstance(tensor, Tensor))
     objective = build_objective(config, model)

@@ -231,4 +231,4 @@ def memory() -> Iterator[Row]:
         one = trace(config, device="cpu")
         predicted = (2 * one.weights + one.buffers + one.inputs + one.peak) / 2**20
         what = f"{name}, {precision}, batch {batch}" + ", checkpointing" * again
-        yield Row("c", what, "MiB", published, predicted, "counted", "measured here")
+        yield Row("m", what, "MiB", published, predicted, "counted", "measured here")
