@@ -37,6 +37,7 @@ from largebatch.plan.step import (
     passes_of,
     stages_of,
 )
+from largebatch.plan.text import search_lines
 from largebatch.plan.trace import Pass, _Counter, trace
 from largebatch.precision import autocast
 from largebatch.recipes import RECIPES
@@ -267,6 +268,8 @@ def test_search_orders_meshes_and_refuses_with_the_sentences_of_training():
     assert times == sorted(times) and found[0].parallel.shape().size == 1
     reasons = {one.refused for one in found if one.refused}
     assert any("mode 2d expects a square" in reason for reason in reasons)
+    shown = "\n".join(search_lines(found))
+    assert "data parallel alone, ZeRO" in shown and "refused: tensor 2d 2 and " in shown
 
 
 def test_every_constant_has_a_source_and_devices_are_those_of_the_datasheets():

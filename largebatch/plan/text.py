@@ -147,8 +147,8 @@ def search_lines(candidates: Sequence[Candidate], *, shown: int = 12) -> Iterato
 
 
 def name_of(candidate: Candidate) -> str:
-    """Return the name of a mesh."""
-    parallel = candidate.parallel
-    mesh = str(parallel.shape()) or "data parallel alone"
-    mode = f" ({parallel.tensor.mode})" if parallel.tensor.size > 1 else ""
-    return mesh + mode + (", ZeRO" if parallel.zero else "")
+    """Return the name of a mesh, which need not be possible."""
+    parallel, tensor = candidate.parallel, candidate.parallel.tensor
+    sizes = {"pipeline": parallel.pipeline, "sequence": parallel.sequence, f"tensor {tensor.mode}": tensor.size}
+    mesh = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "data parallel alone"
+    return mesh + (", ZeRO" if parallel.zero else "")
