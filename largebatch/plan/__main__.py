@@ -140,7 +140,7 @@ def _draw(options: argparse.Namespace, config: TrainConfig, made: "Plan") -> Non
     where = f"{config.model.name}, global batch {config.data.global_batch_size}, {made.cluster.device.name}"
     if options.picture:
         points = list(over_gpus(config, made, num_images=options.num_images))
-        draw_scaling(options.picture, points, title=f"{where}, predicted", price=options.price_per_gpu_hour)
+        draw_scaling(options.picture, points, title=f"{where}, or the nearest that is exact; predicted", price=options.price_per_gpu_hour)
     if options.timeline:
         backward = backward_of(made.counted, made.cluster, made.config, made.speed)
         steps = [

@@ -58,8 +58,8 @@ def draw_scaling(path: Path, points: Sequence[Point], *, title: str, price: floa
         point, why = found
         for axes in (left, right):
             axes.axvline(point.gpus, color="#555555", linestyle=(0, (1, 3)))
-        note = f"from {point.gpus} GPUs on twice\nthe GPU-hours, {REASONS[why]}"
-        left.text(0.98, 0.02, note, transform=left.transAxes, ha="right", fontsize=8)
+        note = f"from {point.gpus} GPUs on twice the GPU-hours, {REASONS[why]}"
+        left.set_title(note, loc="left", fontsize=8)
     left.set(xscale="log", yscale="log", xlabel="GPUs")
     right.set(xscale="log", xlabel="GPUs", ylabel="% of the run", ylim=(0, 100), xlim=(gpus[0], gpus[-1]))
     left.legend(frameon=False, fontsize=8, loc="lower left")
