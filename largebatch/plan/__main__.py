@@ -137,10 +137,11 @@ def _draw(options: argparse.Namespace, config: TrainConfig, made: "Plan") -> Non
     from largebatch.plan.simulate import Disturbance, simulate
     from largebatch.plan.step import backward_of
 
-    where = f"{config.model.name}, global batch {config.data.global_batch_size}, {made.cluster.device.name}"
+    where = f"{config.model.name} on {made.cluster.device.name}, global batch {config.data.global_batch_size}"
     if options.picture:
         points = list(over_gpus(config, made, num_images=options.num_images))
-        draw_scaling(options.picture, points, title=f"{where}, or the nearest that is exact; predicted", price=options.price_per_gpu_hour)
+        title = f"{where}, or the nearest that is exact; predicted"
+        draw_scaling(options.picture, points, title=title, price=options.price_per_gpu_hour)
     if options.timeline:
         backward = backward_of(made.counted, made.cluster, made.config, made.speed)
         steps = [
