@@ -216,6 +216,7 @@ MEASURED: dict[tuple[str, int, str, bool], float] = {
     ("vit_b32", 32, "bf16", True): 1198,
     ("vit_b32", 64, "fp32", False): 4825,
     ("vit_l32", 8, "bf16", False): 3693,
+    ("vit_l32", 8, "bf16", True): 3159,
     ("volo_d1", 8, "bf16", False): 945,
     ("volo_d1", 8, "bf16", True): 558,
 }
