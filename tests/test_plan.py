@@ -108,6 +108,18 @@ def test_counted_memory_is_that_of_a_real_pass(name, precision, checkpointing):
     assert counted.peak == pytest.approx(peak, rel=0.03)
 
 
+def test_memory_counts_until_it_is_free():
+    counter = _Counter(torch.nn.Linear(1, 1, device="meta"))
+    with counter:
+        x = torch.empty(1000, device="meta")
+        y = x + 1
+        del y
+        z = x.view(10, 100) + 1
+    assert counter.live == counter.peak == 8000 and [kernel.moved for kernel in counter.kernels] == [8000, 8000]
+    del z
+    assert counter.live == 4000
+
+
 def test_checkpointing_keeps_less_and_computes_a_third_more():
     configs = (small("vit_ti16", checkpointing=on) for on in (False, True))
     plain, again = (trace(config, device="cuda", micro_batch_size=256) for config in configs)

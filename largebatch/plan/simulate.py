@@ -121,7 +121,7 @@ def _messages(ready: list[tuple[float, int]], cluster: Cluster) -> list[Message]
             size += ready[count][1]
             count += 1
         ready = ready[count:]
-        begins = max(seen + agreed, free)
+        begins = seen + agreed  # not before `free`
         free = begins + allreduce_seconds(size, cluster)
         messages.append(Message(begins, free, size))
     return messages
