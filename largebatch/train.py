@@ -194,6 +194,7 @@ def prepare(
     logger.info("%s", headline(config, sized=sized))
     config, device = set_up(config, comm, final=not sized)
     config, images = read_images(argv or (), config, comm, device, sized=sized)
+    foretell(config, comm, device, num_images=len(images.train))
     trainer = build.build_trainer(config, comm, signals, device=device, images=images)
     with comm.together("writing config.yaml"):
         if comm.rank == 0:
@@ -250,6 +251,25 @@ def read_images(
                 train.check_maps(train.num_classes)
     config = with_classes(config, train)
     return config, Images(train, open_held_out(config, comm))
+
+
+def foretell(config: "TrainConfig", comm: "Communicator", device: "torch.device", *, num_images: int) -> None:
+    """Log the expected hours and memory of a run on GPUs; all ranks stop if it cannot fit."""
+    if device.type != "cuda":
+        return
+    import torch
+
+    from largebatch.plan.beforehand import expectation
+
+    with comm.together("planning"):
+        if comm.rank == 0:
+            name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
+            sizes = {"ranks": comm.size, "per_host": comm.local_size, "num_images": num_images}
+            try:
+                for line in expectation(config, name, memory, **sizes):
+                    logger.info("%s", line)
+            except RuntimeError as error:  # a model that cannot be counted without its weights
+                logger.debug("no plan: %s", error)
 
 
 def size_line(config: "TrainConfig") -> str:

@@ -1,5 +1,4 @@
-"""The plan of the house, from the ground up. A room is a folder or file of `largebatch`, or zoo. It imports exactly the
-rooms behind its name, and those libraries of LIBRARIES that stand there."""
+"""The plan of the house, from the ground up: a room (folder or file) imports exactly the rooms and LIBRARIES listed."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -13,10 +12,10 @@ comm mpi4py; pack: comm data files mpi4py rich zoo; losses: augment precision; r
 optim; engine: augment comm data evaluation losses optim precision replica; parallel: augment comm config losses native
 optim precision replica zoo; checkpoint: config engine zoo; hooks: augment checkpoint comm config engine files optim
 precision rich; build: augment batch_norm checkpoint comm config data engine hooks losses native optim parallel replica
-schedules start zoo; report: checkpoint config data files hooks zoo; export: config files hooks largebatch zoo;
-benchmark: augment build comm config data engine files hooks losses native optim parallel precision recipes start timm
-zoo; validate: build comm config data evaluation files precision recipes report start zoo; train: benchmark build comm
-config engine files hooks recipes report start
+schedules start zoo; report: checkpoint config data files hooks zoo; export: config files hooks largebatch zoo; plan:
+augment build config files parallel precision recipes zoo; validate: build comm config data evaluation files precision
+recipes report start zoo; benchmark: augment build comm config data engine files hooks losses native optim parallel plan
+precision recipes start timm zoo; train: benchmark build comm config engine files hooks plan recipes report start
 """
 LIBRARIES = {"horovod", "mpi4py", "nvidia", "rich", "timm"}
 ROOT = Path(__file__).resolve().parent.parent

@@ -65,11 +65,20 @@ class Scaling:
         """Images per second and rank, relative to the smallest number of ranks."""
         return row.images_per_s / row.ranks * self.rows[0].ranks / self.rows[0].images_per_s
 
+    def predicted(self) -> list[str]:
+        """Return the steps that `largebatch.plan` predicts from the row with the fewest ranks, all on one host."""
+        from largebatch.plan.calibrate import predicted_steps
+
+        titles, first = [row.same["benchmark"] for row in self.rows], self.rows[0]
+        found = predicted_steps(titles, first.seconds, hardware=first.same["hardware"])
+        return [f"{seconds:.4g}" for seconds in found] if found else ["-"] * len(self.rows)
+
     def write(self, folder: Path) -> None:
         """Print the table, and write scaling.csv and scaling.png into `folder`."""
-        print(f"{'ranks':>6}{'s per step':>12}{'img/s':>12}{'efficiency':>12}")
-        for row in self.rows:
-            print(f"{row.ranks:6}{row.seconds:12.4g}{row.images_per_s:12.1f}{100 * self.efficiency(row):10.1f} %")
+        print(f"{'ranks':>6}{'s per step':>12}{'img/s':>12}{'efficiency':>12}{'plan: s per step':>18}")
+        for row, plan in zip(self.rows, self.predicted()):
+            measured = f"{row.ranks:6}{row.seconds:12.4g}{row.images_per_s:12.1f}{100 * self.efficiency(row):10.1f} %"
+            print(f"{measured}{plan:>18}")
         print(self.rows[-1].same["hardware"], self.rows[-1].same["versions"], self.rows[-1].same["date"], sep="; ")
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "scaling.csv", "w", newline="") as file:

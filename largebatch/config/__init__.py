@@ -20,6 +20,7 @@ from largebatch.config.durations import (
     duration_images,
     duration_seconds,
     epoch_seconds,
+    exact_batches,
     nearest_batches,
     profiled_steps,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "duration_images",
     "duration_seconds",
     "epoch_seconds",
+    "exact_batches",
     "given_options",
     "load",
     "load_text",

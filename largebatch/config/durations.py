@@ -84,7 +84,18 @@ def nearest_batches(*, global_batch_size: int, micro_batch_size: int, num_ranks:
 
     The batch itself comes first, if a smaller micro-batch makes it exact; others follow if that one is less than half.
     """
-    found: list[tuple[int, int]] = []  # micro-batch, passes
+    found = exact_batches(
+        global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, num_ranks=num_ranks
+    )
+    return ", or ".join(
+        f"{num_ranks * micro * passes} = {num_ranks} ranks × {micro} micro-batch × {passes} passes"
+        for micro, passes in found
+    )
+
+
+def exact_batches(*, global_batch_size: int, micro_batch_size: int, num_ranks: int) -> list[tuple[int, int]]:
+    """Return micro-batch and passes of the batches that `nearest_batches` describes."""
+    found: list[tuple[int, int]] = []
     share, rest = divmod(global_batch_size, num_ranks)
     most = min(micro_batch_size, share)
     if share and not rest:
@@ -94,7 +105,4 @@ def nearest_batches(*, global_batch_size: int, micro_batch_size: int, num_ranks:
         passes = max(1, math.ceil(global_batch_size / (micro_batch_size * num_ranks)))
         below = int(global_batch_size / (num_ranks * passes)) // 4 * 4  # kernels are faster with aligned sizes
         found += [(micro, passes) for micro in (below, below + 4) if micro]
-    return ", or ".join(
-        f"{num_ranks * micro * passes} = {num_ranks} ranks × {micro} micro-batch × {passes} passes"
-        for micro, passes in found
-    )
+    return found

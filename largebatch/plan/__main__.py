@@ -1,0 +1,199 @@
+"""What a run needs: batch, memory, hours, GPU-hours, images, checkpoints, before anything is paid.
+
+    python -m largebatch.plan --gpus 200 --gpu a100 --model vit_b32 --global-batch 32768 --epochs 300
+    python -m largebatch.plan --gpus 64 --gpu h100 --recipe volo_d5 --price-per-gpu-hour 2.5
+    python -m largebatch.plan RUN --gpus 64 --gpu h100                the options of a run, from its config.yaml
+    python -m largebatch.plan validate                                predictions beside published and measured runs
+
+Every option of largebatch.train may follow, such as --model.grad_checkpointing true. Nothing is computed and nothing is
+written but the pictures that are asked for. Neither Horovod nor DALI nor a GPU is needed.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from largebatch.config import TrainConfig, parse
+from largebatch.plan import constants
+
+if TYPE_CHECKING:
+    from largebatch.plan.planning import Plan
+    from largebatch.plan.step import Cluster, Speed
+
+TIMELINES = (8, 200, 10_000)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line, by default that of this process; return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words[:1] == ["validate"]:
+            return validate(words[1:])
+        return plan(words)
+    except (ValueError, OSError) as mistake:
+        sys.stderr.write(f"largebatch: {mistake}\n")
+        return 2
+
+
+def plan(words: Sequence[str]) -> int:
+    """Print a plan; return 1 if it does not fit into the device."""
+    run = words[0] if words and not words[0].startswith("-") else ""
+    options, training = _parser().parse_known_args(words[bool(run) :])
+    _check(options)
+    config = read_config(run, options, training)
+
+    from largebatch.plan import text  # the models' modules take seconds to import
+    from largebatch.plan.calibrate import calibrated
+    from largebatch.plan.planning import cluster_of, make_plan
+    from largebatch.plan.step import Speed
+
+    cluster = cluster_of(
+        options.gpus,
+        options.gpu,
+        per_host=options.gpus_per_host,
+        network=options.network,
+        cores_per_rank=options.cores_per_rank,
+    )
+    speed = calibrated(options.calibrate, config, cluster) if options.calibrate else Speed()
+    if options.search:
+        return _search(config, cluster, speed)
+    made = make_plan(
+        config,
+        cluster,
+        speed=speed,
+        num_images=options.num_images,
+        hours_per_failure=options.gpu_hours_per_failure,
+    )
+    cost = {"price": options.price_per_gpu_hour, "watts": options.watts_per_gpu}
+    print(text.as_json(made, **cost) if options.json else "\n".join(text.lines(made, **cost)))
+    _draw(options, config, made)
+    return int(made.memory.total > cluster.device.memory)
+
+
+def validate(words: Sequence[str]) -> int:
+    """Print predictions beside published and measured runs."""
+    from largebatch.plan import validation
+
+    parser = argparse.ArgumentParser(prog="python -m largebatch.plan validate", description=validation.__doc__)
+    parser.add_argument("--markdown", action="store_true", help="as in docs/planner.md")
+    args = parser.parse_args(words)
+    print("\n".join(validation.lines(markdown=args.markdown)))
+    return 0
+
+
+def read_config(run: str, options: argparse.Namespace, training: Sequence[str]) -> TrainConfig:
+    """Return the config of a run, a recipe or a model, with the options of largebatch.train; ValueError for mistakes.
+
+    run: the folder of a run; empty: the command line alone counts.
+    """
+    from largebatch.recipes import find
+
+    words = list(training)
+    if run:
+        file = Path(run) / "config.yaml"
+        if not file.is_file():
+            raise ValueError(f"{run} has no config.yaml: expected the folder of a run.")
+        words = ["--config", str(file), *words]
+    for option, value in (("global_batch_size", options.global_batch), ("micro_batch_size", options.micro_batch)):
+        words += [] if value is None else [f"--data.{option}", str(value)]
+    if options.epochs is not None:
+        words += ["--run.duration", f"{options.epochs:g} epochs"]
+
+    def choose(given: Mapping[str, Any]) -> TrainConfig:
+        if "data.path" not in given:  # the published recipe of the model, which is for ImageNet
+            given = {**given, "data.path": "synthetic"}
+        return find(given, options.num_images)
+
+    return parse(words, choose_recipe=choose)
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("epochs", "num_images", "gpu_hours_per_failure"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {value:g}: expected more than 0.")
+    for name in ("price_per_gpu_hour", "watts_per_gpu"):
+        value = getattr(options, name)
+        if value is not None and value < 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {value:g}: expected 0 or more.")
+
+
+def _search(config: TrainConfig, cluster: "Cluster", speed: "Speed") -> int:
+    from largebatch.plan import text
+    from largebatch.plan.search import search
+
+    found = search(config, cluster, speed)
+    print("\n".join(text.search_lines(found)))
+    return int(all(one.refused for one in found))
+
+
+def _draw(options: argparse.Namespace, config: TrainConfig, made: "Plan") -> None:
+    """Write the pictures that are asked for."""
+    from largebatch.plan.picture import draw_scaling, draw_timelines
+    from largebatch.plan.planning import over_gpus
+    from largebatch.plan.simulate import Disturbance, simulate
+    from largebatch.plan.step import backward_of
+
+    where = f"{config.model.name} on {made.cluster.device.name}, global batch {config.data.global_batch_size}"
+    if options.picture:
+        points = list(over_gpus(config, made, num_images=options.num_images))
+        title = f"{where}, or the nearest that is exact; predicted"
+        draw_scaling(options.picture, points, title=title, price=options.price_per_gpu_hour)
+    if options.timeline:
+        backward = backward_of(made.counted, made.cluster, made.config, made.speed)
+        steps = [
+            simulate(
+                backward,
+                replace(made.cluster, ranks=ranks),
+                compute=made.step.compute,
+                optimizer=made.step.optimizer,
+                disturbance=Disturbance(jitter=options.jitter),
+                seed=options.seed,
+            )
+            for ranks in TIMELINES
+        ]
+        images = made.config.data.micro_batch_size * made.passes
+        draw_timelines(options.timeline, steps, title=f"{config.model.name}, {images} images per rank, simulated")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m largebatch.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--gpus", type=int, default=8, help="GPUs, one rank each (default: 8)")
+    add("--gpu", default="a100", metavar="NAME", help=f"{', '.join(constants.DEVICES)} (default: a100)")
+    add("--gpus-per-host", type=int, default=8, metavar="N", help="default: 8")
+    add("--network", default="", metavar="NAME", help=f"between hosts: {', '.join(constants.LINKS)}")
+    add("--cores-per-rank", type=float, default=0, metavar="N", help="CPU cores that decode images for a rank (16)")
+    add("--global-batch", type=int, metavar="N", help="--data.global_batch_size")
+    add("--micro-batch", type=int, metavar="N", help="--data.micro_batch_size")
+    add("--epochs", type=float, help="--run.duration")
+    add("--num-images", type=int, default=int(constants.IMAGENET_IMAGES.value), help="training images (ImageNet's)")
+    add("--price-per-gpu-hour", type=float, metavar="X", help="prints the price")
+    add("--watts-per-gpu", type=float, metavar="W", help="prints the energy, that of hosts and cooling included or not")
+    add(
+        "--gpu-hours-per-failure",
+        type=float,
+        default=constants.GPU_HOURS_PER_FAILURE.value,
+        metavar="H",
+        help="GPU-hours between two failures (default: %(default).0f)",
+    )
+    add("--calibrate", type=Path, metavar="FILE", help="CSV of `largebatch.benchmark model` or `step`, of this model")
+    add("--search", action="store_true", help="list the fastest meshes that fit, and why others are refused")
+    add("--json", action="store_true", help="print JSON, in seconds and bytes")
+    add("--picture", type=Path, metavar="PNG", help="hours and cost over 1 to 10,000 GPUs")
+    add("--timeline", type=Path, metavar="PNG", help="a simulated step at 8, 200 and 10,000 ranks")
+    add("--jitter", type=float, default=0.02, help="of a rank's time, for --timeline (default: 0.02, assumed)")
+    add("--seed", type=int, default=0, help="of the draws, for --timeline")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,112 @@
+"""The memory of a rank by part, from a counted pass, and the largest micro-batch that fits. Bytes throughout."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from largebatch.config import ParallelConfig, TrainConfig
+from largebatch.plan import constants
+from largebatch.plan.constants import Device
+from largebatch.plan.trace import Pass
+
+MOMENTS = {"lamb": 2, "apex_lamb": 2, "adamw": 2, "sgd": 1, "lars": 1}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of a rank at its peak."""
+
+    weights: float
+    gradients: float
+    moments: float
+    average: float
+    inputs: float
+    """images and targets, twice: the loader prepares the next micro-batch"""
+    activations: float
+    """at the end of the forward pass"""
+    workspace: float
+    """what the peak of a pass adds to its activations, such as gradients of activations and recomputed blocks"""
+    communication: float
+    """fusion buffer of Horovod, buffers of NCCL"""
+    runtime: float
+    """CUDA's context, the loader's buffers, gaps between blocks of memory"""
+
+    @property
+    def total(self) -> float:
+        """The sum of all parts."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Share:
+    """The parts of a model and of a pass that one rank of a replica has."""
+
+    weights: float
+    activations: float
+
+
+def share_of(parallel: ParallelConfig, whole: float) -> Share:
+    """Return a rank's share of weights and activations, by the table of parallel/README.md.
+
+    whole: see `Pass.whole`. Norms and biases, 1 % of the weights at most, count as cut.
+    """
+    shape, tensor = parallel.shape(), parallel.tensor
+    cut = math.prod(shape.sizes[name] for name in shape.tensor)
+    pieces = cut // tensor.depth if tensor.mode == "2.5d" else cut
+    activations = whole + (1 - whole) / cut if tensor.mode == "1d" else 1 / cut
+    # Under 1F1B and GPipe a stage holds as many parts of a micro-batch as there are stages, at most.
+    in_flight = min(1.0, parallel.pipeline / (parallel.micro_batches or parallel.pipeline))
+    activations *= in_flight / parallel.pipeline / parallel.sequence
+    return Share(1 / pieces / parallel.pipeline, activations)
+
+
+def of_rank(config: TrainConfig, counted: Pass, device: Device, *, ranks: int, micro_batch_size: int = 0) -> Memory:
+    """Return the memory of a rank.
+
+    counted: a pass of the config's model, with or without checkpointing. micro_batch_size: another one than that of
+    the pass; activations grow in proportion, but for the casts of the weights.
+    """
+    share = share_of(config.parallel, counted.whole)
+    scale = (micro_batch_size or counted.images) / counted.images
+    parameters = counted.weights * share.weights
+    data_ranks = config.parallel.shape().data_size(ranks)
+    moments = MOMENTS[config.optim.name] * parameters
+    if config.parallel.zero:
+        moments = 0.0 if config.parallel.offload else moments / data_ranks
+    casts, on_gpu = counted.casts * share.weights, device.kind == "cuda"
+    grows = scale * share.activations
+    activations = casts + (counted.activations - counted.casts) * grows
+    peak = casts + (counted.peak - counted.casts) * grows
+    exchanges, fusion = ranks > 1, config.horovod.fusion_threshold_mb
+    fusion_bytes = constants.FUSION_BYTES.value if fusion is None else fusion * 2**20
+    parts = Memory(
+        weights=parameters + counted.buffers,
+        gradients=parameters,
+        moments=moments,
+        average=parameters if config.optim.ema_half_life else 0.0,
+        inputs=2 * counted.inputs * scale,
+        activations=activations,
+        workspace=max(peak - activations, 0.0),
+        communication=exchanges * (fusion_bytes + on_gpu * constants.NCCL_BYTES.value),
+        runtime=on_gpu * (constants.CONTEXT_BYTES.value + constants.LOADER_BYTES.value),
+    )
+    gaps = constants.RESERVE.value * (parts.total - parts.communication - parts.runtime)
+    return replace(parts, runtime=parts.runtime + gaps)
+
+
+def largest_micro_batch(config: TrainConfig, counted: Pass, device: Device, *, ranks: int) -> int:
+    """Return the largest micro-batch whose pass fits into the device; 0: not even one image does."""
+    at = {n: of_rank(config, counted, device, ranks=ranks, micro_batch_size=n).total for n in (1, 2)}
+    slope = at[2] - at[1]
+    return max(0, math.floor((device.memory - (at[1] - slope)) / slope))
+
+
+def checkpoint_bytes(config: TrainConfig, counted: Pass) -> float:
+    """Return the bytes of a checkpoint: weights, moments, and the average if there is one."""
+    copies = 1 + MOMENTS[config.optim.name] + bool(config.optim.ema_half_life)
+    return counted.weights * copies + counted.buffers
+
+
+def by_block(counted: Pass) -> Mapping[str, int]:
+    """Return the activations that each block of the model keeps, without those parts that keep less than a MiB."""
+    return {name: size for name, size in counted.kept.items() if size >= 2**20}

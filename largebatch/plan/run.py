@@ -1,0 +1,125 @@
+"""A whole run: hours by part, GPU-hours, price, energy, the images that it needs, failures. Seconds unless named."""
+
+import math
+from dataclasses import asdict, dataclass
+
+from largebatch.config import NEVER, TrainConfig, duration_images, duration_seconds
+from largebatch.plan import constants
+from largebatch.plan.memory import checkpoint_bytes
+from largebatch.plan.step import Cluster, Speed, Step, pass_seconds, precision_of
+from largebatch.plan.trace import Pass
+
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """The time of a run without failures, by part."""
+
+    start: float
+    training: float
+    evaluations: float
+    checkpoints: float
+    """time that training stands still for them; the writing itself goes on beside it, unless it takes longer"""
+
+    @property
+    def seconds(self) -> float:
+        """The whole run."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Input:
+    """The images that a run needs."""
+
+    images_per_s: float
+    bytes_per_s: float
+    cores_per_rank: float
+    """CPU cores that decode them"""
+
+
+@dataclass(frozen=True)
+class Failures:
+    """The run on hosts that fail."""
+
+    mtbf: float
+    """mean time between failures of the job"""
+    interval: float
+    """between checkpoints, by Young and Daly"""
+    seconds: float
+    """expected time of the run"""
+
+
+def num_steps(config: TrainConfig, num_images: int) -> int:
+    """Return the steps of a run."""
+    batch = config.data.global_batch_size
+    whole = duration_images(config.run.duration, option="run.duration", num_samples=num_images, batch_size=batch)
+    steps = math.ceil(whole / batch)
+    return min(steps, config.run.max_steps) if config.run.max_steps else steps
+
+
+def run_of(config: TrainConfig, counted: Pass, cluster: Cluster, step: Step, speed: Speed, *, num_images: int) -> Run:
+    """Return the time of a run whose steps are all like `step`."""
+    steps = num_steps(config, num_images)
+    training = steps * step.seconds
+    evaluations = _count(config, config.run.eval_every, "run.eval_every", steps, num_images, training)
+    saves = _count(config, config.checkpoint.every, "checkpoint.every", steps, num_images, training)
+    return Run(
+        start=constants.START_S.value if cluster.device.kind == "cuda" else 0.0,
+        training=training,
+        evaluations=evaluations * evaluation_seconds(config, counted, cluster, speed),
+        checkpoints=saves * stall_seconds(config, counted, between=training / saves if saves else math.inf),
+    )
+
+
+def _count(config: TrainConfig, every: str, option: str, steps: int, num_images: int, seconds: float) -> int:
+    """Return how often something happens in a run that takes so many seconds."""
+    if every == NEVER:
+        return 0
+    if wanted := duration_seconds(every):
+        return max(1, math.floor(seconds / wanted))
+    batch = config.data.global_batch_size
+    images = duration_images(
+        every, option=option, num_samples=num_images, batch_size=batch, run_images=steps * batch
+    )
+    return max(1, min(steps, math.ceil(steps * batch / max(images, 1))))
+
+
+def evaluation_seconds(config: TrainConfig, counted: Pass, cluster: Cluster, speed: Speed) -> float:
+    """Return the time of an evaluation: a forward pass of the held-out images, a third of a pass."""
+    per_image = pass_seconds(counted, cluster.device, precision_of(config, cluster.device), speed) / counted.images / 3
+    replicas = config.parallel.shape().data_size(cluster.ranks)
+    share = math.ceil(constants.HELD_OUT_IMAGES.value / replicas)
+    average = 2 if config.optim.ema_half_life else 1
+    return constants.EVALUATION_S.value + average * share * per_image / config.parallel.shape().size
+
+
+def stall_seconds(config: TrainConfig, counted: Pass, *, between: float) -> float:
+    """Return the time that training waits for a checkpoint: the copy, and what is left of the save before."""
+    size = checkpoint_bytes(config, counted)
+    return size / constants.COPY_RATE.value + max(0.0, size / constants.WRITE_RATE.value - between)
+
+
+def input_of(config: TrainConfig, cluster: Cluster, step: Step) -> Input:
+    """Return the images that the steps of a run consume."""
+    rate = config.data.global_batch_size / step.seconds
+    per_rank = rate / config.parallel.shape().data_size(cluster.ranks)
+    return Input(rate, rate * constants.IMAGE_BYTES.value, per_rank / constants.DECODED_PER_CORE.value)
+
+
+def failures_of(
+    config: TrainConfig, counted: Pass, *, ranks: int, seconds: float, hours_per_failure: float
+) -> Failures:
+    """Return the expected time of a run of `seconds` with failures, at the best checkpoint interval.
+
+    Young (https://doi.org/10.1145/361147.361115) takes sqrt(2 δ M) for saves that cost δ and failures each M seconds.
+    The expected time is Daly's (https://doi.org/10.1016/j.future.2004.11.016): with interval τ and restart R,
+    M exp(R / M) (exp((τ + δ) / M) - 1) seconds for each τ of work.
+    """
+    mtbf = hours_per_failure * HOUR / ranks
+    size = checkpoint_bytes(config, counted)
+    cost, writing = size / constants.COPY_RATE.value, size / constants.WRITE_RATE.value
+    interval = min(max(math.sqrt(2 * cost * mtbf), writing), seconds)
+    restart = constants.RESTART_S.value
+    factor = mtbf * math.exp(restart / mtbf) * math.expm1((interval + cost) / mtbf) / interval
+    return Failures(mtbf, interval, seconds * factor)

@@ -1,0 +1,239 @@
+"""The time of a step by part, in closed form: compute, exposed reduction, optimizer, input. Seconds and bytes."""
+
+import math
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+
+from largebatch.config import ParallelConfig, TrainConfig, accumulation_passes
+from largebatch.plan import constants
+from largebatch.plan.constants import Device, Link
+from largebatch.plan.memory import share_of
+from largebatch.plan.trace import Pass
+from zoo import vit, volo
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks of a job and the links between them."""
+
+    ranks: int
+    device: Device
+    per_host: int
+    inside: Link
+    between: Link
+    cores_per_rank: float
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return math.ceil(self.ranks / self.per_host)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a device runs a model, and how this is known."""
+
+    factor: float = 1.0
+    """time of a pass as a multiple of the counted one"""
+    source: str = "counted kernels at the rates of the device; no measurement of this model"
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The last backward pass of a step, from its beginning, as the reduction sees it."""
+
+    seconds: float
+    ready: tuple[float, ...]
+    """when each gradient is ready"""
+    sizes: tuple[int, ...]
+    """bytes that each gradient needs on the wire"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The time of one step, by part."""
+
+    compute: float
+    exposed: float
+    """reduction that the backward pass does not hide"""
+    optimizer: float
+    input: float
+    """wait for images"""
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return sum(asdict(self).values())
+
+
+# -- compute --------------------------------------------------------------------------------------------------------
+
+
+def kernel_seconds(counted: Pass, device: Device, precision: str) -> list[float]:
+    """Return the time of each kernel: the longer of computing and moving its bytes."""
+    rate, bandwidth = device.rate(precision), device.bandwidth * constants.BANDWIDTH_SHARE.value
+    return [max(kernel.flops / rate, kernel.moved / bandwidth) for kernel in counted.kernels]
+
+
+def pass_seconds(counted: Pass, device: Device, precision: str, speed: Speed = Speed()) -> float:
+    """Return the time of a pass: the longer of the device's kernels and the host's launches of them."""
+    on_device = sum(kernel_seconds(counted, device, precision))
+    on_host = len(counted.kernels) * constants.LAUNCH_S.value if device.kind == "cuda" else 0.0
+    return speed.factor * max(on_device, on_host)
+
+
+def backward_of(counted: Pass, cluster: Cluster, config: TrainConfig, speed: Speed) -> Backward:
+    """Return the last backward pass of a step."""
+    times = kernel_seconds(counted, cluster.device, precision_of(config, cluster.device))
+    total = pass_seconds(counted, cluster.device, precision_of(config, cluster.device), speed)
+    stretch = total / sum(times)
+    ends = [0.0, *accumulate(times)]
+    begins = ends[counted.forward_kernels]
+    wire = 0.5 if config.run.compression == "fp16" else 1.0
+    share = share_of(config.parallel, counted.whole).weights * wire
+    return Backward(
+        seconds=(ends[-1] - begins) * stretch,
+        ready=tuple((ends[gradient.after] - begins) * stretch for gradient in counted.gradients),
+        sizes=tuple(round(gradient.size * share) for gradient in counted.gradients),
+    )
+
+
+def precision_of(config: TrainConfig, device: Device) -> str:
+    """Return the precision of a run on a device; auto is bf16 on a GPU and fp32 on a CPU."""
+    auto = "bf16" if device.kind == "cuda" else "fp32"
+    return auto if config.run.precision == "auto" else config.run.precision
+
+
+# -- communication --------------------------------------------------------------------------------------------------
+
+
+def allreduce_seconds(size: float, cluster: Cluster, ranks: int = 0) -> float:
+    """Return the time to sum `size` bytes over the ranks: the better of a ring and a tree, as NCCL chooses.
+
+    A ring sends 2 (n-1)/n of the bytes in 2 (n-1) messages, one after the other, a tree all bytes twice in 2 log2 n
+    (https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/). The slowest link decides.
+    """
+    ranks = ranks or cluster.ranks
+    if ranks == 1:
+        return 0.0
+    inside, hosts = min(ranks, cluster.per_host), math.ceil(ranks / cluster.per_host)
+    bandwidth = min(cluster.inside.bandwidth, cluster.between.bandwidth) if hosts > 1 else cluster.inside.bandwidth
+    near, far = cluster.inside.latency, cluster.between.latency
+    ring = 2 * (ranks - hosts) * near + 2 * (hosts > 1) * hosts * far + 2 * (ranks - 1) / ranks * size / bandwidth
+    tree = 2 * (inside - 1) * near + 2 * math.ceil(math.log2(hosts)) * far + 2 * size / bandwidth
+    return min(ring, tree)
+
+
+def negotiation_seconds(cluster: Cluster) -> float:
+    """Return the time until Horovod knows that gradients are ready everywhere: half a cycle, and two small sums."""
+    rounds = 2 * 2 * math.ceil(math.log2(max(cluster.ranks, 1)))
+    return cycle_seconds(cluster) / 2 + rounds * constants.NEGOTIATION_LATENCY_S.value
+
+
+def cycle_seconds(cluster: Cluster) -> float:
+    """Return the time between two looks of Horovod at the gradients."""
+    return constants.CYCLE_S[cluster.device.kind].value
+
+
+def exposed_seconds(backward: Backward, cluster: Cluster, *, data_ranks: int, overlaps: bool) -> float:
+    """Return the part of the reduction after the end of the backward pass.
+
+    Either the links are busy from the first gradient on, or the tail remains: the gradients of the last cycle.
+    """
+    if data_ranks == 1:
+        return 0.0
+    cycle, total = cycle_seconds(cluster), sum(backward.sizes)
+    messages = max(1, math.ceil(total / constants.FUSION_BYTES.value))
+    if not overlaps:
+        one = allreduce_seconds(total / messages, cluster, data_ranks)
+        return negotiation_seconds(cluster) + messages * one
+    tail = sum(s for s, at in zip(backward.sizes, backward.ready) if at > backward.seconds - cycle)
+    tail_s = negotiation_seconds(cluster) + allreduce_seconds(tail, cluster, data_ranks)
+    busy = max(messages, min(len(backward.sizes), round(backward.seconds / cycle)))
+    whole = busy * allreduce_seconds(total / busy, cluster, data_ranks) + negotiation_seconds(cluster)
+    return max(tail_s, whole - (backward.seconds - backward.ready[0]))
+
+
+def inner_seconds(counted: Pass, config: TrainConfig, cluster: Cluster) -> float:
+    """Return the communication inside of a pass of a divided model, by the byte formulas of parallel/README.md.
+
+    None of it is hidden.
+    """
+    shape, parallel = config.parallel.shape(), config.parallel
+    if shape.size == 1:
+        return 0.0
+    width = 4 if precision_of(config, cluster.device) == "fp32" else 2
+    sent = 0.0
+    for tokens, features, depth in stages_of(config):
+        a, w = counted.images * tokens * features * width, 12 * features**2 * width
+        ring = 2 * (parallel.sequence - 1) / parallel.sequence * 2 * a  # K and V, forward and backward
+        between = 2 * a * (parallel.pipeline > 1)
+        sent += (block_bytes(parallel, a, w) + ring) * depth / parallel.pipeline + between
+    link = cluster.inside if shape.size <= cluster.per_host else cluster.between
+    return sent / link.bandwidth
+
+
+def block_bytes(parallel: ParallelConfig, a: float, w: float) -> float:
+    """Return the bytes that a rank sends for a block, forward and backward; a: activations of a pass, w: matrices."""
+    tensor, sizes = parallel.tensor, parallel.shape().sizes
+    side = max(sizes.get("row", 1), sizes.get("x", 1))
+    if tensor.mode == "1d":
+        return 8 * (tensor.size - 1) / tensor.size * a
+    if tensor.mode == "3d":
+        return (side - 1) / side**3 * (39 * a + 3 * w)
+    depth = tensor.depth
+    return (side - 1) / side**2 * (21 * a / depth + 3 * w) + 2 * (depth - 1) / depth * w / side**2
+
+
+def stages_of(config: TrainConfig) -> list[tuple[int, int, int]]:
+    """Return tokens, features and blocks of each stage of a model of the zoo."""
+    name, side = config.model.name, config.model.img_size
+    if name in vit.STRUCTURES:
+        structure = vit.STRUCTURES[name]
+        return [((side // structure.patch_size) ** 2 + 1, structure.embed_dim, structure.depth)]
+    outlook, *rest = volo.STRUCTURES[name].depths
+    outer, inner = volo.STRUCTURES[name].dims
+    return [((side // 8) ** 2, outer, outlook), ((side // volo.CELL) ** 2, inner, sum(rest))]
+
+
+# -- the step -------------------------------------------------------------------------------------------------------
+
+
+def optimizer_seconds(counted: Pass, config: TrainConfig, cluster: Cluster) -> float:
+    """Return the time of clip and update, which move every parameter and its moments through the memory."""
+    moved = {"adamw": constants.ADAMW_MOVED, "sgd": constants.SGD_MOVED, "lars": constants.SGD_MOVED}
+    parameters = counted.weights / 4 * share_of(config.parallel, counted.whole).weights
+    bandwidth = cluster.device.bandwidth * constants.BANDWIDTH_SHARE.value
+    update = moved.get(config.optim.name, constants.LAMB_MOVED).value * parameters / bandwidth
+    if not config.parallel.zero:
+        return update
+    data_ranks = config.parallel.shape().data_size(cluster.ranks)
+    return update / data_ranks + allreduce_seconds(4 * parameters / 2, cluster, data_ranks)  # an allgather is half
+
+
+def passes_of(config: TrainConfig, ranks: int) -> int:
+    """Return the passes of a rank in a step; ValueError, with training's own sentence, if the batch cannot be made."""
+    return accumulation_passes(
+        global_batch_size=config.data.global_batch_size,
+        micro_batch_size=config.data.micro_batch_size,
+        num_ranks=config.parallel.shape().data_size(ranks),
+    )
+
+
+def step_of(config: TrainConfig, counted: Pass, cluster: Cluster, speed: Speed = Speed()) -> Step:
+    """Return the time of a step of a config on a cluster. counted: a pass of its micro-batch."""
+    data_ranks = config.parallel.shape().data_size(cluster.ranks)
+    passes, parallel = passes_of(config, cluster.ranks), config.parallel
+    one = pass_seconds(counted, cluster.device, precision_of(config, cluster.device), speed)
+    parts = parallel.micro_batches or parallel.pipeline
+    bubble = (parallel.pipeline - 1) / parts
+    compute = passes * (one / parallel.shape().size * (1 + bubble) + inner_seconds(counted, config, cluster))
+    exposed = exposed_seconds(
+        backward_of(counted, cluster, config, speed),
+        cluster,
+        data_ranks=data_ranks,
+        overlaps=parallel.shape().size == 1 and not config.run.compile,
+    )
+    optimizer = optimizer_seconds(counted, config, cluster)
+    decoded = config.data.micro_batch_size * passes / (cluster.cores_per_rank * constants.DECODED_PER_CORE.value)
+    return Step(compute, exposed, optimizer, max(0.0, decoded - compute - exposed - optimizer))

@@ -1,0 +1,154 @@
+"""A plan as a table, and as JSON."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from largebatch.plan import constants
+from largebatch.plan.memory import by_block
+from largebatch.plan.planning import Plan
+from largebatch.plan.run import HOUR
+from largebatch.plan.search import Candidate
+
+GIB = 2**30
+
+
+def lines(plan: Plan, *, price: float | None, watts: float | None) -> Iterator[str]:
+    """Yield the table."""
+    yield from _batch(plan)
+    yield ""
+    yield from _memory(plan)
+    yield ""
+    yield from _step(plan)
+    yield ""
+    yield from _run(plan, price=price, watts=watts)
+    yield ""
+    yield from _sources(plan)
+
+
+def _batch(plan: Plan) -> Iterator[str]:
+    data, cluster = plan.config.data, plan.cluster
+    model = plan.config.model
+    if plan.correction:
+        yield f"note: {plan.correction}"
+    replicas = plan.config.parallel.shape().data_size(cluster.ranks)
+    passes = "1 pass" if plan.passes == 1 else f"{plan.passes} passes"
+    yield (
+        f"{model.name} at {model.img_size} px on {cluster.ranks} × {cluster.device.name}: global batch "
+        f"{data.global_batch_size} = {replicas} ranks × {data.micro_batch_size} micro-batch × {passes}"
+    )
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    capacity = plan.cluster.device.memory
+    verdict = "fits" if plan.memory.total <= capacity else "DOES NOT FIT"
+    yield f"memory of a rank: {plan.memory.total / GIB:.2f} of {capacity / GIB:.1f} GiB, {verdict}"
+    for name, size in asdict(plan.memory).items():
+        yield f"  {name:15}{size / GIB:9.2f} GiB"
+    blocks = sorted(by_block(plan.counted).values())
+    if blocks:
+        middle, most = blocks[len(blocks) // 2] / 2**20, blocks[-1] / 2**20
+        yield f"  a block keeps {middle:.0f} MiB of activations, the part of the model that keeps most {most:.0f}"
+    names = ("with", "without") if plan.config.model.grad_checkpointing else ("without", "with")
+    yield f"  largest micro-batch: {plan.largest} {names[0]} activation checkpointing, {plan.other_largest} {names[1]}"
+    yield f"  {names[1]} activation checkpointing this micro-batch needs {plan.other.total / GIB:.2f} GiB"
+
+
+def _step(plan: Plan) -> Iterator[str]:
+    step, images = plan.step, plan.config.data.global_batch_size
+    yield f"step: {1e3 * step.seconds:.1f} ms, {images / step.seconds:,.0f} images/s"
+    for name, seconds in asdict(step).items():
+        yield f"  {name:15}{1e3 * seconds:9.1f} ms{100 * seconds / step.seconds:7.1f} %"
+    flops = images * plan.counted.flops / plan.counted.images / step.seconds / plan.cluster.ranks
+    share = 100 * flops / plan.cluster.device.peak
+    yield f"  {flops / 1e12:.1f} TFLOP/s per GPU, {share:.1f} % of the datasheet"
+
+
+def _run(plan: Plan, *, price: float | None, watts: float | None) -> Iterator[str]:
+    run, ranks, failures = plan.run, plan.cluster.ranks, plan.failures
+    yield f"run: {run.seconds / HOUR:.2f} h, {ranks * run.seconds / HOUR:,.1f} GPU-hours"
+    for name, seconds in asdict(run).items():
+        yield f"  {name:15}{seconds / HOUR:9.3f} h{100 * seconds / run.seconds:7.1f} %"
+    if price is not None:
+        yield f"  price: {price * ranks * failures.seconds / HOUR:,.2f}, failures included"
+    if watts is not None:
+        yield f"  energy: {watts * ranks * failures.seconds / HOUR / 1e3:,.1f} kWh, failures included"
+    need = plan.input
+    yield (
+        f"  images: {need.images_per_s:,.0f} per second, {need.bytes_per_s / 1e9:.2f} GB/s of JPEGs in all; "
+        f"{need.cores_per_rank:.1f} CPU cores per rank decode them"
+    )
+    yield (
+        f"  failures: one in {failures.mtbf / HOUR:.0f} h; save every {failures.interval / 60:.1f} minutes; "
+        f"expected {failures.seconds / HOUR:.2f} h"
+    )
+
+
+def _sources(plan: Plan) -> Iterator[str]:
+    cluster = plan.cluster
+    yield "from:"
+    yield f"  speed: {plan.speed.source}"
+    if plan.speed.factor != 1:
+        yield f"    a pass takes {plan.speed.factor:.2f} × the counted time"
+    yield f"  {cluster.device.name}: {cluster.device.source}"
+    for link in (cluster.inside, *((cluster.between,) if cluster.hosts > 1 else ())):
+        yield f"  {link.name}: {link.bandwidth / 1e9:.4g} GB/s, {1e6 * link.latency:.0f} µs: {link.source}"
+    assumed = [
+        name.lower()
+        for name, value in vars(constants).items()
+        if isinstance(value, constants.Constant) and constants.ASSUMED in value.source
+    ]
+    yield f"  assumed, without a source: {', '.join(assumed)} (largebatch/plan/constants.py)"
+
+
+def as_json(plan: Plan, *, price: float | None, watts: float | None) -> str:
+    """Return the plan as JSON, in seconds and bytes."""
+    data, gpu_hours = plan.config.data, plan.cluster.ranks * plan.failures.seconds / HOUR
+    found: dict[str, Any] = {
+        "model": plan.config.model.name,
+        "gpus": plan.cluster.ranks,
+        "gpu": plan.cluster.device.name,
+        "batch": {
+            "global": data.global_batch_size,
+            "micro": data.micro_batch_size,
+            "passes": plan.passes,
+            "note": plan.correction,
+        },
+        "memory": asdict(plan.memory) | {"total": plan.memory.total, "capacity": plan.cluster.device.memory},
+        "activations": dict(plan.counted.kept),
+        "largest_micro_batch": plan.largest,
+        "other_checkpointing": {"memory": plan.other.total, "largest_micro_batch": plan.other_largest},
+        "step": asdict(plan.step) | {"total": plan.step.seconds},
+        "run": asdict(plan.run) | {"total": plan.run.seconds},
+        "gpu_hours": gpu_hours,
+        "price": None if price is None else price * gpu_hours,
+        "kwh": None if watts is None else watts * gpu_hours / 1e3,
+        "input": asdict(plan.input),
+        "failures": asdict(plan.failures),
+        "speed": asdict(plan.speed),
+    }
+    return json.dumps(found, indent=2)
+
+
+def search_lines(candidates: Sequence[Candidate], *, shown: int = 12) -> Iterator[str]:
+    """Yield the best meshes, and the reasons why others are refused, each reason once."""
+    yield f"{'mesh':44}{'micro-batch':>12}{'ms per step':>13}{'GiB per rank':>14}"
+    for one in [one for one in candidates if one.step][:shown]:
+        assert one.step is not None
+        yield f"{name_of(one):44}{one.micro_batch_size:12}{1e3 * one.step.seconds:13.1f}{one.memory / GIB:14.2f}"
+    reasons: dict[str, list[str]] = {}
+    for one in candidates:
+        if one.refused:
+            reasons.setdefault(one.refused, []).append(name_of(one))
+    for reason, names in reasons.items():
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"refused: {names[0]}{others}: {reason}"
+
+
+def name_of(candidate: Candidate) -> str:
+    """Return the name of a mesh, which need not be possible."""
+    parallel, tensor = candidate.parallel, candidate.parallel.tensor
+    sizes = {"pipeline": parallel.pipeline, "sequence": parallel.sequence, f"tensor {tensor.mode}": tensor.size}
+    mesh = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "data parallel alone"
+    return mesh + (", ZeRO" if parallel.zero else "")

@@ -1,0 +1,408 @@
+"""A pass forward and backward, counted without computing it: kernels, FLOPs, bytes, and the memory that autograd keeps.
+
+The model runs on the meta device, where tensors have shapes and no numbers. A dispatch mode sees every operation and
+every piece of memory from its allocation to its end, as an allocator would, the recomputation of checkpointed blocks
+included. So nothing here is a formula of one architecture, and any model of the zoo or of timm can be counted.
+
+The meta device knows neither autocast nor fused attention nor fused dropout. `_Casts` stands for these: it casts as
+torch.autocast does on the device that is planned for, and computes attention and dropout as kernels that keep as much.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from largebatch.augment import Augmented
+from largebatch.build import build_objective
+from largebatch.config import TrainConfig
+from largebatch.precision import DTYPES
+from zoo import create_model, set_fused_attn, volo
+
+META = torch.device("meta")
+
+
+class Kernel(NamedTuple):
+    """The work of one operation on the device."""
+
+    flops: float
+    """of products of matrices and convolutions; 0 for all others"""
+    moved: float
+    """bytes that it reads and writes, each tensor once"""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of one parameter."""
+
+    name: str
+    size: int
+    """bytes"""
+    after: int
+    """number of kernels of the pass after which it is ready"""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass forward and backward of one micro-batch on one rank that holds the whole model; all memory in bytes."""
+
+    images: int
+    kernels: tuple[Kernel, ...]
+    forward_kernels: int
+    """how many of the kernels belong to the forward pass"""
+    gradients: tuple[Gradient, ...]
+    """in the order in which the backward pass finishes them"""
+    weights: int
+    buffers: int
+    """such as the statistics of batch norm"""
+    inputs: int
+    """images and targets of the micro-batch"""
+    kept: Mapping[str, int]
+    """activations at the end of the forward pass, by the module that made them; negative where more is freed"""
+    casts: int
+    """weights in half precision, which autocast keeps; the only part of the peak that does not grow with the images"""
+    whole: float
+    """share of the activations that are as wide as the embedding; a cut of the matrices leaves them whole in mode 1d"""
+    peak: int
+    """the most memory at once, beside weights, buffers, inputs and gradients that stay for the step"""
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the pass, recomputation included."""
+        return sum(kernel.flops for kernel in self.kernels)
+
+    @property
+    def activations(self) -> int:
+        """Activations at the end of the forward pass."""
+        return sum(self.kept.values())
+
+
+def trace(config: TrainConfig, *, device: str, micro_batch_size: int = 0) -> Pass:
+    """Count a pass of a config's model and loss on "cuda" or "cpu".
+
+    micro_batch_size: instead of the config's. Gradients of earlier passes are there already, as in all passes of a step
+    but the first, so the first needs less. Precision "auto" counts as bf16 on a GPU, and as fp32 on a CPU. ValueError
+    for a model that cannot be built.
+    """
+    config = replace(config, model=replace(config.model, weights="", num_classes=config.model.num_classes or 1000))
+    images = micro_batch_size or config.data.micro_batch_size
+    precision = config.run.precision
+    if precision == "auto":
+        precision = "bf16" if device == "cuda" else "fp32"
+    model = meta_model(config, device, precision)
+    counter = _Counter(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    counter.ignore(parameter.grad for parameter in model.parameters())
+    batch = _inputs(config, images)
+    counter.ignore(tensor for tensor in batch if isinstance(tensor, Tensor))
+    objective = build_objective(config, model)
+    casts, widths = _Casts(device, precision, counter), _Widths(getattr(model, "embed_dim", 0))
+    with torch.random.fork_rng(devices=[]), counter.watching(model), casts.recomputing(model):
+        torch.manual_seed(0)  # stochastic depth draws on the host
+        with casts, widths:
+            loss = objective(model, batch)
+        casts.end_forward()
+        counter.end_forward()
+        loss.backward()
+    return Pass(
+        images=images,
+        kernels=tuple(counter.kernels),
+        forward_kernels=counter.forward_kernels,
+        gradients=tuple(counter.gradients),
+        weights=sum(p.numel() * p.element_size() for p in model.parameters()),
+        buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
+        inputs=sum(t.numel() * t.element_size() for t in batch if isinstance(t, Tensor)),
+        kept=counter.kept,
+        casts=casts.size,
+        whole=widths.share(),
+        peak=counter.peak,
+    )
+
+
+def meta_model(config: TrainConfig, device: str, precision: str) -> nn.Module:
+    """Build the model on the meta device, with the attention that it would have on the device."""
+    options = {name: value for name, value in vars(config.model).items() if name not in ("name", "weights")}
+    with META:
+        model = create_model(config.model.name, **options).train()
+    set_fused_attn(model, device == "cuda")
+    if device == "cpu" and precision == "bf16" and torch.cpu.get_capabilities().get("avx512_bf16", False):
+        for layer in model.modules():
+            if isinstance(layer, volo.Attention) and not layer.attn_drop.p:
+                layer.native = _native  # as native.attention.choose_attention
+    return model
+
+
+def _inputs(config: TrainConfig, images: int) -> Augmented:
+    side, classes = config.model.img_size, config.model.num_classes
+    pixels, targets = torch.empty(images, 3, side, side, device=META), torch.empty(images, classes, device=META)
+    if not config.loss.dense_weight:
+        return Augmented(pixels, targets)
+    return Augmented(pixels, targets, torch.empty(images, (side // volo.CELL) ** 2, classes, device=META))
+
+
+# -- counting -------------------------------------------------------------------------------------------------------
+
+
+class _Counter(TorchDispatchMode):
+    """Counts operations, and the memory that lives."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.device = next(model.parameters()).device
+        self.kernels: list[Kernel] = []
+        self.gradients: list[Gradient] = []
+        self.kept: dict[str, int] = {}
+        self.forward_kernels = self.live = self.peak = self._before = 0
+        self._known: dict[int, Any] = {}
+        self.ignore([*model.parameters(), *model.buffers()])
+
+    def ignore(self, tensors: Iterable[Tensor | None]) -> None:
+        """Count none of the memory of these tensors, which must outlive the counter."""
+        for tensor in tensors:
+            if tensor is not None:
+                storage = tensor.untyped_storage()
+                self._known[storage._cdata] = storage
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Count while the block runs, and note what each part of the model keeps and when each gradient is ready."""
+        handles: list[Any] = []
+        for name, module in _parts(model):
+            handles.append(module.register_forward_hook(lambda *_, name=name: self._note(name)))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook
+                handles.append(hook(lambda p, name=name: self._finish(name, p)))
+        with self:
+            yield
+        for handle in handles:
+            handle.remove()
+
+    def end_forward(self) -> None:
+        """Note that the backward pass begins."""
+        self._note("head and loss")
+        self.forward_kernels = len(self.kernels)
+
+    def _note(self, name: str) -> None:
+        if not self.forward_kernels:  # not in the recomputation of the backward pass
+            self.kept[name] = self.kept.get(name, 0) + self.live - self._before
+            self._before = self.live
+
+    def _finish(self, name: str, parameter: Tensor) -> None:
+        self.gradients.append(Gradient(name, parameter.numel() * parameter.element_size(), len(self.kernels)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        inputs, outputs = list(_tensors((args, tuple(kwargs.values())))), list(_tensors(out))
+        read = {tensor.untyped_storage()._cdata for tensor in inputs}
+        is_view = outputs and all(tensor.untyped_storage()._cdata in read for tensor in outputs)
+        for tensor in outputs:
+            self._allocate(tensor)
+        if outputs and outputs[0].device == self.device and (not is_view or func._schema.is_mutable):
+            packet = func._overloadpacket
+            flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
+            if packet not in EMPTY:
+                self.count(flops, [*inputs, *outputs])
+        return out
+
+    def count(self, flops: float, tensors: Iterable[Tensor]) -> None:
+        """Count a kernel that reads or writes each of these tensors once."""
+        self.kernels.append(Kernel(flops, sum(_bytes(tensor) for tensor in tensors)))
+
+    def _allocate(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known or tensor.device != self.device:
+            return
+        self._known[key] = weakref.ref(storage, partial(self._free, key, size))
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _free(self, key: int, size: int, _: Any) -> None:
+        self._known.pop(key, None)
+        self.live -= size
+
+
+class _Widths(torch.autograd.graph.saved_tensors_hooks):
+    """Notes how many of the bytes that autograd saves are in tensors as wide as the embedding."""
+
+    def __init__(self, embed_dim: int) -> None:
+        super().__init__(self._pack, lambda tensor: tensor)
+        self.embed_dim, self._sizes = embed_dim, dict[int, tuple[int, bool]]()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            is_whole = tensor.ndim > 2 and tensor.shape[-1] == self.embed_dim
+            self._sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes(), is_whole
+        return tensor
+
+    def share(self) -> float:
+        """Return the share of these bytes; 1 if nothing was saved."""
+        total = sum(size for size, _ in self._sizes.values())
+        return sum(size for size, is_whole in self._sizes.values() if is_whole) / total if total else 1.0
+
+
+EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided}
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; those of an expanded one count once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for branch in tree:
+            yield from _tensors(branch)
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the blocks of a model, one by one, and the parts beside them."""
+    for name, child in model.named_children():
+        is_stack = isinstance(child, (nn.Sequential, nn.ModuleList))
+        for inner, module in child.named_children() if is_stack else ():
+            if isinstance(module, nn.Sequential):
+                yield from ((f"{name}.{inner}.{number}", block) for number, block in module.named_children())
+            else:
+                yield f"{name}.{inner}", module
+        if not is_stack:
+            yield name, child
+
+
+# -- autocast, attention and dropout --------------------------------------------------------------------------------
+
+LOWER = {F.linear, F.conv2d, torch.bmm, torch.mm, torch.matmul, torch.addmm, torch.baddbmm, Tensor.matmul}
+LOWER |= {Tensor.__matmul__, Tensor.bmm, Tensor.mm}
+# On CUDA these compute in float32: https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-autocast-to-float32
+UPPER = {F.layer_norm, F.group_norm, F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, Tensor.softmax}
+UPPER |= {Tensor.log_softmax, torch.sum, Tensor.sum, torch.prod, Tensor.prod, F.cross_entropy, F.nll_loss, torch.cumsum}
+
+
+class _Casts(TorchFunctionMode):
+    """Casts as torch.autocast does on a device, which the meta device does not."""
+
+    def __init__(self, device: str, precision: str, counter: _Counter) -> None:
+        super().__init__()
+        self.type = DTYPES[precision]
+        self.lower = LOWER if self.type != torch.float32 else set()
+        self.upper = UPPER if device == "cuda" and self.lower else set()
+        self.counter, self.on_gpu = counter, device == "cuda"
+        self.size = 0
+        # autocast keeps its casts of parameters until the forward pass ends
+        self._kept: list[Tensor] | None = []
+
+    def end_forward(self) -> None:
+        """Note that the backward pass begins."""
+        self.size = sum(_bytes(cast) for cast in self._kept or ())
+        self._kept = None
+
+    @contextmanager
+    def recomputing(self, model: nn.Module) -> Iterator[None]:
+        """Cast as well in blocks that the backward pass computes again, where modes of the forward pass are off."""
+        handles: list[Any] = []
+        for _, module in _parts(model):
+            handles.append(module.register_forward_pre_hook(self._enter))
+            # always_call: the recomputation stops by an exception when it has all that it needs
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        yield
+        for handle in handles:
+            handle.remove()
+
+    def _enter(self, *_: Any) -> None:
+        if self._kept is None:
+            self.__enter__()
+
+    def _leave(self, *_: Any) -> None:
+        if self._kept is None:
+            self.__exit__(None, None, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and self.on_gpu:
+            q, k, v = (self._cast(tensor, self.type) if self.lower else tensor for tensor in args[:3])
+            return _FusedAttention.apply(q, k, v, self.counter)
+        if func is F.dropout and self.on_gpu:
+            return _dropout(*args, **kwargs)
+        if func in self.lower:
+            args = tuple(self._cast(argument, self.type) for argument in args)
+        elif func in self.upper:
+            args = tuple(self._cast(argument, torch.float32) for argument in args)
+        return func(*args, **kwargs)
+
+    def _cast(self, argument: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(argument, Tensor) or not argument.is_floating_point() or argument.dtype == dtype:
+            return argument
+        cast = argument.to(dtype)
+        if argument.is_leaf and argument.requires_grad and self._kept is not None:
+            self._kept.append(cast)
+        return cast
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Attention that keeps its inputs, its output and a number per row (https://arxiv.org/abs/2205.14135)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, counter: _Counter) -> Tensor:
+        out, logs = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, logs)
+        ctx.counter = counter
+        ctx.flops = 4 * q.numel() * k.shape[-2]  # two products of 2 FLOPs
+        counter.count(ctx.flops, (q, k, v, out, logs))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, logs = ctx.saved_tensors
+        found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        ctx.counter.count(2.5 * ctx.flops, (q, k, v, out, logs, *grads, *found))  # five products
+        return *found, None
+
+
+class _FusedDropout(torch.autograd.Function):
+    """Dropout that keeps a byte per element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        mask = torch.empty_like(x, dtype=torch.bool)
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * ctx.saved_tensors[0]
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return _FusedDropout.apply(x) if training and p else x
+
+
+class _Native(torch.autograd.Function):
+    """Attention of attention.cpp, which keeps its input, its output and a number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> Tensor:
+        batch, tokens, _, heads, dim = qkv.shape
+        out = qkv.new_empty(batch, tokens, heads, dim)
+        ctx.save_for_backward(qkv, out, qkv.new_empty(batch, heads, tokens, dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.empty_like(ctx.saved_tensors[0])
+
+
+def _native(qkv: Tensor, scale: float) -> Tensor:
+    return _Native.apply(qkv.contiguous())

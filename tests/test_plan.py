@@ -1,0 +1,448 @@
+"""The planner: counted memory beside real passes, closed forms beside the simulation, and mistakes."""
+
+import csv
+import json
+import math
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from largebatch.benchmark.ceiling import DATASHEETS
+from largebatch.benchmark.model import training_flops
+from largebatch.build import build_objective
+from largebatch.config import ModelConfig, ParallelConfig, TensorConfig, TrainConfig, accumulation_passes, dump
+from largebatch.native.attention import choose_attention
+from largebatch.plan import constants, validation
+from largebatch.plan.__main__ import main
+from largebatch.plan.beforehand import expectation
+from largebatch.plan.calibrate import predicted_steps
+from largebatch.plan.memory import largest_micro_batch, of_rank
+from largebatch.plan.planning import cluster_of, fitted
+from largebatch.plan.run import failures_of
+from largebatch.plan.search import search
+from largebatch.plan.simulate import Disturbance, simulate
+from largebatch.plan.step import (
+    Backward,
+    allreduce_seconds,
+    block_bytes,
+    cycle_seconds,
+    exposed_seconds,
+    negotiation_seconds,
+    passes_of,
+    stages_of,
+)
+from largebatch.plan.text import search_lines
+from largebatch.plan.trace import Pass, _Counter, trace
+from largebatch.precision import autocast
+from largebatch.recipes import RECIPES
+from zoo import create_model
+
+CPU = torch.device("cpu")
+NAMES = ("vit_nano32", "volo_nano")
+
+
+def small(name: str, *, precision: str = "fp32", checkpointing: bool = False, **rates: float) -> TrainConfig:
+    """A model of seconds with its recipe's kind of loss."""
+    like = RECIPES["volo_d1"]() if name == "volo_nano" else TrainConfig()
+    model = ModelConfig(name=name, img_size=64, num_classes=10, grad_checkpointing=checkpointing, **rates)
+    return replace(
+        like,
+        model=model,
+        data=replace(like.data, micro_batch_size=8),
+        run=replace(like.run, precision=precision),  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(scope="module")
+def vit() -> Pass:
+    """A pass of ViT-B/32 on a GPU, 16 images."""
+    return trace(b32(), device="cuda", micro_batch_size=16)
+
+
+def b32() -> TrainConfig:
+    return RECIPES["vit_b32"]()
+
+
+# -- memory -------------------------------------------------------------------------------------------------------
+
+
+def really(config: TrainConfig) -> tuple[int, int, int]:
+    """Compute a pass on the CPU; return activations, peak and FLOPs."""
+    torch.manual_seed(0)
+    values = {name: value for name, value in vars(config.model).items() if name not in ("name", "weights")}
+    model = choose_attention(create_model(config.model.name, **values), CPU).train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    images, targets = torch.randn(8, 3, 64, 64), torch.rand(8, 10)
+    from largebatch.augment import Augmented
+
+    tokens = torch.rand(8, 16, 10) if config.loss.dense_weight else None
+    batch = Augmented(images, targets, tokens)
+    counter = _Counter(model)
+    counter.ignore([*(p.grad for p in model.parameters()), *(t for t in batch if isinstance(t, Tensor))])
+    objective = build_objective(config, model)
+    with counter:
+        torch.manual_seed(0)
+        with autocast(CPU, config.run.precision):
+            loss = objective(model, batch)
+        kept = counter.live
+        loss.backward()
+    return kept, counter.peak, int(sum(kernel.flops for kernel in counter.kernels))
+
+
+@pytest.mark.parametrize("checkpointing", (False, True))
+@pytest.mark.parametrize("precision", ("fp32", "bf16"))
+@pytest.mark.parametrize("name", NAMES)
+def test_counted_memory_is_that_of_a_real_pass(name, precision, checkpointing):
+    rates = {"drop_path_rate": 0.3} if name == "volo_nano" else {"proj_drop_rate": 0.1, "pos_drop_rate": 0.1}
+    config = small(name, precision=precision, checkpointing=checkpointing, **rates)
+    kept, peak, _ = really(config)
+    counted = trace(config, device="cpu")
+    assert counted.activations == pytest.approx(kept, rel=0.01)  # checkpoint keeps the state of a generator
+    assert counted.peak == pytest.approx(peak, rel=0.03)
+
+
+def test_memory_counts_until_it_is_free():
+    counter = _Counter(torch.nn.Linear(1, 1, device="meta"))
+    with counter:
+        x = torch.empty(1000, device="meta")
+        y = x + 1
+        del y
+        z = x.view(10, 100) + 1
+    assert counter.live == counter.peak == 8000 and [kernel.moved for kernel in counter.kernels] == [8000, 8000]
+    del z
+    assert counter.live == 4000
+
+
+def test_checkpointing_keeps_less_and_computes_a_third_more():
+    configs = (small("vit_ti16", checkpointing=on) for on in (False, True))
+    plain, again = (trace(config, device="cuda", micro_batch_size=256) for config in configs)
+    assert again.activations < 0.2 * plain.activations and again.peak < 0.4 * plain.peak
+    assert 1.2 < again.flops / plain.flops < 1.34
+
+
+def test_flops_are_those_of_the_flop_counter_without_the_gradient_of_the_images(vit):
+    first_layer = 2 * 49 * 3 * 32 * 32 * 768
+    # The gradient of attention by the fused kernel computes one product more.
+    scores = 12 * 2 * 2 * 50 * 50 * 768
+    assert vit.flops / vit.images == pytest.approx(training_flops("vit_b32", 224) - first_layer + scores / 2, rel=1e-3)
+
+
+def test_parameters_and_gradients_are_those_of_the_model(vit):
+    assert vit.weights == 4 * 88_224_232
+    assert sum(gradient.size for gradient in vit.gradients) == vit.weights and len(vit.gradients) == 152
+    assert vit.gradients[0].name.startswith("head") and vit.gradients[-1].name.startswith(("patch", "pos", "cls"))
+
+
+def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(vit):
+    device = constants.find_device("a100")
+    most = largest_micro_batch(b32(), vit, device, ranks=8)
+    counted = trace(b32(), device="cuda", micro_batch_size=most)
+    assert of_rank(b32(), counted, device, ranks=8).total <= device.memory * 1.01
+    more = trace(b32(), device="cuda", micro_batch_size=round(1.03 * most))
+    assert of_rank(b32(), more, device, ranks=8).total > device.memory
+
+
+def test_zero_divides_the_moments_and_offload_moves_them(vit):
+    config, device = b32(), constants.find_device("a100")
+    plain = of_rank(config, vit, device, ranks=8)
+    divided = of_rank(replace(config, parallel=ParallelConfig(zero=1)), vit, device, ranks=8)
+    moved = of_rank(replace(config, parallel=ParallelConfig(zero=1, offload=True)), vit, device, ranks=8)
+    assert plain.moments == 2 * vit.weights
+    assert divided.moments == plain.moments / 8 and moved.moments == 0
+    assert divided.activations == plain.activations
+
+
+@pytest.mark.parametrize(
+    "parallel, weights",
+    (
+        (ParallelConfig(tensor=TensorConfig(size=4)), 4),
+        (ParallelConfig(tensor=TensorConfig(mode="2d", size=4)), 4),
+        (ParallelConfig(tensor=TensorConfig(mode="2.5d", size=8, depth=2)), 4),
+        (ParallelConfig(tensor=TensorConfig(mode="3d", size=8)), 8),
+        (ParallelConfig(pipeline=2), 2),
+        (ParallelConfig(sequence=2), 1),
+    ),
+)
+def test_ranks_that_share_a_model_hold_a_part(vit, parallel, weights):
+    device = constants.find_device("a100")
+    whole = of_rank(b32(), vit, device, ranks=8)
+    part = of_rank(replace(b32(), parallel=parallel), vit, device, ranks=8)
+    assert part.gradients == pytest.approx(whole.gradients / weights)
+    assert part.activations < whole.activations
+
+
+# -- time -----------------------------------------------------------------------------------------------------------
+
+
+def backward(seconds: float = 0.1, count: int = 100, size: int = 4_000_000) -> Backward:
+    """Gradients that become ready one after the other, at equal distances."""
+    return Backward(seconds, tuple(seconds * (k + 1) / count for k in range(count)), (size,) * count)
+
+
+def test_a_large_sum_takes_the_time_of_a_ring_and_a_small_one_that_of_a_tree():
+    cluster = cluster_of(10_000, "a100")
+    ring = 2 * 9999 / 10_000 * 1e12 / cluster.between.bandwidth
+    assert allreduce_seconds(1e12, cluster) == pytest.approx(ring, rel=0.01)
+    hops = 2 * 7 * cluster.inside.latency + 2 * math.ceil(math.log2(1250)) * cluster.between.latency
+    assert allreduce_seconds(1, cluster) == pytest.approx(hops, rel=0.01)
+    assert allreduce_seconds(1e9, replace(cluster, ranks=1)) == 0
+
+
+@pytest.mark.parametrize("ranks", (8, 200, 10_000))
+@pytest.mark.parametrize("bandwidth", (1e9, 1e10, 1e15))
+def test_simulation_and_closed_form_agree_to_two_cycles(ranks, bandwidth):
+    cluster = cluster_of(ranks, "a100")
+    cluster = replace(
+        cluster,
+        inside=replace(cluster.inside, bandwidth=bandwidth, latency=1e-7),
+        between=replace(cluster.between, bandwidth=bandwidth, latency=1e-7),
+    )
+    work = backward()
+    closed = exposed_seconds(work, cluster, data_ranks=ranks, overlaps=True)
+    found = simulate(work, cluster, compute=0.15, optimizer=0.01)
+    assert found.exposed == pytest.approx(closed, rel=0.02, abs=2 * cycle_seconds(cluster))
+    assert found.seconds == pytest.approx(0.15 + found.exposed + 0.01)
+    assert sum(message.size for message in found.messages) == sum(work.sizes)
+
+
+def test_links_send_one_message_at_a_time_and_none_before_its_gradients():
+    found = simulate(backward(), cluster_of(200, "a100", network="hdr"), compute=0.15, optimizer=0)
+    assert found.messages[0].begins >= 0.05 + 0.001
+    assert all(one.ends <= other.begins for one, other in zip(found.messages, found.messages[1:]))
+
+
+def test_without_overlap_all_of_the_reduction_is_exposed():
+    cluster, work = cluster_of(8, "a100"), backward()
+    apart = exposed_seconds(work, cluster, data_ranks=8, overlaps=False)
+    assert apart >= 2 * 7 / 8 * 4e8 / cluster.inside.bandwidth + negotiation_seconds(cluster)
+    assert exposed_seconds(work, cluster, data_ranks=1, overlaps=False) == 0
+
+
+def test_stragglers_cost_the_expected_maximum_of_normal_draws():
+    """E[max] of 10,000 standard normal draws is 3.85 (H. L. Harter, Biometrika 48, 1961); its deviation is 0.27."""
+    cluster = cluster_of(10_000, "a100")
+    lost = [
+        simulate(backward(), cluster, compute=1.0, optimizer=0, disturbance=Disturbance(0.01), seed=seed).straggling
+        for seed in range(5)
+    ]
+    assert sum(lost) / 5 == pytest.approx(0.0385, abs=0.0027)
+    assert lost[0] == simulate(
+        backward(), cluster, compute=1.0, optimizer=0, disturbance=Disturbance(0.01), seed=0
+    ).straggling
+    assert simulate(backward(), cluster, compute=1.0, optimizer=0).straggling == 0
+
+
+def test_a_rank_that_waits_for_images_delays_all():
+    stalled = Disturbance(stall=1.0, stall_s=0.5)
+    assert simulate(backward(), cluster_of(4, "a100"), compute=1.0, optimizer=0, disturbance=stalled).slowest == 1.5
+
+
+def test_expected_time_with_failures_is_that_of_many_runs(vit):
+    """Daly's formula beside drawn failures: 200,000 segments have a standard error of 0.5 %."""
+    found = failures_of(b32(), vit, ranks=10_000, seconds=36_000, hours_per_failure=2_000)
+    cost, restart = 3 * vit.weights / constants.COPY_RATE.value, constants.RESTART_S.value
+    assert found.mtbf == 720 and found.interval == pytest.approx(math.sqrt(2 * cost * 720))
+    draw, total, segments = random.Random(0), 0.0, 200_000
+    for _ in range(segments):
+        needed = found.interval + cost
+        while (failure := draw.expovariate(1 / 720)) < needed:
+            total += failure
+            needed = restart + found.interval + cost  # a failure in the restart begins it anew
+        total += needed
+    assert found.seconds == pytest.approx(36_000 * total / segments / found.interval, rel=0.02)
+    never = failures_of(b32(), vit, ranks=8, seconds=36_000, hours_per_failure=1e12)
+    assert never.seconds == pytest.approx(36_000, rel=1e-4)
+
+
+# -- batches, meshes, constants -------------------------------------------------------------------------------------
+
+
+def test_a_batch_that_cannot_be_made_becomes_the_nearest_with_the_sentence_of_training():
+    config, passes, why = fitted(b32(), 200)
+    assert (config.data.global_batch_size, config.data.micro_batch_size, passes) == (32_800, 164, 1)
+    with pytest.raises(ValueError) as error:
+        accumulation_passes(global_batch_size=32_768, micro_batch_size=256, num_ranks=200)
+    assert why == str(error.value)
+    assert fitted(b32(), 4) == (b32(), 32, "")
+    assert passes_of(b32(), 4) == 32
+
+
+def test_search_orders_meshes_and_refuses_with_the_sentences_of_training():
+    found = search(replace(b32(), run=replace(b32().run, precision="bf16")), cluster_of(8, "a100"))
+    times = [one.step.seconds for one in found if one.step]
+    assert times == sorted(times) and found[0].parallel.shape().size == 1
+    reasons = {one.refused for one in found if one.refused}
+    assert any("mode 2d expects a square" in reason for reason in reasons)
+    shown = "\n".join(search_lines(found))
+    assert "data parallel alone, ZeRO" in shown and "refused: tensor 2d 2 and " in shown
+
+
+def test_every_constant_has_a_source_and_devices_are_those_of_the_datasheets():
+    numbers = [value for value in vars(constants).values() if isinstance(value, constants.Constant)]
+    assert len(numbers) > 15
+    for one in (*numbers, *constants.DEVICES.values(), *constants.LINKS.values()):
+        assert constants.ASSUMED in one.source or "https://" in one.source or "largebatch/" in one.source or (
+            "docs/" in one.source or "bytes per parameter" in one.source
+        )
+    for name in ("A100", "H100", "H200"):
+        assert constants.DEVICES[name.lower()].peak == 1e12 * DATASHEETS[name]
+    assert constants.BETWEEN.keys() == constants.DEVICES.keys()
+
+
+def test_predictions_for_200_gpus_do_not_read_the_published_hours(monkeypatch):
+    before = [row.predicted for row in validation.colossal()]
+    monkeypatch.setattr(validation, "TWO_HUNDRED", dict.fromkeys(validation.TWO_HUNDRED, 1.0))
+    assert [row.predicted for row in validation.colossal()] == before
+    assert validation.root(lambda x: x - 3.0) == pytest.approx(3.0, rel=1e-5)
+
+
+def test_a_speed_reproduces_the_run_it_is_from():
+    cluster = cluster_of(4, "a100")
+    speed = validation.speed_of(b32(), cluster, hours=14.58)
+    assert validation.hours_of(b32(), cluster, speed) == pytest.approx(14.58, rel=1e-4)
+
+
+# -- the command line -----------------------------------------------------------------------------------------------
+
+TINY = ("--model", "vit_nano32", "--model.img_size", "64", "--global-batch", "64", "--micro-batch", "8")
+
+
+def test_json_adds_up_and_a_run_folder_gives_the_same(tmp_path, capsys):
+    assert main([*TINY, "--gpus", "8", "--json", "--price-per-gpu-hour", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for part in ("step", "run"):
+        values = found[part]
+        assert sum(value for name, value in values.items() if name != "total") == pytest.approx(values["total"])
+    assert found["price"] == pytest.approx(2 * found["gpu_hours"]) and found["kwh"] is None
+    assert found["batch"] == {"global": 64, "micro": 8, "passes": 1, "note": ""}
+    from largebatch.config import parse
+    from largebatch.recipes import find
+
+    words = ["--model", "vit_nano32", "--data", "synthetic", "--model.img_size", "64", "--data.global_batch_size", "64"]
+    config = parse([*words, "--data.micro_batch_size", "8"], choose_recipe=find)
+    (tmp_path / "config.yaml").write_text(dump(config))
+    assert main([str(tmp_path), "--gpus", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == found["step"]
+
+
+def test_table_and_pictures(tmp_path, capsys):
+    pictures = ["--picture", str(tmp_path / "p.png"), "--timeline", str(tmp_path / "t.png")]
+    assert main([*TINY, "--gpus", "16", "--watts-per-gpu", "400", *pictures]) == 0
+    output = capsys.readouterr().out
+    for words in ("16 ranks × 4 micro-batch × 1 pass", "largest micro-batch", "exposed", "kWh", "assumed by us"):
+        assert words in output
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("p.png", "t.png"))
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    (
+        (["--gpu", "a10"], "--gpu is 'a10', which is not known: did you mean a100?"),
+        (["--network", "hrd"], "--network is 'hrd', which is not known: did you mean hdr?"),
+        (["--gpus", "0"], "--gpus is 0: expected 1 or more."),
+        (["--model", "vit_b33"], "There is no model 'vit_b33': did you mean vit_b32?"),
+        (["--epochs", "0"], "--epochs is 0: expected more than 0."),
+        (["--gpus", "3", "--parallel.pipeline", "2"], "--parallel asks for replicas of 2 ranks"),
+        (["nowhere"], "nowhere has no config.yaml: expected the folder of a run."),
+        (["--optim.lrr", "1"], "There is no option optim.lrr"),
+    ),
+)
+def test_mistakes_are_one_sentence(words, sentence, capsys):
+    run = words[:1] if not words[0].startswith("-") else []
+    given = [word for word in TINY if "--model" not in words or word not in ("--model", "vit_nano32")]
+    assert main([*run, *given, *words[len(run) :]]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"largebatch: {sentence}") and error.count("\n") == 1
+
+
+def table(path: Path, title: str, *, seconds: float, images: int) -> Path:
+    """A table as `largebatch.benchmark` writes it."""
+    row = {"contender": "largebatch", "round": 0, "seconds": seconds, "peak_mib": 1, "benchmark": title}
+    row |= {"images": images, "ranks": 1, "command": "c", "hardware": "a GPU", "versions": "v", "date": "2026-11-21"}
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        writer.writeheader()
+        writer.writerow(row)
+    return path
+
+
+def test_calibration_gives_the_measured_time_and_says_so(tmp_path, capsys):
+    title = "training step, vit_nano32 at 64 px, bf16, 64 = 1 ranks × 8 micro-batch × 8 passes"
+    file = table(tmp_path / "step.csv", title, seconds=1.0, images=64)
+    assert main([*TINY, "--gpus", "1", "--json", "--calibrate", str(file)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"]["total"] == pytest.approx(1.0, rel=1e-6)
+    assert str(file) in found["speed"]["source"]
+
+
+@pytest.mark.parametrize(
+    "title, sentence",
+    (
+        ("vit_b16 at 224 px, forward and backward, bf16, batch 8", "measured with vit_b16 at 224 px"),
+        ("vit_nano32 at 64 px, forward and backward, fp32, batch 8", "measured in fp32"),
+        ("loader", "a table of 'loader'"),
+    ),
+)
+def test_a_calibration_of_something_else_is_refused(title, sentence, tmp_path, capsys):
+    file = table(tmp_path / "t.csv", title, seconds=1.0, images=16)
+    assert main([*TINY, "--gpus", "1", "--calibrate", str(file)]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_neither_horovod_nor_dali_is_needed():
+    code = "import sys; sys.modules.update(dict.fromkeys(['horovod', 'nvidia', 'mpi4py'])); "
+    code += f"from largebatch.plan.__main__ import main; sys.exit(main({[*TINY, '--gpus', '8']!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "fits" in done.stdout
+
+
+# -- beside training and benchmarks ---------------------------------------------------------------------------------
+
+
+def test_training_is_told_hours_and_memory_and_refused_if_it_cannot_fit():
+    sizes = {"ranks": 4, "per_host": 4, "num_images": 1000}
+    told = expectation(small("vit_nano32"), "NVIDIA A100-SXM4-80GB", 80 * 2**30, **sizes)
+    assert len(told) == 2 and "GiB on each rank" in told[1]
+    with pytest.raises(ValueError, match="--data.micro_batch_size is 8, which needs .* give at most 0"):
+        expectation(small("vit_nano32"), "NVIDIA A100-SXM4-80GB", 2**20, **sizes)
+    assert expectation(small("vit_nano32"), "another GPU", 2**20, **sizes) == []
+
+
+def test_a_resumed_run_with_a_batch_of_other_ranks_is_not_refused():
+    config = small("vit_nano32")
+    odd = replace(config, data=replace(config.data, global_batch_size=16))
+    assert len(expectation(odd, "NVIDIA H100 80GB HBM3", 80 * 2**30, ranks=5, per_host=5, num_images=1000)) == 1
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    (("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("Tesla V100-SXM2-32GB", "v100")),
+)
+def test_devices_are_known_by_the_names_of_torch(name, found):
+    device = constants.device_named(name)
+    assert device is not None and device.name == found
+
+
+def test_scaling_is_predicted_from_the_fewest_ranks():
+    titles = [
+        f"training step, vit_nano32 at 64 px, bf16, {64 * n} = {n} ranks × 8 micro-batch × 8 passes" for n in (1, 2, 4)
+    ]
+    found = predicted_steps(titles, 0.5, hardware="NVIDIA A100-SXM4-80GB, 16 CPU cores")
+    assert found is not None and found[0] == pytest.approx(0.5) and found[0] < found[1] < 0.52
+    assert predicted_steps(["4 ranks"], 0.5, hardware="x") is None
+
+
+def test_volo_can_be_divided_and_its_stages_are_counted():
+    config = replace(RECIPES["volo_d1"](), parallel=ParallelConfig(tensor=TensorConfig(size=2)))
+    assert stages_of(config) == [(784, 192, 4), (196, 384, 14)]
+    assert block_bytes(config.parallel, a=100.0, w=1.0) == 8 * 0.5 * 100
+    cube = ParallelConfig(tensor=TensorConfig(mode="3d", size=8))
+    assert block_bytes(cube, a=100.0, w=1.0) == pytest.approx((39 * 100 + 3) / 8)
