@@ -187,11 +187,12 @@ def test_the_phases_of_a_step_have_names():
 @pytest.mark.parametrize("interval, steps", [(16, [1, 2, 3, 4]), (32, [2, 4]), (40, [3, 4]), (1000, [4])])
 def test_what_is_due_when(interval, steps):
     """After the step that passes a multiple, the one before a short last step included; and at the end."""
-    trainer, due = make_trainer(3 * BATCH + 4, eval_images=1), []
+    trainer, due, foreseen = make_trainer(3 * BATCH + 4, eval_images=1), [], []
     for step in range(4):
+        foreseen += [step + 1] * trainer.due_next(interval)
         trainer.state.advance(trainer.plan.window_images(step), applied=True)
         due += [trainer.state.step] * trainer.due(interval)
-    assert due == steps
+    assert due == foreseen == steps
 
 
 @pytest.mark.parametrize(

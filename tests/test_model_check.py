@@ -1,6 +1,7 @@
 """A model that cannot be is refused before images are opened, with the option as it is typed."""
 
 import logging
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -8,6 +9,8 @@ import pytest
 
 from largebatch import build
 from largebatch.config import ModelConfig, TrainConfig
+from largebatch.config.parallel import ParallelConfig
+from largebatch.data.order import Plan
 from zoo import create_model
 
 COMM = SimpleNamespace(together=lambda phase: nullcontext())
@@ -26,6 +29,21 @@ COMM = SimpleNamespace(together=lambda phase: nullcontext())
 def test_a_model_that_cannot_be(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         build.check_model(TrainConfig(model=ModelConfig(**options)), COMM)
+
+
+@pytest.mark.parametrize(
+    "batch, parallel, sentence",
+    [
+        (8, ParallelConfig(), ""),
+        (4, ParallelConfig(), "a step is a single micro-batch of 4 images; --data.micro_batch_size 2, or a smaller"),
+        (8, ParallelConfig(sequence=2), "with --parallel .*sequence.* no rank has the gradient of a whole model"),
+    ],
+)
+def test_the_noise_scale_is_left_out_with_a_sentence(batch, parallel, sentence, caplog):
+    caplog.set_level(logging.INFO)
+    plan = Plan(num_samples=9, global_batch_size=batch, micro_batch_size=4, num_images=90, seed=0)
+    assert (build.build_noise_scale(TrainConfig(parallel=parallel), plan) is None) is bool(sentence)
+    assert re.search(f"^{sentence and 'no gradient noise scale: '}{sentence}", caplog.messages[0] if sentence else "")
 
 
 def test_batch_norm_over_few_images_is_warned_of(caplog):
