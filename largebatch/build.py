@@ -412,6 +412,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, impl: str | None) -> 
         name=o.name,
         lr=peak_lr(config),
         weight_decay=o.weight_decay,
+        layer_decay=o.layer_decay,
         betas=o.betas,
         eps=o.eps,
         preset=o.preset,

@@ -102,7 +102,7 @@ class Trainer:
         """Do one optimizer step on the global batch: this rank's micro-batches, one reduction, one update."""
         window_images, self.waited_s = self.plan.window_images(self.state.step), 0.0
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr()
+            group["lr"] = self.lr() * group.get("lr_scale", 1.0)  # the scale is that of optim.layer_decay
         # Losses are sums over samples. Scaled by data_size / images, the mean over ranks of the accumulated gradients
         # is the gradient of the batch mean.
         weight = self.comm.data_size / window_images

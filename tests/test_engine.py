@@ -108,6 +108,16 @@ def test_the_training_loss_is_the_mean_over_the_images_since_the_last_evaluation
     assert [(step, found["train_loss"]) for step, found in metrics.found] == [(2, 1.5), (3, 3.0)]
 
 
+def test_the_layers_follow_the_schedule_each_at_its_part_of_the_rate():
+    trainer = make_trainer(2 * BATCH, eval_images=0)
+    trainer.optimizer.param_groups[0]["lr_scale"] = 0.25
+    trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    trainer.schedule = lambda step: 1 / (1 + step)
+    for step in (1, 2):
+        trainer.fit(max_steps=step)
+        assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.25 * 0.1 / step, 0.1 / step]
+
+
 def test_a_run_without_evaluations():
     """Also one that was stopped in an evaluation, when it still had some."""
     metrics = Metrics()

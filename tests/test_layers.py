@@ -6,7 +6,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 PLAN = """
-precision:; largebatch:; config:; zoo: timm; files:; schedules:; recipes: config; native: files zoo; optim: native;
+precision:; largebatch:; config:; zoo: timm; files:; schedules:; recipes: config; native: files zoo; optim: native timm;
 data: files native nvidia; comm: config files horovod largebatch mpi4py native; augment: data native; predict: data zoo;
 evaluation: comm precision; start: comm config precision; batch_norm: comm; __main__: comm config largebatch; doctor:
 comm mpi4py; pack: comm data files mpi4py rich zoo; losses: augment precision; replica: augment batch_norm comm losses

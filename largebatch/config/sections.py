@@ -150,6 +150,9 @@ class OptimConfig:
     weight_decay: float = 0.01
     """weight decay: decoupled for adamw, part of the update for lamb, added to the gradient (coupled) for sgd and
     lars"""
+    layer_decay: float | None = None
+    """factor of the learning rate from a layer to the one below it, for fine-tuning, such as 0.75: the head has the
+    whole rate, and the first layers have the lowest; null: all layers have the same"""
     betas: tuple[float, float] | None = None
     """decay rates of the two moments; null: 0.9 and 0.999; an error for sgd and lars"""
     eps: float | None = None

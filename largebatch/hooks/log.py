@@ -89,7 +89,8 @@ class Log(Hook):
 
     def position(self, trainer: Trainer) -> Row:
         """Return the columns that say where the run is, with the learning rate of the step just done."""
-        state, lr = trainer.state, trainer.optimizer.param_groups[0]["lr"]
+        # With optim.layer_decay the rate of the head, which is the schedule's.
+        state, lr = trainer.state, max(group["lr"] for group in trainer.optimizer.param_groups)
         return {"step": state.step, "epoch": trainer.epoch, "images": state.images, "lr": lr, "skipped": state.skipped}
 
     def tell(self, trainer: Trainer, call: Callable[[Sink], None]) -> None:

@@ -8,7 +8,8 @@ estimates without bias (appendix A.1 there):
     tr(Sigma) = (|G_b|^2 - |G_B|^2) / (1 / b - 1 / B)
 
 and the noise scale B_simple = tr(Sigma) / |G|^2. At a batch of B_simple a run needs about twice as many steps, and
-twice as many images, as the fewest possible. A quotient of noisy estimates has a bias, so each is averaged over rows first.
+twice as many images, as the fewest possible. A quotient of noisy estimates has a bias, so each is averaged over rows
+first.
 
 |G_b|^2 is the mean over the ranks of the first micro-batch of each: its gradient is alone until the second pass adds
 to it. Only steps that write a row are measured. That costs one read of the gradient, and no message of its own.
