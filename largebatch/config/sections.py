@@ -207,6 +207,9 @@ class RunConfig:
     """run folder; empty: runs/<recipe>. The same command line resumes the run that it finds there"""
     duration: str = "300 epochs"
     """duration of training"""
+    find_lr: bool = False
+    """search a learning rate instead of training: some 200 steps at a growing rate, from the initial state and at the
+    global batch of the run; it logs a suggestion, writes find_lr.csv and find_lr.png, and saves no weights"""
     max_steps: int = 0
     """stop after this step, without a change of the schedule; 0: train for the whole duration"""
     end_time: float | str | None = None
