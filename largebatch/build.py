@@ -423,6 +423,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, impl: str | None) -> 
         name=o.name,
         lr=peak_lr(config),
         weight_decay=o.weight_decay,
+        layer_decay=o.layer_decay,
         betas=o.betas,
         eps=o.eps,
         preset=o.preset,
@@ -610,8 +611,8 @@ def build_hooks(
     """Build the hooks in the order in which they run.
 
     Guards may stop the run, Ema averages the weights, RecomputeCheck compares gradients over the ranks and ReplicaCheck
-    weights, Checkpoint saves them, StopEarly ends the run after a save, Profile traces steps, and Log, last, writes
-    down the numbers of all.
+    weights, Checkpoint saves them, StopEarly ends the run after a save, NoiseScale measures gradients, Profile traces
+    steps, and Log, last, writes down the numbers of all.
     """
 
     def images(option: str) -> int:
@@ -644,6 +645,7 @@ def build_hooks(
     early: list[Hook] = []
     if signals:
         early = [StopEarly(signals, end=end_time(config.run.end_time), longest_save_s=lambda: saving.longest_s)]
+    noise = build_noise_scale(config, plan)
     steps = profiled_steps(config.run.profile_steps)
     return [
         hooks.Guards(max_skipped_steps=config.run.max_skipped_steps, where=where),
@@ -652,9 +654,27 @@ def build_hooks(
         *comparing,
         saving,
         *early,
+        *([noise] if noise else []),
         *([Profile(*steps, run=Path(config.folder).resolve().name)] if steps else []),
-        hooks.Log(build_sinks(config), every_images=images("log.every")),
+        hooks.Log(build_sinks(config), every_images=images("log.every"), noise=noise),
     ]
+
+
+def build_noise_scale(config: TrainConfig, plan: Plan) -> hooks.NoiseScale | None:
+    """Build the hook that measures the gradient noise scale; if this run cannot have one, log why."""
+    shape = config.parallel.shape()
+    if shape.size > 1:
+        logger.info("no gradient noise scale: with --parallel %s no rank has the gradient of a whole model", shape)
+        return None
+    if plan.global_batch_size < 2 * plan.micro_batch_size:
+        logger.info(
+            "no gradient noise scale: a step is a single micro-batch of %d images; --data.micro_batch_size %d, or a "
+            "smaller one, allows it.",
+            *(plan.micro_batch_size, max(1, plan.micro_batch_size // 2)),
+        )
+        return None
+    every_images = _images(config, "log.every", plan.num_samples, plan.num_images)
+    return hooks.NoiseScale(config.folder, every_images=every_images)
 
 
 def describe(config: TrainConfig, model: nn.Module, index: "Index") -> str:

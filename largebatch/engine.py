@@ -102,7 +102,7 @@ class Trainer:
         """Do one optimizer step on the global batch: this rank's micro-batches, one reduction, one update."""
         window_images, self.waited_s = self.plan.window_images(self.state.step), 0.0
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr()
+            group["lr"] = self.lr() * group.get("lr_scale", 1.0)  # the scale is that of optim.layer_decay
         # Losses are sums over samples. Scaled by data_size / images, the mean over ranks of the accumulated gradients
         # is the gradient of the batch mean.
         weight = self.comm.data_size / window_images
@@ -248,8 +248,16 @@ class Trainer:
 
     def due(self, interval_images: int) -> bool:
         """Return whether the step just done passed a multiple of `interval_images`, or was the last of the run."""
-        before = self.state.images - self.plan.window_images(self.state.step - 1)
-        return self.state.images // interval_images > before // interval_images or self.state.step == self.num_steps
+        return self._passes(self.state.step, self.state.images, interval_images)
+
+    def due_next(self, interval_images: int) -> bool:
+        """Return what `due` will return after the coming step."""
+        images = self.state.images + self.plan.window_images(self.state.step)
+        return self._passes(self.state.step + 1, images, interval_images)
+
+    def _passes(self, step: int, images: int, interval_images: int) -> bool:
+        before = images - self.plan.window_images(step - 1)
+        return images // interval_images > before // interval_images or step == self.num_steps
 
     def mean_loss(self, losses: Tensor) -> float:
         """Return the mean loss per image from every rank's (sum, images)."""

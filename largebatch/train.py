@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             signals.end = comm.abort
             comm.progress("start")
             with run_folder(config, comm):
-                train(argv, config, comm, signals)
+                (search if config.run.find_lr else train)(argv, config, comm, signals)
 
 
 def read(argv: Sequence[str], num_images: int | None = None) -> "TrainConfig":
@@ -171,6 +171,8 @@ def build_trainer(config: "TrainConfig", comm: "Communicator", signals: Signals 
             f"build_trainer got a session in which a model has {comm.model_size} ranks, and a config in which it has "
             f"{size}: start the session with the config, as in largebatch.session(config)."
         )
+    if config.run.find_lr:
+        raise Stopped("--run.find_lr is true: the command largebatch train searches, not build_trainer; leave it out.")
     with ExitStack() as opened:
         opened.enter_context(run_folder(config, comm))
         _, trainer = prepare(None, config, comm, signals)
@@ -187,6 +189,20 @@ def prepare(
     """
     from largebatch import build
     from largebatch.config import dump
+
+    config, device, images = prepare_images(argv, config, comm)
+    foretell(config, comm, device, num_images=len(images.train))
+    trainer = build.build_trainer(config, comm, signals, device=device, images=images)
+    with comm.together("writing config.yaml"):
+        if comm.rank == 0:
+            (Path(config.folder) / "config.yaml").write_text(dump(config))
+    return config, trainer
+
+
+def prepare_images(
+    argv: Sequence[str] | None, config: "TrainConfig", comm: "Communicator"
+) -> "tuple[TrainConfig, torch.device, Images]":
+    """Open the images; return the whole config, the device of this rank, and the images."""
     from largebatch.recipes import depends_on_data
     from largebatch.start import set_up
 
@@ -194,12 +210,22 @@ def prepare(
     logger.info("%s", headline(config, sized=sized))
     config, device = set_up(config, comm, final=not sized)
     config, images = read_images(argv or (), config, comm, device, sized=sized)
-    foretell(config, comm, device, num_images=len(images.train))
-    trainer = build.build_trainer(config, comm, signals, device=device, images=images)
-    with comm.together("writing config.yaml"):
-        if comm.rank == 0:
-            (Path(config.folder) / "config.yaml").write_text(dump(config))
-    return config, trainer
+    return config, device, images
+
+
+def search(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", signals: Signals) -> None:
+    """Search a learning rate, and write nothing else into the run folder."""
+    from largebatch import checkpoint
+    from largebatch.find_lr import find_lr
+
+    with comm.together("search"):
+        if comm.rank == 0 and checkpoint.checkpoints(config.folder):
+            raise ValueError(
+                f"--run.find_lr is true, and {config.folder} has checkpoints of a run: a search begins from the "
+                "initial state, so choose another --run.folder, or leave --run.find_lr out to resume."
+            )
+    config, device, images = prepare_images(argv, config, comm)
+    find_lr(config, comm, signals, device=device, images=images)
 
 
 def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", signals: Signals) -> None:

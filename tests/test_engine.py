@@ -108,6 +108,16 @@ def test_the_training_loss_is_the_mean_over_the_images_since_the_last_evaluation
     assert [(step, found["train_loss"]) for step, found in metrics.found] == [(2, 1.5), (3, 3.0)]
 
 
+def test_the_layers_follow_the_schedule_each_at_its_part_of_the_rate():
+    trainer = make_trainer(2 * BATCH, eval_images=0)
+    trainer.optimizer.param_groups[0]["lr_scale"] = 0.25
+    trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    trainer.schedule = lambda step: 1 / (1 + step)
+    for step in (1, 2):
+        trainer.fit(max_steps=step)
+        assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.25 * 0.1 / step, 0.1 / step]
+
+
 def test_a_run_without_evaluations():
     """Also one that was stopped in an evaluation, when it still had some."""
     metrics = Metrics()
@@ -187,11 +197,12 @@ def test_the_phases_of_a_step_have_names():
 @pytest.mark.parametrize("interval, steps", [(16, [1, 2, 3, 4]), (32, [2, 4]), (40, [3, 4]), (1000, [4])])
 def test_what_is_due_when(interval, steps):
     """After the step that passes a multiple, the one before a short last step included; and at the end."""
-    trainer, due = make_trainer(3 * BATCH + 4, eval_images=1), []
+    trainer, due, foreseen = make_trainer(3 * BATCH + 4, eval_images=1), [], []
     for step in range(4):
+        foreseen += [step + 1] * trainer.due_next(interval)
         trainer.state.advance(trainer.plan.window_images(step), applied=True)
         due += [trainer.state.step] * trainer.due(interval)
-    assert due == steps
+    assert due == foreseen == steps
 
 
 @pytest.mark.parametrize(

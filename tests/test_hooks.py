@@ -34,7 +34,7 @@ from largebatch import checkpoint, hooks, train
 from largebatch.config import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
 from largebatch.engine import Hook, Trainer, TrainState
-from largebatch.hooks import curves, sinks, tables
+from largebatch.hooks import curves, noise_scale, sinks, tables
 from largebatch.hooks.profile import Profile
 from largebatch.hooks.sinks import PLAIN_LINES
 
@@ -707,6 +707,35 @@ def test_the_picture_shows_trust_ratios_where_there_are_some(tmp_path):
         curves.draw_curves(tmp_path, title="a run")
         shares.append(share_of(tmp_path / "curves.png", curves.THIN["color"]))
     assert shares[1] > 2 * shares[0]  # smallest and largest, in the colour of single steps
+
+
+def test_the_noise_scale_is_drawn_and_told_where_there_is_one(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    heights = []
+    for values, words in (({}, ""), ({"grad_square": 0.5, "grad_variance": 1700.0, "noise_scale": 3400.0}, "3,400")):
+        sink, line = hooks.Csv(tmp_path), hooks.Progress()
+        for each in (sink, line):
+            each.open(trainer_at(0, num_steps=59))
+            for step in range(1, 60):
+                each.write_step(step_row(step, trust_median=1.0, **values))
+        assert caplog.messages[-1].partition("  noise scale ")[2].partition("  ")[0] == words
+        curves.draw_curves(tmp_path, title="a run")
+        heights.append(imread(tmp_path / "curves.png").shape[0])
+    assert heights[1] > 1.3 * heights[0] and share_of(tmp_path / "curves.png", curves.PALE["color"]) > 2e-4
+    assert read(tmp_path / "steps.csv")[0]["noise_scale"] == "3400"
+
+
+def test_averages_of_the_noise_scale_weigh_rows_alike_then_forget():
+    """The mean of the first rows; then each new one has the weight 1 / HORIZON. A scale needs a positive |G|^2."""
+    averages = noise_scale.Averages()
+    for number in range(1, noise_scale.HORIZON + 1):
+        row = averages.add(float(number), 2.0 * number)
+        assert row["grad_square"] == pytest.approx((number + 1) / 2, rel=1e-6)
+        assert row["noise_scale"] == pytest.approx(2.0, rel=1e-6)
+    before = row["grad_square"]
+    row = averages.add(before + noise_scale.HORIZON, 0.0)
+    assert row["grad_square"] == pytest.approx(before + 1, rel=1e-6)
+    assert math.isnan(averages.add(-1e6, 1.0)["noise_scale"])
 
 
 def test_rows_of_an_earlier_version(tmp_path):

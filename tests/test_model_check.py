@@ -1,6 +1,7 @@
 """A model that cannot be is refused before images are opened, with the option as it is typed."""
 
 import logging
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ import torch
 
 from largebatch import build
 from largebatch.config import ModelConfig, TrainConfig
+from largebatch.config.parallel import ParallelConfig
+from largebatch.data.order import Plan
 from zoo import create_model
 
 COMM = SimpleNamespace(rank=0, together=lambda phase: nullcontext())
@@ -34,6 +37,21 @@ def test_weights_that_cannot_be_read():
     config = TrainConfig(model=ModelConfig(name="vit_nano32", weights=__file__))
     with pytest.raises(ValueError, match=f"^--init-from is {__file__}: {__file__} is not known as a weights file"):
         build.build_model(config, torch.device("cpu"), weights=__file__)
+
+
+@pytest.mark.parametrize(
+    "batch, parallel, sentence",
+    [
+        (8, ParallelConfig(), ""),
+        (4, ParallelConfig(), "a step is a single micro-batch of 4 images; --data.micro_batch_size 2, or a smaller"),
+        (8, ParallelConfig(sequence=2), "with --parallel .*sequence.* no rank has the gradient of a whole model"),
+    ],
+)
+def test_the_noise_scale_is_left_out_with_a_sentence(batch, parallel, sentence, caplog):
+    caplog.set_level(logging.INFO)
+    plan = Plan(num_samples=9, global_batch_size=batch, micro_batch_size=4, num_images=90, seed=0)
+    assert (build.build_noise_scale(TrainConfig(parallel=parallel), plan) is None) is bool(sentence)
+    assert re.search(f"^{sentence and 'no gradient noise scale: '}{sentence}", caplog.messages[0] if sentence else "")
 
 
 def test_batch_norm_over_few_images_is_warned_of(caplog):

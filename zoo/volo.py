@@ -340,6 +340,18 @@ class VOLO(nn.Module):
         """Parameters without weight decay, beside biases and norms."""
         return {"pos_embed", "cls_token"}
 
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Tell, in timm's form, which parameters are a layer: the stem, each block, each change of resolution.
+
+        The last norm belongs to the block before it, and all that is not named here to the head. As in timm, the class
+        token belongs to the stem, although it enters after the first network.
+        """
+        return {
+            "stem": "cls_token|pos_embed|patch_embed",
+            "network": [(r"network\.(\d+)\.(\d+)", None), (r"network\.(\d+)", (0,))],
+            "post_network": [(r"post_network\.(\d+)", None), ("norm", (99999,))],
+        }
+
     def forward_features(self, images: Tensor, mix_box: MixBox | None = None) -> Tensor:
         """Images (B, 3, H, W) -> normalised tokens (B, 1 + H · W / 256, C), the class token first."""
         x = self.patch_embed(images)

@@ -335,6 +335,14 @@ class Communicator:
         """Read each gradient before it is sent from now on, for `peak_sent`."""
         reduction.measure_gradients(optimizer)
 
+    def measure_square(self, optimizer: Optimizer) -> None:
+        """Read each gradient of the coming step before it is sent, for `square_sent`."""
+        reduction.measure_square(optimizer)
+
+    def square_sent(self, optimizer: Optimizer) -> Tensor | None:
+        """Return the squared norm of this rank's gradient in the last step before compression, None without it."""
+        return reduction.square_sent(optimizer)
+
     def sends_fp16(self, optimizer: Optimizer) -> bool:
         """Return whether the gradients are sent in fp16."""
         return reduction.sends_fp16(optimizer)

@@ -61,7 +61,7 @@ class Reduction:
                 op=hvd.Sum if compression == "fp16" else hvd.Average,  # Fp16 divides before it casts
                 process_set=self._data_set,
             )
-        wrapped.peak = None
+        wrapped.peak = wrapped.square = None
         wrapped.reduced = set()
         wrapped.state.update(optimizer.state)
         wrapped.zero_grad = types.MethodType(_zero_grad, wrapped)
@@ -135,6 +135,19 @@ def peak_sent(optimizer: Optimizer) -> float | None:
 def measure_gradients(optimizer: Optimizer) -> None:
     """Read each gradient before it is sent from now on, for `peak_sent`; with fp16 compression this is always done."""
     optimizer._compression.measures = True  # type: ignore[attr-defined]
+
+
+def measure_square(optimizer: Optimizer) -> None:
+    """Read each gradient of the coming step before it is sent, for `square_sent`."""
+    optimizer._compression.measures_norm = True  # type: ignore[attr-defined]
+
+
+def square_sent(optimizer: Optimizer) -> Tensor | None:
+    """Return the squared norm of this rank's own gradient in the last step, 0-d, taken before compression.
+
+    It includes the loss scale. None if nobody asked by `measure_square`, as on one rank.
+    """
+    return getattr(optimizer, "square", None)
 
 
 def sends_fp16(optimizer: Optimizer) -> bool:
@@ -228,6 +241,7 @@ def _synchronize(optimizer: Any, watchdog: Watchdog) -> None:
         type(optimizer).synchronize(optimizer)
     watchdog.started()
     optimizer.peak = optimizer._compression.take_peak()
+    optimizer.square = optimizer._compression.take_square()
 
 
 def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:

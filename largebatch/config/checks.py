@@ -81,6 +81,11 @@ def check(config: TrainConfig) -> None:
     _check_augment(c.augment)
     if c.optim.clip_norm is not None and c.optim.clip_norm <= 0:
         raise ValueError(f"--optim.clip_norm is {c.optim.clip_norm}: expected a positive norm, or null for no clip.")
+    if c.optim.layer_decay is not None and not 0 < c.optim.layer_decay <= 1:
+        raise ValueError(
+            f"--optim.layer_decay is {c.optim.layer_decay}: expected a factor above 0 and at most 1, or null for the "
+            "same rate in all layers."
+        )
     _check_durations(c)
     profiled_steps(c.run.profile_steps)
     if c.run.end_time is not None:
@@ -151,6 +156,11 @@ def _check_parallel(config: TrainConfig) -> None:
         value = getattr(parallel, name)
         if parallel.pipeline == 1 and value != getattr(own, name):
             raise ValueError(f"--parallel.{name} is {value}, which only a pipeline uses: raise --parallel.pipeline.")
+    if parallel.pipeline > 1 and config.optim.layer_decay is not None:
+        raise ValueError(
+            f"--optim.layer_decay is {config.optim.layer_decay} and --parallel.pipeline {parallel.pipeline}: a stage "
+            "has some of the layers only, and cannot count those above them; leave one of the two out."
+        )
     if parallel.shape().size == 1:
         return
     if config.optim.name in ("lars", "apex_lamb"):

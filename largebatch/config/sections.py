@@ -149,6 +149,9 @@ class OptimConfig:
     weight_decay: float = 0.01
     """weight decay: decoupled for adamw, part of the update for lamb, added to the gradient (coupled) for sgd and
     lars"""
+    layer_decay: float | None = None
+    """factor of the learning rate from a layer to the one below it, for fine-tuning, such as 0.75: the head has the
+    whole rate, and the first layers have the lowest; null: all layers have the same"""
     betas: tuple[float, float] | None = None
     """decay rates of the two moments; null: 0.9 and 0.999; an error for sgd and lars"""
     eps: float | None = None
@@ -203,6 +206,9 @@ class RunConfig:
     """run folder; empty: runs/<recipe>. The same command line resumes the run that it finds there"""
     duration: str = "300 epochs"
     """duration of training"""
+    find_lr: bool = False
+    """search a learning rate instead of training: some 200 steps at a growing rate, from the initial state and at the
+    global batch of the run; it logs a suggestion, writes find_lr.csv and find_lr.png, and saves no weights"""
     max_steps: int = 0
     """stop after this step, without a change of the schedule; 0: train for the whole duration"""
     end_time: float | str | None = None

@@ -7,6 +7,7 @@
     ReplicaCheck    replicas.py        compares the ranks' weights, so that Checkpoint saves only what they agree on
     Checkpoint      checkpointing.py   saves; StopEarly needs to know how long a save takes
     StopEarly       stop_early.py      ends the run at a signal, or before the time of the job is over
+    NoiseScale      noise_scale.py     measures the first micro-batch of a step, of which Log then writes a row
     Profile         profile.py         starts to record after the hooks above, so the trace shows only steps
     Log             log.py             starts its clock last, so that no hook counts as training time
 
@@ -18,6 +19,7 @@ from largebatch.hooks.checkpointing import Checkpoint
 from largebatch.hooks.ema import Ema, check_half_life
 from largebatch.hooks.guards import Guards
 from largebatch.hooks.log import Log
+from largebatch.hooks.noise_scale import NoiseScale
 from largebatch.hooks.profile import Profile
 from largebatch.hooks.recompute import RecomputeCheck
 from largebatch.hooks.replicas import ReplicaCheck
@@ -32,6 +34,7 @@ __all__ = [
     "Ema",
     "Guards",
     "Log",
+    "NoiseScale",
     "Profile",
     "Progress",
     "RecomputeCheck",

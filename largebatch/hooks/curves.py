@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from largebatch.files import atomic_file
-from largebatch.hooks.tables import EPOCHS, STEPS, TRUST, Row, read_rows
+from largebatch.hooks.tables import EPOCHS, NOISE, STEPS, TRUST, Row, read_rows
 
 CURVES = "curves.png"
 
@@ -21,19 +21,20 @@ GREEN = {"color": "#3b8f5c", "linewidth": 1.8}
 def draw_curves(folder: Path, *, title: str) -> None:
     """Draw RUN/curves.png from RUN/steps.csv and RUN/epochs.csv.
 
-    The panels show loss, accuracy, learning rate, gradient norm and, if the optimizer has them, trust ratios.
+    The panels show loss, accuracy, learning rate, gradient norm and, if the run has them, trust ratios and the gradient
+    noise scale beside the batch.
     """
     from matplotlib.figure import Figure  # takes half a second to import, and only rank 0 needs it
 
     steps, epochs = read_rows(folder / STEPS), read_rows(folder / EPOCHS)
-    figure = Figure(figsize=(10.5, 6.6), dpi=120, layout="constrained")
-    below = ["lr", "grad_norm", "trust"] if _has(steps, "trust_median") else ["lr", "grad_norm"]
-    width = 6 // len(below)
-    rows: list[Any] = [["loss"] * 3 + ["accuracy"] * 3, [name for name in below for _ in range(width)]]
-    panels = figure.subplot_mosaic(rows, sharex=True)
-    for name in ("loss", "accuracy"):
-        # With two panels below, these stand at the same place and show the same numbers.
-        panels[name].tick_params(labelbottom=len(below) > 2)
+    rows = _layout(with_trust=_has(steps, "trust_median"), with_noise=_has(steps, NOISE[2]))
+    figure = Figure(figsize=(10.5, 3.3 * len(rows)), dpi=120, layout="constrained")
+    mosaic: list[Any] = [[name for name in row for _ in range(6 // len(row))] for row in rows]
+    panels = figure.subplot_mosaic(mosaic, sharex=True)
+    for row, below in zip(rows, rows[1:]):
+        for name in row:
+            # Panels that stand above each other show the same numbers.
+            panels[name].tick_params(labelbottom=len(row) != len(below))
     averaged = _has(epochs, "ema_top1")
     lines: Lines = [
         ("training, single steps", steps, "loss", THIN),
@@ -55,11 +56,22 @@ def draw_curves(folder: Path, *, title: str) -> None:
         lines = [("", steps, column, style) for column, style in zip(TRUST, (THIN, BLUE | {"linewidth": 1.0}, THIN))]
         _draw(panels["trust"], "trust ratios: smallest, median, largest", lines)
         _log_scale(panels["trust"])
-    for name in below:
+    if NOISE[2] in panels:
+        batch = [{"epoch": row["epoch"], "batch": steps[0]["images"] / steps[0]["step"]} for row in steps]
+        lines = [("gradient noise scale", steps, NOISE[2], BLUE), ("global batch", batch, "batch", PALE)]
+        _draw(panels[NOISE[2]], "largest useful batch (images)", lines)
+        _log_scale(panels[NOISE[2]])
+    for name in rows[-1]:
         panels[name].set_xlabel("epoch")
     figure.suptitle(title + (f"\n{_result(epochs[-1])}" if epochs else ""), fontsize=12)
     with atomic_file(folder / CURVES) as file:
         figure.savefig(file, format="png")
+
+
+def _layout(*, with_trust: bool, with_noise: bool) -> list[list[str]]:
+    """Return the names of the panels, row by row."""
+    below = ["lr", "grad_norm", *(["trust"] if with_trust else []), *([NOISE[2]] if with_noise else [])]
+    return [["loss", "accuracy"], *([below] if len(below) < 4 else [below[:2], below[2:]])]
 
 
 def _result(row: Row) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from largebatch.engine import Hook, StepOutput, Trainer
+from largebatch.hooks.noise_scale import NoiseScale
 from largebatch.hooks.sinks import Sink
 from largebatch.hooks.tables import TRUST, Row
 from largebatch.optim import adapted_ratios, trust_summary
@@ -27,8 +28,9 @@ class Log(Hook):
     It must be the last hook: its clock for a step starts after the other hooks, whose time is then not training time.
     """
 
-    def __init__(self, sinks: Sequence[Sink], *, every_images: int) -> None:
-        self.sinks = sinks
+    def __init__(self, sinks: Sequence[Sink], *, every_images: int, noise: NoiseScale | None = None) -> None:
+        """noise: a hook of the run, with the same every_images."""
+        self.sinks, self.noise = sinks, noise
         self.every_images = every_images
         self.since_row, self.since_epoch = Throughput(), Throughput()
         self.started: float | None = None  # when the current step began; None during the first step
@@ -46,9 +48,10 @@ class Log(Hook):
                 throughput.add(output.images, time.perf_counter() - self.started, output.waited_s)
         self.tell(trainer, lambda sink: sink.advance(trainer.state.step))
         if trainer.due(self.every_images):
-            loss = trainer.comm.allreduce(output.loss_sum.double().cpu(), name="log/loss") / trainer.comm.size
+            mine = [output.loss_sum.double().cpu().view(1), *([self.noise.measured(trainer)] if self.noise else [])]
+            total = trainer.comm.allreduce(torch.cat(mine), name="log/step")
             row = self.position(trainer) | {
-                "loss": float(loss),
+                "loss": float(total[0]) / trainer.comm.size,
                 "grad_norm": float(output.grad_norm),
                 "stall": self.since_row.stall(),
                 "images_per_s": self.since_row.take(),
@@ -56,6 +59,7 @@ class Log(Hook):
                 "time": round(wall_clock()),
             }
             row |= trust_ratios(trainer, output)
+            row |= self.noise.row(trainer, output, total[1:]) if self.noise else {}
             self.tell(trainer, lambda sink: sink.write_step(row))
 
     def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
@@ -85,7 +89,8 @@ class Log(Hook):
 
     def position(self, trainer: Trainer) -> Row:
         """Return the columns that say where the run is, with the learning rate of the step just done."""
-        state, lr = trainer.state, trainer.optimizer.param_groups[0]["lr"]
+        # With optim.layer_decay the rate of the head, which is the schedule's.
+        state, lr = trainer.state, max(group["lr"] for group in trainer.optimizer.param_groups)
         return {"step": state.step, "epoch": trainer.epoch, "images": state.images, "lr": lr, "skipped": state.skipped}
 
     def tell(self, trainer: Trainer, call: Callable[[Sink], None]) -> None:

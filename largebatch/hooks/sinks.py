@@ -31,6 +31,7 @@ from largebatch.hooks.tables import (
     EPOCHS,
     LAYERS,
     MEASURED,
+    NOISE,
     STEP_COLUMNS,
     STEPS,
     TRUST,
@@ -94,7 +95,7 @@ class Progress(Sink):
             self.bar.update(self.bar.task_ids[0], completed=step)
 
     def write_step(self, row: Row) -> None:
-        numbers = f"loss {row['loss']:.4f}  lr {row['lr']:.3g}{_rate(row)}"
+        numbers = f"loss {row['loss']:.4f}  lr {row['lr']:.3g}{_noise(row)}{_rate(row)}"
         lines = int(row["step"]) * PLAIN_LINES // self.num_steps
         if self.bar:
             self.bar.update(self.bar.task_ids[0], description=f"epoch {row['epoch']:.2f}  {numbers}")
@@ -175,7 +176,7 @@ class TensorBoard(Sink):
         self.writer = SummaryWriter(str(self.folder), purge_step=trainer.state.step + 1)
 
     def write_step(self, row: Row) -> None:
-        self.add("train", row, ("loss", "lr", "grad_norm", "skipped", *TRUST, *MEASURED[1:]))
+        self.add("train", row, ("loss", "lr", "grad_norm", "skipped", *TRUST, *NOISE, *MEASURED[1:]))
 
     def write_epoch(self, row: Row) -> None:
         self.add("epoch", row, ("train_loss", "eval_loss", "top1", "top5", *EMA))
@@ -227,6 +228,11 @@ class Curves(Sink):
 
 def _rate(row: Row) -> str:
     return "" if math.isnan(row["images_per_s"]) else f"  {row['images_per_s']:.0f} img/s"
+
+
+def _noise(row: Row) -> str:
+    scale = row.get("noise_scale", math.nan)
+    return "" if math.isnan(scale) else f"  noise scale {scale:,.0f}"
 
 
 def _start_bar(terminal: TextIO, last_step: int, *, done: int) -> "Bar":

@@ -14,6 +14,8 @@ from pathlib import Path
 Row = dict[str, float]
 
 TRUST = ("trust_min", "trust_median", "trust_max")
+# |G|^2 and tr(Sigma), averaged over rows, and their quotient, the gradient noise scale in images (noise_scale.py).
+NOISE = ("grad_square", "grad_variance", "noise_scale")
 # Columns that are measured, so that a repeated run has other numbers: seconds since the epoch, images per second, the
 # part of the time in percent that rank 0 waited for images, and the peak of the memory that rank 0 used.
 MEASURED = ("time", "images_per_s", "stall", "memory_gib")
@@ -30,6 +32,7 @@ STEP_COLUMNS = (
     "time",
     "stall",
     "memory_gib",
+    *NOISE,
 )
 EMA = ("ema_loss", "ema_top1")
 EPOCH_COLUMNS = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from largebatch.engine import Trainer
 from largebatch.hooks.sinks import Sink
-from largebatch.hooks.tables import EMA, MEASURED, TRUST, Row
+from largebatch.hooks.tables import EMA, MEASURED, NOISE, TRUST, Row
 
 PROJECT = "largebatch"  # unless WANDB_PROJECT is set
 
@@ -48,7 +48,7 @@ class WeightsAndBiases(Sink):
         self.run.define_metric("*", step_metric="step")
 
     def write_step(self, row: Row) -> None:
-        self.add("train", row, ("loss", "lr", "grad_norm", "skipped", *TRUST, *MEASURED[1:]))
+        self.add("train", row, ("loss", "lr", "grad_norm", "skipped", *TRUST, *NOISE, *MEASURED[1:]))
 
     def write_epoch(self, row: Row) -> None:
         self.add("epoch", row, ("train_loss", "eval_loss", "top1", "top5", *EMA))

@@ -116,6 +116,7 @@ def build_optimizer(
     name: str = "lamb",
     lr: float,
     weight_decay: float,
+    layer_decay: float | None = None,
     betas: tuple[float, float] | None = None,
     eps: float | None = None,
     preset: str | None = None,
@@ -129,6 +130,8 @@ def build_optimizer(
         model: the owner of the parameters; frozen ones are included, see `param_groups`.
         name: "lamb"; torch's "adamw" or "sgd" (Nesterov), fused; "lars"; "apex_lamb" (NVIDIA's, on GPUs).
         weight_decay: decoupled for adamw, added to the gradient for sgd and lars, in the update for LAMB.
+        layer_decay: factor of the learning rate from a layer to the one below it; None: all have the same. Each group
+            has its factor as `lr_scale`, and starts with lr × lr_scale.
         betas, eps, preset, impl, momentum, trust_coefficient: see `DEFAULTS`, `PRESETS`, `Lamb` and `Lars`.
 
     Raises:
@@ -136,18 +139,26 @@ def build_optimizer(
     """
     if name not in DEFAULTS:
         raise ValueError(f"unknown optimizer {name!r}; choose one of {', '.join(DEFAULTS)}")
+    decays = {"weight_decay": weight_decay, "layer_decay": layer_decay}
     options: dict[str, Any] = dict(preset=preset, betas=betas, eps=eps, impl=impl)
     options |= dict(momentum=momentum, trust_coefficient=trust_coefficient)
     given = {option: value for option, value in options.items() if value is not None}
     _refuse_unused(name, given)
     chosen = {"lr": lr} | DEFAULTS[name] | given
+    optimizer = _build(model, name, decays, chosen)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+    return optimizer
+
+
+def _build(model: nn.Module, name: str, decays: dict[str, Any], chosen: dict[str, Any]) -> Optimizer:
     if "preset" in chosen:
-        return _build_lamb(model, name, weight_decay, chosen)
+        return _build_lamb(model, name, decays, chosen)
     if not 0 <= chosen.get("momentum", 0) < 1:
-        raise ValueError(f"momentum must be a number in [0, 1), got {momentum}")
+        raise ValueError(f"momentum must be a number in [0, 1), got {chosen['momentum']}")
     if name == "lars":
-        return Lars(param_groups(model, weight_decay=weight_decay, adapt_excluded=False), **chosen)
-    groups = param_groups(model, weight_decay=weight_decay)
+        return Lars(param_groups(model, **decays, adapt_excluded=False), **chosen)
+    groups = param_groups(model, **decays)
     if name == "sgd":
         return torch.optim.SGD(groups, **chosen, nesterov=chosen["momentum"] > 0, fused=True)
     return torch.optim.AdamW(groups, **chosen, fused=True)
@@ -160,15 +171,15 @@ def _refuse_unused(name: str, given: Mapping[str, Any]) -> None:
             raise ValueError(f"{option}={value!r} has no effect on {name}; remove it or choose one of {users}")
 
 
-def _build_lamb(model: nn.Module, name: str, weight_decay: float, options: dict[str, Any]) -> Optimizer:
+def _build_lamb(model: nn.Module, name: str, decays: dict[str, Any], options: dict[str, Any]) -> Optimizer:
     preset = options.pop("preset")
-    groups, chosen = options_of(preset, model, weight_decay=weight_decay)
+    groups, chosen = options_of(preset, model, **decays)
     if name == "lamb":
         return Lamb(groups, **chosen, **options)
     if chosen.pop("max_trust_ratio") < math.inf:
         raise ValueError(f"apex_lamb has no bound on trust ratios, which preset {preset} needs; choose lamb")
     use_nvlamb = PRESETS[preset].adapt_excluded is not False
-    if not use_nvlamb and not weight_decay:
+    if not use_nvlamb and not decays["weight_decay"]:
         raise ValueError(f"apex_lamb adapts nothing without decay under preset {preset}; choose lamb or preset nvlamb")
     if any(not p.is_cuda for p in model.parameters()):
         raise ValueError("apex_lamb works on GPUs only; choose lamb, which works everywhere")

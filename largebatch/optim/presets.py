@@ -2,6 +2,7 @@
 
 import fnmatch
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -33,35 +34,70 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
+    """Return the factor of each parameter's learning rate, by name: layer_decay to the number of layers above its own.
+
+    The head is the last layer, with factor 1 (BEiT, arXiv:2106.08254; timm's `param_groups_layer_decay` is the same).
+    ValueError for a model that does not tell its layers, as timm's tell by `group_matcher`, or for a factor outside of
+    (0, 1].
+    """
+    if not 0 < layer_decay <= 1:
+        raise ValueError(f"layer_decay must be a number above 0 and at most 1, got {layer_decay}")
+    matcher: Any = getattr(model, "group_matcher", None)
+    if matcher is None:
+        raise ValueError(
+            f"layer_decay={layer_decay} needs a model that tells its layers by a method group_matcher, as models of "
+            f"timm and of the zoo do; {type(model).__name__} has none"
+        )
+    from timm.models import group_parameters  # a model with that method has imported timm
+
+    layers: dict[str, int] = group_parameters(model, matcher(coarse=False), reverse=True)
+    last = max(layers.values())
+    return {name: layer_decay ** (last - layer) for name, layer in layers.items()}
+
+
 def param_groups(
-    model: nn.Module, *, weight_decay: float, exclude: bool = True, adapt_excluded: bool | None = None
+    model: nn.Module,
+    *,
+    weight_decay: float,
+    exclude: bool = True,
+    adapt_excluded: bool | None = None,
+    layer_decay: float | None = None,
 ) -> list[dict[str, Any]]:
     """Return the parameter groups: decayed, and not decayed (1-D, biases, names in `model.no_weight_decay()`).
 
     With `exclude=False` there is only the first group; `adapt_excluded` is the option `adapt` of the second, for Lamb
     and Lars. Frozen parameters stay in their group: without a gradient they get no state and no update, and unfreezing
-    one does not renumber a saved state.
+    one does not renumber a saved state. With `layer_decay` each layer has these two groups, with its factor of the
+    learning rate as the option `lr_scale`; the engine multiplies by it.
     """
     names: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
-    decayed: dict[str, Any] = {"params": [], "weight_decay": weight_decay}
-    excluded: dict[str, Any] = {"params": [], "weight_decay": 0.0}
-    if adapt_excluded is not None:
-        excluded["adapt"] = adapt_excluded
+    scales = None if layer_decay is None else layer_scales(model, layer_decay)
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = defaultdict(list)
     for name, p in model.named_parameters():
         listed = any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
         out = exclude and (p.ndim <= 1 or name.endswith(".bias") or listed)
-        (excluded if out else decayed)["params"].append(p)
-    return [group for group in (decayed, excluded) if group["params"]]
+        groups[1.0 if scales is None else scales[name], out].append(p)
+    return [
+        {"params": params, "weight_decay": 0.0 if out else weight_decay}
+        | ({"adapt": adapt_excluded} if out and adapt_excluded is not None else {})
+        | ({} if scales is None else {"lr_scale": scale})
+        for (scale, out), params in sorted(groups.items(), key=lambda item: item[0])
+    ]
 
 
 def options_of(
-    preset: str, model: nn.Module, *, weight_decay: float
+    preset: str, model: nn.Module, *, weight_decay: float, layer_decay: float | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the parameter groups and the options of `Lamb` under a preset; ValueError for an unknown one."""
     if preset not in PRESETS:
         raise ValueError(f"unknown LAMB preset {preset!r}; choose one of {', '.join(PRESETS)}")
     chosen = PRESETS[preset]
     groups = param_groups(
-        model, weight_decay=weight_decay, exclude=chosen.exclude, adapt_excluded=chosen.adapt_excluded
+        model,
+        weight_decay=weight_decay,
+        exclude=chosen.exclude,
+        adapt_excluded=chosen.adapt_excluded,
+        layer_decay=layer_decay,
     )
     return groups, {"bias_correction": chosen.bias_correction, "max_trust_ratio": chosen.max_trust_ratio}

@@ -157,8 +157,9 @@ class ParallelReplica(Replica):
                     self._gather(name, state.get(key), whole)
                 if leads:
                     optimizer.state[parameters[name]][key] = whole if value is MOMENT else value
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
         for group in optimizer.param_groups:
-            group["lr"] = self.optimizer.param_groups[0]["lr"]
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         return model, optimizer
 
     def empty_whole(self) -> tuple[nn.Module, Optimizer]:

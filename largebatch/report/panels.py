@@ -84,6 +84,7 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
             [("trust_median", "median"), ("trust_min", "smallest"), ("trust_max", "largest")],
             True,
         ),
+        "noise_scale": ("largest useful batch: gradient noise scale (images)", [("noise_scale", "")], True),
         "images_per_s": ("throughput (images per second)", [("images_per_s", "")], False),
         "stall": ("time that rank 0 waited for images (%)", [("stall", "")], False),
         "memory_gib": ("peak memory of rank 0 (GiB)", [("memory_gib", "")], False),

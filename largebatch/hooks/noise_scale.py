@@ -1,0 +1,134 @@
+"""The gradient noise scale: the batch beyond which more images per step hardly save steps (arXiv:1812.06162).
+
+G is the gradient of the loss over all images, and Sigma the covariance of the gradient of one image. The mean gradient
+of b images, G_b, has E |G_b|^2 = |G|^2 + tr(Sigma) / b. So a micro-batch of b images and the global batch of B give
+estimates without bias (appendix A.1 there):
+
+    |G|^2     = (B |G_B|^2 - b |G_b|^2) / (B - b)
+    tr(Sigma) = (|G_b|^2 - |G_B|^2) / (1 / b - 1 / B)
+
+and the noise scale B_simple = tr(Sigma) / |G|^2. At a batch of B_simple a run needs about twice as many steps, and
+twice as many images, as the fewest possible. A quotient of noisy estimates has a bias, so each is averaged over rows
+first.
+
+|G_b|^2 is the mean over the ranks of the first micro-batch of each: its gradient is alone until the second pass adds
+to it. Only steps that write a row are measured. That costs one read of the gradient, and no message of its own.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from largebatch.augment import Augmented
+from largebatch.engine import Hook, StepOutput, Trainer
+from largebatch.hooks.tables import NOISE, STEPS, Row, read_rows
+from largebatch.optim import gradient_norm
+
+HORIZON = 30  # rows; the mean of the first rows, then a moving average that gives a new row this part of the weight
+
+
+def estimates(small_square: float, large_square: float, *, small: int, large: int) -> tuple[float, float]:
+    """Return |G|^2 and tr(Sigma) by the squared norms of the mean gradients of `small` and of `large` images.
+
+    A single estimate may be negative.
+    """
+    signal = (large * large_square - small * small_square) / (large - small)
+    noise = (small_square - large_square) / (1 / small - 1 / large)
+    return signal, noise
+
+
+@dataclass
+class Averages:
+    """Moving averages of both estimates, rounded as steps.csv has them: a resumed run goes on with the same bits."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    count: int = 0
+
+    @classmethod
+    def after(cls, rows: Iterable[Row]) -> "Averages":
+        """Return the averages as they were after these rows of steps.csv."""
+        averages = cls()
+        for row in rows:
+            signal, noise = (row.get(name, math.nan) for name in NOISE[:2])
+            if math.isfinite(signal):
+                averages = cls(_single(signal), _single(noise), averages.count + 1)
+        return averages
+
+    def add(self, signal: float, noise: float) -> Row:
+        """Take the estimates of one step; return the columns NOISE."""
+        self.count += 1
+        weight = 1 / min(self.count, HORIZON)
+        self.signal = _single(self.signal + weight * (signal - self.signal))
+        self.noise = _single(self.noise + weight * (noise - self.noise))
+        # Without a positive |G|^2 the gradient cannot be told from noise yet.
+        scale = self.noise / self.signal if self.signal > 0 <= self.noise else math.nan
+        return dict(zip(NOISE, (self.signal, self.noise, scale)))
+
+
+def _single(value: float) -> float:
+    """Round to float32, whose numbers survive nine digits."""
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+class NoiseScale(Hook):
+    """Measures the first micro-batch in each step that `Log` writes a row about; needs whole models.
+
+    `Log` asks for `measured`, adds it up over the ranks with its own number, and gives the sum to `row`.
+    """
+
+    def __init__(self, folder: str | Path, *, every_images: int) -> None:
+        """folder: the run folder, from whose steps.csv a resumed run takes the averages. every_images: those of Log."""
+        self.folder, self.every_images = Path(folder), every_images
+        self.averages = Averages()
+        self.scale: Tensor | None = None  # loss scale of the step that is measured; None: the step is not
+        self.square: Tensor | None = None  # 0-d, of the gradient after the first pass
+        self.waits = False  # the first pass runs
+
+    def before_fit(self, trainer: Trainer) -> None:
+        """Take up the averages of the run."""
+        rows = read_rows(self.folder / STEPS) if trainer.comm.rank == 0 else []
+        self.averages = Averages.after(row for row in rows if row["step"] <= trainer.state.step)
+
+    def at_first_batch(self, trainer: Trainer, batch: Augmented) -> None:
+        """Arrange for the first pass to be measured, unless the step is short."""
+        plan, step = trainer.plan, trainer.state.step
+        full = plan.window_images(step) == plan.global_batch_size
+        if not full or not trainer.due_next(self.every_images):
+            return
+        self.scale = trainer.scaler.scale(torch.ones((), device=trainer.device))
+        # A single pass begins to reduce its gradients in place before it ends.
+        if len(plan.micro_batches(step, 0, trainer.comm.data_size)) == 1:
+            trainer.comm.measure_square(trainer.optimizer)
+        else:
+            self.waits = True
+
+    def at_point(self, trainer: Trainer) -> None:
+        """Measure the gradient of the first pass; this is the point before the second."""
+        if self.waits:
+            self.square, self.waits = gradient_norm(trainer.optimizer).double().square(), False
+
+    def measured(self, trainer: Trainer) -> Tensor:
+        """Return |G_b|^2 of this rank in the step just done and 1, or zeros if it has none; (2,), float64."""
+        square = trainer.comm.square_sent(trainer.optimizer) if self.square is None else self.square
+        found, scale = torch.zeros(2, dtype=torch.float64), self.scale
+        if square is not None and scale is not None:
+            # The loss of a micro-batch was a sum, times this weight and the loss scale.
+            weight = trainer.comm.data_size * trainer.plan.micro_batch_size / trainer.plan.global_batch_size
+            found = torch.stack([square / (weight * scale.double()).square(), torch.ones_like(square)]).cpu()
+        self.square = self.scale = None
+        return found
+
+    def row(self, trainer: Trainer, output: StepOutput, total: Tensor) -> Row:
+        """Return the columns NOISE; nan if the step was short or skipped. total: the sum of all ranks' `measured`."""
+        square, count = total.tolist()
+        if not count or not output.applied:
+            return dict.fromkeys(NOISE, math.nan)
+        small, large = trainer.plan.micro_batch_size, trainer.plan.global_batch_size
+        return self.averages.add(
+            *estimates(square / count, float(output.grad_norm) ** 2, small=small, large=large)
+        )
