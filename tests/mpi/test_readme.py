@@ -101,6 +101,12 @@ def images(tmp_path_factory) -> Path:
     return folder
 
 
+def test_a_plan():
+    """Its hours, and the nearest batch that 200 ranks can make."""
+    output = succeeds(readme("python -m largebatch.plan"))
+    assert "GPU-hours" in output and "global batch 32800 = 200 ranks × 164" in output, output
+
+
 def test_the_same_under_mpirun(tmp_path):
     command = readme("mpirun -np 2 python -m largebatch.train --model vit_b32")
     options = f"{SHORT} {SMALL_BATCH} {SMALL_MODEL} --run.folder {tmp_path}"
