@@ -52,6 +52,12 @@ def test_every_file_that_is_named_exists():
         assert (ROOT / link).exists(), link
 
 
+def test_no_two_files_of_tests_have_one_name():
+    """pytest collects the second one of them only if it is asked for alone."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names)), sorted(name for name in set(names) if names.count(name) > 1)
+
+
 def test_before_a_commit_the_linters_of_ci_run():
     """Each with the same files; CI also shows what isort would change."""
     ci = {name: arguments.split() for name, arguments in CALL.findall((ROOT / ".ci" / "run").read_text())}
