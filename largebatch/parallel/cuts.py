@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from largebatch.parallel import collectives
-from largebatch.parallel.mesh import Mesh, block
+from largebatch.parallel.mesh import Axis, Mesh, block
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,14 @@ def sum_partial_gradients(model: nn.Module, cuts: Mapping[str, Cut], mesh: Mesh)
             if parameter.grad is not None and name in cuts[key].partial
         ]
         for bucket in _buckets(grads) if axis.size > 1 else ():
-            total = collectives.all_reduce(torch.cat([grad.flatten() for grad in bucket]), axis)
-            for grad, own in zip(bucket, total.split([grad.numel() for grad in bucket])):
-                grad.copy_(own.view_as(grad))
+            _sum(bucket, axis)
+
+
+def _sum(bucket: list[Tensor], axis: Axis) -> None:
+    total = torch.cat([tensor.flatten() for tensor in bucket])
+    dist.all_reduce(total, group=axis.group)
+    for tensor, own in zip(bucket, total.split([tensor.numel() for tensor in bucket])):
+        tensor.copy_(own.view_as(tensor))
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

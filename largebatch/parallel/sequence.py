@@ -67,7 +67,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, axis: Axis, length: int) -> Tensor:
         precise = torch.promote_types(q.dtype, torch.float32)
-        kv = torch.stack((k, v))
+        q, kv = q.contiguous(), torch.stack((k, v))  # copies: saved views would keep the whole product of qkv
         out = torch.zeros_like(q, dtype=precise, memory_format=torch.contiguous_format)
         log_sum = torch.full_like(out[..., :1], -torch.inf)
         for owner, block in _travel(kv, axis):

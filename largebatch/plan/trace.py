@@ -106,7 +106,7 @@ def trace(config: TrainConfig, *, device: str, micro_batch_size: int = 0) -> Pas
     batch = _inputs(config, images)
     counter.ignore(tensor for tensor in batch if isinstance(tensor, Tensor))
     objective = build_objective(config, model)
-    casts, widths = _Casts(device, precision, counter), _Widths(getattr(model, "embed_dim", 0))
+    casts, widths = _Casts(device, precision, counter), _Widths(model)
     with torch.random.fork_rng(devices=[]), counter.watching(model), casts.recomputing(model):
         torch.manual_seed(0)  # stochastic depth draws on the host
         with casts, widths:
@@ -124,7 +124,7 @@ def trace(config: TrainConfig, *, device: str, micro_batch_size: int = 0) -> Pas
         inputs=sum(t.numel() * t.element_size() for t in batch if isinstance(t, Tensor)),
         kept=counter.kept,
         casts=casts.size,
-        whole=widths.share(),
+        whole=widths.share(casts.size),
         peak=counter.peak,
     )
 
@@ -234,23 +234,38 @@ class _Counter(TorchDispatchMode):
         self.live -= size
 
 
-class _Widths(torch.autograd.graph.saved_tensors_hooks):
-    """Notes how many of the bytes that autograd saves are in tensors as wide as the embedding."""
+ROW_CUT = (".attn.proj", ".mlp.fc2")
+"""layers whose inputs mode 1d cuts, although they may be as wide as the embedding"""
 
-    def __init__(self, embed_dim: int) -> None:
+
+class _Widths(torch.autograd.graph.saved_tensors_hooks):
+    """Notes how many of the bytes that autograd saves are in activations as wide as the embedding."""
+
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(self._pack, lambda tensor: tensor)
-        self.embed_dim, self._sizes = embed_dim, dict[int, tuple[int, bool]]()
+        self.embed_dim = getattr(model, "embed_dim", 0)
+        self._weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self._sizes: dict[int, tuple[int, bool]] = {}
+        self._inside_cut = False
+        for name, module in model.named_modules():
+            if name.endswith(ROW_CUT):
+                module.register_forward_pre_hook(partial(self._enter, True))
+                module.register_forward_hook(partial(self._enter, False))
+
+    def _enter(self, cut: bool, *_: Any) -> None:
+        self._inside_cut = cut
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            is_whole = tensor.ndim > 2 and tensor.shape[-1] == self.embed_dim
-            self._sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes(), is_whole
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._weights:
+            is_whole = tensor.ndim > 1 and tensor.shape[-1] == self.embed_dim and not self._inside_cut
+            self._sizes[storage._cdata] = storage.nbytes(), is_whole
         return tensor
 
-    def share(self) -> float:
-        """Return the share of these bytes; 1 if nothing was saved."""
-        total = sum(size for size, _ in self._sizes.values())
-        return sum(size for size, is_whole in self._sizes.values() if is_whole) / total if total else 1.0
+    def share(self, casts: int) -> float:
+        """Return the share of these bytes, without those of the weights' casts; 1 if nothing was saved."""
+        total = sum(size for size, _ in self._sizes.values()) - casts
+        return sum(size for size, is_whole in self._sizes.values() if is_whole) / total if total > 0 else 1.0
 
 
 EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided}

@@ -1,0 +1,84 @@
+"""The planner's memory of ranks that share a model is what torch's allocator finds in a real pass."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gloo import on_ranks
+from torch.optim import SGD
+from torch.profiler import ProfilerActivity, profile
+
+from largebatch.augment import Augmented
+from largebatch.benchmark.parallel import CONFIGS
+from largebatch.config import ModelConfig, ParallelConfig
+from largebatch.losses import classification
+from largebatch.parallel.replica import ParallelReplica
+from largebatch.plan.constants import find_device
+from largebatch.plan.memory import of_rank
+from largebatch.plan.trace import trace
+from largebatch.recipes import RECIPES
+from zoo import create_model, set_fused_attn
+
+IMAGES = 16
+MODEL = ModelConfig(name="vit_b32", num_classes=1000)
+MESHES = {name: config for name, config in CONFIGS.items() if config.tensor.size < 8}  # 12 heads are not 8 parts
+
+
+def allocated(run_pass: Any) -> int:
+    """The most bytes that a pass adds at once to what there was, by torch's allocator."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run_pass()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def measured(parallel: ParallelConfig) -> int:
+    """Of the second pass, which adds to gradients."""
+    with torch.device("meta"):
+        model: Any = create_model(MODEL.name, num_classes=MODEL.num_classes)
+    set_fused_attn(model, False)
+    replica = ParallelReplica(
+        parallel, model, batch_size=IMAGES, precision="fp32", make_optimizer=lambda model: SGD(model.parameters())
+    )
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for tensor in model.state_dict().values():
+        tensor.normal_(std=0.02)
+    batch = Augmented(torch.randn(IMAGES, 3, 224, 224), torch.full((IMAGES, MODEL.num_classes), 1e-3))
+    objective = replica.adapt_objective(classification)
+
+    def forward_backward(batch: Augmented, weight: float) -> torch.Tensor:
+        loss = objective(model, batch) * weight
+        loss.backward()
+        return loss.detach()
+
+    def run_pass() -> None:
+        replica.run_pass(batch, 1.0, forward_backward)
+        replica.complete_gradients()
+
+    run_pass()
+    return allocated(run_pass)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "1d, 2 ranks" else pytest.param(name, marks=pytest.mark.evidence) for name in MESHES]
+)
+def test_a_rank_needs_what_is_predicted(name):
+    parallel, recipe = MESHES[name], RECIPES["vit_b32"]()
+    config = replace(
+        recipe,
+        model=MODEL,
+        data=replace(recipe.data, micro_batch_size=IMAGES),
+        run=replace(recipe.run, precision="fp32"),
+        parallel=parallel,
+    )
+    ranks = parallel.shape().size
+    memory = of_rank(config, trace(config, device="cpu"), find_device("a100"), ranks=ranks)
+    largest = max(on_ranks(measured, ranks, parallel))
+    print(f"{name}: {largest / 2**20:.1f} MiB")
+    assert memory.activations + memory.workspace == pytest.approx(largest, rel=0.1)
