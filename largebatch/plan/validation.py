@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from largebatch.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from largebatch.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    TensorConfig,
+    TrainConfig,
+)
+from largebatch.plan.constants import find_device
+from largebatch.plan.memory import of_rank
 from largebatch.plan.planning import cluster_of
 from largebatch.plan.run import HOUR, num_steps, run_of
 from largebatch.plan.step import Cluster, Speed, step_of
@@ -209,22 +219,35 @@ _counted = cache(lambda config, kind: trace(config, device=kind))
 
 # -- memory, measured here ------------------------------------------------------------------------------------------
 
-# Model, images, precision, checkpointing -> MiB of resident memory that two passes add at their peak, model and
-# gradients included; two cores of an AMD EPYC, torch 2.13.0+cpu, 2026-11-23. The second pass adds to gradients.
+# Model, images, precision, checkpointing -> MiB that a pass adds at its peak to weights, gradients and images, by torch's
+# allocator on CPUs (torch 2.13.0, 2026-11-24). The gradients of an earlier pass are there.
 MEASURED: dict[tuple[str, int, str, bool], float] = {
-    ("vit_b32", 32, "bf16", False): 1867,
-    ("vit_b32", 32, "bf16", True): 1198,
-    ("vit_b32", 64, "fp32", False): 4825,
-    ("vit_l32", 8, "bf16", False): 3693,
-    ("vit_l32", 8, "bf16", True): 3159,
-    ("volo_d1", 8, "bf16", False): 945,
-    ("volo_d1", 8, "bf16", True): 558,
+    ("vit_b32", 32, "bf16", False): 898.2,
+    ("vit_b32", 32, "bf16", True): 269.8,
+    ("vit_b32", 64, "fp32", False): 2628.7,
+    ("vit_l32", 8, "bf16", False): 1067.4,
+    ("vit_l32", 8, "bf16", True): 631.3,
+    ("volo_d1", 8, "bf16", False): 544.9,
+    ("volo_d1", 8, "bf16", True): 191.4,
+}
+
+
+# ViT-B/32 divided, 16 images of a replica, fp32 -> the same of the rank that needs most: tests/parallel/test_memory.py
+DIVIDED: dict[str, tuple[ParallelConfig, float]] = {
+    "1d on 2 ranks": (ParallelConfig(tensor=TensorConfig(size=2)), 308.5),
+    "1d on 4 ranks": (ParallelConfig(tensor=TensorConfig(size=4)), 211.9),
+    "2d on 4 ranks": (ParallelConfig(tensor=TensorConfig(mode="2d", size=4)), 132.5),
+    "2 stages": (ParallelConfig(pipeline=2, micro_batches=4), 131.1),
+    "2 stages × 1d on 2 ranks": (ParallelConfig(pipeline=2, tensor=TensorConfig(size=2), micro_batches=4), 82.8),
+    "2 stages × 1d on 4 ranks": (ParallelConfig(pipeline=2, tensor=TensorConfig(size=4), micro_batches=4), 57.5),
+    "sequence on 2 ranks": (ParallelConfig(sequence=2), 254.2),
+    "sequence on 4 ranks": (ParallelConfig(sequence=4), 136.5),
 }
 
 
 def memory() -> Iterator[Row]:
-    """Yield peaks of forward and backward on CPUs, model and gradients included, in MiB."""
-    for (name, batch, precision, again), published in MEASURED.items():
+    """Yield peaks of forward and backward on CPUs, beside weights, gradients and images, in MiB."""
+    for (name, batch, precision, again), measured in MEASURED.items():
         recipe = RECIPES[name]()
         config = replace(
             recipe,
@@ -232,7 +255,13 @@ def memory() -> Iterator[Row]:
             data=replace(recipe.data, micro_batch_size=batch),
             run=replace(recipe.run, precision=precision),  # type: ignore[arg-type]  # one of its texts
         )
-        one = trace(config, device="cpu")
-        predicted = (2 * one.weights + one.buffers + one.inputs + one.peak) / 2**20
         what = f"{name}, {precision}, batch {batch}" + ", checkpointing" * again
-        yield Row("m", what, "MiB", published, predicted, "counted", "measured here")
+        yield Row("m", what, "MiB", measured, trace(config, device="cpu").peak / 2**20, "counted", "measured here")
+    config = TrainConfig(model=ModelConfig(name="vit_b32"), data=DataConfig(micro_batch_size=16))
+    config = replace(config, run=replace(config.run, precision="fp32"))
+    whole = trace(config, device="cpu")
+    for mesh, (parallel, measured) in DIVIDED.items():
+        ranks = parallel.shape().size
+        rank = of_rank(replace(config, parallel=parallel), whole, find_device("a100"), ranks=ranks)
+        predicted = (rank.activations + rank.workspace) / 2**20
+        yield Row("m", f"vit_b32, fp32, batch 16, {mesh}", "MiB", measured, predicted, "counted", "measured here")
