@@ -219,8 +219,8 @@ _counted = cache(lambda config, kind: trace(config, device=kind))
 
 # -- memory, measured here ------------------------------------------------------------------------------------------
 
-# Model, images, precision, checkpointing -> MiB that a pass adds at its peak to weights, gradients and images, by torch's
-# allocator on CPUs (torch 2.13.0, 2026-11-24). The gradients of an earlier pass are there.
+# Model, images, precision, checkpointing -> MiB that a pass adds at its peak to weights, gradients and images, by the
+# allocator of torch 2.13.0 on CPUs, 2026-11-24. The gradients of an earlier pass are there.
 MEASURED: dict[tuple[str, int, str, bool], float] = {
     ("vit_b32", 32, "bf16", False): 898.2,
     ("vit_b32", 32, "bf16", True): 269.8,
