@@ -41,6 +41,12 @@ def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
     return total
 
 
+def all_reduce_(tensor: Tensor, axis: Axis) -> None:
+    """Sum a contiguous tensor over the axis, in place."""
+    if axis.size > 1:
+        dist.all_reduce(tensor, group=axis.group)
+
+
 def all_max(tensor: Tensor, axis: Axis) -> Tensor:
     """Return the maximum over the axis, element by element, as a new tensor."""
     if axis.size == 1:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from largebatch.parallel import collectives
@@ -98,7 +97,7 @@ def sum_partial_gradients(model: nn.Module, cuts: Mapping[str, Cut], mesh: Mesh)
 
 def _sum(bucket: list[Tensor], axis: Axis) -> None:
     total = torch.cat([tensor.flatten() for tensor in bucket])
-    dist.all_reduce(total, group=axis.group)
+    collectives.all_reduce_(total, axis)
     for tensor, own in zip(bucket, total.split([tensor.numel() for tensor in bucket])):
         tensor.copy_(own.view_as(tensor))
 

@@ -184,6 +184,7 @@ def test_a_cut_model_equals_the_serial_one(name, expected):
 
 ALONE = {  # what a rank that talks to nobody would have instead
     "all_reduce": lambda tensor, axis: tensor.clone(),
+    "all_reduce_": lambda tensor, axis: None,
     "all_max": lambda tensor, axis: tensor.clone(),
     "all_gather": lambda tensor, axis, dim=0: torch.cat([tensor] * axis.size, dim),
     "reduce_scatter": lambda tensor, axis, dim=0: collectives.own_part(tensor, axis, dim).contiguous(),
