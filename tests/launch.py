@@ -66,9 +66,10 @@ def run(
 
 
 def with_python(command: list[str], *, cold: bool) -> list[str]:
-    """Return the command with the warm Python, or this one, in place of each word "python"."""
+    """Return the command with the warm Python, or this one, for each word "python" and for a launcher in Python."""
     path = sys.executable if cold else warm.python()
-    return [path if word == "python" else word for word in command]
+    launcher, *words = [path if word == "python" else word for word in command]
+    return [str(Path(path).with_name(launcher)) if launcher in warm.LAUNCHERS else launcher, *words]
 
 
 def _end(process: subprocess.Popen) -> str:

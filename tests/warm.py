@@ -37,6 +37,7 @@ CLIENT = Path(__file__).with_name("warm_client.py")
 NAMESPACES = ("ipc", "uts", "net", "pid", "mnt")  # mnt last: /proc of the server's is needed until then
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
+LAUNCHERS = ("horovodrun", "torchrun")  # written in Python: to import what they need takes a core a second or two
 IMPORTED = (  # zoo comes before timm, which it makes importable
     "zoo cloudpickle horovod.torch horovod.runner.http.http_server matplotlib.pyplot mpi4py nvidia.dali.fn "
     "nvidia.dali.plugin.pytorch psutil pytest rich.progress scipy.ndimage sklearn.datasets timm torch "
@@ -57,7 +58,12 @@ def folder() -> Path:
     python = place / "bin" / "python"
     python.write_text(f"#!{sys.executable} -IS\n" + CLIENT.read_text().replace('ROOT = ""', f"ROOT = {str(ROOT)!r}"))
     python.chmod(0o755)
-    (place / "bin" / "activate").symlink_to(Path(sys.prefix) / "bin" / "activate")
+    real = Path(sys.prefix) / "bin"
+    for name in LAUNCHERS:  # these scripts themselves, run by the client
+        script = place / "bin" / name
+        script.write_text(f"#!{python}\n" + (real / name).read_text().partition("\n")[2])
+        script.chmod(0o755)
+    (place / "bin" / "activate").write_text(f'. "{real}/activate"\nPATH="{place}/bin:$PATH"\n')
     with open(place / "server.log", "w") as log:
         server = subprocess.Popen(
             [sys.executable, __file__, str(place / "socket")],
