@@ -35,6 +35,7 @@ WORLDS = {
     "test_batch_norm": [ONE, THREE],
     "test_compile": [TWO],
     "test_data": [ONE, GLOO, THREE, FOUR],
+    "test_divergence": [THREE],
     "test_freezing": [ONE, GLOO, THREE],
     "test_gradients": [ONE, GLOO, THREE, FOUR],
     "test_levers": [ONE, GLOO, THREE],
