@@ -13,12 +13,12 @@ from largebatch import checkpoint
 from largebatch.comm import Communicator, Stopped
 from largebatch.config import ModelConfig, RunConfig, TrainConfig, dump
 from largebatch.engine import Hook, Trainer
-from largebatch.hooks import Checkpoint, Divergence, ReplicaCheck, divergence, in_turn
+from largebatch.hooks import Checkpoint, Divergence, ReplicaCheck, divergence, in_turn, replicas
 from zoo.weights import named_weights
 
 STEPS, EVERY, RISES_AFTER = 22, 5, 12
-# Four losses at a window of 3, as 1 - (2/3)^4 > 0.75; the fourth has come in the fifth step.
-FOUND = RISES_AFTER + 5
+# Five losses at a window of 3, as 1 - (2/3)^5 > 0.85; the fifth has come in the sixth step.
+FOUND = RISES_AFTER + 6
 
 
 def falls(trainer: Trainer) -> float:
@@ -69,15 +69,15 @@ def build(
         model=ModelConfig(num_classes=CLASSES), run=RunConfig(folder=str(folder), on_divergence=action)
     )
     watch = Divergence(config, complete_saves=lambda trainer: saving.complete(trainer.comm))
-    replicas = ReplicaCheck(interval_images=10**9, with_optimizer=True)
+    comparing = ReplicaCheck(interval_images=10**9, with_optimizer=True)
     saving = Checkpoint(
         folder,
         every_images=every * plan.global_batch_size,
         keep=2,
         config_text=dump(config),
-        before_save=in_turn(watch.settle, replicas.check),
+        before_save=in_turn(watch.settle, comparing.check),
     )
-    trainer.hooks = [watch, replicas, saving, Noting()]
+    trainer.hooks = [watch, comparing, saving, Noting()]
     checkpoint.resume(config, trainer)
     return trainer
 
@@ -92,7 +92,7 @@ def test_a_run_goes_back_and_on_at_half_the_rate_bit_for_bit_also_resumed(comm, 
     schedule = reference.schedule
     reference.schedule = lambda step: schedule(step) * (0.5 if step >= 10 else 1.0)
     reference.fit()
-    for number, stops in enumerate([(), (13, 16, 19)]):
+    for number, stops in enumerate([(), (13, 16, 20)]):
         for max_steps in (*stops, 0):
             trainer = build(comm, tmp_path / str(number), "halve", rises_once)
             trainer.fit(max_steps=max_steps)
@@ -116,7 +116,7 @@ def test_a_run_stops_on_all_ranks_with_the_way_to_go_on(comm, tmp_path):
         trainer.fit()
     assert comm.allgather_object(trainer.state.step, name="test/step") == comm.size * [FOUND]
     message = str(stopped.value)
-    assert message.startswith("Training stopped at step 17, as the training loss diverged: smoothed over 3 steps")
+    assert message.startswith("Training stopped at step 18, as the training loss diverged: smoothed over 3 steps")
     assert "it rises since step 12, and it counts as diverged above" in message
     assert "--run.on_divergence halve goes back to the checkpoint of step 10, from before the rise" in message
     # Its checkpoint of step 15 is from the rise.
@@ -151,3 +151,11 @@ def test_a_run_that_ignores_it_warns_once(comm, tmp_path, caplog):
     assert [record.levelname for record in told] == ["INFO", "WARNING"] * (comm.rank == 0)
     if told:
         assert "the training loss sags" in told[0].message and "the training loss diverged" in told[1].message
+
+
+def test_replicas_are_compared_again(comm, tmp_path, monkeypatch):
+    """Also after steps whose weights were compared before the return."""
+    compared: list[int] = []
+    monkeypatch.setattr(replicas, "check_replicas", lambda *_, place: compared.append(int(place.split()[-1])))
+    build(comm, tmp_path, "halve", rises_once).fit()
+    assert compared == [5, 10, 15, 10, 15, 20, 22]
