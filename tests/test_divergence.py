@@ -1,6 +1,6 @@
 """The rule that tells a loss that sags from one that diverges, on recorded curves (tests/curves/README.md).
 
-What all ranks do then is in tests/mpi/ranks/test_divergence.py.
+What all ranks do then is in tests/mpi/ranks/test_rollback.py.
 """
 
 import csv

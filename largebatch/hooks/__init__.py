@@ -13,7 +13,7 @@
     Log             log.py             starts its clock last, so that no hook counts as training time
 
 Log computes rows of numbers and hands them to the sinks in sinks.py: a progress bar, CSV files (tables.py), TensorBoard
-and a picture (curves.py), and to weights_and_biases.py. starts.py has the history of a run.
+and a picture (curves.py, with ratio_map.py), and to weights_and_biases.py. starts.py has the history of a run.
 """
 
 from largebatch.hooks.checkpointing import Checkpoint, in_turn
