@@ -117,7 +117,7 @@ def test_a_run_stops_on_all_ranks_with_the_way_to_go_on(comm, tmp_path):
     assert comm.allgather_object(trainer.state.step, name="test/step") == comm.size * [FOUND]
     message = str(stopped.value)
     assert message.startswith("Training stopped at step 18, as the training loss diverged: smoothed over 3 steps")
-    assert "it rises since step 12, and it counts as diverged above" in message
+    assert "it has risen since step 12, and it counts as diverged above" in message
     assert "--run.on_divergence halve goes back to the checkpoint of step 10, from before the rise" in message
     # Its checkpoint of step 15 is from the rise.
     trainer = build(comm, tmp_path, "halve", rises_once)
