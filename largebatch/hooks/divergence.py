@@ -155,8 +155,8 @@ class Divergence(Hook):
         now, lowest, sound_step = trainer.state.smoothed
         limit = lowest + DIVERGED * way_back(lowest, self.uniform)
         return (
-            f"smoothed over {window(trainer.num_steps)} steps it is {now:.3g}, its lowest was {lowest:.3g}, it has risen "
-            f"since step {sound_step}, and it counts as diverged above {limit:.3g} (a uniform guess has "
+            f"smoothed over {window(trainer.num_steps)} steps it is {now:.3g}, its lowest was {lowest:.3g}, it has "
+            f"risen since step {sound_step}, and it counts as diverged above {limit:.3g} (a uniform guess has "
             f"{self.uniform:.3g})"
         )
 
