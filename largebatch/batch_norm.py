@@ -74,11 +74,10 @@ class BatchNormStatistics:
         for module in self.modules:
             assert module.momentum is not None
             layer = _Layer(module, module.momentum, [])
-            layer.kept = [buffer.clone() for buffer in layer.buffers]
             self.layers.append(layer)
-            layer.begin_step()
             # torch would compile the layer anew for each momentum.
             setattr(module, "forward", torch.compiler.disable(layer.forward))
+        self.take_up()
         try:
             yield
         finally:
@@ -86,6 +85,13 @@ class BatchNormStatistics:
                 layer.module.momentum = layer.momentum
                 del layer.module.forward
             self.layers.clear()
+
+    @torch.no_grad()
+    def take_up(self) -> None:
+        """Take the buffers, to which a checkpoint may have been loaded, as the statistics of the last step."""
+        for layer in self.layers:
+            layer.kept = [buffer.clone() for buffer in layer.buffers]
+            layer.begin_step()
 
     @torch.no_grad()
     def complete_step(self, *, applied: bool) -> None:

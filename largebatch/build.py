@@ -610,9 +610,9 @@ def build_hooks(
 ) -> list[Hook]:
     """Build the hooks in the order in which they run.
 
-    Guards may stop the run, Ema averages the weights, RecomputeCheck compares gradients over the ranks and ReplicaCheck
-    weights, Checkpoint saves them, StopEarly ends the run after a save, NoiseScale measures gradients, Profile traces
-    steps, and Log, last, writes down the numbers of all.
+    Guards and Divergence may stop the run, Ema averages the weights, RecomputeCheck compares gradients over the ranks
+    and ReplicaCheck weights, Checkpoint saves them, StopEarly ends the run after a save, NoiseScale measures gradients,
+    Profile traces steps, and Log, last, writes down the numbers of all.
     """
 
     def images(option: str) -> int:
@@ -632,6 +632,7 @@ def build_hooks(
         interval = interval or plan.num_images
         comparing = [hooks.ReplicaCheck(interval_images=interval, with_optimizer=not config.parallel.zero)]
     every_s = duration_seconds(config.checkpoint.every) or 0.0
+    divergence = hooks.Divergence(config, complete_saves=lambda trainer: saving.complete(trainer.comm))
     saving = hooks.Checkpoint(
         config.folder,
         every_images=0 if every_s else images("checkpoint.every"),
@@ -640,7 +641,7 @@ def build_hooks(
         config_text=dump(config),
         description=description,
         best=config.checkpoint.best,
-        before_save=comparing[0].check if comparing else None,
+        before_save=hooks.in_turn(divergence.settle, *(each.check for each in comparing)),
     )
     early: list[Hook] = []
     if signals:
@@ -649,6 +650,7 @@ def build_hooks(
     steps = profiled_steps(config.run.profile_steps)
     return [
         hooks.Guards(max_skipped_steps=config.run.max_skipped_steps, where=where),
+        divergence,
         *([ema] if ema else []),
         *recomputing,
         *comparing,

@@ -28,6 +28,9 @@ from largebatch.optim import clip_gradients
 from largebatch.precision import autocast
 from largebatch.replica import Replica
 
+# The smoothed training loss (hooks/divergence.py): now, its lowest value, and the last step before it rose.
+Smoothed = tuple[float, float, int]
+
 
 @dataclass
 class TrainState:
@@ -40,6 +43,8 @@ class TrainState:
     # The mean training loss up to this step, if the evaluation after the step is still to be made. None: it is not.
     train_loss: float | None = None
     best: tuple[str, float, int] | None = None  # metric, value and step of the best evaluation, if it is to be kept
+    smoothed: Smoothed | None = None
+    halvings: int = 0  # of the learning rate, each after a return to an older checkpoint
 
     def advance(self, images: int, *, applied: bool) -> None:
         """Count one step over `images`."""
@@ -94,6 +99,8 @@ class Trainer:
     last_step: int = 0  # the step at which `fit` ends
     waited_s: float = 0.0  # the time that this rank waited for the images of the newest step
     stop_reason: str = ""  # a hook that ends the run says why, on all ranks at the same point
+    # A hook sets it, on all ranks after the same step, if the run is to go on from an older state, which it loads.
+    rollback: "Callable[[Trainer], None] | None" = None
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -168,7 +175,7 @@ class Trainer:
 
     def lr(self) -> float:
         """Return the learning rate of the coming step."""
-        return self.base_lr * self.schedule(self.state.step)
+        return self.base_lr * self.schedule(self.state.step) * 0.5**self.state.halvings
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -180,14 +187,24 @@ class Trainer:
         self.last_step = min(max_steps or self.num_steps, self.num_steps)
         with self.replica.statistics.over_steps():
             self._each("before_fit")
-            if not self.eval_images:
-                self.state.train_loss = None  # an evaluation that was due is no longer wanted
-            elif self.state.train_loss is not None:  # the run was stopped in this evaluation
-                self._evaluate_and_report()
-            with closing(self.open_batches(self.state.step)) as batches:
-                self._train_until(batches)
+            self._train_on()
+            while self.rollback:
+                roll_back, self.rollback = self.rollback, None
+                roll_back(self)
+                self.replica.statistics.take_up()
+                self._each("after_rollback")
+                self._train_on()
             self._each("after_fit")
         return self.stop_reason if self.state.step < self.last_step or self.state.train_loss is not None else ""
+
+    def _train_on(self) -> None:
+        """Train from the present state until the end, or until a hook asks for a rollback."""
+        if not self.eval_images:
+            self.state.train_loss = None  # an evaluation that was due is no longer wanted
+        elif self.state.train_loss is not None:  # the run was stopped in this evaluation
+            self._evaluate_and_report()
+        with closing(self.open_batches(self.state.step)) as batches:
+            self._train_until(batches)
 
     def _train_until(self, batches: Iterator[Any]) -> None:
         losses = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum and images since the last evaluation
@@ -199,6 +216,8 @@ class Trainer:
                 self.drop_step()
                 return
             self._each("after_train_step", output)
+            if self.rollback:
+                return
             if output.applied:
                 losses[0] += output.loss_sum * output.images
                 losses[1] += output.images
@@ -304,6 +323,9 @@ class Hook:
             after_step()                        checkpoints: the step and its evaluation are done
         after_fit
 
+    If a hook sets rollback in after_train_step, an older state is loaded next, after_rollback is called, and the loop
+    goes on from there.
+
     A hook may communicate, if it does so on all ranks; it writes files on rank 0 only. If a hook sets stop_reason at a
     point, the run leaves the step or the evaluation there, and after_fit is next: the step was never taken, and the
     evaluation is due when the run is resumed.
@@ -329,6 +351,9 @@ class Hook:
 
     def after_step(self, trainer: Trainer) -> None:
         """Called when everything that belongs to this step has happened."""
+
+    def after_rollback(self, trainer: Trainer) -> None:
+        """Called when the state is that of an older checkpoint: the steps after it are to be forgotten."""
 
     def after_fit(self, trainer: Trainer) -> None:
         """Called after the last step of this process."""

@@ -60,6 +60,77 @@ def test_a_published_volo(name):
     assert (config.loss.cls_weight, config.loss.dense_weight, config.augment.mix_token) == (1.0, 0.5, True)
 
 
+# global batch, optimizer, peak lr, decay, clip, img_size, stochastic depth, mixup, cutmix, epochs, model
+SMALL_BATCH = {
+    "deit3_s16": (2048, "lamb", 4e-3, 0.05, 1, 224, 0.05, 0.8, 1, 800, "timm/deit3_small_patch16_224"),
+    "deit3_b16": (2048, "lamb", 3e-3, 0.05, 1, 192, 0.2, 0.8, 1, 800, "timm/deit3_base_patch16_224"),
+    "deit3_l16": (2048, "lamb", 3e-3, 0.05, 1, 192, 0.45, 0.8, 1, 800, "timm/deit3_large_patch16_224"),
+    "deit3_b32": (2048, "lamb", 3e-3, 0.05, 1, 224, 0.2, 0.8, 1, 800, "vit_b32"),
+    "deit3_l32": (2048, "lamb", 3e-3, 0.05, 1, 224, 0.45, 0.8, 1, 800, "vit_l32"),
+    "deit3_b16_224": (512, "adamw", 1e-5, 0.1, None, 224, 0.2, 0.8, 1, 20, "timm/deit3_base_patch16_224"),
+    "deit3_l16_224": (512, "adamw", 1e-5, 0.1, None, 224, 0.45, 0.8, 1, 20, "timm/deit3_large_patch16_224"),
+    "plain_s16": (1024, "adamw", 1e-3, 0.1, 1, 224, 0, 0.2, 0, 90, "vit_s16"),
+    "plain_b32": (1024, "adamw", 1e-3, 0.1, 1, 224, 0, 0.2, 0, 90, "vit_b32"),
+    "plain_b16": (1024, "adamw", 1e-3, 0.1, 1, 224, 0, 0.2, 0, 90, "vit_b16"),
+    "plain_l32": (1024, "adamw", 1e-3, 0.1, 1, 224, 0, 0.2, 0, 90, "vit_l32"),
+    "augreg_b16": (4096, "adamw", 1e-3, 0.1, 1, 224, 0, 0.5, 0, 300, "vit_b16"),
+    "augreg_b32": (4096, "adamw", 1e-3, 0.1, 1, 224, 0, 0.5, 0, 300, "vit_b32"),
+    "augreg_l32": (4096, "adamw", 1e-3, 0.1, 1, 224, 0, 0.5, 0, 300, "vit_l32"),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_BATCH)
+def test_a_recipe_of_the_field(name):
+    config = RECIPES[name]()
+    check(config)
+    data, model, augment, optim = config.data, config.model, config.augment, config.optim
+    settings = (optim.name, build.peak_lr(config), optim.weight_decay, optim.clip_norm)
+    mixing = (model.drop_path_rate, augment.mixup_alpha, augment.cutmix_alpha, int(config.run.duration.split()[0]))
+    assert (data.global_batch_size, *settings, model.img_size, *mixing, model.name) == SMALL_BATCH[name]
+    assert config.recipe == name and augment.label_smoothing == (0.1 if "_224" in name else 0)
+    deit = name.startswith("deit3")
+    assert (data.crop_pct, data.scale) == ((1.0, (0.08, 1.0)) if deit else (0.875, (0.05, 1.0)))
+    # RandAugment: that of DeiT's fine-tuning; 2 operations of magnitude 10, or 15 (medium2)
+    policies = {"deit3": "rand-m9-mstd0.5-inc1", "plain": "rand-m10-n2", "augreg": "rand-m15-n2"}
+    assert augment.auto_augment == policies[name.partition("_")[0]]
+    assert accumulation_passes(
+        global_batch_size=data.global_batch_size, micro_batch_size=data.micro_batch_size, num_ranks=8
+    )
+
+
+@pytest.mark.parametrize("name", ["deit3_s16", "deit3_b16_224"])
+def test_the_rate_of_deit(name):
+    """timm's cosine runs from epoch 0 to 1e-5; 5 epochs of warm-up from 1e-6 replace its beginning."""
+    peak, epochs = SMALL_BATCH[name][2], SMALL_BATCH[name][9]
+    expected = [1e-6 + epoch / 5 * (peak - 1e-6) for epoch in range(5)]
+    expected += [
+        1e-5 + 0.5 * (peak - 1e-5) * (1 + math.cos(math.pi * epoch / epochs)) for epoch in range(5, epochs)
+    ]
+    assert learning_rates(RECIPES[name]()) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_rate_of_plain_vits():
+    """A warm-up of 10,000 steps, which are 8 epochs at 1,024, then a cosine to 0; decay is 1e-4 at the peak."""
+    config = RECIPES["plain_s16"]()
+    plan = Plan(IMAGENET, 1024, 128, 90 * IMAGENET, seed=0)
+    schedule = build.build_schedule(config, plan)
+    assert schedule(10_000) == 1.0 and schedule(9_999) == pytest.approx(10_000 / 10_001)
+    middle = 10_000 + (plan.num_steps - 10_000) / 2
+    assert schedule(round(middle)) == pytest.approx(0.5, abs=1e-4) and schedule(plan.num_steps) == 0
+    assert build.peak_lr(config) * config.optim.weight_decay == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize("name", ["deit3_s16", "deit3_b16", "plain_s16"])
+def test_the_zoo_has_the_models_of_the_field(name):
+    config = RECIPES[name]().model
+    with torch.device("meta"):
+        model = zoo.create_model(
+            config.name, img_size=config.img_size, num_classes=1000, global_pool=config.global_pool
+        )
+    assert ("gamma" in str(dict(model.named_parameters()).keys())) is name.startswith("deit3")  # layer scale
+    assert choose({"recipe": name, "model.name": "vit_b16", "data.path": "/imagenet"}).recipe == name
+
+
 def test_the_rate_follows_the_batch():
     base = RECIPES["volo_d5"]()
     # The published command has this batch: its learning rate is 1e-4 there, and 2.75e-4 by the published rule.
@@ -83,6 +154,8 @@ def test_which_recipe_fine_tunes():
     assert choose(given | {"model.img_size": 512, "model.weights": None}).recipe == "volo_d5"
     with pytest.raises(ValueError, match="Recipe volo_d5_512 is a fine-tuning: give .* --init-from"):
         choose({"recipe": "volo_d5_512", "data.path": "/imagenet"})
+    with pytest.raises(ValueError, match="Recipe deit3_b16_224 is a fine-tuning: give .* --init-from"):
+        choose({"recipe": "deit3_b16_224", "data.path": "/imagenet"})
 
 
 def test_a_fine_tuned_run_is_validated_without_the_weights_it_began_from(tmp_path):

@@ -27,6 +27,7 @@ MAY_DIFFER = {  # options that do not change the numbers of a run that goes on
     "run.check_replicas",
     "run.recompute",
     "run.max_skipped_steps",
+    "run.on_divergence",  # what it did is part of the state
     "run.device",
     "model.weights",  # a checkpoint has the weights
     "model.grad_checkpointing",
@@ -38,8 +39,10 @@ MAY_DIFFER = {  # options that do not change the numbers of a run that goes on
 MAY_DIFFER_SECTIONS = ("horovod.", "log.", "checkpoint.", "parallel.")
 
 
-def resume(config: TrainConfig, trainer: Trainer) -> bool:
+def resume(config: TrainConfig, trainer: Trainer, *, last_step: int | None = None) -> bool:
     """Bring `trainer` to the newest valid checkpoint in the run folder of `config`; False if there is none.
+
+    last_step: that of the newest checkpoint that may be taken; None: any may.
 
     Call it on every rank, with the optimizer's state created (`optim.init_state`). Rank 0 reads, and the others get its
     state, the average of the weights included if the run has one. Raises comm.Stopped, on every rank, if the checkpoint
@@ -49,7 +52,7 @@ def resume(config: TrainConfig, trainer: Trainer) -> bool:
     model, optimizer = trainer.replica.empty_whole()
     found: dict[str, Any] | None = None
     with comm.together("resume"):
-        path = latest(config.folder) if comm.rank == 0 else None
+        path = latest(config.folder, last_step=last_step) if comm.rank == 0 else None
         if path is not None:
             state = load(
                 path,

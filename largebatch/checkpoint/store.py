@@ -57,7 +57,7 @@ SPARE_BYTES = 2**20  # names, headers and scalars beside the tensors
 
 def save(folder: str | Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
     """Write the checkpoint of a snapshot into run folder `folder`, which must exist; keep the `keep` newest valid ones
-    and the best one.
+    and the best one. While the training loss is above its lowest, the newest one from before that rise is kept, too.
 
     Returns its path. A valid checkpoint of this state is not written again. Raises OSError if it cannot be written; the
     older ones are then untouched.
@@ -83,17 +83,20 @@ def save(folder: str | Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
         raise
     _rename_digests(unfinished, path)
     _link_best(root, snapshot.state["state"])
-    _keep_newest(path, keep)
+    smoothed = snapshot.state["state"].get("smoothed")
+    _keep_newest(path, keep, sound_step=smoothed[2] if smoothed else None)
     return path
 
 
-def latest(folder: str | Path) -> Path | None:
+def latest(folder: str | Path, *, last_step: int | None = None) -> Path | None:
     """Return the newest valid checkpoint of run folder `folder`, None if it has none; warn of newer, damaged ones.
+
+    last_step: leave out the checkpoints of later steps.
 
     Raises ValueError if all are damaged: starting over in this folder would overwrite checkpoints that may still be
     recoverable.
     """
-    paths = checkpoints(folder)
+    paths = [path for path in checkpoints(folder) if last_step is None or int(path.name) <= last_step]
     for path in _valid(paths):
         return path
     if paths:
@@ -303,8 +306,27 @@ def _target(link: Path) -> str:
     return os.readlink(link) if link.is_symlink() else ""
 
 
-def _keep_newest(written: Path, keep: int) -> None:
-    """Remove all but the best and the `keep` newest valid checkpoints, if there are that many."""
+def discard_after(folder: str | Path, step: int, best: tuple[str, float, int] | None) -> tuple[str, float, int] | None:
+    """Remove the checkpoints of run folder `folder` that are newer than `step`.
+
+    best: what the state of that step calls the best evaluation. Returns it if its checkpoint is still there; if not,
+    None, and no checkpoint is called the best any more.
+    """
+    root = Path(folder) / FOLDER
+    for path in checkpoints(folder):
+        if int(path.name) > step:
+            _remove(path)
+    if best is not None and (root / f"{best[2]:08d}").is_dir():
+        return best
+    (root / BEST).unlink(missing_ok=True)
+    return None
+
+
+def _keep_newest(written: Path, keep: int, *, sound_step: int | None) -> None:
+    """Remove all but the best and the `keep` newest valid checkpoints, if there are that many.
+
+    sound_step: the newest valid one up to this step is kept as well.
+    """
     paths = checkpoints(written.parent.parent)
     valid: list[Path] = []
     if len(paths) > keep:  # else there is nothing to remove
@@ -313,8 +335,10 @@ def _keep_newest(written: Path, keep: int) -> None:
         valid = list(itertools.islice(newest_valid, keep))
     if len(valid) == keep:
         best = _target(written.parent / BEST)
+        older = (path for path in paths if sound_step is not None and int(path.name) <= sound_step)
+        sound = next((path for path in older if path in valid or checked(path) is None), None)
         for path in paths:
-            if path not in valid and path.name != best:
+            if path not in valid and path != sound and path.name != best:
                 try:
                     _remove(path)
                 except OSError as error:

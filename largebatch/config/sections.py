@@ -239,6 +239,10 @@ class RunConfig:
     """compute the same bits in each repetition, at some cost in speed"""
     max_skipped_steps: int = 25
     """give up after this many steps in a row with a non-finite gradient"""
+    on_divergence: Literal["stop", "halve", "ignore"] = "stop"
+    """if the smoothed training loss rises 85 % of the way back to that of a uniform guess (docs/divergence.md); stop:
+    end the run; halve: go back to the newest checkpoint from before the rise, and on at half the learning rate, three
+    times at most; ignore: warn, and go on"""
     compile: bool = False
     """compile the model: 8 % faster after 31 s of compiling (ViT-B/32, micro-batch 64, bf16, 2 CPU cores). Dropout then
     draws other masks, which still depend on the seed alone; the reduction no longer overlaps with the backward pass"""

@@ -2,6 +2,7 @@
 
     Guards          guards.py          counts skipped steps; if it gives the run up, no other hook runs (origin.py finds
                                        the images with which such a step began)
+    Divergence      divergence.py      stops a run whose loss diverges, or lets it go on from an older checkpoint
     Ema             ema.py             averages the weights; Checkpoint saves them, Log writes their accuracy
     RecomputeCheck  recompute.py       compares the ranks' gradients of one micro-batch, before a step
     ReplicaCheck    replicas.py        compares the ranks' weights, so that Checkpoint saves only what they agree on
@@ -12,10 +13,11 @@
     Log             log.py             starts its clock last, so that no hook counts as training time
 
 Log computes rows of numbers and hands them to the sinks in sinks.py: a progress bar, CSV files (tables.py), TensorBoard
-and a picture (curves.py), and to weights_and_biases.py. starts.py has the history of a run.
+and a picture (curves.py, with ratio_map.py), and to weights_and_biases.py. starts.py has the history of a run.
 """
 
-from largebatch.hooks.checkpointing import Checkpoint
+from largebatch.hooks.checkpointing import Checkpoint, in_turn
+from largebatch.hooks.divergence import Divergence
 from largebatch.hooks.ema import Ema, check_half_life
 from largebatch.hooks.guards import Guards
 from largebatch.hooks.log import Log
@@ -31,6 +33,7 @@ __all__ = [
     "Checkpoint",
     "Csv",
     "Curves",
+    "Divergence",
     "Ema",
     "Guards",
     "Log",
@@ -45,4 +48,5 @@ __all__ = [
     "WeightsAndBiases",
     "check_half_life",
     "end_time",
+    "in_turn",
 ]

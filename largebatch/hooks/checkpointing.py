@@ -94,6 +94,15 @@ class Checkpoint(Hook):
         if due or trainer.state.best and trainer.state.best[2] == trainer.state.step:
             self.save(trainer)
 
+    def complete(self, comm: Communicator) -> None:
+        """Wait on all ranks until no message and no save is under way."""
+        self.finish(comm)
+        self.wait(comm)
+
+    def after_rollback(self, trainer: Trainer) -> None:
+        """Save at once: the learning rate is another one than that of the checkpoint."""
+        self.save(trainer)
+
     def after_fit(self, trainer: Trainer) -> None:
         """Save the last step, also if run.max_steps ended the run, and wait until it is on the disk.
 
@@ -175,6 +184,16 @@ class Checkpoint(Hook):
         if not self.folder.exists():
             return f"{sentence}nothing of this run is left; choose another --run.folder to train again."
         return f"{sentence}older ones are kept, and the same command goes on from the newest once there is room."
+
+
+def in_turn(*calls: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
+    """Return a function that makes these calls one after the other."""
+
+    def call_all(trainer: Trainer) -> None:
+        for call in calls:
+            call(trainer)
+
+    return call_all
 
 
 class Writer:

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from largebatch.files import atomic_file
-from largebatch.hooks.tables import EPOCHS, NOISE, STEPS, TRUST, Row, read_rows
+from largebatch.hooks.ratio_map import draw_map
+from largebatch.hooks.tables import EPOCHS, LAYERS, NOISE, STEPS, TRUST, Row, read_rows
 
 CURVES = "curves.png"
+MAP = "layers"  # the panel with the trust ratios of all tensors
 
 Lines = list[tuple[str, list[Row], str, dict[str, Any]]]  # label, rows, column, style
 
@@ -19,15 +21,18 @@ GREEN = {"color": "#3b8f5c", "linewidth": 1.8}
 
 
 def draw_curves(folder: Path, *, title: str) -> None:
-    """Draw RUN/curves.png from RUN/steps.csv and RUN/epochs.csv.
+    """Draw RUN/curves.png from RUN/steps.csv, RUN/epochs.csv and RUN/layers.csv.
 
-    The panels show loss, accuracy, learning rate, gradient norm and, if the run has them, trust ratios and the gradient
-    noise scale beside the batch.
+    The panels show loss, accuracy, learning rate, gradient norm and, if the run has them, trust ratios, the gradient
+    noise scale beside the batch, and the map of the trust ratios of all tensors.
     """
     from matplotlib.figure import Figure  # takes half a second to import, and only rank 0 needs it
 
     steps, epochs = read_rows(folder / STEPS), read_rows(folder / EPOCHS)
-    rows = _layout(with_trust=_has(steps, "trust_median"), with_noise=_has(steps, NOISE[2]))
+    layers = read_rows(folder / LAYERS) if _has(steps, "trust_median") else []
+    rows = _layout(
+        with_trust=_has(steps, "trust_median"), with_noise=_has(steps, NOISE[2]), with_map=len(layers) > 1
+    )
     figure = Figure(figsize=(10.5, 3.3 * len(rows)), dpi=120, layout="constrained")
     mosaic: list[Any] = [[name for name in row for _ in range(6 // len(row))] for row in rows]
     panels = figure.subplot_mosaic(mosaic, sharex=True)
@@ -61,6 +66,8 @@ def draw_curves(folder: Path, *, title: str) -> None:
         lines = [("gradient noise scale", steps, NOISE[2], BLUE), ("global batch", batch, "batch", PALE)]
         _draw(panels[NOISE[2]], "largest useful batch (images)", lines)
         _log_scale(panels[NOISE[2]])
+    if MAP in panels:
+        draw_map(panels[MAP], layers)
     for name in rows[-1]:
         panels[name].set_xlabel("epoch")
     figure.suptitle(title + (f"\n{_result(epochs[-1])}" if epochs else ""), fontsize=12)
@@ -68,10 +75,11 @@ def draw_curves(folder: Path, *, title: str) -> None:
         figure.savefig(file, format="png")
 
 
-def _layout(*, with_trust: bool, with_noise: bool) -> list[list[str]]:
+def _layout(*, with_trust: bool, with_noise: bool, with_map: bool) -> list[list[str]]:
     """Return the names of the panels, row by row."""
     below = ["lr", "grad_norm", *(["trust"] if with_trust else []), *([NOISE[2]] if with_noise else [])]
-    return [["loss", "accuracy"], *([below] if len(below) < 4 else [below[:2], below[2:]])]
+    curves = [below] if len(below) < 4 else [below[:2], below[2:]]
+    return [["loss", "accuracy"], *curves, *([[MAP]] if with_map else [])]
 
 
 def _result(row: Row) -> str:

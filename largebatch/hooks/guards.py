@@ -36,6 +36,10 @@ class Guards(Hook):
                 f"(--run.max_skipped_steps), and {cause}; {advice}."
             )
 
+    def after_rollback(self, trainer: Trainer) -> None:
+        """Count anew."""
+        self.in_a_row = 0
+
     def explain(self, trainer: Trainer, output: StepOutput) -> tuple[str, str]:
         """Return why the gradient is not finite and the option to change. A collective.
 

@@ -41,6 +41,12 @@ class Log(Hook):
             for sink in self.sinks if trainer.comm.rank == 0 else ():
                 sink.open(trainer)
 
+    def after_rollback(self, trainer: Trainer) -> None:
+        """Open the sinks anew: as in a resumed run, the rows of later steps are written again."""
+        self.after_fit(trainer)
+        self.since_row, self.since_epoch, self.started = Throughput(), Throughput(), None
+        self.before_fit(trainer)
+
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
         """Measure the step; if a row is due, write it. Only a row needs communication, one small allreduce."""
         if self.started is not None:

@@ -94,6 +94,10 @@ class NoiseScale(Hook):
         rows = read_rows(self.folder / STEPS) if trainer.comm.rank == 0 else []
         self.averages = Averages.after(row for row in rows if row["step"] <= trainer.state.step)
 
+    def after_rollback(self, trainer: Trainer) -> None:
+        """Go back to the averages of that time."""
+        self.before_fit(trainer)
+
     def at_first_batch(self, trainer: Trainer, batch: Augmented) -> None:
         """Arrange for the first pass to be measured, unless the step is short."""
         plan, step = trainer.plan, trainer.state.step

@@ -3,6 +3,7 @@
     quickstart  any model on handwritten digits, in minutes on two CPU cores
     sized       any model on any images: from random weights, or fine-tuned
     vit         ViT-B/32, B/16 and L/32 on ImageNet with LAMB at batch 32,768, and S/16 at 4,096
+    small_batch what others train at 1,024 to 4,096: DeiT III, and the plain ViTs of big_vision
     cifar       ViT-B/16 on CIFAR-10 with LAMB
     hybrid      ranks that share a model: ViT-B/16 on CIFAR-10, and a ViT of 6.45 billion parameters
     volo        VOLO-D1 to D5 on ImageNet with token labels, and their fine-tunings
@@ -17,7 +18,7 @@ from typing import Any
 
 from largebatch.config import TrainConfig, given_options, read_file
 from largebatch.config.values import with_value
-from largebatch.recipes import user_file, volo
+from largebatch.recipes import small_batch, user_file, volo
 from largebatch.recipes.cifar import cifar10
 from largebatch.recipes.hybrid import cifar10_hybrid, cifar10_pipeline, vit_6b16
 from largebatch.recipes.quickstart import quickstart
@@ -27,6 +28,12 @@ from largebatch.recipes.vit import vit_b16, vit_b32, vit_l32, vit_s16
 PRETRAINING = (volo.volo_d1, volo.volo_d2, volo.volo_d3, volo.volo_d4, volo.volo_d5)
 FINE_TUNING = (
     volo.volo_d1_384, volo.volo_d2_384, volo.volo_d3_448, volo.volo_d4_448, volo.volo_d5_448, volo.volo_d5_512,
+    small_batch.deit3_b16_224, small_batch.deit3_l16_224,
+)  # fmt: skip
+SMALL_BATCH = (
+    small_batch.deit3_s16, small_batch.deit3_b16, small_batch.deit3_l16, small_batch.deit3_b32, small_batch.deit3_l32,
+    small_batch.plain_s16, small_batch.plain_b32, small_batch.plain_b16, small_batch.plain_l32,
+    small_batch.augreg_b32, small_batch.augreg_b16, small_batch.augreg_l32,
 )  # fmt: skip
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "quickstart": quickstart,
@@ -44,7 +51,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "vit_6b16_2.5d": partial(vit_6b16, "2.5d", size=4, stages=16, global_batch_size=7168),
     "vit_6b16_3d": partial(vit_6b16, "3d", size=8, stages=8, global_batch_size=1536),
     "volo_d5_as_run": volo.volo_d5_as_run,
-    **{recipe.__name__: recipe for recipe in PRETRAINING + FINE_TUNING},
+    **{recipe.__name__: recipe for recipe in SMALL_BATCH + PRETRAINING + FINE_TUNING},
     **{f"{recipe.__name__}_lamb": partial(volo.large_batch, recipe) for recipe in PRETRAINING},
 }
 

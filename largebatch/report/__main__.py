@@ -50,7 +50,7 @@ def report(words: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     shown = panels(runs)
     write_page(folder / PAGE, runs, shown)
-    pictures = write_pictures(folder, shown)
+    pictures = write_pictures(folder, runs, shown)
     print(f"{folder / PAGE}, and {len(pictures)} pictures beside it: {folder}/report_*.png")
     return 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from largebatch.config import differences, dump
 from largebatch.files import atomic_file
 from largebatch.report import predictions, summary, svg
-from largebatch.report.panels import Panel, Run, has_trust, history, layer_names
+from largebatch.report.panels import Panel, Run, has_map, history, layer_names
 
 WORST = 24  # images
 MOST_COLUMNS = 60  # of a map of trust ratios
@@ -93,9 +93,9 @@ def _results(runs: Sequence[Run]) -> str:
 
 
 def _layers(run: Run) -> str:
-    names = layer_names(run)
-    if not names or not has_trust(run):
+    if not has_map(run):
         return ""
+    names = layer_names(run)
     every = math.ceil(len(run.layers) / MOST_COLUMNS)
     rows = run.layers[::-1][::every][::-1]  # with the newest
     values = [[row.get(name, math.nan) for row in rows] for name in names]

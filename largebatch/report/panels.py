@@ -7,6 +7,7 @@ from pathlib import Path
 
 from largebatch import config
 from largebatch.config import TrainConfig
+from largebatch.hooks.ratio_map import by_kind, tensors
 from largebatch.hooks.starts import Start, read_starts
 from largebatch.hooks.tables import EPOCHS, LAYERS, STEPS, TRUST, Row, read_rows
 
@@ -164,10 +165,10 @@ def history(run: Run) -> list[Event]:
 
 
 def layer_names(run: Run) -> list[str]:
-    """Return the tensors in layers.csv, in the order of the model."""
-    return [name for name in (run.layers[0] if run.layers else {}) if name not in ("step", "epoch")]
+    """Return the tensors in layers.csv, those of a kind after each other."""
+    return [name for names in by_kind(tensors(run.layers)).values() for name in names]
 
 
-def has_trust(run: Run) -> bool:
-    """Return whether the optimizer of a run computes trust ratios."""
-    return any(math.isfinite(row.get(TRUST[1], math.nan)) for row in run.steps)
+def has_map(run: Run) -> bool:
+    """Return whether there are trust ratios of each tensor."""
+    return bool(layer_names(run)) and any(math.isfinite(row.get(TRUST[1], math.nan)) for row in run.steps)

@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from largebatch.files import atomic_file
-from largebatch.report.panels import Panel
+from largebatch.hooks.ratio_map import draw_map
+from largebatch.report.panels import Panel, Run, has_map
 
 STYLES = ("-", "--", ":", "-")
 
 
-def write_pictures(folder: Path, panels: Sequence[Panel]) -> list[Path]:
-    """Write report_KEY.png for each panel; return the files."""
+def write_pictures(folder: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> list[Path]:
+    """Write report_KEY.png for each panel, and report_layers.png for a single run that has ratios; return the files."""
     from matplotlib.figure import Figure  # takes half a second to import
 
     files = []
@@ -32,7 +34,17 @@ def write_pictures(folder: Path, panels: Sequence[Panel]) -> list[Path]:
         axes.spines[["top", "right"]].set_visible(False)
         if any(line.label for line in panel.lines):
             axes.legend(frameon=False, fontsize=8)
-        files.append(folder / f"report_{panel.key}.png")
-        with atomic_file(files[-1]) as file:
-            figure.savefig(file, format="png")
+        files.append(_save(figure, folder / f"report_{panel.key}.png"))
+    if len(runs) == 1 and has_map(runs[0]):
+        figure = Figure(figsize=(9.0, 5.0), dpi=150, layout="constrained")
+        axes = figure.subplots()
+        draw_map(axes, runs[0].layers)
+        axes.set_xlabel("epoch")
+        files.append(_save(figure, folder / "report_layers.png"))
     return files
+
+
+def _save(figure: Any, path: Path) -> Path:
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png")
+    return path

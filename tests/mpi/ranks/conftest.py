@@ -42,6 +42,7 @@ WORLDS = {
     "test_origin": [ONE, THREE],
     "test_recompute": [TWO, THREE],
     "test_replicas": [TWO, THREE],
+    "test_rollback": [THREE],
     "test_saving": [GLOO, THREE],
     "test_stop_points": [ONE, GLOO, THREE],
     "test_traps": [ONE, GLOO, THREE],
