@@ -35,6 +35,7 @@ from largebatch.config import (
     nearest_batches,
     options,
     profiled_steps,
+    ramp,
 )
 from largebatch.data.order import Plan
 from largebatch.data.randaugment import parse as parse_policy
@@ -131,29 +132,42 @@ def check_batch(config: TrainConfig, comm: Communicator) -> int:
     resuming = comm.broadcast_object(saved, name="build/resuming")
     with comm.together("batch"):
         parse_policy(config.augment.auto_augment)
-        return accumulation_passes(**_batch(config, comm), resuming=resuming)
+        ramp.check_batches(config, num_ranks=comm.data_size, resuming=resuming)
+        return accumulation_passes(**_batch(config, comm, config.data.global_batch_size), resuming=resuming)
 
 
-def _batch(config: TrainConfig, comm: Communicator) -> dict[str, Any]:
+def _batch(config: TrainConfig, comm: Communicator, size: int) -> dict[str, Any]:
     return {
-        "global_batch_size": config.data.global_batch_size,
+        "global_batch_size": size,
         "micro_batch_size": config.data.micro_batch_size,
         "num_ranks": comm.data_size,
     }
 
 
 def count_passes(config: TrainConfig, comm: Communicator) -> int:
-    """Return the passes of a rank in a step, and log them."""
+    """Return the passes of a rank in a step, and log them; of a batch ramp, those of the largest batch."""
     passes = check_batch(config, comm)
-    count = config.data.global_batch_size // config.data.micro_batch_size
+    if config.schedule.batch_ramp:
+        logger.info("batch ramp %s, with --schedule.scaling %s:", config.schedule.batch_ramp, config.schedule.scaling)
+    for size in ramp.batches(config):
+        _log_batch(config, comm, size)
+    return passes
+
+
+def _log_batch(config: TrainConfig, comm: Communicator, size: int) -> None:
+    """Log how a global batch is computed."""
+    count = size // config.data.micro_batch_size
+    passes = -(-count // comm.data_size)
+    rate = f", peak learning rate {peak_lr(config) * batch_scaling(config)(size):.3g}"
     logger.info(
-        "global batch %d = %s%s × %d micro-batch × %s%s",
-        config.data.global_batch_size,
+        "global batch %d = %s%s × %d micro-batch × %s%s%s",
+        size,
         count_of(comm.size, "rank"),
         "" if comm.model_size == 1 else f" / {comm.model_size} to a replica ({config.parallel.shape()})",
         config.data.micro_batch_size,
         "up to " if count % comm.data_size else "",
         "1 pass" if passes == 1 else f"{passes} passes",
+        rate if config.schedule.batch_ramp else "",
     )
     if count % comm.data_size and comm.rank == 0:
         logger.warning(
@@ -164,9 +178,8 @@ def count_passes(config: TrainConfig, comm: Communicator) -> int:
             passes,
             count // comm.data_size,
             100 * (1 - count / (passes * comm.data_size)),
-            nearest_batches(**_batch(config, comm)),
+            nearest_batches(**_batch(config, comm, size)),
         )
-    return passes
 
 
 def open_images(config: TrainConfig, comm: Communicator) -> Images:
@@ -247,14 +260,16 @@ def warn_of_few_statistics(model: nn.Module, micro_batch_size: int) -> None:
 
 def build_plan(config: TrainConfig, index: "Index") -> Plan:
     """Build the plan that cuts the run's data into steps and micro-batches."""
+    num_images = _images(config, "run.duration", len(index))
     return Plan(
         num_samples=len(index),
         global_batch_size=config.data.global_batch_size,
         micro_batch_size=config.data.micro_batch_size,
-        num_images=_images(config, "run.duration", len(index)),
+        num_images=num_images,
         seed=config.run.seed,
         shard_sizes=index.shard_sizes if config.data.shuffle_window else (),
         shuffle_window=config.data.shuffle_window,
+        phases=ramp.phases(config, num_samples=len(index), run_images=num_images),
     )
 
 
@@ -506,7 +521,10 @@ def assemble(
             replica,
             device,
             plan=plan,
-            open_batches=partial(open_train_loader, config, comm, model=model, index=train, plan=plan, device=device),
+            # A batch ramp may change the plan, and the batches are then opened anew.
+            open_batches=lambda step: open_train_loader(
+                config, comm, step, model=model, index=train, plan=trainer.plan, device=device
+            ),
             eval_batches=eval_batches,
             hooks=build_hooks(config, train, plan, ema, signals, description),
             ema=ema,
@@ -539,6 +557,7 @@ def put_together(
         scaler=torch.amp.GradScaler(device.type, enabled="fp16" in (config.run.precision, config.run.compression)),
         base_lr=peak_lr(config),
         schedule=build_schedule(config, plan),
+        scaling=batch_scaling(config),
         plan=plan,
         open_batches=open_batches,
         eval_batches=eval_batches,
@@ -551,7 +570,7 @@ def put_together(
         replica=replica,
         hooks=hooks,
         average=ema.model if ema else None,
-        state=TrainState(data=data),
+        state=TrainState(data=data, phases=plan.phases),
     )
 
 
@@ -576,23 +595,23 @@ def build_objective(config: TrainConfig, model: nn.Module) -> Objective:
 
 
 def build_schedule(config: TrainConfig, plan: Plan) -> Schedule:
-    """Build the schedule, in steps of this plan."""
-    s = config.schedule
+    """Build the schedule, in steps like the first one of this plan."""
+    s, batch_size = config.schedule, plan.batch_size(0)
     images = {
         option: _images(config, f"schedule.{option}", plan.num_samples, plan.num_images)
         for option in ("warmup", "cooldown")
     }
-    steps = {option: -(-count // plan.global_batch_size) for option, count in images.items()}
+    steps = {option: -(-count // batch_size) for option, count in images.items()}
     return make_schedule(
         s.name,
-        total_steps=plan.num_steps,
+        total_steps=-(-plan.num_images // batch_size),
         warmup_steps=steps["warmup"],
         cooldown_steps=steps["cooldown"],
         start=s.start,
         floor=s.floor,
         prefix=s.prefix,
         power=s.power,
-        steps_per_epoch=plan.num_samples / plan.global_batch_size if s.stairs else None,
+        steps_per_epoch=plan.num_samples / batch_size if s.stairs else None,
     )
 
 
@@ -603,6 +622,12 @@ def peak_lr(config: TrainConfig) -> float:
     return scale_lr(
         config.optim.lr, batch_size=batch_size, reference_batch_size=reference, rule=config.schedule.scaling
     )
+
+
+def batch_scaling(config: TrainConfig) -> Callable[[int], float]:
+    """Return the factor of `peak_lr` in the phase of a batch ramp, by its global batch: 1 for that of the config."""
+    whole, rule = config.data.global_batch_size, config.schedule.scaling
+    return lambda size: scale_lr(1.0, batch_size=size, reference_batch_size=whole, rule=rule)
 
 
 def build_hooks(
@@ -676,7 +701,8 @@ def build_noise_scale(config: TrainConfig, plan: Plan) -> hooks.NoiseScale | Non
         )
         return None
     every_images = _images(config, "log.every", plan.num_samples, plan.num_images)
-    return hooks.NoiseScale(config.folder, every_images=every_images)
+    after_row = hooks.follow_noise if ramp.by_noise(config) else None
+    return hooks.NoiseScale(every_images=every_images, after_row=after_row)
 
 
 def describe(config: TrainConfig, model: nn.Module, index: "Index") -> str:

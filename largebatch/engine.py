@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +45,8 @@ class TrainState:
     best: tuple[str, float, int] | None = None  # metric, value and step of the best evaluation, if it is to be kept
     smoothed: Smoothed | None = None
     halvings: int = 0  # of the learning rate, each after a return to an older checkpoint
+    phases: tuple[tuple[int, int], ...] = ()  # those of the plan; a ramp by the noise scale decides them in the run
+    noise: tuple[float, float, int] | None = None  # the averages of hooks.NoiseScale, in a run that has it
 
     def advance(self, images: int, *, applied: bool) -> None:
         """Count one step over `images`."""
@@ -82,7 +84,7 @@ class Trainer:
     optimizer: Optimizer  # wrapped by comm.wrap
     scaler: torch.amp.GradScaler
     base_lr: float
-    schedule: Callable[[int], float]  # step -> fraction of base_lr
+    schedule: Callable[[float], float]  # Plan.time of a step -> fraction of base_lr
     plan: Plan
     open_batches: Callable[[int], Any]  # first step -> iterator of this rank's micro-batches, to be closed
     eval_batches: Batches
@@ -94,9 +96,10 @@ class Trainer:
     device: torch.device
     replica: Replica  # attached to this model, optimizer and comm
     hooks: Sequence["Hook"] = ()
+    scaling: Callable[[int], float] = lambda batch_size: 1.0  # global batch of a step -> factor of base_lr
     average: nn.Module | None = None  # average of the weights, kept by hooks.ema, saved and resumed with the model
     state: TrainState = field(default_factory=TrainState)
-    last_step: int = 0  # the step at which `fit` ends
+    max_steps: int = 0  # those that `fit` was given
     waited_s: float = 0.0  # the time that this rank waited for the images of the newest step
     stop_reason: str = ""  # a hook that ends the run says why, on all ranks at the same point
     # A hook sets it, on all ranks after the same step, if the run is to go on from an older state, which it loads.
@@ -108,6 +111,7 @@ class Trainer:
     def train_step(self, batches: Iterator[Any]) -> StepOutput:
         """Do one optimizer step on the global batch: this rank's micro-batches, one reduction, one update."""
         window_images, self.waited_s = self.plan.window_images(self.state.step), 0.0
+        self.comm.expect_passes(self.optimizer, self.plan.num_passes(self.state.step, self.comm.data_size))
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr() * group.get("lr_scale", 1.0)  # the scale is that of optim.layer_decay
         # Losses are sums over samples. Scaled by data_size / images, the mean over ranks of the accumulated gradients
@@ -175,7 +179,8 @@ class Trainer:
 
     def lr(self) -> float:
         """Return the learning rate of the coming step."""
-        return self.base_lr * self.schedule(self.state.step) * 0.5**self.state.halvings
+        step, factor = self.state.step, 0.5**self.state.halvings
+        return self.base_lr * self.scaling(self.plan.batch_size(step)) * self.schedule(self.plan.time(step)) * factor
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -184,31 +189,44 @@ class Trainer:
 
         Returns the reason if it stopped early, else "".
         """
-        self.last_step = min(max_steps or self.num_steps, self.num_steps)
+        self.max_steps = max_steps
         with self.replica.statistics.over_steps():
             self._each("before_fit")
-            self._train_on()
+            self._train()
             while self.rollback:
                 roll_back, self.rollback = self.rollback, None
                 roll_back(self)
                 self.replica.statistics.take_up()
                 self._each("after_rollback")
-                self._train_on()
+                self._train()
             self._each("after_fit")
         return self.stop_reason if self.state.step < self.last_step or self.state.train_loss is not None else ""
 
-    def _train_on(self) -> None:
-        """Train from the present state until the end, or until a hook asks for a rollback."""
+    def change_phases(self, phases: tuple[tuple[int, int], ...]) -> None:
+        """Cut the rest of the run by other phases, on every rank after the same step; those so far must be in them."""
+        self.plan = replace(self.plan, phases=phases)
+        self.state.phases = phases
+
+    def _train(self) -> None:
+        """Train from the present state to the last step, or until a hook asks for a rollback.
+
+        The batches were read ahead, so they are opened anew if a hook changes the plan.
+        """
         if not self.eval_images:
             self.state.train_loss = None  # an evaluation that was due is no longer wanted
         elif self.state.train_loss is not None:  # the run was stopped in this evaluation
             self._evaluate_and_report()
-        with closing(self.open_batches(self.state.step)) as batches:
-            self._train_until(batches)
-
-    def _train_until(self, batches: Iterator[Any]) -> None:
         losses = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum and images since the last evaluation
-        while self.state.step < self.last_step and not self.stop_reason:
+        opened = None
+        while self.plan is not opened and not self.rollback:
+            opened = self.plan
+            with closing(self.open_batches(self.state.step)) as batches:
+                self._train_until(batches, losses)
+
+    def _train_until(self, batches: Iterator[Any], losses: Tensor) -> None:
+        """Train to the last step, or until a hook changes the plan, ends the run or asks for a rollback."""
+        plan = self.plan
+        while self.state.step < self.last_step and not self.stop_reason and self.plan is plan:
             self.model.train()
             try:
                 output = self.train_step(batches)
@@ -254,6 +272,11 @@ class Trainer:
     def num_steps(self) -> int:
         """Steps of the whole run."""
         return self.plan.num_steps
+
+    @property
+    def last_step(self) -> int:
+        """The step at which `fit` ends."""
+        return min(self.max_steps or self.num_steps, self.num_steps)
 
     @property
     def complete(self) -> bool:

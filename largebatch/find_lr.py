@@ -36,7 +36,7 @@ LEAST_FALL = 0.02  # of the smoothed loss, without which nothing is suggested
 TABLE, PICTURE = "find_lr.csv", "find_lr.png"
 
 
-def rate(step: int) -> float:
+def rate(step: float) -> float:
     """Return the learning rate of a step, from 0: it grows by a constant factor."""
     return LOWEST * (HIGHEST / LOWEST) ** (step / (STEPS - 1))
 

@@ -2,7 +2,9 @@ r"""Learning-rate schedules: pure functions from the optimizer step to a factor 
 
 A schedule has no state: the engine writes `group["lr"] = peak * factor(step)` at the top of every step, so
 a resumed run needs one integer and a curve can be tabulated without training. Durations arrive here in
-optimizer steps only; the configuration converts epochs, images and fractions.
+optimizer steps only; the configuration converts epochs, images and fractions. In a batch ramp all of them are
+counted in steps like the first, so a larger step begins at a fraction of one, and the curve keeps its place in
+the epochs.
 
     factor
       1 |        ______ peak
@@ -22,7 +24,7 @@ zero, and the step after the warm-up has the full one. Together with linear deca
 import math
 from collections.abc import Callable
 
-Schedule = Callable[[int], float]
+Schedule = Callable[[float], float]
 
 # Decay from 1 to 0 (or not at all) as the progress through the decay, a number in [0, 1], goes from 0 to 1.
 SHAPES: dict[str, Callable[[float, float], float]] = {
@@ -72,7 +74,7 @@ def make_schedule(
     first = 1.0 / (warmup + 1.0) if start is None else start
     offset = warmup if prefix else 0.0
 
-    def factor(step: int) -> float:
+    def factor(step: float) -> float:
         assert step >= 0, f"optimizer steps start at 0, got {step}"
         time = math.floor(step / steps_per_epoch) if steps_per_epoch else step
         if time < warmup:

@@ -536,6 +536,14 @@ def test_what_may_differ(tmp_path):
     load(path, make_parts(), config=config)
 
 
+def test_a_ramp_by_noise_keeps_the_rows_at_which_it_decides(tmp_path):
+    config = changed(schedule={"batch_ramp": "1024@0,noise"})
+    path = save(tmp_path, 1, config_text=dump(config))
+    load(path, make_parts(), config=replace(config, log=replace(config.log, tensorboard=False)))
+    with pytest.raises(ValueError, match="--log.every 10 steps, now 5 steps: give the options it was made with"):
+        load(path, make_parts(), config=replace(config, log=replace(config.log, every="5 steps")))
+
+
 def test_data_that_were_moved(tmp_path):
     """Where they are does not matter if they are the same; model.weights, whatever it was, is in the checkpoint."""
     path = save(tmp_path, 1)

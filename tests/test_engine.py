@@ -13,7 +13,7 @@ from largebatch import precision
 from largebatch.augment import Augment
 from largebatch.data.order import Plan
 from largebatch.data.stream import Batch
-from largebatch.engine import Hook, Trainer
+from largebatch.engine import Hook, StepOutput, Trainer
 from largebatch.losses import classification
 from largebatch.native.attention import choose_attention
 from largebatch.replica import Replica
@@ -36,6 +36,9 @@ class Alone:
     def allgather_object(self, value: Any, *, name: str) -> list[Any]:
         return [value]
 
+    def expect_passes(self, optimizer: Any, passes: int) -> None:
+        pass
+
     def synchronize(self, optimizer: Any) -> None:
         pass
 
@@ -50,14 +53,14 @@ def make_trainer(num_images: int, *, eval_images: int, hooks: tuple[Hook, ...] =
     comm, optimizer, replica = Alone(), torch.optim.SGD(model.parameters(), lr=0.1), Replica()
     replica.attach(model, optimizer, comm)
 
-    def open_batches(start: int):
-        for step in range(start, plan.num_steps):
-            for micro in plan.micro_batches(step, 0, 1):
-                samples = plan.samples(micro.start, micro.stop)[1]
+    def batches(of: Plan, start: int):
+        for step in range(start, of.num_steps):
+            for micro in of.micro_batches(step, 0, 1):
+                samples = of.samples(micro.start, micro.stop)[1]
                 labels = torch.from_numpy(samples) % CLASSES
                 yield Batch(torch.ones(len(labels), 3, 2, 2), labels, micro.step, micro.number, samples)
 
-    return Trainer(
+    trainer = Trainer(
         comm=comm,
         model=model,
         objective=classification,
@@ -66,8 +69,8 @@ def make_trainer(num_images: int, *, eval_images: int, hooks: tuple[Hook, ...] =
         base_lr=0.1,
         schedule=lambda step: 1.0,
         plan=plan,
-        open_batches=open_batches,
-        eval_batches=[next(open_batches(0))],
+        open_batches=lambda start: batches(trainer.plan, start),
+        eval_batches=[next(batches(plan, 0))],
         augment=Augment(CLASSES),
         seed=0,
         precision="fp32",
@@ -77,6 +80,7 @@ def make_trainer(num_images: int, *, eval_images: int, hooks: tuple[Hook, ...] =
         replica=replica,
         hooks=hooks,
     )
+    return trainer
 
 
 class Metrics(Hook):
@@ -203,6 +207,37 @@ def test_what_is_due_when(interval, steps):
         trainer.state.advance(trainer.plan.window_images(step), applied=True)
         due += [trainer.state.step] * trainer.due(interval)
     assert due == foreseen == steps
+
+
+@pytest.mark.parametrize("interval, steps", [(16, [2, 3, 4, 5]), (40, [4, 5]), (48, [4, 5]), (1000, [5])])
+def test_what_is_due_when_in_a_batch_ramp(interval, steps):
+    """Steps of 8, 8, 16 and 16 images, and a short one of 4."""
+    trainer, due, foreseen = make_trainer(52, eval_images=1), [], []
+    trainer.change_phases(((0, 8), (16, BATCH)))
+    for step in range(5):
+        foreseen += [step + 1] * trainer.due_next(interval)
+        trainer.state.advance(trainer.plan.window_images(step), applied=True)
+        due += [trainer.state.step] * trainer.due(interval)
+    assert due == foreseen == steps
+
+
+class Growing(Hook):
+    """Doubles the batch after the second step."""
+
+    def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
+        if trainer.state.step == 2:
+            trainer.change_phases(((0, 8), (trainer.state.images, BATCH)))
+
+
+@pytest.mark.parametrize("max_steps, steps", [(0, 4), (5, 4), (3, 3), (2, 2)])
+def test_a_run_ends_where_a_changed_plan_says(max_steps, steps):
+    """44 images in steps of 8, of which the third has 16 and the fourth the rest; the batches are opened anew."""
+    trainer = make_trainer(44, eval_images=10**9, hooks=(Growing(),))
+    trainer.change_phases(((0, 8),))
+    assert trainer.num_steps == 6
+    trainer.fit(max_steps=max_steps)
+    assert (trainer.state.step, trainer.state.images) == (steps, [16, 32, 44][steps - 2])
+    assert trainer.complete == (steps == 4)
 
 
 @pytest.mark.parametrize(

@@ -405,7 +405,7 @@ def main(folder: Path) -> dict[str, Any]:
 
 def trainer_at(step: int, *, num_steps: int = 100, last_step: int = 0) -> Any:
     """What sinks read of a trainer."""
-    plan = SimpleNamespace(num_images=num_steps * 10, num_samples=50)
+    plan = Plan(num_samples=50, global_batch_size=10, micro_batch_size=10, num_images=num_steps * 10, seed=0)
     state = TrainState(step=step, images=10 * step)
     return SimpleNamespace(state=state, num_steps=num_steps, plan=plan, last_step=last_step or num_steps)
 

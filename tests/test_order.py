@@ -235,9 +235,59 @@ def test_evaluation_geometry_is_torchvisions(crop_pct):
         ({"micro_batch_size": 9}, "micro_batch_size 9 is larger than global_batch_size 8"),
         ({"shuffle_window": 2, "shard_sizes": (3, 3)}, "they add up to 6, num_samples is 10"),
         ({"seed": -1}, "must not be negative"),
+        ({"phases": ((1, 4), (5, 8))}, "expected the first at 0, each a whole number of steps"),
+        ({"phases": ((0, 4), (6, 8))}, "expected the first at 0, each a whole number of steps"),
+        ({"phases": ((0, 4), (4, 16))}, "batches from 1 to global_batch_size 8"),
     ],
 )
 def test_impossible_plans(change, message):
     plan = {"num_samples": 10, "global_batch_size": 8, "micro_batch_size": 4, "num_images": 20, "seed": 0}
     with pytest.raises(ValueError, match=message):
         Plan(**(plan | change))
+
+
+def ramp_of(rng: random.Random, micro: int) -> tuple[int, list[tuple[int, int]]]:
+    """The end of a random ramp, and its phases, each of some whole steps of a batch that is as good as any."""
+    phases, start = [], 0
+    for batch in sorted(rng.sample(range(micro, 60), rng.randint(1, 4))):
+        phases.append((start, batch))
+        start += batch * rng.randint(1, 5)
+    return start, phases
+
+
+@pytest.mark.parametrize("trial", range(40))
+def test_a_ramp_cuts_the_same_stream_whole(trial):
+    """For any shards, with a short last batch, and also if the run ends inside an earlier phase."""
+    rng = random.Random(trial)
+    micro = rng.randint(1, 9)
+    end, phases = ramp_of(rng, micro)
+    length = rng.randint(1, end + 60)
+    plan = Plan(rng.randint(1, 50), phases[-1][1], micro, length, seed=trial, phases=tuple(phases))
+    plain = Plan(plan.num_samples, phases[-1][1], micro, length, seed=trial)
+    for num_shards in (1, 2, 3, rng.randint(5, 20)):
+        assert sample_stream(plan, num_shards) == list(range(length))
+    assert all((a == b).all() for a, b in zip(plan.samples(0, length), plain.samples(0, length)))
+    # Written out: from each place on, steps of the batch there.
+    cuts = [0]
+    while cuts[-1] < length:
+        cuts.append(min(length, cuts[-1] + max(batch for start, batch in phases if start <= cuts[-1])))
+    assert [plan.start(step) for step in range(plan.num_steps)] == cuts[:-1]
+    assert [plan.window_images(step) for step in range(plan.num_steps + 1)] == [*np.diff(cuts), 0]
+    assert set(cuts) >= {start for start, _ in phases if start < length}
+
+
+def test_a_ramp_of_one_phase_is_none():
+    plain = Plan(23, 16, 4, 1001, seed=1)
+    ramp = Plan(23, 16, 4, 1001, seed=1, phases=((0, 16),))
+    for step in range(plain.num_steps + 1):
+        assert ramp.micro_batches(step, 1, 3) == plain.micro_batches(step, 1, 3)
+        assert ramp.time(step) == plain.time(step) == step
+    assert ramp.num_steps == plain.num_steps
+
+
+def test_passes_follow_the_phase():
+    plan = Plan(100, 24, 4, 200, seed=0, phases=((0, 8), (16, 12), (40, 24)))
+    assert [plan.batch_size(step) for step in (0, 1, 2, 3, 4, 99)] == [8, 8, 12, 12, 24, 24]
+    assert [plan.num_passes(step, 3) for step in (0, 2, 4)] == [1, 1, 2]
+    assert [plan.num_passes(step, 2) for step in (0, 2, 4)] == [1, 2, 3]
+    assert [plan.time(step) for step in range(6)] == [0, 1, 2, 3.5, 5, 8]

@@ -67,6 +67,11 @@ def run(options: argparse.Namespace) -> Report | None:
             data = [f"--data={options.data}"] if options.data else []
             argv = ["--data=synthetic", *DEFAULTS, *options.training, *data]
             config = parse(argv, choose_recipe=choose)
+        if ramp := config.schedule.batch_ramp:
+            raise ValueError(
+                f"--schedule.batch_ramp is {ramp!r}: steps of one size are measured, so leave it out, and give the "
+                "batch of a phase as --data.global_batch_size."
+            )
     with start(config, on_device=on_device) as comm:
         config, device = set_up(config, comm)
         build = partial(resident.build_resident, config, device=device)

@@ -30,4 +30,5 @@ class Unreduced:
 def unreduced(optimizer: Any) -> Optimizer:
     """Give an optimizer the methods that a step calls on a wrapped one; they do nothing."""
     optimizer.synchronize, optimizer.skip_synchronize = (lambda: None), nullcontext
+    optimizer.backward_passes_per_step, optimizer.set_backward_passes_per_step = 0, lambda passes: None
     return optimizer

@@ -77,6 +77,7 @@ def resume(config: TrainConfig, trainer: Trainer, *, last_step: int | None = Non
             trainer.plan.num_samples,
         )
     trainer.state.data = present
+    trainer.change_phases(trainer.state.phases)  # these of the run, wherever its images would begin them now
     trainer.scaler.load_state_dict(found["scaler"])
     trainer.replica.scatter_whole(model, optimizer)
     if trainer.average is not None:
@@ -124,7 +125,7 @@ def check_config(text: str, config: TrainConfig, *, path: Path, same_images: boo
     differing = [
         f"--{option} {was}, now {now}"
         for option, (was, now) in configs.differences(saved, config).items()
-        if option not in MAY_DIFFER and not option.startswith(MAY_DIFFER_SECTIONS)
+        if not _may_differ(option, config)
         and not (option == "data.path" and same_images)
     ]
     if differing:
@@ -132,3 +133,10 @@ def check_config(text: str, config: TrainConfig, *, path: Path, same_images: boo
             f"Checkpoint {path} was made with {'; '.join(differing)}: give the options it was made with to continue "
             "that run, or another --run.folder to start a new one."
         )
+
+
+def _may_differ(option: str, config: TrainConfig) -> bool:
+    """Return whether a run of this config goes on with the same numbers if an option differs."""
+    if option == "log.every" and configs.ramp.by_noise(config):  # the batch is decided at rows
+        return False
+    return option in MAY_DIFFER or option.startswith(MAY_DIFFER_SECTIONS)

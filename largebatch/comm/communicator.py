@@ -315,6 +315,10 @@ class Communicator:
                 weight = (stop - start) * self.data_size / length
                 yield *(column[start:stop] for column in columns), weight
 
+    def expect_passes(self, optimizer: Optimizer, passes: int) -> None:
+        """Sum gradients over another number of passes from the next step on, on every rank."""
+        reduction.expect_passes(optimizer, passes)
+
     def freeze(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
         """Stop training parameters of a wrapped optimizer, on every rank between the same two steps."""
         self._reduction.freeze(optimizer, parameters)

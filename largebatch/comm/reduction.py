@@ -123,6 +123,15 @@ def synchronize(optimizer: Optimizer) -> None:
     optimizer.synchronize()  # type: ignore[attr-defined]
 
 
+def expect_passes(optimizer: Optimizer, passes: int) -> None:
+    """Begin to reduce each gradient in this pass of a step from now on; call it between two steps, on every rank.
+
+    A rank may have fewer passes in a step, as `synchronize` then begins; it may not have more.
+    """
+    if optimizer.backward_passes_per_step != passes:  # type: ignore[attr-defined]
+        optimizer.set_backward_passes_per_step(passes)  # type: ignore[attr-defined]
+
+
 def peak_sent(optimizer: Optimizer) -> float | None:
     """Return the largest absolute value of this rank's gradient in the last step, taken before compression.
 

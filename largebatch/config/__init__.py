@@ -4,6 +4,7 @@ sections.py   every option: dataclasses with default, unit and meaning
 horovod.py    the options of Horovod, and the environment variables they become
 parallel.py   the options of a model that several ranks share, and the sizes of its axes
 checks.py     which values are allowed, and which options fit together
+ramp.py       a batch ramp as phases
 durations.py  "5 epochs" as images, a global batch as passes, times, ranges of steps
 cli.py        command line and YAML: parse, dump, load, compare
 values.py     texts as values of a type
@@ -12,6 +13,7 @@ completion.py words for the tab key, for bash, zsh and fish
 words.py      what to give instead of an option that does not exist
 """
 
+from largebatch.config import ramp
 from largebatch.config.checks import check, without_effect
 from largebatch.config.cli import apply, differences, dump, given_options, load, load_text, options, parse, read_file
 from largebatch.config.durations import (
@@ -74,6 +76,7 @@ __all__ = [
     "options",
     "parse",
     "profiled_steps",
+    "ramp",
     "read_file",
     "without_effect",
 ]

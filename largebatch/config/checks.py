@@ -7,6 +7,7 @@ that was started before the check was there must go on.
 
 import math
 
+from largebatch.config import ramp
 from largebatch.config.durations import NEVER, duration_images, duration_seconds, epoch_seconds, profiled_steps
 from largebatch.config.parallel import ParallelConfig
 from largebatch.config.sections import AugmentConfig, DataConfig, TrainConfig
@@ -87,6 +88,7 @@ def check(config: TrainConfig) -> None:
             "same rate in all layers."
         )
     _check_durations(c)
+    ramp.check(c)
     profiled_steps(c.run.profile_steps)
     if c.run.end_time is not None:
         epoch_seconds(c.run.end_time, option="--run.end_time")

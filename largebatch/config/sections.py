@@ -196,6 +196,11 @@ class ScheduleConfig:
     """rule by which optim.lr follows the global batch size"""
     reference_batch_size: int = 0
     """global batch size for which optim.lr was tuned; needed by linear and sqrt scaling"""
+    batch_ramp: str = ""
+    """a global batch that grows to data.global_batch_size: phases such as "1024@0,4096@10 epochs,32768@50 epochs", each
+    with its batch and its place in epochs, images or %; or "1024@0,noise": twice the batch whenever the gradient noise
+    scale exceeds it. The learning rate follows by scaling; log.every and other times in steps count steps of the last
+    batch; empty: the same batch throughout"""
 
 
 @dataclass(frozen=True, kw_only=True)

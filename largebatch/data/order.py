@@ -11,9 +11,12 @@ the methods of its Generator may change between versions.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +35,14 @@ class MicroBatch:
     stop: int
 
 
+class Phase(NamedTuple):
+    """The steps from `step` on take `batch_size` images each, from stream position `start` on."""
+
+    step: int
+    start: int
+    batch_size: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """The plan of a run: how it cuts the endless stream of epoch permutations into batches.
@@ -39,6 +50,9 @@ class Plan:
     `num_images` is the length of the whole run; only its last global batch may be short. With `shuffle_window` W > 0
     the files (with `shard_sizes` samples, numbered in this order) are permuted, and samples are mixed only inside W
     consecutive files, which keeps reads sequential on slow storage. 0 mixes all samples of an epoch.
+
+    `phases` are those of a batch ramp: the first stream position of each, and its global batch, `global_batch_size` at
+    most. The first begins at 0, and each is a whole number of steps. Without them it is `global_batch_size` throughout.
     """
 
     num_samples: int
@@ -48,6 +62,7 @@ class Plan:
     seed: int
     shard_sizes: tuple[int, ...] = ()
     shuffle_window: int = 0
+    phases: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch_size", "micro_batch_size", "num_images"):
@@ -67,20 +82,62 @@ class Plan:
                 f"shuffle_window needs shard_sizes that add up to num_samples: they add up to "
                 f"{sum(self.shard_sizes)}, num_samples is {self.num_samples}."
             )
+        self._check_phases()
 
-    @property
+    def _check_phases(self) -> None:
+        starts, batches = zip(*self.phases or ((0, self.global_batch_size),))
+        sane = starts[0] == 0 and 1 <= min(batches) and max(batches) <= self.global_batch_size
+        lengths = (stop - start for start, stop in pairwise(starts))
+        if not sane or any(length <= 0 or length % batch for length, batch in zip(lengths, batches)):
+            raise ValueError(
+                f"phases are {self.phases}: expected the first at 0, each a whole number of steps, and batches from 1 "
+                f"to global_batch_size {self.global_batch_size}."
+            )
+
+    @functools.cached_property
+    def _phases(self) -> list[Phase]:
+        """The phases with the first step of each."""
+        found = [Phase(0, 0, self.global_batch_size)]
+        for start, batch_size in self.phases:
+            before = found[-1]
+            found.append(Phase(before.step + (start - before.start) // before.batch_size, start, batch_size))
+        return found[1:] or found
+
+    def phase(self, step: int) -> Phase:
+        """Return the phase that a step belongs to; steps after the end of the run belong to the last one."""
+        return self._phases[max(0, bisect.bisect_right(self._phases, step, key=lambda phase: phase.step) - 1)]
+
+    def start(self, step: int) -> int:
+        """Return the stream position of the first image of a step."""
+        phase = self.phase(step)
+        return phase.start + (step - phase.step) * phase.batch_size
+
+    def time(self, step: int) -> float:
+        """Return the place of a step for the schedule, in steps like the first; without phases, the step itself."""
+        return self.start(step) / self._phases[0].batch_size
+
+    def batch_size(self, step: int) -> int:
+        """Return the global batch of the phase of a step; only the last step of the run may have fewer images."""
+        return self.phase(step).batch_size
+
+    def num_passes(self, step: int, num_shards: int) -> int:
+        """Return the most micro-batches that a shard has in a step of this phase."""
+        return math.ceil(math.ceil(self.batch_size(step) / self.micro_batch_size) / num_shards)
+
+    @functools.cached_property
     def num_steps(self) -> int:
-        return math.ceil(self.num_images / self.global_batch_size)
+        """Steps of the whole run."""
+        last = [phase for phase in self._phases if phase.start < self.num_images][-1]
+        return last.step + math.ceil((self.num_images - last.start) / last.batch_size)
 
     def window_images(self, step: int) -> int:
         """Return the images in this step: the global batch, or the rest of the run; 0 after its end."""
-        left = self.num_images - step * self.global_batch_size
-        return max(0, min(self.global_batch_size, left))
+        return max(0, min(self.batch_size(step), self.num_images - self.start(step)))
 
     def micro_batches(self, step: int, shard: int, num_shards: int) -> list[MicroBatch]:
         """Return the micro-batches of `step` for shard `shard` of `num_shards`; there may be none in a short step."""
         assert step >= 0 and 0 <= shard < num_shards, (step, shard, num_shards)
-        start = step * self.global_batch_size
+        start = self.start(step)
         stop = start + self.window_images(step)
         count = math.ceil((stop - start) / self.micro_batch_size)
         cuts = [min(start + number * self.micro_batch_size, stop) for number in range(count + 1)]

@@ -110,7 +110,8 @@ def _of_config(config: TrainConfig) -> Iterator[tuple[str, str]]:
     o, schedule = config.optim, config.schedule
     yield "data", Path(config.data.path).name
     yield "recipe", config.recipe or "custom"
-    yield "global batch", f"{config.data.global_batch_size:,} images"
+    ramp = f", {config.schedule.batch_ramp}" if config.schedule.batch_ramp else ""
+    yield "global batch", f"{config.data.global_batch_size:,} images{ramp}"
     yield "training", f"{config.run.duration}, seed {config.run.seed}, {config.run.precision}"
     yield "optimizer", f"{o.name}, peak learning rate {o.lr:g}, weight decay {o.weight_decay:g}"
     yield "learning rate", f"{schedule.name}, warm-up {schedule.warmup}"

@@ -9,6 +9,7 @@
     Checkpoint      checkpointing.py   saves; StopEarly needs to know how long a save takes
     StopEarly       stop_early.py      ends the run at a signal, or before the time of the job is over
     NoiseScale      noise_scale.py     measures the first micro-batch of a step, of which Log then writes a row
+                                       (noise_ramp.py doubles the batch by it, if the run's ramp says so)
     Profile         profile.py         starts to record after the hooks above, so the trace shows only steps
     Log             log.py             starts its clock last, so that no hook counts as training time
 
@@ -21,6 +22,7 @@ from largebatch.hooks.divergence import Divergence
 from largebatch.hooks.ema import Ema, check_half_life
 from largebatch.hooks.guards import Guards
 from largebatch.hooks.log import Log
+from largebatch.hooks.noise_ramp import follow_noise
 from largebatch.hooks.noise_scale import NoiseScale
 from largebatch.hooks.profile import Profile
 from largebatch.hooks.recompute import RecomputeCheck
@@ -48,5 +50,6 @@ __all__ = [
     "WeightsAndBiases",
     "check_half_life",
     "end_time",
+    "follow_noise",
     "in_turn",
 ]

@@ -62,8 +62,7 @@ def draw_curves(folder: Path, *, title: str) -> None:
         _draw(panels["trust"], "trust ratios: smallest, median, largest", lines)
         _log_scale(panels["trust"])
     if NOISE[2] in panels:
-        batch = [{"epoch": row["epoch"], "batch": steps[0]["images"] / steps[0]["step"]} for row in steps]
-        lines = [("gradient noise scale", steps, NOISE[2], BLUE), ("global batch", batch, "batch", PALE)]
+        lines = [("gradient noise scale", steps, NOISE[2], BLUE), ("global batch", _batches(steps), "batch", PALE)]
         _draw(panels[NOISE[2]], "largest useful batch (images)", lines)
         _log_scale(panels[NOISE[2]])
     if MAP in panels:
@@ -80,6 +79,20 @@ def _layout(*, with_trust: bool, with_noise: bool, with_map: bool) -> list[list[
     below = ["lr", "grad_norm", *(["trust"] if with_trust else []), *([NOISE[2]] if with_noise else [])]
     curves = [below] if len(below) < 4 else [below[:2], below[2:]]
     return [["loss", "accuracy"], *curves, *([[MAP]] if with_map else [])]
+
+
+def _batches(rows: list[Row]) -> list[Row]:
+    """Return the global batch at each row: the mean since the row before, without the run's last step, which is short.
+
+    It never shrinks. Between two phases of a batch ramp it is between their batches.
+    """
+    found, before, batch = [], {"step": 0.0, "images": 0.0}, 0.0
+    for row in rows:
+        if row["step"] > before["step"]:
+            batch = max(batch, (row["images"] - before["images"]) / (row["step"] - before["step"]))
+        found.append({"epoch": row["epoch"], "batch": batch})
+        before = row
+    return found
 
 
 def _result(row: Row) -> str:

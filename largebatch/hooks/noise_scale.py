@@ -16,16 +16,15 @@ to it. Only steps that write a row are measured. That costs one read of the grad
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from largebatch.augment import Augmented
 from largebatch.engine import Hook, StepOutput, Trainer
-from largebatch.hooks.tables import NOISE, STEPS, Row, read_rows
+from largebatch.hooks.tables import NOISE, Row
 from largebatch.optim import gradient_norm
 
 HORIZON = 30  # rows; the mean of the first rows, then a moving average that gives a new row this part of the weight
@@ -43,36 +42,24 @@ def estimates(small_square: float, large_square: float, *, small: int, large: in
 
 @dataclass
 class Averages:
-    """Moving averages of both estimates, rounded as steps.csv has them: a resumed run goes on with the same bits."""
+    """Moving averages of both estimates over rows, and the number of rows; a checkpoint has them (TrainState.noise)."""
 
     signal: float = 0.0
     noise: float = 0.0
     count: int = 0
 
-    @classmethod
-    def after(cls, rows: Iterable[Row]) -> "Averages":
-        """Return the averages as they were after these rows of steps.csv."""
-        averages = cls()
-        for row in rows:
-            signal, noise = (row.get(name, math.nan) for name in NOISE[:2])
-            if math.isfinite(signal):
-                averages = cls(_single(signal), _single(noise), averages.count + 1)
-        return averages
+    @property
+    def scale(self) -> float:
+        """The noise scale; nan while |G|^2 cannot be told from noise."""
+        return self.noise / self.signal if self.signal > 0 <= self.noise else math.nan
 
     def add(self, signal: float, noise: float) -> Row:
         """Take the estimates of one step; return the columns NOISE."""
         self.count += 1
         weight = 1 / min(self.count, HORIZON)
-        self.signal = _single(self.signal + weight * (signal - self.signal))
-        self.noise = _single(self.noise + weight * (noise - self.noise))
-        # Without a positive |G|^2 the gradient cannot be told from noise yet.
-        scale = self.noise / self.signal if self.signal > 0 <= self.noise else math.nan
-        return dict(zip(NOISE, (self.signal, self.noise, scale)))
-
-
-def _single(value: float) -> float:
-    """Round to float32, whose numbers survive nine digits."""
-    return torch.tensor(value, dtype=torch.float32).item()
+        self.signal += weight * (signal - self.signal)
+        self.noise += weight * (noise - self.noise)
+        return dict(zip(NOISE, (self.signal, self.noise, self.scale)))
 
 
 class NoiseScale(Hook):
@@ -81,27 +68,17 @@ class NoiseScale(Hook):
     `Log` asks for `measured`, adds it up over the ranks with its own number, and gives the sum to `row`.
     """
 
-    def __init__(self, folder: str | Path, *, every_images: int) -> None:
-        """folder: the run folder, from whose steps.csv a resumed run takes the averages. every_images: those of Log."""
-        self.folder, self.every_images = Path(folder), every_images
-        self.averages = Averages()
+    def __init__(self, *, every_images: int, after_row: Callable[[Trainer, Averages], None] | None = None) -> None:
+        """every_images: those of Log. after_row: all ranks call it with the averages of each row that has some."""
+        self.every_images, self.after_row = every_images, after_row
         self.scale: Tensor | None = None  # loss scale of the step that is measured; None: the step is not
         self.square: Tensor | None = None  # 0-d, of the gradient after the first pass
         self.waits = False  # the first pass runs
 
-    def before_fit(self, trainer: Trainer) -> None:
-        """Take up the averages of the run."""
-        rows = read_rows(self.folder / STEPS) if trainer.comm.rank == 0 else []
-        self.averages = Averages.after(row for row in rows if row["step"] <= trainer.state.step)
-
-    def after_rollback(self, trainer: Trainer) -> None:
-        """Go back to the averages of that time."""
-        self.before_fit(trainer)
-
     def at_first_batch(self, trainer: Trainer, batch: Augmented) -> None:
-        """Arrange for the first pass to be measured, unless the step is short."""
+        """Arrange for the first pass to be measured, unless the step is short or a single micro-batch."""
         plan, step = trainer.plan, trainer.state.step
-        full = plan.window_images(step) == plan.global_batch_size
+        full = plan.window_images(step) == plan.batch_size(step) > plan.micro_batch_size
         if not full or not trainer.due_next(self.every_images):
             return
         self.scale = trainer.scaler.scale(torch.ones((), device=trainer.device))
@@ -122,7 +99,8 @@ class NoiseScale(Hook):
         found, scale = torch.zeros(2, dtype=torch.float64), self.scale
         if square is not None and scale is not None:
             # The loss of a micro-batch was a sum, times this weight and the loss scale.
-            weight = trainer.comm.data_size * trainer.plan.micro_batch_size / trainer.plan.global_batch_size
+            plan = trainer.plan
+            weight = trainer.comm.data_size * plan.micro_batch_size / plan.batch_size(trainer.state.step - 1)
             found = torch.stack([square / (weight * scale.double()).square(), torch.ones_like(square)]).cpu()
         self.square = self.scale = None
         return found
@@ -132,7 +110,10 @@ class NoiseScale(Hook):
         square, count = total.tolist()
         if not count or not output.applied:
             return dict.fromkeys(NOISE, math.nan)
-        small, large = trainer.plan.micro_batch_size, trainer.plan.global_batch_size
-        return self.averages.add(
-            *estimates(square / count, float(output.grad_norm) ** 2, small=small, large=large)
-        )
+        small, large = trainer.plan.micro_batch_size, output.images
+        averages = Averages(*trainer.state.noise or ())
+        row = averages.add(*estimates(square / count, float(output.grad_norm) ** 2, small=small, large=large))
+        trainer.state.noise = averages.signal, averages.noise, averages.count
+        if self.after_row:
+            self.after_row(trainer, averages)
+        return row

@@ -32,7 +32,8 @@ class RecomputeCheck(Hook):
 
     def at_first_batch(self, trainer: Trainer, batch: Augmented) -> None:
         """Check, if it is time. A short last step is left out, because some ranks have no micro-batch in it."""
-        full = trainer.plan.window_images(trainer.state.step) == trainer.plan.global_batch_size
+        plan, step = trainer.plan, trainer.state.step
+        full = plan.window_images(step) == plan.batch_size(step)
         if self.due and full and trainer.comm.data_size > 1:
             check_gradient(trainer, batch)
             self.due = False

@@ -81,27 +81,26 @@ class Progress(Sink):
     """
 
     def open(self, trainer: Trainer) -> None:
-        self.num_steps, self.num_epochs = trainer.num_steps, trainer.plan.num_images / trainer.plan.num_samples
+        self.trainer, self.num_epochs = trainer, trainer.plan.num_images / trainer.plan.num_samples
         # The end of the first step of this process, which is no measure of the others: it compiles and fills caches.
         self.first: tuple[int, float] | None = None
-        self.last_step = trainer.last_step  # run.max_steps, if that ends the run
         self.lines_done = -1
         self.terminal = watched_terminal()
-        self.bar = _start_bar(self.terminal, self.last_step, done=trainer.state.step) if self.terminal else None
+        self.bar = _start_bar(self.terminal, trainer.last_step, done=trainer.state.step) if self.terminal else None
 
     def advance(self, step: int) -> None:
         self.first = self.first or (step, time.perf_counter())
         if self.bar:
-            self.bar.update(self.bar.task_ids[0], completed=step)
+            self.bar.update(self.bar.task_ids[0], completed=step, total=self.trainer.last_step)
 
     def write_step(self, row: Row) -> None:
         numbers = f"loss {row['loss']:.4f}  lr {row['lr']:.3g}{_noise(row)}{_rate(row)}"
-        lines = int(row["step"]) * PLAIN_LINES // self.num_steps
+        lines = int(row["step"]) * PLAIN_LINES // self.trainer.num_steps
         if self.bar:
             self.bar.update(self.bar.task_ids[0], description=f"epoch {row['epoch']:.2f}  {numbers}")
         elif lines > self.lines_done:
             self.lines_done = lines
-            place = f"step {row['step']:.0f}/{self.num_steps}  epoch {row['epoch']:.2f}"
+            place = f"step {row['step']:.0f}/{self.trainer.num_steps}  epoch {row['epoch']:.2f}"
             logger.info("%s  %s%s", place, numbers, self.left(row))
 
     def write_epoch(self, row: Row) -> None:
@@ -121,8 +120,9 @@ class Progress(Sink):
         step, at = self.first or (row["step"], 0.0)
         if row["step"] <= step:
             return ""
-        pace = (time.perf_counter() - at) / (row["step"] - step)
-        return f"  {datetime.timedelta(seconds=round(pace * (self.last_step - row['step'])))} left"
+        now, first, last = (self.trainer.plan.start(round(end)) for end in (row["step"], step, self.trainer.last_step))
+        pace = (time.perf_counter() - at) / (now - first)  # per image: the steps of a batch ramp differ
+        return f"  {datetime.timedelta(seconds=round(pace * (last - now)))} left"
 
 
 class Csv(Sink):

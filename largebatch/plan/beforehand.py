@@ -7,7 +7,7 @@ from largebatch.config import TrainConfig
 from largebatch.plan.constants import device_named
 from largebatch.plan.memory import largest_micro_batch, of_rank
 from largebatch.plan.planning import cluster_of
-from largebatch.plan.run import HOUR, run_of
+from largebatch.plan.run import HOUR, RAMP, run_of
 from largebatch.plan.step import Speed, step_of
 from largebatch.plan.trace import trace
 
@@ -43,4 +43,6 @@ def expectation(
         return [room]
     run = run_of(config, counted, cluster, step, Speed(), num_images=num_images)
     end = datetime.datetime.now() + datetime.timedelta(seconds=run.seconds)
-    return [f"plan: at least {run.seconds / HOUR:.2f} h for the whole run, until {end:%Y-%m-%d %H:%M}", room]
+    ramp = config.schedule.batch_ramp
+    notes = [f"plan: {RAMP.format(ramp)}"] if ramp else []
+    return [f"plan: at least {run.seconds / HOUR:.2f} h for the whole run, until {end:%Y-%m-%d %H:%M}", *notes, room]

@@ -10,6 +10,10 @@ from largebatch.plan.step import Cluster, Speed, Step, pass_seconds, precision_o
 from largebatch.plan.trace import Pass
 
 HOUR = 3600.0
+RAMP = (
+    "--schedule.batch_ramp {!r} is not counted: the hours are those of the largest batch from the first step on, and "
+    "smaller batches take longer; the memory is the same"
+)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from largebatch.plan import constants
 from largebatch.plan.memory import by_block
 from largebatch.plan.planning import Plan
-from largebatch.plan.run import HOUR
+from largebatch.plan.run import HOUR, RAMP
 from largebatch.plan.search import Candidate
 
 GIB = 2**30
@@ -32,6 +32,8 @@ def _batch(plan: Plan) -> Iterator[str]:
     model = plan.config.model
     if plan.correction:
         yield f"note: {plan.correction}"
+    if ramp := plan.config.schedule.batch_ramp:
+        yield f"note: {RAMP.format(ramp)}"
     replicas = plan.config.parallel.shape().data_size(cluster.ranks)
     passes = "1 pass" if plan.passes == 1 else f"{plan.passes} passes"
     yield (

@@ -93,7 +93,9 @@ def compare_images(one: TrainConfig, other: TrainConfig, rows: list[Row], other_
     """Compare the numbers of the images that each step takes."""
     first, second = _plan(one, rows), _plan(other, other_rows)
     if first is None or second is None:
-        return Finding("images", None, "a run has no row in steps.csv, or --data.shuffle_window is set")
+        by_noise = any(map(config.ramp.by_noise, (one, other)))
+        noise = f", or {config.ramp.OPTION} follows the noise scale" if by_noise else ""
+        return Finding("images", None, f"a run has no row in steps.csv, or --data.shuffle_window is set{noise}")
     for step in range(min(first.num_steps, second.num_steps)):
         ours, theirs = _samples(first, step), _samples(second, step)
         if len(ours) != len(theirs):
@@ -108,18 +110,19 @@ def compare_images(one: TrainConfig, other: TrainConfig, rows: list[Row], other_
 def _plan(of: TrainConfig, rows: list[Row]) -> Plan | None:
     """Return the order of a run's images; None if the folder does not tell."""
     told = [row for row in rows if row["epoch"] > 0]
-    if not told or of.data.shuffle_window:
+    if not told or of.data.shuffle_window or config.ramp.by_noise(of):
         return None
     num_samples = round(told[-1]["images"] / told[-1]["epoch"])
     images = config.duration_images(
         of.run.duration, option="--run.duration", num_samples=num_samples, batch_size=of.data.global_batch_size
     )
-    return Plan(num_samples, of.data.global_batch_size, of.data.micro_batch_size, images, of.run.seed)
+    phases = config.ramp.phases(of, num_samples=num_samples, run_images=images)
+    return Plan(num_samples, of.data.global_batch_size, of.data.micro_batch_size, images, of.run.seed, phases=phases)
 
 
 def _samples(plan: Plan, step: int) -> np.ndarray:
     """Return the epoch and the number of each image of a step."""
-    start = step * plan.global_batch_size
+    start = plan.start(step)
     return np.stack(plan.samples(start, start + plan.window_images(step)), axis=1)
 
 

@@ -1,5 +1,6 @@
 """The panels of a report: which lines of which runs they show, whoever draws them (svg.py, pictures.py)."""
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -131,11 +132,20 @@ def _value(run: Run, row: Row, column: str) -> float:
 
 def _marks(run: Run) -> list[tuple[float, str, str]]:
     """Return the places at which a run was stopped early, killed or resumed."""
-    images = next((row["images"] / row["epoch"] for row in run.steps if row["epoch"] > 0), None)
-    if images is None:
+    if not run.steps:
         return []
-    epoch = run.config.data.global_batch_size / images
-    return [(event.step * epoch, run.colour, event.text) for event in history(run) if event.on_axis]
+    return [(epoch_of(event.step, run.steps), run.colour, event.text) for event in history(run) if event.on_axis]
+
+
+def epoch_of(step: int, rows: Sequence[Row]) -> float:
+    """Return the epoch after a step, between the rows around it: the steps of a batch ramp differ in length.
+
+    Steps after the last row are like those before it.
+    """
+    steps, epochs = ([0.0, *(row[name] for row in rows)] for name in ("step", "epoch"))
+    after = min(bisect.bisect_left(steps, step, lo=1), len(rows))
+    pace = (epochs[after] - epochs[after - 1]) / (steps[after] - steps[after - 1])
+    return epochs[after] + (step - steps[after]) * pace
 
 
 @dataclass(frozen=True)

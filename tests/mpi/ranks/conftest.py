@@ -37,6 +37,7 @@ WORLDS = {
     "test_data": [ONE, GLOO, THREE, FOUR],
     "test_freezing": [ONE, GLOO, THREE],
     "test_gradients": [ONE, GLOO, THREE, FOUR],
+    "test_growing": [ONE, GLOO, THREE],
     "test_levers": [ONE, GLOO, THREE],
     "test_noise_scale": [ONE, THREE, FOUR],
     "test_origin": [ONE, THREE],

@@ -1,6 +1,6 @@
 """A small trainer of real parts, but for images that are a function of their sample number."""
 
-from typing import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from largebatch.augment import Augment, seed_for
 from largebatch.comm import Communicator
 from largebatch.data.order import MicroBatch, Plan
 from largebatch.data.stream import Batch
-from largebatch.engine import Trainer
+from largebatch.engine import Trainer, TrainState
 from largebatch.losses import classification
 from largebatch.optim import build_optimizer, init_state
 from largebatch.replica import Replica
@@ -100,18 +100,19 @@ def small_trainer(
     replica.attach(model, optimizer, comm)
 
     def open_batches(start: int) -> Iterator[Batch]:
+        plan = trainer.plan
         for step in range(start, plan.num_steps):
             for micro in plan.micro_batches(step, comm.rank, comm.size):
                 yield batch_of(plan, micro, dtype=dtype)
 
-    return Trainer(
+    trainer = Trainer(
         comm=comm,
         model=model,
         objective=classification,
         optimizer=optimizer,
         scaler=torch.amp.GradScaler("cpu", enabled="fp16" in (precision, compression)),
         base_lr=lr,
-        schedule=lambda step: 1 / (1 + step),
+        schedule=lambda time: 1 / (1 + time),
         plan=plan,
         open_batches=open_batches,
         eval_batches=[batch_of(plan, micro, dtype=dtype) for micro in plan.micro_batches(0, comm.rank, comm.size)],
@@ -122,10 +123,12 @@ def small_trainer(
         eval_images=10**9,
         device=torch.device("cpu"),
         replica=replica,
+        state=TrainState(phases=plan.phases),
     )
+    return trainer
 
 
-def serial_run(plan: Plan, model: nn.Module) -> nn.Module:
+def serial_run(plan: Plan, model: nn.Module, scaling: Callable[[int], float] = lambda batch: 1.0) -> nn.Module:
     """The same run written out in one process, float64: the reference for any number of ranks."""
     augment, optimizer = Augment(CLASSES, mixup_alpha=0.2), build_optimizer(
         model, lr=0.01, weight_decay=0.1, impl="plain"
@@ -138,7 +141,7 @@ def serial_run(plan: Plan, model: nn.Module) -> nn.Module:
             mixed = augment(batch.images, batch.labels, generator)
             (classification(model, mixed) / plan.window_images(step)).backward()
         for group in optimizer.param_groups:
-            group["lr"] = 0.01 / (1 + step)
+            group["lr"] = 0.01 / (1 + plan.time(step)) * scaling(plan.batch_size(step))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -15,18 +15,17 @@ from largebatch.hooks.noise_scale import HORIZON, NoiseScale
 from largebatch.hooks.tables import NOISE, STEPS, read_rows
 
 MICRO = 4
-FOLDER_OF_NO_RUN = "/nonexistent"
 
 
 class Single(NoiseScale):
     """Keeps the estimates of each step beside the averages."""
 
-    def __init__(self, folder=FOLDER_OF_NO_RUN, *, every_images: int = 1) -> None:
-        super().__init__(folder, every_images=every_images)
+    def __init__(self, *, every_images: int = 1) -> None:
+        super().__init__(every_images=every_images)
         self.found: list[tuple[float, ...]] = []
 
     def row(self, trainer, output, total):
-        self.averages.count = 0  # the weight of the next step is 1
+        trainer.state.noise = None  # the weight of the next step is 1
         row = super().row(trainer, output, total)
         self.found.append(tuple(row[name] for name in NOISE[:2]))
         return row
@@ -120,13 +119,13 @@ def test_a_run_with_the_measurement_is_the_run_without(comm):
 
 
 def test_a_resumed_run_goes_on_with_the_same_bits(comm, tmp_path_factory):
-    """The averages are in steps.csv; rows after the checkpoint are written again."""
+    """The averages are in the state; rows after the checkpoint are written again."""
     folder = comm.broadcast_object(str(tmp_path_factory.mktemp("noise")), name="noise/folder")
     plan, written = plan_for(comm, steps=2 * HORIZON), []
     for name, stops in (("whole", (0,)), ("resumed", (HORIZON + 5, 0))):
         trainer = small_trainer(comm, plan, passes=2)
         for max_steps in stops:
-            noise = NoiseScale(Path(folder, name), every_images=1)
+            noise = NoiseScale(every_images=1)
             Path(folder, name).mkdir(exist_ok=True)
             trainer.hooks = [noise, hooks.Log([hooks.Csv(Path(folder, name))], every_images=1, noise=noise)]
             trainer.fit(max_steps=max_steps)
