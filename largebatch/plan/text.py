@@ -94,11 +94,7 @@ def _sources(plan: Plan) -> Iterator[str]:
     yield f"  {cluster.device.name}: {cluster.device.source}"
     for link in (cluster.inside, *((cluster.between,) if cluster.hosts > 1 else ())):
         yield f"  {link.name}: {link.bandwidth / 1e9:.4g} GB/s, {1e6 * link.latency:.0f} µs: {link.source}"
-    assumed = [
-        name.lower()
-        for name, value in vars(constants).items()
-        if isinstance(value, constants.Constant) and constants.ASSUMED in value.source
-    ]
+    assumed = dict.fromkeys(name for name, value in constants.all_constants() if constants.ASSUMED in value.source)
     yield f"  assumed, without a source: {', '.join(assumed)} (largebatch/plan/constants.py)"
 
 

@@ -92,7 +92,7 @@ def trace(config: TrainConfig, *, device: str, micro_batch_size: int = 0) -> Pas
     but the first, so the first needs less. Precision "auto" counts as bf16 on a GPU, and as fp32 on a CPU. ValueError
     for a model that cannot be built.
     """
-    config = replace(config, model=replace(config.model, weights="", num_classes=config.model.num_classes or 1000))
+    config = replace(config, model=replace(config.model, num_classes=config.model.num_classes or 1000))
     images = micro_batch_size or config.data.micro_batch_size
     precision = config.run.precision
     if precision == "auto":
@@ -133,6 +133,7 @@ def trace(config: TrainConfig, *, device: str, micro_batch_size: int = 0) -> Pas
 def meta_model(config: TrainConfig, device: str) -> nn.Module:
     """Build the model on the meta device, with the attention that it would have on the device."""
     options = {name: value for name, value in vars(config.model).items() if name not in ("name", "weights")}
+    options["num_classes"] = options["num_classes"] or 1000
     with META, Uninitialised():
         model = create_model(config.model.name, **options).train()
     return set_fused_attn(model, device == "cuda")

@@ -1,10 +1,10 @@
 """Predictions beside published and measured runs, failures included. No constant is fitted to any of these.
 
 Each row says what the plan was given. "counted": kernels at the rates of the device alone. "from NAME": the speed of
-the run on those GPUs, which is then no prediction and not in the table.
+the run on those GPUs, or of one kind of steps, which is then no prediction and not in the table.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -17,6 +17,7 @@ from largebatch.config import (
     TensorConfig,
     TrainConfig,
 )
+from largebatch.plan.calibrate import Measured, name_of, predicted_steps
 from largebatch.plan.constants import find_device
 from largebatch.plan.memory import of_rank
 from largebatch.plan.planning import cluster_of
@@ -60,15 +61,15 @@ class Row:
 
 def rows() -> Iterator[Row]:
     """Yield all rows."""
-    for group in (colossal, volo, nemo, deit, small, benchmarks, memory):
+    for group in (colossal, volo, steps, nemo, deit, small, benchmarks, memory):
         yield from group()
 
 
-def lines(*, markdown: bool = False) -> Iterator[str]:
-    """Yield the table."""
+def lines(found: Iterable[Row], *, markdown: bool = False) -> Iterator[str]:
+    """Yield the table of rows, and their sources."""
     head = ("", "run", "published", "predicted", "error", "given")
     widths = (2, 44, 15, 11, 8, 22)
-    found = list(rows())
+    found = list(found)
     if markdown:
         yield "| | run | published | predicted | error | given |"
         yield "|---|---|---|---|---|---|"
@@ -129,6 +130,42 @@ def root(function: Callable[[float], float]) -> float:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if function(middle) > 0 else (middle, high)
     return low
+
+
+# -- (c): steps, measured here --------------------------------------------------------------------------------------
+
+EPYC = "AMD EPYC, 2 cores"
+# Ranks, model at 224 px, micro-batch, passes -> seconds per step, of which the first is the calibration. Measured by
+# mpi_scripts/validate_plan.sh, torch 2.13.0, Horovod 0.28.1 with Open MPI 4.1.8.
+STEPS_DATE = "2026-11-24"
+STEPS: dict[tuple[int, str, int, int], float] = {(2, "vit_b32", 8, 1): 1.5, (1, "vit_b32", 8, 1): 0.8}
+
+
+def steps() -> Iterator[Row]:
+    """Yield the time of steps on two cores of a CPU, by models, batches and ranks, from the first of them."""
+    tables = [
+        Measured(
+            title=f"training step, {model} at 224 px, bf16, {ranks * micro * passes} = {ranks} ranks × {micro} "
+            f"micro-batch × {passes} passes",
+            hardware=f"{EPYC}, cores per rank: {2 / ranks:.3g}",
+            command="--data resident",
+            date=STEPS_DATE,
+            seconds=seconds,
+            images=micro * passes,
+        )
+        for (ranks, model, micro, passes), seconds in STEPS.items()
+    ]
+    return compared(tables)
+
+
+def compared(tables: Sequence[Measured]) -> Iterator[Row]:
+    """Yield the time of steps beside that which the first table predicts."""
+    predicted = predicted_steps(tables)
+    if predicted is None:
+        raise ValueError("The tables are not of steps of models of the zoo, which can be counted.")
+    for table, seconds in list(zip(tables, predicted))[1:]:
+        source = f"measured: {table.hardware}, {table.date}"
+        yield Row("c", name_of(table), "s", table.seconds, seconds, f"from {name_of(tables[0])}", source)
 
 
 # -- (d): published runs --------------------------------------------------------------------------------------------
