@@ -24,7 +24,7 @@ from largebatch.native.attention import choose_attention
 from largebatch.plan import beforehand, constants, meta, validation
 from largebatch.plan.__main__ import main
 from largebatch.plan.beforehand import Correction, Outlook, outlook
-from largebatch.plan.calibrate import Measured, predicted_steps
+from largebatch.plan.calibrate import Measured, predicted
 from largebatch.plan.memory import largest_micro_batch, of_rank
 from largebatch.plan.planning import cluster_of, fitted
 from largebatch.plan.run import failures_of, num_steps
@@ -544,9 +544,9 @@ def steps(*cases: str, hardware: str, seconds: float = 0.5, command: str = "--da
 
 def test_scaling_is_predicted_from_the_fewest_ranks():
     cases = [f"vit_nano32 at 64 px, bf16, {64 * n} = {n} ranks × 8 micro-batch × 8 passes" for n in (1, 2, 4)]
-    found = predicted_steps(steps(*cases, hardware="NVIDIA A100-SXM4-80GB, 16 CPU cores"))
+    found = predicted(steps(*cases, hardware="NVIDIA A100-SXM4-80GB, 16 CPU cores"))
     assert found is not None and found[0] == pytest.approx(0.5) and found[0] < found[1] < 0.52
-    assert predicted_steps(steps("4 ranks", hardware="x")) is None
+    assert predicted(steps("4 ranks", hardware="x")) is None
 
 
 def test_ranks_that_share_cores_take_turns():
@@ -557,9 +557,9 @@ def test_ranks_that_share_cores_take_turns():
         *steps(half.format(64, 4), hardware="AMD EPYC, 2 cores, cores per rank: 0.5"),
         *steps(half.format(16, 1), hardware="AMD EPYC, 2 cores, cores per rank: 2"),
     ]
-    found = predicted_steps(tables)
+    found = predicted(tables)
     assert found is not None and found == pytest.approx([1.0, 2.0, 0.5], rel=0.05)
-    decoding = predicted_steps([*tables[:2], replace(tables[1], command="--data synthetic")])
+    decoding = predicted([*tables[:2], replace(tables[1], command="--data synthetic")])
     assert decoding is not None and decoding[2] - decoding[1] == pytest.approx(16 / 0.5 / 660)
 
 
@@ -578,7 +578,7 @@ def test_own_steps_are_validated_by_the_first_of_them(tmp_path, capsys):
     assert "DeiT" not in output
     loader = table(tmp_path / "loader.csv", "loader", seconds=1.0, images=8)
     assert main(["validate", "--steps", first, str(loader)]) == 2
-    assert "a table of 'loader': expected one of `largebatch.benchmark step`." in capsys.readouterr().err
+    assert "a table of 'loader': expected one of `largebatch.benchmark model` or `step`." in capsys.readouterr().err
 
 
 def test_volo_can_be_divided_and_its_stages_are_counted():

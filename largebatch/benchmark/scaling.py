@@ -67,9 +67,9 @@ class Scaling:
 
     def predicted(self) -> list[str]:
         """Return the steps that `largebatch.plan` predicts from the row with the fewest ranks, all on one host."""
-        from largebatch.plan.calibrate import Measured, predicted_steps
+        from largebatch.plan.calibrate import Measured, predicted
 
-        found = predicted_steps(
+        found = predicted(
             [
                 Measured(
                     title=row.same["benchmark"],

@@ -86,7 +86,7 @@ def validate(words: Sequence[str]) -> int:
         nargs="+",
         type=Path,
         metavar="CSV",
-        help="tables of `largebatch.benchmark step`, predicted from the first of them: mpi_scripts/validate_plan.sh",
+        help="tables of `largebatch.benchmark model` or `step`, predicted from the first: mpi_scripts/validate_plan.sh",
     )
     args = parser.parse_args(words)
     found = validation.compared(joined(args.steps, option="--steps")) if args.steps else validation.rows()

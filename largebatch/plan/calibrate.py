@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from largebatch.config import TrainConfig
+from largebatch.config import LossConfig, TrainConfig
 from largebatch.plan.constants import device_named, find_device
 from largebatch.plan.planning import cluster_of
 from largebatch.plan.step import Cluster, Speed, Step, pass_seconds, precision_of, step_of
@@ -23,6 +23,7 @@ MODEL = re.compile(
 )
 CORES = re.compile(r"cores per rank: ([\d.]+)")
 RESIDENT = re.compile(r"--data[ =]resident\b")
+PLAIN = re.compile(r"--plain\b")
 THREADS = re.compile(r"threads per rank: (\d+)")
 
 
@@ -38,6 +39,22 @@ class Measured:
     """median of the rounds of the first contender, which is ours"""
     images: int
     """of a rank in that time"""
+
+    @property
+    def match(self) -> re.Match[str] | None:
+        """The title, taken apart; None: that of another benchmark."""
+        return STEP.match(self.title) or MODEL.match(self.title)
+
+    @property
+    def name(self) -> str:
+        """A short name of the work."""
+        match = self.match
+        if not match:
+            return self.title
+        if match.re is MODEL:
+            return f"{match['model']}, passes of {match['micro']}"
+        ranks, passes = int(match["ranks"]), int(match["passes"])
+        return f"{match['model']}, {ranks} rank{'s' * (ranks > 1)} × {match['micro']}" + f" × {passes}" * (passes > 1)
 
     @property
     def cores(self) -> float:
@@ -66,7 +83,7 @@ def calibrated(path: Path, config: TrainConfig, cluster: Cluster) -> Speed:
     ValueError, one sentence, for a file that is no such table, and for another model, image size or device.
     """
     measured = read_measured(path, option="--calibrate")
-    match = STEP.match(measured.title) or MODEL.match(measured.title)
+    match = measured.match
     if not match:
         raise ValueError(
             f"--calibrate is {path}, which is a table of {measured.title!r}: expected one of `largebatch.benchmark "
@@ -113,13 +130,14 @@ def _check_device(path: Path, measured: Measured, cluster: Cluster) -> None:
 
 
 def joined(paths: Sequence[Path], *, option: str) -> list[Measured]:
-    """Read tables of steps, those of one title as one; ValueError, one sentence, for a file that is none."""
+    """Read tables, those of one title as one; ValueError, one sentence, for a file that is none of steps or passes."""
     by_title: dict[str, list[Measured]] = {}
     for path in dict.fromkeys(paths):
         table = read_measured(path, option=option)
-        if not STEP.match(table.title):
+        if not table.match:
             raise ValueError(
-                f"{option} is {path}, a table of {table.title!r}: expected one of `largebatch.benchmark step`."
+                f"{option} is {path}, a table of {table.title!r}: expected one of `largebatch.benchmark model` or "
+                "`step`."
             )
         by_title.setdefault(table.title, []).append(table)
     return [
@@ -127,22 +145,12 @@ def joined(paths: Sequence[Path], *, option: str) -> list[Measured]:
     ]
 
 
-def name_of(table: Measured) -> str:
-    """Return a short name of a table of steps."""
-    match = STEP.match(table.title)
-    assert match
-    ranks, passes = int(match["ranks"]), int(match["passes"])
-    name = f"{match['model']}, {ranks} rank{'s' * (ranks > 1)} × {match['micro']}"
-    return name + f" × {passes} passes" * (passes > 1)
+def predicted(tables: Sequence[Measured]) -> list[float] | None:
+    """Return the time of each table's steps or passes, if the first is as it was measured.
 
-
-def predicted_steps(tables: Sequence[Measured]) -> list[float] | None:
-    """Return the time of each step, if the first is as it was measured; the ranks of each are on one host.
-
-    None if one of the tables is not of steps of a model that can be counted.
+    The ranks of each table are on one host. None if one of the tables is not of a model that can be counted.
     """
-    matches = [STEP.match(table.title) for table in tables]
-    steps = [_step(match, table) for match, table in zip(matches, tables) if match]
+    steps = [_step(table.match, table) for table in tables if table.match]
     if len(steps) < len(tables):
         return None
     factor = max(0.01, _factor(steps[0], tables[0].seconds))
@@ -155,30 +163,32 @@ def _factor(step: Step, seconds: float) -> float:
 
 
 def _step(match: re.Match[str], table: Measured) -> Step:
-    """Return the step of a table, from counted kernels alone."""
-    config, ranks = _config(match), int(match["ranks"])
+    """Return the step of a table, from counted kernels alone; passes alone are a step without anything else."""
+    config, ranks = _config(match, table.command), 1 if match.re is MODEL else int(match["ranks"])
     device = find_device("cpu") if table.cores else device_named(table.hardware) or find_device("cpu")
     cluster = cluster_of(ranks, device.name, per_host=ranks, cores_per_rank=table.cores)
-    step = step_of(config, trace(config, device=device.kind), cluster)
+    counted = trace(config, device=device.kind)
+    if match.re is MODEL:
+        passes = table.images / counted.images
+        return Step(passes * pass_seconds(counted, cluster.device, match["precision"]), 0.0, 0.0, 0.0)
+    step = step_of(config, counted, cluster)
     return replace(step, input=0.0) if RESIDENT.search(table.command) else step
 
 
-def _config(match: re.Match[str]) -> TrainConfig:
-    """Return the recipe of a model as `benchmark step` runs it, without dropout."""
-    name = match["model"]
-    recipe = RECIPES[name]() if name in RECIPES else TrainConfig()
+def _config(match: re.Match[str], command: str) -> TrainConfig:
+    """Return the recipe of a model as a benchmark runs it: without dropout, unless `model` has no --plain."""
+    name, side, precision = match["model"], int(match["side"]), match["precision"]
+    config = RECIPES[name]() if name in RECIPES else TrainConfig()
+    model = replace(config.model, name=name, img_size=side, num_classes=1000)
+    if match.re is STEP or PLAIN.search(command):
+        model = replace(model, pos_drop_rate=0.0, proj_drop_rate=0.0)
+    batch = int(match["micro"] if match.re is MODEL else match["batch"])
     return replace(
-        recipe,
-        model=replace(
-            recipe.model,
-            name=name,
-            img_size=int(match["side"]),
-            num_classes=1000,
-            pos_drop_rate=0.0,
-            proj_drop_rate=0.0,
-        ),
-        data=replace(recipe.data, global_batch_size=int(match["batch"]), micro_batch_size=int(match["micro"])),
-        run=replace(recipe.run, precision=match["precision"]),  # type: ignore[arg-type]  # one of its texts
+        config,
+        model=model,
+        loss=LossConfig() if PLAIN.search(command) else config.loss,
+        data=replace(config.data, global_batch_size=batch, micro_batch_size=int(match["micro"])),
+        run=replace(config.run, precision=precision),  # type: ignore[arg-type]  # one of its texts
     )
 
 

@@ -1,7 +1,7 @@
 """Predictions beside published and measured runs, failures included. No constant is fitted to any of these.
 
 Each row says what the plan was given. "counted": kernels at the rates of the device alone. "from NAME": the speed of
-the run on those GPUs, or of one kind of steps, which is then no prediction and not in the table.
+the run on those GPUs, or the time of those passes or steps, which is then no prediction and not in the table.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from largebatch.config import (
     TensorConfig,
     TrainConfig,
 )
-from largebatch.plan.calibrate import Measured, name_of, predicted_steps
+from largebatch.plan.calibrate import Measured, predicted
 from largebatch.plan.constants import find_device
 from largebatch.plan.memory import of_rank
 from largebatch.plan.planning import cluster_of
@@ -43,7 +43,7 @@ SMALL = "largebatch/recipes/vit.py: vit_s16"
 
 @dataclass(frozen=True)
 class Row:
-    """A published figure and its prediction."""
+    """A published or measured figure and its prediction."""
 
     group: str
     what: str
@@ -55,23 +55,23 @@ class Row:
 
     @property
     def error(self) -> float:
-        """The prediction's error, as a share of the published figure."""
+        """The prediction's error, as a share of the figure."""
         return self.predicted / self.published - 1
 
 
 def rows() -> Iterator[Row]:
     """Yield all rows."""
-    for group in (colossal, volo, steps, nemo, deit, small, benchmarks, memory):
+    for group in (colossal, volo, here, nemo, deit, small, benchmarks, memory):
         yield from group()
 
 
 def lines(found: Iterable[Row], *, markdown: bool = False) -> Iterator[str]:
     """Yield the table of rows, and their sources."""
-    head = ("", "run", "published", "predicted", "error", "given")
-    widths = (2, 44, 15, 11, 8, 22)
+    head = ("", "run", "published or measured", "predicted", "error", "given")
+    widths = (2, 44, 22, 11, 8, 28)
     found = list(found)
     if markdown:
-        yield "| | run | published | predicted | error | given |"
+        yield f"| {' | '.join(head)} |"
         yield "|---|---|---|---|---|---|"
     else:
         yield " ".join(word.ljust(width) for word, width in zip(head, widths))
@@ -132,40 +132,41 @@ def root(function: Callable[[float], float]) -> float:
     return low
 
 
-# -- (c): steps, measured here --------------------------------------------------------------------------------------
+# -- (c): passes and steps, measured here ---------------------------------------------------------------------------
 
-EPYC = "AMD EPYC, 2 cores"
-# Ranks, model at 224 px, micro-batch, passes -> seconds per step, of which the first is the calibration. Measured by
-# mpi_scripts/validate_plan.sh, torch 2.13.0, Horovod 0.28.1 with Open MPI 4.1.8.
-STEPS_DATE = "2026-11-24"
-STEPS: dict[tuple[int, str, int, int], float] = {(2, "vit_b32", 8, 1): 1.5, (1, "vit_b32", 8, 1): 0.8}
+TWO_THREADS = "AMD EPYC with AVX-512 bf16, 2 cores, threads per rank: 2"
+ONE_CORE = "AMD EPYC with AVX-512 bf16, 2 cores, cores per rank: 1"
+PASSES = "{} at 224 px, forward and backward, bf16, batch {}"
+# From largebatch/benchmark/NOTES.md, on an idle machine, torch 2.13.0; the first is the calibration.
+HERE = (
+    Measured(PASSES.format("vit_b32", 32), TWO_THREADS, "--plain", "2026-11-23", 5.57, 64),
+    Measured(PASSES.format("vit_b32", 64), TWO_THREADS, "--plain", "2026-11-21", 128 / 11.8, 128),
+    Measured(PASSES.format("volo_d1", 8), TWO_THREADS, "--plain", "2026-11-23", 2.35, 16),
+    Measured(PASSES.format("volo_d3", 8), TWO_THREADS, "--plain", "2026-11-22", 5.42, 16),
+    Measured(
+        "training step, vit_b32 at 224 px, bf16, 256 = 2 ranks × 32 micro-batch × 4 passes",
+        ONE_CORE, "--data synthetic", "2026-11-23", 21.5, 128,
+    ),
+    Measured(
+        "training step, vit_b32 at 224 px, bf16, 64 = 2 ranks × 32 micro-batch × 1 passes",
+        ONE_CORE, "--data synthetic", "2026-11-21", 5.26, 32,
+    ),
+)  # fmt: skip
 
 
-def steps() -> Iterator[Row]:
-    """Yield the time of steps on two cores of a CPU, by models, batches and ranks, from the first of them."""
-    tables = [
-        Measured(
-            title=f"training step, {model} at 224 px, bf16, {ranks * micro * passes} = {ranks} ranks × {micro} "
-            f"micro-batch × {passes} passes",
-            hardware=f"{EPYC}, cores per rank: {2 / ranks:.3g}",
-            command="--data resident",
-            date=STEPS_DATE,
-            seconds=seconds,
-            images=micro * passes,
-        )
-        for (ranks, model, micro, passes), seconds in STEPS.items()
-    ]
-    return compared(tables)
+def here() -> Iterator[Row]:
+    """Yield the time of passes and steps on two cores of a CPU, from the passes of one model."""
+    return compared(HERE)
 
 
 def compared(tables: Sequence[Measured]) -> Iterator[Row]:
-    """Yield the time of steps beside that which the first table predicts."""
-    predicted = predicted_steps(tables)
-    if predicted is None:
+    """Yield the time of passes and steps beside that which the first table predicts."""
+    found = predicted(tables)
+    if found is None:
         raise ValueError("The tables are not of steps of models of the zoo, which can be counted.")
-    for table, seconds in list(zip(tables, predicted))[1:]:
+    for table, seconds in list(zip(tables, found))[1:]:
         source = f"measured: {table.hardware}, {table.date}"
-        yield Row("c", name_of(table), "s", table.seconds, seconds, f"from {name_of(tables[0])}", source)
+        yield Row("c", table.name, "s", table.seconds, seconds, f"from {tables[0].name}", source)
 
 
 # -- (d): published runs --------------------------------------------------------------------------------------------
