@@ -40,7 +40,7 @@ from largebatch.plan.step import (
     passes_of,
     stages_of,
 )
-from largebatch.plan.text import search_lines
+from largebatch.plan.text import search_json, search_lines
 from largebatch.plan.trace import Pass, _Counter, trace
 from largebatch.precision import autocast
 from largebatch.recipes import RECIPES
@@ -312,13 +312,15 @@ def test_search_orders_meshes_and_refuses_with_the_sentences_of_training():
     assert times == sorted(times) and found[0].parallel.shape().size == 1
     reasons = {one.refused for one in found if one.refused}
     assert any("mode 2d expects a square" in reason for reason in reasons)
+    listed = json.loads(search_json(found))
+    assert len(listed) == len(found) and all((one["step"] is None) == bool(one["refused"]) for one in listed)
     shown = "\n".join(search_lines(found))
     assert "data parallel alone, ZeRO" in shown and "refused: tensor 2d 2 and " in shown
 
 
 def test_every_constant_has_a_source_and_devices_are_those_of_the_datasheets():
-    numbers = [value for value in vars(constants).values() if isinstance(value, constants.Constant)]
-    assert len(numbers) > 15
+    numbers = [value for _, value in constants.all_constants()]
+    assert len(numbers) >= 25
     for one in (*numbers, *constants.DEVICES.values(), *constants.LINKS.values()):
         assert constants.ASSUMED in one.source or "https://" in one.source or "largebatch/" in one.source or (
             "docs/" in one.source or "bytes per parameter" in one.source

@@ -60,7 +60,7 @@ def plan(words: Sequence[str]) -> int:
     )
     speed = calibrated(options.calibrate, config, cluster) if options.calibrate else Speed()
     if options.search:
-        return _search(config, cluster, speed)
+        return _search(config, cluster, speed, json=options.json)
     made = make_plan(
         config,
         cluster,
@@ -131,12 +131,12 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}: expected 0 or more.")
 
 
-def _search(config: TrainConfig, cluster: "Cluster", speed: "Speed") -> int:
+def _search(config: TrainConfig, cluster: "Cluster", speed: "Speed", *, json: bool) -> int:
     from largebatch.plan import text
     from largebatch.plan.search import search
 
     found = search(config, cluster, speed)
-    print("\n".join(text.search_lines(found)))
+    print(text.search_json(found) if json else "\n".join(text.search_lines(found)))
     return int(all(one.refused for one in found))
 
 

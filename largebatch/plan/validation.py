@@ -164,9 +164,10 @@ def compared(tables: Sequence[Measured]) -> Iterator[Row]:
     found = predicted(tables)
     if found is None:
         raise ValueError("The tables are not of steps of models of the zoo, which can be counted.")
+    first = tables[0]
     for table, seconds in list(zip(tables, found))[1:]:
-        source = f"measured: {table.hardware}, {table.date}"
-        yield Row("c", table.name, "s", table.seconds, seconds, f"from {tables[0].name}", source)
+        source = f"measured: {table.hardware}, {table.date}; {first.name} took {first.seconds:.4g} s"
+        yield Row("c", table.name, "s", table.seconds, seconds, f"from {first.name}", source)
 
 
 # -- (d): published runs --------------------------------------------------------------------------------------------
