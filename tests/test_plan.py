@@ -126,6 +126,7 @@ def test_memory_counts_until_it_is_free():
 @pytest.mark.parametrize("seen", (False, True))
 def test_outputs_of_an_operation_that_was_seen_are_those_of_torch(monkeypatch, seen):
     monkeypatch.setattr(meta, "SHAPES", {})
+    monkeypatch.setattr(meta, "VIEWS", set())
     aten, rows = torch.ops.aten, torch.empty(6, 4, device="meta")
     half, columns, whole = rows.bfloat16(), torch.empty(5, 4, device="meta").t(), torch.empty(6, 4, device="meta").int()
     calls: list[tuple] = [
@@ -143,9 +144,10 @@ def test_outputs_of_an_operation_that_was_seen_are_those_of_torch(monkeypatch, s
         (aten.add_.Tensor, rows, 1),
     ]
     for func, *args in calls * (1 + seen):
-        made, real = (list(meta.tensors_in(out)) for out in (meta.call(func, args, {}), func(*args)))
+        inputs = list(meta.tensors_in(args))
+        made, real = (list(meta.tensors_in(out)) for out in (meta.call(func, args, {}, inputs), func(*args)))
         assert [(t.shape, t.stride(), t.dtype) for t in made] == [(t.shape, t.stride(), t.dtype) for t in real]
-        storages = [one.untyped_storage()._cdata for one in meta.tensors_in(args)]
+        storages = [one.untyped_storage()._cdata for one in inputs]
         for one, other in zip(made, real):
             is_view = other.untyped_storage()._cdata in storages
             assert (one.untyped_storage()._cdata in storages) == is_view

@@ -4,7 +4,7 @@ torch finds the shapes of most outputs in Python. A pass of a large model has te
 are called again with inputs of the same shapes: in the next block, and in the next pass.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 META = torch.device("meta")
 
 Shapes = list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
-SHAPES: dict[Any, Shapes | None] = {}
-"""sizes, strides and types of the outputs of operations that were called, by all that these depend on; None: views"""
+SHAPES: dict[Any, Shapes] = {}
+"""sizes, strides and types of the outputs of operations that were called, by all that these depend on"""
+VIEWS: set[Any] = set()
+"""operations whose outputs are no new tensors"""
 
 
-def call(func: Any, args: Any, kwargs: Any) -> Any:
+def call(func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> Any:
     """Call an operation, or make the outputs that it had before with equal inputs.
 
-    All others than new tensors, such as views, and all calls that write into a tensor are torch's.
+    inputs: the tensors in its arguments. Views, and all calls that write into a tensor, are torch's.
     """
-    inputs = list(tensors_in((args, tuple(kwargs.values()))))
-    if not inputs or func._schema.is_mutable or any(tensor.device != META for tensor in inputs):
+    if not inputs or func in VIEWS or func._schema.is_mutable or any(tensor.device != META for tensor in inputs):
         return func(*args, **kwargs)
     if func is torch.ops.aten.addmm.default:  # the slowest, whose rows differ in each block with stochastic depth
         return torch.empty(args[1].shape[0], args[2].shape[1], dtype=args[1].dtype, device=META)
@@ -33,8 +34,11 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
         made = [torch.empty_strided(size, stride, dtype=dtype, device=META) for size, stride, dtype in known]
         return made[0] if len(made) == 1 else tuple(made)
     out = func(*args, **kwargs)
-    if key not in SHAPES:
-        SHAPES[key] = _shapes(out, {tensor.untyped_storage()._cdata for tensor in inputs})
+    shapes = _shapes(out, {tensor.untyped_storage()._cdata for tensor in inputs})
+    if shapes:
+        SHAPES[key] = shapes
+    else:
+        VIEWS.add(func)
     return out
 
 

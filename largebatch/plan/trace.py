@@ -200,8 +200,9 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = call(func, args, kwargs)
-        inputs, outputs = list(tensors_in((args, tuple(kwargs.values())))), list(tensors_in(out))
+        inputs = list(tensors_in((args, tuple(kwargs.values()))))
+        out = call(func, args, kwargs, inputs)
+        outputs = list(tensors_in(out))
         read = {tensor.untyped_storage()._cdata for tensor in inputs}
         is_view = outputs and all(tensor.untyped_storage()._cdata in read for tensor in outputs)
         for tensor in outputs:
