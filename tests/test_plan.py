@@ -565,6 +565,8 @@ def test_ranks_that_share_cores_take_turns():
     assert found is not None and found == pytest.approx([1.0, 2.0, 0.5], rel=0.05)
     decoding = predicted([*tables[:2], replace(tables[1], command="--data synthetic")])
     assert decoding is not None and decoding[2] - decoding[1] == pytest.approx(16 / 0.5 / 660)
+    first = predicted([replace(tables[0], command="--data synthetic")])
+    assert first == pytest.approx([1.0])
 
 
 def test_own_steps_are_validated_by_the_first_of_them(tmp_path, capsys):

@@ -109,7 +109,8 @@ def calibrated(path: Path, config: TrainConfig, cluster: Cluster) -> Speed:
         factor = measured.seconds / compute
     else:
         config = replace(config, data=replace(config.data, global_batch_size=int(match["batch"])))
-        factor = _factor(step_of(config, counted, replace(on, ranks=int(match["ranks"]))), measured.seconds)
+        step = step_of(config, counted, replace(on, ranks=int(match["ranks"])))
+        factor = _factor(_as_run(step, measured), measured.seconds)
     if factor <= 0:
         raise ValueError(
             f"--calibrate is {path}, whose steps take {measured.seconds:.3g} s, less than their reduction: measure on "
@@ -159,7 +160,13 @@ def predicted(tables: Sequence[Measured]) -> list[float] | None:
 
 def _factor(step: Step, seconds: float) -> float:
     """Return the time of the passes as a multiple of the counted one, in a step that takes so long."""
-    return (seconds - step.exposed - step.optimizer) / step.compute
+    return (seconds - step.exposed - step.optimizer - step.input) / step.compute
+
+
+def _as_run(step: Step, table: Measured) -> Step:
+    """Return a step with the time of its images, which cores that compute prepare themselves, unless they lie there."""
+    decodes = table.cores and not RESIDENT.search(table.command)
+    return step if decodes else replace(step, input=0.0)
 
 
 def _step(match: re.Match[str], table: Measured) -> Step:
@@ -171,8 +178,7 @@ def _step(match: re.Match[str], table: Measured) -> Step:
     if match.re is MODEL:
         passes = table.images / counted.images
         return Step(passes * pass_seconds(counted, cluster.device, match["precision"]), 0.0, 0.0, 0.0)
-    step = step_of(config, counted, cluster)
-    return replace(step, input=0.0) if RESIDENT.search(table.command) else step
+    return _as_run(step_of(config, counted, cluster), table)
 
 
 def _config(match: re.Match[str], command: str) -> TrainConfig:
