@@ -25,7 +25,7 @@ from largebatch.plan import beforehand, constants, meta, validation
 from largebatch.plan.__main__ import main
 from largebatch.plan.beforehand import Correction, Outlook, outlook
 from largebatch.plan.calibrate import Measured, predicted
-from largebatch.plan.memory import largest_micro_batch, of_rank
+from largebatch.plan.memory import blocks_bytes, largest_micro_batch, of_rank
 from largebatch.plan.planning import cluster_of, fitted
 from largebatch.plan.run import failures_of, num_steps
 from largebatch.plan.search import search
@@ -210,6 +210,15 @@ def test_ranks_that_share_a_model_hold_a_part(vit, parallel, weights):
     part = of_rank(replace(b32(), parallel=parallel), vit, device, ranks=8)
     assert part.gradients == pytest.approx(whole.gradients / weights)
     assert part.activations < whole.activations
+
+
+def test_a_grid_of_ranks_holds_four_blocks_of_the_widest_matrix(vit):
+    widest = 4 * 3072 * 768
+    grids = {"2d": 4, "2.5d": 8, "3d": 8}
+    for mode, size in grids.items():
+        tensor = TensorConfig(mode=mode, size=size, depth=2 if mode == "2.5d" else 1)  # type: ignore[arg-type]
+        assert blocks_bytes(ParallelConfig(tensor=tensor), vit) == 4 * widest / 4
+    assert not blocks_bytes(ParallelConfig(tensor=TensorConfig(size=4)), vit)
 
 
 # -- time -----------------------------------------------------------------------------------------------------------

@@ -276,6 +276,8 @@ DIVIDED: dict[str, tuple[ParallelConfig, float]] = {
     "1d on 2 ranks": (ParallelConfig(tensor=TensorConfig(size=2)), 308.5),
     "1d on 4 ranks": (ParallelConfig(tensor=TensorConfig(size=4)), 211.9),
     "2d on 4 ranks": (ParallelConfig(tensor=TensorConfig(mode="2d", size=4)), 132.5),
+    "2.5d on 8 ranks": (ParallelConfig(tensor=TensorConfig(mode="2.5d", size=8, depth=2)), 71.7),
+    "3d on 8 ranks": (ParallelConfig(tensor=TensorConfig(mode="3d", size=8)), 84.7),
     "2 stages": (ParallelConfig(pipeline=2, micro_batches=4), 131.1),
     "2 stages × 1d on 2 ranks": (ParallelConfig(pipeline=2, tensor=TensorConfig(size=2), micro_batches=4), 82.8),
     "2 stages × 1d on 4 ranks": (ParallelConfig(pipeline=2, tensor=TensorConfig(size=4), micro_batches=4), 57.5),
