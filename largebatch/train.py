@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from largebatch.comm import Communicator
     from largebatch.config import TrainConfig
     from largebatch.engine import Trainer
+    from largebatch.plan.beforehand import Outlook
 
 logger = logging.getLogger("largebatch.train")
 
@@ -189,10 +190,12 @@ def prepare(
     """
     from largebatch import build
     from largebatch.config import dump
+    from largebatch.plan.beforehand import Correction
 
     config, device, images = prepare_images(argv, config, comm)
-    foretell(config, comm, device, num_images=len(images.train))
+    plan = foretell(config, comm, device, num_images=len(images.train))
     trainer = build.build_trainer(config, comm, signals, device=device, images=images)
+    trainer.hooks = [Correction(plan), *trainer.hooks]
     with comm.together("writing config.yaml"):
         if comm.rank == 0:
             (Path(config.folder) / "config.yaml").write_text(dump(config))
@@ -279,23 +282,28 @@ def read_images(
     return config, Images(train, open_held_out(config, comm))
 
 
-def foretell(config: "TrainConfig", comm: "Communicator", device: "torch.device", *, num_images: int) -> None:
-    """Log the expected hours and memory of a run on GPUs; all ranks stop if it cannot fit."""
+def foretell(
+    config: "TrainConfig", comm: "Communicator", device: "torch.device", *, num_images: int
+) -> "Outlook | None":
+    """Log the expected hours and memory of a run on GPUs, and return the plan on rank 0; all stop if it cannot fit."""
     if device.type != "cuda":
-        return
+        return None
     import torch
 
-    from largebatch.plan.beforehand import expectation
+    from largebatch.plan.beforehand import outlook
 
+    plan = None
     with comm.together("planning"):
         if comm.rank == 0:
             name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
             sizes = {"ranks": comm.size, "per_host": comm.local_size, "num_images": num_images}
             try:
-                for line in expectation(config, name, memory, **sizes):
+                plan = outlook(config, name, memory, **sizes)
+                for line in plan.lines(name) if plan else ():
                     logger.info("%s", line)
             except RuntimeError as error:  # a model that cannot be counted without its weights
                 logger.debug("no plan: %s", error)
+    return plan
 
 
 def size_line(config: "TrainConfig") -> str:

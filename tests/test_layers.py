@@ -13,7 +13,8 @@ optim; engine: augment comm data evaluation losses optim precision replica; para
 optim precision replica zoo; checkpoint: config engine zoo; hooks: augment checkpoint comm config engine files optim
 precision rich; build: augment batch_norm checkpoint comm config data engine hooks losses native optim parallel replica
 schedules start zoo; report: checkpoint config data files hooks zoo; export: config files hooks largebatch zoo; find_lr:
-build comm config engine files hooks; plan: augment build config files parallel precision recipes zoo; validate: build
+build comm config engine files hooks; plan: augment build config engine files parallel precision recipes
+zoo; validate: build
 comm config data evaluation files precision recipes report start zoo; benchmark: augment build comm config data engine
 files hooks losses native optim parallel plan precision recipes start timm zoo; train: benchmark build checkpoint comm
 config engine files find_lr hooks plan recipes report start

@@ -7,7 +7,9 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,14 +19,15 @@ from largebatch.benchmark.ceiling import DATASHEETS
 from largebatch.benchmark.model import training_flops
 from largebatch.build import build_objective
 from largebatch.config import ModelConfig, ParallelConfig, TensorConfig, TrainConfig, accumulation_passes, dump
+from largebatch.engine import TrainState
 from largebatch.native.attention import choose_attention
-from largebatch.plan import constants, validation
+from largebatch.plan import beforehand, constants, meta, validation
 from largebatch.plan.__main__ import main
-from largebatch.plan.beforehand import expectation
-from largebatch.plan.calibrate import predicted_steps
-from largebatch.plan.memory import largest_micro_batch, of_rank
+from largebatch.plan.beforehand import Correction, Outlook, outlook
+from largebatch.plan.calibrate import Measured, predicted
+from largebatch.plan.memory import blocks_bytes, largest_micro_batch, of_rank
 from largebatch.plan.planning import cluster_of, fitted
-from largebatch.plan.run import failures_of
+from largebatch.plan.run import failures_of, num_steps
 from largebatch.plan.search import search
 from largebatch.plan.simulate import Disturbance, simulate
 from largebatch.plan.step import (
@@ -37,7 +40,7 @@ from largebatch.plan.step import (
     passes_of,
     stages_of,
 )
-from largebatch.plan.text import search_lines
+from largebatch.plan.text import search_json, search_lines
 from largebatch.plan.trace import Pass, _Counter, trace
 from largebatch.precision import autocast
 from largebatch.recipes import RECIPES
@@ -120,6 +123,37 @@ def test_memory_counts_until_it_is_free():
     assert counter.live == 4000
 
 
+@pytest.mark.parametrize("seen", (False, True))
+def test_outputs_of_an_operation_that_was_seen_are_those_of_torch(monkeypatch, seen):
+    monkeypatch.setattr(meta, "SHAPES", {})
+    monkeypatch.setattr(meta, "VIEWS", set())
+    aten, rows = torch.ops.aten, torch.empty(6, 4, device="meta")
+    half, columns, whole = rows.bfloat16(), torch.empty(5, 4, device="meta").t(), torch.empty(6, 4, device="meta").int()
+    calls: list[tuple] = [
+        (aten.addmm.default, torch.empty(5, device="meta"), rows, columns),
+        (aten.addmm.default, torch.empty(5, 1, device="meta").bfloat16()[:, 0], half, columns.bfloat16()),
+        (aten.mul.Tensor, whole, 2),
+        (aten.mul.Tensor, whole, 2.0),
+        (aten.mul.Tensor, half, rows[0]),
+        (aten.gelu.default, rows.t()),
+        (aten.sum.dim_IntList, rows, [0], True),
+        (aten.sum.dim_IntList, rows, [0], False),
+        (aten.native_layer_norm.default, half, [4], None, None, 1e-5),
+        (aten._unsafe_view.default, rows, [4, 6]),
+        (aten.split.Tensor, rows, 2),
+        (aten.add_.Tensor, rows, 1),
+    ]
+    for func, *args in calls * (1 + seen):
+        inputs = list(meta.tensors_in(args))
+        made, real = (list(meta.tensors_in(out)) for out in (meta.call(func, args, {}, inputs), func(*args)))
+        assert [(t.shape, t.stride(), t.dtype) for t in made] == [(t.shape, t.stride(), t.dtype) for t in real]
+        storages = [one.untyped_storage()._cdata for one in inputs]
+        for one, other in zip(made, real):
+            is_view = other.untyped_storage()._cdata in storages
+            assert (one.untyped_storage()._cdata in storages) == is_view
+            assert is_view or one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+
+
 def test_checkpointing_keeps_less_and_computes_a_third_more():
     configs = (small("vit_ti16", checkpointing=on) for on in (False, True))
     plain, again = (trace(config, device="cuda", micro_batch_size=256) for config in configs)
@@ -176,6 +210,15 @@ def test_ranks_that_share_a_model_hold_a_part(vit, parallel, weights):
     part = of_rank(replace(b32(), parallel=parallel), vit, device, ranks=8)
     assert part.gradients == pytest.approx(whole.gradients / weights)
     assert part.activations < whole.activations
+
+
+def test_a_grid_of_ranks_holds_four_blocks_of_the_widest_matrix(vit):
+    widest = 4 * 3072 * 768
+    grids = {"2d": 4, "2.5d": 8, "3d": 8}
+    for mode, size in grids.items():
+        tensor = TensorConfig(mode=mode, size=size, depth=2 if mode == "2.5d" else 1)  # type: ignore[arg-type]
+        assert blocks_bytes(ParallelConfig(tensor=tensor), vit) == 4 * widest / 4
+    assert not blocks_bytes(ParallelConfig(tensor=TensorConfig(size=4)), vit)
 
 
 # -- time -----------------------------------------------------------------------------------------------------------
@@ -280,13 +323,15 @@ def test_search_orders_meshes_and_refuses_with_the_sentences_of_training():
     assert times == sorted(times) and found[0].parallel.shape().size == 1
     reasons = {one.refused for one in found if one.refused}
     assert any("mode 2d expects a square" in reason for reason in reasons)
+    listed = json.loads(search_json(found))
+    assert len(listed) == len(found) and all((one["step"] is None) == bool(one["refused"]) for one in listed)
     shown = "\n".join(search_lines(found))
     assert "data parallel alone, ZeRO" in shown and "refused: tensor 2d 2 and " in shown
 
 
 def test_every_constant_has_a_source_and_devices_are_those_of_the_datasheets():
-    numbers = [value for value in vars(constants).values() if isinstance(value, constants.Constant)]
-    assert len(numbers) > 15
+    numbers = [value for _, value in constants.all_constants()]
+    assert len(numbers) >= 25
     for one in (*numbers, *constants.DEVICES.values(), *constants.LINKS.values()):
         assert constants.ASSUMED in one.source or "https://" in one.source or "largebatch/" in one.source or (
             "docs/" in one.source or "bytes per parameter" in one.source
@@ -350,6 +395,8 @@ def test_table_and_pictures(tmp_path, capsys):
         (["--model", "vit_b33"], "There is no model 'vit_b33': did you mean vit_b32?"),
         (["--epochs", "0"], "--epochs is 0: expected more than 0."),
         (["--gpus", "3", "--parallel.pipeline", "2"], "--parallel asks for replicas of 2 ranks"),
+        (["--gpus", "6", "--parallel.tensor.size", "3"], "The model has 2 attention heads, and tensor 3 cuts them"),
+        (["--jitter", "-1"], "--jitter is -1: expected 0 or more."),
         (["nowhere"], "nowhere has no config.yaml: expected the folder of a run."),
         (["--optim.lrr", "1"], "There is no option optim.lrr"),
     ),
@@ -362,10 +409,10 @@ def test_mistakes_are_one_sentence(words, sentence, capsys):
     assert error.startswith(f"largebatch: {sentence}") and error.count("\n") == 1
 
 
-def table(path: Path, title: str, *, seconds: float, images: int) -> Path:
+def table(path: Path, title: str, *, seconds: float, images: int, hardware: str = "a GPU") -> Path:
     """A table as `largebatch.benchmark` writes it."""
     row = {"contender": "largebatch", "round": 0, "seconds": seconds, "peak_mib": 1, "benchmark": title}
-    row |= {"images": images, "ranks": 1, "command": "c", "hardware": "a GPU", "versions": "v", "date": "2026-11-21"}
+    row |= {"images": images, "ranks": 1, "command": "c", "hardware": hardware, "versions": "v", "date": "2026-11-21"}
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, row)
         writer.writeheader()
@@ -396,6 +443,33 @@ def test_a_calibration_of_something_else_is_refused(title, sentence, tmp_path, c
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "hardware, gpu, sentence",
+    (
+        ("NVIDIA H100 80GB HBM3, 26 CPU cores", "a100", "measured on NVIDIA H100 80GB HBM3"),
+        ("AMD EPYC, 2 cores, threads per rank: 2", "h100", "is for h100: give --gpu cpu, or leave --calibrate out."),
+        ("NVIDIA A100-SXM4-40GB", "cpu", "is for cpu: give --gpu a100, or leave --calibrate out."),
+    ),
+)
+def test_a_calibration_of_another_device_is_refused(hardware, gpu, sentence, tmp_path, capsys):
+    title = "vit_nano32 at 64 px, forward and backward, bf16, batch 8"
+    file = table(tmp_path / "t.csv", title, seconds=1.0, images=16, hardware=hardware)
+    words = [*TINY, "--run.precision", "bf16", "--gpus", "1", "--gpu", gpu, "--calibrate", str(file)]
+    assert main(words) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_calibration_on_two_cores_predicts_half_a_core(tmp_path, capsys):
+    """Four ranks on two cores: each pass takes four times as long as with both cores."""
+    title = "vit_nano32 at 64 px, forward and backward, bf16, batch 8"
+    hardware = "AMD EPYC, 2 cores, threads per rank: 2"
+    file = table(tmp_path / "t.csv", title, seconds=1.0, images=16, hardware=hardware)
+    words = [*TINY, "--run.precision", "bf16", "--gpus", "4", "--gpu", "cpu", "--cores-per-rank", "0.5", "--json"]
+    assert main([*words, "--calibrate", str(file)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"]["compute"] == pytest.approx(found["batch"]["passes"] * 0.5 * 4, rel=1e-6)
+
+
 def test_neither_horovod_nor_dali_is_needed():
     code = "import sys; sys.modules.update(dict.fromkeys(['horovod', 'nvidia', 'mpi4py'])); "
     code += f"from largebatch.plan.__main__ import main; sys.exit(main({[*TINY, '--gpus', '8']!r}))"
@@ -407,19 +481,72 @@ def test_neither_horovod_nor_dali_is_needed():
 # -- beside training and benchmarks ---------------------------------------------------------------------------------
 
 
+A100 = "NVIDIA A100-SXM4-80GB"
+
+
+def planned(config: TrainConfig, *, memory: float = 80 * 2**30, ranks: int = 4) -> Outlook:
+    plan = outlook(config, A100, memory, ranks=ranks, per_host=ranks, num_images=1000)
+    assert plan
+    return plan
+
+
 def test_training_is_told_hours_and_memory_and_refused_if_it_cannot_fit():
-    sizes = {"ranks": 4, "per_host": 4, "num_images": 1000}
-    told = expectation(small("vit_nano32"), "NVIDIA A100-SXM4-80GB", 80 * 2**30, **sizes)
-    assert len(told) == 2 and "GiB on each rank" in told[1]
+    told = planned(small("vit_nano32")).lines(A100)
+    assert len(told) == 2 and "h for the whole run" in told[0] and "GiB on each rank" in told[1]
     with pytest.raises(ValueError, match="--data.micro_batch_size is 8, which needs .* give at most 0"):
-        expectation(small("vit_nano32"), "NVIDIA A100-SXM4-80GB", 2**20, **sizes)
-    assert expectation(small("vit_nano32"), "another GPU", 2**20, **sizes) == []
+        planned(small("vit_nano32"), memory=2**20).lines(A100)
+    assert outlook(small("vit_nano32"), "another GPU", 2**20, ranks=4, per_host=4, num_images=1000) is None
 
 
 def test_a_resumed_run_with_a_batch_of_other_ranks_is_not_refused():
     config = small("vit_nano32")
-    odd = replace(config, data=replace(config.data, global_batch_size=16))
-    assert len(expectation(odd, "NVIDIA H100 80GB HBM3", 80 * 2**30, ranks=5, per_host=5, num_images=1000)) == 1
+    odd = planned(replace(config, data=replace(config.data, global_batch_size=16)), ranks=5)
+    assert len(odd.lines(A100)) == 1
+    assert odd.rest(10.0, left=50) == (500.0, "without evaluations and checkpoints")
+
+
+def test_a_batch_ramp_is_told_what_the_hours_leave_out():
+    config = small("vit_nano32")
+    growing = planned(replace(config, schedule=replace(config.schedule, batch_ramp="8@0,noise")))
+    assert "--schedule.batch_ramp '8@0,noise' is not counted" in growing.lines(A100)[1]
+    rest, note = growing.rest(10.0, left=50)
+    assert rest == 500.0 and note == "if the batch stays as it is now, without evaluations and checkpoints"
+
+
+def corrected(monkeypatch, caplog, seconds: list[float], **parts) -> list[str]:
+    """Let a hook of a plan watch steps that end after so many seconds each; return its lines."""
+    trainer = SimpleNamespace(comm=SimpleNamespace(rank=0), last_step=1000, state=TrainState(), device=CPU)
+    vars(trainer).update(parts)
+    now = iter([0.0, *accumulate(seconds)])
+    monkeypatch.setattr(beforehand, "clock", lambda: next(now))
+    hook = Correction(None)
+    with caplog.at_level("INFO", logger="largebatch.plan"):
+        for trainer.state.step in range(1, 2 + len(seconds)):
+            hook.after_train_step(trainer, None)  # type: ignore[arg-type]
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_the_first_steps_correct_the_hours_once(monkeypatch, caplog):
+    """The slow start and a pause do not count: 974 steps of 36 s are 9.74 h."""
+    seconds = [300.0] * 5 + [36.0] * 10 + [900.0] + [36.0] * 20
+    (line,) = corrected(monkeypatch, caplog, seconds)
+    assert line.startswith("plan: a step takes 36 s, the rest of the run 9.74 h, until ")
+    assert line.endswith("(without evaluations and checkpoints)")
+
+
+def test_short_rests_and_other_ranks_say_nothing(monkeypatch, caplog):
+    assert not corrected(monkeypatch, caplog, [0.01] * 40)
+    assert not corrected(monkeypatch, caplog, [36.0] * 40, comm=SimpleNamespace(rank=1))
+
+
+def test_steps_as_planned_leave_the_hours_as_planned():
+    plan = planned(small("vit_nano32"))
+    assert plan.step
+    whole, steps = plan.run(plan.step), num_steps(plan.config, 1000)
+    rest, note = plan.rest(plan.step.seconds, left=steps)
+    assert rest == pytest.approx(whole.seconds - whole.start) and note == "1.00 × the plan"
+    slower, note = plan.rest(2 * plan.step.seconds, left=steps // 2)
+    assert rest / 2 < slower < rest and note == "2.00 × the plan"  # evaluations have a part that does not grow
 
 
 @pytest.mark.parametrize(
@@ -431,13 +558,50 @@ def test_devices_are_known_by_the_names_of_torch(name, found):
     assert device is not None and device.name == found
 
 
+def steps(*cases: str, hardware: str, seconds: float = 0.5, command: str = "--data resident") -> list[Measured]:
+    """Tables of steps, of which the first took so long."""
+    return [Measured(f"training step, {case}", hardware, command, "2026-11-24", seconds, 64) for case in cases]
+
+
 def test_scaling_is_predicted_from_the_fewest_ranks():
-    titles = [
-        f"training step, vit_nano32 at 64 px, bf16, {64 * n} = {n} ranks × 8 micro-batch × 8 passes" for n in (1, 2, 4)
-    ]
-    found = predicted_steps(titles, 0.5, hardware="NVIDIA A100-SXM4-80GB, 16 CPU cores")
+    cases = [f"vit_nano32 at 64 px, bf16, {64 * n} = {n} ranks × 8 micro-batch × 8 passes" for n in (1, 2, 4)]
+    found = predicted(steps(*cases, hardware="NVIDIA A100-SXM4-80GB, 16 CPU cores"))
     assert found is not None and found[0] == pytest.approx(0.5) and found[0] < found[1] < 0.52
-    assert predicted_steps(["4 ranks"], 0.5, hardware="x") is None
+    assert predicted(steps("4 ranks", hardware="x")) is None
+
+
+def test_ranks_that_share_cores_take_turns():
+    """A rank with half a core takes twice the time of one with a core, and the sums of gradients, too."""
+    half = "vit_nano32 at 64 px, bf16, {0} = {1} ranks × 8 micro-batch × 2 passes"
+    tables = [
+        *steps(half.format(32, 2), hardware="AMD EPYC, 2 cores, cores per rank: 1", seconds=1.0),
+        *steps(half.format(64, 4), hardware="AMD EPYC, 2 cores, cores per rank: 0.5"),
+        *steps(half.format(16, 1), hardware="AMD EPYC, 2 cores, cores per rank: 2"),
+    ]
+    found = predicted(tables)
+    assert found is not None and found == pytest.approx([1.0, 2.0, 0.5], rel=0.05)
+    decoding = predicted([*tables[:2], replace(tables[1], command="--data synthetic")])
+    assert decoding is not None and decoding[2] - decoding[1] == pytest.approx(16 / 0.5 / 660)
+    first = predicted([replace(tables[0], command="--data synthetic")])
+    assert first == pytest.approx([1.0])
+
+
+def test_own_steps_are_validated_by_the_first_of_them(tmp_path, capsys):
+    title = "training step, vit_nano32 at 64 px, bf16, {0} = {1} ranks × 8 micro-batch × 1 passes"
+    hardware = "AMD EPYC, 2 cores, cores per rank: {0}"
+    files = []
+    for ranks, seconds in ((2, 1.0), (4, 2.5), (4, 1.5)):
+        path, cores = tmp_path / f"{len(files)}.csv", hardware.format(2 / ranks)
+        files.append(str(table(path, title.format(8 * ranks, ranks), seconds=seconds, images=8, hardware=cores)))
+    first, second, third = files
+    assert main(["validate", "--steps", first, first, second, third]) == 0
+    output = capsys.readouterr().out
+    (row,) = [line for line in output.splitlines() if line.startswith("c ")]
+    assert "vit_nano32, 4 ranks × 8" in row and " 2 s " in row and "from vit_nano32, 2 ranks × 8" in row
+    assert "DeiT" not in output
+    loader = table(tmp_path / "loader.csv", "loader", seconds=1.0, images=8)
+    assert main(["validate", "--steps", first, str(loader)]) == 2
+    assert "a table of 'loader': expected one of `largebatch.benchmark model` or `step`." in capsys.readouterr().err
 
 
 def test_volo_can_be_divided_and_its_stages_are_counted():

@@ -209,6 +209,8 @@ class Report:
     """images per round on this rank; 0: rounds have no images"""
     ranks: int = 1
     """number of ranks that worked at the same time"""
+    cores: float = 0.0
+    """cores that a rank had, if ranks may have shared them; 0: not known"""
     notes: Sequence[str] = ()
     """further findings, a line each"""
 
@@ -233,7 +235,13 @@ class Report:
                 f"{ours.name} takes {1 / speed:.3f} × the time of {peer.name} ({speed:.2f} × its speed) "
                 f"and {memory:.2f} × its memory"
             )
-        return [self.title, *rows, *self.notes, f"{hardware(self.device)}; {versions()}; {datetime.date.today()}"]
+        return [self.title, *rows, *self.notes, f"{self.hardware}; {versions()}; {datetime.date.today()}"]
+
+    @property
+    def hardware(self) -> str:
+        """The processor that computed, and the share of it that a rank had."""
+        share = f", cores per rank: {self.cores:.3g}" if self.cores and self.device.type == "cpu" else ""
+        return hardware(self.device) + share
 
     def write(self, folder: Path) -> None:
         """Print the table, and write the files into `folder`."""
@@ -249,7 +257,7 @@ class Report:
             "images": self.images,
             "ranks": self.ranks,
             "command": " ".join(["python -m largebatch.benchmark", *sys.argv[1:]]),
-            "hardware": hardware(self.device),
+            "hardware": self.hardware,
             "versions": versions(),
             "date": str(datetime.date.today()),
         }
@@ -279,7 +287,7 @@ class Report:
         axes.set_xlim(left=0, right=1.15 * max(max(result.seconds) for result in self.results))
         axes.set_xlabel("seconds per round; bar: median")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(f"{self.title}\n{hardware(self.device)}", fontsize=10, loc="left")
+        axes.set_title(f"{self.title}\n{self.hardware}", fontsize=10, loc="left")
         figure.savefig(path, format="png")
 
 

@@ -67,10 +67,21 @@ class Scaling:
 
     def predicted(self) -> list[str]:
         """Return the steps that `largebatch.plan` predicts from the row with the fewest ranks, all on one host."""
-        from largebatch.plan.calibrate import predicted_steps
+        from largebatch.plan.calibrate import Measured, predicted
 
-        titles, first = [row.same["benchmark"] for row in self.rows], self.rows[0]
-        found = predicted_steps(titles, first.seconds, hardware=first.same["hardware"])
+        found = predicted(
+            [
+                Measured(
+                    title=row.same["benchmark"],
+                    hardware=row.same["hardware"],
+                    command=row.same["command"],
+                    date=row.same["date"],
+                    seconds=row.seconds,
+                    images=round(row.images_per_s * row.seconds / row.ranks),
+                )
+                for row in self.rows
+            ]
+        )
         return [f"{seconds:.4g}" for seconds in found] if found else ["-"] * len(self.rows)
 
     def write(self, folder: Path) -> None:

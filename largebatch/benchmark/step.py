@@ -188,7 +188,8 @@ def measure(
         f"training step, {config.model.name} at {config.model.img_size} px, {config.run.precision}, "
         f"{feed.plan.global_batch_size} = {comm.size} ranks × {batch} micro-batch × {passes} passes"
     )
-    return Report("step", title, results, feed.device, images=images, ranks=comm.size, notes=notes)
+    cores = min(comm.num_cores, torch.get_num_threads())
+    return Report("step", title, results, feed.device, images=images, ranks=comm.size, cores=cores, notes=notes)
 
 
 def contenders(

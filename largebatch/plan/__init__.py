@@ -4,6 +4,7 @@
 
     constants   devices, links, and every other number, with its source
     trace       a pass forward and backward, counted on the meta device
+    meta        operations on the meta device, quickly
     memory      memory of a rank by part; the largest micro-batch
     step        time of a step by part, in closed form
     run         hours, input, checkpoints, failures

@@ -4,6 +4,7 @@
     python -m largebatch.plan --gpus 64 --gpu h100 --recipe volo_d5 --price-per-gpu-hour 2.5
     python -m largebatch.plan RUN --gpus 64 --gpu h100                the options of a run, from its config.yaml
     python -m largebatch.plan validate                                predictions beside published and measured runs
+    python -m largebatch.plan validate --steps A/step.csv B/step.csv  beside your own steps, predicted from the first
 
 Every option of largebatch.train may follow, such as --model.grad_checkpointing true. Nothing is computed and nothing is
 written but the pictures that are asked for. Neither Horovod nor DALI nor a GPU is needed.
@@ -59,7 +60,7 @@ def plan(words: Sequence[str]) -> int:
     )
     speed = calibrated(options.calibrate, config, cluster) if options.calibrate else Speed()
     if options.search:
-        return _search(config, cluster, speed)
+        return _search(config, cluster, speed, json=options.json)
     made = make_plan(
         config,
         cluster,
@@ -76,11 +77,20 @@ def plan(words: Sequence[str]) -> int:
 def validate(words: Sequence[str]) -> int:
     """Print predictions beside published and measured runs."""
     from largebatch.plan import validation
+    from largebatch.plan.calibrate import joined
 
     parser = argparse.ArgumentParser(prog="python -m largebatch.plan validate", description=validation.__doc__)
     parser.add_argument("--markdown", action="store_true", help="as in docs/planner.md")
+    parser.add_argument(
+        "--steps",
+        nargs="+",
+        type=Path,
+        metavar="CSV",
+        help="tables of `largebatch.benchmark model` or `step`, predicted from the first: mpi_scripts/validate_plan.sh",
+    )
     args = parser.parse_args(words)
-    print("\n".join(validation.lines(markdown=args.markdown)))
+    found = validation.compared(joined(args.steps, option="--steps")) if args.steps else validation.rows()
+    print("\n".join(validation.lines(found, markdown=args.markdown)))
     return 0
 
 
@@ -115,18 +125,18 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}: expected more than 0.")
-    for name in ("price_per_gpu_hour", "watts_per_gpu"):
+    for name in ("price_per_gpu_hour", "watts_per_gpu", "jitter"):
         value = getattr(options, name)
         if value is not None and value < 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}: expected 0 or more.")
 
 
-def _search(config: TrainConfig, cluster: "Cluster", speed: "Speed") -> int:
+def _search(config: TrainConfig, cluster: "Cluster", speed: "Speed", *, json: bool) -> int:
     from largebatch.plan import text
     from largebatch.plan.search import search
 
     found = search(config, cluster, speed)
-    print("\n".join(text.search_lines(found)))
+    print(text.search_json(found) if json else "\n".join(text.search_lines(found)))
     return int(all(one.refused for one in found))
 
 
@@ -171,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpu", default="a100", metavar="NAME", help=f"{', '.join(constants.DEVICES)} (default: a100)")
     add("--gpus-per-host", type=int, default=8, metavar="N", help="default: 8")
     add("--network", default="", metavar="NAME", help=f"between hosts: {', '.join(constants.LINKS)}")
-    add("--cores-per-rank", type=float, default=0, metavar="N", help="CPU cores that decode images for a rank (16)")
+    add("--cores-per-rank", type=float, default=0, metavar="N", help="CPU cores of a rank (16; --gpu cpu: 1)")
     add("--global-batch", type=int, metavar="N", help="--data.global_batch_size")
     add("--micro-batch", type=int, metavar="N", help="--data.micro_batch_size")
     add("--epochs", type=float, help="--run.duration")

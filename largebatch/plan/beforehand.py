@@ -1,48 +1,153 @@
-"""What a run is told at its start: hours, end and memory; and the refusal of a run that cannot fit into its GPU."""
+"""What a run is told of its hours and memory: at its start, and corrected by its first steps; the refusal of a run that
+cannot fit into its GPU.
+"""
 
 import datetime
-from dataclasses import replace
+import logging
+import statistics
+import time
+from dataclasses import dataclass, replace
+
+import torch
 
 from largebatch.config import TrainConfig
+from largebatch.engine import Hook, StepOutput, Trainer
 from largebatch.plan.constants import device_named
-from largebatch.plan.memory import largest_micro_batch, of_rank
+from largebatch.plan.memory import Memory, largest_micro_batch, of_rank
 from largebatch.plan.planning import cluster_of
-from largebatch.plan.run import HOUR, RAMP, run_of
-from largebatch.plan.step import Speed, step_of
-from largebatch.plan.trace import trace
+from largebatch.plan.run import HOUR, RAMP, Run, num_steps, run_of
+from largebatch.plan.step import Cluster, Speed, Step, step_of
+from largebatch.plan.trace import Pass, trace
+
+logger = logging.getLogger(__name__)
+clock = time.perf_counter
 
 GIB = 2**30
+UNMEASURED = 5
+"""first steps, in which kernels are chosen and compiled, and the loader is ahead"""
+MEASURED = 20
+"""steps after these, by which the rest is predicted"""
+SHORT_S = 60.0
+"""a rest that is too short to be told"""
 
 
-def expectation(
+@dataclass(frozen=True)
+class Outlook:
+    """The plan of a run on the GPUs that it has."""
+
+    config: TrainConfig
+    cluster: Cluster
+    counted: Pass
+    num_images: int
+    step: Step | None
+    """None: a resumed run keeps its batch on any number of ranks, of which there is no plan"""
+
+    @property
+    def memory(self) -> Memory:
+        """The memory of a rank."""
+        return of_rank(self.config, self.counted, self.cluster.device, ranks=self.cluster.ranks)
+
+    def run(self, step: Step, speed: Speed = Speed()) -> Run:
+        """Return the time of the whole run with steps like this one."""
+        return run_of(self.config, self.counted, self.cluster, step, speed, num_images=self.num_images)
+
+    def rest(self, seconds: float, *, left: int) -> tuple[float, str]:
+        """Return the time of the rest of the run if its steps take so many seconds, and how far the plan was off.
+
+        left: steps of the rest, which has its share of the run's evaluations and checkpoints.
+        """
+        if self.config.schedule.batch_ramp:
+            return left * seconds, "if the batch stays as it is now, without evaluations and checkpoints"
+        if self.step is None:
+            return left * seconds, "without evaluations and checkpoints"
+        factor = seconds / self.step.seconds
+        run = self.run(Step(seconds, 0.0, 0.0, 0.0), Speed(factor))
+        share = left / num_steps(self.config, self.num_images)
+        return share * (run.seconds - run.start), f"{factor:.2f} × the plan"
+
+    def lines(self, name: str) -> list[str]:
+        """Return the lines for the log. ValueError if the counted parts, without those that are assumed, do not fit.
+
+        name: what torch calls the GPU.
+        """
+        needed, capacity = self.memory, self.cluster.device.memory
+        certain = needed.total - needed.communication - needed.runtime - needed.inputs
+        most = largest_micro_batch(self.config, self.counted, self.cluster.device, ranks=self.cluster.ranks)
+        if certain > capacity:
+            raise ValueError(
+                f"--data.micro_batch_size is {self.config.data.micro_batch_size}, which needs {certain / GIB:.1f} GiB "
+                f"on each rank, and {name} has {capacity / GIB:.1f}: give at most {most}, or "
+                "--model.grad_checkpointing true."
+            )
+        room = f"{needed.total / GIB:.1f} of {capacity / GIB:.1f} GiB on each rank; micro-batches of up to {most} fit"
+        hours: list[str] = []
+        if self.step:
+            seconds = self.run(self.step).seconds
+            hours = [f"plan: at least {seconds / HOUR:.2f} h for the whole run, until {end(seconds)}"]
+        if ramp := self.config.schedule.batch_ramp:
+            hours.append(f"plan: {RAMP.format(ramp)}")
+        return [*hours, f"plan: {room}"]
+
+
+def outlook(
     config: TrainConfig, name: str, memory: float, *, ranks: int, per_host: int, num_images: int
-) -> list[str]:
-    """Return two lines for the log of a run on GPUs; none for a GPU that is not known.
-
-    name, memory: what torch calls the GPU, and its bytes. ValueError if the counted parts alone, without those that are
-    assumed, are more than it has.
-    """
+) -> Outlook | None:
+    """Return the plan of a run; None for a GPU that is not known. name, memory: what torch calls it, and its bytes."""
     known = device_named(name)
     if known is None:
-        return []
+        return None
     cluster = cluster_of(ranks, known.name, per_host=per_host)
     cluster = replace(cluster, device=replace(known, memory=memory))
     counted = trace(config, device="cuda")
-    parts = of_rank(config, counted, cluster.device, ranks=ranks)
-    certain = parts.total - parts.communication - parts.runtime - parts.inputs
-    most = largest_micro_batch(config, counted, cluster.device, ranks=ranks)
-    if certain > memory:
-        raise ValueError(
-            f"--data.micro_batch_size is {config.data.micro_batch_size}, which needs {certain / GIB:.1f} GiB on each "
-            f"rank, and {name} has {memory / GIB:.1f}: give at most {most}, or --model.grad_checkpointing true."
-        )
-    room = f"plan: {parts.total / GIB:.1f} of {memory / GIB:.1f} GiB on each rank; micro-batches of up to {most} fit"
     try:
         step = step_of(config, counted, cluster)
-    except ValueError:  # a resumed run keeps its batch on any number of ranks
-        return [room]
-    run = run_of(config, counted, cluster, step, Speed(), num_images=num_images)
-    end = datetime.datetime.now() + datetime.timedelta(seconds=run.seconds)
-    ramp = config.schedule.batch_ramp
-    notes = [f"plan: {RAMP.format(ramp)}"] if ramp else []
-    return [f"plan: at least {run.seconds / HOUR:.2f} h for the whole run, until {end:%Y-%m-%d %H:%M}", *notes, room]
+    except ValueError:
+        step = None
+    return Outlook(config, cluster, counted, num_images, step)
+
+
+def end(seconds: float) -> str:
+    """Return the time of day in so many seconds."""
+    return f"{datetime.datetime.now() + datetime.timedelta(seconds=seconds):%Y-%m-%d %H:%M}"
+
+
+class Correction(Hook):
+    """Logs, once, how long the rest of the run takes if its steps go on as the first ones, and the memory in use.
+
+    Rank 0 reads its own clock, and no rank communicates: all ranks take their steps at the same time.
+    """
+
+    def __init__(self, plan: Outlook | None) -> None:
+        """plan: that of the start, if there is one."""
+        self.plan = plan
+        self.ends: list[float] = []
+
+    def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
+        """Note the time; after some steps, log the correction."""
+        if trainer.comm.rank or len(self.ends) > UNMEASURED + MEASURED:
+            return
+        self.ends.append(clock())
+        if len(self.ends) == UNMEASURED + MEASURED + 1:
+            steps = [after - before for before, after in zip(self.ends, self.ends[1:])]
+            line = self.line(trainer, statistics.median(steps[UNMEASURED:]))
+            if line:
+                logger.info("%s", line)
+
+    def line(self, trainer: Trainer, seconds: float) -> str:
+        """Return the correction if steps take so many seconds; empty if the rest is short."""
+        left = trainer.last_step - trainer.state.step
+        rest, note = left * seconds, "without evaluations and checkpoints"
+        if self.plan:
+            rest, note = self.plan.rest(seconds, left=left)
+        if rest < SHORT_S:
+            return ""
+        hours = f"the rest of the run {rest / HOUR:.2f} h, until {end(rest)} ({note})"
+        return f"plan: a step takes {seconds:.3g} s, {hours}{self.memory(trainer.device)}"
+
+    def memory(self, device: torch.device) -> str:
+        """Return the memory in use on a GPU beside the predicted one."""
+        if device.type != "cuda":
+            return ""
+        free, capacity = torch.cuda.mem_get_info(device)
+        predicted = f", {self.plan.memory.total / GIB:.1f} predicted" if self.plan else ""
+        return f"; {(capacity - free) / GIB:.1f} of {capacity / GIB:.1f} GiB are in use{predicted}"

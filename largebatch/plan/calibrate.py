@@ -4,13 +4,13 @@ import csv
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from largebatch.config import TrainConfig
+from largebatch.config import LossConfig, TrainConfig
 from largebatch.plan.constants import device_named, find_device
 from largebatch.plan.planning import cluster_of
-from largebatch.plan.step import Cluster, Speed, pass_seconds, precision_of, step_of
+from largebatch.plan.step import Cluster, Speed, Step, pass_seconds, precision_of, step_of
 from largebatch.plan.trace import trace
 from largebatch.recipes import RECIPES
 
@@ -21,20 +21,73 @@ STEP = re.compile(
 MODEL = re.compile(
     r"^(?P<model>[\w./]+) at (?P<side>\d+) px, forward and backward, (?P<precision>\w+), batch (?P<micro>\d+)"
 )
+CORES = re.compile(r"cores per rank: ([\d.]+)")
+RESIDENT = re.compile(r"--data[ =]resident\b")
+PLAIN = re.compile(r"--plain\b")
+THREADS = re.compile(r"threads per rank: (\d+)")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The time of a step or of passes, as a table of a benchmark has it."""
+
+    title: str
+    hardware: str
+    command: str
+    date: str
+    seconds: float
+    """median of the rounds of the first contender, which is ours"""
+    images: int
+    """of a rank in that time"""
+
+    @property
+    def match(self) -> re.Match[str] | None:
+        """The title, taken apart; None: that of another benchmark."""
+        return STEP.match(self.title) or MODEL.match(self.title)
+
+    @property
+    def name(self) -> str:
+        """A short name of the work."""
+        match = self.match
+        if not match:
+            return self.title
+        if match.re is MODEL:
+            return f"{match['model']}, passes of {match['micro']}"
+        ranks, passes = int(match["ranks"]), int(match["passes"])
+        return f"{match['model']}, {ranks} rank{'s' * (ranks > 1)} × {match['micro']}" + f" × {passes}" * (passes > 1)
+
+    @property
+    def cores(self) -> float:
+        """Cores of a CPU that each rank computed with; 0: a GPU computed."""
+        found = CORES.search(self.hardware) or THREADS.search(self.hardware)
+        return float(found[1]) if found else 0.0
+
+
+def read_measured(path: Path, *, option: str) -> Measured:
+    """Read a table; ValueError, one sentence, for a file that is none."""
+    rows = _rows(path, option)
+    first = [float(row["seconds"]) for row in rows if row["contender"] == rows[0]["contender"]]
+    return Measured(
+        title=rows[0]["benchmark"],
+        hardware=rows[0]["hardware"],
+        command=rows[0].get("command", ""),
+        date=rows[0]["date"],
+        seconds=statistics.median(first),
+        images=int(rows[0]["images"]),
+    )
 
 
 def calibrated(path: Path, config: TrainConfig, cluster: Cluster) -> Speed:
-    """Return the speed of the config's model by the first contender of a table, which is ours.
+    """Return the speed of the config's model by a table.
 
-    ValueError, one sentence, for a file that is no such table, and for another model or image size.
+    ValueError, one sentence, for a file that is no such table, and for another model, image size or device.
     """
-    rows = _rows(path)
-    title = rows[0]["benchmark"]
-    match = STEP.match(title) or MODEL.match(title)
+    measured = read_measured(path, option="--calibrate")
+    match = measured.match
     if not match:
         raise ValueError(
-            f"--calibrate is {path}, which is a table of {title!r}: expected one of `largebatch.benchmark model` or "
-            "`step`."
+            f"--calibrate is {path}, which is a table of {measured.title!r}: expected one of `largebatch.benchmark "
+            "model` or `step`."
         )
     wanted = (config.model.name, config.model.img_size)
     if (match["model"], int(match["side"])) != wanted:
@@ -47,62 +100,110 @@ def calibrated(path: Path, config: TrainConfig, cluster: Cluster) -> Speed:
             f"--calibrate is {path}, measured in {match['precision']}, and the plan is for "
             f"{precision_of(config, cluster.device)}: set --run.precision {match['precision']}."
         )
-    first = [float(row["seconds"]) for row in rows if row["contender"] == rows[0]["contender"]]
-    seconds = statistics.median(first)
-    micro = int(match["micro"])
-    measured = replace(config, data=replace(config.data, micro_batch_size=micro))
-    counted = trace(measured, device=cluster.device.kind)
+    _check_device(path, measured, cluster)
+    config = replace(config, data=replace(config.data, micro_batch_size=int(match["micro"])))
+    on = replace(cluster, device=find_device("cpu").times(measured.cores)) if measured.cores else cluster
+    counted = trace(config, device=on.device.kind)
     if match.re is MODEL:
-        passes = int(rows[0]["images"]) / micro
-        rest, compute = 0.0, passes * pass_seconds(counted, cluster.device, match["precision"])
+        compute = measured.images / counted.images * pass_seconds(counted, on.device, match["precision"])
+        factor = measured.seconds / compute
     else:
-        measured = replace(measured, data=replace(measured.data, global_batch_size=int(match["batch"])))
-        step = step_of(measured, counted, replace(cluster, ranks=int(match["ranks"])))
-        rest, compute = step.exposed + step.optimizer, step.compute
-    if seconds <= rest:
+        config = replace(config, data=replace(config.data, global_batch_size=int(match["batch"])))
+        step = step_of(config, counted, replace(on, ranks=int(match["ranks"])))
+        factor = _factor(_as_run(step, measured), measured.seconds)
+    if factor <= 0:
         raise ValueError(
-            f"--calibrate is {path}, whose steps take {seconds:.3g} s, less than their reduction: measure on one rank."
+            f"--calibrate is {path}, whose steps take {measured.seconds:.3g} s, less than their reduction: measure on "
+            "one rank."
         )
-    return Speed((seconds - rest) / compute, f"{path}: {rows[0]['hardware']}, {rows[0]['date']}")
+    return Speed(factor, f"{path}: {measured.hardware}, {measured.date}")
 
 
-def predicted_steps(titles: Sequence[str], seconds: float, *, hardware: str) -> list[float] | None:
-    """Return the time of the steps with these titles, all on one host, if the first takes `seconds`.
+def _check_device(path: Path, measured: Measured, cluster: Cluster) -> None:
+    """Refuse a table of another device; what is not known may be the right one."""
+    found, planned = device_named(measured.hardware), cluster.device
+    name = "cpu" if measured.cores else found.name if found else planned.name
+    if name.partition("_")[0] != planned.name.partition("_")[0]:  # a100 and a100_40gb compute alike
+        raise ValueError(
+            f"--calibrate is {path}, measured on {measured.hardware}, and the plan is for {planned.name}: "
+            f"give --gpu {name}, or leave --calibrate out."
+        )
 
-    None for titles that do not describe steps of a model that can be counted.
+
+def joined(paths: Sequence[Path], *, option: str) -> list[Measured]:
+    """Read tables, those of one title as one; ValueError, one sentence, for a file that is none of steps or passes."""
+    by_title: dict[str, list[Measured]] = {}
+    for path in dict.fromkeys(paths):
+        table = read_measured(path, option=option)
+        if not table.match:
+            raise ValueError(
+                f"{option} is {path}, a table of {table.title!r}: expected one of `largebatch.benchmark model` or "
+                "`step`."
+            )
+        by_title.setdefault(table.title, []).append(table)
+    return [
+        replace(tables[0], seconds=statistics.median(table.seconds for table in tables)) for tables in by_title.values()
+    ]
+
+
+def predicted(tables: Sequence[Measured]) -> list[float] | None:
+    """Return the time of each table's steps or passes, if the first is as it was measured.
+
+    The ranks of each table are on one host. None if one of the tables is not of a model that can be counted.
     """
-    matches = [STEP.match(title) for title in titles]
-    found = [match for match in matches if match]
-    if len(found) < len(titles):
+    steps = [_step(table.match, table) for table in tables if table.match]
+    if len(steps) < len(tables):
         return None
-    configs = [_config(match) for match in found]
-    ranks = [int(match["ranks"]) for match in found]
-    device = device_named(hardware) or find_device("cpu")
-    cluster = cluster_of(ranks[0], device.name, per_host=max(ranks))
-    counted = trace(configs[0], device=device.kind)
-    first = step_of(configs[0], counted, cluster)
-    speed = Speed(max(0.01, (seconds - first.exposed - first.optimizer) / first.compute))
-    return [step_of(one, counted, replace(cluster, ranks=n), speed).seconds for one, n in zip(configs, ranks)]
+    factor = max(0.01, _factor(steps[0], tables[0].seconds))
+    return [replace(step, compute=factor * step.compute).seconds for step in steps]
 
 
-def _config(match: re.Match[str]) -> TrainConfig:
-    recipe = RECIPES.get(match["model"], TrainConfig)()
+def _factor(step: Step, seconds: float) -> float:
+    """Return the time of the passes as a multiple of the counted one, in a step that takes so long."""
+    return (seconds - step.exposed - step.optimizer - step.input) / step.compute
+
+
+def _as_run(step: Step, table: Measured) -> Step:
+    """Return a step with the time of its images, which cores that compute prepare themselves, unless they lie there."""
+    decodes = table.cores and not RESIDENT.search(table.command)
+    return step if decodes else replace(step, input=0.0)
+
+
+def _step(match: re.Match[str], table: Measured) -> Step:
+    """Return the step of a table, from counted kernels alone; passes alone are a step without anything else."""
+    config, ranks = _config(match, table.command), 1 if match.re is MODEL else int(match["ranks"])
+    device = find_device("cpu") if table.cores else device_named(table.hardware) or find_device("cpu")
+    cluster = cluster_of(ranks, device.name, per_host=ranks, cores_per_rank=table.cores)
+    counted = trace(config, device=device.kind)
+    if match.re is MODEL:
+        passes = table.images / counted.images
+        return Step(passes * pass_seconds(counted, cluster.device, match["precision"]), 0.0, 0.0, 0.0)
+    return _as_run(step_of(config, counted, cluster), table)
+
+
+def _config(match: re.Match[str], command: str) -> TrainConfig:
+    """Return the recipe of a model as a benchmark runs it: without dropout, unless `model` has no --plain."""
+    name, side, precision = match["model"], int(match["side"]), match["precision"]
+    config = RECIPES[name]() if name in RECIPES else TrainConfig()
+    model = replace(config.model, name=name, img_size=side, num_classes=1000)
+    if match.re is STEP or PLAIN.search(command):
+        model = replace(model, pos_drop_rate=0.0, proj_drop_rate=0.0)
+    batch = int(match["micro"] if match.re is MODEL else match["batch"])
     return replace(
-        recipe,
-        model=replace(recipe.model, name=match["model"], img_size=int(match["side"]), num_classes=1000),
-        data=replace(
-            recipe.data, global_batch_size=int(match["batch"]), micro_batch_size=int(match["micro"])
-        ),
-        run=replace(recipe.run, precision=match["precision"]),  # type: ignore[arg-type]  # one of its texts
+        config,
+        model=model,
+        loss=LossConfig() if PLAIN.search(command) else config.loss,
+        data=replace(config.data, global_batch_size=batch, micro_batch_size=int(match["micro"])),
+        run=replace(config.run, precision=precision),  # type: ignore[arg-type]  # one of its texts
     )
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
+def _rows(path: Path, option: str) -> list[dict[str, str]]:
     try:
         with open(path, newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"--calibrate is {path}, which cannot be read: {error}.") from None
+        raise ValueError(f"{option} is {path}, which cannot be read: {error}.") from None
     if not rows or not {"benchmark", "contender", "seconds", "images", "hardware", "date"} <= rows[0].keys():
-        raise ValueError(f"--calibrate is {path}, which is no table of `largebatch.benchmark model` or `step`.")
+        raise ValueError(f"{option} is {path}, which is no table of `largebatch.benchmark model` or `step`.")
     return rows

@@ -6,8 +6,8 @@ calibration (`--calibrate`) or an option replaces them.
 
 import difflib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -40,6 +40,11 @@ class Device:
     def rate(self, precision: str) -> float:
         """Return the FLOP/s that products reach in a precision; float32 as far below its peak as bf16 is below its."""
         return self.product if precision != "fp32" else self.peak_fp32 * self.product / self.peak
+
+    def times(self, cores: float) -> "Device":
+        """Return so many cores as one device. Ranks that share a core have less than one."""
+        rates = {name: cores * getattr(self, name) for name in ("peak", "peak_fp32", "product", "bandwidth")}
+        return replace(self, **rates)
 
 
 MAMF = "largest product found: https://github.com/mag-/gpu_benchmark"
@@ -149,7 +154,10 @@ IMAGENET_IMAGES = Constant(1_281_167, "https://www.image-net.org/challenges/LSVR
 HELD_OUT_IMAGES = Constant(50_000, "https://www.image-net.org/challenges/LSVRC/2012/")
 IMAGE_BYTES = Constant(115e3, "ILSVRC2012_img_train.tar has 147.9 GB for 1,281,167 images: https://www.image-net.org")
 DECODED_PER_CORE = Constant(660.0, "images/s of 106 kB that a core of an AMD EPYC decodes and resizes: docs/speed.md")
-CORES_PER_RANK = Constant(16, f"CPU cores beside a GPU: {ASSUMED}; --cores-per-rank")
+CORES_PER_RANK = {
+    "cuda": Constant(16, f"CPU cores beside a GPU: {ASSUMED}; --cores-per-rank"),
+    "cpu": Constant(1, f"the core that computes: {ASSUMED}; --cores-per-rank"),
+}
 START_S = Constant(120.0, f"start, imports and the index, on GPUs that share a file system: {ASSUMED}")
 EVALUATION_S = Constant(1.0, f"set-up of an evaluation: {ASSUMED}")
 WRITE_RATE = Constant(1e9, f"bytes/s of a checkpoint's one writer: {ASSUMED}")
@@ -158,6 +166,14 @@ GPU_HOURS_PER_FAILURE = Constant(
     54 * 24 * 16384 / 419, "419 unexpected interruptions in 54 days of 16,384 H100: https://arxiv.org/abs/2407.21783"
 )
 RESTART_S = Constant(300.0, f"from a failure to the first new step: {ASSUMED}")
+
+
+def all_constants() -> Iterator[tuple[str, Constant]]:
+    """Yield the name and the value of each constant, in the order of this file."""
+    for name, value in globals().items():
+        for one in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(one, Constant):
+                yield name.lower(), one
 
 
 def find_device(name: str) -> Device:

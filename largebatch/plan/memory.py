@@ -60,6 +60,18 @@ def share_of(parallel: ParallelConfig, whole: float) -> Share:
     return Share(1 / pieces / parallel.pipeline, activations)
 
 
+def blocks_bytes(parallel: ParallelConfig, counted: Pass) -> float:
+    """Return the bytes of the blocks of a matrix that the backward pass of a grid of ranks holds beside activations.
+
+    Those of parallel/tensor.py: the weights of another rank, a summand of the gradient, their sum, and the rank's own.
+    """
+    if parallel.tensor.mode == "1d" or parallel.tensor.size == 1:
+        return 0.0
+    sizes = parallel.shape().sizes
+    side = sizes.get("row", sizes.get("x", 1))
+    return 4 * max(gradient.size for gradient in counted.gradients) / side**2
+
+
 def of_rank(config: TrainConfig, counted: Pass, device: Device, *, ranks: int, micro_batch_size: int = 0) -> Memory:
     """Return the memory of a rank.
 
@@ -86,7 +98,7 @@ def of_rank(config: TrainConfig, counted: Pass, device: Device, *, ranks: int, m
         average=parameters if config.optim.ema_half_life else 0.0,
         inputs=2 * counted.inputs * scale,
         activations=activations,
-        workspace=max(peak - activations, 0.0),
+        workspace=max(peak - activations, 0.0) + blocks_bytes(config.parallel, counted),
         communication=exchanges * (fusion_bytes + on_gpu * constants.NCCL_BYTES.value),
         runtime=on_gpu * (constants.CONTEXT_BYTES.value + constants.LOADER_BYTES.value),
     )

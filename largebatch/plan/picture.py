@@ -40,34 +40,45 @@ def bend(points: Sequence[Point]) -> tuple[Point, str] | None:
 
 def draw_scaling(path: Path, points: Sequence[Point], *, title: str, price: float | None) -> None:
     """Write a PNG: hours by part, and GPU-hours or cost, over the number of GPUs."""
-    figure, (left, right) = _figure(2, (11, 4.6))
+    figure, (left, right) = _figure(2, (11, 4.8))
     gpus = [point.gpus for point in points]
     bottom = [0.0] * len(points)
     for name, colour in COLOURS.items():
         top = [low + 100 * point.shares[name] / point.hours for low, point in zip(bottom, points)]
-        right.fill_between(gpus, bottom, top, color=colour, alpha=0.75, linewidth=0, label=name)
+        right.fill_between(gpus, bottom, top, color=colour, alpha=0.75, linewidth=0, label=PARTS[name])
         bottom = top
     left.plot(gpus, [point.hours for point in points], color="#c8442f", label="hours")
     first = points[0]
     left.plot(gpus, [first.hours * first.gpus / n for n in gpus], "--", color="#888888", label="hours, perfect scaling")
-    cost = price or 1.0
-    label = "cost" if price else "GPU-hours"
-    left.plot(gpus, [point.hours * point.gpus * cost for point in points], color="#2463a6", label=label)
+    label = f"cost, at {price:g} per GPU-hour" if price else "GPU-hours"
+    left.plot(gpus, [point.hours * point.gpus * (price or 1.0) for point in points], color="#2463a6", label=label)
     found = bend(points)
     if found:
         point, why = found
         for axes in (left, right):
             axes.axvline(point.gpus, color="#555555", linestyle=(0, (1, 3)))
-        note = f"from {point.gpus} GPUs on twice the GPU-hours, {REASONS[why]}"
-        left.set_title(note, loc="left", fontsize=8)
-    left.set(xscale="log", yscale="log", xlabel="GPUs")
-    right.set(xscale="log", xlabel="GPUs", ylabel="% of the run", ylim=(0, 100), xlim=(gpus[0], gpus[-1]))
-    left.legend(frameon=False, fontsize=8, loc="lower left")
-    right.legend(frameon=False, fontsize=8, loc="lower left")
-    figure.suptitle(title, fontsize=10)
+        note = f"from {point.gpus:,} GPUs on twice the GPU-hours, {REASONS[why]}"
+        figure.text(0.5, 0.92, note, ha="center", fontsize=9)
+    left.set(yscale="log", ylabel=f"hours, {'cost' if price else 'GPU-hours'}")
+    left.grid(color="#dddddd", linewidth=0.6)
+    left.set_axisbelow(True)
+    right.set(ylabel="% of the run", ylim=(0, 100))
+    for axes in (left, right):
+        axes.set(xscale="log", xlabel="GPUs", xlim=(gpus[0], gpus[-1]))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.legend(frameon=False, fontsize=8, loc="lower left")
+    left.yaxis.set_major_formatter("{x:,.5g}")
+    figure.suptitle(title + "\n", fontsize=10)
     _save(figure, path)
 
 
+PARTS = {
+    "compute": "passes",
+    "exposed": "reduction that they do not hide",
+    "optimizer": "optimizer",
+    "input": "wait for images",
+    "rest": "start, evaluations, checkpoints",
+}
 REASONS = {
     "compute": "by passes that are too small to fill a GPU",
     "exposed": "by the reduction",
@@ -79,27 +90,45 @@ REASONS = {
 
 def draw_timelines(path: Path, timelines: Sequence[Timeline], *, title: str) -> None:
     """Write a PNG: what the slowest rank and the links do in a step, for each number of ranks."""
-    figure, panels = _figure(len(timelines), (10, 1.3 + 1.5 * len(timelines)), rows=True)
+    figure, panels = _figure(len(timelines), (10, 1.5 + 1.5 * len(timelines)), rows=True)
     longest = max(timeline.seconds for timeline in timelines)
     for axes, timeline in zip(panels, timelines):
-        for row, (begins, ends, name) in _bars(timeline):
-            axes.barh(row, 1e3 * (ends - begins), left=1e3 * begins, height=0.6, color=COLOURS[name], alpha=0.8)
-        axes.set_yticks([0, 1], ["ranks", "links"])
+        for row, name, spans in _bars(timeline):
+            widths = [(1e3 * begins, 1e3 * (ends - begins)) for begins, ends in spans]
+            axes.broken_barh(widths, (row - 0.3, 0.6), color=BARS[name], linewidth=0, label=name)
+        axes.set_yticks([0, 1], ["slowest rank", "links"])
         axes.invert_yaxis()
-        axes.set_xlim(0, 1030 * longest)
-        note = f"{timeline.ranks} ranks: {1e3 * timeline.seconds:.1f} ms"
-        note += f", {1e3 * timeline.straggling:.1f} ms for the slowest, {1e3 * timeline.exposed:.1f} ms reduction"
-        axes.set_title(note, loc="left", fontsize=9)
-    panels[-1].set_xlabel("ms; blue: passes, purple: wait for the slowest rank, red: reduction, green: optimizer")
+        axes.set_xlim(0, 1010 * longest)
+        note = f"{timeline.ranks:,} ranks: {1e3 * timeline.seconds:.1f} ms"
+        note += f", of these {1e3 * timeline.straggling:.1f} ms because one rank is slower"
+        axes.set_title(f"{note}, {1e3 * timeline.exposed:.1f} ms reduction", loc="left", fontsize=9)
+    panels[-1].set_xlabel("ms")
+    named = dict(zip(*reversed(panels[0].get_legend_handles_labels())))  # each name once
+    figure.legend(named.values(), named, frameon=False, fontsize=8, ncols=5, loc="outside lower center")
     figure.suptitle(title, fontsize=10)
     _save(figure, path)
 
 
-def _bars(timeline: Timeline) -> list[tuple[int, tuple[float, float, str]]]:
-    bars = [(0, (0.0, timeline.alone, "compute")), (0, (timeline.alone, timeline.slowest, "input"))]
-    bars.append((0, (timeline.slowest, timeline.reduced, "exposed")))
-    bars.append((0, (timeline.reduced, timeline.seconds, "optimizer")))
-    return bars + [(1, (message.begins, message.ends, "exposed")) for message in timeline.messages]
+BARS = {
+    "forward, and all passes before the last": "#9dbbd9",
+    "last backward pass": "#2463a6",
+    "longer, because this rank is slower": "#8a5fb0",
+    "reduction": "#c8442f",
+    "optimizer": "#7a9a3a",
+}
+
+
+def _bars(timeline: Timeline) -> list[tuple[int, str, list[tuple[float, float]]]]:
+    """Return row, name and times of each kind of work."""
+    before, backward, slower, reduction, optimizer = BARS
+    return [
+        (0, before, [(0.0, timeline.backward)]),
+        (0, backward, [(timeline.backward, timeline.alone)]),
+        (0, slower, [(timeline.alone, timeline.slowest)]),
+        (0, reduction, [(timeline.slowest, timeline.reduced)]),
+        (1, reduction, [(message.begins, message.ends) for message in timeline.messages]),
+        (0, optimizer, [(timeline.reduced, timeline.seconds)]),
+    ]
 
 
 def _figure(panels: int, size: tuple[float, float], *, rows: bool = False) -> tuple[Any, Any]:
@@ -113,5 +142,6 @@ def _figure(panels: int, size: tuple[float, float], *, rows: bool = False) -> tu
 
 
 def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
         figure.savefig(file, format="png")

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from largebatch.config import TrainConfig, accumulation_passes, exact_batches, nearest_batches
+from largebatch.parallel.replica import check as check_cuts
 from largebatch.plan import constants
 from largebatch.plan.constants import find_device, find_link
 from largebatch.plan.memory import Memory, largest_micro_batch, of_rank
 from largebatch.plan.picture import Point
 from largebatch.plan.run import HOUR, Failures, Input, Run, failures_of, input_of, run_of
 from largebatch.plan.step import Cluster, Speed, Step, step_of
-from largebatch.plan.trace import Kernel, Pass, trace
+from largebatch.plan.trace import Kernel, Pass, meta_model, trace
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,28 @@ class Plan:
 def cluster_of(
     ranks: int, gpu: str, *, per_host: int = 8, network: str = "", cores_per_rank: float = 0
 ) -> Cluster:
-    """Return a cluster; ValueError, one sentence, for an unknown device or network and for impossible numbers."""
+    """Return a cluster; ValueError, one sentence, for an unknown device or network and for impossible numbers.
+
+    cores_per_rank: those that decode its images, and on a CPU compute, too; less than 1 if ranks share a core.
+    """
     for option, number in (("--gpus", ranks), ("--gpus-per-host", per_host)):
         if number < 1:
             raise ValueError(f"{option} is {number}: expected 1 or more.")
     if cores_per_rank < 0:
         raise ValueError(f"--cores-per-rank is {cores_per_rank}: expected more than 0.")
     device = find_device(gpu)
+    cores = cores_per_rank or constants.CORES_PER_RANK[device.kind].value
+    inside = find_link(device.inside)
+    if device.kind == "cpu":
+        device = device.times(cores)
+        inside = replace(inside, bandwidth=inside.bandwidth * min(1.0, cores))  # a core sums what its ranks send
     return Cluster(
         ranks=ranks,
         device=device,
         per_host=per_host,
-        inside=find_link(device.inside),
+        inside=inside,
         between=find_link(network or constants.BETWEEN[device.name]),
-        cores_per_rank=cores_per_rank or constants.CORES_PER_RANK.value,
+        cores_per_rank=cores,
     )
 
 
@@ -101,6 +110,8 @@ def make_plan(
     num_images: training images. hours_per_failure: GPU-hours between two failures.
     """
     config, passes, correction = fitted(config, cluster.ranks)
+    if config.parallel.shape().size > 1:  # with the sentences of training
+        check_cuts(config.parallel, meta_model(config, cluster.device.kind), batch_size=config.data.micro_batch_size)
     counted = trace(config, device=cluster.device.kind)
     model = replace(config.model, grad_checkpointing=not config.model.grad_checkpointing)
     other = trace(replace(config, model=model), device=cluster.device.kind)

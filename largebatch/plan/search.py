@@ -32,7 +32,7 @@ class Candidate:
 def search(config: TrainConfig, cluster: Cluster, speed: Speed = Speed()) -> list[Candidate]:
     """Return all meshes within a host and pipelines between hosts, the best first, the refused ones last."""
     counted = trace(config, device=cluster.device.kind)
-    model = meta_model(config, cluster.device.kind, "fp32")
+    model = meta_model(config, cluster.device.kind)
     configs = (replace(config, parallel=parallel) for parallel in _meshes(cluster))
     found = [_candidate(one, counted, model, cluster, speed) for one in configs]
     return sorted(found, key=lambda one: (bool(one.refused), one.step.seconds if one.step else math.inf))

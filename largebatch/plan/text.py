@@ -96,11 +96,7 @@ def _sources(plan: Plan) -> Iterator[str]:
     yield f"  {cluster.device.name}: {cluster.device.source}"
     for link in (cluster.inside, *((cluster.between,) if cluster.hosts > 1 else ())):
         yield f"  {link.name}: {link.bandwidth / 1e9:.4g} GB/s, {1e6 * link.latency:.0f} µs: {link.source}"
-    assumed = [
-        name.lower()
-        for name, value in vars(constants).items()
-        if isinstance(value, constants.Constant) and constants.ASSUMED in value.source
-    ]
+    assumed = dict.fromkeys(name for name, value in constants.all_constants() if constants.ASSUMED in value.source)
     yield f"  assumed, without a source: {', '.join(assumed)} (largebatch/plan/constants.py)"
 
 
@@ -144,8 +140,23 @@ def search_lines(candidates: Sequence[Candidate], *, shown: int = 12) -> Iterato
         if one.refused:
             reasons.setdefault(one.refused, []).append(name_of(one))
     for reason, names in reasons.items():
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        others = f" and {len(names) - 1} more (--json names them)" if len(names) > 1 else ""
         yield f"refused: {names[0]}{others}: {reason}"
+
+
+def search_json(candidates: Sequence[Candidate]) -> str:
+    """Return all meshes as JSON, in seconds and bytes; the refused ones with their reasons."""
+    found = [
+        {
+            "mesh": name_of(one),
+            "micro_batch": one.micro_batch_size,
+            "step": one.step.seconds if one.step else None,
+            "memory": one.memory or None,
+            "refused": one.refused,
+        }
+        for one in candidates
+    ]
+    return json.dumps(found, indent=2)
 
 
 def name_of(candidate: Candidate) -> str:

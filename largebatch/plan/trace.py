@@ -25,10 +25,9 @@ from torch.utils.flop_counter import flop_registry
 from largebatch.augment import Augmented
 from largebatch.build import build_objective
 from largebatch.config import TrainConfig
+from largebatch.plan.meta import META, Uninitialised, call, tensors_in
 from largebatch.precision import DTYPES
 from zoo import create_model, set_fused_attn, volo
-
-META = torch.device("meta")
 
 
 class Kernel(NamedTuple):
@@ -93,13 +92,15 @@ def trace(config: TrainConfig, *, device: str, micro_batch_size: int = 0) -> Pas
     but the first, so the first needs less. Precision "auto" counts as bf16 on a GPU, and as fp32 on a CPU. ValueError
     for a model that cannot be built.
     """
-    config = replace(config, model=replace(config.model, weights="", num_classes=config.model.num_classes or 1000))
+    config = replace(config, model=replace(config.model, num_classes=config.model.num_classes or 1000))
     images = micro_batch_size or config.data.micro_batch_size
     precision = config.run.precision
     if precision == "auto":
         precision = "bf16" if device == "cuda" else "fp32"
-    model = meta_model(config, device, precision)
+    model = meta_model(config, device)
     counter = _Counter(model)
+    if device == "cpu" and precision == "bf16" and torch.cpu.get_capabilities().get("avx512_bf16", False):
+        _use_native(model, counter)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     counter.ignore(parameter.grad for parameter in model.parameters())
@@ -129,17 +130,13 @@ def trace(config: TrainConfig, *, device: str, micro_batch_size: int = 0) -> Pas
     )
 
 
-def meta_model(config: TrainConfig, device: str, precision: str) -> nn.Module:
+def meta_model(config: TrainConfig, device: str) -> nn.Module:
     """Build the model on the meta device, with the attention that it would have on the device."""
     options = {name: value for name, value in vars(config.model).items() if name not in ("name", "weights")}
-    with META:
+    options["num_classes"] = options["num_classes"] or 1000
+    with META, Uninitialised():
         model = create_model(config.model.name, **options).train()
-    set_fused_attn(model, device == "cuda")
-    if device == "cpu" and precision == "bf16" and torch.cpu.get_capabilities().get("avx512_bf16", False):
-        for layer in model.modules():
-            if isinstance(layer, volo.Attention) and not layer.attn_drop.p:
-                layer.native = _native  # as native.attention.choose_attention
-    return model
+    return set_fused_attn(model, device == "cuda")
 
 
 def _inputs(config: TrainConfig, images: int) -> Augmented:
@@ -203,8 +200,9 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        inputs, outputs = list(_tensors((args, tuple(kwargs.values())))), list(_tensors(out))
+        inputs = list(tensors_in((args, tuple(kwargs.values()))))
+        out = call(func, args, kwargs, inputs)
+        outputs = list(tensors_in(out))
         read = {tensor.untyped_storage()._cdata for tensor in inputs}
         is_view = outputs and all(tensor.untyped_storage()._cdata in read for tensor in outputs)
         for tensor in outputs:
@@ -274,14 +272,6 @@ EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_emp
 def _bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor; those of an expanded one count once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for branch in tree:
-            yield from _tensors(branch)
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -408,16 +398,25 @@ class _Native(torch.autograd.Function):
     """Attention of attention.cpp, which keeps its input, its output and a number per row."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, counter: _Counter) -> Tensor:
         batch, tokens, _, heads, dim = qkv.shape
-        out = qkv.new_empty(batch, tokens, heads, dim)
-        ctx.save_for_backward(qkv, out, qkv.new_empty(batch, heads, tokens, dtype=torch.float32))
+        out, logs = qkv.new_empty(batch, tokens, heads, dim), qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
+        ctx.save_for_backward(qkv, out, logs)
+        ctx.counter = counter
+        ctx.flops = 4 * out.numel() * tokens
+        counter.count(ctx.flops, (qkv, out, logs))
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return torch.empty_like(ctx.saved_tensors[0])
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        qkv, out, logs = ctx.saved_tensors
+        found = torch.empty_like(qkv)
+        ctx.counter.count(2.5 * ctx.flops, (qkv, out, logs, *grads, found))
+        return found, None
 
 
-def _native(qkv: Tensor, scale: float) -> Tensor:
-    return _Native.apply(qkv.contiguous())
+def _use_native(model: nn.Module, counter: _Counter) -> None:
+    """Choose attention as `native.attention.choose_attention` does."""
+    for layer in model.modules():
+        if isinstance(layer, volo.Attention) and not layer.attn_drop.p:
+            layer.native = lambda qkv, scale: _Native.apply(qkv.contiguous(), counter)

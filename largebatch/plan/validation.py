@@ -1,10 +1,10 @@
 """Predictions beside published and measured runs, failures included. No constant is fitted to any of these.
 
 Each row says what the plan was given. "counted": kernels at the rates of the device alone. "from NAME": the speed of
-the run on those GPUs, which is then no prediction and not in the table.
+the run on those GPUs, or the time of those passes or steps, which is then no prediction and not in the table.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -17,6 +17,7 @@ from largebatch.config import (
     TensorConfig,
     TrainConfig,
 )
+from largebatch.plan.calibrate import Measured, predicted
 from largebatch.plan.constants import find_device
 from largebatch.plan.memory import of_rank
 from largebatch.plan.planning import cluster_of
@@ -42,7 +43,7 @@ SMALL = "largebatch/recipes/vit.py: vit_s16"
 
 @dataclass(frozen=True)
 class Row:
-    """A published figure and its prediction."""
+    """A published or measured figure and its prediction."""
 
     group: str
     what: str
@@ -54,23 +55,23 @@ class Row:
 
     @property
     def error(self) -> float:
-        """The prediction's error, as a share of the published figure."""
+        """The prediction's error, as a share of the figure."""
         return self.predicted / self.published - 1
 
 
 def rows() -> Iterator[Row]:
     """Yield all rows."""
-    for group in (colossal, volo, nemo, deit, small, benchmarks, memory):
+    for group in (colossal, volo, here, nemo, deit, small, benchmarks, memory):
         yield from group()
 
 
-def lines(*, markdown: bool = False) -> Iterator[str]:
-    """Yield the table."""
-    head = ("", "run", "published", "predicted", "error", "given")
-    widths = (2, 44, 15, 11, 8, 22)
-    found = list(rows())
+def lines(found: Iterable[Row], *, markdown: bool = False) -> Iterator[str]:
+    """Yield the table of rows, and their sources."""
+    head = ("", "run", "published or measured", "predicted", "error", "given")
+    widths = (2, 44, 22, 11, 8, 28)
+    found = list(found)
     if markdown:
-        yield "| | run | published | predicted | error | given |"
+        yield f"| {' | '.join(head)} |"
         yield "|---|---|---|---|---|---|"
     else:
         yield " ".join(word.ljust(width) for word, width in zip(head, widths))
@@ -129,6 +130,44 @@ def root(function: Callable[[float], float]) -> float:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if function(middle) > 0 else (middle, high)
     return low
+
+
+# -- (c): passes and steps, measured here ---------------------------------------------------------------------------
+
+TWO_THREADS = "AMD EPYC with AVX-512 bf16, 2 cores, threads per rank: 2"
+ONE_CORE = "AMD EPYC with AVX-512 bf16, 2 cores, cores per rank: 1"
+PASSES = "{} at 224 px, forward and backward, bf16, batch {}"
+# From largebatch/benchmark/NOTES.md, on an idle machine, torch 2.13.0; the first is the calibration.
+HERE = (
+    Measured(PASSES.format("vit_b32", 32), TWO_THREADS, "--plain", "2026-11-23", 5.57, 64),
+    Measured(PASSES.format("vit_b32", 64), TWO_THREADS, "--plain", "2026-11-21", 128 / 11.8, 128),
+    Measured(PASSES.format("volo_d1", 8), TWO_THREADS, "--plain", "2026-11-23", 2.35, 16),
+    Measured(PASSES.format("volo_d3", 8), TWO_THREADS, "--plain", "2026-11-22", 5.42, 16),
+    Measured(
+        "training step, vit_b32 at 224 px, bf16, 256 = 2 ranks × 32 micro-batch × 4 passes",
+        ONE_CORE, "--data synthetic", "2026-11-23", 21.5, 128,
+    ),
+    Measured(
+        "training step, vit_b32 at 224 px, bf16, 64 = 2 ranks × 32 micro-batch × 1 passes",
+        ONE_CORE, "--data synthetic", "2026-11-21", 5.26, 32,
+    ),
+)  # fmt: skip
+
+
+def here() -> Iterator[Row]:
+    """Yield the time of passes and steps on two cores of a CPU, from the passes of one model."""
+    return compared(HERE)
+
+
+def compared(tables: Sequence[Measured]) -> Iterator[Row]:
+    """Yield the time of passes and steps beside that which the first table predicts."""
+    found = predicted(tables)
+    if found is None:
+        raise ValueError("The tables are not of steps of models of the zoo, which can be counted.")
+    first = tables[0]
+    for table, seconds in list(zip(tables, found))[1:]:
+        source = f"measured: {table.hardware}, {table.date}; {first.name} took {first.seconds:.4g} s"
+        yield Row("c", table.name, "s", table.seconds, seconds, f"from {first.name}", source)
 
 
 # -- (d): published runs --------------------------------------------------------------------------------------------
@@ -237,6 +276,8 @@ DIVIDED: dict[str, tuple[ParallelConfig, float]] = {
     "1d on 2 ranks": (ParallelConfig(tensor=TensorConfig(size=2)), 308.5),
     "1d on 4 ranks": (ParallelConfig(tensor=TensorConfig(size=4)), 211.9),
     "2d on 4 ranks": (ParallelConfig(tensor=TensorConfig(mode="2d", size=4)), 132.5),
+    "2.5d on 8 ranks": (ParallelConfig(tensor=TensorConfig(mode="2.5d", size=8, depth=2)), 71.7),
+    "3d on 8 ranks": (ParallelConfig(tensor=TensorConfig(mode="3d", size=8)), 84.7),
     "2 stages": (ParallelConfig(pipeline=2, micro_batches=4), 131.1),
     "2 stages × 1d on 2 ranks": (ParallelConfig(pipeline=2, tensor=TensorConfig(size=2), micro_batches=4), 82.8),
     "2 stages × 1d on 4 ranks": (ParallelConfig(pipeline=2, tensor=TensorConfig(size=4), micro_batches=4), 57.5),
