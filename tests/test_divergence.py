@@ -124,4 +124,6 @@ def test_the_formulas():
 def test_a_uniform_guess_of_token_logits_weighs_as_the_loss_does():
     model = ModelConfig(num_classes=1000)
     assert uniform_loss(TrainConfig(model=model)) == pytest.approx(6.9078, abs=1e-4)
+    single = uniform_loss(TrainConfig(model=ModelConfig(num_classes=1)))  # whose loss is always 0
+    assert max(shares([0.0, 0.0, 0.0], single)) == 0
     assert uniform_loss(TrainConfig(model=model, loss=LossConfig(dense_weight=0.5))) == pytest.approx(1.5 * IMAGENET)

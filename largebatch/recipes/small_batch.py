@@ -31,13 +31,7 @@ FIRST_LR, LOWEST_LR = 1e-6, 1e-5  # of DeiT's warm-up and cosine
 
 
 def _deit3(recipe: str, model: str, *, img_size: int, lr: float, drop_path_rate: float) -> TrainConfig:
-    """The settings of DeiT III on ImageNet-1K (https://arxiv.org/abs/2204.07118, README_revenge.md and main.py of
-    facebookresearch/deit): LAMB by apex with eps 1e-8, which clips at 1.
-
-    What cannot be expressed: its loss is a binary cross entropy of each class, here it is the cross entropy. Its own
-    policy of grey, solarised or blurred images with colour jitter is replaced by RandAugment, and images are not
-    repeated within an epoch. Where the model is timm's, its layer scale begins at 1e-6 instead of 1e-4.
-    """
+    """The settings that DeiT III has for all sizes; its LAMB is apex's, with eps 1e-8, which clips at 1."""
     return TrainConfig(
         recipe=recipe,
         model=ModelConfig(name=model, img_size=img_size, drop_path_rate=drop_path_rate),
@@ -67,7 +61,10 @@ def _deit_cosine(lr: float) -> ScheduleConfig:
 def deit3_s16() -> TrainConfig:
     """DeiT III, ViT-S/16 at 224 px, 800 epochs: 81.4 % top-1 published, on 8 GPUs.
 
-    Differs from the published run as `_deit3` says: loss, policy of augmentation, repeated images, layer scale.
+    Source: the commands in README_revenge.md, and main.py, of facebookresearch/deit (https://arxiv.org/abs/2204.07118).
+    What cannot be expressed: its loss is a binary cross entropy of each class, here it is the cross entropy. Its own
+    policy, which makes images grey, solarised or blurred and jitters their colours, is replaced by RandAugment. It
+    repeats each image three times in a pass over a third of them. Its layer scale begins at 1e-4, and timm's at 1e-6.
     """
     model = "timm/deit3_small_patch16_224"
     return _deit3("deit3_s16", model, img_size=224, lr=4e-3, drop_path_rate=0.05)
@@ -76,7 +73,7 @@ def deit3_s16() -> TrainConfig:
 def deit3_b16() -> TrainConfig:
     """DeiT III, ViT-B/16 at 192 px, 800 epochs: 82.8 % top-1 in the published log; 83.8 % after `deit3_b16_224`.
 
-    Differs from the published run in loss, policy of augmentation, repeated images and the beginning of layer scale.
+    Differs from the published run as `deit3_s16` does: loss, policy, repeated images, beginning of layer scale.
     """
     return _deit3("deit3_b16", "timm/deit3_base_patch16_224", img_size=192, lr=3e-3, drop_path_rate=0.2)
 
@@ -84,7 +81,7 @@ def deit3_b16() -> TrainConfig:
 def deit3_l16() -> TrainConfig:
     """DeiT III, ViT-L/16 at 192 px, 800 epochs, on 32 GPUs: 84.9 % top-1 published after `deit3_l16_224`.
 
-    Differs from the published run in loss, policy of augmentation, repeated images and the beginning of layer scale.
+    Differs from the published run as `deit3_s16` does: loss, policy, repeated images, beginning of layer scale.
     """
     base = _deit3("deit3_l16", "timm/deit3_large_patch16_224", img_size=192, lr=3e-3, drop_path_rate=0.45)
     return replace(base, data=replace(base.data, micro_batch_size=64))
