@@ -106,6 +106,23 @@ def test_resumed_on_two_ranks_of_three(tmp_path, interrupted, uninterrupted):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+RAMP = ["--schedule.batch_ramp", "12@0,20@24 images,40@64 images", "--run.duration", "200 images"]
+SCALED = ["--schedule.scaling", "linear", "--schedule.reference_batch_size", "40", "--schedule.warmup", "30 images"]
+
+
+def test_a_batch_ramp_stopped_inside_a_phase_and_resumed_on_other_ranks(tmp_path):
+    """Steps of 12, 12, 20, 20, 40, 40, 40 and 16 images: first all on one rank, then five on three and three on two."""
+    options = [*RAMP, *SCALED, "--log.every", "1 image"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    reference = trained(whole, *options, ranks=1, launcher="python")
+    trained(parts, *options, "--run.max_steps", "5", ranks=3)
+    assert distance(reference, trained(parts, *options, ranks=2)) < 1e-4
+    steps = [rows(folder, "steps.csv") for folder in (whole, parts)]
+    for column, places in (("images", [12, 24, 44, 64, 104, 144, 184, 200]), ("lr", None), ("loss", None)):
+        ours, theirs = ([float(row[column]) for row in table] for table in steps)
+        assert ours == pytest.approx(theirs, rel=1e-4 if column == "loss" else 1e-12) and ours == (places or ours)
+
+
 def test_validation_from_the_command_line(uninterrupted, tmp_path):
     lines, answers = [], tmp_path / "predictions.csv"
     for ranks, options in ((1, []), (3, ["--predictions", str(answers)]), (2, ["--ema"])):
