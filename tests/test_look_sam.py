@@ -161,7 +161,7 @@ def test_batches_are_given_once_more_in_their_order():
 @pytest.mark.parametrize(
     "line, sentence",
     [
-        ("--optim.sam_rho 0", "--optim.sam_rho is 0.0: expected a fraction above 0, such as 0.05, or null."),
+        ("--optim.sam_rho 0", "--optim.sam_rho is 0.0: expected a fraction above 0, such as 0.005, or null."),
         ("--optim.sam_rho 0.1 --optim.sam_every 0", "--optim.sam_every is 0: expected at least 1."),
         ("--optim.sam_rho 0.1 --optim.sam_alpha -1", "--optim.sam_alpha is -1.0: expected at least 0."),
         ("--optim.sam_every 2", "--optim.sam_every is 2 and --optim.sam_rho null, so there is no Look-LayerSAM: set"),
