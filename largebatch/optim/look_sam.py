@@ -25,8 +25,8 @@ paper's text; the repository of its authors is empty. Those sources differ in fo
     start       the first step computes s. One of them takes no d in the first `every` steps.
 
 A layer is a tensor here, as in LAMB. So rho is relative, and not comparable with published values of SAM without
-ratios. The reuse gives d the length alpha |g|, however short d is; docs/optimizers.md shows what a large alpha does to a
-short run.
+ratios. The reuse gives d the length alpha |g|, however short d is; docs/optimizers.md shows what a large alpha does
+to a short run.
 """
 
 from collections.abc import Iterator
