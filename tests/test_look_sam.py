@@ -10,6 +10,7 @@ from test_config import parse
 from test_optim import relative
 from torch import Tensor, nn
 
+from largebatch.build import build_sam
 from largebatch.data.stream import Batch
 from largebatch.data.token_labels import TokenLabels
 from largebatch.kept import Kept
@@ -156,6 +157,15 @@ def test_batches_are_given_once_more_in_their_order():
         assert all(getattr(again, field.name) is getattr(given, field.name) for field in fields(Batch)[:5])
         assert all(one is other for one, other in zip(again.token_labels, maps))
     assert not list(kept.again())
+
+
+def test_a_config_with_a_radius_has_it():
+    _, optimizer = make("lamb")
+    assert build_sam(parse(), optimizer) is None and AGE not in optimizer.param_groups[0]
+    config = parse("--optim.sam_rho", "0.01", "--optim.sam_every", "4", "--optim.sam_alpha", "0.3")
+    assert build_sam(config, optimizer) == LookSam(rho=0.01, every=4, alpha=0.3)
+    assert {group[AGE] for group in optimizer.param_groups} == {4}
+    assert all(not state[DIRECTION].any() for state in optimizer.state.values())
 
 
 @pytest.mark.parametrize(
