@@ -45,6 +45,7 @@ WORLDS = {
     "test_replicas": [TWO, THREE],
     "test_rollback": [THREE],
     "test_saving": [GLOO, THREE],
+    "test_second_gradient": [ONE, THREE],
     "test_stop_points": [ONE, GLOO, THREE],
     "test_traps": [ONE, GLOO, THREE],
     "test_validation": [THREE],
