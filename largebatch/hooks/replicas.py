@@ -40,10 +40,6 @@ class ReplicaCheck(Hook):
         if trainer.due(self.interval_images):
             self.check(trainer)
 
-    def after_rollback(self, trainer: Trainer) -> None:
-        """Compare again after steps that were checked before."""
-        self.checked_step = -1
-
     def check(self, trainer: Trainer) -> None:
         """Compare, unless this was done after this step already."""
         if trainer.comm.data_size == 1 or trainer.state.step == self.checked_step:

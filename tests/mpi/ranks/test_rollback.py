@@ -154,7 +154,7 @@ def test_a_run_that_ignores_it_warns_once(comm, tmp_path, caplog):
 
 
 def test_replicas_are_compared_again(comm, tmp_path, monkeypatch):
-    """Also after steps whose weights were compared before the return."""
+    """Also after steps whose weights were compared before the return, as the save at the return compares, too."""
     compared: list[int] = []
     monkeypatch.setattr(replicas, "check_replicas", lambda *_, place: compared.append(int(place.split()[-1])))
     build(comm, tmp_path, "halve", rises_once).fit()
