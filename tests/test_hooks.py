@@ -642,6 +642,9 @@ def test_the_picture_shows_the_curves(tmp_path):
         if step % 5 == 0:
             sink.write_epoch(epoch_row(step, eval_loss=math.nan if step == 10 else 3 / step))
     sink = hooks.Curves(tmp_path, title="a run")
+    sink.write_epoch(epoch_row(20))
+    assert sink.drawing is None, "the run began a moment ago"
+    sink.began = -math.inf
     sink.write_epoch(epoch_row(25))
     assert sink.drawing is not None
     sink.drawing.result()

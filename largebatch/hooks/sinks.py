@@ -201,7 +201,7 @@ class Curves(Sink):
     def __init__(self, folder: str | Path, *, title: str) -> None:
         self.folder = Path(folder)
         self.title = title
-        self.began = -math.inf  # when the newest drawing began
+        self.began = time.perf_counter()  # when the newest drawing began; before the first one, when the run did
         self.drawing: futures.Future[None] | None = None  # the newest in the thread
 
     def write_epoch(self, row: Row) -> None:
