@@ -741,6 +741,13 @@ def test_averages_of_the_noise_scale_weigh_rows_alike_then_forget():
     assert math.isnan(averages.add(-1e6, 1.0)["noise_scale"])
 
 
+def test_the_batch_in_the_picture_grows_with_a_ramp_and_not_with_a_short_last_step():
+    """Steps of 8, 8, 16, 16, 16 and 4 images, with rows of all but the first."""
+    images = enumerate((8, 16, 32, 48, 64, 68), start=1)
+    rows = [{"step": float(step), "epoch": step / 2, "images": float(seen)} for step, seen in images]
+    assert [row["batch"] for row in curves._batches(rows[1:])] == [8, 16, 16, 16, 16]
+
+
 def test_rows_of_an_earlier_version(tmp_path):
     """Without the columns that came later: resumed and drawn."""
     steps = "step,epoch,images,lr,loss,grad_norm,images_per_s,skipped\n1,0.2,10,1,2,3,4,0\n"

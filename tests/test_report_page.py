@@ -248,6 +248,13 @@ def test_a_start_that_was_killed_counts_to_the_step_from_which_the_next_one_went
 # -- in a browser ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("step, epoch", [(1, 0.5), (2, 1.0), (3, 2.0), (4, 3.0), (6, 5.0)])
+def test_the_epoch_of_a_step_in_a_batch_ramp(step, epoch):
+    """Rows after two steps of half an epoch, and after two of a whole one; later steps are like the last."""
+    rows = [{"step": 2.0, "epoch": 1.0}, {"step": 4.0, "epoch": 3.0}]
+    assert panels.epoch_of(step, rows) == pytest.approx(epoch)
+
+
 @pytest.mark.parametrize("width, dark", [(1280, False), (400, True)])
 @pytest.mark.parametrize("runs", ["one", "two"])
 def test_nothing_overlaps_in_a_browser(request, tmp_path, runs, width, dark):
