@@ -46,7 +46,7 @@ from largebatch.hooks.starts import count as count_of
 from largebatch.hooks.stop_early import StopEarly, end_time
 from largebatch.losses import Objective, TokenLabeling, classification
 from largebatch.native.attention import choose_attention
-from largebatch.optim import can_compile, init_state
+from largebatch.optim import can_compile, init_state, why_not_fused
 from largebatch.replica import Replica
 from largebatch.schedules import Schedule, make_schedule, scale_lr
 from largebatch.start import set_up
@@ -375,10 +375,18 @@ def build_replica(config: TrainConfig, comm: Communicator, device: torch.device,
 def lamb_impl(comm: Communicator, device: torch.device, wanted: str | None = None) -> str:
     """Choose how LAMB runs: as wanted, or compiled if all ranks can: the two ways differ in the last bits of a weight.
 
-    All ranks raise Stopped if one cannot do what is wanted.
+    All ranks raise Stopped if one cannot compile what is wanted. If one cannot use the kernels of "triton", all go on
+    without them.
     """
     if wanted == "eager":
         return wanted
+    if wanted == "triton":
+        causes = comm.allgather_object(why_not_fused(device), name="build/fused_lamb")
+        if not any(causes):
+            return wanted
+        wanted, rank = None, next(rank for rank, cause in enumerate(causes) if cause)
+        if comm.rank == 0:
+            logger.warning("--optim.impl triton is not used: rank %d %s; LAMB runs as by default", rank, causes[rank])
     able = comm.allgather_object(can_compile(device.type), name="build/can_compile")
     if wanted and not all(able):
         raise Stopped(

@@ -511,6 +511,22 @@ def test_the_implementation_of_lamb_is_the_users():
         build.build_optimizer(sgd, torch.nn.Linear(2, 2), impl=sgd.optim.impl)
 
 
+def test_kernels_of_triton_are_used_on_all_ranks_or_on_none(monkeypatch, caplog):
+    """One warning, on rank 0, and the default on all."""
+    found = {"build/fused_lamb": ["", ""], "build/can_compile": [True, True]}
+    comms = [SimpleNamespace(rank=rank, allgather_object=lambda value, *, name: found[name]) for rank in (0, 1)]
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(build, "can_compile", lambda device_type: True)
+    monkeypatch.setattr(build, "why_not_fused", lambda device: "")
+    assert [build.lamb_impl(comm, cuda, "triton") for comm in comms] == ["triton"] * 2 and not caplog.messages
+    found["build/fused_lamb"] = ["", "cannot run the kernels (no gcc)"]
+    assert [build.lamb_impl(comm, cuda, "triton") for comm in comms] == ["compile"] * 2
+    warning = "--optim.impl triton is not used: rank 1 cannot run the kernels (no gcc); LAMB runs as by default"
+    assert caplog.messages == [warning]
+    found["build/can_compile"] = [True, False]
+    assert [build.lamb_impl(comm, cuda, "triton") for comm in comms] == ["eager"] * 2
+
+
 @pytest.mark.parametrize("able, impl", [([True, True], "compile"), ([True, False], "eager"), ([False, True], "eager")])
 def test_lamb_is_compiled_on_all_ranks_or_on_none(able, impl):
     comm = SimpleNamespace(rank=0, allgather_object=lambda value, *, name: able)

@@ -158,9 +158,10 @@ class OptimConfig:
     """number added to the divisor; null: 1e-6 for lamb and apex_lamb, 1e-8 for adamw and lars; an error for sgd"""
     clip_norm: float | None = 1.0
     """global norm to which the averaged gradient is clipped; null: no clipping"""
-    impl: Literal["compile", "eager"] | None = None
-    """code of lamb; compile: C++ on CPUs, Triton on GPUs; eager: torch's operations, slower and without a compiler;
-    null: compile, if all ranks can; an error for other optimizers"""
+    impl: Literal["compile", "triton", "eager"] | None = None
+    """code of lamb; compile: C++ on CPUs, torch.compile on GPUs; triton: kernels of this project in three launches, on
+    GPUs, not yet measured; eager: torch's operations, slower and without a compiler; null: compile, if all ranks can;
+    an error for other optimizers"""
     momentum: float | None = None
     """momentum of sgd and lars; null: 0.9; an error for the other optimizers"""
     trust_coefficient: float | None = None
