@@ -232,7 +232,7 @@ def step_of(config: TrainConfig, counted: Pass, cluster: Cluster, speed: Speed =
         backward_of(counted, cluster, config, speed),
         cluster,
         data_ranks=data_ranks,
-        overlaps=parallel.shape().size == 1 and not config.run.compile,
+        overlaps=parallel.shape().size == 1 and config.run.compile is not True,
     )
     optimizer = optimizer_seconds(counted, config, cluster)
     decoded = config.data.micro_batch_size * passes / (cluster.cores_per_rank * constants.DECODED_PER_CORE.value)
