@@ -47,11 +47,12 @@ from largebatch.hooks.starts import count as count_of
 from largebatch.hooks.stop_early import StopEarly, end_time
 from largebatch.losses import Objective, TokenLabeling, classification
 from largebatch.native.attention import choose_attention
-from largebatch.optim import can_compile, init_state
+from largebatch.optim import can_compile, init_state, why_not_fused
 from largebatch.replica import Replica
 from largebatch.schedules import Schedule, make_schedule, scale_lr
 from largebatch.start import set_up
 from zoo import create_model, hub
+from zoo.blocks import compile_blocks
 
 if TYPE_CHECKING:
     from largebatch.data.dali import EvalLoader, TrainLoader
@@ -380,7 +381,7 @@ def build_replica(config: TrainConfig, comm: Communicator, device: torch.device,
     with comm.together("building"):
         model.to(device)
         if config.run.compile:
-            compile_model(model, device, comm)
+            compile_model(model, device, comm, blocks=config.run.compile == "blocks")
         optimizer = replica.adapt_optimizer(make_optimizer(model))
         optimizer = comm.wrap(optimizer, model, passes=passes, compression=config.run.compression)
     with comm.together("dividing"):
@@ -391,10 +392,18 @@ def build_replica(config: TrainConfig, comm: Communicator, device: torch.device,
 def lamb_impl(comm: Communicator, device: torch.device, wanted: str | None = None) -> str:
     """Choose how LAMB runs: as wanted, or compiled if all ranks can: the two ways differ in the last bits of a weight.
 
-    All ranks raise Stopped if one cannot do what is wanted.
+    All ranks raise Stopped if one cannot compile what is wanted. If one cannot use the kernels of "triton", all go on
+    without them.
     """
     if wanted == "eager":
         return wanted
+    if wanted == "triton":
+        causes = comm.allgather_object(why_not_fused(device), name="build/fused_lamb")
+        if not any(causes):
+            return wanted
+        wanted, rank = None, next(rank for rank, cause in enumerate(causes) if cause)
+        if comm.rank == 0:
+            logger.warning("--optim.impl triton is not used: rank %d %s; LAMB runs as by default", rank, causes[rank])
     able = comm.allgather_object(can_compile(device.type), name="build/can_compile")
     if wanted and not all(able):
         raise Stopped(
@@ -483,17 +492,22 @@ def divide(
     )
 
 
-def compile_model(model: nn.Module, device: torch.device, comm: Communicator) -> None:
+def compile_model(model: nn.Module, device: torch.device, comm: Communicator, *, blocks: bool = False) -> None:
     """Compile the model's forward and backward pass at its first calls; its names and state_dict stay as they are.
 
     Raises ValueError without a compiler. The compiled backward pass is one piece to autograd: it hands out all
-    gradients at its end, and only then Horovod's hooks run.
+    gradients at its end, and only then Horovod's hooks run. With `blocks` the same holds for each block by itself.
     """
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not can_compile(device.type) or device.type == "cpu" and not header.exists():
         on_cpu, on_gpu = f"a C++ compiler (g++, or CXX) and {header}", "Triton and a GPU it supports"
         needed = on_cpu if device.type == "cpu" else on_gpu
-        raise ValueError(f"--run.compile is true, and there is no compiler for {device.type}: expected {needed}.")
+        given = "blocks" if blocks else "true"
+        raise ValueError(f"--run.compile is {given}, and there is no compiler for {device.type}: expected {needed}.")
+    if blocks:
+        if not compile_blocks(model) and comm.rank == 0:
+            logger.warning("--run.compile blocks is not used: only a ViT or a VOLO has blocks that it can compile")
+        return
     compile_passes(model)
     if comm.size > 1:
         logger.info("compiled: gradients are reduced after the backward pass, no longer during it")

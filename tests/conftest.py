@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS_README = ROOT / "mpi_scripts" / "README.md"
 GUARDIAN = Path(__file__).with_name("guardian.py")
 SHARED_MEMORY = Path("/dev/shm")
+NVIDIA = Path("/dev/nvidiactl")
 # Open MPI 4 and 5: the folder of the segments by which ranks of a host talk. It keeps them if mpirun is killed.
 MPI_MEMORY = ("OMPI_MCA_btl_vader_backing_directory", "OMPI_MCA_btl_sm_backing_directory")
 TIERS = {  # marker: what its tests are
@@ -40,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in ("tmp", "compiled"):
         os.mkdir(f"{folder}/{name}")
     os.environ |= {"LARGEBATCH_TESTS": folder, "TMPDIR": f"{folder}/tmp"}
+    if not NVIDIA.exists():  # Triton's kernels run in its interpreter, which is chosen when it is imported
+        os.environ["TRITON_INTERPRET"] = "1"
     # A cache outside of it may hold files that a killed run has left incomplete.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
     if SHARED_MEMORY.is_dir():

@@ -173,13 +173,13 @@ def test_a_model_is_measured_as_its_recipe_trains_it():
     with torch.device("meta"):
         for plain, expected in ((False, [0.0, 0.1]), (True, [0.0])):
             config = config_of("vit_b32", 224, plain=plain)
-            assert rates(model.ours(config, CPU, compiled=False, grad_checkpointing=False)) == expected
+            assert rates(model.ours(config, CPU, variant="eager", grad_checkpointing=False)) == expected
             assert rates(model.timms(config)) == expected
     config = config_of("volo_d1", 32)
     assert config.model.drop_path_rate == 0.1 == config_of("volo_d1", 32, plain=True).model.drop_path_rate
     batch, draw_box = model.training_batch(config, 2, CPU), model.box_of(config)
     assert batch.token_targets.shape == (2, 4, 1000) and len({draw_box() for _ in range(9)}) > 1
-    for make in (model.timms, lambda config: model.ours(config, CPU, compiled=False, grad_checkpointing=False)):
+    for make in (model.timms, lambda config: model.ours(config, CPU, variant="eager", grad_checkpointing=False)):
         module = make(config).train()
         build_objective(config, module)(module, batch._replace(mix_box=(0, 0, 1, 2))).backward()
         assert all(parameter.grad is not None for parameter in module.parameters())  # those of both heads, too
@@ -187,15 +187,16 @@ def test_a_model_is_measured_as_its_recipe_trains_it():
 
 
 def test_several_sizes_and_variants_in_one_command(tmp_path, monkeypatch, capsys):
-    arguments = "--model vit_nano32 --img-size 32 64 --batch-size 1 2 --variants eager compiled --vs none --rounds 1"
+    arguments = "--model vit_nano32 --img-size 32 64 --batch-size 1 2 --variants eager blocks compiled --vs none"
     compiled: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
     monkeypatch.setattr(model, "measure_ceiling", lambda device, precision: Ceiling(1e9))
-    arguments += f" --precision fp32 --threads {torch.get_num_threads()} --output {tmp_path}"
+    arguments += f" --rounds 1 --precision fp32 --threads {torch.get_num_threads()} --output {tmp_path}"
     main(["model", *arguments.split()])
     names = {f"model_vit_nano32_{side}_{batch}" for side in (32, 64) for batch in (1, 2)}
     assert {path.stem for path in tmp_path.iterdir()} == names
     printed = capsys.readouterr().out
+    assert printed.count("the time of largebatch, blocks compiled (") == 4
     assert printed.count("the time of largebatch, compiled (") == 4 and "vit_nano32 at 64 px" in printed and compiled
 
 

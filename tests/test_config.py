@@ -232,6 +232,7 @@ IDLE = [
         (["--parallel.tensor.size", "2", "--optim.name", "lars"], "needs whole tensors on every rank"),
         (["--parallel.pipeline", "2", "--run.precision", "fp16"], "would choose different loss scales; choose bf16"),
         (["--parallel.sequence", "2", "--run.compile", "true"], "torch.compile cannot compile the messages"),
+        (["--parallel.sequence", "2", "--run.compile", "blocks"], "--run.compile is blocks and --parallel sequence 2"),
         (["--parallel.tensor.size", "2", "--optim.ema_half_life", "1 epochs"], "is no average of divided weights"),
         (["--parallel.sequence", "2", "--run.recompute", "5 steps"], "it needs a whole model on each rank"),
         (["--parallel.tensor.mode", "2d", "--parallel.tensor.size", "6"], "expects a square of ranks, such as 4 or 9"),
@@ -291,7 +292,7 @@ def test_a_mistake_is_one_sentence(argv, sentence):
         ("--optim.lr abc", "--optim.lr is 'abc': expected a number."),
         ("--data.micro_batch_size 2.5", "--data.micro_batch_size is '2.5': expected a whole number."),
         ("--optim.name adam", "--optim.name is 'adam': expected lamb, adamw, sgd, lars, apex_lamb, muon."),
-        ("--run.compile maybe", "--run.compile is 'maybe': expected true or false."),
+        ("--run.compile maybe", "--run.compile is 'maybe': expected true or false or blocks."),
         ("--optim.betas 0.9", "--optim.betas is '0.9': expected [a number, a number] or null."),
         ("--optim.betas 0.9 0.95 1", "--optim.betas is '0.9 0.95 1': expected [a number, a number] or null."),
         ("--optim.lr", "--optim.lr stands alone on the command line: expected --optim.lr and a value."),
@@ -313,7 +314,7 @@ def test_a_mistake_on_the_command_line_is_one_sentence(line, sentence):
         ("modle:\n  name: vit_b32\n", "There is no option modle.name; did you mean --model.name?"),
         ("optim:\n  lr: abc\n", "optim.lr is 'abc': expected a number."),
         ("optim:\n  betas: 0.9\n", "optim.betas is '0.9': expected [a number, a number] or null."),
-        ("run:\n  compile: [true]\n", "run.compile is ['true']: expected true or false."),
+        ("run:\n  compile: [true]\n", "run.compile is ['true']: expected true or false or blocks."),
         (b"\x89PNG\r\n", "which is not a text: expected a YAML file of options."),
     ],
 )
@@ -509,6 +510,22 @@ def test_the_implementation_of_lamb_is_the_users():
     with pytest.raises(ValueError, match="impl='eager' has no effect on sgd"):
         sgd = c.TrainConfig(optim=c.OptimConfig(name="sgd", impl="eager"))
         build.build_optimizer(sgd, torch.nn.Linear(2, 2), impl=sgd.optim.impl)
+
+
+def test_kernels_of_triton_are_used_on_all_ranks_or_on_none(monkeypatch, caplog):
+    """One warning, on rank 0, and the default on all."""
+    found = {"build/fused_lamb": ["", ""], "build/can_compile": [True, True]}
+    comms = [SimpleNamespace(rank=rank, allgather_object=lambda value, *, name: found[name]) for rank in (0, 1)]
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(build, "can_compile", lambda device_type: True)
+    monkeypatch.setattr(build, "why_not_fused", lambda device: "")
+    assert [build.lamb_impl(comm, cuda, "triton") for comm in comms] == ["triton"] * 2 and not caplog.messages
+    found["build/fused_lamb"] = ["", "cannot run the kernels (no gcc)"]
+    assert [build.lamb_impl(comm, cuda, "triton") for comm in comms] == ["compile"] * 2
+    warning = "--optim.impl triton is not used: rank 1 cannot run the kernels (no gcc); LAMB runs as by default"
+    assert caplog.messages == [warning]
+    found["build/can_compile"] = [True, False]
+    assert [build.lamb_impl(comm, cuda, "triton") for comm in comms] == ["eager"] * 2
 
 
 @pytest.mark.parametrize("able, impl", [([True, True], "compile"), ([True, False], "eager"), ([False, True], "eager")])

@@ -639,7 +639,7 @@ def test_adamw_by_one_field():
         (dict(name="apex_lamb", preset="lambc"), "apex_lamb has no bound on trust ratios, which preset lambc needs"),
         (dict(name="apex_lamb", weight_decay=0.0), "apex_lamb adapts nothing without decay under preset paper"),
         (dict(name="apex_lamb"), "apex_lamb works on GPUs only; choose lamb"),
-        (dict(impl="fast"), "Lamb's impl must be one of auto, compile, eager, plain, got 'fast'"),
+        (dict(impl="fast"), "Lamb's impl must be one of auto, compile, triton, eager, plain, got 'fast'"),
         (dict(lr=-1.0), "Lamb's lr must be a number >= 0, got -1.0"),
         (dict(betas=(0.9, 1.0)), "Lamb's betas must be two numbers in \\[0, 1\\)"),
         (dict(eps=-1e-6), "Lamb's eps must be"),

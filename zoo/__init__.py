@@ -11,6 +11,7 @@ timm.
     model.py        the interface of a model: ZooModel, TokenLabelingModel
     vit.py          the ViTs, by timm's class
     volo.py         VOLO
+    blocks.py       compile their blocks one by one
     timm_models.py  any classifier of timm
     weights.py      read and write weights
     hub.py          config.json beside weights, by which timm and the zoo know the model; weights of a run, of the hub

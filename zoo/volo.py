@@ -178,6 +178,19 @@ class ClassAttention(nn.Module):
         return self.proj(y.transpose(0, 1).flatten(1))[:, None]
 
 
+Layer = Callable[["Block", Tensor], Tensor]
+
+
+def attend(block: "Block", x: Tensor) -> Tensor:
+    """The first layer of a block, (B, ..., C) -> the same shape"""
+    return block.attn(block.norm1(x))
+
+
+def feed(block: "Block", x: Tensor) -> Tensor:
+    """The second layer of a block, (B, ..., C) -> the same shape"""
+    return block.mlp(block.norm2(x))
+
+
 class Block(nn.Module):
     """A layer of attention and an MLP, each with its norm before it and a residual around it.
 
@@ -190,11 +203,13 @@ class Block(nn.Module):
         self.norm1, self.attn = nn.LayerNorm(dim), attn
         self.norm2, self.mlp = nn.LayerNorm(dim), Mlp(dim, int(dim * mlp_ratio))
         self.drop_path = drop_path
+        self.attend: Layer = attend  # blocks.py puts compiled functions here
+        self.feed: Layer = feed
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ..., C) -> the same shape"""
-        x = self._add(x, lambda x: self.attn(self.norm1(x)))
-        return self._add(x, lambda x: self.mlp(self.norm2(x)))
+        x = self._add(x, lambda x: self.attend(self, x))
+        return self._add(x, lambda x: self.feed(self, x))
 
     def _add(self, x: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
         """x + layer(x) / (1 - drop_path) for samples that take the layer, and x for the others."""

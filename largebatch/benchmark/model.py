@@ -37,10 +37,12 @@ from largebatch.native.attention import choose_attention
 from largebatch.precision import DTYPES, autocast, choose_precision
 from largebatch.recipes import RECIPES
 from zoo import create_model, set_fused_attn, vit, volo
+from zoo.blocks import compile_blocks
 from zoo.model import ZooModel
 
 TIMM_NAMES = {name: structure.timm_name for zoo in (vit, volo) for name, structure in zoo.STRUCTURES.items()}
 RATES = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
+VARIANTS = {"eager": "largebatch", "compiled": "largebatch, compiled", "blocks": "largebatch, blocks compiled"}
 PASSES = 2  # per round; the second pass adds to gradients, as accumulation does
 
 
@@ -52,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, nargs="+", default=[0], help=sizes)
     parser.add_argument("--precision", default="auto", choices=["auto", *DTYPES], help="autocast type, as in training")
     parser.add_argument("--plain", action="store_true", help="no dropout, and the cross entropy of the classes alone")
-    parser.add_argument("--variants", nargs="+", default=["eager"], choices=["eager", "compiled"], help="of ours")
+    parser.add_argument("--variants", nargs="+", default=["eager"], choices=[*VARIANTS], help="of ours")
     parser.add_argument("--grad-checkpointing", action="store_true", help="as --model.grad_checkpointing; ours alone")
     parser.add_argument("--vs", nargs="+", default=["timm", "timm-unfused"], choices=["timm", "timm-unfused", "none"])
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each contender, 2 passes each")
@@ -75,8 +77,8 @@ def measure(
     config = config_of(model, img_size, plain=options.plain)
     batch_size = batch_size or default_batch_size(config, device)
     makers: dict[str, Callable[[], nn.Module]] = {
-        "largebatch" + ", compiled" * (variant == "compiled"): partial(
-            ours, config, device, compiled=variant == "compiled", grad_checkpointing=options.grad_checkpointing
+        VARIANTS[variant]: partial(
+            ours, config, device, variant=variant, grad_checkpointing=options.grad_checkpointing
         )
         for variant in options.variants
     }
@@ -90,7 +92,8 @@ def measure(
     images, ceiling = PASSES * batch_size, measure_ceiling(device, options.precision)
     flops = training_flops(model, img_size)
     executed = training_flops(model, img_size, drop_path_rate=config.model.drop_path_rate)
-    saving = {"largebatch": executed}  # timm masks samples after a layer, and the compiled model does the same
+    # timm masks samples after a layer, and the model that is compiled as a whole does the same
+    saving = {VARIANTS["eager"]: executed, VARIANTS["blocks"]: executed}
     notes = [
         f"{name}: {mfu(images / median(seconds), flops, ceiling, executed=saving.get(name))}"
         for name, seconds in ((result.name, result.seconds) for result in results)
@@ -159,13 +162,16 @@ def box_of(config: TrainConfig) -> Callable[[], MixBox | None]:
 # -- the contenders -------------------------------------------------------------------------------------------------
 
 
-def ours(config: TrainConfig, device: torch.device, *, compiled: bool, grad_checkpointing: bool) -> nn.Module:
+def ours(config: TrainConfig, device: torch.device, *, variant: str, grad_checkpointing: bool) -> nn.Module:
     """Build the zoo's model as training builds it."""
     values = asdict(replace(config.model, grad_checkpointing=grad_checkpointing)) | {"weights": None}
     model = create_model(values.pop("name"), **values)
-    if compiled:
+    choose_attention(model, device)
+    if variant == "compiled":
         compile_passes(model)
-    return choose_attention(model, device)
+    if variant == "blocks":
+        compile_blocks(model)
+    return model
 
 
 def timms(config: TrainConfig) -> nn.Module:

@@ -176,7 +176,7 @@ def measure(
         result.peak_bytes = max(seen[result.name].peak_bytes for seen in ranks)
     images, flops = feed.plan.global_batch_size // comm.size, training_flops(config.model.name, config.model.img_size)
     executed = training_flops(config.model.name, config.model.img_size, drop_path_rate=config.model.drop_path_rate)
-    saving = {} if config.run.compile else {"largebatch": executed}
+    saving = {} if config.run.compile is True else {"largebatch": executed}
     whole = [result for result in results if not result.name.endswith(OFF)]
     notes = [
         f"{name}: {mfu(images / median(seconds), flops, ceiling, executed=saving.get(name))}"

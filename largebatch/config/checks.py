@@ -204,6 +204,7 @@ def _check_parallel(config: TrainConfig) -> None:
         ("run.precision", "fp16", "the ranks of a replica would choose different loss scales; choose bf16 or fp32"),
         ("run.compression", "fp16", "the ranks of a replica would choose different loss scales; choose none"),
         ("run.compile", True, "torch.compile cannot compile the messages inside a model; choose false"),
+        ("run.compile", "blocks", "torch.compile cannot compile the messages inside a model; choose false"),
     ):
         section, name = option.split(".")
         if getattr(getattr(config, section), name) == refused:

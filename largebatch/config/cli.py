@@ -8,7 +8,7 @@ needs the standard library alone; PyYAML reads and writes them.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from largebatch.config import words
 from largebatch.config.checks import check, without_effect
@@ -106,7 +106,7 @@ def pairs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
         texts = [text] if equals else []
         while not equals and given and not given[0].startswith("--") and (several or not texts):
             texts.append(given.pop(0))
-        if not texts and (name == FILE or kind not in (None, bool)):
+        if not texts and (name == FILE or kind is not None and bool not in (kind, *get_args(kind))):
             raise ValueError(f"--{name} stands alone on the command line: expected --{name} and a value.")
         yield name, " ".join(texts) if texts else "true"
 

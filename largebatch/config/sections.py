@@ -161,9 +161,10 @@ class OptimConfig:
     """number added to the divisor; null: 1e-6 for lamb and apex_lamb, 1e-8 for adamw and lars; an error for sgd"""
     clip_norm: float | None = 1.0
     """global norm to which the averaged gradient is clipped; null: no clipping"""
-    impl: Literal["compile", "eager"] | None = None
-    """code of lamb; compile: C++ on CPUs, Triton on GPUs; eager: torch's operations, slower and without a compiler;
-    null: compile, if all ranks can; an error for other optimizers"""
+    impl: Literal["compile", "triton", "eager"] | None = None
+    """code of lamb; compile: C++ on CPUs, torch.compile on GPUs; triton: kernels of this project in three launches, on
+    GPUs, not yet measured; eager: torch's operations, slower and without a compiler; null: compile, if all ranks can;
+    an error for other optimizers"""
     momentum: float | None = None
     """momentum of sgd, lars and muon; null: 0.9, for muon 0.95; an error for the other optimizers"""
     trust_coefficient: float | None = None
@@ -260,9 +261,11 @@ class RunConfig:
     """if the smoothed training loss rises 85 % of the way back to that of a uniform guess (docs/divergence.md); stop:
     end the run; halve: go back to the newest checkpoint from before the rise, and on at half the learning rate, three
     times at most; ignore: warn, and go on"""
-    compile: bool = False
-    """compile the model: 8 % faster after 31 s of compiling (ViT-B/32, micro-batch 64, bf16, 2 CPU cores). Dropout then
-    draws other masks, which still depend on the seed alone; the reduction no longer overlaps with the backward pass"""
+    compile: bool | Literal["blocks"] = False
+    """true: compile the model: 8 % faster after 31 s of compiling (ViT-B/32, micro-batch 64, bf16, 2 CPU cores); the
+    reduction no longer overlaps with the backward pass. blocks: compile each block of a ViT or a VOLO by itself, and
+    equal ones once, so that it still does; not yet measured on GPUs. With both, dropout draws other masks, which still
+    depend on the seed alone"""
     compression: Literal["none", "fp16"] = "none"
     """type in which gradients are sent; fp16 halves the bytes, rounds the reduced gradient by 4e-4 (3 CPU ranks), and
     trains with a loss scale in every precision; a step whose gradients overflow in fp16 is skipped"""

@@ -3,6 +3,8 @@
     factory        builds the optimizer of a run, ours or torch's; clips gradients; sets initial states
     presets        the published readings of LAMB, as parameter groups and options
     lamb           LAMB: formulas, implementations and the optimizer
+    lamb_triton    LAMB on a GPU in three launches
+    fused_check    whether these give the numbers of LAMB's specification on a device
     triton_check   a kernel that shows whether Triton can compile for a GPU here
     lars           LARS
     look_sam       Look-LayerSAM, over any of them
@@ -20,6 +22,7 @@ from largebatch.optim.factory import (
     scale_gradients,
     trust_summary,
 )
+from largebatch.optim.fused_check import why_not_fused
 from largebatch.optim.lamb import Lamb, can_compile
 from largebatch.optim.lars import Lars
 from largebatch.optim.look_sam import LookSam
@@ -42,4 +45,5 @@ __all__ = [
     "param_groups",
     "scale_gradients",
     "trust_summary",
+    "why_not_fused",
 ]

@@ -1,4 +1,4 @@
-"""LAMB for large batches: the formulas, four ways to compute them, and the optimizer.
+"""LAMB for large batches: the formulas, five ways to compute them, and the optimizer.
 
 One step for one parameter tensor x with gradient g (arXiv:1904.00962), at its t-th step:
 
@@ -37,7 +37,7 @@ from largebatch.optim.presets import options_of
 
 logger = logging.getLogger(__name__)
 
-IMPLS = ("auto", "compile", "eager", "plain")
+IMPLS = ("auto", "compile", "triton", "eager", "plain")
 CHUNK = 2**18  # elements per chunk of the eager path: 1 MiB in float32, which stays in cache
 
 NOT_COMPILED = "LAMB could not be compiled here: set --optim.impl eager (in Python, the impl of Lamb)"
@@ -278,7 +278,8 @@ class Lamb(Optimizer):
         adapt: multiply by the trust ratio; if False, the group takes Adam's steps, with decay.
         norm_range: phi clamps the norm of the parameter to this range.
         max_trust_ratio: upper bound of the ratio; 1 gives LAMBC.
-        impl: "compile", "eager", "plain" (the specification), or "auto": compile if a compiler is found.
+        impl: "compile", "triton" (on GPUs, see lamb_triton.py), "eager", "plain" (the specification), or "auto":
+            compile if a compiler is found.
         max_grad_norm: None, because Lamb does not clip; a number raises a ValueError, which names the way to clip.
 
     `trust_ratios` holds each parameter's ratio in the last step, as 0-d tensors, so nobody waits until they are read.
@@ -365,11 +366,17 @@ class Lamb(Optimizer):
         factor, self.clip_factor = self.clip_factor, None
         finite, self.finite = self.finite, None
         ratios: dict[Tensor, Tensor] = {}
+        fused = defaultdict(list)  # by device and dtype, for Triton updates those of all groups at once
         for group in self.param_groups:
-            for (step, *_), params in self._alike(group).items():
+            for (step, *kind), params in self._alike(group).items():
+                if group["impl"] == "triton":
+                    fused[tuple(kind)].append((params, scalars(group, step)))
+                    continue
                 scale = params[0].new_ones(()) if factor is None else factor.to(params[0])
                 tensors = [self._tensors(p) for p in params]
                 ratios |= zip(params, update(group["impl"], tensors, scalars(group, step), scale, finite))
+        for parts in fused.values():
+            ratios |= self._update_fused(parts, factor, finite)
         self.trust_ratios = MappingProxyType(ratios)
         return loss
 
@@ -417,11 +424,25 @@ class Lamb(Optimizer):
                 alike[state["step"], p.device, p.dtype].append(p)
         return alike
 
+    def _update_fused(
+        self, parts: Sequence[tuple[list[Tensor], Scalars]], factor: Tensor | None, finite: Tensor | None
+    ) -> dict[Tensor, Tensor]:
+        """Update the parameters of parts, all of one device and dtype, by `lamb_triton`. Returns their ratios."""
+        from largebatch.optim import lamb_triton  # where Triton is missing, nobody chooses it
+
+        params = [p for some, _ in parts for p in some]
+        scale = params[0].new_ones(()) if factor is None else factor.to(params[0])
+        whole = [([self._whole(p) for p in some], s) for some, s in parts]
+        return dict(zip(params, lamb_triton.lamb_fused_(whole, scale, finite)))
+
     def _tensors(self, p: Tensor) -> Tensors:
+        x, g, m, v = self._whole(p)
+        return _flat(x), _flat(g.contiguous()), _flat(m), _flat(v)
+
+    def _whole(self, p: Tensor) -> Tensors:
         if p.grad is None or p.grad.is_sparse:
             raise ValueError(f"Lamb needs dense gradients, got a sparse one of shape {tuple(p.shape)}")
-        state = self.state[p]
-        return _flat(p), _flat(p.grad.contiguous()), _flat(state["exp_avg"]), _flat(state["exp_avg_sq"])
+        return p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -233,7 +233,7 @@ def step_of(config: TrainConfig, counted: Pass, cluster: Cluster, speed: Speed =
         cluster,
         data_ranks=data_ranks,
         # The core of a CPU that computes also sums.
-        overlaps=cluster.device.kind != "cpu" and parallel.shape().size == 1 and not config.run.compile,
+        overlaps=cluster.device.kind != "cpu" and parallel.shape().size == 1 and config.run.compile is not True,
     )
     if config.optim.sam_rho is not None:  # a second gradient every few steps
         share = 1 + 1 / config.optim.sam_every

@@ -19,7 +19,7 @@ from largebatch.comm import reduction
 from largebatch.data import randaugment, randaugment_ops
 from largebatch.hooks.ema import lerp_
 from largebatch.native.copies import pack, to_device, unpack
-from largebatch.optim import Lamb, build_optimizer, init_state, scale_gradients
+from largebatch.optim import Lamb, build_optimizer, init_state, scale_gradients, why_not_fused
 
 CPU = torch.device("cpu")
 
@@ -59,6 +59,23 @@ def test_a_training_step_waits_once(gpu, run, monkeypatch):
         trainer.fit(max_steps=5)
     assert trainer.state.step == 5 and trainer.state.skipped == 0
     assert all(bool(parameter.isfinite().all()) for parameter in trainer.model.parameters())
+
+
+def test_lamb_in_triton_waits_for_nothing(gpu):
+    """Its numbers: tests/test_fused_lamb.py, on a GPU and in the interpreter."""
+    assert why_not_fused(gpu) == ""
+    params = [nn.Parameter(p.detach().to(gpu)) for p in make_params(torch.float32)]
+    optimizer = Lamb(params, impl="triton", weight_decay=0.1)
+    factor, finite = torch.tensor(0.5, device=gpu), torch.tensor(True, device=gpu)
+    for step in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        with waiting(gpu, "error" if step else "default"):
+            optimizer.param_groups[0]["lr"] = 0.01 * step
+            optimizer.finite = finite
+            scale_gradients(optimizer, factor)
+            optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in params)
 
 
 def test_tensors_of_all_types_arrive(device):

@@ -111,16 +111,22 @@ def test_short_batches_and_evaluation_add_few_graphs_once(comm):
 
 
 def test_gradients_are_reduced_only_after_the_compiled_backward_pass(comm):
-    """Why the log says that the overlap is lost; the eager model reduces meanwhile."""
-    for model in (eager_vit(), compiled_vit(comm)):
+    """Why the log says that the overlap is lost; the eager model reduces meanwhile, and so does one in blocks."""
+    in_blocks = eager_vit()
+    build.compile_model(in_blocks, CPU, comm, blocks=True)
+    found: list[list[torch.Tensor]] = []
+    for model in (eager_vit(), in_blocks, compiled_vit(comm)):
         optimizer = comm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, passes=1)
         handed_over: list[int] = []
-        images = torch.randn(4, 3, 8, 8, requires_grad=True)
+        images = torch.linspace(-1, 1, 4 * 3 * 8 * 8).view(4, 3, 8, 8).requires_grad_()
         images.register_hook(lambda _: handed_over.append(len(optimizer._handles)))  # their gradient is the last one
-        model(images).sum().backward()
+        model(images).square().sum().backward()
         comm.synchronize(optimizer)
+        found.append([parameter.grad for parameter in model.parameters()])
         eager = model._compiled_call_impl is None
         assert (handed_over[0] > 15) if eager else (handed_over[0] == 0)
+    assert graphs() == 2
+    assert all(0 < distance(compiled, found[0]) <= BOUND[torch.float32] for compiled in found[1:])
 
 
 def test_without_a_compiler_on_one_rank_all_stop(comm, monkeypatch):

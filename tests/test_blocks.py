@@ -1,0 +1,123 @@
+"""Blocks that are compiled one by one: the gradients of the plain model, and one graph for equal blocks.
+
+tests/mpi/ranks/test_compile.py compiles them to kernels, and sees that their gradients are reduced meanwhile.
+"""
+
+import copy
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from largebatch import build
+from zoo import blocks, volo
+from zoo.blocks import compile_blocks
+from zoo.vit import VisionTransformer
+
+CLASSES = 7
+BOUND = 1e-12  # of ||difference|| / ||gradient|| in float64
+
+
+@pytest.fixture(autouse=True)
+def forget_graphs():
+    torch._dynamo.reset()
+    counters.clear()
+    blocks.compiled.cache_clear()
+    yield
+    blocks.compiled.cache_clear()
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """The graphs of torch.compile, computed by torch's own operations: a kernel takes seconds to compile."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def tiny_vit(*, depth: int = 6, **rates: float) -> nn.Module:
+    """For images (B, 3, 8, 8)."""
+    torch.manual_seed(0)
+    return VisionTransformer(
+        img_size=8, patch_size=4, embed_dim=16, depth=depth, num_heads=2, num_classes=CLASSES, **rates
+    )
+
+
+def tiny_volo(**rates: float) -> nn.Module:
+    """Two outlookers and three blocks, for images (B, 3, 32, 32)."""
+    torch.manual_seed(0)
+    structure = replace(volo.STRUCTURES["volo_d1"], depths=(2, 1, 1, 1), dims=(16, 32), heads=(1, 2), stem_dim=8)
+    return volo.VOLO(structure, img_size=32, num_classes=CLASSES, **rates)
+
+
+def gradients(model: nn.Module, images: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    if hasattr(model, "forward_train"):
+        token, cells = model.forward_train(images)
+        (token.square().sum() + cells.square().sum()).backward()
+    else:
+        model(images).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def distance(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    return max(float((one - other).norm() / other.norm()) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("make, side, most", [(tiny_vit, 8, 4), (tiny_volo, 32, 7)], ids=["vit", "volo"])
+def test_gradients_with_stochastic_depth_are_those_of_the_plain_model(make, side, most):
+    """Its draws are the same, and every block has a rate of its own. With recomputation, too."""
+    plain, ours = (make(drop_path_rate=0.5).double() for _ in range(2))
+    assert compile_blocks(ours) == {tiny_vit: 6, tiny_volo: 5}[make]
+    images = torch.randn(4, 3, side, side, dtype=torch.float64)
+    expected = gradients(plain, images)
+    assert distance(gradients(ours, images), expected) <= BOUND
+    assert 0 < graphs() <= most
+    ours.set_grad_checkpointing()
+    assert distance(gradients(ours, images), expected) <= BOUND
+    assert graphs() <= most
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(copy.deepcopy(ours).state_dict(), strict=True)
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_twelve_equal_blocks_are_compiled_once():
+    plain, ours = (tiny_vit(depth=12).double() for _ in range(2))
+    assert compile_blocks(ours) == 12
+    images = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    assert distance(gradients(ours, images), gradients(plain, images)) <= BOUND
+    assert graphs() == 1
+    assert torch.equal(copy.deepcopy(ours)(images), plain(images)) and graphs() == 1  # a copy is a plain model
+
+
+def test_a_layer_that_attends_in_cpp_stays_as_it_is():
+    model = tiny_volo()
+    (native,), (other,) = model.network[2], model.network[3]
+    native.attn.native = lambda qkv, scale: qkv
+    compile_blocks(model)
+    assert native.attend is volo.attend and native.feed is not volo.feed
+    assert other.attend is not volo.attend and other.feed is native.feed
+
+
+@pytest.mark.needs_compiler
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_model_without_blocks_runs_as_it_is(caplog, rank):
+    model = nn.Linear(2, 2)
+    build.compile_model(model, torch.device("cpu"), SimpleNamespace(rank=rank, size=2), blocks=True)
+    warning = "--run.compile blocks is not used: only a ViT or a VOLO has blocks that it can compile"
+    assert caplog.messages == [warning] * (rank == 0)
+    assert model._compiled_call_impl is None
+
+
+def test_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(build, "can_compile", lambda device_type: False)
+    with pytest.raises(ValueError, match="--run.compile is blocks, and there is no compiler for cpu"):
+        build.compile_model(tiny_vit(), torch.device("cpu"), SimpleNamespace(rank=0, size=1), blocks=True)

@@ -1,0 +1,282 @@
+"""LAMB's Triton kernels beside `lamb_`, element for element: on a GPU, and without one in Triton's interpreter.
+
+torch for CUDA brings Triton. Elsewhere, `.ci/run` shows how to install it for these tests alone.
+"""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_optim import VARIANTS
+from torch import Tensor, nn
+
+from largebatch.optim import Lamb, fused_check, init_state, lamb, scale_gradients, why_not_fused
+
+triton = pytest.importorskip("triton", reason="there is no Triton; .ci/run installs it for these tests")
+DEVICE = torch.device("cpu" if triton.knobs.runtime.interpret else "cuda")
+if DEVICE.type == "cuda" and not torch.cuda.is_available():
+    pytest.skip("torch does not see the GPU of this host: set TRITON_INTERPRET=1", allow_module_level=True)
+
+from largebatch.optim import lamb_triton  # noqa: E402
+
+CHUNK, BLOCK = 64, 32  # small, because the interpreter takes as long for 32 elements as for 1,024
+SIZES = ((7, 9), (1,), (), (3, 43), (0,), (128,), (0, 5))
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(lamb_triton, "CHUNK", CHUNK)
+    monkeypatch.setattr(lamb_triton, "BLOCK", BLOCK)
+    lamb_triton.chunk_owners.cache_clear()
+    yield
+    lamb_triton.chunk_owners.cache_clear()
+
+
+def parameters(dtype: torch.dtype, sizes=SIZES) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(size, generator=generator).to(DEVICE, dtype)) for size in sizes]
+
+
+def gradients(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for p in params:
+        p.grad = 0.1 * torch.randn(p.shape, generator=generator).to(p)
+
+
+def pair(make, dtype: torch.dtype = torch.float32) -> tuple[list[list[nn.Parameter]], list[Lamb]]:
+    """The same parameters twice, in an optimizer with our kernels and in one with the specification."""
+    params = [parameters(dtype), parameters(dtype)]
+    return params, [make(some, impl) for some, impl in zip(params, ("triton", "plain"))]
+
+
+def states(optimizer: Lamb, params: list[nn.Parameter]) -> list[Tensor]:
+    return [optimizer.state[p][name] for p in params if p in optimizer.state for name in ("exp_avg", "exp_avg_sq")]
+
+
+def the_same_bits(one: Tensor, other: Tensor) -> bool:
+    whole = {4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.detach().reshape(-1).view(whole), other.detach().reshape(-1).view(whole))
+
+
+def assert_alike(params: list[list[nn.Parameter]], optimizers: list[Lamb]) -> None:
+    """Moments have the same bits; a weight differs by roundings, as torch's root on CPUs is not IEEE's in all bits."""
+    for one, other in zip(*(states(optimizer, some) for optimizer, some in zip(optimizers, params)), strict=True):
+        assert the_same_bits(one, other)
+    bound = 2e-15 if params[0][0].dtype == torch.float64 else 1e-6
+    for one, other in zip(*params, strict=True):
+        torch.testing.assert_close(one, other, rtol=bound, atol=bound, equal_nan=True)
+    ratios = [[optimizer.trust_ratios[p] for p in some if p.grad is not None]
+              for optimizer, some in zip(optimizers, params)]  # fmt: skip
+    torch.testing.assert_close(*map(torch.stack, ratios), rtol=bound, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_variant_equals_the_specification_in_three_launches(dtype, monkeypatch):
+    """A group for each variant, with a tensor of odd length; rates, the clip factor and the steps change."""
+    calls, launch = [], lamb_triton.launch
+    monkeypatch.setattr(lamb_triton, "launch", lambda *tensors: calls.append(launch(*tensors)))
+
+    def make(params: list[nn.Parameter], impl: str) -> Lamb:
+        options = [ours for ours, _ in VARIANTS.values()]
+        return Lamb([{"params": [p]} | more for p, more in zip(params, options, strict=True)], impl=impl)
+
+    params, optimizers = pair(make, dtype)
+    for step in range(3):
+        for some, optimizer in zip(params, optimizers):
+            gradients(some, step)
+            for number, group in enumerate(optimizer.param_groups):
+                group["lr"] = 0.01 * (step + 1) * (number + 1)
+            scale_gradients(optimizer, torch.tensor(1 / (step + 1), device=DEVICE))
+            optimizer.step()
+    assert_alike(params, optimizers)
+    assert len(calls) == 3
+
+
+def test_parameters_that_are_frozen_or_join_late():
+    """Each has its own count of steps, and so its own bias correction; frozen ones stay as they are."""
+    params, optimizers = pair(lambda some, impl: Lamb(some, lr=0.1, weight_decay=0.1, impl=impl))
+    for step in range(3):
+        for some, optimizer in zip(params, optimizers):
+            gradients(some, step)
+            for p in some[2 * step + 2 :]:
+                p.grad = None
+            optimizer.step()
+    assert_alike(params, optimizers)
+    assert [optimizers[0].state[p].get("step") for p in params[0]] == [3, 3, 2, 2, 1, 1, None]
+
+
+def test_a_gradient_that_is_not_finite():
+    """Without a flag, it goes where the formulas take it. With one that is False, nothing changes but the count."""
+    params, optimizers = pair(lambda some, impl: Lamb(some, lr=0.1, weight_decay=0.1, impl=impl))
+    for some, optimizer in zip(params, optimizers):
+        init_state(optimizer)
+        for p, value in zip(some, (math.inf, math.nan, -math.inf, 1.0, 1.0, math.nan, 1.0)):
+            p.grad = torch.full_like(p, value)
+        before = [t.detach().clone() for t in (*some, *states(optimizer, some))]
+        optimizer.finite = torch.tensor(False, device=DEVICE)
+        optimizer.step()
+        optimizer.take_back()
+        after = [*some, *states(optimizer, some)]
+        assert all(the_same_bits(old, new) for old, new in zip(before, after, strict=True))
+        optimizer.finite = torch.tensor(True, device=DEVICE)
+        optimizer.step()
+        assert [optimizer.state[p]["step"] for p in some] == [1] * len(some)
+    for one, other in zip(*params):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, equal_nan=True)
+    for p in params[0]:
+        assert bool(p.isfinite().all()) == bool(p.grad.isfinite().all())
+
+
+def test_options_at_their_borders():
+    """eps and weights of zero, no update, bounds of 0 and infinity: 0 / 0 beyond the end of a tensor is no number."""
+    zeros = dict(eps=0.0, weight_decay=0.0)
+    borders = (zeros, dict(norm_range=(0.0, 0.0)), dict(norm_range=(math.inf, math.inf)), dict(betas=(0.0, 0.0)))
+
+    def make(some: list[nn.Parameter], impl: str) -> Lamb:
+        return Lamb([{"params": [p]} | more for p, more in zip(some, borders)], lr=0.1, impl=impl)
+
+    params, optimizers = pair(make)
+    for some, optimizer in zip(params, optimizers):
+        with torch.no_grad():
+            some[1].zero_()
+        gradients(some, 0)
+        some[2].grad.zero_()
+        optimizer.step()
+    assert_alike([some[:4] for some in params], optimizers)
+
+
+def test_a_gradient_with_other_strides_and_no_parameters_at_all():
+    params, optimizers = pair(lambda some, impl: Lamb(some, lr=0.1, impl=impl))
+    for some, optimizer in zip(params, optimizers):
+        optimizer.step()  # no parameter has a gradient
+        some[0].grad = torch.arange(63.0, device=DEVICE).view(9, 7).T
+        some[4].grad = torch.zeros_like(some[4])  # it has no elements
+        optimizer.step()
+    assert_alike(params, optimizers)
+    for some, optimizer in zip(params, optimizers):
+        some[0].grad = None
+        optimizer.step()  # there is no chunk
+        assert float(optimizer.trust_ratios[some[4]]) == 1
+
+
+def test_state_that_does_not_fit_is_refused():
+    """A kernel would write beyond it."""
+    (p, *_) = params = parameters(torch.float32)
+    optimizer = Lamb(params, impl="triton")
+    gradients(params, 0)
+    optimizer.step()
+    optimizer.state[p]["exp_avg"] = torch.zeros(7, 8, device=DEVICE)
+    with pytest.raises(ValueError, match=r"got torch.float32 of shape \(7, 8\) .* expected .* of shape \(7, 9\)"):
+        optimizer.step()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the numbers are in memory of the host: for the interpreter")
+def test_elements_beyond_the_range_of_32_bits(tmp_path):
+    """Their tensors are files of 8 GiB with nothing in them but the last two chunks."""
+    size = 2**31 + 3 * CHUNK + 5
+    four = [torch.from_file(str(tmp_path / name), shared=True, size=size) for name in "xgmv"]
+    ends = [tensor[-CHUNK:] for tensor in four]
+    for k, end in enumerate(ends):
+        end.copy_(torch.linspace(0.5, 1.5, CHUNK) / 10**k)
+    expected = [end.clone() for end in ends]
+    scalars = lamb.scalars(Lamb([torch.zeros(1)], lr=0.1).param_groups[0], 1)
+    # Chunk 0 of these launches is the last but one of the tensor, and chunk 1 the last.
+    table = torch.tensor([*(tensor.data_ptr() for tensor in four), size, 1 - size // CHUNK, 0, 1])
+    numbers = torch.tensor(scalars, dtype=torch.float64)
+    owners, squares, one = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.float64), torch.ones(())
+    options = dict(dtype=lamb_triton.tl.float32, chunk_size=CHUNK, block_size=BLOCK)
+    lamb_triton.moments[(2,)](table, owners, numbers, one, one.to(torch.uint8), squares, **options)
+    lamb_triton.apply[(2,)](table, owners, numbers, one.to(torch.uint8), one, **options)
+    lamb.lamb_(*expected, scalars._replace(adapt=0.0), one)
+    for end, other in zip(ends, expected):
+        torch.testing.assert_close(end, other, rtol=1e-6, atol=0)
+
+
+# -- the trial at the start ----------------------------------------------------------------------------------------
+
+
+def test_the_trial_finds_no_difference():
+    assert fused_check.difference(DEVICE) == ""
+
+
+def first(tensor: Tensor) -> Tensor:
+    return tensor[:1]
+
+
+def after(tensor: Tensor) -> Tensor:
+    """The number behind a tensor, which belongs to nobody."""
+    return torch.as_strided(tensor, (1,), (1,), tensor.storage_offset() + len(tensor))
+
+
+@pytest.mark.parametrize(
+    "place, which, step, found",
+    [(first, 0, 1, "weights of step 1"), (after, 2, 1, "first moments of step 1"),
+     (first, 3, 3, "second moments of step 3"), (None, 0, 1, "trust ratios of step 1")],
+)  # fmt: skip
+def test_the_trial_finds_wrong_numbers(monkeypatch, place, which, step, found):
+    true, steps = lamb_triton.lamb_fused_, []
+
+    def wrong(parts, factor, finite):
+        ratios = true(parts, factor, finite)
+        steps.append(parts)
+        if len(steps) == step and place:
+            place(parts[1][0][0][which]).add_(1e-4)
+        return ratios if place else [ratio + 1e-4 for ratio in ratios]
+
+    monkeypatch.setattr(lamb_triton, "lamb_fused_", wrong)
+    sentence = "gets other numbers from the kernels than from the formulas"
+    assert fused_check.difference(DEVICE) == f"{sentence} ({found})"
+
+
+def test_a_device_that_cannot_run_them(monkeypatch):
+    """On a GPU an error of Triton, its compiler or the driver is a cause like any other."""
+    assert why_not_fused(torch.device("cpu")) == "computes on a device of type cpu, and the kernels are for GPUs"
+    for error, text in ((OSError("no gcc\nat all"), "no gcc"), (MemoryError(), "MemoryError()")):
+        monkeypatch.setattr(fused_check, "difference", failing(error))
+        assert why_not_fused(torch.device("cuda")) == f"cannot run the kernels ({text})"
+
+
+def failing(error: Exception):
+    def fail(device: torch.device) -> str:
+        raise error
+
+    return fail
+
+
+COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from largebatch.optim import lamb_triton
+kinds = dict(table="*i64", owners="*i64", numbers="*fp64", factor="*fp32", finite="*u8", squares="*fp64", ratio="*fp32")
+kinds |= dict(results="*fp32", dtype="constexpr", chunk_size="constexpr", block_size="constexpr")
+values = dict(dtype=triton.language.float32, chunk_size=lamb_triton.CHUNK, block_size=lamb_triton.BLOCK)
+words = "ld.global.v4.b32", "st.global.v4.b32", "fma.", "atom", "ld.local"
+for kernel in (lamb_triton.moments, lamb_triton.ratios, lamb_triton.apply):
+    signature = {name: kinds[name] for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, {name: value for name, value in values.items() if name in signature})
+    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=lamb_triton.EXACT).asm["ptx"]
+    print(kernel.__name__, *(word in text for word in words))
+"""
+
+
+def test_they_compile_for_a_gpu_that_is_not_here(tmp_path):
+    """For an H100: whole chunks in loads and stores of 16 bytes, no fused rounding, no atomics, nothing spilled."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, text=True, capture_output=True, timeout=120)
+    assert done.stdout.splitlines() == [
+        "moments True True False False False", "ratios False False False False False",
+        "apply True True False False False",
+    ], done.stderr  # fmt: skip
+
+
+def test_in_python_they_are_not_for_cpus(monkeypatch):
+    """A run with `--optim.impl triton` on CPUs warns, and takes the default."""
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    with pytest.raises(ValueError, match="impl is triton, and the parameters are on cpu: choose compile, or use a GPU"):
+        Lamb([p], impl="triton").step()
