@@ -15,8 +15,9 @@ precision rich; build: augment batch_norm checkpoint comm config data engine hoo
 schedules start zoo; report: checkpoint config data files hooks zoo; export: config files hooks largebatch zoo; find_lr:
 build comm config engine files hooks; plan: augment build config files parallel precision recipes zoo; validate: build
 comm config data evaluation files precision recipes report start zoo; benchmark: augment build comm config data engine
-files hooks losses native optim parallel plan precision recipes start timm zoo; train: benchmark build checkpoint comm
-config engine files find_lr hooks plan recipes report start
+files hooks losses native optim parallel plan precision recipes start timm zoo; reproduce: benchmark build comm config
+data engine files pack; train: benchmark build checkpoint comm config engine files find_lr hooks plan recipes report
+start
 """
 LIBRARIES = {"horovod", "mpi4py", "nvidia", "rich", "timm"}
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,0 +1,32 @@
+"""The optimizers that are compared, as data: the options of `largebatch.train` that make each, and where to search.
+
+`rate` is the middle of the grid of learning rates, for all batches alike. Momentum, decay rates of the moments and
+weight decay are the usual ones of each optimizer; the learning rate alone is searched. All have the same warm-up, decay
+and clipping.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer with its options. cost: the time of its step, relative to the others', for the estimate."""
+
+    name: str
+    label: str
+    rate: float
+    options: Mapping[str, Any]
+    cost: float = 1.0
+
+
+CONTENDERS = {
+    contender.name: contender
+    for contender in (
+        Contender("sgd", "SGD", 0.25, {"optim.name": "sgd", "optim.weight_decay": 1e-4}),
+        Contender("adamw", "AdamW", 4e-3, {"optim.name": "adamw", "optim.weight_decay": 0.05}),
+        Contender("lars", "LARS", 8.0, {"optim.name": "lars", "optim.weight_decay": 1e-4}),
+        Contender("lamb", "LAMB", 4e-2, {"optim.name": "lamb", "optim.weight_decay": 0.01}),
+    )
+}
