@@ -61,7 +61,7 @@ class BatchNormStatistics:
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        self.modules = batch_norms(model)
+        self.model, self.modules = model, batch_norms(model)
         self.comm = comm
         self.layers: list[_Layer] = []  # empty outside `over_steps`
 
@@ -102,6 +102,20 @@ class BatchNormStatistics:
                 if applied:
                     kept.lerp_(mean, layer.momentum)
             layer.begin_step()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Restore all buffers of the model at the end of the block: passes inside it count for no statistics."""
+        saved = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        passes = [layer.passes for layer in self.layers]
+        try:
+            yield
+        finally:
+            for layer, count in zip(self.layers, passes):
+                layer.passes = count
+            with torch.no_grad():
+                for buffer, before in saved:
+                    buffer.copy_(before)
 
     @torch.no_grad()
     def drop_step(self) -> None:

@@ -349,7 +349,8 @@ def build_augment(config: TrainConfig) -> Augment:
 
 def build_replica(config: TrainConfig, comm: Communicator, device: torch.device, *, passes: int) -> Replica:
     """Build this rank's model, cut if ranks share it, and its optimizer, wrapped; both without a state yet."""
-    impl = lamb_impl(comm, device, config.optim.impl) if config.optim.name == "lamb" else config.optim.impl
+    has_lamb = "lamb" in (config.optim.name, config.optim.rest)
+    impl = lamb_impl(comm, device, config.optim.impl) if has_lamb else config.optim.impl
     weights = find_weights(config.model.weights, comm)[0] if config.model.weights else None
     make_optimizer = partial(build_optimizer, config, impl=impl)
     if divides(config):
@@ -430,7 +431,18 @@ def build_optimizer(config: TrainConfig, model: nn.Module, impl: str | None) -> 
         impl=impl,
         momentum=o.momentum,
         trust_coefficient=o.trust_coefficient,
+        rest=o.rest,
     )
+
+
+def build_sam(config: TrainConfig, optimizer: Optimizer) -> optim.LookSam | None:
+    """Build Look-LayerSAM, if the run has it, with its state in that of the optimizer, which is there already."""
+    o = config.optim
+    if o.sam_rho is None:
+        return None
+    sam = optim.LookSam(rho=o.sam_rho, every=o.sam_every, alpha=o.sam_alpha)
+    sam.begin(optimizer)
+    return sam
 
 
 def divides(config: TrainConfig) -> bool:
@@ -550,6 +562,7 @@ def put_together(
         device=device,
         replica=replica,
         hooks=hooks,
+        sam=build_sam(config, replica.optimizer),
         average=ema.model if ema else None,
         state=TrainState(data=data),
     )

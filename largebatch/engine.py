@@ -23,8 +23,9 @@ from largebatch.augment import Augment, Augmented, seed_for
 from largebatch.comm import Communicator
 from largebatch.data.order import Plan
 from largebatch.evaluation import evaluate
+from largebatch.kept import Kept
 from largebatch.losses import Objective
-from largebatch.optim import clip_gradients
+from largebatch.optim import LookSam, clip_gradients
 from largebatch.precision import autocast
 from largebatch.replica import Replica
 
@@ -89,6 +90,7 @@ class Trainer:
     device: torch.device
     replica: Replica  # attached to this model, optimizer and comm
     hooks: Sequence["Hook"] = ()
+    sam: LookSam | None = None  # its state is that of the optimizer
     average: nn.Module | None = None  # average of the weights, kept by hooks.ema, saved and resumed with the model
     state: TrainState = field(default_factory=TrainState)
     last_step: int = 0  # the step at which `fit` ends
@@ -106,28 +108,54 @@ class Trainer:
         # Losses are sums over samples. Scaled by data_size / images, the mean over ranks of the accumulated gradients
         # is the gradient of the batch mean.
         weight = self.comm.data_size / window_images
+        kept = Kept() if self.sam and self.sam.due(self.optimizer) else None
+        loss_sum, grad_norm = self.compute_gradient(kept.keeping(batches) if kept else batches, weight)
+        norm = self.sharpened(kept, weight, grad_norm) if self.sam else grad_norm  # that of the optimizer's gradient
+        # LAMB multiplies by the clip factor while it reads the gradients.
+        clip_gradients(self.optimizer, norm, self.clip_norm)
+        # The step's only wait for the device: `apply` reads the norm. If it is not finite, the update is skipped.
+        with record_function("optimizer step"):
+            applied = self.comm.apply(self.optimizer, self.scaler, norm)
+        if self.sam:
+            self.sam.complete_step(self.optimizer, refreshed=kept is not None, applied=applied)
+        self.replica.statistics.complete_step(applied=applied)
+        self.model.zero_grad(set_to_none=True)
+        # The schedule moves on even if the weights did not.
+        self.state.advance(window_images, applied=applied)
+        return StepOutput(loss_sum, grad_norm, applied, window_images, self.waited_s)
+
+    def compute_gradient(self, batches: Iterator[Any], weight: float, *, again: bool = False) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of the global batch; return this rank's summed loss × `weight`, and the norm, 0-d."""
         loss_sum = torch.zeros((), device=self.device)  # read only when logged
         # GradScaler creates its scale on first use. In a short last step this rank may have no micro-batch, and
         # without a scale `unscale_` would fail.
         self.scaler.scale(loss_sum)
-        for batch in self.window(batches):
+        for batch in self.window(batches, again=again):
             loss_sum += self.replica.run_pass(batch, weight, self.forward_backward)
         self.replica.complete_gradients()
         with record_function("synchronize"):
             self.comm.synchronize(self.optimizer)
         # From here on all ranks hold the same gradients, so what each decides by them is the same on all.
         self.scaler.unscale_(self.optimizer)
-        grad_norm = self.replica.gradient_norm()
-        # LAMB multiplies by the clip factor while it reads the gradients.
-        clip_gradients(self.optimizer, grad_norm, self.clip_norm)
-        # The step's only wait for the device: `apply` reads the norm. If it is not finite, the update is skipped.
-        with record_function("optimizer step"):
-            applied = self.comm.apply(self.optimizer, self.scaler, grad_norm)
-        self.replica.statistics.complete_step(applied=applied)
-        self.model.zero_grad(set_to_none=True)
-        # The schedule moves on even if the weights did not.
-        self.state.advance(window_images, applied=applied)
-        return StepOutput(loss_sum, grad_norm, applied, window_images, self.waited_s)
+        return loss_sum, self.replica.gradient_norm()
+
+    def sharpened(self, kept: Kept | None, weight: float, grad_norm: Tensor) -> Tensor:
+        """Replace the gradient by that of Look-LayerSAM, and return its norm, 0-d.
+
+        kept: the step's micro-batches, if the gradient at perturbed weights is due; None: a part of the last is reused.
+        """
+        assert self.sam is not None
+        if kept is None:
+            self.sam.reuse(self.optimizer)
+            return self.replica.gradient_norm()
+        if not torch.isfinite(grad_norm):  # the step will be skipped
+            return grad_norm
+        with self.sam.perturbed(self.optimizer), self.replica.statistics.paused():
+            self.model.zero_grad(set_to_none=True)
+            self.scaler.update(self.scaler.get_scale())  # the same scale, but there is another gradient to unscale
+            _, norm = self.compute_gradient(kept.again(), weight, again=True)
+        self.sam.keep(self.optimizer)
+        return norm
 
     def forward_backward(self, batch: Augmented, weight: float) -> Tensor:
         """Add the gradients of a micro-batch's summed loss × `weight` to those there are; return that loss, 0-d."""
@@ -138,12 +166,15 @@ class Trainer:
             self.scaler.scale(loss).backward()  # Horovod starts reducing in the last pass
         return loss.detach()
 
-    def window(self, batches: Iterator[Any]) -> Iterator[Augmented]:
-        """Yield this rank's micro-batches of the coming step, augmented, in the order of their numbers."""
+    def window(self, batches: Iterator[Any], *, again: bool = False) -> Iterator[Augmented]:
+        """Yield this rank's micro-batches of the coming step, augmented, in the order of their numbers.
+
+        again: for the second time in this step, at perturbed weights.
+        """
         mine = self.plan.micro_batches(self.state.step, self.comm.data_rank, self.comm.data_size)
         num_passes = len(self.plan.micro_batches(self.state.step, 0, self.comm.data_size))  # no rank has more
         for number in range(num_passes):
-            self.pass_point(f"step {self.state.step + 1}, pass {number + 1}")
+            self.pass_point(f"step {self.state.step + 1}, pass {number + 1}{' at perturbed weights' * again}")
             if number == len(mine):  # the last pass of a step may have fewer micro-batches than ranks
                 break
             began = time.perf_counter()
@@ -152,7 +183,7 @@ class Trainer:
             self.waited_s += time.perf_counter() - began
             assert (batch.step, batch.number) == (self.state.step, mine[number].number), "the loader left the plan"
             augmented = self.prepare(batch)
-            if number == 0:
+            if number == 0 and not again:
                 self._each("at_first_batch", augmented)
             yield augmented
 
@@ -227,7 +258,7 @@ class Trainer:
             raise LeftEarly
 
     def drop_step(self) -> None:
-        """Forget the passes of a step that is not complete. No rank has begun to reduce gradients."""
+        """Forget the passes of a step that is not complete. No rank has begun to reduce their gradients."""
         self.model.zero_grad(set_to_none=True)
         self.replica.statistics.drop_step()
 

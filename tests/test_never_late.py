@@ -31,7 +31,7 @@ from largebatch.engine import Trainer
 from largebatch.hooks.ema import Ema
 from largebatch.hooks.guards import Guards
 from largebatch.losses import Objective, TokenLabeling, classification
-from largebatch.optim import build_optimizer, init_state, lamb
+from largebatch.optim import LookSam, build_optimizer, init_state, lamb
 from largebatch.parallel.cuts import UNCUT
 from largebatch.parallel.mesh import Axis
 from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
@@ -67,12 +67,15 @@ def trainer_for(
     device: torch.device,
     optimizer_name: str = "lamb",
     taught: bool = False,
+    sam: LookSam | None = None,
 ) -> Trainer:
     """A trainer of a model on a device, with clipping, an average of the weights, and two passes a step."""
     plan = Plan(num_samples=100, global_batch_size=GLOBAL_BATCH, micro_batch_size=8, num_images=1600, seed=0)
     model = model.to(device)
     optimizer: Any = build_optimizer(model, name=optimizer_name, lr=0.01, weight_decay=0.1)
     init_state(optimizer)
+    if sam:
+        sam.begin(optimizer)
     optimizer.skip_synchronize = contextlib.nullcontext
     comm, replica = Alone(), Replica()
     replica.attach(model, optimizer, comm)
@@ -104,14 +107,15 @@ def trainer_for(
         eval_images=10**9,
         device=device,
         replica=replica,
+        sam=sam,
         hooks=(Guards(max_skipped_steps=3), Ema(model, half_life_images=1000)),
     )
 
 
-def vit_with_cutmix(device: torch.device, optimizer_name: str = "lamb") -> Trainer:
+def vit_with_cutmix(device: torch.device, optimizer_name: str = "lamb", sam: LookSam | None = None) -> Trainer:
     model = zoo.create_model("vit_nano32", img_size=SIDE, num_classes=CLASSES, proj_drop_rate=0.1, pos_drop_rate=0.1)
     augment = Augment(CLASSES, mixup_alpha=0.2, cutmix_alpha=1.0, erase_prob=0.5, label_smoothing=0.1)
-    return trainer_for(model, classification, augment, device=device, optimizer_name=optimizer_name)
+    return trainer_for(model, classification, augment, device=device, optimizer_name=optimizer_name, sam=sam)
 
 
 def volo_with_token_labels(device: torch.device, **options: Any) -> Trainer:
@@ -126,6 +130,8 @@ def volo_with_token_labels(device: torch.device, **options: Any) -> Trainer:
 RUNS: dict[str, Callable[[torch.device], Trainer]] = {
     "ViT, LAMB": vit_with_cutmix,
     "ViT, LARS": lambda device: vit_with_cutmix(device, "lars"),
+    "ViT, Muon": lambda device: vit_with_cutmix(device, "muon"),
+    "ViT, Look-LayerSAM": lambda device: vit_with_cutmix(device, sam=LookSam(rho=0.05, every=5, alpha=0.7)),
     "VOLO, MixToken": lambda device: volo_with_token_labels(device, mix_token=True),
     "VOLO, mixup": lambda device: volo_with_token_labels(device, mixup_alpha=0.2),
 }
@@ -142,6 +148,18 @@ def test_a_training_step_does_not_wait_for_the_device(run, monkeypatch):
         trainer.fit(max_steps=3)
     assert trainer.state.step == 3
     assert found.reads == READS
+    assert found.copies <= COPIES
+
+
+def test_a_step_at_moved_weights_waits_once_more(monkeypatch):
+    """It has to know whether the first gradient is finite, before it moves the weights by it."""
+    monkeypatch.setattr(engine, "autocast", lambda device, precision: contextlib.nullcontext())
+    trainer = vit_with_cutmix(META, sam=LookSam(rho=0.05, every=1, alpha=0.7))
+    with Waits():
+        trainer.fit(max_steps=1)
+    with Waits() as found:
+        trainer.fit(max_steps=2)
+    assert found.reads == READS | {"largebatch/engine.py: Trainer.sharpened"}
     assert found.copies <= COPIES
 
 

@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from largebatch.benchmark.measure import Contender, Report, Round, add_device_options, compare, set_up_device
 from largebatch.optim import build_optimizer, clip_gradients, gradient_norm
@@ -26,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--model", default="vit_b32", help="zoo model whose parameters are updated")
     parser.add_argument("--impl", default="auto", help="auto, compile, eager or plain (largebatch.optim.Lamb)")
-    parser.add_argument("--vs", nargs="+", default=["timm", "torch"], choices=["timm", "torch", "apex", "none"])
+    parser.add_argument("--vs", nargs="+", default=["timm", "torch"], choices=[*PEERS, "none"])
     parser.add_argument("--rounds", type=int, default=20, help="measured steps of each contender")
     add_device_options(parser)
 
@@ -56,8 +57,10 @@ def _opened(model: str, device: torch.device, make: Callable[[nn.Module], Round]
 
 def ours(model: nn.Module, *, impl: str) -> Round:
     """largebatch.optim.Lamb with the clip of the engine."""
-    optimizer = build_optimizer(model, lr=LR, weight_decay=WEIGHT_DECAY, impl=impl)
+    return _clipped(build_optimizer(model, lr=LR, weight_decay=WEIGHT_DECAY, impl=impl))
 
+
+def _clipped(optimizer: Optimizer) -> Round:
     def step() -> None:
         clip_gradients(optimizer, gradient_norm(optimizer), CLIP_NORM)
         optimizer.step()
@@ -79,6 +82,11 @@ def adamw(model: nn.Module) -> Round:
     return build_optimizer(model, name="adamw", lr=LR, weight_decay=WEIGHT_DECAY).step
 
 
+def muon(model: nn.Module) -> Round:
+    """torch's Muon for the matrices and its fused AdamW for the rest, with the clip of the engine."""
+    return _clipped(build_optimizer(model, name="muon", lr=LR, weight_decay=WEIGHT_DECAY))
+
+
 def apex_lamb(model: nn.Module) -> Round:
     """NVIDIA apex's FusedLAMB, which clips by itself."""
     try:
@@ -94,5 +102,6 @@ def apex_lamb(model: nn.Module) -> Round:
 PEERS: dict[str, tuple[str, Callable[[nn.Module], Round]]] = {
     "timm": ("timm Lamb", timm_lamb),
     "torch": ("torch AdamW, no clip", adamw),
+    "muon": ("Muon and AdamW", muon),
     "apex": ("apex FusedLAMB", apex_lamb),
 }

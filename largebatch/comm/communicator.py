@@ -336,7 +336,7 @@ class Communicator:
         reduction.measure_gradients(optimizer)
 
     def measure_square(self, optimizer: Optimizer) -> None:
-        """Read each gradient of the coming step before it is sent, for `square_sent`."""
+        """Read each gradient of the coming reduction before it is sent, for `square_sent`."""
         reduction.measure_square(optimizer)
 
     def square_sent(self, optimizer: Optimizer) -> Tensor | None:

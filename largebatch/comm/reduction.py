@@ -138,14 +138,16 @@ def measure_gradients(optimizer: Optimizer) -> None:
 
 
 def measure_square(optimizer: Optimizer) -> None:
-    """Read each gradient of the coming step before it is sent, for `square_sent`."""
+    """Read each gradient of the coming reduction before it is sent, for `square_sent`."""
+    optimizer.square = None  # type: ignore[attr-defined]
     optimizer._compression.measures_norm = True  # type: ignore[attr-defined]
 
 
 def square_sent(optimizer: Optimizer) -> Tensor | None:
-    """Return the squared norm of this rank's own gradient in the last step, 0-d, taken before compression.
+    """Return the squared norm of this rank's own gradient in the reduction that was measured last, 0-d.
 
-    It includes the loss scale. None if nobody asked by `measure_square`, as on one rank.
+    It is taken before compression, and includes the loss scale. None if nobody asked by `measure_square`, as on one
+    rank.
     """
     return getattr(optimizer, "square", None)
 
@@ -241,7 +243,9 @@ def _synchronize(optimizer: Any, watchdog: Watchdog) -> None:
         type(optimizer).synchronize(optimizer)
     watchdog.started()
     optimizer.peak = optimizer._compression.take_peak()
-    optimizer.square = optimizer._compression.take_square()
+    square = optimizer._compression.take_square()
+    if square is not None:  # else a second reduction of the step would hide that of the first
+        optimizer.square = square
 
 
 def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:

@@ -9,7 +9,7 @@ import math
 
 from largebatch.config.durations import NEVER, duration_images, duration_seconds, epoch_seconds, profiled_steps
 from largebatch.config.parallel import ParallelConfig
-from largebatch.config.sections import AugmentConfig, DataConfig, TrainConfig
+from largebatch.config.sections import AugmentConfig, DataConfig, OptimConfig, TrainConfig
 
 
 def without_effect(config: TrainConfig) -> list[str]:
@@ -26,6 +26,13 @@ def without_effect(config: TrainConfig) -> list[str]:
             f"--schedule.prefix is false and --schedule.warmup {schedule.warmup!r}: without a warm-up there is nothing "
             "that it changes, so set --schedule.warmup, or leave it at true."
         )
+    for option in ("sam_every", "sam_alpha"):
+        value = getattr(config.optim, option)
+        if config.optim.sam_rho is None and value != getattr(OptimConfig(), option):
+            found.append(
+                f"--optim.{option} is {value} and --optim.sam_rho null, so there is no Look-LayerSAM: set "
+                "--optim.sam_rho, such as 0.05, or leave it out."
+            )
     if tensor.mode != "1d" and tensor.size == 1:
         found.append(
             f"--parallel.tensor.mode is {tensor.mode} and --parallel.tensor.size 1, so no matrix is cut: set the size "
@@ -58,6 +65,8 @@ def check(config: TrainConfig) -> None:
         ("loss.cls_weight", c.loss.cls_weight, 0),
         ("augment.cutmix_alpha", c.augment.cutmix_alpha, 0),
         ("optim.lr", c.optim.lr, 0),
+        ("optim.sam_every", c.optim.sam_every, 1),
+        ("optim.sam_alpha", c.optim.sam_alpha, 0),
         ("run.max_steps", c.run.max_steps, 0),
         ("run.seed", c.run.seed, 0),
         ("run.max_skipped_steps", c.run.max_skipped_steps, 1),
@@ -101,8 +110,29 @@ def check(config: TrainConfig) -> None:
             "--checkpoint.best is ema_top1, and there are no averaged weights: set --optim.ema_half_life, or take top1."
         )
     _check_tokens(c)
+    _check_sam(c)
     _check_parallel(c)
     _check_timm(c)
+
+
+def _check_sam(config: TrainConfig) -> None:
+    """Check the options of Look-LayerSAM."""
+    rho, parallel = config.optim.sam_rho, config.parallel
+    if rho is None:
+        return
+    if not 0 < rho < math.inf:
+        raise ValueError(f"--optim.sam_rho is {rho}: expected a fraction above 0, such as 0.05, or null.")
+    if config.optim.name == "apex_lamb":
+        raise ValueError(
+            f"--optim.sam_rho is {rho} and --optim.name apex_lamb, which it was never tried with: choose lamb, which "
+            "computes the same."
+        )
+    if parallel.shape().size > 1 or parallel.zero:
+        ways = f"--parallel {parallel.shape()}" if parallel.shape().size > 1 else "--parallel.zero 1"
+        raise ValueError(
+            f"--optim.sam_rho is {rho} and {ways}: Look-LayerSAM needs whole tensors and their state on every rank, so "
+            "leave one of the two out."
+        )
 
 
 def _check_durations(config: TrainConfig) -> None:
@@ -163,7 +193,7 @@ def _check_parallel(config: TrainConfig) -> None:
         )
     if parallel.shape().size == 1:
         return
-    if config.optim.name in ("lars", "apex_lamb"):
+    if config.optim.name in ("lars", "apex_lamb", "muon"):
         raise ValueError(
             f"--optim.name is {config.optim.name}, which needs whole tensors on every rank: with --parallel choose "
             "lamb, adamw or sgd."

@@ -139,16 +139,19 @@ class LossConfig:
 class OptimConfig:
     """The optimizer, and the clipping of the gradient before it."""
 
-    name: Literal["lamb", "adamw", "sgd", "lars", "apex_lamb"] = "lamb"
+    name: Literal["lamb", "adamw", "sgd", "lars", "apex_lamb", "muon"] = "lamb"
     """lamb and lars (this project's), adamw and sgd with Nesterov momentum (torch's), apex_lamb (NVIDIA's, if
-    installed)"""
+    installed), muon (torch's, for the matrices of hidden layers; see optim.rest)"""
+    rest: Literal["adamw", "lamb"] | None = None
+    """optimizer of the tensors that muon leaves: embeddings, biases, norms, convolutions and the classifier; its
+    options hold for them, and optim.lr is on its scale; null: adamw; an error for optimizers other than muon"""
     preset: Literal["paper", "colossal", "nvlamb", "lambc"] | None = None
-    """variant of LAMB (see largebatch.optim.PRESETS); null: paper; an error for optimizers that are not LAMB"""
+    """variant of LAMB (see largebatch.optim.PRESETS); null: paper; an error for optimizers without LAMB"""
     lr: float = 1e-3
     """peak learning rate; with schedule.scaling, that of a global batch of schedule.reference_batch_size"""
     weight_decay: float = 0.01
-    """weight decay: decoupled for adamw, part of the update for lamb, added to the gradient (coupled) for sgd and
-    lars"""
+    """weight decay: decoupled for adamw and muon, part of the update for lamb, added to the gradient (coupled) for sgd
+    and lars"""
     layer_decay: float | None = None
     """factor of the learning rate from a layer to the one below it, for fine-tuning, such as 0.75: the head has the
     whole rate, and the first layers have the lowest; null: all layers have the same"""
@@ -162,10 +165,18 @@ class OptimConfig:
     """code of lamb; compile: C++ on CPUs, Triton on GPUs; eager: torch's operations, slower and without a compiler;
     null: compile, if all ranks can; an error for other optimizers"""
     momentum: float | None = None
-    """momentum of sgd and lars; null: 0.9; an error for the other optimizers"""
+    """momentum of sgd, lars and muon; null: 0.9, for muon 0.95; an error for the other optimizers"""
     trust_coefficient: float | None = None
     """length of a step of lars at learning rate 1, as a fraction of the norm of the weights; null: 1e-3; for lars
     only"""
+    sam_rho: float | None = None
+    """radius of Look-LayerSAM, which trains towards flat minima, such as 0.05: every sam_every steps the gradient is
+    taken where each tensor of weights has moved uphill by this fraction of its norm; null: off"""
+    sam_every: int = 5
+    """steps from one such gradient to the next; each costs as much as a step without its update. A part of it is used
+    again in the steps between; 1: in every step, as SAM does"""
+    sam_alpha: float = 0.7
+    """weight of that part, relative to the gradient"""
     ema_half_life: str = ""
     """half-life of a moving average of the weights, such as "5 epochs"; the average is evaluated and saved beside the
     weights; empty: no average"""

@@ -42,6 +42,19 @@ def to_host(tensor: Tensor) -> Callable[[], Tensor]:
     return read
 
 
+def set_aside(tensor: Tensor) -> Callable[[], Tensor]:
+    """Return a function that gives a tensor back later; until then a GPU has its memory for other things.
+
+    The copies to page-locked memory of the host and back are part of the GPU's queue, and the host waits for neither. A
+    tensor of the host is kept itself, so nobody may change it.
+    """
+    if tensor.device.type != "cuda":
+        return lambda: tensor
+    device, copied = tensor.device, torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copied.copy_(tensor, non_blocking=True)
+    return lambda: copied.to(device, non_blocking=True)
+
+
 def pack(tensors: Sequence[Tensor], *, pinned: bool) -> Tensor:
     """Copy the bytes of tensors of the host into one block, uint8, page-locked if `pinned` is set."""
     *starts, end = _starts(tensors)

@@ -5,6 +5,9 @@
     lamb           LAMB: formulas, implementations and the optimizer
     triton_check   a kernel that shows whether Triton can compile for a GPU here
     lars           LARS
+    look_sam       Look-LayerSAM, over any of them
+    muon           torch's Muon for matrices, with AdamW or LAMB for the rest
+    states         the states of torch's optimizers before their first step
     apex_lamb      NVIDIA's FusedLAMB made safe for Horovod
 """
 
@@ -19,12 +22,16 @@ from largebatch.optim.factory import (
 )
 from largebatch.optim.lamb import Lamb, can_compile
 from largebatch.optim.lars import Lars
+from largebatch.optim.look_sam import LookSam
+from largebatch.optim.muon import Muon
 from largebatch.optim.presets import PRESETS, Preset, param_groups
 
 __all__ = [
     "PRESETS",
     "Lamb",
     "Lars",
+    "LookSam",
+    "Muon",
     "Preset",
     "adapted_ratios",
     "build_optimizer",

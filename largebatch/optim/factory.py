@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 from largebatch.optim.apex_lamb import apex_lamb
 from largebatch.optim.lamb import Lamb
 from largebatch.optim.lars import Lars
+from largebatch.optim.muon import SCALES, Muon, divided, hidden_matrices
 from largebatch.optim.presets import PRESETS, options_of, param_groups
+from largebatch.optim.states import adam_state, momentum_state
 
 
 def gradient_norm(optimizer: Optimizer) -> Tensor:
@@ -82,22 +84,9 @@ def init_state(optimizer: Optimizer) -> None:
             if init_param is not None:
                 init_param(p)
             elif isinstance(optimizer, torch.optim.Adam):
-                optimizer.state[p].update(_adam_state(p, group))
+                optimizer.state[p].update(adam_state(p, group))
             elif group["momentum"]:
-                optimizer.state[p]["momentum_buffer"] = _momentum_state(p, group)
-
-
-def _adam_state(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-    on_device = group["capturable"] or group["fused"]  # otherwise torch keeps the step counter on the host
-    state = {"step": torch.zeros((), device=p.device if on_device else "cpu")}
-    names = ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
-    return state | {name: torch.zeros_like(p) for name in names}
-
-
-def _momentum_state(p: Tensor, group: Mapping[str, Any]) -> Tensor:
-    if group["dampening"]:  # torch does not dampen the first gradient, which no initial buffer can express
-        raise ValueError(f"SGD with dampening={group['dampening']} has no initial state; set dampening to 0")
-    return torch.zeros_like(p)
+                optimizer.state[p]["momentum_buffer"] = momentum_state(p, group)
 
 
 # The optimizers, with the options that not every one of them has.
@@ -107,6 +96,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"betas": (0.9, 0.999), "eps": 1e-8},
     "sgd": {"momentum": 0.9},
     "lars": {"momentum": 0.9, "eps": 1e-8, "trust_coefficient": 1e-3},
+    "muon": {"momentum": 0.95, "rest": "adamw"},  # and those of the rest's optimizer
 }
 
 
@@ -123,16 +113,18 @@ def build_optimizer(
     impl: str | None = None,
     momentum: float | None = None,
     trust_coefficient: float | None = None,
+    rest: str | None = None,
 ) -> Optimizer:
     """Build the optimizer of a run.
 
     Args:
         model: the owner of the parameters; frozen ones are included, see `param_groups`.
-        name: "lamb"; torch's "adamw" or "sgd" (Nesterov), fused; "lars"; "apex_lamb" (NVIDIA's, on GPUs).
-        weight_decay: decoupled for adamw, added to the gradient for sgd and lars, in the update for LAMB.
+        name: "lamb"; torch's "adamw" or "sgd" (Nesterov), fused; "lars"; "apex_lamb" (NVIDIA's, on GPUs); "muon".
+        weight_decay: decoupled for adamw and muon, added to the gradient for sgd and lars, in the update for LAMB.
         layer_decay: factor of the learning rate from a layer to the one below it; None: all have the same. Each group
             has its factor as `lr_scale`, and starts with lr × lr_scale.
         betas, eps, preset, impl, momentum, trust_coefficient: see `DEFAULTS`, `PRESETS`, `Lamb` and `Lars`.
+        rest: "adamw" or "lamb", for the tensors that muon leaves; they take its options.
 
     Raises:
         ValueError: an unknown name, a value out of range, or an option that the optimizer would not use.
@@ -141,17 +133,31 @@ def build_optimizer(
         raise ValueError(f"unknown optimizer {name!r}; choose one of {', '.join(DEFAULTS)}")
     decays = {"weight_decay": weight_decay, "layer_decay": layer_decay}
     options: dict[str, Any] = dict(preset=preset, betas=betas, eps=eps, impl=impl)
-    options |= dict(momentum=momentum, trust_coefficient=trust_coefficient)
+    options |= dict(momentum=momentum, trust_coefficient=trust_coefficient, rest=rest)
     given = {option: value for option, value in options.items() if value is not None}
-    _refuse_unused(name, given)
-    chosen = {"lr": lr} | DEFAULTS[name] | given
+    defaults = _defaults(name, rest)
+    _refuse_unused(name, given, defaults)
+    chosen = {"lr": lr} | defaults | given
     optimizer = _build(model, name, decays, chosen)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
     return optimizer
 
 
+def _defaults(name: str, rest: str | None) -> dict[str, Any]:
+    """Return the options that an optimizer has; ValueError for a `rest` that cannot be."""
+    own = DEFAULTS[name]
+    if "rest" not in own:
+        return own
+    rest = rest or own["rest"]
+    if rest not in SCALES:
+        raise ValueError(f"rest must be one of {', '.join(SCALES)}, got {rest!r}")
+    return DEFAULTS[rest] | own | {"rest": rest}
+
+
 def _build(model: nn.Module, name: str, decays: dict[str, Any], chosen: dict[str, Any]) -> Optimizer:
+    if "rest" in chosen:
+        return _build_muon(model, decays, chosen)
     if "preset" in chosen:
         return _build_lamb(model, name, decays, chosen)
     if not 0 <= chosen.get("momentum", 0) < 1:
@@ -164,11 +170,23 @@ def _build(model: nn.Module, name: str, decays: dict[str, Any], chosen: dict[str
     return torch.optim.AdamW(groups, **chosen, fused=True)
 
 
-def _refuse_unused(name: str, given: Mapping[str, Any]) -> None:
+def _refuse_unused(name: str, given: Mapping[str, Any], used: Mapping[str, Any]) -> None:
     for option, value in given.items():
-        if option not in DEFAULTS[name]:
+        if option not in used:
             users = ", ".join(other for other in DEFAULTS if option in DEFAULTS[other])
-            raise ValueError(f"{option}={value!r} has no effect on {name}; remove it or choose one of {users}")
+            subject = f"{name} with {used['rest']} for the rest" if "rest" in used else name
+            raise ValueError(f"{option}={value!r} has no effect on {subject}; remove it or choose one of {users}")
+
+
+def _build_muon(model: nn.Module, decays: dict[str, Any], options: dict[str, Any]) -> Optimizer:
+    rest, momentum, lr = (options.pop(option) for option in ("rest", "momentum", "lr"))
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be a number in [0, 1), got {momentum}")
+    if rest == "lamb":
+        groups, chosen = options_of(options.pop("preset"), model, **decays)
+    else:
+        groups, chosen = param_groups(model, **decays), {"fused": True}
+    return Muon(divided(groups, hidden_matrices(model), momentum=momentum, rest=rest, options=options | chosen), lr)
 
 
 def _build_lamb(model: nn.Module, name: str, decays: dict[str, Any], options: dict[str, Any]) -> Optimizer:

@@ -9,7 +9,7 @@ from largebatch.plan import constants
 from largebatch.plan.constants import Device
 from largebatch.plan.trace import Pass
 
-MOMENTS = {"lamb": 2, "apex_lamb": 2, "adamw": 2, "sgd": 1, "lars": 1}
+MOMENTS = {"lamb": 2, "apex_lamb": 2, "adamw": 2, "sgd": 1, "lars": 1, "muon": 1}
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def of_rank(config: TrainConfig, counted: Pass, device: Device, *, ranks: int, m
     scale = (micro_batch_size or counted.images) / counted.images
     parameters = counted.weights * share.weights
     data_ranks = config.parallel.shape().data_size(ranks)
-    moments = MOMENTS[config.optim.name] * parameters
+    moments = moments_of(config) * parameters
     if config.parallel.zero:
         moments = 0.0 if config.parallel.offload else moments / data_ranks
     casts, on_gpu = counted.casts * share.weights, device.kind == "cuda"
@@ -90,8 +90,15 @@ def of_rank(config: TrainConfig, counted: Pass, device: Device, *, ranks: int, m
         communication=exchanges * (fusion_bytes + on_gpu * constants.NCCL_BYTES.value),
         runtime=on_gpu * (constants.CONTEXT_BYTES.value + constants.LOADER_BYTES.value),
     )
+    if config.optim.sam_rho is not None:  # a copy of the weights while they are moved
+        parts = replace(parts, workspace=parts.workspace + parameters)
     gaps = constants.RESERVE.value * (parts.total - parts.communication - parts.runtime)
     return replace(parts, runtime=parts.runtime + gaps)
+
+
+def moments_of(config: TrainConfig) -> int:
+    """Return the tensors that the optimizer keeps for each parameter; Look-LayerSAM keeps a direction."""
+    return MOMENTS[config.optim.name] + (config.optim.sam_rho is not None)
 
 
 def largest_micro_batch(config: TrainConfig, counted: Pass, device: Device, *, ranks: int) -> int:
@@ -103,7 +110,7 @@ def largest_micro_batch(config: TrainConfig, counted: Pass, device: Device, *, r
 
 def checkpoint_bytes(config: TrainConfig, counted: Pass) -> float:
     """Return the bytes of a checkpoint: weights, moments, and the average if there is one."""
-    copies = 1 + MOMENTS[config.optim.name] + bool(config.optim.ema_half_life)
+    copies = 1 + moments_of(config) + bool(config.optim.ema_half_life)
     return counted.weights * copies + counted.buffers
 
 

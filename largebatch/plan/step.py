@@ -234,6 +234,9 @@ def step_of(config: TrainConfig, counted: Pass, cluster: Cluster, speed: Speed =
         data_ranks=data_ranks,
         overlaps=parallel.shape().size == 1 and not config.run.compile,
     )
+    if config.optim.sam_rho is not None:  # a second gradient every few steps
+        share = 1 + 1 / config.optim.sam_every
+        compute, exposed = compute * share, exposed * share
     optimizer = optimizer_seconds(counted, config, cluster)
     decoded = config.data.micro_batch_size * passes / (cluster.cores_per_rank * constants.DECODED_PER_CORE.value)
     return Step(compute, exposed, optimizer, max(0.0, decoded - compute - exposed - optimizer))

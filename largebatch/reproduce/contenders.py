@@ -28,5 +28,13 @@ CONTENDERS = {
         Contender("adamw", "AdamW", 4e-3, {"optim.name": "adamw", "optim.weight_decay": 0.05}),
         Contender("lars", "LARS", 8.0, {"optim.name": "lars", "optim.weight_decay": 1e-4}),
         Contender("lamb", "LAMB", 4e-2, {"optim.name": "lamb", "optim.weight_decay": 0.01}),
+        Contender(
+            "lamb_look_sam",
+            "LAMB with Look-LayerSAM",
+            4e-2,
+            {"optim.name": "lamb", "optim.weight_decay": 0.01, "optim.sam_rho": 0.05},
+            cost=1.3,
+        ),
+        Contender("muon", "Muon", 4e-3, {"optim.name": "muon", "optim.weight_decay": 0.05}, cost=1.2),
     )
 }

@@ -38,6 +38,7 @@ WORLDS = {
     "test_freezing": [ONE, GLOO, THREE],
     "test_gradients": [ONE, GLOO, THREE, FOUR],
     "test_levers": [ONE, GLOO, THREE],
+    "test_look_sam": [ONE, THREE],
     "test_noise_scale": [ONE, THREE, FOUR],
     "test_origin": [ONE, THREE],
     "test_recompute": [TWO, THREE],

@@ -11,7 +11,7 @@ from largebatch.data.order import MicroBatch, Plan
 from largebatch.data.stream import Batch
 from largebatch.engine import Trainer
 from largebatch.losses import classification
-from largebatch.optim import build_optimizer, init_state
+from largebatch.optim import LookSam, build_optimizer, init_state
 from largebatch.replica import Replica
 from zoo.vit import VisionTransformer
 
@@ -90,12 +90,15 @@ def small_trainer(
     lr: float = 0.01,
     clip_norm: float | None = 1.0,
     compression: str = "none",
+    sam: LookSam | None = None,
 ) -> Trainer:
     model = (model or small_model()).to(dtype)
     impl = "eager" if optimizer_name == "lamb" else None
     plain = build_optimizer(model, name=optimizer_name, lr=lr, weight_decay=0.1, impl=impl)
     optimizer = comm.wrap(plain, model, passes=passes, compression=compression)
     init_state(optimizer)
+    if sam:
+        sam.begin(optimizer)
     replica = Replica()
     replica.attach(model, optimizer, comm)
 
@@ -122,6 +125,7 @@ def small_trainer(
         eval_images=10**9,
         device=torch.device("cpu"),
         replica=replica,
+        sam=sam,
     )
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from parts import CLASSES, batch_of, images, seen_by_optimizer, serial_run, small_model, small_trainer
+from parts import CLASSES, batch_of, images, seen_by_optimizer, serial_run, small_model, small_trainer, tiny_vit
 from torch import Tensor, nn
 
 from largebatch.augment import Augment, Augmented, seed_for
@@ -49,13 +49,15 @@ def test_equal_to_one_big_batch(comm, passes, left_over, dtype):
     assert abs(norm - whole) <= BOUND[dtype] * whole  # logged and clipped: the reduced gradient's norm
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lars"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lars", "muon"])
 def test_every_optimizer_moves_as_on_one_big_batch(comm, name):
     """Three steps of two passes; then rank 0's state is given to ranks that have lost theirs, and the fourth step."""
     batch_size = comm.size * 2 * MICRO
     plan = Plan(num_samples=37, global_batch_size=batch_size, micro_batch_size=MICRO, num_images=4 * batch_size, seed=1)
-    trainer = small_trainer(comm, plan, passes=2, dtype=torch.float64, optimizer_name=name, clip_norm=0.1)
-    batches, model = trainer.open_batches(0), small_model().double()
+    own, model = ((tiny_vit(depth=1) if name == "muon" else small_model()).double() for _ in range(2))
+    options = {"optimizer_name": name, "clip_norm": 0.1, "dtype": torch.float64}
+    trainer = small_trainer(comm, plan, passes=2, model=own, **options)
+    batches = trainer.open_batches(0)
     optimizer = build_optimizer(model, name=name, lr=0.01, weight_decay=0.1)
     for step in range(4):
         if step == 3:
@@ -63,7 +65,7 @@ def test_every_optimizer_moves_as_on_one_big_batch(comm, name):
                 for state in trainer.optimizer.state.values():
                     for key, value in state.items():
                         state[key] = torch.full_like(value, 7.0)
-                nn.init.ones_(trainer.model[0].weight)
+                nn.init.ones_(next(trainer.model.parameters()))
                 trainer.optimizer.param_groups[0]["weight_decay"] = 5.0
             comm.broadcast_state(trainer.model, trainer.optimizer)
         trainer.train_step(batches)

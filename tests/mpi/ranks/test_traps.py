@@ -3,12 +3,14 @@
 import copy
 import math
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import horovod.torch as hvd
 import pytest
 import torch
-from parts import plan_for, replicas_agree, serial_run, small_model, small_trainer
+from parts import plan_for, replicas_agree, serial_run, small_model, small_trainer, tiny_vit
+from torch import nn
 
 from largebatch import checkpoint
 from largebatch.benchmark.unreduced import Unreduced
@@ -17,7 +19,7 @@ from largebatch.config import RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
 from largebatch.engine import Hook
 from largebatch.hooks.ema import Ema
-from largebatch.optim import PRESETS, Lamb, Lars, build_optimizer, init_state
+from largebatch.optim import PRESETS, Lamb, Lars, Muon, build_optimizer, init_state
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
@@ -34,7 +36,26 @@ def test_wrapping_keeps_every_option(comm, preset):
     assert isinstance(wrapped, Lamb)
 
 
-@pytest.mark.parametrize("kind", [Lamb, Lars, torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
+@pytest.mark.parametrize("rest", ["adamw", "lamb"])
+def test_wrapping_keeps_every_option_of_muon_and_of_the_rest(comm, rest):
+    model = tiny_vit(depth=1)
+    options = {"preset": "nvlamb", "impl": "eager"} if rest == "lamb" else {}
+    options |= dict(betas=(0.8, 0.9), momentum=0.7)
+    plain = build_optimizer(model, name="muon", rest=rest, lr=0.1, weight_decay=0.3, **options)
+    before = [{key: copy.copy(value) for key, value in g.items() if key != "params"} for g in plain.param_groups]
+    wrapped = comm.wrap(plain, model, passes=2)
+    assert [{key: value for key, value in g.items() if key != "params"} for g in wrapped.param_groups] == before
+    assert isinstance(wrapped, Muon)
+
+
+def muon(parameters: Iterator[nn.Parameter], *, lr: float, weight_decay: float) -> Muon:
+    """Both kinds, for a model whose only matrix is its classifier."""
+    params, common = list(parameters), dict(lr=lr, weight_decay=weight_decay)
+    matrices, rest = ([p for p in params if (p.ndim == 2) == wanted] for wanted in (True, False))
+    return Muon([{"params": matrices, "kind": "muon", **common}, {"params": rest, "kind": "adamw", **common}])
+
+
+@pytest.mark.parametrize("kind", [muon, Lamb, Lars, torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
 def test_broadcast_moves_nothing(comm, kind):
     """Resumed on rank 0 alone: everybody ends with rank 0's bits, and no step is taken anywhere."""
     model = small_model(seed=comm.rank)

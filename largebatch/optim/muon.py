@@ -1,0 +1,145 @@
+"""Muon for the matrices of hidden linear layers, and AdamW or LAMB for all other tensors: one optimizer of several.
+
+One step for a matrix x (rows, columns) with gradient g, as torch.optim.Muon computes it, with the constants of
+https://kellerjordan.github.io/posts/muon:
+
+    m = momentum m + (1 - momentum) g
+    u = momentum m + (1 - momentum) g                               Nesterov
+    o = u / |u|                                                     transposed if there are more rows than columns
+    o = 3.4445 o + (-4.7750 a + 2.0315 a a) o   with a = o o'       five times, in bfloat16
+    x = x - lr weight_decay x - lr scale o
+
+This iteration of Newton and Schulz brings all singular values of o near 1. It is a function of the gradient, which is
+the same on all ranks, so each rank computes the same bits by itself, and nothing is sent.
+
+scale depends on the optimizer of the other tensors, so that one learning rate serves both:
+
+    AdamW     0.2 sqrt(max(rows, columns))    the update of an element is as large as AdamW's (arXiv:2502.16982)
+    LAMB      sqrt(max(1, rows / columns))    that of the page above; lr is a step relative to weights of a usual norm
+
+Embeddings, biases, norms, convolutions and the classifier are other tensors, as published. A matrix that holds several
+(the query, key and value of an attention) is updated as one.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from largebatch.optim.lamb import Lamb
+from largebatch.optim.states import adam_state
+
+KINDS: dict[str, Callable[..., Optimizer]] = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW, "lamb": Lamb}
+SCALES = {"adamw": "match_rms_adamw", "lamb": "original"}  # torch's names, by the optimizer of the other tensors
+
+
+class Muon(Optimizer):
+    """Several optimizers as one. The option `kind` of a group names the one that steps it: muon, adamw or lamb.
+
+    The other options of a group are those of that optimizer, which also says what it takes. So all of them are in the
+    groups, from which Horovod's DistributedOptimizer is built; and the state is that of the optimizers.
+    """
+
+    _parts: dict[str, Optimizer] | None = None  # a class default: copies skip the constructor
+
+    def __init__(self, params: Iterable[dict[str, Any]], lr: float = 1e-3) -> None:
+        super().__init__(params, dict(lr=lr))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        kind = param_group.get("kind")
+        if kind not in KINDS:
+            raise ValueError(f"the kind of a group of Muon must be one of {', '.join(KINDS)}, got {kind!r}")
+        (whole,) = KINDS[kind]([self.defaults | param_group]).param_groups  # with its defaults, and checked
+        param_group.update(whole)
+        super().add_param_group(param_group)
+
+    def _part(self, kind: str) -> Optimizer:
+        """Return the optimizer of one kind; it works on the groups and on the state of this one."""
+        groups = [group for group in self.param_groups if group["kind"] == kind]
+        if self._parts is None:
+            self._parts = {}
+        if kind not in self._parts:
+            self._parts[kind] = KINDS[kind]([dict(group) for group in groups])
+        part = self._parts[kind]
+        part.param_groups, part.state = groups, self.state
+        return part
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns what the closure returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for kind in dict.fromkeys(group["kind"] for group in self.param_groups):
+            self._part(kind).step()
+        return loss
+
+    @property
+    def trust_ratios(self) -> Mapping[Tensor, Tensor]:
+        """The ratios of LAMB's parameters in the last step."""
+        ratios: Mapping[Tensor, Tensor] = getattr((self._parts or {}).get("lamb"), "trust_ratios", MappingProxyType({}))
+        return ratios
+
+    def init_param(self, p: Tensor) -> dict[str, Any]:
+        """Return the state of one parameter; if it has none, first set it to zeros."""
+        group = next(group for group in self.param_groups if any(p is other for other in group["params"]))
+        state: dict[str, Any] = self.state[p]
+        if not state and group["kind"] == "muon":
+            state["momentum_buffer"] = torch.zeros_like(p)
+        elif not state and group["kind"] == "adamw":
+            state.update(adam_state(p, group))
+        elif not state:
+            cast(Lamb, self._part("lamb")).init_param(p)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's; before the first step with moments of zero, for the reason of `Lamb.state_dict`."""
+        if not self.state:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.requires_grad:
+                        self.init_param(p)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as torch does, but keep LAMB's impl: the state may come from another machine."""
+        impls = [group.get("impl") for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, impl in zip(self.param_groups, impls):
+            if group["kind"] == "lamb":
+                group["impl"] = impl
+
+
+def hidden_matrices(model: nn.Module) -> set[Tensor]:
+    """Return the weights of the linear layers that are not the classifier; ValueError if there are none.
+
+    The classifier is what timm's `default_cfg` names so; in a model without one it is the last linear layer.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    named = getattr(model, "default_cfg", {}).get("classifier") or list(layers)[-1:]
+    classifiers = {named} if isinstance(named, str) else set(named)
+    found = {layer.weight for name, layer in layers.items() if name not in classifiers}
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no linear layer below its classifier, so muon has no matrix")
+    return found
+
+
+def divided(
+    groups: list[dict[str, Any]], matrices: set[Tensor], *, momentum: float, rest: str, options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Divide groups of parameters among Muon, with `momentum`, and the optimizer `rest`, with `options`."""
+    found = []
+    for group in groups:
+        inside = [p for p in group["params"] if p in matrices]
+        others = [p for p in group["params"] if p not in matrices]
+        if inside:
+            own = {key: value for key, value in group.items() if key != "adapt"}  # LAMB's option
+            own |= {"kind": "muon", "momentum": momentum, "adjust_lr_fn": SCALES[rest]}
+            found.append(own | {"params": inside})
+        if others:
+            found.append({"kind": rest, **options, **group, "params": others})
+    return found
