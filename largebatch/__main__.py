@@ -26,6 +26,7 @@ PROGRAMS = {
     "pack": "write images, ImageNet's tars or CIFAR-10 into TFRecord shards, and check shards",
     "doctor": "check that this installation and these hosts can train",
     "benchmark": "measure our speed beside timm's and torch's",
+    "reproduce": "compare optimizers at larger and larger batches, each tuned alike",
     "plan": "predict memory, hours and cost of a run on a cluster",
 }
 PACKAGES = ("torch", "timm", "horovod", "mpi4py", "nvidia-dali-cuda120", "nvidia-dali-cuda130")

@@ -16,7 +16,8 @@ optim parallel replica schedules start zoo; report: checkpoint config data files
 largebatch zoo; find_lr: build comm config engine files hooks; plan: augment build config engine files parallel
 precision recipes zoo; validate: build comm config data evaluation files precision recipes report start zoo; benchmark:
 augment build comm config data engine files hooks losses native optim parallel plan precision recipes start timm zoo;
-train: benchmark build checkpoint comm config engine files find_lr hooks plan recipes report start
+train: benchmark build checkpoint comm config engine files find_lr hooks plan recipes report start; reproduce: benchmark
+build comm config data engine files pack
 """
 LIBRARIES = {"horovod", "mpi4py", "nvidia", "rich", "timm"}
 ROOT = Path(__file__).resolve().parent.parent

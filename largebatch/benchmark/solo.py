@@ -26,6 +26,7 @@ class Solo(Communicator):
         self.size = self.data_size = self.model_size = self.local_size = 1
         self.stall_limit_s = 0.0
         self._watchdog = Watchdog(0, 0, lambda mark: None)
+        self._closing = []
         self.cores = cores_of_process()
         self.num_cores = share_of_cores(self.cores, [self.cores])
         if "OMP_NUM_THREADS" not in os.environ:

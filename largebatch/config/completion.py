@@ -12,6 +12,7 @@ WORDS = {
     "pack": "check token-labels",
     "report": "diff",
     "benchmark": "optimizer loader model step parallel scaling",
+    "reproduce": "digits cifar10 --quick --data --optimizers --batches --epochs --rates --seeds --processes --output",
     "plan": "validate --gpus --gpu --gpus-per-host --network --calibrate --search --json --picture --timeline",
     "doctor": "--device --hosts --data --print --limit-s",
 }

@@ -1,0 +1,44 @@
+"""The optimizers that are compared, as data: the options of `largebatch.train` that make each, and where to search.
+
+`rate` is the middle of the grid of learning rates, for all batches alike. Momentum, decay rates of the moments and
+weight decay are the usual ones of each optimizer; the learning rate alone is searched. All have the same warm-up, decay
+and clipping.
+
+Look-LayerSAM has no usual values here: with rho 0.05, or with alpha 0.3 or more, LAMB did not leave chance at a batch
+of 512 in single runs of 15 epochs. Of the pairs that were tried so, this one did best among those that reuse a
+gradient; no other contender had such extra runs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer with its options. cost: the time of its step, relative to the others', for the estimate."""
+
+    name: str
+    label: str
+    rate: float
+    options: Mapping[str, Any]
+    cost: float = 1.0
+
+
+CONTENDERS = {
+    contender.name: contender
+    for contender in (
+        Contender("sgd", "SGD", 0.25, {"optim.name": "sgd", "optim.weight_decay": 1e-4}),
+        Contender("adamw", "AdamW", 4e-3, {"optim.name": "adamw", "optim.weight_decay": 0.05}),
+        Contender("lars", "LARS", 8.0, {"optim.name": "lars", "optim.weight_decay": 1e-4}),
+        Contender("lamb", "LAMB", 4e-2, {"optim.name": "lamb", "optim.weight_decay": 0.01}),
+        Contender(
+            "lamb_look_sam",
+            "LAMB with Look-LayerSAM",
+            4e-2,
+            {"optim.name": "lamb", "optim.weight_decay": 0.01, "optim.sam_rho": 0.005, "optim.sam_alpha": 0.1},
+            cost=1.3,
+        ),
+        Contender("muon", "Muon", 4e-3, {"optim.name": "muon", "optim.weight_decay": 0.05}, cost=1.2),
+    )
+}

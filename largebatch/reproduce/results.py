@@ -1,0 +1,116 @@
+"""A file for each finished trial, and the trials that come next: a killed experiment goes on where it was.
+
+    FOLDER/trials/NAME.yaml    the config, for `largebatch.train --config`
+    FOLDER/trials/NAME.json    the result; it is written last, and whole, so a trial that has it is finished
+
+The trials that can start depend on the finished ones alone, so an experiment that was killed makes the same ones.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from largebatch.config import differences, dump, load
+from largebatch.files import atomic_file
+from largebatch.reproduce.contenders import CONTENDERS
+from largebatch.reproduce.experiment import SEARCH_SEED, Experiment, Trial
+from largebatch.reproduce.search import Score, best_rate, next_rates
+
+
+@dataclass(frozen=True)
+class Result:
+    """The evaluations of a trial, in order: steps done, top-1 in percent, losses. seconds: the time that it took."""
+
+    steps: list[int]
+    accuracies: list[float]
+    losses: list[float]
+    train_losses: list[float]
+    diverged: bool
+    seconds: float
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, float]], *, diverged: bool, seconds: float) -> "Result":
+        """Return the result with these rows of numbers, one for each evaluation."""
+        found = [*rows]
+        return cls(
+            steps=[int(row["step"]) for row in found],
+            accuracies=[row["top1"] for row in found],
+            losses=[row["loss"] for row in found],
+            train_losses=[row["train_loss"] for row in found],
+            diverged=diverged,
+            seconds=seconds,
+        )
+
+    @property
+    def accuracy(self) -> float:
+        """The accuracy after the last step; 0 if the trial diverged."""
+        return 0.0 if self.diverged else self.accuracies[-1]
+
+    @property
+    def score(self) -> Score:
+        """The higher, the better: the accuracy after the last step, and of equal ones the lower loss."""
+        return (0.0, float("-inf")) if self.diverged else (self.accuracies[-1], -self.losses[-1])
+
+    def steps_to(self, target: float) -> int | None:
+        """Return the steps until the first evaluation with this accuracy; None if there is none."""
+        return next((step for step, top1 in zip(self.steps, self.accuracies) if top1 >= target), None)
+
+
+Results = dict[Trial, Result]
+
+
+class Journal:
+    """The finished trials of an experiment, in its folder."""
+
+    def __init__(self, folder: Path, experiment: Experiment) -> None:
+        self.folder, self.experiment = folder / "trials", experiment
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.results: Results = {}
+
+    def read(self) -> None:
+        """Read the trials of this experiment that are finished; ValueError if one had another config."""
+        while found := {trial: result for trial in self.next() if (result := self._read(trial))}:
+            self.results |= found
+
+    def _read(self, trial: Trial) -> Result | None:
+        file = self.folder / f"{trial.name}.json"
+        if not file.is_file():
+            return None
+        config = file.with_suffix(".yaml")
+        expected = self.experiment.config(trial)
+        same = config.read_text() == dump(expected)  # reading YAML is slow
+        if not same and (other := [*differences(load(str(config)), expected)]):
+            raise ValueError(
+                f"{config} is of a trial whose {other[0]} was another one: choose another --output, or remove it."
+            )
+        return Result(**json.loads(file.read_text()))
+
+    def add(self, trial: Trial, result: Result) -> None:
+        """Write a finished trial."""
+        file = self.folder / f"{trial.name}.json"
+        with atomic_file(file.with_suffix(".yaml")) as yaml:
+            yaml.write(dump(self.experiment.config(trial)).encode())
+        with atomic_file(file) as out:
+            out.write(json.dumps(asdict(result)).encode())
+        self.results[trial] = result
+
+    def next(self) -> list[Trial]:
+        """Return the trials that can start and are not finished, small batches, which take longest, first."""
+        return [trial for cell in self.experiment.cells for trial in self._of_cell(*cell) if trial not in self.results]
+
+    def _of_cell(self, optimizer: str, batch: int) -> list[Trial]:
+        scores = self.scores(optimizer, batch)
+        rates = next_rates(CONTENDERS[optimizer].rate, self.experiment.rates, scores)
+        if rates:
+            return [Trial(optimizer, batch, rate, SEARCH_SEED) for rate in rates]
+        first = Trial(optimizer, batch, best_rate(scores), SEARCH_SEED)
+        return [replace(first, seed=SEARCH_SEED + 1 + number) for number in range(self.experiment.seeds)]
+
+    def scores(self, optimizer: str, batch: int) -> dict[float, Score]:
+        """Return the score of each rate that has been tried for a cell."""
+        return {
+            trial.lr: result.score
+            for trial, result in self.results.items()
+            if trial.searches and (trial.contender, trial.batch) == (optimizer, batch)
+        }

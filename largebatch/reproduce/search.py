@@ -1,0 +1,62 @@
+"""The learning rates that are tried: a coarse grid, then single rates around the best so far, as many for everyone.
+
+The grid has steps of a factor SPACING around the contender's usual rate. Each further rate depends on all before: if
+the best rate is the lowest or the highest, the next one lies beyond it; otherwise it halves, on a logarithmic scale,
+the wider of the two gaps beside the best, or of two equal gaps the one towards the better neighbour. So no optimizer
+loses because the grid lies elsewhere, and none gets more trials.
+"""
+
+import math
+from collections.abc import Mapping
+
+SPACING = 4.0
+Score = tuple[float, float]  # the higher, the better
+
+
+def grid(middle: float, budget: int) -> list[float]:
+    """Return the rates that are tried first: half of the budget, but two if there are two, in rising order."""
+    count = max(min(budget, 2), (budget + 1) // 2)
+    return [rounded(middle * SPACING ** (number - (count - 1) / 2)) for number in range(count)]
+
+
+def next_rates(middle: float, budget: int, scores: Mapping[float, Score]) -> list[float]:
+    """Return the rates to try now, beside those that have a score: empty if the budget is spent."""
+    tried = grid(middle, budget)
+    missing = [rate for rate in tried if rate not in scores]
+    while not missing and len(tried) < budget:
+        rate = refined({rate: scores[rate] for rate in tried})
+        tried.append(rate)
+        missing = [rate] if rate not in scores else []
+    return missing
+
+
+def tried_rates(middle: float, budget: int, scores: Mapping[float, Score]) -> list[float]:
+    """Return the rates of a search that is complete, in the order in which they were tried."""
+    tried = grid(middle, budget)
+    while len(tried) < budget:
+        tried.append(refined({rate: scores[rate] for rate in tried}))
+    return tried
+
+
+def best_rate(scores: Mapping[float, Score]) -> float:
+    """Return the rate with the best score, of equal ones the lowest."""
+    return max(sorted(scores), key=lambda rate: scores[rate])
+
+
+def refined(scores: Mapping[float, Score]) -> float:
+    """Return the rate to try after these."""
+    rates, best = sorted(scores), best_rate(scores)
+    place = rates.index(best)
+    if place == 0:
+        return rounded(best / SPACING)
+    if place == len(rates) - 1:
+        return rounded(best * SPACING)
+    # A width is rounded, because rates are: two gaps of the same number of steps are equally wide.
+    beside = [rates[place - 1], rates[place + 1]]
+    wider = max(beside, key=lambda rate: (round(abs(math.log(rate / best)), 1), scores[rate]))
+    return rounded(math.sqrt(best * wider))
+
+
+def rounded(rate: float) -> float:
+    """Return a rate with three digits."""
+    return float(f"{rate:.3g}")

@@ -1,0 +1,175 @@
+"""results.csv, a row for each trial, and the table of means and spreads that it gives.
+
+Neither has times, so the same command writes the same bytes. All figures of the table and of the picture are computed
+from the rows of the CSV.
+"""
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from largebatch.files import atomic_file
+from largebatch.reproduce.contenders import CONTENDERS
+from largebatch.reproduce.experiment import Experiment, Trial
+from largebatch.reproduce.results import Journal
+from largebatch.reproduce.search import best_rate, tried_rates
+
+COLUMNS = (
+    "optimizer", "batch", "learning_rate", "purpose", "chosen", "seed", "epochs", "steps", "accuracy", "loss",
+    "train_loss", "diverged", "target", "steps_to_target",
+)  # fmt: skip
+Row = dict[str, Any]
+
+
+class Cell(NamedTuple):
+    """An optimizer with a batch, over the seeds: mean and standard deviation of the accuracy in percent.
+
+    steps_to_target: the mean over the seeds, None if one of them has not reached it. The spread of one seed is 0.
+    """
+
+    optimizer: str
+    batch: int
+    rate: float
+    accuracies: list[float]
+    steps: int
+    steps_to_target: float | None
+
+    @property
+    def mean(self) -> float:
+        """The mean accuracy."""
+        return statistics.fmean(self.accuracies)
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over the seeds, of a sample."""
+        return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else 0.0
+
+
+# -- the CSV -------------------------------------------------------------------------------------------------
+
+
+def rows(journal: Journal) -> list[Row]:
+    """Return a row for each trial of the experiment, in a fixed order."""
+    return [row(journal, trial, chosen) for trial, chosen in trials(journal)]
+
+
+def trials(journal: Journal) -> Iterable[tuple[Trial, bool]]:
+    """Yield the trials cell by cell, each with whether its rate was chosen: the search first, in its own order."""
+    experiment = journal.experiment
+    for optimizer, batch in experiment.cells:
+        scores = journal.scores(optimizer, batch)
+        best = best_rate(scores)
+        for rate in tried_rates(CONTENDERS[optimizer].rate, experiment.rates, scores):
+            yield Trial(optimizer, batch, rate, 0), rate == best
+        for seed in range(1, experiment.seeds + 1):
+            yield Trial(optimizer, batch, best, seed), True
+
+
+def row(journal: Journal, trial: Trial, chosen: bool) -> Row:
+    """Return the row of a trial; numbers that a diverged trial does not have are empty."""
+    result, experiment = journal.results[trial], journal.experiment
+    reached = None if trial.searches else result.steps_to(experiment.target)
+    last = None if result.diverged else -1
+    return {
+        "optimizer": trial.contender,
+        "batch": trial.batch,
+        "learning_rate": trial.lr,
+        "purpose": "search" if trial.searches else "result",
+        "chosen": int(chosen),
+        "seed": trial.seed,
+        "epochs": experiment.epochs,
+        "steps": result.steps[last] if last else "",
+        "accuracy": round(result.accuracy, 4),
+        "loss": round(result.losses[last], 6) if last else "",
+        "train_loss": round(result.train_losses[last], 6) if last else "",
+        "diverged": int(result.diverged),
+        "target": experiment.target,
+        "steps_to_target": "" if reached is None else reached,
+    }
+
+
+def write_csv(path: Path, found: Sequence[Row]) -> None:
+    """Write the rows."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
+    with atomic_file(path) as file:
+        file.write(text.getvalue().encode())
+
+
+def read_csv(path: Path) -> list[Row]:
+    """Read the rows back, as texts."""
+    with open(path, newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+def cells(found: Sequence[Row]) -> list[Cell]:
+    """Return the figures of each optimizer and batch, from the rows of the seeds."""
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for one in found:
+        if one["purpose"] == "result":
+            groups.setdefault((one["optimizer"], int(one["batch"])), []).append(one)
+    return [_cell(*key, group) for key, group in groups.items()]
+
+
+def _cell(optimizer: str, batch: int, group: Sequence[Row]) -> Cell:
+    reached = [float(one["steps_to_target"] or "nan") for one in group]
+    return Cell(
+        optimizer,
+        batch,
+        rate=float(group[0]["learning_rate"]),
+        accuracies=[float(one["accuracy"]) for one in group],
+        steps=max(int(one["steps"] or 0) for one in group),
+        steps_to_target=None if any(map(math.isnan, reached)) else statistics.fmean(reached),
+    )
+
+
+# -- the table -----------------------------------------------------------------------------------------------
+
+
+def markdown(experiment: Experiment, found: Sequence[Cell]) -> str:
+    """Return three small tables with an optimizer in each row and a batch in each column."""
+    seeds, target = experiment.seeds, f"{experiment.target:g}"
+    of_batch = {batch: [cell for cell in found if cell.batch == batch] for batch in experiment.batches}
+    best = {batch: max(several, key=lambda cell: cell.mean) for batch, several in of_batch.items()}
+
+    def accuracy(cell: Cell) -> str:
+        text = f"{cell.mean:.1f} ± {cell.spread:.1f}"
+        return f"**{text}**" if alike(cell, best[cell.batch]) else text
+
+    def steps(cell: Cell) -> str:
+        return "–" if cell.steps_to_target is None else f"{cell.steps_to_target:,.0f}"
+
+    return "\n\n".join(
+        (
+            f"Held-out accuracy after {experiment.epochs} epochs in percent, mean ± standard deviation of {seeds} "
+            "seeds. Bold: the best at this batch, and all whose range mean ± deviation meets its range.",
+            _table(experiment, found, accuracy),
+            f"Steps to {target} %, mean of the seeds, with an evaluation after each epoch; –: a seed did not reach it:",
+            _table(experiment, found, steps),
+            "Learning rate that the search chose:",
+            _table(experiment, found, lambda cell: f"{cell.rate:g}"),
+        )
+    )
+
+
+def alike(one: Cell, other: Cell) -> bool:
+    """Return whether the ranges mean ± standard deviation of two cells meet."""
+    return abs(one.mean - other.mean) <= one.spread + other.spread + 1e-9
+
+
+def _table(experiment: Experiment, found: Sequence[Cell], text: Callable[[Cell], str]) -> str:
+    texts = {(cell.optimizer, cell.batch): text(cell) for cell in found}
+    steps = {cell.batch: cell.steps for cell in found}
+    heads = [f"batch {batch:,} ({steps[batch]:,} steps)" for batch in experiment.batches]
+    lines = [["optimizer", *heads]]
+    for name in experiment.optimizers:
+        lines.append([CONTENDERS[name].label, *(texts[name, batch] for batch in experiment.batches)])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(word.ljust(width) for word, width in zip(line, widths))} |" for line in lines)

@@ -1,0 +1,135 @@
+"""Processes that train, one trial each at a time, on one thread.
+
+The processes are forked from a server that has imported torch once. If this process ends, by whatever signal, each of
+them sees the end of its pipe, and leaves its trial.
+"""
+
+import logging
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol
+
+from largebatch.config import TrainConfig
+from largebatch.reproduce.results import Result
+
+Work = tuple[TrainConfig, bool]  # the config of a trial, and whether it belongs to a search
+
+
+class Workers(Protocol):
+    """Those who train."""
+
+    def idle(self) -> bool:
+        """Return whether one of them has nothing to do."""
+
+    def start(self, key: Any, work: Work) -> None:
+        """Give a trial to one that is idle."""
+
+    def wait(self) -> list[tuple[Any, Result]]:
+        """Return the trials that are finished, at least one; ValueError if one failed."""
+
+
+class Alone:
+    """This process itself."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[Any, Result]] = []
+
+    def idle(self) -> bool:
+        """Return whether the last trial was taken."""
+        return not self.done
+
+    def start(self, key: Any, work: Work) -> None:
+        """Run a trial to its end."""
+        from largebatch.reproduce import trial
+
+        result = trial.run(work[0], searches=work[1])
+        assert result is not None
+        self.done.append((key, result))
+
+    def wait(self) -> list[tuple[Any, Result]]:
+        """Return the trial that is finished."""
+        done, self.done = self.done, []
+        return done
+
+
+class Processes:
+    """Several processes."""
+
+    def __init__(self, count: int) -> None:
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["largebatch.reproduce.trial"])
+        self.running: dict[Connection, Any] = {}
+        self.free: list[Connection] = []
+        for _ in range(count):
+            mine, other = context.Pipe()
+            context.Process(target=serve, args=(other,), daemon=True).start()
+            other.close()
+            self.free.append(mine)
+
+    def idle(self) -> bool:
+        """Return whether a process waits for work."""
+        return bool(self.free)
+
+    def start(self, key: Any, work: Work) -> None:
+        """Send a trial to a process."""
+        connection = self.free.pop()
+        self.running[connection] = key
+        connection.send(work)
+
+    def wait(self) -> list[tuple[Any, Result]]:
+        """Wait for a process that has finished its trial."""
+        ready: list[Any] = wait([*self.running])
+        return [self._take(connection) for connection in ready]
+
+    def _take(self, connection: Connection) -> tuple[Any, Result]:
+        key = self.running.pop(connection)
+        try:
+            answer = connection.recv()
+        except EOFError:
+            raise ValueError(f"A process ended in {key}, perhaps for lack of memory: give the command again.") from None
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        self.free.append(connection)
+        return key, answer
+
+    def close(self) -> None:
+        """End the processes; those at work leave their trial."""
+        for connection in (*self.free, *self.running):
+            connection.close()
+
+
+@contextmanager
+def workers(count: int) -> Iterator[Workers]:
+    """Provide `count` processes; a single one is this process."""
+    if count == 1:
+        yield Alone()
+        return
+    processes = Processes(count)
+    try:
+        yield processes
+    finally:
+        processes.close()
+
+
+def serve(connection: Connection) -> None:
+    """Run the trials that come through a pipe until it is closed at its other end."""
+    from largebatch.reproduce import trial
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the first one ends the others
+    logging.disable(logging.WARNING)
+    closed: Callable[[], bool] = connection.poll  # nothing is sent during a trial, so only the end can be read
+    while True:
+        try:
+            config, searches = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer: Result | str | None = trial.run(config, searches=searches, given_up=closed)
+        except (ValueError, OSError, RuntimeError, SystemExit) as error:
+            answer = f"{error}"
+        if answer is None:
+            return
+        connection.send(answer)
