@@ -137,7 +137,8 @@ class Trainer:
             self.comm.synchronize(self.optimizer)
         # From here on all ranks hold the same gradients, so what each decides by them is the same on all.
         self.scaler.unscale_(self.optimizer)
-        return loss_sum, self.replica.gradient_norm()
+        grad_norm = self.replica.gradient_norm()
+        return loss_sum, grad_norm
 
     def sharpened(self, kept: Kept | None, weight: float, grad_norm: Tensor) -> Tensor:
         """Replace the gradient by that of Look-LayerSAM, and return its norm, 0-d.

@@ -31,7 +31,7 @@ def without_effect(config: TrainConfig) -> list[str]:
         if config.optim.sam_rho is None and value != getattr(OptimConfig(), option):
             found.append(
                 f"--optim.{option} is {value} and --optim.sam_rho null, so there is no Look-LayerSAM: set "
-                "--optim.sam_rho, such as 0.05, or leave it out."
+                "--optim.sam_rho, such as 0.005, or leave it out."
             )
     if tensor.mode != "1d" and tensor.size == 1:
         found.append(
@@ -121,7 +121,7 @@ def _check_sam(config: TrainConfig) -> None:
     if rho is None:
         return
     if not 0 < rho < math.inf:
-        raise ValueError(f"--optim.sam_rho is {rho}: expected a fraction above 0, such as 0.05, or null.")
+        raise ValueError(f"--optim.sam_rho is {rho}: expected a fraction above 0, such as 0.005, or null.")
     if config.optim.name == "apex_lamb":
         raise ValueError(
             f"--optim.sam_rho is {rho} and --optim.name apex_lamb, which it was never tried with: choose lamb, which "

@@ -170,13 +170,14 @@ class OptimConfig:
     """length of a step of lars at learning rate 1, as a fraction of the norm of the weights; null: 1e-3; for lars
     only"""
     sam_rho: float | None = None
-    """radius of Look-LayerSAM, which trains towards flat minima, such as 0.05: every sam_every steps the gradient is
+    """radius of Look-LayerSAM, which trains towards flat minima, such as 0.005: every sam_every steps the gradient is
     taken where each tensor of weights has moved uphill by this fraction of its norm; null: off"""
     sam_every: int = 5
     """steps from one such gradient to the next; each costs as much as a step without its update. A part of it is used
     again in the steps between; 1: in every step, as SAM does"""
-    sam_alpha: float = 0.7
-    """weight of that part, relative to the gradient"""
+    sam_alpha: float = 0.1
+    """norm of that part, relative to that of the gradient. Published: 0.7, for runs of 300 epochs; with it a short run
+    learned nothing here (docs/optimizers.md)"""
     ema_half_life: str = ""
     """half-life of a moving average of the weights, such as "5 epochs"; the average is evaluated and saved beside the
     weights; empty: no average"""

@@ -24,7 +24,9 @@ paper's text; the repository of its authors is empty. Those sources differ in fo
     order       clip what the base optimizer gets. Others clip g and s.
     start       the first step computes s. One of them takes no d in the first `every` steps.
 
-A layer is a tensor here, as in LAMB. So rho is not comparable with published values of SAM without ratios.
+A layer is a tensor here, as in LAMB. So rho is relative, and not comparable with published values of SAM without
+ratios. The reuse gives d the length alpha |g|, however short d is; docs/optimizers.md shows what a large alpha does
+to a short run.
 """
 
 from collections.abc import Iterator

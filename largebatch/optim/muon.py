@@ -10,7 +10,8 @@ https://kellerjordan.github.io/posts/muon:
     x = x - lr weight_decay x - lr scale o
 
 This iteration of Newton and Schulz brings all singular values of o near 1. It is a function of the gradient, which is
-the same on all ranks, so each rank computes the same bits by itself, and nothing is sent.
+the same on all ranks, so each rank computes the same bits by itself, and nothing is sent. It lifts small singular
+values by a factor of up to 3.4445^5, and roundings with them: see docs/optimizers.md.
 
 scale depends on the optimizer of the other tensors, so that one learning rate serves both:
 

@@ -174,7 +174,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_the_next_is_at_moved_w
 
     trainer.objective = objective
     trainer.fit(max_steps=4)
-    assert trainer.state.skipped == 1 and calls[0] >= (4 if moved else 2)
+    assert trainer.state.skipped == 1 and calls[0] == (4 if moved else 2)
     assert trainer.scaler.get_scale() == 32.0
     assert all(torch.equal(value, before[0][name]) for name, value in trainer.model.state_dict().items())
     for old, new in zip(before[1].values(), trainer.optimizer.state_dict()["state"].values()):
