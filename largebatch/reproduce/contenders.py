@@ -4,7 +4,7 @@
 weight decay are the usual ones of each optimizer; the learning rate alone is searched. All have the same warm-up, decay
 and clipping.
 
-Look-LayerSAM has this package's defaults, which short runs chose (docs/optimizers.md); other contenders had no such runs.
+Look-LayerSAM has this package's defaults, which short runs chose (docs/optimizers.md); the others had no such runs.
 """
 
 from collections.abc import Mapping
