@@ -4,9 +4,7 @@
 weight decay are the usual ones of each optimizer; the learning rate alone is searched. All have the same warm-up, decay
 and clipping.
 
-Look-LayerSAM has no usual values here: with rho 0.05, or with alpha 0.3 or more, LAMB did not leave chance at a batch
-of 512 in single runs of 15 epochs. Of the pairs that were tried so, this one did best among those that reuse a
-gradient; no other contender had such extra runs.
+Look-LayerSAM has this package's defaults, which short runs chose (docs/optimizers.md); the others had no such runs.
 """
 
 from collections.abc import Mapping
@@ -36,7 +34,7 @@ CONTENDERS = {
             "lamb_look_sam",
             "LAMB with Look-LayerSAM",
             4e-2,
-            {"optim.name": "lamb", "optim.weight_decay": 0.01, "optim.sam_rho": 0.005, "optim.sam_alpha": 0.1},
+            {"optim.name": "lamb", "optim.weight_decay": 0.01, "optim.sam_rho": 0.005},
             cost=1.3,
         ),
         Contender("muon", "Muon", 4e-3, {"optim.name": "muon", "optim.weight_decay": 0.05}, cost=1.2),
