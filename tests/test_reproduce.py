@@ -309,7 +309,7 @@ def test_quick_shows_every_optimizer_far_above_chance(tmp_path):
     found = table.cells(rows_of(tmp_path))
     assert {(cell.optimizer, cell.batch) for cell in found} == {*experiment.cells}
     assert len(rows_of(tmp_path)) == experiment.num_trials == len([*tmp_path.glob("trials/*.json")])
-    assert min(cell.mean for cell in found if cell.batch == 128) > 50
+    assert min(cell.mean for cell in found if cell.batch == 128) > 20  # chance is 10
     assert all(CONTENDERS[name].label in done.stdout for name in experiment.optimizers)
     journal = Journal(tmp_path, experiment)
     journal.read()
