@@ -102,7 +102,7 @@ CAMPAIGNS = (
     Campaign(
         "R10",
         "checkpoint and check of each epoch cost at most 1 % of it, and recomputation 0.5 % of 500 steps",
-        program("cost", ranks=2, gate=2, full=20, check=is_cheap),
+        program("cost", ranks=2, gate=2, full=10, check=is_cheap),
     ),
     Campaign("R11", "a lost host ends the job everywhere", tests("tests/cluster/test_faults.py", "-k", "killed")),
     Campaign("R12", "a lost cable ends the job everywhere", tests("tests/cluster/test_faults.py", "-k", "cable")),
