@@ -17,6 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from largebatch.arguments import Parser
+
 BENCHMARKS = ("optimizer", "loader", "model", "step", "parallel", "scaling")
 
 
@@ -31,11 +33,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     name = argv.pop(0)
     benchmark = importlib.import_module(f"largebatch.benchmark.{name}")  # without the libraries of the others
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"python -m largebatch.benchmark {name}",
         description=benchmark.__doc__,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
     )
     benchmark.add_options(parser)
     parser.add_argument("--output", type=Path, default=Path("runs/benchmark"), help="folder of NAME.csv and NAME.png")

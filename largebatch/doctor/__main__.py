@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 from largebatch import doctor
+from largebatch.arguments import Parser
 from largebatch.doctor import commands, gpu, hosts, installation, launches, machine, network
 from largebatch.doctor.result import Output, Result
 
@@ -113,7 +114,7 @@ def print_commands(options: argparse.Namespace) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the options. An invalid combination ends the program with one sentence."""
     description = (doctor.__doc__ or "").split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m largebatch.doctor", description=description)
+    parser = Parser(prog="python -m largebatch.doctor", description=description)
     add = parser.add_argument
     add(
         "--device",

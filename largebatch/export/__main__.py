@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from largebatch.arguments import Parser
 from largebatch.export.folder import write_folder
 from largebatch.export.graph import write_onnx, write_torch
 from zoo import create_model, hub
@@ -39,12 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m largebatch.export",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("source", metavar="RUN_OR_WEIGHTS", help="a run, a checkpoint, an exported folder, or a file")
     parser.add_argument("target", metavar="TARGET", help="a new folder, or a new file .onnx or .pt2")

@@ -13,11 +13,11 @@ The exit status is 1 if an image is bad, or if the shards are not whole. If all 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from largebatch.arguments import Parser
 from largebatch.data import quarantine, sources, whole
 from largebatch.pack.processes import cores_per_process
 from largebatch.pack.progress import show_progress
@@ -25,7 +25,7 @@ from largebatch.pack.progress import show_progress
 
 def main(argv: Sequence[str]) -> int:
     """Run the sub-command; return its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m largebatch.pack check",
         description="Decodes all images, lists the bad ones, and says if shards are missing or have lost records.",
     )

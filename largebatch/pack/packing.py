@@ -28,13 +28,13 @@ classes.json has the names of the classes, if they are known; they go into the c
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from largebatch.arguments import Parser
 from largebatch.data import sources
 from largebatch.data.shards import Images, shard_images, write_split
 from largebatch.pack import inputs, output
@@ -47,7 +47,7 @@ PLAN = "packing.json"
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m largebatch.pack",
         description="Packs images into TFRecord shards. If it is interrupted, the same command goes on.",
         epilog="Other commands, which have a --help of their own: `check` lists the images that cannot be decoded; "

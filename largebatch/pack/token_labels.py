@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from largebatch.arguments import Parser
 from largebatch.comm.driver import accept_cpu
 from largebatch.comm.launcher import MPI_LAUNCHERS, SRUN
 from largebatch.data import records, sources
@@ -49,7 +50,7 @@ Maps = Callable[[Index], Iterator[tuple[np.ndarray, np.ndarray]]]
 
 def main(argv: Sequence[str]) -> int:
     """Run the sub-command; return its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m largebatch.pack token-labels", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("source", help="folder of TFRecords")

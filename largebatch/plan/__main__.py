@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from largebatch.arguments import Parser
 from largebatch.config import TrainConfig, parse
 from largebatch.plan import constants
 
@@ -79,7 +80,7 @@ def validate(words: Sequence[str]) -> int:
     from largebatch.plan import validation
     from largebatch.plan.calibrate import joined
 
-    parser = argparse.ArgumentParser(prog="python -m largebatch.plan validate", description=validation.__doc__)
+    parser = Parser(prog="python -m largebatch.plan validate", description=validation.__doc__)
     parser.add_argument("--markdown", action="store_true", help="as in docs/planner.md")
     parser.add_argument(
         "--steps",
@@ -169,12 +170,11 @@ def _draw(options: argparse.Namespace, config: TrainConfig, made: "Plan") -> Non
         draw_timelines(options.timeline, steps, title=f"{config.model.name}, {images} images per rank, simulated")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m largebatch.plan",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--gpus", type=int, default=8, help="GPUs, one rank each (default: 8)")

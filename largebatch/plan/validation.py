@@ -137,26 +137,46 @@ def root(function: Callable[[float], float]) -> float:
 TWO_THREADS = "AMD EPYC with AVX-512 bf16, 2 cores, threads per rank: 2"
 ONE_CORE = "AMD EPYC with AVX-512 bf16, 2 cores, cores per rank: 1"
 PASSES = "{} at 224 px, forward and backward, bf16, batch {}"
+SHARED = "AMD EPYC with AVX-512 bf16, 2 cores, cores per rank: 0.5"
+PASSES = "{} at 224 px, forward and backward, bf16, batch {}"
+STEP = "training step, {} at 224 px, bf16, {} = {} ranks × {} micro-batch × {} passes"
 # From largebatch/benchmark/NOTES.md, on an idle machine, torch 2.13.0; the first is the calibration.
-HERE = (
+PASSES_HERE = (
     Measured(PASSES.format("vit_b32", 32), TWO_THREADS, "--plain", "2026-11-23", 5.57, 64),
     Measured(PASSES.format("vit_b32", 64), TWO_THREADS, "--plain", "2026-11-21", 128 / 11.8, 128),
     Measured(PASSES.format("volo_d1", 8), TWO_THREADS, "--plain", "2026-11-23", 2.35, 16),
     Measured(PASSES.format("volo_d3", 8), TWO_THREADS, "--plain", "2026-11-22", 5.42, 16),
+    Measured(STEP.format("vit_b32", 256, 2, 32, 4), ONE_CORE, "--data synthetic", "2026-11-23", 21.5, 128),
+    Measured(STEP.format("vit_b32", 64, 2, 32, 1), ONE_CORE, "--data synthetic", "2026-11-21", 5.26, 32),
+)
+# By mpi_scripts/validate_plan.sh, one round on an idle machine, torch 2.13.0; the first is the calibration.
+STEPS_HERE = tuple(
     Measured(
-        "training step, vit_b32 at 224 px, bf16, 256 = 2 ranks × 32 micro-batch × 4 passes",
-        ONE_CORE, "--data synthetic", "2026-11-23", 21.5, 128,
-    ),
-    Measured(
-        "training step, vit_b32 at 224 px, bf16, 64 = 2 ranks × 32 micro-batch × 1 passes",
-        ONE_CORE, "--data synthetic", "2026-11-21", 5.26, 32,
-    ),
-)  # fmt: skip
+        STEP.format(model, ranks * micro * passes, ranks, micro, passes),
+        {1: TWO_THREADS, 2: ONE_CORE, 4: SHARED}[ranks],
+        "--data resident",
+        "2026-11-24",
+        seconds,
+        micro * passes,
+    )
+    for ranks, model, micro, passes, seconds in (
+        (2, "vit_b32", 8, 1, 1.617),
+        (1, "vit_b32", 8, 1, 0.7569),
+        (2, "vit_b32", 16, 1, 2.773),
+        (2, "vit_b32", 8, 4, 6.054),
+        (2, "vit_b16", 4, 1, 2.797),
+        (2, "vit_s16", 8, 1, 1.460),
+        (4, "vit_s16", 8, 1, 3.317),
+        (2, "volo_d1", 4, 1, 1.170),
+        (4, "volo_d1", 4, 1, 2.506),
+    )
+)
 
 
 def here() -> Iterator[Row]:
-    """Yield the time of passes and steps on two cores of a CPU, from the passes of one model."""
-    return compared(HERE)
+    """Yield the time of passes and steps on two cores of a CPU, from the passes, and from the steps, of one model."""
+    yield from compared(PASSES_HERE)
+    yield from compared(STEPS_HERE)
 
 
 def compared(tables: Sequence[Measured]) -> Iterator[Row]:
@@ -277,7 +297,7 @@ DIVIDED: dict[str, tuple[ParallelConfig, float]] = {
     "1d on 4 ranks": (ParallelConfig(tensor=TensorConfig(size=4)), 211.9),
     "2d on 4 ranks": (ParallelConfig(tensor=TensorConfig(mode="2d", size=4)), 132.5),
     "2.5d on 8 ranks": (ParallelConfig(tensor=TensorConfig(mode="2.5d", size=8, depth=2)), 71.7),
-    "3d on 8 ranks": (ParallelConfig(tensor=TensorConfig(mode="3d", size=8)), 84.7),
+    "3d on 8 ranks": (ParallelConfig(tensor=TensorConfig(mode="3d", size=8)), 74.3),
     "2 stages": (ParallelConfig(pipeline=2, micro_batches=4), 131.1),
     "2 stages × 1d on 2 ranks": (ParallelConfig(pipeline=2, tensor=TensorConfig(size=2), micro_batches=4), 82.8),
     "2 stages × 1d on 4 ranks": (ParallelConfig(pipeline=2, tensor=TensorConfig(size=4), micro_batches=4), 57.5),

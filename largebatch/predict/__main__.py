@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from largebatch.arguments import Parser
 from largebatch.data.dali import EvalLoader
 from largebatch.data.quarantine import image_fault
 from largebatch.data.scan import index_images
@@ -48,12 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2 if any(faults.values()) else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m largebatch.predict",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("weights", metavar="RUN_OR_WEIGHTS", help="a run, a checkpoint, an exported folder, or a file")
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="an image file")

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from largebatch.arguments import Parser
 from largebatch.report.diff import compare
 
 PAGE = "report.html"
@@ -67,10 +68,8 @@ def diff(words: Sequence[str]) -> int:
     return int(any(finding.differs for finding in findings))
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser(prog: str) -> Parser:
+    return Parser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 if __name__ == "__main__":

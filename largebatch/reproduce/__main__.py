@@ -20,8 +20,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
+from largebatch.arguments import Parser
 from largebatch.files import atomic_file
 from largebatch.files.run_lock import hold
 from largebatch.pack.progress import show_progress
@@ -31,14 +31,6 @@ from largebatch.reproduce.results import Journal
 from largebatch.reproduce.workers import Workers, workers
 
 EXPERIMENTS = ("digits", "cifar10")
-
-
-class Parser(argparse.ArgumentParser):
-    """Says a mistake in one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise ValueError."""
-        raise ValueError(f"{message}; --help lists what there is.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -175,12 +167,11 @@ def cifar10_folder(data: str | None) -> str:
     return data
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="python -m largebatch.reproduce",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("experiment", choices=EXPERIMENTS, help="the images")

@@ -1,0 +1,30 @@
+"""The command lines of the programs beside training: a mistake is said in one sentence, without argparse's usage."""
+
+import argparse
+import re
+import sys
+from typing import Any, NoReturn
+
+NO_VALUE = re.compile(r"argument (?P<option>[^:]+): invalid (?P<kind>\w+) value: (?P<value>.+)", re.DOTALL)
+EXPECTED = {"int": "a whole number", "float": "a number"}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes no abbreviations and says a mistake in one sentence."""
+
+    def __init__(self, **given: Any) -> None:
+        """given: as for ArgumentParser."""
+        super().__init__(allow_abbrev=False, **given)
+
+    def error(self, message: str) -> NoReturn:
+        """Write the sentence, and end with exit code 2."""
+        sys.stderr.write(f"largebatch: {sentence(message)}\n")
+        raise SystemExit(2)
+
+
+def sentence(message: str) -> str:
+    """Return argparse's message as a sentence that names the option, what was given, and what was expected."""
+    if found := NO_VALUE.fullmatch(message):
+        kind = EXPECTED.get(found["kind"], f"a {found['kind']}")
+        return f"{found['option']} is {found['value']}: expected {kind}."
+    return f"{message.rstrip('.')}; --help lists the options."
