@@ -50,7 +50,7 @@ def draw_map(axes: Any, rows: Sequence[Row]) -> None:
     mesh.sticky_edges.x.clear()  # the points of the panels above are not to be cut at the last epoch
     axes.invert_yaxis()
     _label(axes, kinds, height=len(values))
-    axes.set_title("trust ratio of each tensor (the first block of a kind is on top)", loc="left", fontsize=10)
+    axes.set_title("trust ratio of each tensor (the first block of a kind is on top)", loc="left", y=1.0, fontsize=10)
     axes.spines[:].set_visible(False)
     bar = axes.figure.colorbar(mesh, ax=axes, fraction=0.06, pad=0.01, aspect=30)
     bar.outline.set_visible(False)
