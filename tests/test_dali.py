@@ -540,6 +540,18 @@ def test_many_threads_wait_for_storage_at_once(tiny, micro, together):
     assert seen == plan.samples(0, plan.num_images)[1].tolist() and not barrier.broken
 
 
+def test_few_batches_are_read_ahead_in_the_beginning_then_twice_as_many_as_are_taken():
+    """Forty batches without images."""
+
+    def encode(job):
+        return stream.Encoded(job, np.arange(0), None, None)
+
+    with closing(stream._ReadAhead(iter(range(1, 41)), encode, lambda *_: None, num_batches=7, first=3)) as ahead:
+        waiting = [(next(ahead).job, len(ahead._waiting)) for _ in range(8)]
+        assert waiting == [(1, 4), (2, 5), (3, 6), (4, 7), (5, 7), (6, 7), (7, 7), (8, 7)]
+        assert [batch.job for batch in ahead] == [*range(9, 41)]
+
+
 def test_reads_that_give_less_than_asked_are_continued(tiny):
     def short(descriptor, buffers, offset):
         return os.preadv(descriptor, [buffer[:100] for buffer in buffers], offset)

@@ -27,7 +27,9 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from matplotlib.image import imread
+from matplotlib.text import Text
 from torch.profiler import record_function
 
 from largebatch import checkpoint, hooks, train
@@ -746,6 +748,49 @@ def test_the_batch_in_the_picture_grows_with_a_ramp_and_not_with_a_short_last_st
     images = enumerate((8, 16, 32, 48, 64, 68), start=1)
     rows = [{"step": float(step), "epoch": step / 2, "images": float(seen)} for step, seen in images]
     assert [row["batch"] for row in curves._batches(rows[1:])] == [8, 16, 16, 16, 16]
+
+
+def test_no_text_of_the_picture_lies_on_another_or_outside(tmp_path_factory, monkeypatch):
+    """The margins are fixed: all panels, small rates, long names, and numbers that need an exponent."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    names = ["patch_embed.proj.weight", *(f"stages.0.blocks.{block}.long_name.qkv.weight" for block in range(9))]
+    for scale in (1.0, 1e-7):
+        for with_noise in (False, True):
+            sink = hooks.Csv(tmp_path_factory.mktemp("picture"))
+            sink.open(trainer_at(0))
+            for step in range(1, 60):
+                values = {"trust_min": 1e-3 / step, "trust_median": 1.0, "trust_max": 50.0 * step}
+                values |= {"noise_scale": 1e5 * step} if with_noise else {}
+                sink.write_step(step_row(step, lr=scale * step, grad_norm=scale / step, **values))
+                if step % 20 == 0:
+                    sink.write_epoch(epoch_row(step, ema_loss=0.25, ema_top1=72.5))
+                    sink.write_layers({"step": step, "epoch": step / 5} | dict.fromkeys(names, 0.1 * step))
+            sink.close()
+            curves.draw_curves(sink.folder, title="a model of a long name, a recipe of a user")
+    for figure in drawn:
+        figure.draw_without_rendering()
+        boxes = [(text.get_text(), text.get_window_extent().padded(-1)) for text in texts(figure)]
+        for number, (words, box) in enumerate(boxes):
+            assert 0 <= box.x0 and box.x1 <= figure.bbox.x1 and 0 <= box.y0 and box.y1 <= figure.bbox.y1, words
+            assert [other for other, theirs in boxes[:number] if box.overlaps(theirs)] == [], words
+
+
+def texts(figure: Figure) -> list[Text]:
+    """Those that are seen: matplotlib also has numbers beyond the ends of an axis, which are not drawn."""
+    beyond = set()
+    for axes in figure.axes:
+        for text in axes.get_xticklabels(which="both"):
+            beyond |= set() if axes.bbox.x0 - 1 <= centre(text)[0] <= axes.bbox.x1 + 1 else {text}
+        for text in axes.get_yticklabels(which="both"):
+            beyond |= set() if axes.bbox.y0 - 1 <= centre(text)[1] <= axes.bbox.y1 + 1 else {text}
+    found = figure.findobj(Text, include_self=False)
+    return [text for text in dict.fromkeys(found) if text.get_text() and text.get_visible() and text not in beyond]
+
+
+def centre(text: Text) -> tuple[float, float]:
+    box = text.get_window_extent()
+    return (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
 
 
 def test_rows_of_an_earlier_version(tmp_path):

@@ -40,6 +40,7 @@ from largebatch.native.copies import to_device
 READ_THREADS = 32  # threads that read files; most of them sleep
 READ_IMAGES = 4  # images that a thread reads in one task
 READ_AHEAD = 256  # images being read or waiting for DALI, but at least two batches
+READ_FIRST = 64  # the same in the beginning: a run of few steps does not pay for hundreds of images
 PREFETCH = 2  # batches inside DALI
 FINISH_IMAGES = 8  # images that a thread finishes in one task
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # with which DALI writes its errors
@@ -143,6 +144,7 @@ class Stream(Iterator[Batch]):
             encode=preparation.encode,
             read=reader.Reader(index, preadv, with_maps=with_maps).read,
             num_batches=max(2, math.ceil(READ_AHEAD / max_batch_size)),
+            first=max(2, math.ceil(READ_FIRST / max_batch_size)),
         )
         self._start_threads(jobs)
 
@@ -266,6 +268,7 @@ def labelled(encoded: Encoded[Any], images: torch.Tensor, index: Index, device: 
 class _ReadAhead(Iterator[Encoded[Any]]):
     """The batches of `jobs` with their bytes, in order. Threads read `num_batches` of them ahead.
 
+    They begin with `first` batches; then each batch that is taken makes room for two, until there are so many.
     `read` fills views with the bytes of samples. An error in a thread is raised with the batch that it belongs to.
     """
 
@@ -276,11 +279,13 @@ class _ReadAhead(Iterator[Encoded[Any]]):
         read: Callable[[np.ndarray, list[np.ndarray]], None],
         *,
         num_batches: int,
+        first: int,
     ) -> None:
         self._jobs, self._encode, self._read = jobs, encode, read
         self._threads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="largebatch-read")
         self._waiting: collections.deque[Future[tuple[Encoded[Any], list[Future[None]]]]] = collections.deque()
-        for _ in range(num_batches):
+        self._num_batches = num_batches
+        for _ in range(first):
             self._submit()
 
     def _submit(self) -> None:
@@ -301,7 +306,8 @@ class _ReadAhead(Iterator[Encoded[Any]]):
         batch, parts = self._waiting.popleft().result()
         for part in parts:
             part.result()
-        self._submit()
+        for _ in range(min(2, self._num_batches - len(self._waiting))):
+            self._submit()
         return batch
 
     def close(self) -> None:

@@ -11,6 +11,10 @@ from largebatch.hooks.tables import EPOCHS, LAYERS, NOISE, STEPS, TRUST, Row, re
 CURVES = "curves.png"
 MAP = "layers"  # the panel with the trust ratios of all tensors
 
+# Inches: of the picture, of a row of panels, and of the margins, in which the numbers and titles of the panels stand.
+WIDTH, HEIGHT = 10.5, 3.3
+LEFT, RIGHT, TOP, BOTTOM, BETWEEN_COLUMNS, BETWEEN_ROWS = 0.75, 0.2, 0.8, 0.55, 0.75, 0.65
+
 Lines = list[tuple[str, list[Row], str, dict[str, Any]]]  # label, rows, column, style
 
 THIN = {"color": "#9bbbe0", "linewidth": 1.0}
@@ -33,13 +37,8 @@ def draw_curves(folder: Path, *, title: str) -> None:
     rows = _layout(
         with_trust=_has(steps, "trust_median"), with_noise=_has(steps, NOISE[2]), with_map=len(layers) > 1
     )
-    figure = Figure(figsize=(10.5, 3.3 * len(rows)), dpi=120, layout="constrained")
-    mosaic: list[Any] = [[name for name in row for _ in range(6 // len(row))] for row in rows]
-    panels = figure.subplot_mosaic(mosaic, sharex=True)
-    for row, below in zip(rows, rows[1:]):
-        for name in row:
-            # Panels that stand above each other show the same numbers.
-            panels[name].tick_params(labelbottom=len(row) != len(below))
+    figure = Figure(figsize=(WIDTH, HEIGHT * len(rows)), dpi=120)
+    panels = _add_panels(figure, rows)
     averaged = _has(epochs, "ema_top1")
     lines: Lines = [
         ("training, single steps", steps, "loss", THIN),
@@ -69,9 +68,10 @@ def draw_curves(folder: Path, *, title: str) -> None:
         draw_map(panels[MAP], layers)
     for name in rows[-1]:
         panels[name].set_xlabel("epoch")
-    figure.suptitle(title + (f"\n{_result(epochs[-1])}" if epochs else ""), fontsize=12)
+    heading = title + (f"\n{_result(epochs[-1])}" if epochs else "")
+    figure.suptitle(heading, y=1 - 0.08 / figure.get_figheight(), va="top", fontsize=12)
     with atomic_file(folder / CURVES) as file:
-        figure.savefig(file, format="png")
+        figure.savefig(file, format="png", pil_kwargs={"compress_level": 3})  # the default takes three times as long
 
 
 def _layout(*, with_trust: bool, with_noise: bool, with_map: bool) -> list[list[str]]:
@@ -79,6 +79,26 @@ def _layout(*, with_trust: bool, with_noise: bool, with_map: bool) -> list[list[
     below = ["lr", "grad_norm", *(["trust"] if with_trust else []), *([NOISE[2]] if with_noise else [])]
     curves = [below] if len(below) < 4 else [below[:2], below[2:]]
     return [["loss", "accuracy"], *curves, *([[MAP]] if with_map else [])]
+
+
+def _add_panels(figure: Any, rows: list[list[str]]) -> dict[str, Any]:
+    """Add the axes of all panels, which share their epochs, at fixed places; return them by name.
+
+    matplotlib's own layouts measure every text of the picture first, which takes as long as to draw it.
+    """
+    panels: dict[str, Any] = {}
+    height = (HEIGHT * len(rows) - TOP - BOTTOM - BETWEEN_ROWS * (len(rows) - 1)) / len(rows)
+    for number, row in enumerate(rows):
+        width = (WIDTH - LEFT - RIGHT - BETWEEN_COLUMNS * (len(row) - 1)) / len(row)
+        bottom = BOTTOM + (len(rows) - 1 - number) * (height + BETWEEN_ROWS)
+        for column, name in enumerate(row):
+            place = LEFT + column * (width + BETWEEN_COLUMNS), bottom, width, height
+            parts = [inches / of for inches, of in zip(place, 2 * figure.get_size_inches().tolist())]
+            panels[name] = figure.add_axes(parts, sharex=next(iter(panels.values()), None))
+            # Panels that stand above each other show the same numbers.
+            below = rows[number + 1] if number + 1 < len(rows) else []
+            panels[name].tick_params(labelbottom=len(row) != len(below))
+    return panels
 
 
 def _batches(rows: list[Row]) -> list[Row]:
@@ -108,9 +128,10 @@ def _log_scale(axes: Any) -> None:
     from matplotlib.ticker import LogLocator
 
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
     axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}" if high < 1e4 * low else "")  # more of them would not be legible
 
 
 def _draw(axes: Any, name: str, lines: Lines) -> None:
@@ -119,7 +140,8 @@ def _draw(axes: Any, name: str, lines: Lines) -> None:
         points = [(row["epoch"], row[column]) for row in rows if math.isfinite(row.get(column, math.nan))]
         marker = "o" if len(points) < 40 and style is not THIN else ""
         axes.plot(*zip(*points) if points else ((), ()), label=label, marker=marker, markersize=3, **style)
-    axes.set_title(name, loc="left", fontsize=10)
+    axes.set_title(name, loc="left", y=1.0, fontsize=10)  # without a place, matplotlib measures all numbers to find one
+    axes.yaxis.set_major_formatter("{x:g}")  # no power of ten above the panel, where its title is
     axes.grid(color="#e6e6e6", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -12,6 +12,7 @@ from typing import Any
 
 from largebatch.hooks.tables import Row
 
+LETTER = 0.06  # inches of a letter in the name of a kind
 LEAST_LABEL = 0.025  # distance of two labels that can be read, as a part of the height
 
 
@@ -31,7 +32,8 @@ def by_kind(names: Sequence[str]) -> dict[str, list[str]]:
 def draw_map(axes: Any, rows: Sequence[Row]) -> None:
     """Draw the map into axes of matplotlib, with a scale of colours beside it. rows: those of layers.csv, not empty.
 
-    The colour of an evaluation reaches back to the evaluation before.
+    The colour of an evaluation reaches back to the evaluation before. Names and scale of colours take a part of the
+    place of the axes.
     """
     import numpy as np
     from matplotlib.colors import LogNorm
@@ -48,9 +50,9 @@ def draw_map(axes: Any, rows: Sequence[Row]) -> None:
     mesh.sticky_edges.x.clear()  # the points of the panels above are not to be cut at the last epoch
     axes.invert_yaxis()
     _label(axes, kinds, height=len(values))
-    axes.set_title("trust ratio of each tensor (the first block of a kind is on top)", loc="left", fontsize=10)
+    axes.set_title("trust ratio of each tensor (the first block of a kind is on top)", loc="left", y=1.0, fontsize=10)
     axes.spines[:].set_visible(False)
-    bar = axes.figure.colorbar(mesh, ax=axes, pad=0.01, aspect=30)
+    bar = axes.figure.colorbar(mesh, ax=axes, fraction=0.06, pad=0.01, aspect=30)
     bar.outline.set_visible(False)
     bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
     bar.ax.yaxis.set_major_formatter("{x:g}")
@@ -70,3 +72,6 @@ def _label(axes: Any, kinds: dict[str, list[str]], *, height: int) -> None:
         begin += len(names)
     axes.set_yticks([*places], [*places.values()], fontsize=8)
     axes.tick_params(axis="y", length=0)
+    left, bottom, width, top = axes.get_position().bounds
+    margin = max(left, LETTER * max(map(len, places.values())) / axes.figure.get_figwidth())
+    axes.set_position((margin, bottom, width - (margin - left), top))
