@@ -42,6 +42,7 @@ def compile_model(
             logger.warning("%s is not used: only a ViT or a VOLO has blocks that it can compile", given)
         return
     change = compile_blocks if wanted == "blocks" else compile_passes
+    comm.progress("compiling")
     cause = why_not(device, lambda: _try_out(config, model, objective, device, comm, change))
     causes = comm.allgather_object(cause, name="build/compile")
     if any(causes):
