@@ -7,7 +7,6 @@ on one rank alone (files, memory, a GPU) is done inside `comm.together`, so that
 
 import json
 import logging
-import sysconfig
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,6 +23,7 @@ from largebatch.batch_norm import batch_norms
 from largebatch.comm import Communicator, Stopped
 from largebatch.comm.cores import loader_threads
 from largebatch.comm.signals import Signals
+from largebatch.compiling import compile_model
 from largebatch.config import (
     NEVER,
     DataConfig,
@@ -46,13 +46,13 @@ from largebatch.hooks.profile import Profile
 from largebatch.hooks.starts import count as count_of
 from largebatch.hooks.stop_early import StopEarly, end_time
 from largebatch.losses import Objective, TokenLabeling, classification
-from largebatch.native.attention import choose_attention
+from largebatch.native.attention import choose_attention, describe_attention
 from largebatch.optim import can_compile, init_state, why_not_fused
+from largebatch.precision import DTYPES
 from largebatch.replica import Replica
 from largebatch.schedules import Schedule, make_schedule, scale_lr
 from largebatch.start import set_up
 from zoo import create_model, hub
-from zoo.blocks import compile_blocks
 
 if TYPE_CHECKING:
     from largebatch.data.dali import EvalLoader, TrainLoader
@@ -375,13 +375,16 @@ def build_replica(config: TrainConfig, comm: Communicator, device: torch.device,
         rendezvous.start_torch_distributed(comm, device)
     with comm.together("building"):
         model = build_model(config, device, weights=weights)
+        log_attention(config, model, device, comm)
     # The ranks of a replica talk to each other while they divide the model, so a failure there happens on all of them.
     with comm.together("dividing"):
         replica = divide(config, model, make_optimizer, limit_s=comm.stall_limit_s)
     with comm.together("building"):
         model.to(device)
-        if config.run.compile:
-            compile_model(model, device, comm, blocks=config.run.compile == "blocks")
+        objective = build_objective(config, model)
+    if config.run.compile:
+        compile_model(config, model, objective, device, comm)
+    with comm.together("building"):
         optimizer = replica.adapt_optimizer(make_optimizer(model))
         optimizer = comm.wrap(optimizer, model, passes=passes, compression=config.run.compression)
     with comm.together("dividing"):
@@ -440,6 +443,15 @@ def build_model(config: TrainConfig, device: torch.device, *, weights: str | Non
     return choose_attention(model, device)
 
 
+def log_attention(config: TrainConfig, model: nn.Module, device: torch.device, comm: Communicator) -> None:
+    """Log, on rank 0, which code computes the attention of a whole model."""
+    if comm.rank or config.parallel.shape().size > 1:
+        return
+    side, dtype = config.model.img_size, DTYPES[config.run.precision]
+    if text := describe_attention(model, (config.data.micro_batch_size, 3, side, side), device, dtype):
+        logger.info("attention: %s", text)
+
+
 def build_optimizer(config: TrainConfig, model: nn.Module, impl: str | None) -> Optimizer:
     """Build the optimizer of the config's section for a whole model. impl: see `lamb_impl`."""
     o = config.optim
@@ -490,34 +502,6 @@ def divide(
         make_optimizer=make_optimizer,
         limit_s=limit_s,
     )
-
-
-def compile_model(model: nn.Module, device: torch.device, comm: Communicator, *, blocks: bool = False) -> None:
-    """Compile the model's forward and backward pass at its first calls; its names and state_dict stay as they are.
-
-    Raises ValueError without a compiler. The compiled backward pass is one piece to autograd: it hands out all
-    gradients at its end, and only then Horovod's hooks run. With `blocks` the same holds for each block by itself.
-    """
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if not can_compile(device.type) or device.type == "cpu" and not header.exists():
-        on_cpu, on_gpu = f"a C++ compiler (g++, or CXX) and {header}", "Triton and a GPU it supports"
-        needed = on_cpu if device.type == "cpu" else on_gpu
-        given = "blocks" if blocks else "true"
-        raise ValueError(f"--run.compile is {given}, and there is no compiler for {device.type}: expected {needed}.")
-    if blocks:
-        if not compile_blocks(model) and comm.rank == 0:
-            logger.warning("--run.compile blocks is not used: only a ViT or a VOLO has blocks that it can compile")
-        return
-    compile_passes(model)
-    if comm.size > 1:
-        logger.info("compiled: gradients are reduced after the backward pass, no longer during it")
-
-
-def compile_passes(model: nn.Module) -> None:
-    """Let torch compile the methods that an objective calls."""
-    model.compile()
-    if hasattr(model, "forward_train"):  # the objective calls it by name, so model.compile() does not reach it
-        setattr(model, "forward_train", torch.compile(getattr(model, "forward_train")))
 
 
 # -- the trainer -----------------------------------------------------------------------------------------------

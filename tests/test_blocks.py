@@ -13,12 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from largebatch import build
+from largebatch import compiling
+from largebatch.augment import Augmented
+from largebatch.batch_norm import BatchNormStatistics
+from largebatch.benchmark.solo import Solo
+from largebatch.config import RunConfig, TrainConfig, apply
+from largebatch.losses import TokenLabeling, classification
+from largebatch.precision import autocast
 from zoo import blocks, volo
 from zoo.blocks import compile_blocks
 from zoo.vit import VisionTransformer
 
+CPU = torch.device("cpu")
 CLASSES = 7
+VOLO = (
+    "--model volo_d1 --img-size 32 --data.micro_batch_size 4 --run.precision bf16 --loss.dense_weight 0.5 "
+    "--augment.mix_token true"
+)
+VIT = "--model vit_nano32 --img-size 8 --data.micro_batch_size 4 --run.precision bf16"
 BOUND = 1e-12  # of ||difference|| / ||gradient|| in float64
 
 
@@ -54,6 +66,11 @@ def tiny_volo(**rates: float) -> nn.Module:
     torch.manual_seed(0)
     structure = replace(volo.STRUCTURES["volo_d1"], depths=(2, 1, 1, 1), dims=(16, 32), heads=(1, 2), stem_dim=8)
     return volo.VOLO(structure, img_size=32, num_classes=CLASSES, **rates)
+
+
+def said(caplog) -> list[str]:
+    """Our own lines: torch's compiler has its own."""
+    return [record.getMessage() for record in caplog.records if record.name == compiling.__name__]
 
 
 def gradients(model: nn.Module, images: Tensor) -> list[Tensor]:
@@ -107,17 +124,48 @@ def test_a_layer_that_attends_in_cpp_stays_as_it_is():
     assert other.attend is not volo.attend and other.feed is native.feed
 
 
-@pytest.mark.needs_compiler
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_model_without_blocks_runs_as_it_is(caplog, rank):
     model = nn.Linear(2, 2)
-    build.compile_model(model, torch.device("cpu"), SimpleNamespace(rank=rank, size=2), blocks=True)
+    config = TrainConfig(run=RunConfig(compile="blocks"))
+    compiling.compile_model(config, model, classification, CPU, SimpleNamespace(rank=rank, size=2))
     warning = "--run.compile blocks is not used: only a ViT or a VOLO has blocks that it can compile"
-    assert caplog.messages == [warning] * (rank == 0)
+    assert said(caplog) == [warning] * (rank == 0)
     assert model._compiled_call_impl is None
 
 
-def test_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(build, "can_compile", lambda device_type: False)
-    with pytest.raises(ValueError, match="--run.compile is blocks, and there is no compiler for cpu"):
-        build.compile_model(tiny_vit(), torch.device("cpu"), SimpleNamespace(rank=0, size=1), blocks=True)
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("wanted", [True, "blocks"])
+@pytest.mark.parametrize("make", [tiny_vit, tiny_volo])
+def test_a_trial_leaves_a_model_as_it_was_and_its_graphs_are_those_of_training(monkeypatch, caplog, make, wanted):
+    """Batch norm's statistics, gradients and draws are those from before; a step adds no graph."""
+    monkeypatch.setattr(compiling, "can_compile", lambda device_type: True)
+    config = apply(TrainConfig(), VOLO.split() if make is tiny_volo else VIT.split())
+    config = replace(config, run=replace(config.run, compile=wanted))
+    model = make() if make is tiny_volo else make(drop_path_rate=0.5, proj_drop_rate=0.5)
+    objective = TokenLabeling(1.0, 0.5) if make is tiny_volo else classification
+    before, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    compiling.compile_model(config, model, objective, CPU, Solo())
+    assert said(caplog) == [] and graphs() > 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    compiled, side = graphs(), config.model.img_size
+    batch = Augmented(torch.randn(4, 3, side, side), torch.rand(4, CLASSES), mix_box=(0, 0, 1, 1))
+    with BatchNormStatistics(model, Solo()).over_steps(), autocast(CPU, "bf16"):
+        objective(model, batch).backward()
+    assert graphs() == compiled
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_an_objective_that_fails_is_no_end(monkeypatch, caplog):
+    monkeypatch.setattr(compiling, "can_compile", lambda device_type: True)
+
+    def fails(model: nn.Module, batch: Augmented) -> Tensor:
+        raise MemoryError
+
+    config = apply(TrainConfig(), ["--run.compile", "blocks", "--run.precision", "fp32"])
+    compiling.compile_model(config, model := tiny_vit(), fails, CPU, Solo())
+    (line,) = said(caplog)
+    assert "rank 0 cannot compute a compiled pass (MemoryError); all ranks compute without it" in line
+    assert all(block._compiled_call_impl is None for block in model.blocks)

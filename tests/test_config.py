@@ -192,6 +192,10 @@ IDLE = [
         ["--model.outlook_drop_path", "true"],
         "--model.outlook_drop_path is true and --model.drop_path_rate 0, so no path is dropped",
     ),
+    (
+        ["--model.residual", "bf16", "--run.precision", "fp32"],
+        "--model.residual is bf16 and --run.precision fp32: the sums between layers are in bfloat16 only where",
+    ),
     *[
         (["--parallel.tensor.mode", mode], f"--parallel.tensor.mode is {mode} and --parallel.tensor.size 1, so no matr")
         for mode in ("2d", "2.5d", "3d")

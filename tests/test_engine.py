@@ -1,6 +1,8 @@
 """The loop around the step, in one process without Horovod: modes, means, what is due when; and choices by device."""
 
+import copy
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +17,10 @@ from largebatch.data.order import Plan
 from largebatch.data.stream import Batch
 from largebatch.engine import Hook, StepOutput, Trainer
 from largebatch.losses import classification
-from largebatch.native.attention import choose_attention
+from largebatch.native import attention
+from largebatch.native.attention import choose_attention, describe_attention
 from largebatch.replica import Replica
+from zoo import volo
 
 CLASSES, BATCH = 3, 16
 
@@ -253,3 +257,62 @@ def test_attention_is_fused_on_a_gpu_alone():
     for device, fused in (("cpu", False), ("cuda", True)):
         model = choose_attention(zoo.create_model("vit_ti16", img_size=32), torch.device(device))
         assert {block.attn.fused_attn for block in model.blocks} == {fused}
+
+
+def vits_and_volos() -> Iterator[tuple[str, nn.Module]]:
+    """With heads of 16 and of 24 numbers in the blocks of a VOLO."""
+    yield "vit", zoo.create_model("vit_nano32", img_size=64, attn_drop_rate=0.1)
+    for dim in (32, 48):
+        structure = dataclasses.replace(volo.STRUCTURES["volo_nano"], dims=(32, dim), heads=(2, 2))
+        yield str(dim // 2), volo.VOLO(structure, img_size=64, num_classes=CLASSES, drop_path_rate=0.1)
+
+
+def test_heads_that_attention_in_cpp_does_not_know_are_left_to_torch(monkeypatch):
+    monkeypatch.setattr(attention, "available", lambda: True)
+    models = {name: choose_attention(model, torch.device("cpu")) for name, model in vits_and_volos()}
+    layers = {name: [m for m in model.modules() if isinstance(m, volo.Attention)] for name, model in models.items()}
+    taken = {name: [layer.native for layer in found] for name, found in layers.items()}
+    assert taken == {"vit": [], "16": [attention.attend] * 3, "24": [None] * 3}
+    with torch.autocast("cpu", torch.bfloat16):
+        models["24"].forward_train(torch.randn(2, 3, 64, 64))[0].float().sum().backward()
+
+
+def test_the_log_names_the_attention_of_a_cpu(monkeypatch):
+    monkeypatch.setattr(attention, "available", lambda: True)
+    cpu, said = torch.device("cpu"), {}
+    for name, model in vits_and_volos():
+        choose_attention(model, cpu)
+        for dtype in (torch.bfloat16, torch.float32):
+            said[name, dtype] = describe_attention(model, (2, 3, 64, 64), cpu, dtype)
+    assert said.pop(("16", torch.bfloat16)) == "C++ of this project in 3 of 3 layers"
+    assert set(said.values()) == {"torch's two products around a softmax"} and len(said) == 5
+    assert describe_attention(nn.Linear(2, 2), (2, 3, 64, 64), cpu, torch.float32) == ""
+
+
+def test_the_log_names_the_kernel_of_fused_attention_that_a_pass_really_takes():
+    """On a CPU torch has a flash kernel without dropout, and the formulas with it. Nothing of the model moves."""
+    fused, cpu = torch.device("cuda"), torch.device("cpu")
+    for name, model in vits_and_volos():
+        choose_attention(model, fused)
+        drawn, before = torch.get_rng_state(), copy.deepcopy(model.state_dict())
+        said = describe_attention(model, (4, 3, 64, 64), cpu, torch.bfloat16)
+        shapes = {"vit": "math for 2 heads of 16 and 5", "16": "flash attention for 2 heads of 16 and 16"}
+        shape = shapes.get(name, "flash attention for 2 heads of 24 and 16")
+        assert said == f"torch's scaled_dot_product_attention: {shape} tokens"
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+        with torch.autocast("cpu", torch.bfloat16), profile(activities=[ProfilerActivity.CPU]) as kernels:
+            model(torch.randn(4, 3, 64, 64))
+        names = {event.name for event in kernels.events()}
+        assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in names) == shape.startswith("flash")
+
+
+def test_a_model_that_cannot_run_without_memory_is_told_later():
+    class Reading(nn.Module):
+        fused_attn = True
+
+        def forward(self, images: Tensor) -> Tensor:
+            return images * float(images.sum())
+
+    said = describe_attention(Reading(), (2, 3, 8, 8), torch.device("cpu"), torch.float32)
+    assert said == "that of torch, of a shape that is not known before the first step"

@@ -274,6 +274,22 @@ def test_under_autocast_it_is_as_exact_as_timms():
     assert errors[0] < 1.2 * errors[1]
 
 
+def test_norms_over_bfloat16_have_the_gradients_of_float64():
+    """Under autocast the outlookers add up in bfloat16, over many cells: 2,048 here."""
+    torch.manual_seed(0)
+    model = set_fused_attn(create_model("volo_nano", img_size=128, num_classes=10), False).train()
+    images, directions, found = torch.randn(8, 3, 128, 128), torch.randn(8, 10), []
+    for precise in (True, False):
+        peer = deepcopy(model).double() if precise else model
+        with torch.autocast("cpu", torch.bfloat16, enabled=not precise):
+            token, cells = peer.forward_train(images.double() if precise else images)
+        ((token.double() + cells.double().mean(dim=1)) * directions).sum().backward()
+        found.append({name: p.grad.double() for name, p in peer.named_parameters() if "norm" in name})
+    exact, ours = found
+    errors = {name: float((ours[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
+    assert max(errors.values()) < 0.02, errors
+
+
 # -- what is refused, and weights ------------------------------------------------------------------------------------
 
 
@@ -282,6 +298,9 @@ def test_under_autocast_it_is_as_exact_as_timms():
     [
         ("volo_d1", {"proj_drop_rate": 0.1}, "proj_drop_rate of volo_d1 is 0.1, and volo_d1 has no use for it"),
         ("volo_d1", {"weight_init": "jax"}, "weight_init of volo_d1 is 'jax'"),
+        ("volo_d1", {"residual": "bf16"}, "residual of volo_d1 is 'bf16', and volo_d1 has no use for it"),
+        ("timm/resnet18", {"residual": "bf16"}, "residual of timm/resnet18 is 'bf16', and"),
+        ("vit_b32", {"residual": "fp16"}, "residual of vit_b32 is 'fp16', expected 'bf16' or nothing"),
         ("vit_b32", {"outlook_drop_path": True}, "outlook_drop_path of vit_b32 is True"),
         ("vit_b32", {"global_pool": "max"}, "global_pool of vit_b32 is 'max', expected 'avg' or nothing"),
         ("volo_d1", {"img_size": 100}, "img_size 100 does not fit volo_d1: expected a multiple of 16"),

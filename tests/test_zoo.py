@@ -1,5 +1,6 @@
 """The zoo: structures, logits and preprocessing are timm's, and importing it costs torch and timm alone."""
 
+import copy
 import inspect
 import os
 import subprocess
@@ -7,13 +8,16 @@ import sys
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zoo._torchvision
 from zoo import MODELS, create_model
 from zoo.model import TokenLabelingModel, ZooModel
+from zoo.norm import Float32Norm
+from zoo.vit import PatchEmbed
 
 import timm  # isort: skip  (after zoo, which makes it importable beside a CPU build of torch)
+from timm import layers  # isort: skip
 from timm.data import resolve_data_config  # isort: skip
 from timm.models import get_pretrained_cfg  # isort: skip
 
@@ -25,6 +29,7 @@ TIMM_NAMES = {
     "vit_s16": "vit_small_patch16_224",
     "vit_ti16": "vit_tiny_patch16_224",
 }
+BOUND = 0.01  # of ||difference|| / ||exact|| in bfloat16, whose numbers round by 2^-9
 RATES = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
 
 
@@ -115,6 +120,86 @@ def test_every_rate_goes_to_its_own_place():
     assert block.attn.attn_drop.p == 0.4
     assert block.drop_path1.drop_prob == pytest.approx(0.5)
     assert isinstance(model.blocks[0].drop_path1, nn.Identity)
+
+
+def test_a_residual_in_bfloat16_errs_little_more_than_one_in_float32():
+    """Logits and gradients under bfloat16 autocast, beside float64; the sums of all blocks have the type that is said.
+
+    Without autocast the model is timm's to the last bit.
+    """
+    torch.manual_seed(0)
+    plain = create_model("vit_nano32", img_size=96, num_classes=10).train()
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    images, direction = torch.randn(16, 3, 96, 96), torch.randn(16, 10)
+    exact = copy.deepcopy(plain).double()
+    half = create_model("vit_nano32", img_size=96, num_classes=10, residual="bf16").train()
+    half.load_state_dict(plain.state_dict(), strict=True)
+    assert torch.equal(half(images), plain(images))
+    assert half(images).dtype == torch.float32
+
+    def errors(model: nn.Module, residual: torch.dtype) -> list[float]:
+        types = []
+        for block in model.blocks:
+            block.register_forward_hook(lambda module, inputs, output: types.extend((inputs[0].dtype, output.dtype)))
+        found, expected = results(model, torch.bfloat16), results(exact, None)
+        assert set(types) == {residual} and len(types) == 4
+        return [float((one - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True)]
+
+    def results(model: nn.Module, compute: torch.dtype | None) -> list[Tensor]:
+        """The logits, and the gradient of all parameters as one vector."""
+        model.zero_grad()
+        with torch.autocast("cpu", compute, enabled=compute is not None):
+            logits = model(images if compute else images.double())
+        (logits.double() * direction).sum().backward()
+        return [logits.detach().double(), torch.cat([p.grad.double().flatten() for p in model.parameters()])]
+
+    ours, theirs = errors(half, torch.bfloat16), errors(plain, torch.float32)
+    assert all(one <= 1.5 * other and one < BOUND for one, other in zip(ours, theirs, strict=True))
+
+
+def test_the_norm_of_a_residual_in_bfloat16_adds_up_in_float32():
+    """Over many tokens: torch's kernel on CPUs adds the gradient of the bias up in bfloat16, until nothing is added."""
+    torch.manual_seed(0)
+    norm, x, direction = Float32Norm(64), torch.randn(10_000, 64).bfloat16(), torch.rand(10_000, 64).bfloat16()
+    nn.init.normal_(norm.weight)
+
+    def results(norm: nn.Module, x: Tensor) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        y = norm(x)
+        y.backward(direction.to(y.dtype))
+        return [y.detach(), x.grad, norm.weight.grad, norm.bias.grad]
+
+    exact = copy.deepcopy(norm).double()
+    found, expected = results(norm, x), results(exact, x.double())
+    assert [tensor.dtype for tensor in found] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    errors = [float((one.double() - other).norm() / other.norm()) for one, other in zip(found, expected)]
+    assert max(errors[:2]) < 2**-9 and max(errors[2:]) < 1e-5
+
+
+def test_the_patch_embedding_is_timms_convolution():
+    """Output and gradients beside float64: no further away than the convolution, but for rounding; odd grids."""
+    torch.manual_seed(0)
+    options = {"img_size": (48, 80), "patch_size": 16, "embed_dim": 24}
+    theirs, ours = layers.PatchEmbed(**options), PatchEmbed(**options)
+    assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    images, direction = torch.randn(3, 3, 48, 80), torch.randn(3, 15, 24)
+
+    def results(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        x = images.to(dtype).requires_grad_()
+        y = model.to(dtype)(x)
+        y.backward(direction.to(dtype))
+        return [y.detach(), x.grad, model.proj.weight.grad, model.proj.bias.grad]
+
+    exact = results(copy.deepcopy(theirs), torch.float64)
+    for one, other, reference in zip(results(ours), results(theirs), exact, strict=True):
+        scale = reference.norm()
+        assert (one - reference).norm() / scale <= max(2 * (other - reference).norm() / scale, 3e-7)
+    with pytest.raises(RuntimeError, match=r"unflatten: Provided sizes \[5, 16\] don't multiply up"):
+        ours.train()(images.mT)
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours.float().eval()(images), theirs.float()(images))  # the very bits, as published weights need
 
 
 def test_timms_interface_is_there():

@@ -11,6 +11,7 @@ timm.
     model.py        the interface of a model: ZooModel, TokenLabelingModel
     vit.py          the ViTs, by timm's class
     volo.py         VOLO
+    norm.py         layer norm of bfloat16 in float32
     blocks.py       compile their blocks one by one
     timm_models.py  any classifier of timm
     weights.py      read and write weights
@@ -70,6 +71,7 @@ def create_model(
     outlook_drop_path: bool = False,
     global_pool: str = "",
     weight_init: str = "",
+    residual: str = "",
     grad_checkpointing: bool = False,
 ) -> nn.Module:
     """Build a model of the zoo: images (B, 3, img_size, img_size) -> logits (B, num_classes).
@@ -86,6 +88,7 @@ def create_model(
     outlook_drop_path: stochastic depth in VOLO's outlookers as well; the published models do not have it.
     global_pool: "avg" for a ViT whose head acts on the mean of its tokens, as timm does it; "": the class token.
     weight_init: "jax" for timm's initialisation of that name of a ViT, with a head of zeros; "": timm's usual one.
+    residual: "bf16" for a ViT that keeps the sums between its layers in bfloat16 under bfloat16 autocast; "": float32.
     grad_checkpointing: keep only the blocks' inputs for the backward pass and compute the rest again, with the same
     random draws; `set_grad_checkpointing` of the model switches it later.
 
@@ -117,7 +120,8 @@ def create_model(
             raise ValueError(f"{option} of {name} is {rate}, expected a rate from 0 up to, not including, 1")
     if num_classes < 0:
         raise ValueError(f"num_classes of {name} is {num_classes}, expected 1 or more, or 0 for features")
-    options = rates | {"outlook_drop_path": outlook_drop_path, "global_pool": global_pool, "weight_init": weight_init}
+    options = rates | {"outlook_drop_path": outlook_drop_path, "global_pool": global_pool}
+    options |= {"weight_init": weight_init, "residual": residual}
     model = build(img_size=img_size, num_classes=num_classes, **_used(name, build, options))
     if grad_checkpointing:
         try:

@@ -25,12 +25,17 @@ class _Apart(DropPath):
         return super().forward(x)
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """List the blocks that `compile_blocks` compiles."""
+    return [module for module in model.modules() if isinstance(module, VitBlock) or type(module) is volo.Block]
+
+
 def compile_blocks(model: nn.Module) -> int:
     """Let torch compile the blocks of a ViT or a VOLO at their first calls. Returns their number: 0 for other models.
 
     Names and state_dict stay as they are.
     """
-    blocks = [module for module in model.modules() if isinstance(module, VitBlock) or type(module) is volo.Block]
+    blocks = blocks_of(model)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     for block in blocks:
         if isinstance(block, volo.Block):

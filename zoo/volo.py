@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zoo.model import MixBox
+from zoo.norm import Float32Norm
 
 CELL = 16  # pixels per side of a cell of the token grid
 
@@ -200,8 +201,8 @@ class Block(nn.Module):
 
     def __init__(self, attn: nn.Module, dim: int, *, mlp_ratio: float, drop_path: float = 0.0) -> None:
         super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(dim), attn
-        self.norm2, self.mlp = nn.LayerNorm(dim), Mlp(dim, int(dim * mlp_ratio))
+        self.norm1, self.attn = Float32Norm(dim, eps=1e-5), attn
+        self.norm2, self.mlp = Float32Norm(dim, eps=1e-5), Mlp(dim, int(dim * mlp_ratio))
         self.drop_path = drop_path
         self.attend: Layer = attend  # blocks.py puts compiled functions here
         self.feed: Layer = feed

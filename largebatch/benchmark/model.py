@@ -31,7 +31,8 @@ from largebatch.benchmark.measure import (
     compare,
     set_up_device,
 )
-from largebatch.build import build_objective, compile_passes
+from largebatch.build import build_objective
+from largebatch.compiling import compile_passes
 from largebatch.config import ModelConfig, TrainConfig
 from largebatch.native.attention import choose_attention
 from largebatch.precision import DTYPES, autocast, choose_precision

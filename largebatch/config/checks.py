@@ -22,6 +22,11 @@ def without_effect(config: TrainConfig) -> list[str]:
             "--model.outlook_drop_path is true and --model.drop_path_rate 0, so no path is dropped: set a rate above "
             "0, or leave it out."
         )
+    if model.residual and config.run.precision not in ("bf16", "auto"):
+        found.append(
+            f"--model.residual is {model.residual} and --run.precision {config.run.precision}: the sums between layers "
+            "are in bfloat16 only where the layers are, so set --run.precision bf16, or leave --model.residual out."
+        )
     if not schedule.prefix and not _warmup(config):
         found.append(
             f"--schedule.prefix is false and --schedule.warmup {schedule.warmup!r}: without a warm-up there is nothing "

@@ -41,6 +41,10 @@ class ModelConfig:
     needs it"""
     weight_init: Literal["", "jax"] = ""
     """initialisation of a ViT; empty: timm's default; jax: the one that timm calls jax, with zeros in the head"""
+    residual: Literal["", "bf16"] = ""
+    """type of the sums between the layers of a ViT; empty: float32; bf16: bfloat16, with --run.precision bf16. It keeps
+    7 % less memory (ViT-B/32, micro-batch 64); errors are in benchmark/NOTES.md, and its speed on GPUs is not yet
+    measured"""
     grad_checkpointing: bool = False
     """activation checkpointing: compute the blocks again in the backward pass, with the same random numbers, and keep
     no activations of them; 1306 instead of 2313 MiB in all, 16 % slower (ViT-B/32, micro-batch 64, bf16, 2 CPU
@@ -265,7 +269,7 @@ class RunConfig:
     """true: compile the model: 8 % faster after 31 s of compiling (ViT-B/32, micro-batch 64, bf16, 2 CPU cores); the
     reduction no longer overlaps with the backward pass. blocks: compile each block of a ViT or a VOLO by itself, and
     equal ones once, so that it still does; not yet measured on GPUs. With both, dropout draws other masks, which still
-    depend on the seed alone"""
+    depend on the seed alone. A pass is tried first: if one rank cannot compile it, all compute without a compiler"""
     compression: Literal["none", "fp16"] = "none"
     """type in which gradients are sent; fp16 halves the bytes, rounds the reduced gradient by 4e-4 (3 CPU ranks), and
     trains with a loss scale in every precision; a step whose gradients overflow in fp16 is skipped"""

@@ -4,16 +4,23 @@ GPUs use torch's fused kernel. CPUs use two matrix products around a softmax, ex
 attention.cpp. That kernel never writes the map of attention weights to memory: a layer of D1 takes 7 ms, forward and
 backward, instead of 10 to 16 ms, with a third of the rounding error (batch 8, 224 px, two cores of an AMD EPYC with
 AVX-512 BF16, torch 2.13.0, 2026-11-22).
+
+On a GPU torch chooses among its back-ends by shape, type and dropout; `describe_attention` asks for its choice. Nobody
+has measured here that another choice is faster, so nothing is forced.
 """
 
 import ctypes
 import functools
+import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
 
 from largebatch.native.compile import can_load, load_library
 from zoo import set_fused_attn
@@ -27,11 +34,21 @@ MAX_DIM = 1024  # the largest dimension of a head
 def choose_attention(model: nn.Module, device: torch.device) -> nn.Module:
     """Let the model's attention layers use the fastest kernel of this device; return the model."""
     set_fused_attn(model, device.type != "cpu")
-    layers = [module for module in model.modules() if isinstance(module, Attention) and not module.attn_drop.p]
-    if device.type == "cpu" and layers and available():
+    layers = native_layers(model) if device.type == "cpu" else []
+    if layers and available():
         for layer in layers:
             layer.native = attend
     return model
+
+
+def native_layers(model: nn.Module) -> list[Attention]:
+    """List the layers that attention.cpp can compute: VOLO's, without dropout, with heads of a multiple of 16."""
+    found = [module for module in model.modules() if isinstance(module, Attention) and not module.attn_drop.p]
+    return [layer for layer in found if _is_known(layer.proj.in_features // layer.num_heads)]
+
+
+def _is_known(dim: int) -> bool:
+    return dim % 16 == 0 and dim <= MAX_DIM
 
 
 @functools.cache
@@ -44,11 +61,78 @@ def available() -> bool:
 def attend(qkv: Tensor, scale: float) -> Tensor:
     """Return softmax(scale · q kᵀ) v: bfloat16 (B, N, 3, heads, d), d a multiple of 16, -> (B, N, heads, d)."""
     dim = qkv.shape[-1]
-    if qkv.dtype != torch.bfloat16 or dim % 16 or dim > MAX_DIM:
+    if qkv.dtype != torch.bfloat16 or not _is_known(dim):
         raise ValueError(
             f"attend got {qkv.dtype} and heads of {dim}: expected bfloat16 and a multiple of 16, up to {MAX_DIM}."
         )
     return _Attend.apply(qkv, scale)
+
+
+# -- the choice, for the log -----------------------------------------------------------------------------------------
+
+
+def describe_attention(model: nn.Module, images: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> str:
+    """Return the code that computes the attention layers of a model in training; empty: it has none that we know.
+
+    images: their shape (B, 3, H, W); dtype: that of autocast, or float32.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "fused_attn")]
+    native = sum(getattr(layer, "native", None) is not None for layer in layers)
+    if native and dtype == torch.bfloat16:
+        return f"C++ of this project in {native} of {len(layers)} layers"
+    if not any(getattr(layer, "fused_attn") for layer in layers):
+        return "torch's two products around a softmax" if layers else ""
+    try:
+        calls = sorted(fused_calls(model, images))
+    except Exception:  # an operation that torch does not have without memory; the first step will tell
+        return "that of torch, of a shape that is not known before the first step"
+    return "torch's scaled_dot_product_attention: " + ", ".join(
+        f"{backend_of(call, device, dtype)} for {call.heads} heads of {call.dim} and {call.tokens} tokens"
+        for call in calls
+    )
+
+
+class Call(NamedTuple):
+    """The shape of a call of torch's fused attention, and the rate of its dropout."""
+
+    heads: int
+    tokens: int
+    dim: int
+    dropout: float
+
+
+def fused_calls(model: nn.Module, images: tuple[int, ...]) -> set[Call]:
+    """Return the different calls of a training pass, without computing it; the model stays as it is."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    shapes = {name: tensor.detach().to("meta") for name, tensor in tensors}
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _Calls() as calls:
+        torch.func.functional_call(model, shapes, torch.empty(images, device="meta"))
+    return calls.found
+
+
+def backend_of(call: Call, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the name of the back-end that torch chooses for a call with gradients on this device."""
+    shape = (1, call.tokens, call.heads, call.dim)
+    q, k, v = (torch.empty(shape, device=device, dtype=dtype, requires_grad=True).transpose(1, 2) for _ in range(3))
+    number = torch._fused_sdp_choice(q, k, v, dropout_p=call.dropout)
+    return SDPBackend(number).name.lower().replace("_", " ")
+
+
+class _Calls(TorchFunctionMode):
+    """Notes the calls of torch's fused attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[Call] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            heads, tokens, dim = args[0].shape[-3:]
+            self.found.add(Call(heads, tokens, dim, (kwargs or {}).get("dropout_p", 0.0)))
+        return func(*args, **kwargs or {})
+
+
+# -- the call ---------------------------------------------------------------------------------------------------------
 
 
 class _Shape(ctypes.Structure):

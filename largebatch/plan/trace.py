@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from largebatch.augment import Augmented
 from largebatch.build import build_objective
 from largebatch.config import TrainConfig
+from largebatch.native.attention import native_layers
 from largebatch.plan.meta import META, Uninitialised, call, tensors_in
 from largebatch.precision import DTYPES
 from zoo import create_model, set_fused_attn, volo
@@ -417,6 +418,5 @@ class _Native(torch.autograd.Function):
 
 def _use_native(model: nn.Module, counter: _Counter) -> None:
     """Choose attention as `native.attention.choose_attention` does."""
-    for layer in model.modules():
-        if isinstance(layer, volo.Attention) and not layer.attn_drop.p:
-            layer.native = lambda qkv, scale: _Native.apply(qkv.contiguous(), counter)
+    for layer in native_layers(model):
+        layer.native = lambda qkv, scale: _Native.apply(qkv.contiguous(), counter)

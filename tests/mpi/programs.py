@@ -440,6 +440,11 @@ def cannot_build_on_rank_1() -> None:
     build.build_model = failing
 
 
+def has_no_compiler_on_rank_1() -> None:
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        os.environ["CXX"] = "no-such-compiler"
+
+
 def shares_a_gpu() -> None:
     """Planted identities, as a machine for tests has no GPUs."""
     from largebatch.comm import placement
@@ -480,8 +485,8 @@ def may_not_write_its_trace() -> None:
 FAULTS = (
     fails_in_step_2, signals_in_pass, signals_in_evaluation, signals_at_the_end, signals_in_indexing, is_slow,
     flips_a_bit_after_step, spoils_an_image_in_step, waits_in_step, tells_its_end, has_a_long_margin,
-    cannot_build_on_rank_1, shares_a_gpu, stops_half_through_its_trace, may_not_write_its_trace,
-    hangs_in_the_loader, hangs_in_indexing, hangs_in_the_evaluation, writes_slowly,
+    cannot_build_on_rank_1, has_no_compiler_on_rank_1, shares_a_gpu, stops_half_through_its_trace,
+    may_not_write_its_trace, hangs_in_the_loader, hangs_in_indexing, hangs_in_the_evaluation, writes_slowly,
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import launch
-from runs import SMALL, distance, rows, weights
+from runs import SMALL, different, distance, rows, weights
 
 from largebatch.hooks.tables import MEASURED
 
@@ -171,6 +171,21 @@ def test_every_lever_at_once_trains_the_same(tmp_path):
         results.append((weights(folder), torch.load(folder / "checkpoints" / "00000003" / "state.pt")["scaler"]))
     (plain, no_scale), (pulled, scale) = results
     assert 0 < distance(plain, pulled) < 1e-2 and not no_scale and scale["scale"] > 1
+
+
+@pytest.mark.needs_compiler
+def test_without_a_compiler_on_one_rank_a_run_is_the_plain_one(tmp_path):
+    """The rank that has one compiles nothing either: one warning, and every bit is that of --run.compile false."""
+    found = []
+    for wanted in ("false", "blocks"):
+        folder, options = tmp_path / wanted, ["--optim.impl", "eager", "--run.max_steps", "2"]
+        fault = "has_no_compiler_on_rank_1"
+        code, output = train(folder, *options, "--run.compile", wanted, ranks=2, fault=fault)
+        assert code == 0, output
+        warned = output.count("--run.compile blocks is not used: rank 1 has no compiler for cpu: expected a C++")
+        assert (output.count("is not used"), warned) == ((1, 1) if wanted == "blocks" else (0, 0))
+        found.append(weights(folder))
+    assert different(*found) == []
 
 
 @pytest.mark.parametrize(

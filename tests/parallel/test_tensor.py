@@ -26,7 +26,7 @@ from largebatch.parallel.mesh import Mesh
 from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
 from largebatch.parallel.state_sharding import Sharding
 from largebatch.parallel.tensor import Dropout, DropPath, Linear, layouts, num_blocks, whole
-from zoo.vit import STRUCTURES, VisionTransformer
+from zoo.vit import STRUCTURES, Bfloat16Residual, VisionTransformer
 
 MESHES = {
     "1d-2": TensorConfig(mode="1d", size=2),
@@ -39,10 +39,21 @@ SMALL = dict(embed_dim=16, num_heads=4, batch=4)
 LARGER = dict(embed_dim=48, num_heads=8, batch=8, global_pool="avg", fused=True, img_size=12)
 
 
-def make(*, embed_dim, num_heads, dtype=torch.float64, fused=False, global_pool="token", img_size=8, depth=2, **rates):
+def make(
+    *,
+    embed_dim,
+    num_heads,
+    dtype=torch.float64,
+    fused=False,
+    global_pool="token",
+    img_size=8,
+    depth=2,
+    kind=VisionTransformer,
+    **rates,
+):
     """A tiny ViT whose parameters are all random: zeros and ones would hide what is missing."""
     torch.manual_seed(0)
-    model = VisionTransformer(
+    model = kind(
         img_size=img_size,
         patch_size=4,
         num_classes=12,
@@ -453,12 +464,14 @@ def test_one_dimension_equals_torchs_own_styles():
         assert difference(ours, theirs) < 1e-12
 
 
-def _half(tensor):
+def _half(tensor, kind):
     mesh = Mesh(ParallelConfig(tensor=tensor).shape())
-    serial = make(embed_dim=16, num_heads=4, dtype=torch.float32)
+    serial = make(embed_dim=16, num_heads=4, dtype=torch.float32, kind=kind)
     cut = copy.deepcopy(serial)
     vit.parallelize(cut, mesh)
-    images, types = torch.randn(4, 3, 8, 8), set()
+    images, types, residuals = torch.randn(4, 3, 8, 8), set(), set()
+    for model in (cut, serial):
+        model.blocks[1].register_forward_hook(lambda module, inputs, output: residuals.add(output.dtype))
     for module in cut.modules():
         if isinstance(module, Linear):
             module.register_forward_hook(lambda module, inputs, output: types.add(output.dtype))
@@ -466,13 +479,14 @@ def _half(tensor):
         ours, theirs = cut(images), serial(images)
     ours.float().square().sum().backward()
     grads = {parameter.grad.dtype for parameter in cut.parameters()}
-    return difference([ours.float()], [theirs.float()]), types, grads
+    return difference([ours.float()], [theirs.float()]), types, grads, residuals
 
 
+@pytest.mark.parametrize("kind, residual", [(VisionTransformer, torch.float32), (Bfloat16Residual, torch.bfloat16)])
 @pytest.mark.parametrize("name", ["1d-2", "2d-4", "3d-8"])
-def test_autocast_reaches_the_products_and_the_gradients_stay_single(name):
-    for found, types, grads in on_ranks(_half, MESHES[name].size, MESHES[name]):
-        assert found < 0.05 and types == {torch.bfloat16} and grads == {torch.float32}
+def test_autocast_reaches_the_products_and_the_gradients_stay_single(name, kind, residual):
+    for found, types, grads, residuals in on_ranks(_half, MESHES[name].size, MESHES[name], kind):
+        assert found < 0.05 and types == {torch.bfloat16} and grads == {torch.float32} and residuals == {residual}
 
 
 # -- what cannot be cut ---------------------------------------------------------------------------------------------

@@ -1,0 +1,112 @@
+"""Compile the passes of a model before the first step, or go on without a compiler, on all ranks alike.
+
+torch compiles at the first call. So a compiler that is missing, or a model that it cannot compile, would end a job in
+its first step. Therefore each rank first runs one pass of a compiled copy of the model. Its graphs are those of the
+first step, which finds them ready. The copy leaves the model as it is: its gradients, statistics and draws are gone.
+"""
+
+import copy
+import logging
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from largebatch.augment import Augmented
+from largebatch.batch_norm import BatchNormStatistics
+from largebatch.comm import Communicator
+from largebatch.config import TrainConfig
+from largebatch.losses import Objective
+from largebatch.optim import can_compile
+from largebatch.precision import autocast
+from zoo.blocks import blocks_of, compile_blocks
+
+logger = logging.getLogger(__name__)
+
+
+def compile_model(
+    config: TrainConfig, model: nn.Module, objective: Objective, device: torch.device, comm: Communicator
+) -> None:
+    """Let torch compile the forward and backward pass as --run.compile says; names and state_dict stay as they are.
+
+    Every rank calls it, with the model on its device. If one rank cannot compile, rank 0 warns, and all ranks compute
+    without a compiler. The compiled backward pass is one piece to autograd: it hands out all gradients at its end, and
+    only then Horovod's hooks run. With "blocks" the same holds for each block by itself.
+    """
+    wanted = config.run.compile
+    given = f"--run.compile {str(wanted).lower()}"
+    if wanted == "blocks" and not blocks_of(model):
+        if comm.rank == 0:
+            logger.warning("%s is not used: only a ViT or a VOLO has blocks that it can compile", given)
+        return
+    change = compile_blocks if wanted == "blocks" else compile_passes
+    comm.progress("compiling")
+    cause = why_not(device, lambda: _try_out(config, model, objective, device, comm, change))
+    causes = comm.allgather_object(cause, name="build/compile")
+    if any(causes):
+        if comm.rank == 0:
+            rank, cause = next((rank, cause) for rank, cause in enumerate(causes) if cause)
+            logger.warning("%s is not used: rank %d %s; all ranks compute without it", given, rank, cause)
+        return
+    change(model)
+    if change is compile_passes and comm.size > 1:
+        logger.info("compiled: gradients are reduced after the backward pass, no longer during it")
+
+
+def compile_passes(model: nn.Module) -> None:
+    """Let torch compile the methods that an objective calls."""
+    model.compile()
+    if hasattr(model, "forward_train"):  # the objective calls it by name, so model.compile() does not reach it
+        setattr(model, "forward_train", torch.compile(getattr(model, "forward_train")))
+
+
+# -- the trial -------------------------------------------------------------------------------------------------------
+
+
+def why_not(device: torch.device, try_out: Callable[[], None]) -> str:
+    """Return why this rank cannot compute what it compiles in `try_out`, as the end of a sentence; empty: it can."""
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not can_compile(device.type) or device.type == "cpu" and not header.exists():
+        on_cpu, on_gpu = f"a C++ compiler (g++, or CXX) and {header}", "Triton and a GPU that it supports"
+        return f"has no compiler for {device.type}: expected {on_cpu if device.type == 'cpu' else on_gpu}"
+    try:
+        try_out()
+    except Exception as error:  # of torch, of the compiler that it calls, of the driver; a lack of memory
+        return f"cannot compute a compiled pass ({_first_line(error)})"
+    return ""
+
+
+def _try_out(
+    config: TrainConfig,
+    model: nn.Module,
+    objective: Objective,
+    device: torch.device,
+    comm: Communicator,
+    change: Callable[[nn.Module], object],
+) -> None:
+    """Compute a pass forward and backward of a changed copy of the model, as the first step will."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        trial = copy.deepcopy(model).train()
+        change(trial)
+        with BatchNormStatistics(trial, comm).over_steps():  # which takes batch norm out of the graphs
+            with autocast(device, config.run.precision):
+                loss = objective(trial, _batch(config, trial, device))
+            loss.backward()
+
+
+def _batch(config: TrainConfig, model: nn.Module, device: torch.device) -> Augmented:
+    """Return a micro-batch of black images, in the shapes of training."""
+    count, side = config.data.micro_batch_size, config.model.img_size
+    images = torch.zeros(count, 3, side, side, device=device)
+    targets = torch.zeros(count, getattr(model, "num_classes"), device=device)
+    return Augmented(images, targets, mix_box=(0, 0, 1, 1) if config.augment.mix_token else None)
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the type and the first line of the error that began: torch wraps those of a compiler."""
+    while inner := getattr(error, "inner_exception", None) or error.__cause__:
+        error = inner
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
