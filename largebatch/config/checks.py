@@ -39,6 +39,11 @@ def without_effect(config: TrainConfig) -> list[str]:
                 f"--optim.{option} is {value} and --optim.sam_rho null, so there is no Look-LayerSAM: set "
                 "--optim.sam_rho, such as 0.005, or leave it out."
             )
+    if config.optim.impl == "triton" and (ways := _divided(config.parallel)):
+        found.append(
+            f"--optim.impl is triton and {ways}: LAMB of parts of tensors does not use these kernels, so leave one of "
+            "the two out."
+        )
     if tensor.mode != "1d" and tensor.size == 1:
         found.append(
             f"--parallel.tensor.mode is {tensor.mode} and --parallel.tensor.size 1, so no matrix is cut: set the size "
@@ -122,9 +127,16 @@ def check(config: TrainConfig) -> None:
     _check_timm(c)
 
 
+def _divided(parallel: ParallelConfig) -> str:
+    """Return the option that divides tensors or their state among ranks, with its value; "" if none does."""
+    if parallel.shape().size > 1:
+        return f"--parallel {parallel.shape()}"
+    return "--parallel.zero 1" if parallel.zero else ""
+
+
 def _check_sam(config: TrainConfig) -> None:
     """Check the options of Look-LayerSAM."""
-    rho, parallel = config.optim.sam_rho, config.parallel
+    rho = config.optim.sam_rho
     if rho is None:
         return
     if not 0 < rho < math.inf:
@@ -134,8 +146,7 @@ def _check_sam(config: TrainConfig) -> None:
             f"--optim.sam_rho is {rho} and --optim.name apex_lamb, which it was never tried with: choose lamb, which "
             "computes the same."
         )
-    if parallel.shape().size > 1 or parallel.zero:
-        ways = f"--parallel {parallel.shape()}" if parallel.shape().size > 1 else "--parallel.zero 1"
+    if ways := _divided(config.parallel):
         raise ValueError(
             f"--optim.sam_rho is {rho} and {ways}: Look-LayerSAM needs whole tensors and their state on every rank, so "
             "leave one of the two out."

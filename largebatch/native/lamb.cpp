@@ -34,8 +34,9 @@ template <typename T> static T trust_ratio(double xx, double uu, const Scalars<T
     return std::fmin(std::fmin(std::fmax(x_norm, s.norm_min), s.norm_max) / u_norm, s.ratio_max);
 }
 
-// The first half of an update: the moments, u, and the sums of the squares of x and u.
-template <typename T> static void moments(const Tensor<T> &t, const Scalars<T> &s, T factor, double &x2, double &u2) {
+// The first half of an update: the moments, u, and the sums of the squares of x and u. It has copies of its own of the
+// addresses and the numbers, which stay in registers: a compiler cannot know that no element overwrites those of a caller.
+template <typename T> static void moments(const Tensor<T> t, const Scalars<T> s, T factor, double &x2, double &u2) {
     constexpr int LANES = 16;  // separate sums: a compiler may not reorder one sum, so it could not use vectors
     double xx[LANES] = {}, uu[LANES] = {};
     T *__restrict u = t.u;
