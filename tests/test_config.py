@@ -189,6 +189,10 @@ IDLE = [
         "--schedule.prefix is false and --schedule.warmup '0 epochs': without a warm-up",
     ),
     (
+        ["--model.drop_path_fixed", "true", "--model.drop_path_rate", "0.1", "--data.micro_batch_size", "4"],
+        "--model.drop_path_fixed is true, --model.drop_path_rate 0.1 and --data.micro_batch_size 4, so no layer leaves",
+    ),
+    (
         ["--model.outlook_drop_path", "true"],
         "--model.outlook_drop_path is true and --model.drop_path_rate 0, so no path is dropped",
     ),

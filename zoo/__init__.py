@@ -68,6 +68,7 @@ def create_model(
     attn_drop_rate: float = 0.0,
     drop_path_rate: float = 0.0,
     outlook_drop_path: bool = False,
+    drop_path_fixed: bool = False,
     global_pool: str = "",
     weight_init: str = "",
     grad_checkpointing: bool = False,
@@ -84,6 +85,7 @@ def create_model(
     The rates are timm's: drop_rate is before the head only; dropout as in the ViT paper, after the position
     embedding, the projections and the MLP, is pos_drop_rate and proj_drop_rate.
     outlook_drop_path: stochastic depth in VOLO's outlookers as well; the published models do not have it.
+    drop_path_fixed: in a layer of a VOLO, stochastic depth leaves out the same number of a batch's images every time.
     global_pool: "avg" for a ViT whose head acts on the mean of its tokens, as timm does it; "": the class token.
     weight_init: "jax" for timm's initialisation of that name of a ViT, with a head of zeros; "": timm's usual one.
     grad_checkpointing: keep only the blocks' inputs for the backward pass and compute the rest again, with the same
@@ -117,7 +119,8 @@ def create_model(
             raise ValueError(f"{option} of {name} is {rate}, expected a rate from 0 up to, not including, 1")
     if num_classes < 0:
         raise ValueError(f"num_classes of {name} is {num_classes}, expected 1 or more, or 0 for features")
-    options = rates | {"outlook_drop_path": outlook_drop_path, "global_pool": global_pool, "weight_init": weight_init}
+    options: dict[str, Any] = rates | {"outlook_drop_path": outlook_drop_path, "drop_path_fixed": drop_path_fixed}
+    options |= {"global_pool": global_pool, "weight_init": weight_init}
     model = build(img_size=img_size, num_classes=num_classes, **_used(name, build, options))
     if grad_checkpointing:
         try:

@@ -22,6 +22,7 @@ def without_effect(config: TrainConfig) -> list[str]:
             "--model.outlook_drop_path is true and --model.drop_path_rate 0, so no path is dropped: set a rate above "
             "0, or leave it out."
         )
+    found += _unused_fixed_depth(config)
     if not schedule.prefix and not _warmup(config):
         found.append(
             f"--schedule.prefix is false and --schedule.warmup {schedule.warmup!r}: without a warm-up there is nothing "
@@ -40,6 +41,17 @@ def without_effect(config: TrainConfig) -> list[str]:
             "to the number of ranks that share each matrix, or leave the mode out."
         )
     return found
+
+
+def _unused_fixed_depth(config: TrainConfig) -> list[str]:
+    """Return a sentence if every layer keeps all images, although stochastic depth is to leave out a fixed number."""
+    rate, size = config.model.drop_path_rate, config.data.micro_batch_size
+    if not config.model.drop_path_fixed or max(round(size * (1 - rate)), 1) < size:
+        return []
+    return [
+        f"--model.drop_path_fixed is true, --model.drop_path_rate {rate} and --data.micro_batch_size {size}, so no "
+        "layer leaves out an image: set a higher rate or a larger micro-batch, or leave the first out."
+    ]
 
 
 def _warmup(config: TrainConfig) -> int:

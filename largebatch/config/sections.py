@@ -36,6 +36,9 @@ class ModelConfig:
     """stochastic depth rate of the last block; the rate of an earlier block is proportionally lower"""
     outlook_drop_path: bool = False
     """use stochastic depth in VOLO's outlookers as well; the published models do not"""
+    drop_path_fixed: bool = False
+    """stochastic depth of a VOLO leaves the same number of a micro-batch's images out of a layer in every pass, and
+    draws which: of 128 images at rate 0.1, 13; the default draws each image by itself"""
     global_pool: Literal["", "avg"] = ""
     """input of a ViT's head; empty: the class token; avg: the mean of the other tokens, as a teacher of token labels
     needs it"""
