@@ -94,11 +94,15 @@ class _Outlook(torch.autograd.Function):
 
 
 class OutlookAttention(nn.Module):
-    """Mix the 3 × 3 pixels around every second pixel by weights that are predicted from its 2 × 2 mean."""
+    """Mix the 3 × 3 pixels around every second pixel by weights that are predicted from its 2 × 2 mean.
+
+    fused, if given, is `outlook_triton.outlook`, which computes all between the linear layers, without dropout.
+    """
 
     def __init__(self, dim: int, num_heads: int, *, attn_drop: float) -> None:
         super().__init__()
         self.num_heads, self.scale = num_heads, (dim // num_heads) ** -0.5
+        self.fused: Callable[[Tensor, Tensor, float], Tensor] | None = None
         self.v = nn.Linear(dim, dim, bias=False)
         self.attn = nn.Linear(dim, num_heads * 81)
         self.attn_drop = nn.Dropout(attn_drop)
@@ -108,6 +112,9 @@ class OutlookAttention(nn.Module):
         """(B, H, W, C) -> (B, H, W, C)"""
         values = self.v(x)
         cells = F.avg_pool2d(x.permute(0, 3, 1, 2), 2, ceil_mode=True).permute(0, 2, 3, 1)
+        if self.fused:
+            logits = F.linear(cells, self.attn.weight, self.attn.bias)
+            return self.proj(self.fused(logits, values, self.scale))
         weights = self.attn_drop(self._weights(cells)).to(values.dtype)
         return self.proj(_Outlook.apply(weights, values))
 
@@ -122,6 +129,25 @@ class OutlookAttention(nn.Module):
         bias = self.attn.bias.unflatten(0, shape).permute(2, 0, 1).flatten()
         logits = F.linear(cells, weight * self.scale, bias * self.scale).unflatten(-1, (9, -1))
         return logits.softmax(dim=-2).transpose(-2, -1).contiguous().unflatten(-2, shape[:2])
+
+
+def outlookers(model: nn.Module) -> list[OutlookAttention]:
+    """Return the outlook attentions of a model; other models than VOLO have none."""
+    return [module for module in model.modules() if isinstance(module, OutlookAttention)]
+
+
+def fuse_outlook(model: nn.Module) -> nn.Module:
+    """Let the kernels of outlook_triton.py compute a VOLO's outlook attention on a GPU; return the model.
+
+    ImportError without Triton, which comes with torch for CUDA; ValueError for dropout of attention, which they lack.
+    """
+    from zoo.outlook_triton import outlook
+
+    for layer in outlookers(model):
+        if layer.attn_drop.p:
+            raise ValueError(f"attn_drop_rate is {layer.attn_drop.p}: outlook attention in Triton has none, expected 0")
+        layer.fused = outlook
+    return model
 
 
 # -- blocks ---------------------------------------------------------------------------------------------------------

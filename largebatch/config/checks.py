@@ -123,6 +123,11 @@ def check(config: TrainConfig) -> None:
         raise ValueError(
             "--checkpoint.best is ema_top1, and there are no averaged weights: set --optim.ema_half_life, or take top1."
         )
+    if c.model.outlook != "plain" and c.model.attn_drop_rate:
+        raise ValueError(
+            f"--model.outlook is {c.model.outlook} and --model.attn_drop_rate {c.model.attn_drop_rate}: its kernels "
+            "have no dropout, so leave one of the two out."
+        )
     _check_tokens(c)
     _check_sam(c)
     _check_parallel(c)
