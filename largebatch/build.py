@@ -8,7 +8,7 @@ on one rank alone (files, memory, a GPU) is done inside `comm.together`, so that
 import json
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,13 +46,14 @@ from largebatch.hooks.profile import Profile
 from largebatch.hooks.starts import count as count_of
 from largebatch.hooks.stop_early import StopEarly, end_time
 from largebatch.losses import Objective, TokenLabeling, classification
-from largebatch.native.attention import choose_attention, describe_attention
+from largebatch.native.attention import choose_attention, describe_attention, outlook_difference
 from largebatch.optim import can_compile, init_state, why_not_fused
 from largebatch.precision import DTYPES
 from largebatch.replica import Replica
 from largebatch.schedules import Schedule, make_schedule, scale_lr
 from largebatch.start import set_up
 from zoo import create_model, hub
+from zoo.volo import fuse_outlook, outlookers
 
 if TYPE_CHECKING:
     from largebatch.data.dali import EvalLoader, TrainLoader
@@ -110,15 +111,20 @@ def check_model(config: TrainConfig, comm: Communicator) -> None:
 
     Weights that are not there are refused, too; whether they fit is found when they are loaded.
     """
-    values = asdict(config.model) | {"weights": None, "num_classes": config.model.num_classes or 1000}
+    values = config.model.arguments() | {"weights": None, "num_classes": config.model.num_classes or 1000}
     weights = config.model.weights
     with comm.together("model"), torch.device("meta"):
         if comm.rank == 0 and weights and not Path(weights).exists() and not hub.is_reference(weights):
             raise ValueError(f"--init-from is {weights}: there is no such file or folder.")
         try:
-            create_model(values.pop("name"), **values)
+            model = create_model(**values)
         except ValueError as error:
             raise ValueError(_as_typed(str(error), values)) from error
+        if config.model.outlook != "plain" and not outlookers(model):
+            raise ValueError(
+                f"--model.outlook is {config.model.outlook}, and {config.model.name} has no outlook attention: leave "
+                "it out, or choose a model that has it, such as volo_d1."
+            )
 
 
 def _as_typed(mistake: str, options: Collection[str]) -> str:
@@ -373,8 +379,11 @@ def build_replica(config: TrainConfig, comm: Communicator, device: torch.device,
         from largebatch.parallel import rendezvous  # imported only by runs that need it
 
         rendezvous.start_torch_distributed(comm, device)
+    fused = config.model.outlook == "triton" and fuses_outlook(comm, device)
     with comm.together("building"):
         model = build_model(config, device, weights=weights)
+        if fused:
+            fuse_outlook(model)
         log_attention(config, model, device, comm)
     # The ranks of a replica talk to each other while they divide the model, so a failure there happens on all of them.
     with comm.together("dividing"):
@@ -401,12 +410,12 @@ def lamb_impl(comm: Communicator, device: torch.device, wanted: str | None = Non
     if wanted == "eager":
         return wanted
     if wanted == "triton":
-        causes = comm.allgather_object(why_not_fused(device), name="build/fused_lamb")
-        if not any(causes):
+        cause = why_not_everywhere(comm, device, optim.fused_check.difference, name="build/fused_lamb")
+        if not cause:
             return wanted
-        wanted, rank = None, next(rank for rank, cause in enumerate(causes) if cause)
+        wanted = None
         if comm.rank == 0:
-            logger.warning("--optim.impl triton is not used: rank %d %s; LAMB runs as by default", rank, causes[rank])
+            logger.warning("--optim.impl triton is not used: %s; LAMB runs as by default", cause)
     able = comm.allgather_object(can_compile(device.type), name="build/can_compile")
     if wanted and not all(able):
         raise Stopped(
@@ -416,6 +425,22 @@ def lamb_impl(comm: Communicator, device: torch.device, wanted: str | None = Non
     if not all(able) and comm.rank == 0:
         logger.warning("no compiler on rank %d: LAMB runs eagerly, which is slower", able.index(False))
     return "compile" if all(able) else "eager"
+
+
+def fuses_outlook(comm: Communicator, device: torch.device) -> bool:
+    """Return whether all ranks can use the kernels of outlook attention; if one cannot, warn, and all go on without."""
+    cause = why_not_everywhere(comm, device, outlook_difference, name="build/fused_outlook")
+    if cause and comm.rank == 0:
+        logger.warning("--model.outlook triton is not used: %s; outlook attention runs as by default", cause)
+    return not cause
+
+
+def why_not_everywhere(
+    comm: Communicator, device: torch.device, trial: Callable[[torch.device], str], *, name: str
+) -> str:
+    """Return which rank cannot use Triton kernels, and why; empty: all can. All ranks call it, and get the same."""
+    causes = comm.allgather_object(why_not_fused(device, trial), name=name)
+    return next((f"rank {rank} {cause}" for rank, cause in enumerate(causes) if cause), "")
 
 
 def find_weights(path: str, comm: Communicator, *, average: bool = False, every: bool = False) -> list[str]:
@@ -433,9 +458,8 @@ def build_model(config: TrainConfig, device: torch.device, *, weights: str | Non
     It is still in host memory: a model that ranks share may be too large for one device before it is cut.
     """
     torch.manual_seed(config.run.seed)
-    values = asdict(config.model) | {"weights": weights}
     try:
-        model = create_model(values.pop("name"), **values)
+        model = create_model(**config.model.arguments() | {"weights": weights})
     except ValueError as error:
         if not config.model.weights:
             raise

@@ -189,6 +189,10 @@ IDLE = [
         "--schedule.prefix is false and --schedule.warmup '0 epochs': without a warm-up",
     ),
     (
+        ["--model.drop_path_fixed", "true", "--model.drop_path_rate", "0.1", "--data.micro_batch_size", "4"],
+        "--model.drop_path_fixed is true, --model.drop_path_rate 0.1 and --data.micro_batch_size 4, so no layer leaves",
+    ),
+    (
         ["--model.outlook_drop_path", "true"],
         "--model.outlook_drop_path is true and --model.drop_path_rate 0, so no path is dropped",
     ),
@@ -266,6 +270,8 @@ IDLE = [
         *IDLE,
         (["--model", "volo_d1", "--data", "/imagenet", "--schedule.warmup", "0 epochs"],
          "--schedule.prefix is false and --schedule.warmup '0 epochs'"),
+        (["--model", "volo_d1", "--data", "/imagenet", "--model.outlook", "triton", "--model.attn_drop_rate", "0.1"],
+         "--model.outlook is triton and --model.attn_drop_rate 0.1: its kernels have no dropout, so leave one of the "),
     ],
 )
 def test_a_mistake_is_one_sentence(argv, sentence):
@@ -529,7 +535,7 @@ def test_kernels_of_triton_are_used_on_all_ranks_or_on_none(monkeypatch, caplog)
     comms = [SimpleNamespace(rank=rank, allgather_object=lambda value, *, name: found[name]) for rank in (0, 1)]
     cuda = torch.device("cuda")
     monkeypatch.setattr(build, "can_compile", lambda device_type: True)
-    monkeypatch.setattr(build, "why_not_fused", lambda device: "")
+    monkeypatch.setattr(build, "why_not_fused", lambda device, trial: "")
     assert [build.lamb_impl(comm, cuda, "triton") for comm in comms] == ["triton"] * 2 and not caplog.messages
     found["build/fused_lamb"] = ["", "cannot run the kernels (no gcc)"]
     assert [build.lamb_impl(comm, cuda, "triton") for comm in comms] == ["compile"] * 2
@@ -537,6 +543,22 @@ def test_kernels_of_triton_are_used_on_all_ranks_or_on_none(monkeypatch, caplog)
     assert caplog.messages == [warning]
     found["build/can_compile"] = [True, False]
     assert [build.lamb_impl(comm, cuda, "triton") for comm in comms] == ["eager"] * 2
+
+
+def test_outlook_attention_in_triton_is_used_on_all_ranks_or_on_none(caplog):
+    """One warning, on rank 0. The ranks tell each other why they cannot."""
+    found = ["", ""]
+    comms = [SimpleNamespace(rank=rank, allgather_object=lambda value, *, name: found) for rank in (0, 1)]
+    cuda = torch.device("cuda")
+    assert [build.fuses_outlook(comm, cuda) for comm in comms] == [True, True] and not caplog.messages
+    found[1] = "cannot run the kernels (no Triton)"
+    assert [build.fuses_outlook(comm, cuda) for comm in comms] == [False, False]
+    warning = "--model.outlook triton is not used: rank 1 cannot run the kernels (no Triton); outlook attention runs "
+    assert caplog.messages == [f"{warning}as by default"]
+    alone = SimpleNamespace(rank=0, allgather_object=lambda value, *, name: [value])
+    caplog.clear()
+    assert not build.fuses_outlook(alone, torch.device("cpu"))
+    assert "rank 0 computes on a device of type cpu, and the kernels are for GPUs" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("able, impl", [([True, True], "compile"), ([True, False], "eager"), ([False, True], "eager")])

@@ -231,12 +231,13 @@ def test_the_trial_finds_wrong_numbers(monkeypatch, place, which, step, found):
     assert fused_check.difference(DEVICE) == f"{sentence} ({found})"
 
 
-def test_a_device_that_cannot_run_them(monkeypatch):
+def test_a_device_that_cannot_run_them():
     """On a GPU an error of Triton, its compiler or the driver is a cause like any other."""
-    assert why_not_fused(torch.device("cpu")) == "computes on a device of type cpu, and the kernels are for GPUs"
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    on_cpus = "computes on a device of type cpu, and the kernels are for GPUs"
+    assert why_not_fused(cpu, fused_check.difference) == on_cpus
     for error, text in ((OSError("no gcc\nat all"), "no gcc"), (MemoryError(), "MemoryError()")):
-        monkeypatch.setattr(fused_check, "difference", failing(error))
-        assert why_not_fused(torch.device("cuda")) == f"cannot run the kernels ({text})"
+        assert why_not_fused(cuda, failing(error)) == f"cannot run the kernels ({text})"
 
 
 def failing(error: Exception):

@@ -79,8 +79,7 @@ def b32() -> TrainConfig:
 def really(config: TrainConfig) -> tuple[int, int, int]:
     """Compute a pass on the CPU; return activations, peak and FLOPs."""
     torch.manual_seed(0)
-    values = {name: value for name, value in vars(config.model).items() if name not in ("name", "weights")}
-    model = choose_attention(create_model(config.model.name, **values), CPU).train()
+    model = choose_attention(create_model(**config.model.arguments() | {"weights": None}), CPU).train()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     images, targets = torch.randn(8, 3, 64, 64), torch.rand(8, 10)

@@ -8,15 +8,16 @@ A model is timm's, or has timm's interface; model.py says what this interface is
 its images. The dict `MODELS` lists all models; nothing registers itself. `zoo._torchvision` must be imported before
 timm.
 
-    model.py        the interface of a model: ZooModel, TokenLabelingModel
-    vit.py          the ViTs, by timm's class
-    volo.py         VOLO
-    norm.py         layer norm of bfloat16 in float32
-    blocks.py       compile their blocks one by one
-    timm_models.py  any classifier of timm
-    weights.py      read and write weights
-    hub.py          config.json beside weights, by which timm and the zoo know the model; weights of a run, of the hub
-    teacher.py      logits for each place of an image
+    model.py           the interface of a model: ZooModel, TokenLabelingModel
+    vit.py             the ViTs, by timm's class
+    volo.py            VOLO
+    outlook_triton.py  its outlook attention on a GPU
+    norm.py            layer norm of bfloat16 in float32
+    blocks.py          compile their blocks one by one
+    timm_models.py     any classifier of timm
+    weights.py         read and write weights
+    hub.py             config.json beside weights, by which timm and the zoo know the model; weights of runs and the hub
+    teacher.py         logits for each place of an image
 """
 
 import difflib
@@ -69,6 +70,7 @@ def create_model(
     attn_drop_rate: float = 0.0,
     drop_path_rate: float = 0.0,
     outlook_drop_path: bool = False,
+    drop_path_fixed: bool = False,
     global_pool: str = "",
     weight_init: str = "",
     residual: str = "",
@@ -86,6 +88,7 @@ def create_model(
     The rates are timm's: drop_rate is before the head only; dropout as in the ViT paper, after the position
     embedding, the projections and the MLP, is pos_drop_rate and proj_drop_rate.
     outlook_drop_path: stochastic depth in VOLO's outlookers as well; the published models do not have it.
+    drop_path_fixed: in a layer of a VOLO, stochastic depth leaves out the same number of a batch's images every time.
     global_pool: "avg" for a ViT whose head acts on the mean of its tokens, as timm does it; "": the class token.
     weight_init: "jax" for timm's initialisation of that name of a ViT, with a head of zeros; "": timm's usual one.
     residual: "bf16" for a ViT that keeps the sums between its layers in bfloat16 under bfloat16 autocast; "": float32.
@@ -120,8 +123,8 @@ def create_model(
             raise ValueError(f"{option} of {name} is {rate}, expected a rate from 0 up to, not including, 1")
     if num_classes < 0:
         raise ValueError(f"num_classes of {name} is {num_classes}, expected 1 or more, or 0 for features")
-    options = rates | {"outlook_drop_path": outlook_drop_path, "global_pool": global_pool}
-    options |= {"weight_init": weight_init, "residual": residual}
+    options: dict[str, Any] = rates | {"outlook_drop_path": outlook_drop_path, "drop_path_fixed": drop_path_fixed}
+    options |= {"global_pool": global_pool, "weight_init": weight_init, "residual": residual}
     model = build(img_size=img_size, num_classes=num_classes, **_used(name, build, options))
     if grad_checkpointing:
         try:

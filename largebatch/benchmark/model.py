@@ -11,7 +11,7 @@ import argparse
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, cast
@@ -40,10 +40,16 @@ from largebatch.recipes import RECIPES
 from zoo import create_model, set_fused_attn, vit, volo
 from zoo.blocks import compile_blocks
 from zoo.model import ZooModel
+from zoo.volo import fuse_outlook
 
 TIMM_NAMES = {name: structure.timm_name for zoo in (vit, volo) for name, structure in zoo.STRUCTURES.items()}
 RATES = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
-VARIANTS = {"eager": "largebatch", "compiled": "largebatch, compiled", "blocks": "largebatch, blocks compiled"}
+VARIANTS = {
+    "eager": "largebatch",
+    "compiled": "largebatch, compiled",
+    "blocks": "largebatch, blocks compiled",
+    "outlook": "largebatch, outlook in Triton",
+}
 PASSES = 2  # per round; the second pass adds to gradients, as accumulation does
 
 
@@ -94,7 +100,7 @@ def measure(
     flops = training_flops(model, img_size)
     executed = training_flops(model, img_size, drop_path_rate=config.model.drop_path_rate)
     # timm masks samples after a layer, and the model that is compiled as a whole does the same
-    saving = {VARIANTS["eager"]: executed, VARIANTS["blocks"]: executed}
+    saving = {VARIANTS[variant]: executed for variant in ("eager", "blocks", "outlook")}
     notes = [
         f"{name}: {mfu(images / median(seconds), flops, ceiling, executed=saving.get(name))}"
         for name, seconds in ((result.name, result.seconds) for result in results)
@@ -165,9 +171,11 @@ def box_of(config: TrainConfig) -> Callable[[], MixBox | None]:
 
 def ours(config: TrainConfig, device: torch.device, *, variant: str, grad_checkpointing: bool) -> nn.Module:
     """Build the zoo's model as training builds it."""
-    values = asdict(replace(config.model, grad_checkpointing=grad_checkpointing)) | {"weights": None}
-    model = create_model(values.pop("name"), **values)
+    values = replace(config.model, grad_checkpointing=grad_checkpointing).arguments() | {"weights": None}
+    model = create_model(**values)
     choose_attention(model, device)
+    if variant == "outlook":
+        fuse_outlook(model)
     if variant == "compiled":
         compile_passes(model)
     if variant == "blocks":

@@ -27,6 +27,7 @@ def without_effect(config: TrainConfig) -> list[str]:
             f"--model.residual is {model.residual} and --run.precision {config.run.precision}: the sums between layers "
             "are in bfloat16 only where the layers are, so set --run.precision bf16, or leave --model.residual out."
         )
+    found += _unused_fixed_depth(config)
     if not schedule.prefix and not _warmup(config):
         found.append(
             f"--schedule.prefix is false and --schedule.warmup {schedule.warmup!r}: without a warm-up there is nothing "
@@ -50,6 +51,17 @@ def without_effect(config: TrainConfig) -> list[str]:
             "to the number of ranks that share each matrix, or leave the mode out."
         )
     return found
+
+
+def _unused_fixed_depth(config: TrainConfig) -> list[str]:
+    """Return a sentence if every layer keeps all images, although stochastic depth is to leave out a fixed number."""
+    rate, size = config.model.drop_path_rate, config.data.micro_batch_size
+    if not config.model.drop_path_fixed or max(round(size * (1 - rate)), 1) < size:
+        return []
+    return [
+        f"--model.drop_path_fixed is true, --model.drop_path_rate {rate} and --data.micro_batch_size {size}, so no "
+        "layer leaves out an image: set a higher rate or a larger micro-batch, or leave the first out."
+    ]
 
 
 def _warmup(config: TrainConfig) -> int:
@@ -120,6 +132,11 @@ def check(config: TrainConfig) -> None:
     if c.checkpoint.best == "ema_top1" and not c.optim.ema_half_life:
         raise ValueError(
             "--checkpoint.best is ema_top1, and there are no averaged weights: set --optim.ema_half_life, or take top1."
+        )
+    if c.model.outlook != "plain" and c.model.attn_drop_rate:
+        raise ValueError(
+            f"--model.outlook is {c.model.outlook} and --model.attn_drop_rate {c.model.attn_drop_rate}: its kernels "
+            "have no dropout, so leave one of the two out."
         )
     _check_tokens(c)
     _check_sam(c)

@@ -4,8 +4,8 @@ Durations stay texts here, such as "300 epochs", because only a run knows how ma
 turns them into images. The docstring below an option is its text in --help.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from largebatch.config.horovod import HorovodConfig
 from largebatch.config.parallel import ParallelConfig
@@ -36,6 +36,12 @@ class ModelConfig:
     """stochastic depth rate of the last block; the rate of an earlier block is proportionally lower"""
     outlook_drop_path: bool = False
     """use stochastic depth in VOLO's outlookers as well; the published models do not"""
+    drop_path_fixed: bool = False
+    """stochastic depth of a VOLO leaves the same number of a micro-batch's images out of a layer in every pass, and
+    draws which: of 128 images at rate 0.1, 13; the default draws each image by itself"""
+    outlook: Literal["plain", "triton"] = "plain"
+    """code of VOLO's outlook attention; plain: torch's operations; triton: kernels of this project, on GPUs, not yet
+    measured"""
     global_pool: Literal["", "avg"] = ""
     """input of a ViT's head; empty: the class token; avg: the mean of the other tokens, as a teacher of token labels
     needs it"""
@@ -49,6 +55,10 @@ class ModelConfig:
     """activation checkpointing: compute the blocks again in the backward pass, with the same random numbers, and keep
     no activations of them; 1306 instead of 2313 MiB in all, 16 % slower (ViT-B/32, micro-batch 64, bf16, 2 CPU
     cores)"""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the options that `zoo.create_model` takes: all but the code of an attention."""
+        return {name: value for name, value in asdict(self).items() if name != "outlook"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ tensors of the trial lie between other numbers, which must not change either.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,12 +25,15 @@ STEPS = ((1, 1.0, True), (2, -1.5, True), (3, math.nan, False))  # number, facto
 Four = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v
 
 
-def why_not_fused(device: torch.device) -> str:
-    """Return why LAMB's Triton kernels cannot be used on a device, as the end of a sentence; empty: they can."""
+def why_not_fused(device: torch.device, trial: Callable[[torch.device], str]) -> str:
+    """Return why Triton kernels cannot be used on a device, as the end of a sentence; empty: they can.
+
+    trial: runs the kernels, and returns how their numbers differ from others; `difference` for those of LAMB.
+    """
     if device.type != "cuda":
         return f"computes on a device of type {device.type}, and the kernels are for GPUs"
     try:
-        return difference(device)
+        return trial(device)
     except Exception as error:  # of Triton, of the compiler that it calls, of the driver
         return f"cannot run the kernels ({(str(error).strip() or repr(error)).splitlines()[0]})"
 

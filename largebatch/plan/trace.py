@@ -133,10 +133,9 @@ def trace(config: TrainConfig, *, device: str, micro_batch_size: int = 0) -> Pas
 
 def meta_model(config: TrainConfig, device: str) -> nn.Module:
     """Build the model on the meta device, with the attention that it would have on the device."""
-    options = {name: value for name, value in vars(config.model).items() if name not in ("name", "weights")}
-    options["num_classes"] = options["num_classes"] or 1000
+    options = config.model.arguments() | {"weights": None, "num_classes": config.model.num_classes or 1000}
     with META, Uninitialised():
-        model = create_model(config.model.name, **options).train()
+        model = create_model(**options).train()
     return set_fused_attn(model, device == "cuda")
 
 

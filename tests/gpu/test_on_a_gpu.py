@@ -18,8 +18,10 @@ from largebatch.augment import Augment
 from largebatch.comm import reduction
 from largebatch.data import randaugment, randaugment_ops
 from largebatch.hooks.ema import lerp_
+from largebatch.native.attention import outlook_difference
 from largebatch.native.copies import pack, to_device, unpack
-from largebatch.optim import Lamb, build_optimizer, init_state, scale_gradients, why_not_fused
+from largebatch.optim import Lamb, build_optimizer, fused_check, init_state, scale_gradients, why_not_fused
+from zoo.volo import OutlookAttention, fuse_outlook
 
 CPU = torch.device("cpu")
 
@@ -63,7 +65,7 @@ def test_a_training_step_waits_once(gpu, run, monkeypatch):
 
 def test_lamb_in_triton_waits_for_nothing(gpu):
     """Its numbers: tests/test_fused_lamb.py, on a GPU and in the interpreter."""
-    assert why_not_fused(gpu) == ""
+    assert why_not_fused(gpu, fused_check.difference) == ""
     params = [nn.Parameter(p.detach().to(gpu)) for p in make_params(torch.float32)]
     optimizer = Lamb(params, impl="triton", weight_decay=0.1)
     factor, finite = torch.tensor(0.5, device=gpu), torch.tensor(True, device=gpu)
@@ -76,6 +78,17 @@ def test_lamb_in_triton_waits_for_nothing(gpu):
             scale_gradients(optimizer, factor)
             optimizer.step()
     assert all(bool(p.isfinite().all()) for p in params)
+
+
+def test_outlook_attention_in_triton_waits_for_nothing(gpu):
+    """Its numbers: tests/test_fused_outlook.py, on a GPU and in the interpreter."""
+    assert why_not_fused(gpu, outlook_difference) == ""
+    layer = fuse_outlook(OutlookAttention(64, 2, attn_drop=0.0).to(gpu))
+    x = torch.randn(4, 7, 7, 64, device=gpu, requires_grad=True)
+    for step in range(3):
+        with waiting(gpu, "error" if step else "default"), torch.autocast("cuda", torch.bfloat16):
+            layer(x).float().square().sum().backward()
+    assert bool(x.grad.isfinite().all())
 
 
 def test_tensors_of_all_types_arrive(device):

@@ -4,14 +4,18 @@ import logging
 
 import pytest
 import torch
-from parts import CLASSES, batch_of, plan_for, seen_by_optimizer, small_model, small_trainer, tiny_vit
+from parts import CLASSES, batch_of, plan_for, seen_by_optimizer, serial_run, small_model, small_trainer, tiny_vit
 from torch import nn
 
+from largebatch import checkpoint
 from largebatch.augment import Augment, seed_for
 from largebatch.comm import Stopped
+from largebatch.config import RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
+from largebatch.engine import Trainer
 from largebatch.hooks import Guards
 from largebatch.losses import classification
+from zoo import volo
 
 DROPOUT = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.1, "attn_drop_rate": 0.1, "drop_path_rate": 0.1}
 PASSES = 2
@@ -33,6 +37,64 @@ def test_recomputed_blocks_give_the_same_reduced_gradient(comm, precision):
     recomputed.set_grad_checkpointing()
     one, other = (gradients_of(comm, model, precision=precision) for model in (kept, recomputed))
     assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+# -- stochastic depth ---------------------------------------------------------------------------------------------
+
+
+def with_fixed_depth() -> nn.Sequential:
+    """A model with a VOLO's block of each kind, both with stochastic depth over a fixed number of images."""
+    options = {"mlp_ratio": 2.0, "drop_path": 0.5, "drop_path_fixed": True}
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 2, stride=2),
+        Turned(),
+        volo.Block(volo.OutlookAttention(8, 2, attn_drop=0.0), 8, **options),
+        volo.Block(volo.Attention(8, 2, attn_drop=0.0), 8, **options),
+        nn.Flatten(),
+        nn.Linear(128, CLASSES),
+    )
+
+
+class Turned(nn.Module):
+    """(B, C, H, W) -> (B, H, W, C)"""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.permute(0, 2, 3, 1)
+
+
+def test_a_fixed_number_of_images_is_drawn_alike_on_any_number_of_ranks(comm):
+    """With a short step, and one whose last micro-batch has a single image."""
+    plan = plan_for(comm, steps=3, left_over=5)
+    trainer = small_trainer(comm, plan, passes=PASSES, model=with_fixed_depth(), dtype=torch.float64)
+    trainer.fit()
+    serial = serial_run(plan, with_fixed_depth().double())
+    for ours, theirs in zip(trainer.model.parameters(), serial.parameters()):
+        assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
+
+
+def test_a_run_with_a_fixed_number_of_images_resumes_with_the_same_bits(comm, tmp_path_factory):
+    """From any step; rank 0 alone finds the checkpoint."""
+    config = TrainConfig(run=RunConfig(folder=str(tmp_path_factory.mktemp("resumed"))))
+
+    def trainer() -> Trainer:
+        return small_trainer(comm, plan_for(comm, steps=4), passes=PASSES, model=with_fixed_depth())
+
+    whole = trainer()
+    whole.fit()
+    for stop in (1, 2, 3):
+        first, second = trainer(), trainer()
+        first.fit(max_steps=stop)
+        if comm.rank == 0:
+            snapshot = checkpoint.take_snapshot(
+                model=first.model, optimizer=first.optimizer, scaler=first.scaler, state=first.state,
+                config_text=dump(config),
+            )  # fmt: skip
+            checkpoint.save(config.run.folder, snapshot)
+        nn.init.ones_(second.model[0].weight)
+        assert checkpoint.resume(config, second) and second.state.step == stop
+        second.fit()
+        assert all(torch.equal(*pair) for pair in zip(whole.model.parameters(), second.model.parameters())), stop
 
 
 # -- compression -------------------------------------------------------------------------------------------------
