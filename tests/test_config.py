@@ -430,7 +430,7 @@ def test_an_option_without_effect_in_the_file_of_an_older_run_is_only_reported(t
 def test_zero_on_one_data_rank_is_reported():
     config = parse("--parallel.zero", "1", "--run.precision", "fp32")
     assert [*doubtful(config, torch.device("cpu"), data_size=2)] == []
-    (said,) = doubtful(config, torch.device("cpu"), data_size=2)
+    (said,) = doubtful(config, torch.device("cpu"), data_size=1)
     assert said.startswith("--parallel.zero is 1, and there is 1 data rank") and "start more ranks" in said
 
 
