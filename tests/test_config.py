@@ -534,8 +534,8 @@ def test_kernels_of_triton_are_used_on_all_ranks_or_on_none(monkeypatch, caplog)
     found = {"build/fused_lamb": ["", ""], "build/can_compile": [True, True]}
     comms = [SimpleNamespace(rank=rank, allgather_object=lambda value, *, name: found[name]) for rank in (0, 1)]
     cuda = torch.device("cuda")
-    monkeypatch.setattr(build, "can_compile", lambda device_type: True)
-    monkeypatch.setattr(build, "why_not_fused", lambda device, trial: "")
+    monkeypatch.setattr(build.replica, "can_compile", lambda device_type: True)
+    monkeypatch.setattr(build.replica, "why_not_fused", lambda device, trial: "")
     assert [build.lamb_impl(comm, cuda, "triton") for comm in comms] == ["triton"] * 2 and not caplog.messages
     found["build/fused_lamb"] = ["", "cannot run the kernels (no gcc)"]
     assert [build.lamb_impl(comm, cuda, "triton") for comm in comms] == ["compile"] * 2

@@ -6,7 +6,7 @@ inside this range:
 - Each rank divides by the number of ranks in fp32, before it casts. The sum over ranks is then the mean, and no larger
   than the largest of its terms. Horovod's own prescale and postscale factors come after the cast and are rounded to
   fp16 once more, and with its average the sum itself may overflow first.
-- The loss scale makes up for the division of small values: build.py enables the GradScaler with compression in every
+- The loss scale makes up for the division of small values: build/ enables the GradScaler with compression in every
   precision. An overflow while sending halves the scale, like an overflow in the model.
 """
 

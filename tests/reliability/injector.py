@@ -72,7 +72,8 @@ class Injector:
 
 def plant(injector: Injector) -> None:
     """Put the injector before each phase."""
-    from largebatch import build, engine, evaluation, start
+    from largebatch import engine, evaluation, start
+    from largebatch.build import images
     from largebatch.comm import Communicator
     from largebatch.data.dali import TrainLoader
     from largebatch.hooks import Checkpoint
@@ -87,7 +88,7 @@ def plant(injector: Injector) -> None:
         setattr(owner, name, wrapped)
 
     before(start, "set_up", "start")
-    before(build, "open_data", "data")
+    before(images, "open_data", "data")
     before(TrainLoader, "__next__", "load")
     before(engine.Trainer, "forward_backward", "forward")
     before(Communicator, "synchronize", "reduce")

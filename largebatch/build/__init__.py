@@ -1,0 +1,83 @@
+"""From a config to a run that can start: the only place that assembles the parts.
+
+    images.py       checks of model and batch; files, plan, loaders, augmentation
+    replica.py      model, objective and optimizer of this rank, and the code that computes them
+    trainer.py      build_trainer: sets up the rank, opens the images, builds replica, hooks and trainer, and resumes
+
+Every rank builds the same from the config and the seed; then all get the state of rank 0, fresh or resumed. Work that
+can fail on one rank alone (files, memory, a GPU) is done inside `comm.together`, so that all ranks stop with the cause.
+"""
+
+from largebatch.build.images import (
+    Images,
+    build_augment,
+    build_eval_loader,
+    build_plan,
+    check_batch,
+    check_model,
+    count_passes,
+    model_geometry,
+    open_data,
+    open_held_out,
+    open_images,
+    open_train_loader,
+    warn_of_few_statistics,
+    warn_of_large_batch,
+    with_classes,
+)
+from largebatch.build.replica import (
+    batch_scaling,
+    build_model,
+    build_objective,
+    build_optimizer,
+    build_replica,
+    build_sam,
+    divides,
+    find_weights,
+    fuses_outlook,
+    lamb_impl,
+    peak_lr,
+)
+from largebatch.build.trainer import (
+    assemble,
+    build_ema,
+    build_noise_scale,
+    build_schedule,
+    build_trainer,
+    put_together,
+)
+
+__all__ = [
+    "Images",
+    "assemble",
+    "batch_scaling",
+    "build_augment",
+    "build_ema",
+    "build_eval_loader",
+    "build_model",
+    "build_noise_scale",
+    "build_objective",
+    "build_optimizer",
+    "build_plan",
+    "build_replica",
+    "build_sam",
+    "build_schedule",
+    "build_trainer",
+    "check_batch",
+    "check_model",
+    "count_passes",
+    "divides",
+    "find_weights",
+    "fuses_outlook",
+    "lamb_impl",
+    "model_geometry",
+    "open_data",
+    "open_held_out",
+    "open_images",
+    "open_train_loader",
+    "peak_lr",
+    "put_together",
+    "warn_of_few_statistics",
+    "warn_of_large_batch",
+    "with_classes",
+]

@@ -1,0 +1,320 @@
+"""The images of a run: checks of its model and batch, files, plan, loaders, augmentation."""
+
+import logging
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from largebatch import checkpoint
+from largebatch.augment import Augment
+from largebatch.batch_norm import batch_norms
+from largebatch.build.replica import batch_scaling, peak_lr
+from largebatch.comm import Communicator
+from largebatch.comm.cores import loader_threads
+from largebatch.config import (
+    NEVER,
+    DataConfig,
+    TrainConfig,
+    accumulation_passes,
+    duration_images,
+    nearest_batches,
+    ramp,
+)
+from largebatch.data.order import Plan
+from largebatch.data.randaugment import parse as parse_policy
+from largebatch.data.token_labels import CELL
+from largebatch.hooks.starts import count as count_of
+from zoo import create_model, hub
+from zoo.volo import outlookers
+
+if TYPE_CHECKING:
+    from largebatch.data.dali import EvalLoader, TrainLoader
+    from largebatch.data.index import Index
+
+logger = logging.getLogger(__name__)
+
+FEW = 16  # images of a micro-batch, below which batch norm suffers (https://arxiv.org/abs/1803.08494, figure 1)
+
+
+class Images(NamedTuple):
+    """The images of a run; without an evaluation there are no held-out ones."""
+
+    train: "Index"
+    held_out: "Index | None"
+
+
+def check_model(config: TrainConfig, comm: Communicator) -> None:
+    """Refuse a model, a size or a rate that does not fit before data are opened: build the model without memory.
+
+    Weights that are not there are refused, too; whether they fit is found when they are loaded.
+    """
+    values = config.model.arguments() | {"weights": None, "num_classes": config.model.num_classes or 1000}
+    weights = config.model.weights
+    with comm.together("model"), torch.device("meta"):
+        if comm.rank == 0 and weights and not Path(weights).exists() and not hub.is_reference(weights):
+            raise ValueError(f"--init-from is {weights}: there is no such file or folder.")
+        try:
+            model = create_model(**values)
+        except ValueError as error:
+            raise ValueError(_as_typed(str(error), values)) from error
+        if config.model.outlook != "plain" and not outlookers(model):
+            raise ValueError(
+                f"--model.outlook is {config.model.outlook}, and {config.model.name} has no outlook attention: leave "
+                "it out, or choose a model that has it, such as volo_d1."
+            )
+
+
+def _as_typed(mistake: str, options: Collection[str]) -> str:
+    """Return a sentence of the zoo with the option as it is typed, if it begins with one."""
+    option = mistake.partition(" ")[0]
+    return f"--model.{mistake}." if option in options else f"{mistake[0].upper()}{mistake[1:]}."
+
+
+def check_batch(config: TrainConfig, comm: Communicator) -> int:
+    """Return the passes of a rank in a step. Mistakes in batch and augmentation are refused before data are opened."""
+    saved = comm.rank == 0 and bool(checkpoint.checkpoints(config.folder))
+    resuming = comm.broadcast_object(saved, name="build/resuming")
+    with comm.together("batch"):
+        parse_policy(config.augment.auto_augment)
+        ramp.check_batches(config, num_ranks=comm.data_size, resuming=resuming)
+        return accumulation_passes(**_batch(config, comm, config.data.global_batch_size), resuming=resuming)
+
+
+def _batch(config: TrainConfig, comm: Communicator, size: int) -> dict[str, Any]:
+    return {
+        "global_batch_size": size,
+        "micro_batch_size": config.data.micro_batch_size,
+        "num_ranks": comm.data_size,
+    }
+
+
+def count_passes(config: TrainConfig, comm: Communicator) -> int:
+    """Return the passes of a rank in a step, and log them; of a batch ramp, those of the largest batch."""
+    passes = check_batch(config, comm)
+    if config.schedule.batch_ramp:
+        logger.info("batch ramp %s, with --schedule.scaling %s:", config.schedule.batch_ramp, config.schedule.scaling)
+    for size in ramp.batches(config):
+        _log_batch(config, comm, size)
+    return passes
+
+
+def _log_batch(config: TrainConfig, comm: Communicator, size: int) -> None:
+    """Log how a global batch is computed."""
+    count = size // config.data.micro_batch_size
+    passes = -(-count // comm.data_size)
+    rate = f", peak learning rate {peak_lr(config) * batch_scaling(config)(size):.3g}"
+    logger.info(
+        "global batch %d = %s%s × %d micro-batch × %s%s%s",
+        size,
+        count_of(comm.size, "rank"),
+        "" if comm.model_size == 1 else f" / {comm.model_size} to a replica ({config.parallel.shape()})",
+        config.data.micro_batch_size,
+        "up to " if count % comm.data_size else "",
+        "1 pass" if passes == 1 else f"{passes} passes",
+        rate if config.schedule.batch_ramp else "",
+    )
+    if count % comm.data_size and comm.rank == 0:
+        logger.warning(
+            "the %d micro-batches of a step do not come out even on %d ranks: some compute %d, others %d, and %.0f %% "
+            "of their time is spent waiting; the update is the same. Nearest exact for a new run: %s.",
+            count,
+            comm.data_size,
+            passes,
+            count // comm.data_size,
+            100 * (1 - count / (passes * comm.data_size)),
+            nearest_batches(**_batch(config, comm, size)),
+        )
+
+
+def open_images(config: TrainConfig, comm: Communicator) -> Images:
+    """Open the training images, and the held-out ones of the same classes if the run has evaluations."""
+    train = open_data(config, comm, "train", with_maps=config.data.token_labels)
+    return Images(train, open_held_out(with_classes(config, train), comm))
+
+
+def open_held_out(config: TrainConfig, comm: Communicator) -> "Index | None":
+    """Open the held-out images of a config that has a number of classes; None if the run has no evaluations."""
+    if config.run.eval_every == NEVER:
+        logger.info("no evaluations: --run.eval_every is never, so there will be no accuracy")
+        return None
+    return open_data(config, comm, "validation")
+
+
+def with_classes(config: TrainConfig, train: "Index") -> TrainConfig:
+    """Return the config with the number of classes of the training images, if it leaves that open."""
+    return replace(config, model=replace(config.model, num_classes=config.model.num_classes or train.num_classes))
+
+
+def open_data(config: TrainConfig, comm: Communicator, split: str, *, with_maps: bool = False) -> "Index":
+    """Open the index of one split. Rank 0 finds and checks the files, and gives its index to all ranks.
+
+    So a file system gets no more calls if there are more ranks. Images that are written into a cache first are written
+    on each host. The first rank of each host looks if the files there are those of rank 0; a copy will do.
+    with_maps: each image must have a label map.
+    """
+    from largebatch.data import index_file  # a benchmark without images does without the packages behind these
+    from largebatch.data.sources import find_folder, open_source
+
+    data, phase = config.data, f"opening {config.data.path}"
+    with comm.together(phase):
+        if not data.path:
+            raise ValueError(f"Recipe {config.recipe} has no images of its own: give --data FOLDER or synthetic.")
+        here = str(find_folder(data.path, split=split, progress=comm.progress))
+
+    def open_index() -> "tuple[str, Index, list[int]]":
+        index = open_source(
+            data.path,
+            split=split,
+            listed=data.quarantine,
+            allow_incomplete=data.allow_incomplete,
+            progress=comm.progress,
+        )
+        index = index.for_classes(config.model.num_classes)
+        if with_maps:
+            index.check_maps(config.model.num_classes or index.num_classes)
+        return here, index, index_file.file_numbers(index)
+
+    there, index, numbers = comm.from_rank_0(open_index, phase=f"{phase}, {split} images")
+    index = index.moved(there, here)
+    with comm.together(phase):
+        if comm.local_rank == 0 and (reason := index_file.why_other_files(index, numbers)):
+            raise ValueError(f"{reason}: make the data of all hosts the same.")
+    return index
+
+
+def warn_of_large_batch(global_batch_size: int, num_samples: int) -> None:
+    """Warn of a batch with more images than there are."""
+    if global_batch_size > num_samples:
+        logger.warning(
+            "--data.global_batch_size is %d, and there are %d training images: a step sees each image %.1f times. For "
+            "an update in each epoch give at most %d.",
+            *(global_batch_size, num_samples, global_batch_size / num_samples, num_samples),
+        )
+
+
+def warn_of_few_statistics(model: nn.Module, micro_batch_size: int) -> None:
+    """Warn of batch norm over few images: it does not know of the other micro-batches of a step."""
+    if micro_batch_size < FEW and batch_norms(model):
+        logger.warning(
+            "--data.micro_batch_size is %d, and the model has batch norm, whose statistics are those of a micro-batch: "
+            "accuracy suffers below about %d images.",
+            *(micro_batch_size, FEW),
+        )
+
+
+def build_plan(config: TrainConfig, index: "Index") -> Plan:
+    """Build the plan that cuts the run's data into steps and micro-batches."""
+    num_images = images_of(config, "run.duration", len(index))
+    return Plan(
+        num_samples=len(index),
+        global_batch_size=config.data.global_batch_size,
+        micro_batch_size=config.data.micro_batch_size,
+        num_images=num_images,
+        seed=config.run.seed,
+        shard_sizes=index.shard_sizes if config.data.shuffle_window else (),
+        shuffle_window=config.data.shuffle_window,
+        phases=ramp.phases(config, num_samples=len(index), run_images=num_images),
+    )
+
+
+def open_train_loader(
+    config: TrainConfig,
+    comm: Communicator,
+    start_step: int,
+    *,
+    model: nn.Module,
+    index: "Index",
+    plan: Plan,
+    device: torch.device,
+) -> "TrainLoader":
+    """Open the training images of this rank: its micro-batches from step `start_step` on, in the order of the plan."""
+    from largebatch.data.dali import TrainLoader
+
+    data, geometry = config.data, model_geometry(config.data, model)
+    return TrainLoader(
+        index,
+        plan,
+        shard=comm.data_rank,
+        num_shards=comm.data_size,
+        img_size=config.model.img_size,
+        mean=geometry.mean,
+        std=geometry.std,
+        interpolation=data.train_interpolation or geometry.interpolation,
+        scale=data.scale,
+        ratio=data.ratio,
+        hflip=data.hflip,
+        padding=data.crop_padding if data.train_crop == "pad" else None,
+        policy=parse_policy(config.augment.auto_augment),
+        device=device,
+        num_threads=data.num_threads or loader_threads(comm.num_cores),
+        token_label_axes=data.token_label_axes if data.token_labels else None,
+        start_step=start_step,
+    )
+
+
+def build_eval_loader(
+    config: TrainConfig, comm: Communicator, *, model: nn.Module, index: "Index", device: torch.device
+) -> "EvalLoader":
+    """Open the held-out images of this rank: numbered batches, which do not depend on the number of ranks."""
+    from largebatch.data.dali import EvalLoader
+
+    return EvalLoader(
+        index,
+        shard=comm.data_rank,
+        num_shards=comm.data_size,
+        batch_size=config.data.eval_batch_size,
+        img_size=config.model.img_size,
+        device=device,
+        num_threads=config.data.num_threads or loader_threads(comm.num_cores),
+        **model_geometry(config.data, model)._asdict(),
+    )
+
+
+class Geometry(NamedTuple):
+    """The preparation of images for a model."""
+
+    crop_pct: float
+    interpolation: str
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+def model_geometry(config: DataConfig, model: nn.Module) -> Geometry:
+    """Return the geometry of the config, and the model's own for each value that the config leaves open."""
+    own: dict[str, Any] = getattr(model, "default_cfg")
+    chosen = {name: getattr(config, name) for name in Geometry._fields}
+    return Geometry(**{name: own[name] if value is None else value for name, value in chosen.items()})
+
+
+def build_augment(config: TrainConfig) -> Augment:
+    """Build the augmentation of the config's sections."""
+    a = config.augment
+    return Augment(
+        config.model.num_classes,
+        mixup_alpha=a.mixup_alpha,
+        cutmix_alpha=a.cutmix_alpha,
+        switch_prob=a.mixup_switch_prob,
+        label_smoothing=a.label_smoothing,
+        erase_prob=a.reprob,
+        erase_mode=a.remode,
+        grid=config.model.img_size // CELL if config.loss.dense_weight else 0,
+        ground_truth=config.loss.ground_truth,
+        mix_token=a.mix_token,
+    )
+
+
+def images_of(config: TrainConfig, option: str, num_samples: int, run_images: int = 0) -> int:
+    """Return a duration option as images; at least one."""
+    section, name = option.split(".")
+    text = getattr(getattr(config, section), name)
+    batch_size = config.data.global_batch_size
+    images = duration_images(
+        text, option=f"--{option}", num_samples=num_samples, batch_size=batch_size, run_images=run_images
+    )
+    if images < 1 and section != "schedule":
+        raise ValueError(f"--{option} is {text!r}: expected more than nothing.")
+    return images

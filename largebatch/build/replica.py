@@ -1,0 +1,211 @@
+"""The replica of a run: its model, objective and optimizer on this rank, and the code that computes them."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from largebatch import checkpoint, optim
+from largebatch.comm import Communicator, Stopped
+from largebatch.compiling import compile_model
+from largebatch.config import TrainConfig
+from largebatch.losses import Objective, TokenLabeling, classification
+from largebatch.native.attention import choose_attention, describe_attention, outlook_difference
+from largebatch.optim import can_compile, why_not_fused
+from largebatch.precision import DTYPES
+from largebatch.replica import Replica
+from largebatch.schedules import scale_lr
+from zoo import create_model
+from zoo.volo import fuse_outlook
+
+logger = logging.getLogger(__name__)
+
+
+def build_replica(config: TrainConfig, comm: Communicator, device: torch.device, *, passes: int) -> Replica:
+    """Build this rank's model, cut if ranks share it, and its optimizer, wrapped; both without a state yet."""
+    has_lamb = "lamb" in (config.optim.name, config.optim.rest)
+    impl = lamb_impl(comm, device, config.optim.impl) if has_lamb else config.optim.impl
+    weights = find_weights(config.model.weights, comm)[0] if config.model.weights else None
+    make_optimizer = partial(build_optimizer, config, impl=impl)
+    if divides(config):
+        from largebatch.parallel import rendezvous  # imported only by runs that need it
+
+        rendezvous.start_torch_distributed(comm, device)
+    fused = config.model.outlook == "triton" and fuses_outlook(comm, device)
+    with comm.together("building"):
+        model = build_model(config, device, weights=weights)
+        if fused:
+            fuse_outlook(model)
+        log_attention(config, model, device, comm)
+    # The ranks of a replica talk to each other while they divide the model, so a failure there happens on all of them.
+    with comm.together("dividing"):
+        replica = divide(config, model, make_optimizer, limit_s=comm.stall_limit_s)
+    with comm.together("building"):
+        model.to(device)
+        objective = build_objective(config, model)
+    if config.run.compile:
+        compile_model(config, model, objective, device, comm)
+    with comm.together("building"):
+        optimizer = replica.adapt_optimizer(make_optimizer(model))
+        optimizer = comm.wrap(optimizer, model, passes=passes, compression=config.run.compression)
+    with comm.together("dividing"):
+        replica.attach(model, optimizer, comm)
+    return replica
+
+
+def lamb_impl(comm: Communicator, device: torch.device, wanted: str | None = None) -> str:
+    """Choose how LAMB runs: as wanted, or compiled if all ranks can: the two ways differ in the last bits of a weight.
+
+    All ranks raise Stopped if one cannot compile what is wanted. If one cannot use the kernels of "triton", all go on
+    without them.
+    """
+    if wanted == "eager":
+        return wanted
+    if wanted == "triton":
+        cause = why_not_everywhere(comm, device, optim.fused_check.difference, name="build/fused_lamb")
+        if not cause:
+            return wanted
+        wanted = None
+        if comm.rank == 0:
+            logger.warning("--optim.impl triton is not used: %s; LAMB runs as by default", cause)
+    able = comm.allgather_object(can_compile(device.type), name="build/can_compile")
+    if wanted and not all(able):
+        raise Stopped(
+            f"--optim.impl is compile, and rank {able.index(False)} has no compiler for {device.type}: install "
+            f"{'g++' if device.type == 'cpu' else 'Triton, gcc and the headers of Python'}, or set --optim.impl eager."
+        )
+    if not all(able) and comm.rank == 0:
+        logger.warning("no compiler on rank %d: LAMB runs eagerly, which is slower", able.index(False))
+    return "compile" if all(able) else "eager"
+
+
+def fuses_outlook(comm: Communicator, device: torch.device) -> bool:
+    """Return whether all ranks can use the kernels of outlook attention; if one cannot, warn, and all go on without."""
+    cause = why_not_everywhere(comm, device, outlook_difference, name="build/fused_outlook")
+    if cause and comm.rank == 0:
+        logger.warning("--model.outlook triton is not used: %s; outlook attention runs as by default", cause)
+    return not cause
+
+
+def why_not_everywhere(
+    comm: Communicator, device: torch.device, trial: Callable[[torch.device], str], *, name: str
+) -> str:
+    """Return which rank cannot use Triton kernels, and why; empty: all can. All ranks call it, and get the same."""
+    causes = comm.allgather_object(why_not_fused(device, trial), name=name)
+    return next((f"rank {rank} {cause}" for rank, cause in enumerate(causes) if cause), "")
+
+
+def find_weights(path: str, comm: Communicator, *, average: bool = False, every: bool = False) -> list[str]:
+    """Call `checkpoint.find_weights` on rank 0 and give all ranks its files: a run may add files while ranks look."""
+    found: list[str] = []
+    with comm.together("looking for weights"):
+        if comm.rank == 0:
+            found = [str(file) for file in checkpoint.find_weights(path, average=average, every=every)]
+    return comm.broadcast_object(found, name="build/weights")
+
+
+def build_model(config: TrainConfig, device: torch.device, *, weights: str | None) -> nn.Module:
+    """Build the zoo model with this config's rates, initialised from a weights file or the run's seed, for `device`.
+
+    It is still in host memory: a model that ranks share may be too large for one device before it is cut.
+    """
+    torch.manual_seed(config.run.seed)
+    try:
+        model = create_model(**config.model.arguments() | {"weights": weights})
+    except ValueError as error:
+        if not config.model.weights:
+            raise
+        raise ValueError(f"--init-from is {config.model.weights}: {error}.") from error
+    return choose_attention(model, device)
+
+
+def log_attention(config: TrainConfig, model: nn.Module, device: torch.device, comm: Communicator) -> None:
+    """Log, on rank 0, which code computes the attention of a whole model."""
+    if comm.rank or config.parallel.shape().size > 1:
+        return
+    side, dtype = config.model.img_size, DTYPES[config.run.precision]
+    if text := describe_attention(model, (config.data.micro_batch_size, 3, side, side), device, dtype):
+        logger.info("attention: %s", text)
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module, impl: str | None) -> Optimizer:
+    """Build the optimizer of the config's section for a whole model. impl: see `lamb_impl`."""
+    o = config.optim
+    return optim.build_optimizer(
+        model,
+        name=o.name,
+        lr=peak_lr(config),
+        weight_decay=o.weight_decay,
+        layer_decay=o.layer_decay,
+        betas=o.betas,
+        eps=o.eps,
+        preset=o.preset,
+        impl=impl,
+        momentum=o.momentum,
+        trust_coefficient=o.trust_coefficient,
+        rest=o.rest,
+    )
+
+
+def build_sam(config: TrainConfig, optimizer: Optimizer) -> optim.LookSam | None:
+    """Build Look-LayerSAM, if the run has it, with its state in that of the optimizer, which is there already."""
+    o = config.optim
+    if o.sam_rho is None:
+        return None
+    sam = optim.LookSam(rho=o.sam_rho, every=o.sam_every, alpha=o.sam_alpha)
+    sam.begin(optimizer)
+    return sam
+
+
+def divides(config: TrainConfig) -> bool:
+    """Return whether ranks share a model, or its optimizer's state."""
+    return config.parallel.shape().size > 1 or bool(config.parallel.zero)
+
+
+def divide(
+    config: TrainConfig, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], *, limit_s: float
+) -> Replica:
+    """Return the replica of this rank; cuts the model in place if ranks share it."""
+    if not divides(config):
+        return Replica()
+    from largebatch.parallel.replica import ParallelReplica
+
+    return ParallelReplica(
+        config.parallel,
+        model,
+        batch_size=config.data.micro_batch_size,
+        precision=config.run.precision,
+        make_optimizer=make_optimizer,
+        limit_s=limit_s,
+    )
+
+
+def build_objective(config: TrainConfig, model: nn.Module) -> Objective:
+    """Build the loss of the config's section; ValueError if the model has no token logits for it."""
+    loss = config.loss
+    if not loss.dense_weight:
+        return classification
+    if not hasattr(model, "forward_train"):
+        raise ValueError(
+            f"--loss.dense_weight is {loss.dense_weight}: {config.model.name} has no token logits in training, "
+            "expected a model that has them, such as volo_d1, or 0."
+        )
+    return TokenLabeling(cls_weight=loss.cls_weight, dense_weight=loss.dense_weight)
+
+
+def peak_lr(config: TrainConfig) -> float:
+    """Return optim.lr, scaled to the global batch if the schedule says so."""
+    batch_size = config.data.global_batch_size
+    reference = config.schedule.reference_batch_size or batch_size
+    return scale_lr(
+        config.optim.lr, batch_size=batch_size, reference_batch_size=reference, rule=config.schedule.scaling
+    )
+
+
+def batch_scaling(config: TrainConfig) -> Callable[[int], float]:
+    """Return the factor of `peak_lr` in the phase of a batch ramp, by its global batch: 1 for that of the config."""
+    whole, rule = config.data.global_batch_size, config.schedule.scaling
+    return lambda size: scale_lr(1.0, batch_size=size, reference_batch_size=whole, rule=rule)

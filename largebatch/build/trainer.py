@@ -1,0 +1,290 @@
+"""The trainer of a run: its images and its replica, with schedule, hooks and state, resumed if it was there."""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from largebatch import checkpoint, hooks
+from largebatch.build.images import (
+    Images,
+    build_augment,
+    build_eval_loader,
+    build_plan,
+    check_batch,
+    check_model,
+    count_passes,
+    images_of,
+    model_geometry,
+    open_images,
+    open_train_loader,
+    warn_of_few_statistics,
+    warn_of_large_batch,
+    with_classes,
+)
+from largebatch.build.replica import batch_scaling, build_objective, build_replica, build_sam, peak_lr
+from largebatch.comm import Communicator
+from largebatch.comm.signals import Signals
+from largebatch.config import NEVER, TrainConfig, dump, duration_seconds, options, profiled_steps, ramp
+from largebatch.data.order import Plan
+from largebatch.engine import Batches, Hook, Trainer, TrainState
+from largebatch.hooks.ema import Ema, check_half_life
+from largebatch.hooks.profile import Profile
+from largebatch.hooks.stop_early import StopEarly, end_time
+from largebatch.optim import init_state
+from largebatch.replica import Replica
+from largebatch.schedules import Schedule, make_schedule
+from largebatch.start import set_up
+from zoo import hub
+
+if TYPE_CHECKING:
+    from largebatch.data.index import Index
+
+logger = logging.getLogger(__name__)
+
+
+def build_trainer(
+    config: TrainConfig,
+    comm: Communicator,
+    signals: Signals | None = None,
+    *,
+    device: torch.device | None = None,
+    images: Images | None = None,
+) -> Trainer:
+    """Build a whole run, resumed from its folder if there is a checkpoint.
+
+    signals: those that stop the run early. device: that of `start.set_up`, if it has resolved the config already.
+    images: those of `open_images`, if they are open already.
+    """
+    if device is None:
+        config, device = set_up(config, comm)
+    if images is None:
+        check_model(config, comm)
+        check_batch(config, comm)
+        images = open_images(config, comm)
+    config = with_classes(config, images.train)
+    passes = count_passes(config, comm)
+    if comm.rank == 0:
+        warn_of_large_batch(config.data.global_batch_size, len(images.train))
+    replica = build_replica(config, comm, device, passes=passes)
+    if comm.rank == 0:
+        warn_of_few_statistics(replica.model, config.data.micro_batch_size)
+    trainer = assemble(config, replica, device, images=images, signals=signals)
+    if not checkpoint.resume(config, trainer):
+        comm.broadcast_model(trainer.model)
+    return trainer
+
+
+def assemble(
+    config: TrainConfig,
+    replica: Replica,
+    device: torch.device,
+    *,
+    images: Images,
+    signals: Signals | None,
+) -> Trainer:
+    """Build the parts that depend on the images, and put all together, with the run at its beginning."""
+    comm, model = replica.comm, replica.model
+    with comm.together("building"):
+        train, held_out = images
+        plan = build_plan(config, train)
+        ema = build_ema(config, plan, model)
+        eval_batches: Any = ()
+        if held_out is not None:
+            eval_batches = build_eval_loader(config, comm, model=model, index=held_out, device=device)
+            comm.before_shutdown(eval_batches.close)
+        description = describe(config, model, train) if comm.rank == 0 else ""
+        trainer = put_together(
+            config,
+            replica,
+            device,
+            plan=plan,
+            # A batch ramp may change the plan, and the batches are then opened anew.
+            open_batches=lambda step: open_train_loader(
+                config, comm, step, model=model, index=train, plan=trainer.plan, device=device
+            ),
+            eval_batches=eval_batches,
+            hooks=build_hooks(config, train, plan, ema, signals, description),
+            ema=ema,
+            data=train.digest(),
+        )
+    for line in replica.describe():
+        logger.info("%s", line)
+    return trainer
+
+
+def put_together(
+    config: TrainConfig,
+    replica: Replica,
+    device: torch.device,
+    *,
+    plan: Plan,
+    open_batches: Callable[[int], Any],
+    eval_batches: Batches,
+    hooks: Sequence[Hook],
+    ema: Ema | None,
+    data: str,
+) -> Trainer:
+    """Put the parts together, with the optimizer's state created; data: the digest of the training images."""
+    init_state(replica.optimizer)
+    return Trainer(
+        comm=replica.comm,
+        model=replica.model,
+        objective=replica.adapt_objective(build_objective(config, replica.model)),
+        optimizer=replica.optimizer,
+        scaler=torch.amp.GradScaler(device.type, enabled="fp16" in (config.run.precision, config.run.compression)),
+        base_lr=peak_lr(config),
+        schedule=build_schedule(config, plan),
+        scaling=batch_scaling(config),
+        plan=plan,
+        open_batches=open_batches,
+        eval_batches=eval_batches,
+        augment=build_augment(config),
+        seed=config.run.seed,
+        precision=config.run.precision,
+        clip_norm=config.optim.clip_norm,
+        eval_images=evaluation_images(config, plan),
+        device=device,
+        replica=replica,
+        hooks=hooks,
+        sam=build_sam(config, replica.optimizer),
+        average=ema.model if ema else None,
+        state=TrainState(data=data, phases=plan.phases),
+    )
+
+
+def evaluation_images(config: TrainConfig, plan: Plan) -> int:
+    """Return the training images between evaluations; 0: there are none."""
+    if config.run.eval_every == NEVER:
+        return 0
+    return images_of(config, "run.eval_every", plan.num_samples, plan.num_images)
+
+
+def build_schedule(config: TrainConfig, plan: Plan) -> Schedule:
+    """Build the schedule, in steps like the first one of this plan."""
+    s, batch_size = config.schedule, plan.batch_size(0)
+    images = {
+        option: images_of(config, f"schedule.{option}", plan.num_samples, plan.num_images)
+        for option in ("warmup", "cooldown")
+    }
+    steps = {option: -(-count // batch_size) for option, count in images.items()}
+    return make_schedule(
+        s.name,
+        total_steps=-(-plan.num_images // batch_size),
+        warmup_steps=steps["warmup"],
+        cooldown_steps=steps["cooldown"],
+        start=s.start,
+        floor=s.floor,
+        prefix=s.prefix,
+        power=s.power,
+        steps_per_epoch=plan.num_samples / batch_size if s.stairs else None,
+    )
+
+
+def build_hooks(
+    config: TrainConfig, index: "Index", plan: Plan, ema: Ema | None, signals: Signals | None, description: str
+) -> list[Hook]:
+    """Build the hooks in the order in which they run.
+
+    Guards and Divergence may stop the run, Ema averages the weights, RecomputeCheck compares gradients over the ranks
+    and ReplicaCheck weights, Checkpoint saves them, StopEarly ends the run after a save, NoiseScale measures gradients,
+    Profile traces steps, and Log, last, writes down the numbers of all.
+    """
+
+    def images(option: str) -> int:
+        return images_of(config, option, plan.num_samples, plan.num_images)
+
+    def where(sample: int) -> str:
+        return f"{sample} ({index.where(sample)})"
+
+    recomputing: list[Hook] = []
+    if config.run.recompute:
+        recomputing = [hooks.RecomputeCheck(interval_images=images("run.recompute"))]
+    comparing: list[hooks.ReplicaCheck] = []
+    if config.run.check_replicas:
+        at_evaluations = config.run.check_replicas == "evaluation"
+        interval = evaluation_images(config, plan) if at_evaluations else images("run.check_replicas")
+        # Without evaluations the checks before each checkpoint and after the last step remain.
+        interval = interval or plan.num_images
+        comparing = [hooks.ReplicaCheck(interval_images=interval, with_optimizer=not config.parallel.zero)]
+    every_s = duration_seconds(config.checkpoint.every) or 0.0
+    divergence = hooks.Divergence(config, complete_saves=lambda trainer: saving.complete(trainer.comm))
+    saving = hooks.Checkpoint(
+        config.folder,
+        every_images=0 if every_s else images("checkpoint.every"),
+        every_s=every_s,
+        keep=config.checkpoint.keep,
+        config_text=dump(config),
+        description=description,
+        best=config.checkpoint.best,
+        before_save=hooks.in_turn(divergence.settle, *(each.check for each in comparing)),
+    )
+    early: list[Hook] = []
+    if signals:
+        early = [StopEarly(signals, end=end_time(config.run.end_time), longest_save_s=lambda: saving.longest_s)]
+    noise = build_noise_scale(config, plan)
+    steps = profiled_steps(config.run.profile_steps)
+    return [
+        hooks.Guards(max_skipped_steps=config.run.max_skipped_steps, where=where),
+        divergence,
+        *([ema] if ema else []),
+        *recomputing,
+        *comparing,
+        saving,
+        *early,
+        *([noise] if noise else []),
+        *([Profile(*steps, run=Path(config.folder).resolve().name)] if steps else []),
+        hooks.Log(build_sinks(config), every_images=images("log.every"), noise=noise),
+    ]
+
+
+def build_noise_scale(config: TrainConfig, plan: Plan) -> hooks.NoiseScale | None:
+    """Build the hook that measures the gradient noise scale; if this run cannot have one, log why."""
+    shape = config.parallel.shape()
+    if shape.size > 1:
+        logger.info("no gradient noise scale: with --parallel %s no rank has the gradient of a whole model", shape)
+        return None
+    if plan.global_batch_size < 2 * plan.micro_batch_size:
+        logger.info(
+            "no gradient noise scale: a step is a single micro-batch of %d images; --data.micro_batch_size %d, or a "
+            "smaller one, allows it.",
+            *(plan.micro_batch_size, max(1, plan.micro_batch_size // 2)),
+        )
+        return None
+    every_images = images_of(config, "log.every", plan.num_samples, plan.num_images)
+    after_row = hooks.follow_noise if ramp.by_noise(config) else None
+    return hooks.NoiseScale(every_images=every_images, after_row=after_row)
+
+
+def describe(config: TrainConfig, model: nn.Module, index: "Index") -> str:
+    """Return the text of config.json: the model, its classes in these images, and how this run prepares images."""
+    from largebatch.data.sources import class_names
+
+    names, geometry = class_names(index), model_geometry(config.data, model)._asdict()
+    if names and len(names) != config.model.num_classes:
+        logger.warning("%d classes have names, the model has %d: none is saved", len(names), config.model.num_classes)
+    return json.dumps(hub.describe(config.model.name, model, label_names=names, **geometry), indent=2) + "\n"
+
+
+def build_sinks(config: TrainConfig) -> list[hooks.Sink]:
+    """Build the places that numbers go to. The picture comes after the tables, which it draws."""
+    sinks: list[hooks.Sink] = [hooks.Progress(), hooks.Csv(config.folder)]
+    if config.log.tensorboard:
+        sinks.append(hooks.TensorBoard(config.folder))
+    if config.log.wandb:
+        sinks.append(hooks.WeightsAndBiases(config.folder, options(config)))
+    title = f"{config.model.name}, recipe {config.recipe or 'custom'}"
+    return [*sinks, hooks.Curves(config.folder, title=title)]
+
+
+def build_ema(config: TrainConfig, plan: Plan, model: nn.Module) -> Ema | None:
+    """Build the hook that averages the weights, if the run has one."""
+    if not config.optim.ema_half_life:
+        return None
+    half_life_images = images_of(config, "optim.ema_half_life", plan.num_samples, plan.num_images)
+    check_half_life(half_life_images, run_images=plan.num_images, epoch_images=plan.num_samples)
+    return Ema(model, half_life_images=half_life_images)
