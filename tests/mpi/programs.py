@@ -428,16 +428,16 @@ def writes_slowly() -> None:
 
 
 def cannot_build_on_rank_1() -> None:
-    from largebatch import build
+    from largebatch.build import replica
 
-    whole = build.build_model
+    whole = replica.build_model
 
     def failing(*arguments, **options):
         if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
             raise ValueError("no such file on this host")
         return whole(*arguments, **options)
 
-    build.build_model = failing
+    replica.build_model = failing
 
 
 def has_no_compiler_on_rank_1() -> None:
