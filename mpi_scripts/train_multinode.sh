@@ -70,9 +70,10 @@ answers() {                                     # a host needs no ssh to itself
 }
 
 # A terminal sends Ctrl-C to mpirun as well; other signals come to this script alone.
-told='' heard='' job=''
+told='' heard='' job='' pause=''
 hear() {
     told=yes heard=yes
+    [ -z "$pause" ] || kill "$pause" 2>/dev/null || true
     [ "$1" = INT ] || [ -z "$job" ] || kill "-$1" "$job" 2>/dev/null || true
 }
 for name in INT TERM USR1 USR2; do
@@ -106,7 +107,10 @@ for ((restart = 1; ; restart++)); do
     printf '%s\n' "${0##*/}: the run ended with exit code $failed. Hosts that do not answer ssh: ${lost[*]:-none}." \
         "${0##*/}: restart $restart of $restarts on $where, in ${PAUSE_S:-30} s." >&2
     sleep "${PAUSE_S:-30}" &
-    wait $! || kill $! 2>/dev/null || true       # a signal ends the pause
+    pause=$!
+    [ -z "$told" ] || kill "$pause" 2>/dev/null || true   # the signal came before there was a pause that it could end
+    wait "$pause" 2>/dev/null || true
+    pause=''
     [ -z "$told" ] || exit "$failed"
     ranks=${RANKS:-}
     [ -z "$ranks" ] || [ "$ranks" -le "$slots" ] || ranks=$slots

@@ -1,12 +1,15 @@
 """A small trainer of real parts, but for images that are a function of their sample number."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from largebatch import checkpoint
 from largebatch.augment import Augment, seed_for
 from largebatch.comm import Communicator
+from largebatch.config import RunConfig, TrainConfig, dump
 from largebatch.data.order import MicroBatch, Plan
 from largebatch.data.stream import Batch
 from largebatch.engine import Trainer, TrainState
@@ -150,3 +153,20 @@ def serial_run(plan: Plan, model: nn.Module, scaling: Callable[[int], float] = l
         optimizer.step()
         optimizer.zero_grad()
     return model
+
+
+def stopped_and_resumed(make: Callable[[], Trainer], stop: int, folder: Path) -> Trainer:
+    """A trainer at its end that took over from another one after `stop` steps; rank 0 alone finds the checkpoint."""
+    config = TrainConfig(run=RunConfig(folder=str(folder)))
+    first, second = make(), make()
+    first.fit(max_steps=stop)
+    if first.comm.rank == 0:
+        snapshot = checkpoint.take_snapshot(
+            model=first.model, optimizer=first.optimizer, scaler=first.scaler, state=first.state,
+            config_text=dump(config),
+        )  # fmt: skip
+        checkpoint.save(config.run.folder, snapshot)
+    nn.init.ones_(second.model[0].weight)
+    assert checkpoint.resume(config, second) and second.state.step == stop
+    second.fit()
+    return second

@@ -4,13 +4,21 @@ import logging
 
 import pytest
 import torch
-from parts import CLASSES, batch_of, plan_for, seen_by_optimizer, serial_run, small_model, small_trainer, tiny_vit
+from parts import (
+    CLASSES,
+    batch_of,
+    plan_for,
+    seen_by_optimizer,
+    serial_run,
+    small_model,
+    small_trainer,
+    stopped_and_resumed,
+    tiny_vit,
+)
 from torch import nn
 
-from largebatch import checkpoint
 from largebatch.augment import Augment, seed_for
 from largebatch.comm import Stopped
-from largebatch.config import RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
 from largebatch.engine import Trainer
 from largebatch.hooks import Guards
@@ -75,7 +83,7 @@ def test_a_fixed_number_of_images_is_drawn_alike_on_any_number_of_ranks(comm):
 
 def test_a_run_with_a_fixed_number_of_images_resumes_with_the_same_bits(comm, tmp_path_factory):
     """From any step; rank 0 alone finds the checkpoint."""
-    config = TrainConfig(run=RunConfig(folder=str(tmp_path_factory.mktemp("resumed"))))
+    folder = tmp_path_factory.mktemp("resumed")
 
     def trainer() -> Trainer:
         return small_trainer(comm, plan_for(comm, steps=4), passes=PASSES, model=with_fixed_depth())
@@ -83,17 +91,7 @@ def test_a_run_with_a_fixed_number_of_images_resumes_with_the_same_bits(comm, tm
     whole = trainer()
     whole.fit()
     for stop in (1, 2, 3):
-        first, second = trainer(), trainer()
-        first.fit(max_steps=stop)
-        if comm.rank == 0:
-            snapshot = checkpoint.take_snapshot(
-                model=first.model, optimizer=first.optimizer, scaler=first.scaler, state=first.state,
-                config_text=dump(config),
-            )  # fmt: skip
-            checkpoint.save(config.run.folder, snapshot)
-        nn.init.ones_(second.model[0].weight)
-        assert checkpoint.resume(config, second) and second.state.step == stop
-        second.fit()
+        second = stopped_and_resumed(trainer, stop, folder)
         assert all(torch.equal(*pair) for pair in zip(whole.model.parameters(), second.model.parameters())), stop
 
 

@@ -6,12 +6,10 @@ import math
 
 import pytest
 import torch
-from parts import CLASSES, batch_of, plan_for, replicas_agree, small_model, small_trainer, tiny_vit
+from parts import CLASSES, batch_of, plan_for, replicas_agree, small_model, small_trainer, stopped_and_resumed, tiny_vit
 from torch import Tensor, nn
 
-from largebatch import checkpoint
 from largebatch.augment import Augment, seed_for
-from largebatch.config import RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
 from largebatch.engine import Hook
 from largebatch.hooks import Guards
@@ -212,7 +210,7 @@ def test_a_run_that_is_left_at_moved_weights_has_its_own_again(comm):
 @pytest.mark.parametrize("name", ["lamb", "sgd"])
 def test_a_resumed_run_goes_on_with_the_same_bits(comm, name, tmp_path_factory):
     """From any step of a cycle; rank 0 alone finds the checkpoint."""
-    config = TrainConfig(run=RunConfig(folder=str(tmp_path_factory.mktemp("resumed"))))
+    folder = tmp_path_factory.mktemp("resumed")
 
     def trainer():
         model = small_model(dropout=0.3)
@@ -221,17 +219,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(comm, name, tmp_path_factory):
     whole = trainer()
     whole.fit()
     for stop in (1, 3, 5):
-        first, second = trainer(), trainer()
-        first.fit(max_steps=stop)
-        if comm.rank == 0:
-            snapshot = checkpoint.take_snapshot(
-                model=first.model, optimizer=first.optimizer, scaler=first.scaler, state=first.state,
-                config_text=dump(config),
-            )  # fmt: skip
-            checkpoint.save(config.run.folder, snapshot)
-        nn.init.ones_(second.model[0].weight)
-        assert checkpoint.resume(config, second) and second.state.step == stop
-        second.fit()
+        second = stopped_and_resumed(trainer, stop, folder)
         assert all(torch.equal(*pair) for pair in zip(whole.model.parameters(), second.model.parameters())), stop
         states = whole.optimizer.state_dict()["state"], second.optimizer.state_dict()["state"]
         for one, other in zip(*(state.values() for state in states)):
