@@ -64,10 +64,11 @@ def test_ours_and_timms_are_measured_and_horovod_stays_out(images):
         (["--auto-augment=cifar10"], "--auto-augment is cifar10, a policy that timm does not have: add --vs none."),
     ],
 )
-def test_wrong_options_end_with_a_sentence(images, monkeypatch, options, sentence):
+def test_wrong_options_end_with_a_sentence(images, monkeypatch, capsys, options, sentence):
     monkeypatch.setenv("XDG_CACHE_HOME", str(images.parent / "cache"))
-    with pytest.raises(SystemExit, match=sentence):
+    with pytest.raises(SystemExit, match="^2$"):
         main(arguments(images, *options, f"--threads={torch.get_num_threads()}"))
+    assert sentence in capsys.readouterr().err
 
 
 def test_some_images_are_from_all_over_the_data():

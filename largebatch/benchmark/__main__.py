@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if report is not None:
             report.write(options.output)
     except (ValueError, OSError) as error:
-        sys.exit(f"largebatch: {error}")
+        sys.stderr.write(f"largebatch: {error}\n")
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,6 @@ def root(function: Callable[[float], float]) -> float:
 
 TWO_THREADS = "AMD EPYC with AVX-512 bf16, 2 cores, threads per rank: 2"
 ONE_CORE = "AMD EPYC with AVX-512 bf16, 2 cores, cores per rank: 1"
-PASSES = "{} at 224 px, forward and backward, bf16, batch {}"
 SHARED = "AMD EPYC with AVX-512 bf16, 2 cores, cores per rank: 0.5"
 PASSES = "{} at 224 px, forward and backward, bf16, batch {}"
 STEP = "training step, {} at 224 px, bf16, {} = {} ranks × {} micro-batch × {} passes"
