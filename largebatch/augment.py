@@ -46,6 +46,17 @@ def seed_for(seed: int, step: int, number: int, *, purpose: str = "augment") -> 
     return int.from_bytes(digest, "little") >> 1
 
 
+def seed_draws(seed: int, device: torch.device) -> None:
+    """Seed what a model draws on the host and on its device.
+
+    `torch.manual_seed` does the same for all kinds of devices, and takes 0.2 to 0.3 ms where there is no GPU: for each
+    kind that is not in use it keeps the stack of the caller.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
 def one_hot(labels: Tensor, num_classes: int, *, smoothing: float = 0.0) -> Tensor:
     """Turn labels int64 (B,) into probabilities float32 (B, K); spread `smoothing` evenly over all K classes.
 

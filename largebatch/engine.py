@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from largebatch.augment import Augment, Augmented, seed_for
+from largebatch.augment import Augment, Augmented, seed_draws, seed_for
 from largebatch.comm import Communicator
 from largebatch.data.order import Plan
 from largebatch.evaluation import evaluate
@@ -205,7 +205,7 @@ class Trainer:
         Mixup, boxes and everything the model draws are seeded by (seed, step, number), so they do not depend on the
         rank that computes a micro-batch.
         """
-        torch.manual_seed(seed_for(self.seed, batch.step, batch.number, purpose="model"))
+        seed_draws(seed_for(self.seed, batch.step, batch.number, purpose="model"), self.device)
         generator = torch.Generator().manual_seed(seed_for(self.seed, batch.step, batch.number))
         return self.augment(batch.images, batch.labels, generator, batch.token_labels)
 

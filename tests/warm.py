@@ -9,9 +9,9 @@ end. Signals go from the client to the child, the exit code or the deadly signal
 other along.
 
 What a warm rank cannot show, and cold ones are there for: what happens at import and when libraries are unloaded, the
-hash seed (all children of a server share it), /proc/PID/cmdline, and libraries that read the environment when they are
-loaded. libgomp is one (the child sets torch's threads from OMP_NUM_THREADS instead), Horovod's settings of autotune are
-another.
+hash seed (all children of a server share it), /proc/PID/cmdline, how MPI waits (nap.cpp), and libraries that read the
+environment when they are loaded. libgomp is one (the child sets torch's threads from OMP_NUM_THREADS instead),
+Horovod's settings of autotune are another.
 """
 
 import atexit
@@ -24,6 +24,8 @@ import json
 import os
 import runpy
 import selectors
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,6 +39,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 CLIENT = Path(__file__).with_name("warm_client.py")
+NAP = Path(__file__).with_name("nap.cpp")
 NAMESPACES = ("ipc", "uts", "net", "pid", "mnt")  # mnt last: /proc of the server's is needed until then
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -71,7 +74,8 @@ def folder() -> Path:
         server = subprocess.Popen(
             [sys.executable, __file__, str(place / "socket")],
             cwd=ROOT,
-            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # its threads would be there when the server forks
+            # OpenBLAS's threads would be there when the server forks.
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"} | _napping(place),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -82,6 +86,16 @@ def folder() -> Path:
     if server.stdout.readline() != b"ready\n":
         raise RuntimeError(f"the warm Python did not start:\n{(place / 'server.log').read_text()}")
     return place
+
+
+def _napping(place: Path) -> dict[str, str]:
+    """The environment in which a program sleeps while MPI waits; without a C++ compiler nothing."""
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    if not shutil.which(compiler[0]):
+        return {}
+    library = place / "nap.so"
+    subprocess.run([*compiler, "-O2", "-shared", "-fPIC", "-o", library, NAP], check=True)
+    return {"LD_PRELOAD": f"{os.environ.get('LD_PRELOAD', '')} {library}".strip()}
 
 
 def python() -> str:

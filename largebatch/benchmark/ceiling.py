@@ -53,24 +53,24 @@ def datasheet_flops(name: str) -> float | None:
 
 
 def matmul_flops(device: torch.device, precision: str) -> float:
-    """Return FLOP/s of a large matrix product, by one thread pool or one GPU: the fastest of several rows.
+    """Return FLOP/s of a large matrix product, by one thread pool or one GPU: the fastest row of a second.
 
     A row is ten products on a GPU, which would idle between single ones while the host waits for each, and one product
-    on a CPU.
+    on a CPU. At least three rows are timed.
     """
     # Larger products would take a minute each where the device has no instructions for the type.
     size = 8192 if device.type == "cuda" else 2048 if computes(device, precision) else 256
-    in_a_row, rows = (10, 6) if device.type == "cuda" else (1, 20)
+    in_a_row = 10 if device.type == "cuda" else 1
     a, b = (torch.randn(size, size, device=device).to(DTYPES[precision]) for _ in range(2))
 
-    best = float("inf")
-    for _ in range(rows):
+    seconds: list[float] = []
+    while len(seconds) < 3 or sum(seconds) < 1:
         span = Span(device)
         for _ in range(in_a_row):
             torch.mm(a, b)
         span.end()
-        best = min(best, span.seconds())
-    return 2 * size**3 * in_a_row / best
+        seconds.append(span.seconds())
+    return 2 * size**3 * in_a_row / min(seconds)
 
 
 def mfu(images_per_s: float, flops: float, ceiling: Ceiling, *, executed: float | None = None) -> str:

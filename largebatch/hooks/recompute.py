@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from largebatch.augment import Augmented, seed_for
+from largebatch.augment import Augmented, seed_draws, seed_for
 from largebatch.comm import Communicator, Stopped
 from largebatch.engine import Hook, Trainer
 from largebatch.hooks.replicas import Difference, differences
@@ -81,7 +81,7 @@ def gradients(trainer: Trainer, batch: Augmented) -> dict[str, Tensor]:
     names, parameters = zip(*((n, p) for n, p in trainer.model.named_parameters() if p.requires_grad))
     number = trainer.plan.micro_batches(trainer.state.step, 0, trainer.comm.data_size)[0].number
     with undone(trainer):
-        torch.manual_seed(seed_for(trainer.seed, trainer.state.step, number, purpose="model"))
+        seed_draws(seed_for(trainer.seed, trainer.state.step, number, purpose="model"), trainer.device)
         with autocast(trainer.device, trainer.precision):
             loss = trainer.objective(trainer.model, batch)
         # Not `backward`, which would add to the gradients and start Horovod's reduction.

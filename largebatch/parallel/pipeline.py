@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils.checkpoint import checkpoint
 
+from largebatch.augment import seed_draws
 from largebatch.config.parallel import ParallelConfig
 from largebatch.parallel.collectives import all_gather, broadcast
 from largebatch.parallel.mesh import Axis, Mesh
@@ -219,7 +220,7 @@ class Pipeline:
         """Let each rank draw its own numbers: all ranks draw the seeds of all of them from the common generator."""
         seeds = torch.randint(2**62, (self.axis.size,))
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(int(seeds[self.axis.index]))
+            seed_draws(int(seeds[self.axis.index]), device)
             yield
 
     @contextmanager

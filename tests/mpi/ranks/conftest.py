@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,6 +131,8 @@ class Launch:
 
     def __init__(self, world: World, tests: list[str], folder: Path) -> None:
         self.world, self.folder = world, folder
+        self.read: Counter[Path] = Counter()  # bytes of each rank's file
+        self.said: dict[str, list[dict[str, Any]]] = {}  # by test
         (folder / "chosen").write_text(json.dumps(tests))
         files = sorted({test.partition("::")[0] for test in tests})
         pytest_here = ["python", "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider"]
@@ -177,7 +180,10 @@ class Launch:
 
     def _ended(self, test: str) -> Ended | None:
         """None as long as the test goes on on a rank."""
-        phases = [line for file in self.folder.glob("rank*") for line in _lines(file) if line["test"] == test]
+        for file in self.folder.glob("rank*"):
+            for line in self._new_lines(file):
+                self.said.setdefault(line["test"], []).append(line)
+        phases = self.said.get(test, [])
         if any(line["outcome"] == "failed" for line in phases):
             return Ended("failed")
         if sum(line["when"] == "teardown" for line in phases) < self.world.ranks:
@@ -188,10 +194,13 @@ class Launch:
                 return Ended("skipped", line["skipped"], seconds)
         return Ended("passed", "", seconds)
 
-
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    *whole, _ = file.read_text().split("\n")  # the last line may be half written
-    return map(json.loads, whole)
+    def _new_lines(self, file: Path) -> Iterator[dict[str, Any]]:
+        """What a rank has written since the last look; the last line may be half written."""
+        with open(file, "rb") as lines:
+            lines.seek(self.read[file])
+            whole = lines.read().rpartition(b"\n")[0]
+        self.read[file] += len(whole) + bool(whole)
+        return map(json.loads, whole.splitlines())
 
 
 class Runner:

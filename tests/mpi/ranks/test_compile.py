@@ -33,6 +33,12 @@ def forget_graphs():
     counters.clear()
 
 
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """The graphs of torch.compile, computed by torch's own operations: a kernel takes a second to compile."""
+    monkeypatch.setattr(torch, "compile", partial(COMPILE, backend="aot_eager"))
+
+
 def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
@@ -94,6 +100,7 @@ def test_dropout_follows_the_micro_batch_not_the_rank(comm):
     assert distance(ours, gradients_of(comm, eager_vit())) > 0.1  # there was something to draw
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_short_batches_and_evaluation_add_few_graphs_once(comm):
     """A short last window, evaluations of two batch sizes; every number is the eager model's."""
     results = []
@@ -114,9 +121,10 @@ def test_short_batches_and_evaluation_add_few_graphs_once(comm):
     assert none == [0, 0]
     for one, other in zip(eager, compiled):
         assert one == pytest.approx(other, rel=1e-10)
-    assert before_end <= 3 and at_end <= 4  # training; evaluation of one size and of any; the short window
+    assert 0 < before_end <= 3 and at_end <= 4  # training; evaluation of one size and of any; the short window
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_gradients_are_reduced_only_after_the_compiled_backward_pass(comm):
     """Why the log says that the overlap is lost; the eager model reduces meanwhile, and so does one in blocks."""
     in_blocks = eager_vit()
@@ -133,7 +141,7 @@ def test_gradients_are_reduced_only_after_the_compiled_backward_pass(comm):
         eager = model._compiled_call_impl is None
         assert (handed_over[0] > 15) if eager else (handed_over[0] == 0)
     assert graphs() == 2
-    assert all(0 < distance(compiled, found[0]) <= BOUND[torch.float32] for compiled in found[1:])
+    assert all(distance(compiled, found[0]) <= BOUND[torch.float32] for compiled in found[1:])
 
 
 def no_compiler(monkeypatch) -> str:
@@ -150,11 +158,11 @@ def broken_compiler(monkeypatch) -> str:
     return "cannot compute a compiled pass (RuntimeError: the compiler gave up); all ranks"
 
 
+@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("wanted, fault", [(True, no_compiler), ("blocks", broken_compiler)])
 def test_if_one_rank_cannot_compile_all_compute_as_if_nobody_had_tried(comm, monkeypatch, caplog, wanted, fault):
     """One warning; then the draws of dropout and stochastic depth, and so the gradients, have the same bits."""
     model = eager_vit(**DROPOUT)
-    monkeypatch.setattr(torch, "compile", partial(COMPILE, backend="aot_eager"))  # a kernel takes seconds
     expected = fault(monkeypatch) if comm.rank == 1 else ""
     drawn = torch.get_rng_state()
     compile_as_a_run_does(comm, model, wanted)
