@@ -18,5 +18,6 @@ if [ "${1:-}" = --all ]; then
     shift
     tiers=(-m "")
 fi
-# One process per core, at most four, because each process starts ranks of its own.
-exec python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder "${tiers[@]}" "$@"
+# One process more than cores, because tests also wait; at most four, because each starts ranks of its own.
+processes=$(($(nproc) + 1))
+exec python -m pytest -n $((processes < 4 ? processes : 4)) --no-loadscope-reorder "${tiers[@]}" "$@"

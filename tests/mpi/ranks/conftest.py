@@ -61,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if folder is None:
         config.pluginmanager.register(Runner(config))
     elif folder:
+        # Ranks that shared a folder for temporary files would remove each other's links in it when they end.
+        config.option.basetemp = f"{folder}/files_of_{rank()}"
         config.pluginmanager.register(Reporter(Path(folder)))
 
 
@@ -78,6 +80,11 @@ if INSIDE not in os.environ:
 # -- on a rank -------------------------------------------------------------------------------------------------------
 
 LIVE: list[Any] = []
+
+
+def rank() -> str:
+    """The number of this process, before Horovod has started."""
+    return os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("HOROVOD_RANK") or "0"
 
 
 @pytest.fixture(scope="session")
@@ -102,9 +109,8 @@ class Reporter:
     """Writes a line for each test that begins, and for each that ended; and leaves out what was not chosen."""
 
     def __init__(self, folder: Path) -> None:
-        rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("HOROVOD_RANK") or "0"
         self.chosen = set(json.loads((folder / "chosen").read_text()))
-        self.file = open(folder / f"rank{rank}", "w", buffering=1)
+        self.file = open(folder / f"rank{rank()}", "w", buffering=1)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.nodeid in self.chosen]
