@@ -18,6 +18,7 @@ from largebatch.optim import can_compile, why_not_fused
 from largebatch.precision import DTYPES
 from largebatch.replica import Replica
 from largebatch.schedules import scale_lr
+from largebatch.trials import first_cause
 from zoo import create_model
 from zoo.volo import fuse_outlook
 
@@ -94,8 +95,7 @@ def why_not_everywhere(
     comm: Communicator, device: torch.device, trial: Callable[[torch.device], str], *, name: str
 ) -> str:
     """Return which rank cannot use Triton kernels, and why; empty: all can. All ranks call it, and get the same."""
-    causes = comm.allgather_object(why_not_fused(device, trial), name=name)
-    return next((f"rank {rank} {cause}" for rank, cause in enumerate(causes) if cause), "")
+    return first_cause(comm, why_not_fused(device, trial), name=name)
 
 
 def find_weights(path: str, comm: Communicator, *, average: bool = False, every: bool = False) -> list[str]:
