@@ -12,6 +12,7 @@ from largebatch import checkpoint, optim
 from largebatch.comm import Communicator, Stopped
 from largebatch.compiling import compile_model
 from largebatch.config import TrainConfig
+from largebatch.graphs import graph_passes
 from largebatch.losses import Objective, TokenLabeling, classification
 from largebatch.native.attention import choose_attention, describe_attention, outlook_difference
 from largebatch.optim import can_compile, why_not_fused
@@ -49,6 +50,8 @@ def build_replica(config: TrainConfig, comm: Communicator, device: torch.device,
         objective = build_objective(config, model)
     if config.run.compile:
         compile_model(config, model, objective, device, comm)
+    if config.run.graphs:
+        replica.graphs = graph_passes(config, model, objective, device, comm)
     with comm.together("building"):
         optimizer = replica.adapt_optimizer(make_optimizer(model))
         optimizer = comm.wrap(optimizer, model, passes=passes, compression=config.run.compression)
