@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from largebatch.augment import Augmented
 from largebatch.batch_norm import BatchNormStatistics
 from largebatch.comm import Communicator
 from largebatch.config import TrainConfig
 from largebatch.losses import Objective
 from largebatch.optim import can_compile
 from largebatch.precision import autocast
+from largebatch.trials import first_cause, first_line, micro_batch
 from zoo.blocks import blocks_of, compile_blocks
 
 logger = logging.getLogger(__name__)
@@ -44,11 +44,9 @@ def compile_model(
     change = compile_blocks if wanted == "blocks" else compile_passes
     comm.progress("compiling")
     cause = why_not(device, lambda: _try_out(config, model, objective, device, comm, change))
-    causes = comm.allgather_object(cause, name="build/compile")
-    if any(causes):
+    if cause := first_cause(comm, cause, name="build/compile"):
         if comm.rank == 0:
-            rank, cause = next((rank, cause) for rank, cause in enumerate(causes) if cause)
-            logger.warning("%s is not used: rank %d %s; all ranks compute without it", given, rank, cause)
+            logger.warning("%s is not used: %s; all ranks compute without it", given, cause)
         return
     change(model)
     if change is compile_passes and comm.size > 1:
@@ -74,7 +72,7 @@ def why_not(device: torch.device, try_out: Callable[[], None]) -> str:
     try:
         try_out()
     except Exception as error:  # of torch, of the compiler that it calls, of the driver; a lack of memory
-        return f"cannot compute a compiled pass ({_first_line(error)})"
+        return f"cannot compute a compiled pass ({first_line(error)})"
     return ""
 
 
@@ -92,21 +90,5 @@ def _try_out(
         change(trial)
         with BatchNormStatistics(trial, comm).over_steps():  # which takes batch norm out of the graphs
             with autocast(device, config.run.precision):
-                loss = objective(trial, _batch(config, trial, device))
+                loss = objective(trial, micro_batch(config, trial, device))
             loss.backward()
-
-
-def _batch(config: TrainConfig, model: nn.Module, device: torch.device) -> Augmented:
-    """Return a micro-batch of black images, in the shapes of training."""
-    count, side = config.data.micro_batch_size, config.model.img_size
-    images = torch.zeros(count, 3, side, side, device=device)
-    targets = torch.zeros(count, getattr(model, "num_classes"), device=device)
-    return Augmented(images, targets, mix_box=(0, 0, 1, 1) if config.augment.mix_token else None)
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the type and the first line of the error that began: torch wraps those of a compiler."""
-    while inner := getattr(error, "inner_exception", None) or error.__cause__:
-        error = inner
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

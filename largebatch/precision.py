@@ -6,9 +6,12 @@ from torch import Tensor
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Compute in this precision inside the block; parameters and gradients stay fp32."""
-    return torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
+def autocast(device: torch.device, precision: str, *, cache: bool = True) -> torch.autocast:
+    """Compute in this precision inside the block; parameters and gradients stay fp32.
+
+    cache: cast each weight once in the block, not at each use.
+    """
+    return torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32", cache_enabled=cache)
 
 
 def at_least_float32(logits: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from largebatch.augment import Augmented
 from largebatch.batch_norm import BatchNormStatistics
 from largebatch.comm import Communicator
+from largebatch.graphs import Graphs
 from largebatch.losses import Objective
 from largebatch.optim import gradient_norm
 
@@ -25,6 +26,7 @@ class Replica:
     optimizer: Optimizer
     comm: Communicator
     statistics: BatchNormStatistics
+    graphs: Graphs | None = None  # of the model's passes, if the run computes by them
 
     # -- assembly ----------------------------------------------------------------------------------------------
 
@@ -34,7 +36,7 @@ class Replica:
 
     def adapt_objective(self, serial: Objective) -> Objective:
         """Return the objective of this copy, given the one of a whole model."""
-        return serial
+        return self.graphs.objective(serial) if self.graphs else serial
 
     def attach(self, model: nn.Module, optimizer: Optimizer, comm: Communicator) -> None:
         """Take the parts that all methods below work on; `optimizer` has been wrapped by `comm.wrap`."""

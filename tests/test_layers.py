@@ -9,14 +9,15 @@ precision:; arguments:; largebatch:; config:; files:; zoo: timm; schedules:; rec
 native timm; data: files native nvidia; comm: config files horovod largebatch mpi4py native; augment: data native;
 predict: arguments data zoo; evaluation: comm precision; start: comm config precision; batch_norm: comm; __main__: comm
 config largebatch; doctor: arguments comm mpi4py; pack: arguments comm data files mpi4py rich zoo; losses: augment
-precision; replica: augment batch_norm comm losses optim; kept: native; engine: augment comm data evaluation kept losses
-optim precision replica; parallel: augment comm config losses native optim precision replica zoo; checkpoint: config
-engine zoo; hooks: augment checkpoint comm config engine files optim precision rich; compiling: augment batch_norm comm
-config losses optim precision zoo; build: augment batch_norm checkpoint comm compiling config data engine hooks losses
-native optim parallel precision replica schedules start zoo; report: arguments checkpoint config data files hooks zoo;
-export: arguments config files hooks largebatch zoo; find_lr: build comm config engine files hooks; plan: arguments
-augment build config engine files native parallel precision recipes zoo; validate: build comm config data evaluation
-files precision recipes report start zoo; benchmark: arguments augment build comm compiling config data engine files
+precision; trials: augment comm config; graphs: comm config losses precision trials zoo; replica: augment batch_norm
+comm graphs losses optim; kept: native; engine: augment comm data evaluation kept losses optim precision replica;
+parallel: augment comm config losses native optim precision replica zoo; checkpoint: config engine zoo; hooks: augment
+checkpoint comm config engine files optim precision rich; compiling: batch_norm comm config losses optim precision
+trials zoo; build: augment batch_norm checkpoint comm compiling config data engine graphs hooks losses native optim
+parallel precision replica schedules start trials zoo; report: arguments checkpoint config data files hooks zoo; export:
+arguments config files hooks largebatch zoo; find_lr: build comm config engine files hooks; plan: arguments augment
+build config engine files native parallel precision recipes zoo; validate: build comm config data evaluation files
+precision recipes report start zoo; benchmark: arguments augment build comm compiling config data engine files graphs
 hooks losses native optim parallel plan precision recipes start timm zoo; train: benchmark build checkpoint comm config
 engine files find_lr hooks plan recipes report start; reproduce: arguments benchmark build comm config data engine files
 pack

@@ -34,6 +34,7 @@ from largebatch.benchmark.measure import (
 from largebatch.build import build_objective
 from largebatch.compiling import compile_passes
 from largebatch.config import ModelConfig, TrainConfig
+from largebatch.graphs import Graphs, can_capture
 from largebatch.native.attention import choose_attention
 from largebatch.precision import DTYPES, autocast, choose_precision
 from largebatch.recipes import RECIPES
@@ -49,6 +50,7 @@ VARIANTS = {
     "compiled": "largebatch, compiled",
     "blocks": "largebatch, blocks compiled",
     "outlook": "largebatch, outlook in Triton",
+    "graphs": "largebatch, CUDA graphs",
 }
 PASSES = 2  # per round; the second pass adds to gradients, as accumulation does
 
@@ -71,6 +73,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Reports:
     """Measure forward and backward passes of each combination of model, image size and batch."""
     device = set_up_device(options)
+    if "graphs" in options.variants and not can_capture(device):
+        raise ValueError(f"--variants graphs: the device is {device.type}, expected a GPU; leave the variant out.")
     if options.precision == "auto":
         options.precision = choose_precision(device)
     cases = list(itertools.product(options.model, options.img_size, options.batch_size))
@@ -94,13 +98,16 @@ def measure(
     if "timm-unfused" in options.vs:
         makers["timm, unfused attention"] = lambda: set_fused_attn(timms(config), False)
     opened = partial(_opened, config=config, batch_size=batch_size, precision=options.precision, device=device)
-    contenders = [Contender(contender, partial(opened, make)) for contender, make in makers.items()]
+    contenders = [
+        Contender(contender, partial(opened, make, by_graphs=contender == VARIANTS["graphs"]))
+        for contender, make in makers.items()
+    ]
     results = compare(contenders, device=device, rounds=options.rounds)
     images, ceiling = PASSES * batch_size, measure_ceiling(device, options.precision)
     flops = training_flops(model, img_size)
     executed = training_flops(model, img_size, drop_path_rate=config.model.drop_path_rate)
     # timm masks samples after a layer, and the model that is compiled as a whole does the same
-    saving = {VARIANTS[variant]: executed for variant in ("eager", "blocks", "outlook")}
+    saving = {VARIANTS[variant]: executed for variant in ("eager", "blocks", "outlook", "graphs")}
     notes = [
         f"{name}: {mfu(images / median(seconds), flops, ceiling, executed=saving.get(name))}"
         for name, seconds in ((result.name, result.seconds) for result in results)
@@ -112,12 +119,20 @@ def measure(
 
 @contextmanager
 def _opened(
-    make: Callable[[], nn.Module], *, config: TrainConfig, batch_size: int, precision: str, device: torch.device
+    make: Callable[[], nn.Module],
+    *,
+    by_graphs: bool,
+    config: TrainConfig,
+    batch_size: int,
+    precision: str,
+    device: torch.device,
 ) -> Iterator[Round]:
     torch.manual_seed(0)
     model = make().to(device).train()
     objective = build_objective(config, model)
     batch, draw_box = training_batch(config, batch_size, device), box_of(config)
+    if by_graphs:
+        objective = Graphs(model, batch.images, precision).objective(objective)
 
     def passes() -> None:
         for _ in range(PASSES):

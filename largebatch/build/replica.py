@@ -12,12 +12,14 @@ from largebatch import checkpoint, optim
 from largebatch.comm import Communicator, Stopped
 from largebatch.compiling import compile_model
 from largebatch.config import TrainConfig
+from largebatch.graphs import graph_passes
 from largebatch.losses import Objective, TokenLabeling, classification
 from largebatch.native.attention import choose_attention, describe_attention, outlook_difference
 from largebatch.optim import can_compile, why_not_fused
 from largebatch.precision import DTYPES
 from largebatch.replica import Replica
 from largebatch.schedules import scale_lr
+from largebatch.trials import first_cause
 from zoo import create_model
 from zoo.volo import fuse_outlook
 
@@ -48,6 +50,8 @@ def build_replica(config: TrainConfig, comm: Communicator, device: torch.device,
         objective = build_objective(config, model)
     if config.run.compile:
         compile_model(config, model, objective, device, comm)
+    if config.run.graphs:
+        replica.graphs = graph_passes(config, model, objective, device, comm)
     with comm.together("building"):
         optimizer = replica.adapt_optimizer(make_optimizer(model))
         optimizer = comm.wrap(optimizer, model, passes=passes, compression=config.run.compression)
@@ -94,8 +98,7 @@ def why_not_everywhere(
     comm: Communicator, device: torch.device, trial: Callable[[torch.device], str], *, name: str
 ) -> str:
     """Return which rank cannot use Triton kernels, and why; empty: all can. All ranks call it, and get the same."""
-    causes = comm.allgather_object(why_not_fused(device, trial), name=name)
-    return next((f"rank {rank} {cause}" for rank, cause in enumerate(causes) if cause), "")
+    return first_cause(comm, why_not_fused(device, trial), name=name)
 
 
 def find_weights(path: str, comm: Communicator, *, average: bool = False, every: bool = False) -> list[str]:

@@ -140,6 +140,7 @@ def check(config: TrainConfig) -> None:
         )
     _check_tokens(c)
     _check_sam(c)
+    _check_graphs(c)
     _check_parallel(c)
     _check_timm(c)
 
@@ -168,6 +169,25 @@ def _check_sam(config: TrainConfig) -> None:
             f"--optim.sam_rho is {rho} and {ways}: Look-LayerSAM needs whole tensors and their state on every rank, so "
             "leave one of the two out."
         )
+
+
+def _check_graphs(config: TrainConfig) -> None:
+    """Refuse CUDA graphs where the host decides within a pass, or where nobody has tried them."""
+    if not config.run.graphs:
+        return
+    name, compile_ = config.model.name, config.run.compile
+    if name.startswith("volo"):
+        raise ValueError(
+            f"--run.graphs is true and --model {name}: the host draws the samples and boxes of each pass of a VOLO, "
+            "and a graph would repeat the first ones; choose a ViT, or leave --run.graphs out."
+        )
+    for given, reason in (
+        (f"--run.compile {str(compile_).lower()}" if compile_ else "", "compiled passes were never captured"),
+        ("--model.grad_checkpointing true" if config.model.grad_checkpointing else "", "graphs keep all activations"),
+        (_divided(config.parallel), "graphs need a whole model and its optimizer on every rank"),
+    ):
+        if given:
+            raise ValueError(f"--run.graphs is true and {given}: {reason}, so leave one of the two out.")
 
 
 def _check_durations(config: TrainConfig) -> None:

@@ -280,6 +280,11 @@ class RunConfig:
     reduction no longer overlaps with the backward pass. blocks: compile each block of a ViT or a VOLO by itself, and
     equal ones once, so that it still does; not yet measured on GPUs. With both, dropout draws other masks, which still
     depend on the seed alone. A pass is tried first: if one rank cannot compile it, all compute without a compiler"""
+    graphs: bool = False
+    """compute the passes of a ViT on a GPU as CUDA graphs, which spare the host most of its launches; not yet measured.
+    Dropout draws as without them. The activations of a pass keep their memory during evaluations, too; micro-batches of
+    another size are computed without graphs. Passes are first compared with plain ones: if one rank computes other
+    gradients, or none, all compute without graphs"""
     compression: Literal["none", "fp16"] = "none"
     """type in which gradients are sent; fp16 halves the bytes, rounds the reduced gradient by 4e-4 (3 CPU ranks), and
     trains with a loss scale in every precision; a step whose gradients overflow in fp16 is skipped"""

@@ -34,6 +34,7 @@ class World(NamedTuple):
 ONE, TWO, GLOO, THREE, FOUR = World(1, "python"), World(2), World(2, "horovodrun --gloo"), World(3), World(4)
 WORLDS = {
     "test_batch_norm": [ONE, THREE],
+    "test_captured": [TWO],
     "test_compile": [TWO],
     "test_data": [ONE, GLOO, THREE, FOUR],
     "test_freezing": [ONE, GLOO, THREE],
