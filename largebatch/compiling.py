@@ -43,8 +43,11 @@ def compile_model(
         return
     change = compile_blocks if wanted == "blocks" else compile_passes
     comm.progress("compiling")
-    cause = why_not(device, lambda: _try_out(config, model, objective, device, comm, change))
-    if cause := first_cause(comm, cause, name="build/compile"):
+    cause = first_cause(comm, lacks_compiler(device), name="build/compiler")
+    if not cause:  # only now, because to compile takes minutes
+        failed = why_not(lambda: _try_out(config, model, objective, device, comm, change))
+        cause = first_cause(comm, failed, name="build/compile")
+    if cause:
         if comm.rank == 0:
             logger.warning("%s is not used: %s; all ranks compute without it", given, cause)
         return
@@ -63,12 +66,17 @@ def compile_passes(model: nn.Module) -> None:
 # -- the trial -------------------------------------------------------------------------------------------------------
 
 
-def why_not(device: torch.device, try_out: Callable[[], None]) -> str:
-    """Return why this rank cannot compute what it compiles in `try_out`, as the end of a sentence; empty: it can."""
+def lacks_compiler(device: torch.device) -> str:
+    """Return what a compiler for the device needs and this rank lacks, as the end of a sentence; empty: nothing."""
     header = Path(sysconfig.get_path("include"), "Python.h")
-    if not can_compile(device.type) or device.type == "cpu" and not header.exists():
-        on_cpu, on_gpu = f"a C++ compiler (g++, or CXX) and {header}", "Triton and a GPU that it supports"
-        return f"has no compiler for {device.type}: expected {on_cpu if device.type == 'cpu' else on_gpu}"
+    if can_compile(device.type) and (device.type != "cpu" or header.exists()):
+        return ""
+    on_cpu, on_gpu = f"a C++ compiler (g++, or CXX) and {header}", "Triton and a GPU that it supports"
+    return f"has no compiler for {device.type}: expected {on_cpu if device.type == 'cpu' else on_gpu}"
+
+
+def why_not(try_out: Callable[[], None]) -> str:
+    """Return why this rank cannot compute what it compiles in `try_out`, as the end of a sentence; empty: it can."""
     try:
         try_out()
     except Exception as error:  # of torch, of the compiler that it calls, of the driver; a lack of memory

@@ -176,6 +176,6 @@ def test_if_one_rank_cannot_compile_all_compute_as_if_nobody_had_tried(comm, mon
     else:
         assert said == []
     before = graphs()
-    assert (before > 0) == (comm.rank == 0)
+    assert (before > 0) == (comm.rank == 0 and fault is broken_compiler)  # if one has none, nobody compiles
     ours, theirs = gradients_of(comm, model), gradients_of(comm, eager_vit(**DROPOUT))
     assert all(map(torch.equal, ours, theirs)) and graphs() == before
