@@ -13,7 +13,7 @@ from largebatch.augment import Augmented
 from largebatch.batch_norm import BatchNormStatistics
 from largebatch.comm import Communicator
 from largebatch.losses import Objective
-from largebatch.optim import gradient_norm
+from largebatch.optim import WeightCopies, gradient_norm
 
 ForwardBackward = Callable[[Augmented, float], Tensor]  # `Trainer.forward_backward`
 
@@ -25,6 +25,7 @@ class Replica:
     optimizer: Optimizer
     comm: Communicator
     statistics: BatchNormStatistics
+    copies = WeightCopies()  # the weights in bfloat16 that passes read; here none
 
     # -- assembly ----------------------------------------------------------------------------------------------
 
@@ -49,7 +50,8 @@ class Replica:
 
     def run_pass(self, batch: Augmented, weight: float, forward_backward: ForwardBackward) -> Tensor:
         """Add the gradients of a micro-batch's summed loss × `weight` to those there are; return that loss, 0-d."""
-        return forward_backward(batch, weight)
+        with self.copies.reading():
+            return forward_backward(batch, weight)
 
     def complete_gradients(self) -> None:
         """Add the summands of the gradients that other ranks of this copy hold, after the last pass."""

@@ -3,6 +3,7 @@
 torch for CUDA brings Triton. Elsewhere, `.ci/run` shows how to install it for these tests alone.
 """
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -10,10 +11,12 @@ import sys
 
 import pytest
 import torch
+from test_engine import BATCH, make_trainer
 from test_optim import VARIANTS
 from torch import Tensor, nn
 
-from largebatch.optim import Lamb, fused_check, init_state, lamb, scale_gradients, why_not_fused
+from largebatch.optim import Lamb, WeightCopies, fused_check, init_state, lamb, scale_gradients, why_not_fused
+from zoo.linear import read_copies
 
 triton = pytest.importorskip("triton", reason="there is no Triton; .ci/run installs it for these tests")
 DEVICE = torch.device("cpu" if triton.knobs.runtime.interpret else "cuda")
@@ -177,7 +180,9 @@ def test_the_copy_is_the_new_weight_in_bfloat16(odd, shift):
     with torch.no_grad():
         words = (0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 0x00008000)
         ties = torch.tensor(words, dtype=torch.int32, device=DEVICE).view(torch.float32)
-        params[0][:13] = torch.cat([ties, -ties, ties.new_tensor([math.nan])])
+        # That of NVIDIA's arithmetic. Rounded as if it were a number, it would be -0.
+        no_number = torch.tensor([0x7FFFFFFF], dtype=torch.int32, device=DEVICE).view(torch.float32)
+        params[0][:13] = torch.cat([ties, -ties, no_number])
     scalars = lamb.scalars(Lamb([torch.zeros(1)], lr=0.0).param_groups[0], 1)
     part = [(x, torch.ones_like(x), torch.zeros_like(x), torch.zeros_like(x)) for x in params]
     copies = copies_for(params, odd=odd)
@@ -214,6 +219,69 @@ def test_copies_that_do_not_fit_are_refused():
         part = [(weight, *(torch.zeros_like(weight) for _ in range(3)))]
         with pytest.raises(ValueError, match=r"^LAMB in Triton got a copy in .* for a weight in .*, expected one in "):
             lamb_triton.lamb_fused_([(part, scalars)], weight.new_ones(()), None, [copy])
+
+
+def layers_of(*params: Tensor) -> list[nn.Module]:
+    layers = [nn.Module() for _ in params]
+    for layer, p in zip(layers, params):
+        layer.weight = p
+    return layers
+
+
+def test_a_step_keeps_copies_that_were_valid_and_makes_no_other_valid():
+    """Parameters that join late or are frozen, a step that is not taken, weights that change between pass and step."""
+    params = parameters(torch.float32)
+    optimizer, copies = Lamb(params, lr=0.1, impl="triton"), WeightCopies(layers_of(*params[:5]))
+    optimizer.copies = copies
+
+    def step(*, frozen: int, finite: bool | None) -> set[int]:
+        """Which copies are valid after a pass and a step. A copy that is valid is right."""
+        with copies.reading():
+            assert all(copies.of(p) is not None for p in params[:5])
+            assert not any(copies.of(p) is not None for p in params[5:])
+        gradients(params, 0)
+        for p in params[:frozen]:
+            p.grad = None
+        with torch.no_grad():
+            params[3].mul_(2.0)
+        versions = [p._version for p in params]
+        optimizer.finite = None if finite is None else torch.tensor(finite, device=DEVICE)
+        optimizer.step()
+        assert [p._version > old for p, old in zip(params, versions)] == [p.grad is not None for p in params]
+        found = {n for n, p in enumerate(params) if copies.valid(p) is not None}
+        assert all(torch.equal(bits(copies.valid(params[n])), bits(rounded_like(params[n]))) for n in found)
+        return found
+
+    with copies.over_steps():
+        for frozen, finite in ((2, True), (0, False), (1, None), (5, True), (0, True)):
+            assert step(frozen=frozen, finite=finite) == {0, 1, 2, 4}
+
+
+def test_parameters_in_float64_have_no_copies():
+    params = parameters(torch.float64)
+    optimizer, copies = Lamb(params, lr=0.1, impl="triton"), WeightCopies(layers_of(*params))
+    optimizer.copies = copies
+    with copies.over_steps(), copies.reading():
+        gradients(params, 0)
+        optimizer.step()
+        assert not any(copies.of(p) is not None for p in params)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the trainer of this test is on the CPU: for the interpreter")
+def test_a_run_with_copies_has_the_bits_of_one_without():
+    weights, rounds = [], []
+    for has_copies in (False, True):
+        torch.manual_seed(0)
+        trainer = dataclasses.replace(make_trainer(4 * BATCH, eval_images=BATCH), precision="bf16")
+        trainer.optimizer = Lamb(trainer.model.parameters(), lr=0.1, impl="triton")
+        if has_copies:
+            copies = trainer.replica.copies = trainer.optimizer.copies = WeightCopies(read_copies(trainer.model))
+            renew = copies._renew
+            copies._renew = lambda: (rounds.append(copies.valid(trainer.model[1].weight) is None), renew())
+        trainer.fit()
+        weights.append([p.detach() for p in trainer.model.parameters()])
+    assert all(the_same_bits(one, other) for one, other in zip(*weights, strict=True))
+    assert rounds == [True] + 7 * [False]
 
 
 def test_a_gradient_with_other_strides_and_no_parameters_at_all():
