@@ -222,13 +222,14 @@ class Trainer:
         Returns the reason if it stopped early, else "".
         """
         self.max_steps = max_steps
-        with self.replica.statistics.over_steps():
+        with self.replica.statistics.over_steps(), self.replica.copies.over_steps():
             self._each("before_fit")
             self._train()
             while self.rollback:
                 roll_back, self.rollback = self.rollback, None
                 roll_back(self)
                 self.replica.statistics.take_up()
+                self.replica.copies.forget()
                 self._each("after_rollback")
                 self._train()
             self._each("after_fit")
@@ -341,6 +342,8 @@ class Trainer:
     def _each(self, event: str, *arguments: Any) -> None:
         for hook in self.hooks:
             getattr(hook, event)(self, *arguments)
+            if not type(hook).__module__.startswith("largebatch."):  # it may change weights past torch, by .data
+                self.replica.copies.forget()
 
     def evaluate(self, model: nn.Module | None = None) -> dict[str, float]:
         """Call `evaluation.evaluate` for the model as it is now, or for another one."""

@@ -14,7 +14,7 @@ from largebatch.batch_norm import BatchNormStatistics
 from largebatch.comm import Communicator
 from largebatch.graphs import Graphs
 from largebatch.losses import Objective
-from largebatch.optim import gradient_norm
+from largebatch.optim import WeightCopies, gradient_norm
 
 ForwardBackward = Callable[[Augmented, float], Tensor]  # `Trainer.forward_backward`
 
@@ -27,6 +27,7 @@ class Replica:
     comm: Communicator
     statistics: BatchNormStatistics
     graphs: Graphs | None = None  # of the model's passes, if the run computes by them
+    copies = WeightCopies()  # the weights in bfloat16 that passes read; here none
 
     # -- assembly ----------------------------------------------------------------------------------------------
 
@@ -51,7 +52,8 @@ class Replica:
 
     def run_pass(self, batch: Augmented, weight: float, forward_backward: ForwardBackward) -> Tensor:
         """Add the gradients of a micro-batch's summed loss × `weight` to those there are; return that loss, 0-d."""
-        return forward_backward(batch, weight)
+        with self.copies.reading():
+            return forward_backward(batch, weight)
 
     def complete_gradients(self) -> None:
         """Add the summands of the gradients that other ranks of this copy hold, after the last pass."""

@@ -13,6 +13,7 @@ timm.
     volo.py            VOLO
     outlook_triton.py  its outlook attention on a GPU
     norm.py            layer norm of bfloat16 in float32
+    linear.py          linear layers that read a copy of their weight in bfloat16
     blocks.py          compile their blocks one by one
     timm_models.py     any classifier of timm
     weights.py         read and write weights

@@ -15,6 +15,7 @@ from timm import layers
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from zoo.linear import weight_of
 from zoo.norm import Float32Norm
 
 
@@ -91,6 +92,8 @@ class PatchEmbed(layers.PatchEmbed):
     timm's bits.
     """
 
+    proj_reads_copy = True
+
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) of the model's size -> (B, N, C)"""
         if not self.training:
@@ -98,7 +101,7 @@ class PatchEmbed(layers.PatchEmbed):
         (rows, columns), (height, width) = self.grid_size, self.patch_size
         grid = x.unflatten(3, (columns, width)).unflatten(2, (rows, height))  # (B, 3, rows, P, columns, P)
         patches = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+        return F.linear(patches, weight_of(self.proj).flatten(1), self.proj.bias)
 
 
 class Bfloat16Residual(VisionTransformer):

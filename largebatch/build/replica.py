@@ -21,6 +21,7 @@ from largebatch.replica import Replica
 from largebatch.schedules import scale_lr
 from largebatch.trials import first_cause
 from zoo import create_model
+from zoo.linear import read_copies
 from zoo.volo import fuse_outlook
 
 logger = logging.getLogger(__name__)
@@ -55,9 +56,21 @@ def build_replica(config: TrainConfig, comm: Communicator, device: torch.device,
     with comm.together("building"):
         optimizer = replica.adapt_optimizer(make_optimizer(model))
         optimizer = comm.wrap(optimizer, model, passes=passes, compression=config.run.compression)
+        if impl == "triton":
+            share_copies(config, replica, model, optimizer)
     with comm.together("dividing"):
         replica.attach(model, optimizer, comm)
     return replica
+
+
+def share_copies(config: TrainConfig, replica: Replica, model: nn.Module, optimizer: Optimizer) -> None:
+    """Let LAMB's kernels write the weights in bfloat16, and the layers of the model read them, if the run can use that.
+
+    Not in compiled code, nor in graphs: what these try out at the start has no copies.
+    """
+    plain = not config.run.compile and replica.graphs is None
+    if isinstance(optimizer, optim.Lamb) and config.run.precision == "bf16" and plain:
+        replica.copies = optimizer.copies = optim.WeightCopies(read_copies(model))
 
 
 def lamb_impl(comm: Communicator, device: torch.device, wanted: str | None = None) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from largebatch.comm import gloo_start, launcher, reduction
@@ -248,6 +249,7 @@ class Communicator:
         with self._watchdog.waiting(name):
             for handle in handles:
                 finish(handle)
+        increment_version(tensors.values())  # Horovod does not tell torch that they changed
 
     def broadcast_state(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Make model and optimizer equal to rank 0's (see `broadcast_tensors`) without taking a step.

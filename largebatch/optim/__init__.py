@@ -5,6 +5,7 @@
     lamb           LAMB: formulas, implementations and the optimizer
     lamb_triton    LAMB on a GPU in three launches
     fused_check    whether these give the numbers of LAMB's specification on a device
+    weight_copies  weights in bfloat16, which LAMB's kernels write and the next passes read
     triton_check   a kernel that shows whether Triton can compile for a GPU here
     lars           LARS
     look_sam       Look-LayerSAM, over any of them
@@ -28,6 +29,7 @@ from largebatch.optim.lars import Lars
 from largebatch.optim.look_sam import LookSam
 from largebatch.optim.muon import Muon
 from largebatch.optim.presets import PRESETS, Preset, param_groups
+from largebatch.optim.weight_copies import WeightCopies
 
 __all__ = [
     "PRESETS",
@@ -36,6 +38,7 @@ __all__ = [
     "LookSam",
     "Muon",
     "Preset",
+    "WeightCopies",
     "adapted_ratios",
     "build_optimizer",
     "can_compile",

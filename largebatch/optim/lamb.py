@@ -29,11 +29,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from largebatch.native import lamb as cpp_lamb
 from largebatch.native.copies import to_device
 from largebatch.optim.presets import options_of
+from largebatch.optim.weight_copies import WeightCopies
 
 logger = logging.getLogger(__name__)
 
@@ -289,6 +291,7 @@ class Lamb(Optimizer):
     clip_factor: Tensor | None = None
     finite: Tensor | None = None  # 0-d; if it is False, the step changes nothing but its count (see `take_back`)
     can_skip = True  # whether a step looks at `finite`
+    copies = WeightCopies()  # those that "triton" writes; a run that has some puts them here
     trust_ratios: Mapping[Tensor, Tensor] = MappingProxyType({})
 
     def __init__(
@@ -375,6 +378,7 @@ class Lamb(Optimizer):
                 scale = params[0].new_ones(()) if factor is None else factor.to(params[0])
                 tensors = [self._tensors(p) for p in params]
                 ratios |= zip(params, update(group["impl"], tensors, scalars(group, step), scale, finite))
+                increment_version(params)  # as torch does for what it changes in place
         for parts in fused.values():
             ratios |= self._update_fused(parts, factor, finite)
         self.trust_ratios = MappingProxyType(ratios)
@@ -433,7 +437,12 @@ class Lamb(Optimizer):
         params = [p for some, _ in parts for p in some]
         scale = params[0].new_ones(()) if factor is None else factor.to(params[0])
         whole = [([self._whole(p) for p in some], s) for some, s in parts]
-        return dict(zip(params, lamb_triton.lamb_fused_(whole, scale, finite)))
+        copies = [self.copies.valid(p) for p in params]
+        ratios = lamb_triton.lamb_fused_(whole, scale, finite, copies)
+        increment_version(params)
+        # Whatever `finite` is: the kernels wrote both or none, and the copy was that of its weight before.
+        self.copies.note(p for p, copy in zip(params, copies) if copy is not None)
+        return dict(zip(params, ratios))
 
     def _tensors(self, p: Tensor) -> Tensors:
         x, g, m, v = self._whole(p)

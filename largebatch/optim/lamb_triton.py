@@ -5,7 +5,7 @@ works on one chunk:
 
     moments    read x, g, m, v; write m, v and the chunk's sums of the squares of x and u
     ratios     add up the sums of each tensor, in the order of its chunks; write its trust ratio
-    apply      read x, m, v; compute u again; write x
+    apply      read x, m, v; compute u again; write x, and x in bfloat16 if the tensor has such a copy
 
 No two programs write to the same place and none adds to a number of another, so a repetition gives the same bits. u is
 computed twice, because to keep it would move as many bytes and take memory. Triton's own code fuses no product with a
@@ -31,13 +31,15 @@ BLOCK = 1024  # elements that a program has in its registers
 EXACT = {"num_warps": 4, "enable_fp_fusion": False}
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v of one parameter, contiguous
+Copies = Sequence[Tensor | None]  # for each parameter its copy in bfloat16, if it has one
 Part = tuple[Sequence[Tensors], Sequence[float]]  # parameters, and the Scalars of their step
 
-# The columns of the table, int64: four addresses, the length, the first chunk, the row of the numbers, and 1 if all
-# addresses suit loads of 16 bytes.
-COLUMNS = tl.constexpr(8)
+# The columns of the table, int64: four addresses, the length, the first chunk, the row of the numbers, 1 if all
+# addresses suit loads and stores of whole chunks, and the address of the copy, 0 if there is none.
+COLUMNS = tl.constexpr(9)
 X, G, M, V = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 SIZE, FIRST, NUMBERS, ALIGNED = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+COPY = tl.constexpr(8)
 
 # The columns of the numbers, float64: those of lamb.Scalars.
 SCALARS = tl.constexpr(12)
@@ -59,16 +61,16 @@ def _row(table, owners, chunk, chunk_size: tl.constexpr):
 
 @triton.jit
 def _whole(row, length, chunk_size: tl.constexpr):
-    """Tell whether a chunk can be read 16 bytes at a time and without a mask."""
+    """Tell whether a chunk can be read four numbers at a time and without a mask."""
     return (tl.load(row + ALIGNED) != 0) & (length == chunk_size)
 
 
 @triton.jit
-def _places(row, column: tl.constexpr, start, dtype: tl.constexpr, masked: tl.constexpr):
-    """Return the address of element `start` of one of the tensors of a row."""
+def _places(row, column: tl.constexpr, start, dtype: tl.constexpr, masked: tl.constexpr, aligned: tl.constexpr = 16):
+    """Return the address of element `start` of one of the tensors of a row; in whole chunks a multiple of `aligned`."""
     places = tl.load(row + column).to(tl.pointer_type(dtype)) + start
     if not masked:
-        places = tl.multiple_of(places, 16)
+        places = tl.multiple_of(places, aligned)
     return places
 
 
@@ -158,6 +160,17 @@ def ratios(table, numbers, squares, results, chunk_size: tl.constexpr, block_siz
 
 
 @triton.jit
+def _bfloat16(x):
+    """Return the bits of float32 in bfloat16, rounded as torch's: to the nearest, to the even one if two are as near.
+
+    A conversion by Triton would do the same on a GPU, but its interpreter cuts bits off.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x == x, nearest, 0x7FC0).to(tl.uint16)
+
+
+@triton.jit
 def _apply(
     row, start, length, numbers, ratio, dtype: tl.constexpr, masked: tl.constexpr, chunk_size: tl.constexpr,
     block_size: tl.constexpr
@@ -166,18 +179,24 @@ def _apply(
     ms, vs = _places(row, M, start, dtype, masked), _places(row, V, start, dtype, masked)
     rate = tl.load(numbers + LR).to(dtype) * ratio
     root, eps, decay = _numbers_of_u(numbers, dtype)
+    copied = tl.load(row + COPY) != 0
+    copies = _places(row, COPY, start, tl.uint16, masked, 8)  # stores of 8 bytes: four numbers, as in those of x
     for block in range(0, chunk_size, block_size):
         at = block + tl.arange(0, block_size)
         inside = at < length if masked else None
         x, m, v = tl.load(xs + at, mask=inside), tl.load(ms + at, mask=inside), tl.load(vs + at, mask=inside)
-        tl.store(xs + at, x - rate * _update(x, m, v, root, eps, decay), mask=inside)
+        x -= rate * _update(x, m, v, root, eps, decay)
+        tl.store(xs + at, x, mask=inside)
+        if dtype == tl.float32:
+            if copied:
+                tl.store(copies + at, _bfloat16(x), mask=inside)
 
 
 @triton.jit
 def apply(
     table, owners, numbers, finite, ratio, dtype: tl.constexpr, chunk_size: tl.constexpr, block_size: tl.constexpr
 ):
-    """Update x of a chunk, unless the gradient is not finite."""
+    """Update x of a chunk and its copy, unless the gradient is not finite."""
     chunk = tl.program_id(0).to(tl.int64)
     row, start, length = _row(table, owners, chunk, chunk_size)
     numbers += tl.load(row + NUMBERS) * SCALARS
@@ -192,20 +211,27 @@ def apply(
 # -- the host ------------------------------------------------------------------------------------------------------
 
 
-def lamb_fused_(parts: Sequence[Part], factor: Tensor, finite: Tensor | None = None) -> list[Tensor]:
+def lamb_fused_(
+    parts: Sequence[Part], factor: Tensor, finite: Tensor | None = None, copies: Copies | None = None
+) -> list[Tensor]:
     """Update all tensors of all parts, of the factor's device and dtype. Returns their trust ratios.
 
     finite: 0-d; if it is False, x, m and v stay as they are.
+    copies: for each tensor, in the order of the parts, its copy in bfloat16, which gets the new x, or None. If finite
+    is False, they stay as they are.
     """
     device = factor.device
     if not (factor.is_cuda or triton.knobs.runtime.interpret):
         raise ValueError(f"Lamb's impl is triton, and the parameters are on {device}: choose compile, or use a GPU.")
     tensors = [_checked(four, factor) for part, _ in parts for four in part]
+    copies = [None] * len(tensors) if copies is None else copies
+    for four, copy in zip(tensors, copies, strict=True):
+        _check_copy(copy, four[0])
     sizes = tuple(four[0].numel() for four in tensors)
     owners = chunk_owners(sizes, device)
     rows = [number for number, (part, _) in enumerate(parts) for _ in part]
     table, numbers = to_device(
-        torch.frombuffer(_table(tensors, sizes, rows), dtype=torch.int64),
+        torch.frombuffer(_table(tensors, copies, sizes, rows), dtype=torch.int64),
         torch.tensor([scalars for _, scalars in parts], dtype=torch.float64),
         device=device,
     )
@@ -251,11 +277,25 @@ def _checked(four: Tensors, factor: Tensor) -> Tensors:
     return four
 
 
-def _table(tensors: Sequence[Tensors], sizes: Sequence[int], rows: Sequence[int]) -> array:
+def _check_copy(copy: Tensor | None, x: Tensor) -> None:
+    """Raise ValueError for a copy that a kernel could not write, or would write beyond."""
+    if copy is None:
+        return
+    found = copy.dtype, copy.device, copy.shape, copy.is_contiguous(), x.dtype
+    if found != (torch.bfloat16, x.device, x.shape, True, torch.float32):
+        raise ValueError(
+            f"LAMB in Triton got a copy in {copy.dtype} of shape {tuple(copy.shape)} and strides {copy.stride()} on "
+            f"{copy.device} for a weight in {x.dtype}, expected one in torch.bfloat16 of shape {tuple(x.shape)} on "
+            f"{x.device}, contiguous, and a weight in torch.float32."
+        )
+
+
+def _table(tensors: Sequence[Tensors], copies: Copies, sizes: Sequence[int], rows: Sequence[int]) -> array:
     """Return the rows of the table, one after the other."""
     first = accumulate((-(-size // CHUNK) for size in sizes), initial=0)
     table = array("q")
-    for four, size, start, row in zip(tensors, sizes, first, rows):
-        addresses = [tensor.data_ptr() for tensor in four]
-        table.extend((*addresses, size, start, row, not any(address % 16 for address in addresses)))
+    for four, copy, size, start, row in zip(tensors, copies, sizes, first, rows):
+        addresses, place = [tensor.data_ptr() for tensor in four], 0 if copy is None else copy.data_ptr()
+        aligned = not (any(address % 16 for address in addresses) or place % 8)
+        table.extend((*addresses, size, start, row, aligned, place))
     return table

@@ -24,7 +24,16 @@ from largebatch.hooks.ema import lerp_
 from largebatch.losses import classification
 from largebatch.native.attention import outlook_difference
 from largebatch.native.copies import pack, to_device, unpack
-from largebatch.optim import Lamb, build_optimizer, fused_check, init_state, scale_gradients, why_not_fused
+from largebatch.optim import (
+    Lamb,
+    WeightCopies,
+    build_optimizer,
+    fused_check,
+    init_state,
+    scale_gradients,
+    why_not_fused,
+)
+from zoo.linear import read_copies
 from zoo.volo import OutlookAttention, fuse_outlook
 
 CPU = torch.device("cpu")
@@ -82,6 +91,26 @@ def test_lamb_in_triton_waits_for_nothing(gpu):
             scale_gradients(optimizer, factor)
             optimizer.step()
     assert all(bool(p.isfinite().all()) for p in params)
+
+
+def test_copies_of_weights_have_the_bits_of_autocast(device):
+    """The host waits for nothing. On CPUs, whole models: tests/test_weight_copies.py."""
+    plain, x = nn.Linear(48, 32).to(device), torch.randn(4, 48, device=device)
+    ours = copy.deepcopy(plain)
+    copies = WeightCopies(read_copies(nn.Sequential(ours)))
+    with copies.over_steps():
+        for step in range(3):
+            found = []
+            for layer in (ours, plain):
+                with waiting(device, "error" if step else "default"), copies.reading():
+                    with torch.autocast(device.type, torch.bfloat16):
+                        y = layer(x)
+                    y.float().square().sum().backward()
+                    assert (copies.of(layer.weight) is not None) == (layer is ours)
+                    with torch.no_grad():
+                        layer.weight.add_(layer.weight.grad, alpha=-0.01)
+                found.append((y.detach(), layer.weight.grad.clone()))
+            assert all(torch.equal(one, other) for one, other in zip(*found))
 
 
 def test_outlook_attention_in_triton_waits_for_nothing(gpu):

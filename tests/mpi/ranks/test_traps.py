@@ -55,6 +55,15 @@ def muon(parameters: Iterator[nn.Parameter], *, lr: float, weight_decay: float) 
     return Muon([{"params": matrices, "kind": "muon", **common}, {"params": rest, "kind": "adamw", **common}])
 
 
+def test_a_broadcast_tells_torch_which_tensors_changed(comm):
+    """Horovod writes past torch. So whoever keeps something made of a weight would not know that it is old."""
+    model = small_model(seed=comm.rank)
+    model.register_buffer("count", torch.tensor(comm.rank))
+    before = [tensor._version for tensor in model.state_dict().values()]
+    comm.broadcast_model(model)
+    assert all(tensor._version > old for tensor, old in zip(model.state_dict().values(), before, strict=True))
+
+
 @pytest.mark.parametrize("kind", [muon, Lamb, Lars, torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
 def test_broadcast_moves_nothing(comm, kind):
     """Resumed on rank 0 alone: everybody ends with rank 0's bits, and no step is taken anywhere."""
