@@ -119,7 +119,7 @@ def test_the_log_says_when_by_which_command_where_and_from_which_commit(watched)
     assert all(TIMED.match(line) for line in log.splitlines() if not line.startswith("    ")), log
     command = shlex.join(["python", *TRAIN, "64", "--run.folder", str(folder)])
     commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    (told,) = re.findall(rf"{re.escape(command)}: 1 rank on (\S+), started by mpirun(, commit (\w+).*)?$", log, re.M)
+    told, *_ = re.findall(rf"{re.escape(command)}: 1 rank on (\S+), started by mpirun(, commit (\w+).*)?$", log, re.M)
     assert told[0] == os.uname().nodename and (not commit or commit.startswith(told[2]))
     assert "\x1b" not in log and "━" not in log
 
