@@ -26,6 +26,7 @@ restarts=0
 if [ "${1:-}" = --restarts ]; then
     [[ ${2:-} =~ ^[0-9]+$ ]] || fail "--restarts is '${2:-}': expected how often a lost run may start again, e.g. 3"
     restarts=$2
+    [[ ${PAUSE_S:=30} =~ ^[0-9]+$ ]] || fail "PAUSE_S is '$PAUSE_S': expected whole seconds before a restart, e.g. 30"
     shift 2
 fi
 case ${1:-} in
@@ -70,10 +71,9 @@ answers() {                                     # a host needs no ssh to itself
 }
 
 # A terminal sends Ctrl-C to mpirun as well; other signals come to this script alone.
-told='' heard='' job='' pause=''
+told='' heard='' job=''
 hear() {
     told=yes heard=yes
-    [ -z "$pause" ] || kill "$pause" 2>/dev/null || true
     [ "$1" = INT ] || [ -z "$job" ] || kill "-$1" "$job" 2>/dev/null || true
 }
 for name in INT TERM USR1 USR2; do
@@ -105,12 +105,11 @@ for ((restart = 1; ; restart++)); do
     [ ${#kept[@]} -gt 0 ] || fail "the run ended with exit code $failed, and no host answers ssh: ${lost[*]}"
     where=$(IFS=,; echo "${kept[*]}")
     printf '%s\n' "${0##*/}: the run ended with exit code $failed. Hosts that do not answer ssh: ${lost[*]:-none}." \
-        "${0##*/}: restart $restart of $restarts on $where, in ${PAUSE_S:-30} s." >&2
-    sleep "${PAUSE_S:-30}" &
-    pause=$!
-    [ -z "$told" ] || kill "$pause" 2>/dev/null || true   # the signal came before there was a pause that it could end
-    wait "$pause" 2>/dev/null || true
-    pause=''
+        "${0##*/}: restart $restart of $restarts on $where, in $PAUSE_S s." >&2
+    for ((left = 10#$PAUSE_S; left > 0; left--)); do
+        [ -z "$told" ] || break                 # a signal is heard when a second is over
+        sleep 1 || true                         # Ctrl-C ends it as well
+    done
     [ -z "$told" ] || exit "$failed"
     ranks=${RANKS:-}
     [ -z "$ranks" ] || [ "$ranks" -le "$slots" ] || ranks=$slots

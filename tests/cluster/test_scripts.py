@@ -74,13 +74,13 @@ def test_a_run_that_lost_a_host_goes_on_with_the_others(hosts, tmp_path):
     (tmp_path / "hosts.txt").write_text("# two hosts\nh1 slots=1\nh2  max_slots=2 slots=1\n")
     command = ["mpi_scripts/train_multinode.sh", "--restarts", "2", "--hostfile", str(tmp_path / "hosts.txt")]
     options = [*SHORT.split(), "--run.max_steps", "40", "--run.folder", str(tmp_path / "run")]
-    environment = HERE | {"PAUSE_S": "0.1", "RANKS": "2"}
+    environment = HERE | {"PAUSE_S": "0", "RANKS": "2"}
     job = hosts.start("h1", [*command, *options, "--checkpoint.every", "4 steps"], environment=environment)
     wait_for(lambda: list(tmp_path.glob("run/checkpoints/0*/manifest.json")), "a checkpoint", LIMIT_S)
     hosts.kill("h2")
     code, output = job.wait(LIMIT_S)
     assert code == 0 and "Hosts that do not answer ssh: h2." in output, output
-    assert "restart 1 of 2 on h1:1, in 0.1 s" in output and "restart 2" not in output, output
+    assert "restart 1 of 2 on h1:1, in 0 s" in output and "restart 2" not in output, output
     before, after = output.split("restart 1 of 2")
     assert "8 = 2 ranks × 2 micro-batch × 2 passes" in before, output
     assert "8 = 1 rank × 2 micro-batch × 4 passes" in after and "step 40 of" in after, output
@@ -117,6 +117,8 @@ def process_of(hosts: Hosts, host: str, words: str) -> int:
 
 
 def test_a_mistake_is_not_started_again(hosts):
+    code, output = hosts.run("h1", RESTARTS, environment=venv(cold=False) | {"PAUSE_S": "0.1"}, timeout_s=LIMIT_S)
+    assert code == 1 and "PAUSE_S is '0.1': expected whole seconds" in output, output
     code, output = hosts.run("h1", [*RESTARTS, "--no-such-option"], environment=venv(cold=False), timeout_s=LIMIT_S)
     assert code == 2 and "restart 1" not in output, output
 
