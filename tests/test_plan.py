@@ -239,6 +239,18 @@ def test_ranks_that_share_a_model_hold_a_part(vit, parallel, weights):
     assert part.activations < whole.activations
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_ranks_that_share_tokens_keep_the_patches_of_whole_images(vit, stages):
+    """Their product with the embedding reads all patches, and tokens are cut after it."""
+    device, config = constants.find_device("a100"), b32()
+    plain = ParallelConfig(pipeline=stages)
+    whole = of_rank(replace(config, parallel=plain), vit, device, ranks=8).activations
+    part = of_rank(replace(config, parallel=replace(plain, sequence=4)), vit, device, ranks=8).activations
+    patches, casts = vit.images * 49 * 3072 * 2 / stages, vit.casts / stages  # of weights, which are whole
+    assert part - casts == pytest.approx((whole - casts - patches) / 4 + patches, rel=0.03)
+    assert part - casts > 1.05 * (whole - casts) / 4
+
+
 def test_a_grid_of_ranks_holds_four_blocks_of_the_widest_matrix(vit):
     widest = 4 * 3072 * 768
     grids = {"2d": 4, "2.5d": 8, "3d": 8}
