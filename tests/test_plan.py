@@ -241,12 +241,13 @@ def test_ranks_that_share_a_model_hold_a_part(vit, parallel, weights):
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_ranks_that_share_tokens_keep_the_patches_of_whole_images(vit, stages):
-    """Their product with the embedding reads all patches, and tokens are cut after it."""
+    """Their product with the embedding reads all patches; tokens are cut after it, and the first stage has it whole."""
     device, config = constants.find_device("a100"), b32()
     plain = ParallelConfig(pipeline=stages)
     whole = of_rank(replace(config, parallel=plain), vit, device, ranks=8).activations
     part = of_rank(replace(config, parallel=replace(plain, sequence=4)), vit, device, ranks=8).activations
-    patches, casts = vit.images * 49 * 3072 * 2 / stages, vit.casts / stages  # of weights, which are whole
+    patches, casts = vit.images * 49 * 3072 * 2, vit.casts / stages  # of weights, which are whole
+    assert whole - casts == pytest.approx((vit.activations - vit.casts - patches) / stages + patches, rel=0.03)
     assert part - casts == pytest.approx((whole - casts - patches) / 4 + patches, rel=0.03)
     assert part - casts > 1.05 * (whole - casts) / 4
 

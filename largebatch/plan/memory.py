@@ -87,8 +87,8 @@ def of_rank(config: TrainConfig, counted: Pass, device: Device, *, ranks: int, m
         moments = 0.0 if config.parallel.offload else moments / data_ranks
     casts, on_gpu = counted.casts * share.weights, device.kind == "cuda"
     grows = scale * share.activations
-    # Tokens are cut behind the embedding, so each rank keeps the patches of whole images.
-    patches = counted.kept.get("patch_embed", 0) * (config.parallel.sequence - 1)
+    # Tokens and stages are cut behind the embedding, so the first stage keeps the patches of whole images.
+    patches = counted.kept.get("patch_embed", 0) * (config.parallel.sequence * config.parallel.pipeline - 1)
     activations = casts + (counted.activations - counted.casts + patches) * grows
     peak = casts + (counted.peak - counted.casts + patches) * grows
     exchanges, fusion = ranks > 1, config.horovod.fusion_threshold_mb

