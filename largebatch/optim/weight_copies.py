@@ -8,8 +8,8 @@ be an error that nobody sees. Therefore:
   trained. This rounding notes them, and a LAMB step that found a copy valid and wrote it with its weight. Nothing else
   does. torch counts the version up whenever it changes a tensor in place. Our own code that changes one past torch
   counts it up itself: LAMB, and Horovod's broadcasts.
-- Notes last from one pass to another inside `over_steps` alone, and they are dropped whenever code that is not ours may
-  have changed a weight past torch, as `.data` does: after each hook of a user, and when an older state was loaded.
+- Notes last from one pass to another inside `over_steps` alone, and only if all code in it is ours: a hook of a user
+  may change a weight past torch, as `.data` does. They are dropped when an older state was loaded.
 
 A copy is made as autocast makes it, by `to`, and later changes in place. Its gradient goes on to the weight in each
 pass, because torch keeps nothing for the gradient of `to` that a backward pass would free. An autograd.Function in each
@@ -44,10 +44,13 @@ class WeightCopies:
         return WeightCopies, ()
 
     @contextmanager
-    def over_steps(self) -> Iterator[None]:
-        """In the block, rely on the notes of earlier passes and steps. So all that runs in it follows the rules."""
+    def over_steps(self, *, keep: bool = True) -> Iterator[None]:
+        """In the block, rely on the notes of earlier passes and steps. So all that runs in it follows the rules.
+
+        keep: whether that is so; if not, each pass rounds all weights anew, as outside of the block.
+        """
         self.forget()
-        self._keeps = True
+        self._keeps = keep
         try:
             yield
         finally:
