@@ -15,8 +15,8 @@
 #           complete, was told to end (exit code 75, or a signal to this script) or has a mistake in its options (2)
 #           is not started again.
 #
-# Variables, all optional: RANKS (default: all slots), PAUSE_S (whole seconds before a restart, default 30), and those of
-#           env.sh: INTERFACE, TRAVEL, VENV
+# Variables, all optional: RANKS (default: all slots), PAUSE_S (whole seconds before a restart, default 30), and those
+#           of env.sh: INTERFACE, TRAVEL, VENV
 
 set -euo pipefail
 # shellcheck source=mpi_scripts/env.sh
