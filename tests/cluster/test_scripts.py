@@ -102,7 +102,9 @@ def test_a_run_that_was_told_to_end_is_not_started_again(hosts, tmp_path, host, 
 
 def test_a_signal_in_the_pause_ends_it_with_the_code_of_the_run(hosts, tmp_path):
     options = f"{TINY} --data.global_batch_size 8 --data.micro_batch_size 2 --run.folder {tmp_path / 'run'}".split()
-    job = hosts.start("h1", [*RESTARTS, *options], environment=venv(cold=False) | {"PAUSE_S": "1000"})
+    # A shell cannot hear Ctrl-C if it was ignored when the shell began, as in tests that run in the background.
+    command = ["env", "--default-signal=INT", *RESTARTS, *options]
+    job = hosts.start("h1", command, environment=venv(cold=False) | {"PAUSE_S": "1000"})
     job.wait_for_line("step 1/", LIMIT_S)
     os.kill(process_of(hosts, "h2", "bin/python -m"), signal.SIGKILL)
     job.wait_for_line("restart 1 of 2 on h1:1,h2:1, in 1000 s", LIMIT_S)
