@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Other imports take seconds, in which a signal may come. So they are in functions, which run when signals are heard.
+from largebatch.comm.garbage import no_searches, search_new_objects
 from largebatch.comm.signals import Signals
 from largebatch.comm.stopped import StoppedEarly
 
@@ -62,7 +63,7 @@ OPTIONS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command line, by default that of this process."""
-    with Signals(nothing_to_lose=True) as signals:
+    with Signals(nothing_to_lose=True) as signals, no_searches():
         from largebatch.comm.mistakes import report_mistakes
 
         argv = sys.argv[1:] if argv is None else argv
@@ -228,6 +229,7 @@ def search(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", sig
                 "initial state, so choose another --run.folder, or leave --run.find_lr out to resume."
             )
     config, device, images = prepare_images(argv, config, comm)
+    search_new_objects()
     find_lr(config, comm, signals, device=device, images=images)
 
 
@@ -248,6 +250,7 @@ def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", sign
     with comm.together("writing starts.jsonl"):
         if comm.rank == 0:
             starts.write_start(folder, replace(start, step=trainer.state.step))
+    search_new_objects()
     reason = trainer.fit(max_steps=config.run.max_steps)
     if comm.rank == 0:
         tell_end(config, trainer, reason)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Sequence
 
 # Other imports take seconds, which a mistake on the command line need not wait for. So they are in functions.
+from largebatch.comm.garbage import no_searches, search_new_objects
 from largebatch.comm.mistakes import report_mistakes
 from largebatch.config import ModelConfig, Page, TrainConfig, parse
 from largebatch.config.parallel import ParallelConfig
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from largebatch.start import start_ranks
 
-    with start_ranks(config) as comm:
+    with no_searches(), start_ranks(config) as comm:
         comm.progress("start")
         validate(config, comm, flags)
 
@@ -191,6 +192,7 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
         with comm.together(f"loading {path}"):
             load_weights(model, path, new_heads=False)  # an untrained head would guess
         comm.started()
+        search_new_objects()
         answers: dict[int, Answer] | None = {} if flags.predictions else None
         rows.append(evaluate_weights(path, model, config, comm, held_out=held_out, listed=listed, answers=answers))
         config = replace(config, data=replace(config.data, eval_batch_size=rows[-1].eval_batch_size))

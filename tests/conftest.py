@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
+gc.disable()  # until all tests are imported
 ROOT = Path(__file__).parents[1]
 SCRIPTS_README = ROOT / "mpi_scripts" / "README.md"
 GUARDIAN = Path(__file__).with_name("guardian.py")
@@ -76,8 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Let no collection of garbage look at what is imported: each would take a tenth of a second."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 class Together(LoadScopeScheduling):

@@ -1,5 +1,6 @@
 """Mistakes in a command line, before there are ranks; and the packages that a rank does not load at its start."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from largebatch import start, train
+from largebatch import start, train, validate
 from largebatch.comm import Stopped, mistakes
 from largebatch.config import Answer, RunConfig, TrainConfig
 
@@ -48,6 +49,21 @@ def test_a_mistake_of_a_rank_that_two_launchers_claim(monkeypatch, capsys):
     mpirun = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}
     sentence, waits = said(monkeypatch, capsys, **mpirun, RANK="2", WORLD_SIZE="4")
     assert "claims to have started this process" in sentence and not waits
+
+
+def test_python_searches_no_garbage_while_a_run_begins(monkeypatch):
+    """Nor while a validation begins; after it as before."""
+    searched: list[bool] = []
+
+    def begin(config) -> None:
+        searched.append(gc.isenabled())
+        raise Stopped("seen")
+
+    monkeypatch.setattr(start, "start_ranks", begin)
+    for command, argv in ((train, []), (validate, ["--model", "vit_nano32", "--init-from", "a"])):
+        with pytest.raises(Stopped, match="seen"):
+            command.main(argv)
+    assert searched == [False, False] and gc.isenabled()
 
 
 def test_a_rank_does_not_load_what_only_rank_0_needs_or_nobody():

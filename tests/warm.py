@@ -126,6 +126,7 @@ class Started(NamedTuple):
 def serve(path: str) -> tuple[Request, list[int]]:
     """Fork for each request; returns in the children alone, with the request and its descriptors 0, 1 and 2."""
     _die_with_parent()
+    gc.disable()
     for name in IMPORTED:
         importlib.import_module(name)
     _draw()
@@ -133,8 +134,8 @@ def serve(path: str) -> tuple[Request, list[int]]:
         finalizer.atexit = False  # it is this process that tidies up what its packages have opened
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a fork would copy one of them"
-    gc.collect()
     gc.freeze()  # so that a child's collections copy no page of what the server has imported
+    gc.enable()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)

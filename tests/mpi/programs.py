@@ -4,6 +4,7 @@ Those of `FAULTS` plant something into a training run, whose options are the arg
 several are joined by commas, and a number is set by "=": `signals_in_pass=3,tells_its_end --model ...`.
 """
 
+import gc
 import json
 import logging
 import os
@@ -324,6 +325,17 @@ def before_step(act: Callable) -> None:
     engine.Trainer.train_step = acting
 
 
+def tells_of_searches() -> None:
+    """Whether Python searches for garbage in the first step, but not among the parts of the trainer."""
+    before = gc.get_freeze_count()
+
+    def tell(trainer) -> None:
+        if trainer.state.step == 0:
+            print(f"searches {gc.isenabled()}, fewer {gc.get_freeze_count() > before}", flush=True)
+
+    before_step(tell)
+
+
 def flips_a_bit_after_step(after: int) -> None:
     """The lowest bit of one of rank 1's weights."""
 
@@ -487,6 +499,7 @@ FAULTS = (
     flips_a_bit_after_step, spoils_an_image_in_step, waits_in_step, tells_its_end, has_a_long_margin,
     cannot_build_on_rank_1, has_no_compiler_on_rank_1, shares_a_gpu, stops_half_through_its_trace,
     may_not_write_its_trace, hangs_in_the_loader, hangs_in_indexing, hangs_in_the_evaluation, writes_slowly,
+    tells_of_searches,
 )  # fmt: skip
 
 

@@ -158,6 +158,11 @@ def test_every_checkpoint_of_a_run_into_a_table(tmp_path, interrupted, uninterru
     assert "/interrupted/checkpoints/00000003/model.safetensors" in last["weights"]
 
 
+def test_training_searches_for_garbage_among_new_objects_only(tmp_path):
+    code, output = train(tmp_path, "--run.max_steps", "1", ranks=1, launcher="python", fault="tells_of_searches")
+    assert code == 0 and output.count("searches True, fewer True") == 1, output
+
+
 @pytest.mark.needs_compiler
 def test_every_lever_at_once_trains_the_same(tmp_path):
     """Recomputed, compiled and compressed, but for rounding; without dropout, whose draws a compiler changes."""
