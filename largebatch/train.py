@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         with start_ranks(config) as comm:
             signals.end = comm.abort
+            comm.before_shutdown(signals.all_ranks_are_done)
             comm.progress("start")
             with run_folder(config, comm):
                 (search if config.run.find_lr else train)(argv, config, comm, signals)

@@ -1,7 +1,7 @@
 """When Python searches for garbage in a command that trains.
 
-A search visits all objects that are not frozen. The imports of torch, Horovod, DALI and timm leave half a million, so the
-searches took a fifth of a rank's start and end. One more takes 0.2 s; in training, all ranks would wait for it.
+A search visits all objects that are not frozen. The imports of torch, Horovod, DALI and timm leave half a million, so
+the searches took a fifth of a rank's start and end. One more takes 0.2 s; in training, all ranks would wait for it.
 """
 
 import gc

@@ -42,6 +42,13 @@ class Signals:
         """Return for each of `SIGNALS` whether it was the first, and at last whether the launcher is gone."""
         return [*(self.first == number for number in SIGNALS), self._parents.gone()]
 
+    def all_ranks_are_done(self) -> None:
+        """End this process at its first signal no more: it has a reason of its own to end, which the signal would hide.
+
+        A launcher sends SIGTERM to all ranks as soon as one has ended with a code other than 0.
+        """
+        self.nothing_to_lose = False
+
     def __enter__(self) -> "Signals":
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)

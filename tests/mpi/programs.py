@@ -325,6 +325,27 @@ def before_step(act: Callable) -> None:
     engine.Trainer.train_step = acting
 
 
+def is_told_to_end_when_done() -> None:
+    """SIGTERM comes to each rank when Horovod has ended."""
+    from largebatch.comm import Communicator
+    from largebatch.comm.signals import Signals
+
+    listening: list[Signals] = []
+    listen, shut_down = Signals._listen, Communicator.shutdown
+
+    def listens(self) -> None:
+        listening.append(self)
+        listen(self)
+
+    def shuts_down(self) -> None:
+        shut_down(self)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not listening[0].first:
+            time.sleep(0.01)
+
+    Signals._listen, Communicator.shutdown = listens, shuts_down
+
+
 def tells_of_searches() -> None:
     """Whether Python searches for garbage in the first step, but not among the parts of the trainer."""
     before = gc.get_freeze_count()
@@ -499,7 +520,7 @@ FAULTS = (
     flips_a_bit_after_step, spoils_an_image_in_step, waits_in_step, tells_its_end, has_a_long_margin,
     cannot_build_on_rank_1, has_no_compiler_on_rank_1, shares_a_gpu, stops_half_through_its_trace,
     may_not_write_its_trace, hangs_in_the_loader, hangs_in_indexing, hangs_in_the_evaluation, writes_slowly,
-    tells_of_searches,
+    tells_of_searches, is_told_to_end_when_done,
 )  # fmt: skip
 
 

@@ -193,6 +193,13 @@ def test_without_a_compiler_on_one_rank_a_run_is_the_plain_one(tmp_path):
     assert different(*found) == []
 
 
+def test_a_refused_run_tells_its_reason_though_it_is_told_to_end(tmp_path):
+    """As by a launcher, when another rank has ended a moment earlier."""
+    code, output = train(tmp_path, "--data", "/no/such/folder", ranks=2, fault="is_told_to_end_when_done")
+    assert code == 2 and output.count("There is no folder /no/such/folder") == 1, output
+    assert "Traceback" not in output and "stopped before the first step" not in output, output
+
+
 @pytest.mark.parametrize(
     "options, sentence",
     [
