@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import warm
 from torch import nn
 from torch.optim import Optimizer
 
@@ -603,7 +604,7 @@ def test_a_failing_fsync(tmp_path, monkeypatch, failing):
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> dict[str, list[dict]]:
     """What `python test_checkpoint.py FOLDER` says: one entry per child."""
-    command = [sys.executable, __file__, str(tmp_path_factory.mktemp("children"))]
+    command = [warm.python(), __file__, str(tmp_path_factory.mktemp("children"))]
     root = Path(__file__).parents[1]
     done = subprocess.run(
         command,

@@ -27,6 +27,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
@@ -56,7 +57,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     """The folder in which `python test_hooks.py FOLDER` ran, and its report."""
     folder = tmp_path_factory.mktemp("runs")
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/mpi/ranks", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(folder)]
+    command = [warm.python(), __file__, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return folder, json.loads((folder / "report.json").read_text())
