@@ -9,9 +9,11 @@ from collections.abc import Callable
 
 from largebatch.doctor.result import INSTALL, REINSTALL, Output, Result, run
 
-# Each of the ranks runs this. The values are integers in float64, so the sum is exact in any order of adding.
+# Each of the ranks runs this. Without Python's searches for garbage it takes a tenth less. The values are integers in
+# float64, so the sum is exact in any order of adding.
 ALLREDUCE = """
-import sys
+import gc, sys
+gc.disable()
 import torch
 import horovod.torch as hvd
 hvd.init()
