@@ -188,11 +188,11 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
     with comm.together("building"):
         model = build_model(config, device, weights=None).to(device)
     rows = []
+    search_new_objects()
     for path in paths:
         with comm.together(f"loading {path}"):
             load_weights(model, path, new_heads=False)  # an untrained head would guess
         comm.started()
-        search_new_objects()
         answers: dict[int, Answer] | None = {} if flags.predictions else None
         rows.append(evaluate_weights(path, model, config, comm, held_out=held_out, listed=listed, answers=answers))
         config = replace(config, data=replace(config.data, eval_batch_size=rows[-1].eval_batch_size))
