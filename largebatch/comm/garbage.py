@@ -1,7 +1,8 @@
-"""When Python searches for garbage in a command that trains.
+"""When Python searches for garbage in a command that trains or validates.
 
-A search visits all objects that are not frozen. The imports of torch, Horovod, DALI and timm leave half a million, so
-the searches took a fifth of a rank's start and end. One more takes 0.2 s; in training, all ranks would wait for it.
+A search visits all objects that are not frozen, and the imports of torch, Horovod, DALI and timm leave half a million.
+Without searches among them a short run takes a fifth less (benchmark/NOTES.md). One of them in training takes 0.2 s, and
+all ranks would wait for it.
 """
 
 import gc
@@ -11,16 +12,20 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_searches() -> Iterator[None]:
-    """Prevent searches from here to `search_new_objects`, or to the end of the block."""
+    """Prevent searches from here to `search_new_objects`, or to the end of the block; then they are as before."""
     searched = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        (gc.enable if searched else gc.disable)()
+        if searched:
+            gc.enable()
+        else:
+            gc.disable()
 
 
 def search_new_objects() -> None:
-    """Search again, but never visit the objects that there are now."""
+    """Search once more, then only among objects that are made from now on."""
+    gc.collect()  # or a copy of the model, on which compilation was tried, would keep its memory for good
     gc.freeze()
     gc.enable()

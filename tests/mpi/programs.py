@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -203,6 +204,20 @@ def reduces_among_data_ranks() -> None:
         print(f"sound {int(total)}", flush=True)
 
 
+def validates(*options: str) -> None:
+    """Validate, and say whether Python searches for garbage meanwhile."""
+    from largebatch import validate
+
+    evaluate = validate.evaluate_weights
+
+    def tells(*arguments, **named):
+        print(f"searches {gc.isenabled()}", flush=True)
+        return evaluate(*arguments, **named)
+
+    validate.evaluate_weights = tells
+    validate.main(options)
+
+
 # -- several runs in one launch --------------------------------------------------------------------------------------
 
 
@@ -347,13 +362,26 @@ def is_told_to_end_when_done() -> None:
 
 
 def tells_of_searches() -> None:
-    """Whether Python searches for garbage in the first step, but not among the parts of the trainer."""
-    before = gc.get_freeze_count()
+    """In the first step, whether Python searches for garbage, in fewer objects, and has found what the start left.
+
+    A run of one rank ends there.
+    """
+    from largebatch import train
+
+    before, prepare = gc.get_freeze_count(), train.prepare_images
+    garbage: list[weakref.ref] = []
+
+    def leaves_garbage(*arguments):
+        ring: set = {type("Ring", (), {})}  # a class refers to itself
+        garbage.extend(map(weakref.ref, ring))
+        return prepare(*arguments)
 
     def tell(trainer) -> None:
-        if trainer.state.step == 0:
-            print(f"searches {gc.isenabled()}, fewer {gc.get_freeze_count() > before}", flush=True)
+        fewer, found = gc.get_freeze_count() > before, not garbage[0]()
+        print(f"searches {gc.isenabled()}, fewer {fewer}, found {found}", flush=True)
+        os._exit(0)
 
+    train.prepare_images = leaves_garbage
     before_step(tell)
 
 

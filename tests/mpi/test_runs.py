@@ -145,9 +145,9 @@ def test_every_checkpoint_of_a_run_into_a_table(tmp_path, interrupted, uninterru
     code, output = launch([*VALIDATE, str(uninterrupted), "--all", *table], ranks=2)
     assert code == 0, output
     geometry = ["--model", "vit_nano32", "--img-size", "64", "--run.precision", "fp32", "--data.eval_batch_size", "99"]
-    other = [*VALIDATE, *geometry, "--init-from", str(interrupted), *table]
+    other = ["-m", "tests.mpi.programs", "validates", *geometry, "--init-from", str(interrupted), *table]
     code, again = launch(other, ranks=1, launcher="python")
-    assert code == 0, again
+    assert code == 0 and again.count("searches True") == 1, again
     *every, last = rows(tmp_path, "table.csv")
     kept = sorted(path.name for path in (uninterrupted / "checkpoints").glob("[0-9]*"))
     assert [Path(row["weights"]).parent.name for row in every] == kept and len(kept) == 2
@@ -158,9 +158,12 @@ def test_every_checkpoint_of_a_run_into_a_table(tmp_path, interrupted, uninterru
     assert "/interrupted/checkpoints/00000003/model.safetensors" in last["weights"]
 
 
-def test_training_searches_for_garbage_among_new_objects_only(tmp_path):
-    code, output = train(tmp_path, "--run.max_steps", "1", ranks=1, launcher="python", fault="tells_of_searches")
-    assert code == 0 and output.count("searches True, fewer True") == 1, output
+@pytest.mark.parametrize("searches", ["false", "true"])
+def test_training_searches_for_garbage_among_new_objects_only(tmp_path, searches):
+    """And so does a search of a learning rate; what the start has left is found before."""
+    options = ["--run.find_lr", searches]
+    code, output = train(tmp_path, *options, ranks=1, launcher="python", fault="tells_of_searches")
+    assert code == 0 and output.count("searches True, fewer True, found True") == 1, output
 
 
 @pytest.mark.needs_compiler
