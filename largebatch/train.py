@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Other imports take seconds, in which a signal may come. So they are in functions, which run when signals are heard.
-from largebatch.comm.garbage import no_searches, search_new_objects
+from largebatch.comm.garbage import no_searches, search_new_objects, spare_imports
 from largebatch.comm.signals import Signals
 from largebatch.comm.stopped import StoppedEarly
 
@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from largebatch.start import start_ranks
 
         with start_ranks(config) as comm:
+            spare_imports()
             signals.end = comm.abort
             comm.before_shutdown(signals.all_ranks_are_done)
             comm.progress("start")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Sequence
 
 # Other imports take seconds, which a mistake on the command line need not wait for. So they are in functions.
-from largebatch.comm.garbage import no_searches, search_new_objects
+from largebatch.comm.garbage import no_searches, search_new_objects, spare_imports
 from largebatch.comm.mistakes import report_mistakes
 from largebatch.config import ModelConfig, Page, TrainConfig, parse
 from largebatch.config.parallel import ParallelConfig
@@ -107,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from largebatch.start import start_ranks
 
     with no_searches(), start_ranks(config) as comm:
+        spare_imports()
         comm.progress("start")
         validate(config, comm, flags)
 
