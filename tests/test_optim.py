@@ -324,13 +324,28 @@ class TestDegenerate:
         assert torch.equal(absent, torch.ones(2)) and absent not in optimizer.state
         assert optimizer.state[present]["step"] == 1
 
-    def test_gradient_with_strides(self, impl):
-        p, q = make_params(shapes=((4, 3),)), make_params(shapes=((4, 3),))
-        set_grads(q, 0)
-        p[0].grad = q[0].grad.t().contiguous().t()
-        for params in (p, q):
-            Lamb(params, impl=impl).step()
-        torch.testing.assert_close(p[0], q[0], rtol=1e-14, atol=0)
+
+@pytest.mark.parametrize("impl", ["plain", "eager", COMPILE])
+def test_gradient_with_strides(impl):
+    p, q = make_params(shapes=((4, 3),)), make_params(shapes=((4, 3),))
+    set_grads(q, 0)
+    p[0].grad = q[0].grad.t().contiguous().t()
+    for params in (p, q):
+        Lamb(params, impl=impl).step()
+    torch.testing.assert_close(p[0], q[0], rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["plain", "eager", COMPILE])
+def test_a_weight_whose_strides_change_later(impl):
+    """By `model.to(memory_format=torch.channels_last)`, say; no element moves."""
+    p, q = make_params(shapes=((4, 3), (4, 3)))
+    optimizer = Lamb([p, q], impl=impl)
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    p.data = p.detach().t().contiguous().t()
+    before = p.detach().clone(), q.detach().clone()
+    with pytest.raises((ValueError, RuntimeError), match="contiguous|strides|stride"):
+        optimizer.step()
+    assert torch.equal(p, before[0]) and torch.equal(q, before[1])
 
 
 def test_late_parameter_gets_its_own_bias_correction():

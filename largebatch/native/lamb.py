@@ -17,7 +17,7 @@ from largebatch.native.compile import can_load, load_library
 
 SOURCE = Path(__file__).with_name("lamb.cpp")
 
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v of one parameter, flat, of one dtype
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v of one parameter, contiguous, of one dtype
 Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # the same and u, scratch memory that is at least as long
 
 
@@ -33,7 +33,15 @@ def available() -> bool:
 
 
 def lamb_native_(tensors: Sequence[Tensors], scalars: Sequence[float], factor: float) -> list[Tensor]:
-    """Update tensors of one dtype, float32 or float64, with as many threads as torch uses; return the trust ratios."""
+    """Update tensors of one dtype, float32 or float64, with as many threads as torch uses; return the trust ratios.
+
+    ValueError if one is not contiguous: C++ gets addresses alone, and would take other elements.
+    """
+    for strided in (t for four in tensors for t in four if not t.is_contiguous()):
+        raise ValueError(
+            f"Lamb needs contiguous parameters, gradients and moments, got one of shape {tuple(strided.shape)} and "
+            f"strides {strided.stride()}; use channels_last for inputs only"
+        )
     example = tensors[0][0]
     shares = _shares([four[0].numel() for four in tensors], torch.get_num_threads())
     scratch = example.new_empty(len(shares), max(four[0].numel() for four in tensors))

@@ -44,7 +44,7 @@ CHUNK = 2**18  # elements per chunk of the eager path: 1 MiB in float32, which s
 
 NOT_COMPILED = "LAMB could not be compiled here: set --optim.impl eager (in Python, the impl of Lamb)"
 
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v of one parameter, as flat aliases
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v of one parameter
 Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # and u, scratch memory for the update
 
 
@@ -220,15 +220,17 @@ def compiled(alike: tuple[Any, ...]) -> Callable[..., Any]:
 def lamb_compiled_(
     tensors: Sequence[Tensors], s: Scalars, factor: Tensor, finite: Tensor | None = None
 ) -> list[Tensor]:
-    """Update many tensors with compiled code; `finite` is for GPUs. Returns their trust ratios."""
+    """Update many tensors, of any shape, with compiled code; `finite` is for GPUs. Returns their trust ratios."""
     try:
         if factor.device.type == "cpu":
-            same_dtype = [(x, g.to(x.dtype), m, v) for x, g, m, v in tensors]
-            return cpp_lamb.lamb_native_(same_dtype, s, float(factor))
+            # C++ takes addresses: flat aliases would take nearly half of the host's time.
+            alike = [(x, g.to(x.dtype).contiguous(), m, v) for x, g, m, v in tensors]
+            return cpp_lamb.lamb_native_(alike, s, float(factor))
+        tensors = [flat(four) for four in tensors]
         # 0-d tensors, so that a new learning rate does not recompile.
         (numbers,) = to_device(torch.tensor(s, dtype=factor.dtype), device=factor.device)
-        alike = tuple((len(x), g.dtype) for x, g, _, _ in tensors)
-        return compiled((factor.device, factor.dtype, alike))(tensors, Scalars(*numbers.unbind()), factor, finite)
+        kind = tuple((len(x), g.dtype) for x, g, _, _ in tensors)
+        return compiled((factor.device, factor.dtype, kind))(tensors, Scalars(*numbers.unbind()), factor, finite)
     except (OSError, subprocess.CalledProcessError, torch._dynamo.exc.BackendCompilerFailed) as error:
         raise RuntimeError(NOT_COMPILED) from error
 
@@ -236,13 +238,14 @@ def lamb_compiled_(
 def update(
     impl: str, tensors: Sequence[Tensors], s: Scalars, factor: Tensor, finite: Tensor | None = None
 ) -> list[Tensor]:
-    """Update tensors of one device and dtype, those of the factor. Returns their trust ratios.
+    """Update tensors of one device and dtype, those of the factor, and of any shape. Returns their trust ratios.
 
     finite: see `lamb_`. With it, only the specification and the code that is compiled from it can be chosen.
     """
     compiles = impl == "compile" or impl == "auto" and can_compile(factor.device.type)
     if compiles and (finite is None or not factor.is_cpu):
         return lamb_compiled_(tensors, s, factor, finite)
+    tensors = [flat(four) for four in tensors]
     if impl == "plain" or finite is not None:
         return lamb_list_(tensors, s, factor, finite)
     u = factor.new_empty(max(four[0].numel() for four in tensors))
@@ -436,7 +439,7 @@ class Lamb(Optimizer):
 
         params = [p for some, _ in parts for p in some]
         scale = params[0].new_ones(()) if factor is None else factor.to(params[0])
-        whole = [([self._whole(p) for p in some], s) for some, s in parts]
+        whole = [([self._tensors(p) for p in some], s) for some, s in parts]
         copies = [self.copies.valid(p) for p in params]
         ratios = lamb_triton.lamb_fused_(whole, scale, finite, copies)
         increment_version(params)
@@ -445,18 +448,15 @@ class Lamb(Optimizer):
         return dict(zip(params, ratios))
 
     def _tensors(self, p: Tensor) -> Tensors:
-        x, g, m, v = self._whole(p)
-        return _flat(x), _flat(g.contiguous()), _flat(m), _flat(v)
-
-    def _whole(self, p: Tensor) -> Tensors:
         if p.grad is None or p.grad.is_sparse:
             raise ValueError(f"Lamb needs dense gradients, got a sparse one of shape {tuple(p.shape)}")
         return p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Return a 1-D alias. With .data it has no base, whose shape would make torch.compile compile again."""
-    return tensor.view(-1).data
+def flat(tensors: Tensors) -> Tensors:
+    """Return 1-D aliases. With .data they have no base, whose shape would make torch.compile compile again."""
+    x, g, m, v = tensors
+    return x.view(-1).data, g.contiguous().view(-1).data, m.view(-1).data, v.view(-1).data
 
 
 def check_options(options: Mapping[str, Any]) -> None:

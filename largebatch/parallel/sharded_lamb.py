@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from largebatch.native.copies import to_device
-from largebatch.optim.lamb import Lamb, Scalars, Tensors, moments, scalars, trust_ratio
+from largebatch.optim.lamb import Lamb, Scalars, Tensors, flat, moments, scalars, trust_ratio
 from largebatch.parallel import collectives
 from largebatch.parallel.state_sharding import Sharding
 
@@ -105,7 +105,7 @@ class ShardedLamb(Lamb):
     def _tensors(self, p: Tensor) -> Tensors:
         """x, g, m and v of this rank's piece, 1-D, on the device that updates it."""
         sharding = self._known()
-        x, g, m, v = super()._tensors(p)
+        x, g, m, v = flat(super()._tensors(p))
         piece = sharding.own(p)
         x, g = piece.of(x), piece.of(g)
         if sharding.offload:
