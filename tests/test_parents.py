@@ -12,11 +12,11 @@ LAUNCHED = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
 PROGRAM = """
 import time
 from largebatch.comm.parents import Parents
-parents = Parents()
+parents, end = Parents(), time.monotonic() + 60
 print(parents.gone(), flush=True)
-while not parents.gone():
+while not parents.gone() and time.monotonic() < end:
     time.sleep(0.01)
-print("gone", flush=True)
+print("gone" if parents.gone() else "still there after a minute", flush=True)
 """
 
 
