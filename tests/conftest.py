@@ -122,9 +122,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(f"left out: {count} tests of tier {tier} ({TIERS[tier]}): -m {tier} runs them")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Compute with one thread: tests compute little at a time, and a second thread costs more than it saves."""
+    """Compute with one thread: tests compute little at a time, and a second thread costs more than it saves.
+
+    Before each test, because the one before may have started a run, which takes all cores.
+    """
     if torch := sys.modules.get("torch"):  # it takes seconds to import where no test has
         torch.set_num_threads(1)
 
