@@ -812,7 +812,24 @@ def test_rows_of_an_earlier_version(tmp_path):
 
 def test_a_picture_of_nothing(tmp_path):
     curves.draw_curves(tmp_path, title="a run that has not begun")
-    assert share_of(tmp_path / "curves.png", curves.RED["color"]) < 3e-4  # the legend alone
+    assert share_of(tmp_path / "curves.png", curves.RED["color"]) == 0
+
+
+def test_a_run_without_evaluation_says_that_it_has_no_accuracy(tmp_path):
+    shares = []
+    for epochs in ([], [epoch_row(2)]):
+        sink = hooks.Csv(tmp_path / str(len(epochs)))
+        sink.folder.mkdir()
+        sink.open(trainer_at(1))
+        sink.write_step(step_row(1))
+        for row in epochs:
+            sink.write_epoch(row)
+        curves.draw_curves(sink.folder, title="a run")
+        picture = imread(sink.folder / "curves.png")[..., :3]
+        height, width, _ = picture.shape
+        middle = picture[int(0.27 * height) : int(0.32 * height), int(0.74 * width) : int(0.82 * width)]
+        shares.append(float((middle.max(axis=-1) < 0.6).mean()))
+    assert shares[0] > 0.02 and shares[1] == 0, shares
 
 
 if __name__ == "__main__":

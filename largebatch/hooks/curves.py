@@ -22,6 +22,7 @@ PALE = {"color": "#e6a89c", "linewidth": 1.8}
 BLUE = {"color": "#2463a6", "linewidth": 1.8}
 RED = {"color": "#c8442f", "linewidth": 1.8}
 GREEN = {"color": "#3b8f5c", "linewidth": 1.8}
+GREY = {"color": "#808080", "fontsize": 10}
 
 
 def draw_curves(folder: Path, *, title: str) -> None:
@@ -135,7 +136,7 @@ def _log_scale(axes: Any) -> None:
 
 
 def _draw(axes: Any, name: str, lines: Lines) -> None:
-    """Draw a panel: each line over the epochs, without the points that are not finite."""
+    """Draw a panel: each line over the epochs, without the points that are not finite. A panel without any says so."""
     for label, rows, column, style in lines:
         points = [(row["epoch"], row[column]) for row in rows if math.isfinite(row.get(column, math.nan))]
         marker = "o" if len(points) < 40 and style is not THIN else ""
@@ -145,5 +146,8 @@ def _draw(axes: Any, name: str, lines: Lines) -> None:
     axes.grid(color="#e6e6e6", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    if any(label for label, *_ in lines):
+    if not any(_has(rows, column) for _, rows, column, _ in lines):
+        axes.text(0.5, 0.5, "no numbers", transform=axes.transAxes, ha="center", va="center", **GREY)
+        axes.set_yticks([])
+    elif any(label for label, *_ in lines):
         axes.legend(frameon=False, fontsize=9)
