@@ -69,6 +69,22 @@ static void moments_list(const Tensor<T> *tensors, int64_t count, const Scalars<
     for (int64_t k = 0; k < count; k++) moments(tensors[k], *s, factor, squares[2 * k], squares[2 * k + 1]);
 }
 
+// The sum of the squares of a gradient, in double precision.
+template <typename T> static double square_sum(const T *__restrict g, int64_t size) {
+    constexpr int LANES = 32;  // see moments; more than there, because one addition waits for the one before
+    double sums[LANES] = {};
+    const int64_t whole = size - size % LANES;
+    for (int64_t i = 0; i < whole; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) sums[lane] += double(g[i + lane]) * g[i + lane];
+    for (int64_t i = whole; i < size; i++) sums[0] += double(g[i]) * g[i];
+    for (int lane = 1; lane < LANES; lane++) sums[0] += sums[lane];
+    return sums[0];
+}
+
+template <typename T> static void squares_list(const Tensor<T> *tensors, int64_t count, double *squares) {
+    for (int64_t k = 0; k < count; k++) squares[k] = square_sum(tensors[k].g, tensors[k].size);
+}
+
 extern "C" {
 void lamb_float32(const Tensor<float> *t, int64_t n, const Scalars<float> *s, double f, float *ratios) {
     lamb_list(t, n, s, float(f), ratios);
@@ -82,4 +98,6 @@ void moments_float32(const Tensor<float> *t, int64_t n, const Scalars<float> *s,
 void moments_float64(const Tensor<double> *t, int64_t n, const Scalars<double> *s, double f, double *squares) {
     moments_list(t, n, s, f, squares);
 }
+void squares_float32(const Tensor<float> *t, int64_t n, double *squares) { squares_list(t, n, squares); }
+void squares_float64(const Tensor<double> *t, int64_t n, double *squares) { squares_list(t, n, squares); }
 }

@@ -1,4 +1,4 @@
-"""LAMB's update on CPUs: calls lamb.cpp.
+"""LAMB's update and the norm of its gradients on CPUs: calls lamb.cpp.
 
 It is C++ because torch.compile took 10 s of each rank's start (3 s with a warm cache, 12 s if two ranks compile at
 once) and made a slower loop; compiling lamb.cpp takes a quarter of a second, once.
@@ -9,6 +9,7 @@ import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ SOURCE = Path(__file__).with_name("lamb.cpp")
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v of one parameter, contiguous, of one dtype
 Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # the same and u, scratch memory that is at least as long
+Cells = Sequence[Tensor | None]  # a row, or a part of one
 
 
 class _Tensor(ctypes.Structure):
@@ -47,7 +49,7 @@ def lamb_native_(tensors: Sequence[Tensors], scalars: Sequence[float], factor: f
     scratch = example.new_empty(len(shares), max(four[0].numel() for four in tensors))
     rows = [[(*tensors[k], u) for k in share] for share, u in zip(shares, scratch)]
     ratios = [example.new_empty(len(share)) for share in shares]
-    _call("lamb", rows, scalars, factor, ratios)
+    _call("lamb", rows, ratios, *_numbers(example.dtype, scalars, factor))
     by_tensor = {k: ratio for share, part in zip(shares, ratios) for k, ratio in zip(share, part.unbind())}
     return [by_tensor[k] for k in range(len(tensors))]
 
@@ -59,25 +61,55 @@ def moments_native_(rows: Sequence[Row], scalars: Sequence[float], factor: float
     """
     shares = _shares([row[0].numel() for row in rows], torch.get_num_threads())
     found = [torch.empty(len(share), 2, dtype=torch.float64) for share in shares]
-    _call("moments", [[rows[k] for k in share] for share in shares], scalars, factor, found)
+    numbers = _numbers(rows[0][0].dtype, scalars, factor)
+    _call("moments", [[rows[k] for k in share] for share in shares], found, *numbers)
     squares = torch.empty(2, len(rows), dtype=torch.float64)
     for share, part in zip(shares, found):
         squares[:, share] = part.T
     return squares
 
 
-def _call(name: str, shares: list[list[Row]], scalars: Sequence[float], factor: float, results: list[Tensor]) -> None:
-    """Call a function of lamb.cpp for each share of the rows, in a thread of its own; it fills the share's results."""
-    single = shares[0][0][0].dtype == torch.float32
-    function = getattr(load_library(SOURCE), f"{name}_float{32 if single else 64}")
-    numbers = ((ctypes.c_float if single else ctypes.c_double) * len(scalars))(*scalars)
+def norm_native(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients, which are of one dtype, float32 or float64: 0-d, of that dtype.
 
-    def work(rows: list[Row], result: Tensor) -> None:
-        table = (_Tensor * len(rows))(*(_Tensor(*(t.data_ptr() for t in row), row[0].numel()) for row in rows))
-        count, memory = ctypes.c_int64(len(rows)), ctypes.c_void_p(result.data_ptr())
-        function(table, count, numbers, ctypes.c_double(factor), memory)
+    It is added up in double precision, a tensor at a time; torch's `get_total_norm` takes one thread for all of them.
+    """
+    shares = _shares([g.numel() for g in gradients], torch.get_num_threads())
+    found = [torch.empty(len(share), dtype=torch.float64) for share in shares]
+    whole = [g.contiguous() for g in gradients]
+    _call("squares", [[(None, whole[k], None, None, None) for k in share] for share in shares], found)
+    squares = torch.empty(len(gradients), dtype=torch.float64)
+    for share, part in zip(shares, found):
+        squares[share] = part
+    return squares.sum().sqrt().to(gradients[0].dtype)
+
+
+def _call(name: str, shares: Sequence[Sequence[Cells]], results: list[Tensor], *numbers: Any) -> None:
+    """Call a function of lamb.cpp for each share of the rows, in a thread of its own; it fills the share's results."""
+    single = _gradient(shares[0][0]).dtype == torch.float32
+    function = getattr(load_library(SOURCE), f"{name}_float{32 if single else 64}")
+
+    def work(rows: Sequence[Cells], result: Tensor) -> None:
+        table = (_Tensor * len(rows))(*map(_tensor, rows))
+        function(table, ctypes.c_int64(len(rows)), *numbers, ctypes.c_void_p(result.data_ptr()))
 
     list(_pool(len(shares)).map(work, shares, results))
+
+
+def _tensor(row: Cells) -> _Tensor:
+    return _Tensor(*(None if cell is None else cell.data_ptr() for cell in row), _gradient(row).numel())
+
+
+def _gradient(row: Cells) -> Tensor:
+    g = row[1]
+    assert g is not None
+    return g
+
+
+def _numbers(dtype: torch.dtype, scalars: Sequence[float], factor: float) -> tuple[Any, ctypes.c_double]:
+    """Return the scalars as an array of this dtype, and the factor."""
+    kind = ctypes.c_float if dtype == torch.float32 else ctypes.c_double
+    return (kind * len(scalars))(*scalars), ctypes.c_double(factor)
 
 
 def _shares(sizes: Sequence[int], num_threads: int) -> list[list[int]]:

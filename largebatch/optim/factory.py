@@ -18,7 +18,8 @@ from largebatch.optim.states import adam_state, momentum_state
 
 def gradient_norm(optimizer: Optimizer) -> Tensor:
     """Return the global norm of the gradients, 0-d."""
-    return nn.utils.get_total_norm(_gradients(optimizer))
+    norm = optimizer.gradient_norm() if isinstance(optimizer, Lamb) else None
+    return nn.utils.get_total_norm(_gradients(optimizer)) if norm is None else norm
 
 
 def clip_gradients(optimizer: Optimizer, norm: Tensor, max_norm: float | None) -> None:

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 IMPLS = ("auto", "compile", "triton", "eager", "plain")
 CHUNK = 2**18  # elements per chunk of the eager path: 1 MiB in float32, which stays in cache
 
+NATIVE = {("cpu", dtype, torch.strided) for dtype in (torch.float32, torch.float64)}  # gradients for lamb.cpp
+
 NOT_COMPILED = "LAMB could not be compiled here: set --optim.impl eager (in Python, the impl of Lamb)"
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v of one parameter
@@ -386,6 +388,17 @@ class Lamb(Optimizer):
             ratios |= self._update_fused(parts, factor, finite)
         self.trust_ratios = MappingProxyType(ratios)
         return loss
+
+    def gradient_norm(self) -> Tensor | None:
+        """Return the global norm of the gradients, 0-d, if it can be computed in C++, as the step is; else None.
+
+        It depends on `impl`, on which all ranks agree, and not on the rank's compiler alone: so all have the same bits.
+        """
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        kinds = {(g.device.type, g.dtype, g.layout) for g in gradients}
+        wanted = all(group["impl"] in ("auto", "compile") for group in self.param_groups)
+        in_cpp = wanted and len(kinds) == 1 and kinds <= NATIVE and can_compile("cpu")
+        return cpp_lamb.norm_native(gradients) if in_cpp else None
 
     def take_back(self) -> None:
         """Take back the count of the step just done, because its `finite` was False; the gradients are still there."""
