@@ -218,3 +218,33 @@ def test_a_killed_session_leaves_nothing(tmp_path):
     while Path(folder).exists():
         assert time.monotonic() < limit, os.listdir(folder)
         time.sleep(0.01)
+
+
+def test_a_signal_for_a_program_that_has_just_ended(tmp_path):
+    """Its number may be no process any more, although its end has not been told yet: this is no failure."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(Path(warm.python()).read_text())
+    python.chmod(0o755)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        server.listen()
+        client = start("-c", "", python=str(python))
+        connection, _ = server.accept()
+        with connection:  # which holds the client's descriptors until it is closed
+            connection.sendall(ended.pid.to_bytes(4, "little"))
+            waits = sleeps(client)
+            client.send_signal(signal.SIGTERM)
+            while client.poll() is None and sleeps(client) <= waits:
+                time.sleep(0.01)
+            connection.sendall((3 << 8).to_bytes(4, "little"))
+        output, errors = client.communicate(timeout=60)
+    assert (client.returncode, output, errors) == (3, "", "")
+
+
+def sleeps(process: subprocess.Popen) -> int:
+    """How often the process has gone to sleep, to wait."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])

@@ -62,7 +62,10 @@ def main():
     waiting.register(heard, select.POLLIN)
     while dict(waiting.poll()).keys() == {heard}:
         for number in os.read(heard, 64):
-            os.kill(child, number)
+            try:
+                os.kill(child, number)
+            except ProcessLookupError:  # it has just ended, and its status is on the way
+                pass
     status = number_from(server)
     if os.WIFSIGNALED(status):
         deadly = os.WTERMSIG(status)
