@@ -20,7 +20,6 @@ SOURCE = Path(__file__).with_name("lamb.cpp")
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v of one parameter, contiguous, of one dtype
 Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # the same and u, scratch memory that is at least as long
-Cells = Sequence[Tensor | None]  # a row, or a part of one
 
 
 class _Tensor(ctypes.Structure):
@@ -35,15 +34,7 @@ def available() -> bool:
 
 
 def lamb_native_(tensors: Sequence[Tensors], scalars: Sequence[float], factor: float) -> list[Tensor]:
-    """Update tensors of one dtype, float32 or float64, with as many threads as torch uses; return the trust ratios.
-
-    ValueError if one is not contiguous: C++ gets addresses alone, and would take other elements.
-    """
-    for strided in (t for four in tensors for t in four if not t.is_contiguous()):
-        raise ValueError(
-            f"Lamb needs contiguous parameters, gradients and moments, got one of shape {tuple(strided.shape)} and "
-            f"strides {strided.stride()}; use channels_last for inputs only"
-        )
+    """Update tensors of one dtype, float32 or float64, with as many threads as torch uses; return the trust ratios."""
     example = tensors[0][0]
     shares = _shares([four[0].numel() for four in tensors], torch.get_num_threads())
     scratch = example.new_empty(len(shares), max(four[0].numel() for four in tensors))
@@ -77,33 +68,23 @@ def norm_native(gradients: Sequence[Tensor]) -> Tensor:
     shares = _shares([g.numel() for g in gradients], torch.get_num_threads())
     found = [torch.empty(len(share), dtype=torch.float64) for share in shares]
     whole = [g.contiguous() for g in gradients]
-    _call("squares", [[(None, whole[k], None, None, None) for k in share] for share in shares], found)
+    _call("squares", [[(whole[k],) * 5 for k in share] for share in shares], found)  # of a row it reads g alone
     squares = torch.empty(len(gradients), dtype=torch.float64)
     for share, part in zip(shares, found):
         squares[share] = part
     return squares.sum().sqrt().to(gradients[0].dtype)
 
 
-def _call(name: str, shares: Sequence[Sequence[Cells]], results: list[Tensor], *numbers: Any) -> None:
+def _call(name: str, shares: list[list[Row]], results: list[Tensor], *numbers: Any) -> None:
     """Call a function of lamb.cpp for each share of the rows, in a thread of its own; it fills the share's results."""
-    single = _gradient(shares[0][0]).dtype == torch.float32
+    single = shares[0][0][0].dtype == torch.float32
     function = getattr(load_library(SOURCE), f"{name}_float{32 if single else 64}")
 
-    def work(rows: Sequence[Cells], result: Tensor) -> None:
-        table = (_Tensor * len(rows))(*map(_tensor, rows))
+    def work(rows: list[Row], result: Tensor) -> None:
+        table = (_Tensor * len(rows))(*(_Tensor(*(t.data_ptr() for t in row), row[0].numel()) for row in rows))
         function(table, ctypes.c_int64(len(rows)), *numbers, ctypes.c_void_p(result.data_ptr()))
 
     list(_pool(len(shares)).map(work, shares, results))
-
-
-def _tensor(row: Cells) -> _Tensor:
-    return _Tensor(*(None if cell is None else cell.data_ptr() for cell in row), _gradient(row).numel())
-
-
-def _gradient(row: Cells) -> Tensor:
-    g = row[1]
-    assert g is not None
-    return g
 
 
 def _numbers(dtype: torch.dtype, scalars: Sequence[float], factor: float) -> tuple[Any, ctypes.c_double]:

@@ -463,7 +463,13 @@ class Lamb(Optimizer):
     def _tensors(self, p: Tensor) -> Tensors:
         if p.grad is None or p.grad.is_sparse:
             raise ValueError(f"Lamb needs dense gradients, got a sparse one of shape {tuple(p.shape)}")
-        return p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
+        x, m, v = p, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
+        if strided := [t for t in (x, m, v) if not t.is_contiguous()]:  # C++ would take other elements
+            raise ValueError(
+                f"Lamb needs contiguous parameters and moments, got one of shape {tuple(strided[0].shape)} and strides "
+                f"{strided[0].stride()}; use channels_last for inputs only"
+            )
+        return x, p.grad, m, v
 
 
 def flat(tensors: Tensors) -> Tensors:
