@@ -48,10 +48,10 @@ def check_allreduce(
     if summed(output, ranks):
         return Result(name, True, f"the sum is exactly {expected_total(ranks)} on {device}")
     cause, fix = explain(output, launch, launcher, ranks=ranks, limit_s=limit_s)
-    culprit = blame(command, ranks=ranks, limit_s=limit_s)
-    if culprit:
-        cause, fix = f"{cause.rstrip('.')}; without {culprit}={os.environ[culprit]} it works", f"unset {culprit}"
-    return Result(name, False, cause=cause, fix=fix)
+    finding, better_fix = blame(command, ranks=ranks, limit_s=limit_s)
+    if finding:
+        cause = f"{cause.rstrip('.')}; {finding}"
+    return Result(name, False, cause=cause, fix=better_fix or fix)
 
 
 def expected_total(ranks: int) -> int:
@@ -74,9 +74,10 @@ def summed(output: Output, ranks: int = RANKS) -> bool:
 def explain(output: Output, launch: str, launcher: list[str], *, ranks: int, limit_s: float) -> tuple[str, str]:
     """Return cause and fix of a failed launch, from its output."""
     by_hand = shlex.join([*launcher, sys.executable, "-c", "import horovod.torch as hvd; hvd.init()"])
-    if output.code is None:
-        return f"no answer within {limit_s:.3g} s", f"HOROVOD_LOG_LEVEL=debug {by_hand}"
     got = answers(output)
+    if output.code is None:
+        who = f"{len(got)} of {ranks} processes answered, but {launch} did not end" if got else "no answer"
+        return f"{who} within {limit_s:.3g} s", f"HOROVOD_LOG_LEVEL=debug {by_hand}"
     if {size for _, size, _ in got} == {1}:
         cause = f"{ranks} processes were started, but each sees a size of 1: another MPI than Horovod's started them"
         return cause, REINSTALL
@@ -91,10 +92,11 @@ def explain(output: Output, launch: str, launcher: list[str], *, ranks: int, lim
     return f"the sum should be {expected_total(ranks)}, but is {totals}", REINSTALL
 
 
-def blame(command: list[str], *, ranks: int = RANKS, limit_s: float) -> str:
-    """Return the variable without which a failing launch works, or "" if there is no such variable.
+def blame(command: list[str], *, ranks: int = RANKS, limit_s: float) -> tuple[str, str]:
+    """Return the variable without which a failing launch works, in words, and the fix; empty if there is none.
 
-    First unset all variables. If the launch then works, bisect for the variable that breaks it.
+    First unset all variables. If the launch then works, repeat it with all: it may have failed by chance. If it fails
+    again, bisect for the variable that breaks it.
     """
     names = sorted(
         name for name, value in os.environ.items() if OBEYED.match(name) and not WANTED.search(f"{name}={value}")
@@ -107,9 +109,12 @@ def blame(command: list[str], *, ranks: int = RANKS, limit_s: float) -> str:
 
     began = time.monotonic()
     if not names or not works(0, limit_s=limit_s):
-        return ""
+        return "", ""
     enough_s = min(limit_s, 2 + 3 * (time.monotonic() - began))
-    return names[last_working(lambda given: works(given, limit_s=enough_s), len(names))]
+    if works(len(names), limit_s=enough_s):
+        return "the same command worked when it was repeated", ""
+    culprit = names[last_working(lambda given: works(given, limit_s=enough_s), len(names))]
+    return f"without {culprit}={os.environ[culprit]} it works", f"unset {culprit}"
 
 
 def last_working(works: Callable[[int], bool], too_many: int) -> int:
