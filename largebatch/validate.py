@@ -268,8 +268,6 @@ def evaluate_weights(
             batch_size=config.data.eval_batch_size,
             comm=comm,
         )
-    sums = dict(zip(names, comm.allreduce(totals, name="validate/totals").tolist()))
-    images, real_images = sums["images"], sums.get("real_images", 0)
     geometry = model_geometry(config.data, model)
     return Row(
         model=config.model.name,
@@ -277,15 +275,23 @@ def evaluate_weights(
         img_size=config.model.img_size,
         crop_pct=geometry.crop_pct,
         interpolation=geometry.interpolation,
-        images=round(images),
-        top1=100 * sums["top1"] / images,
-        top5=100 * sums["top5"] / images,
-        loss=sums["loss"] / images,
-        real_top1=100 * sums["real_top1"] / real_images if real_images else None,
-        real_top5=100 * sums["real_top5"] / real_images if real_images else None,
+        **figures(dict(zip(names, comm.allreduce(totals, name="validate/totals").tolist()))),
         ranks=comm.size,
         eval_batch_size=batch_size,
     )
+
+
+def figures(sums: dict[str, float]) -> dict[str, Any]:
+    """Return the figures of a Row, per cent and means, from the sums over all images."""
+    images, real_images = sums["images"], sums.get("real_images", 0)
+    return {
+        "images": round(images),
+        "top1": 100 * sums["top1"] / images,
+        "top5": 100 * sums["top5"] / images,
+        "loss": sums["loss"] / images,
+        "real_top1": 100 * sums["real_top1"] / real_images if real_images else None,
+        "real_top5": 100 * sums["real_top5"] / real_images if real_images else None,
+    }
 
 
 def answer(logits: Tensor, labels: Tensor) -> list[Answer]:

@@ -6,6 +6,7 @@ import random
 import re
 import shlex
 import shutil
+import socket
 import sys
 import tempfile
 from collections import Counter
@@ -43,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in ("tmp", "compiled"):
         os.mkdir(f"{folder}/{name}")
     os.environ |= {"LARGEBATCH_TESTS": folder, "TMPDIR": f"{folder}/tmp"}
+    keep_mpi_folder(f"{folder}/tmp", socket.gethostname())
     if not NVIDIA.exists():  # Triton's kernels run in its interpreter, which is chosen when it is imported
         os.environ["TRITON_INTERPRET"] = "1"
     # A cache outside of it may hold files that a killed run has left incomplete.
@@ -56,6 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
     command = [sys.executable, "-IS", str(GUARDIAN), folder]
     os.posix_spawn(sys.executable, command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, reads, 0)], setsid=True)
     os.close(reads)
+
+
+def keep_mpi_folder(temporary: str, host: str) -> None:
+    """Let no mpirun of a host remove the folder that all of them use, because one that starts just then would fail."""
+    os.makedirs(f"{temporary}/ompi.{host}.{os.getuid()}/kept")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

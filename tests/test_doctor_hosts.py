@@ -10,6 +10,7 @@ import shlex
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -370,6 +371,19 @@ def test_a_message_that_never_comes_ends_with_its_limit():
 
     with pytest.raises(TimeoutError):
         exchange.finish(Never(), 0.0)
+
+
+def test_launches_at_the_same_time_share_no_folder(tmp_path, monkeypatch):
+    """In a folder that all use, an mpirun that ends may remove what another one is about to use."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f'#!/bin/sh\nmkdir "$TMPDIR/ompi" && echo "$TMPDIR" >> {tmp_path}/used && echo started\n')
+    mpirun.chmod(0o755)
+    cluster = network.Cluster(Mpi("Open MPI", 4, str(mpirun)), (Host("n1"), Host("n2"), Host("n3")), None, "here", {})
+    assert all(result.ok for result in network.check_starts(cluster, limit_s=60))
+    used = {Path(line) for line in (tmp_path / "used").read_text().splitlines()}
+    assert len(used) == 3 and not any(folder.exists() for folder in used)
 
 
 def test_pairs_and_sums_on_this_machine(two_names):

@@ -105,13 +105,7 @@ def create_model(
     name, usual_size = (hub.zoo_name(name) if name not in MODELS else None) or (name, 224)
     img_size = img_size if img_size is not None else found.img_size if found else usual_size
     num_classes = num_classes if num_classes is not None else found.num_classes if found else 1000
-    if not name:
-        raise ValueError(f"there is no model's name, and there are no weights: the zoo has {', '.join(MODELS)}")
-    build = partial(timm_models.build_timm, name) if name.startswith(timm_models.PREFIX) else MODELS.get(name)
-    if build is None:
-        close = difflib.get_close_matches(name, MODELS, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"there is no model {name!r}: {hint}the zoo has {', '.join(MODELS)}, and timm/NAME")
+    build = _builder(name)
     rates = {
         "drop_rate": drop_rate,
         "pos_drop_rate": pos_drop_rate,
@@ -137,6 +131,19 @@ def create_model(
     if found:
         cast(Any, model).default_cfg.update(_fitting(found, img_size=img_size, num_classes=num_classes))
     return model
+
+
+def _builder(name: str) -> Callable[..., nn.Module]:
+    """Return the function that builds a model of this name."""
+    if not name:
+        raise ValueError(f"there is no model's name, and there are no weights: the zoo has {', '.join(MODELS)}")
+    if name.startswith(timm_models.PREFIX):
+        return partial(timm_models.build_timm, name)
+    if name not in MODELS:
+        close = difflib.get_close_matches(name, MODELS, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"there is no model {name!r}: {hint}the zoo has {', '.join(MODELS)}, and timm/NAME")
+    return MODELS[name]
 
 
 def _fitting(found: hub.Found, *, img_size: int, num_classes: int) -> dict[str, Any]:

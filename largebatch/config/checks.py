@@ -101,23 +101,9 @@ def check(config: TrainConfig) -> None:
     for option in ("pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_rate", "drop_path_rate"):
         if not 0 <= getattr(c.model, option) < 1:
             raise ValueError(f"--model.{option} is {getattr(c.model, option)}: expected 0 <= rate < 1.")
-    low, high = c.data.scale
-    if not 0 < low <= high <= 1:
-        raise ValueError(f"--data.scale is [{low}, {high}]: expected 0 < low <= high <= 1.")
-    if not 0 < c.data.ratio[0] <= c.data.ratio[1]:
-        raise ValueError(f"--data.ratio is {list(c.data.ratio)}: expected 0 < low <= high.")
-    if not 0 <= c.data.hflip <= 1:
-        raise ValueError(f"--data.hflip is {c.data.hflip}: expected a probability, 0 to 1.")
-    _check_pixels(c.data)
-    _check_crop(c.data)
+    _check_data(c.data)
     _check_augment(c.augment)
-    if c.optim.clip_norm is not None and c.optim.clip_norm <= 0:
-        raise ValueError(f"--optim.clip_norm is {c.optim.clip_norm}: expected a positive norm, or null for no clip.")
-    if c.optim.layer_decay is not None and not 0 < c.optim.layer_decay <= 1:
-        raise ValueError(
-            f"--optim.layer_decay is {c.optim.layer_decay}: expected a factor above 0 and at most 1, or null for the "
-            "same rate in all layers."
-        )
+    _check_optim(c.optim)
     _check_durations(c)
     ramp.check(c)
     profiled_steps(c.run.profile_steps)
@@ -143,6 +129,28 @@ def check(config: TrainConfig) -> None:
     _check_graphs(c)
     _check_parallel(c)
     _check_timm(c)
+
+
+def _check_data(data: DataConfig) -> None:
+    low, high = data.scale
+    if not 0 < low <= high <= 1:
+        raise ValueError(f"--data.scale is [{low}, {high}]: expected 0 < low <= high <= 1.")
+    if not 0 < data.ratio[0] <= data.ratio[1]:
+        raise ValueError(f"--data.ratio is {list(data.ratio)}: expected 0 < low <= high.")
+    if not 0 <= data.hflip <= 1:
+        raise ValueError(f"--data.hflip is {data.hflip}: expected a probability, 0 to 1.")
+    _check_pixels(data)
+    _check_crop(data)
+
+
+def _check_optim(optim: OptimConfig) -> None:
+    if optim.clip_norm is not None and optim.clip_norm <= 0:
+        raise ValueError(f"--optim.clip_norm is {optim.clip_norm}: expected a positive norm, or null for no clip.")
+    if optim.layer_decay is not None and not 0 < optim.layer_decay <= 1:
+        raise ValueError(
+            f"--optim.layer_decay is {optim.layer_decay}: expected a factor above 0 and at most 1, or null for the "
+            "same rate in all layers."
+        )
 
 
 def _divided(parallel: ParallelConfig) -> str:

@@ -7,6 +7,7 @@ hangs.
 """
 
 import json
+import os
 import queue
 import shlex
 import subprocess
@@ -129,7 +130,9 @@ def check_starts(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
 
     def start(host: Host) -> Result:
         command = cluster.mpirun((Host(host.name),), STARTED)
-        output = run(command, limit_s=limit_s)
+        # Open MPI 4 fails to start if at that moment another mpirun, which ends, removes the folder of all sessions.
+        with tempfile.TemporaryDirectory(prefix="largebatch-", ignore_cleanup_errors=True) as own:
+            output = run(command, limit_s=limit_s, environment=os.environ | {"TMPDIR": own})
         name = f"mpirun, {cluster.here} to {host.name}"
         if output.code == 0 and "started" in output.stdout:
             return Result(name, True, "it starts a process there")

@@ -312,6 +312,8 @@ class Hosts:
         folder = self.folder
         folder.chmod(0o755)                         # Slurm's daemons and sshd may give up root
         (folder / "tmp").mkdir(mode=0o1777)
+        for name in self.names:                     # so that no mpirun or orted removes it while another one starts
+            (folder / "tmp" / f"ompi.{name}.0" / "kept").mkdir(parents=True)
         (folder / "empty").touch()
         for key in ["id", *[f"{name}.key" for name in self.names]]:
             self._call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
