@@ -14,9 +14,11 @@ from largebatch.doctor.result import INSTALL, REINSTALL, Output, Result, run
 ALLREDUCE = """
 import gc, sys
 gc.disable()
+print("process=started.", flush=True)
 import torch
 import horovod.torch as hvd
 hvd.init()
+print("process=initialised.", flush=True)
 device = torch.device(sys.argv[1], hvd.local_rank()) if sys.argv[1] == "cuda" else torch.device("cpu")
 mine = torch.arange(1000, dtype=torch.float64, device=device) + 1000 * hvd.rank()
 total = hvd.allreduce(mine, op=hvd.Sum, name="largebatch.doctor").sum().item()
@@ -65,6 +67,12 @@ def answers(output: Output) -> list[tuple[int, int, int]]:
     return [(int(rank), int(size), int(total)) for rank, size, total in found]
 
 
+def progress(output: Output) -> str:
+    """Return how many processes reached each stage of ALLREDUCE."""
+    started, initialised = (output.stdout.count(f"process={stage}.") for stage in ("started", "initialised"))
+    return f"{started} started, {initialised} came out of hvd.init(), {len(answers(output))} have the sum"
+
+
 def summed(output: Output, ranks: int = RANKS) -> bool:
     """Return whether the launch succeeded and every rank had the exact sum."""
     exact = [(rank, ranks, expected_total(ranks)) for rank in range(ranks)]
@@ -76,8 +84,8 @@ def explain(output: Output, launch: str, launcher: list[str], *, ranks: int, lim
     by_hand = shlex.join([*launcher, sys.executable, "-c", "import horovod.torch as hvd; hvd.init()"])
     got = answers(output)
     if output.code is None:
-        who = f"{len(got)} of {ranks} processes answered, but {launch} did not end" if got else "no answer"
-        return f"{who} within {limit_s:.3g} s", f"HOROVOD_LOG_LEVEL=debug {by_hand}"
+        cause = f"{launch} did not end within {limit_s:.3g} s: of {ranks} processes, {progress(output)}"
+        return cause, f"HOROVOD_LOG_LEVEL=debug {by_hand}"
     if {size for _, size, _ in got} == {1}:
         cause = f"{ranks} processes were started, but each sees a size of 1: another MPI than Horovod's started them"
         return cause, REINSTALL
