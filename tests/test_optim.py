@@ -183,6 +183,21 @@ def test_compiled_gives_the_plain_numbers_and_the_same_bits_at_any_number_of_thr
     torch.testing.assert_close(ratios, expected_ratios, rtol=1e-5, atol=0)
 
 
+@pytest.mark.needs_compiler
+def test_threads_at_the_same_time_have_scratch_memory_of_their_own(threads):
+    """Tensors that take a thread milliseconds each, so that the threads do work at the same time."""
+    found = []
+    for number in (1, 2):
+        torch.set_num_threads(number)
+        params = [nn.Parameter(torch.full((400_000,), 0.1 * (k + 1))) for k in range(8)]
+        optimizer = Lamb(params, impl="compile")
+        for step in range(3):
+            set_grads(params, step)
+            optimizer.step()
+        found.append(params)
+    assert all(torch.equal(alone, together) for alone, together in zip(*found))
+
+
 @pytest.fixture
 def threads():
     before = torch.get_num_threads()

@@ -3,8 +3,13 @@
 // One thread updates one tensor, so its norms are added up in one order, whatever the number of threads. The update u
 // goes into scratch memory: to read it again takes less time than a second division and root per element.
 
+#include <omp.h>
+
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
+#include <vector>
 
 template <typename T> struct Scalars {  // in the order of lamb.Scalars
     T lr, beta1, new1, beta2, new2, root, eps, weight_decay, norm_min, norm_max, ratio_max, adapt;
@@ -14,6 +19,16 @@ template <typename T> struct Tensor {
     T *x, *g, *m, *v, *u;
     int64_t size;
 };
+
+// Calls work(k) for each tensor, in several threads: the largest tensor first, and each next one in a thread that is free.
+template <typename T, typename Work>
+static void each_tensor(const Tensor<T> *t, int64_t count, int threads, const Work &work) {
+    std::vector<int64_t> order(count);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return t[a].size > t[b].size; });
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t i = 0; i < count; i++) work(order[i]);
+}
 
 // Updates the moments of one element, computes u, and adds the squares of x and u in double precision.
 template <typename T>
@@ -59,16 +74,6 @@ template <typename T> static T lamb(const Tensor<T> &t, const Scalars<T> &s, T f
     return ratio;
 }
 
-template <typename T>
-static void lamb_list(const Tensor<T> *tensors, int64_t count, const Scalars<T> *s, T factor, T *ratios) {
-    for (int64_t k = 0; k < count; k++) ratios[k] = lamb(tensors[k], *s, factor);
-}
-
-template <typename T>
-static void moments_list(const Tensor<T> *tensors, int64_t count, const Scalars<T> *s, T factor, double *squares) {
-    for (int64_t k = 0; k < count; k++) moments(tensors[k], *s, factor, squares[2 * k], squares[2 * k + 1]);
-}
-
 // The sum of the squares of a gradient, in double precision.
 template <typename T> static double square_sum(const T *__restrict g, int64_t size) {
     constexpr int LANES = 32;  // see moments; more than there, because one addition waits for the one before
@@ -81,23 +86,47 @@ template <typename T> static double square_sum(const T *__restrict g, int64_t si
     return sums[0];
 }
 
-template <typename T> static void squares_list(const Tensor<T> *tensors, int64_t count, double *squares) {
-    for (int64_t k = 0; k < count; k++) squares[k] = square_sum(tensors[k].g, tensors[k].size);
+// scratch: as long as the longest tensor, for each thread.
+template <typename T>
+static void lamb_list(
+    const Tensor<T> *t, int64_t count, int threads, const Scalars<T> *s, T factor, T *scratch, int64_t longest,
+    T *ratios) {
+    each_tensor(t, count, threads, [&](int64_t k) {
+        Tensor<T> own = t[k];
+        own.u = scratch + longest * omp_get_thread_num();
+        ratios[k] = lamb(own, *s, factor);
+    });
+}
+
+template <typename T>
+static void moments_list(
+    const Tensor<T> *t, int64_t count, int threads, const Scalars<T> *s, T factor, double *squares) {
+    each_tensor(t, count, threads, [&](int64_t k) {
+        moments(t[k], *s, factor, squares[2 * k], squares[2 * k + 1]);
+    });
+}
+
+template <typename T> static void squares_list(const Tensor<T> *t, int64_t count, int threads, double *squares) {
+    each_tensor(t, count, threads, [&](int64_t k) { squares[k] = square_sum(t[k].g, t[k].size); });
 }
 
 extern "C" {
-void lamb_float32(const Tensor<float> *t, int64_t n, const Scalars<float> *s, double f, float *ratios) {
-    lamb_list(t, n, s, float(f), ratios);
+void lamb_float32(
+    const Tensor<float> *t, int64_t n, int threads, const Scalars<float> *s, double f, float *u, int64_t longest,
+    float *ratios) {
+    lamb_list(t, n, threads, s, float(f), u, longest, ratios);
 }
-void lamb_float64(const Tensor<double> *t, int64_t n, const Scalars<double> *s, double f, double *ratios) {
-    lamb_list(t, n, s, f, ratios);
+void lamb_float64(
+    const Tensor<double> *t, int64_t n, int threads, const Scalars<double> *s, double f, double *u, int64_t longest,
+    double *ratios) {
+    lamb_list(t, n, threads, s, f, u, longest, ratios);
 }
-void moments_float32(const Tensor<float> *t, int64_t n, const Scalars<float> *s, double f, double *squares) {
-    moments_list(t, n, s, float(f), squares);
+void moments_float32(const Tensor<float> *t, int64_t n, int threads, const Scalars<float> *s, double f, double *out) {
+    moments_list(t, n, threads, s, float(f), out);
 }
-void moments_float64(const Tensor<double> *t, int64_t n, const Scalars<double> *s, double f, double *squares) {
-    moments_list(t, n, s, f, squares);
+void moments_float64(const Tensor<double> *t, int64_t n, int threads, const Scalars<double> *s, double f, double *out) {
+    moments_list(t, n, threads, s, f, out);
 }
-void squares_float32(const Tensor<float> *t, int64_t n, double *squares) { squares_list(t, n, squares); }
-void squares_float64(const Tensor<double> *t, int64_t n, double *squares) { squares_list(t, n, squares); }
+void squares_float32(const Tensor<float> *t, int64_t n, int threads, double *out) { squares_list(t, n, threads, out); }
+void squares_float64(const Tensor<double> *t, int64_t n, int threads, double *out) { squares_list(t, n, threads, out); }
 }
