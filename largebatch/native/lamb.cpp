@@ -5,11 +5,8 @@
 
 #include <omp.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <numeric>
-#include <vector>
 
 template <typename T> struct Scalars {  // in the order of lamb.Scalars
     T lr, beta1, new1, beta2, new2, root, eps, weight_decay, norm_min, norm_max, ratio_max, adapt;
@@ -20,15 +17,17 @@ template <typename T> struct Tensor {
     int64_t size;
 };
 
-// Calls work(k) for each tensor, in several threads: the largest tensor first, and each next one in a thread that is free.
-template <typename T, typename Work>
-static void each_tensor(const Tensor<T> *t, int64_t count, int threads, const Work &work) {
-    std::vector<int64_t> order(count);
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return t[a].size > t[b].size; });
+template <typename T> struct Tensors {
+    const Tensor<T> *rows;
+    const int64_t *order;  // the row that a thread takes first, second, ...: the longest tensors come first
+    int64_t count;
+    int threads;
+
+    template <typename Work> void each(const Work &work) const {
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int64_t i = 0; i < count; i++) work(order[i]);
-}
+        for (int64_t i = 0; i < count; i++) work(order[i], rows[order[i]]);
+    }
+};
 
 // Updates the moments of one element, computes u, and adds the squares of x and u in double precision.
 template <typename T>
@@ -89,44 +88,37 @@ template <typename T> static double square_sum(const T *__restrict g, int64_t si
 // scratch: as long as the longest tensor, for each thread.
 template <typename T>
 static void lamb_list(
-    const Tensor<T> *t, int64_t count, int threads, const Scalars<T> *s, T factor, T *scratch, int64_t longest,
-    T *ratios) {
-    each_tensor(t, count, threads, [&](int64_t k) {
-        Tensor<T> own = t[k];
-        own.u = scratch + longest * omp_get_thread_num();
-        ratios[k] = lamb(own, *s, factor);
+    const Tensors<T> &tensors, const Scalars<T> &s, T factor, T *scratch, int64_t longest, T *ratios) {
+    tensors.each([&](int64_t k, Tensor<T> t) {
+        t.u = scratch + longest * omp_get_thread_num();
+        ratios[k] = lamb(t, s, factor);
     });
 }
 
 template <typename T>
-static void moments_list(
-    const Tensor<T> *t, int64_t count, int threads, const Scalars<T> *s, T factor, double *squares) {
-    each_tensor(t, count, threads, [&](int64_t k) {
-        moments(t[k], *s, factor, squares[2 * k], squares[2 * k + 1]);
-    });
+static void moments_list(const Tensors<T> &tensors, const Scalars<T> &s, T factor, double *squares) {
+    tensors.each([&](int64_t k, Tensor<T> t) { moments(t, s, factor, squares[2 * k], squares[2 * k + 1]); });
 }
 
-template <typename T> static void squares_list(const Tensor<T> *t, int64_t count, int threads, double *squares) {
-    each_tensor(t, count, threads, [&](int64_t k) { squares[k] = square_sum(t[k].g, t[k].size); });
+template <typename T> static void squares_list(const Tensors<T> &tensors, double *squares) {
+    tensors.each([&](int64_t k, Tensor<T> t) { squares[k] = square_sum(t.g, t.size); });
 }
 
 extern "C" {
 void lamb_float32(
-    const Tensor<float> *t, int64_t n, int threads, const Scalars<float> *s, double f, float *u, int64_t longest,
-    float *ratios) {
-    lamb_list(t, n, threads, s, float(f), u, longest, ratios);
+    const Tensors<float> *t, const Scalars<float> *s, double f, float *scratch, int64_t longest, float *ratios) {
+    lamb_list(*t, *s, float(f), scratch, longest, ratios);
 }
 void lamb_float64(
-    const Tensor<double> *t, int64_t n, int threads, const Scalars<double> *s, double f, double *u, int64_t longest,
-    double *ratios) {
-    lamb_list(t, n, threads, s, f, u, longest, ratios);
+    const Tensors<double> *t, const Scalars<double> *s, double f, double *scratch, int64_t longest, double *ratios) {
+    lamb_list(*t, *s, f, scratch, longest, ratios);
 }
-void moments_float32(const Tensor<float> *t, int64_t n, int threads, const Scalars<float> *s, double f, double *out) {
-    moments_list(t, n, threads, s, float(f), out);
+void moments_float32(const Tensors<float> *t, const Scalars<float> *s, double f, double *squares) {
+    moments_list(*t, *s, float(f), squares);
 }
-void moments_float64(const Tensor<double> *t, int64_t n, int threads, const Scalars<double> *s, double f, double *out) {
-    moments_list(t, n, threads, s, f, out);
+void moments_float64(const Tensors<double> *t, const Scalars<double> *s, double f, double *squares) {
+    moments_list(*t, *s, f, squares);
 }
-void squares_float32(const Tensor<float> *t, int64_t n, int threads, double *out) { squares_list(t, n, threads, out); }
-void squares_float64(const Tensor<double> *t, int64_t n, int threads, double *out) { squares_list(t, n, threads, out); }
+void squares_float32(const Tensors<float> *t, double *squares) { squares_list(*t, squares); }
+void squares_float64(const Tensors<double> *t, double *squares) { squares_list(*t, squares); }
 }

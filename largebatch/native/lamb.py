@@ -5,6 +5,7 @@ once) and made a slower loop; compiling lamb.cpp takes a quarter of a second, on
 """
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,16 @@ class _Tensor(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_void_p) for name in "xgmvu"), ("size", ctypes.c_int64)]
 
 
+class _Tensors(ctypes.Structure):
+    """The struct Tensors of lamb.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("rows", "order")),
+        ("count", ctypes.c_int64),
+        ("threads", ctypes.c_int),
+    ]
+
+
 def available() -> bool:
     """Return whether lamb.cpp can be used here; if not, a warning tells why."""
     return can_load("LAMB", SOURCE, *FLAGS)
@@ -37,10 +48,11 @@ def available() -> bool:
 def lamb_native_(tensors: Sequence[Tensors], scalars: Sequence[float], factor: float) -> list[Tensor]:
     """Update tensors of one dtype, float32 or float64, with as many threads as torch uses; return the trust ratios."""
     example, longest = tensors[0][0], max(four[0].numel() for four in tensors)
-    scratch = example.new_empty(min(torch.get_num_threads(), len(tensors)), longest)
+    num_threads = min(torch.get_num_threads(), len(tensors))
+    scratch = _address(_scratch(example, num_threads * longest))
     ratios = example.new_empty(len(tensors))
-    memory = _address(scratch), ctypes.c_int64(longest)
-    _call("lamb", tensors, len(scratch), *_numbers(example.dtype, scalars, factor), *memory, _address(ratios))
+    numbers = _numbers(example.dtype, scalars, factor)
+    _call("lamb", tensors, num_threads, *numbers, scratch, ctypes.c_int64(longest), _address(ratios))
     return list(ratios.unbind())
 
 
@@ -49,7 +61,7 @@ def moments_native_(rows: Sequence[Row], scalars: Sequence[float], factor: float
 
     Return the sums of the squares of x and of u, (2, len(rows)).
     """
-    squares = torch.empty(len(rows), 2, dtype=torch.float64)
+    squares = torch.empty(len(rows), 2, dtype=torch.float64, device="cpu")
     numbers = _numbers(rows[0][0].dtype, scalars, factor)
     _call("moments", rows, torch.get_num_threads(), *numbers, _address(squares))
     return squares.T.contiguous()
@@ -61,7 +73,7 @@ def norm_native(gradients: Sequence[Tensor]) -> Tensor:
     It is added up in double precision, a tensor at a time; torch's `get_total_norm` takes one thread for all of them.
     """
     whole = [g.contiguous() for g in gradients]
-    squares = torch.empty(len(whole), dtype=torch.float64)
+    squares = torch.empty(len(whole), dtype=torch.float64, device="cpu")
     _call("squares", [(g, g) for g in whole], torch.get_num_threads(), _address(squares))  # of a row it reads g alone
     return squares.sum().sqrt().to(whole[0].dtype)
 
@@ -70,8 +82,24 @@ def _call(name: str, rows: Sequence[tuple[Tensor, ...]], num_threads: int, *argu
     """Call a function of lamb.cpp for rows that begin as `Row` does."""
     single = rows[0][0].dtype == torch.float32
     function = getattr(load_library(SOURCE, *FLAGS), f"{name}_float{32 if single else 64}")
-    table = (_Tensor * len(rows))(*(_Tensor(*(t.data_ptr() for t in row), size=row[0].numel()) for row in rows))
-    function(table, ctypes.c_int64(len(rows)), num_threads, *arguments)
+    sizes = [row[0].numel() for row in rows]
+    order = (ctypes.c_int64 * len(rows))(*sorted(range(len(rows)), key=lambda k: -sizes[k]))
+    table = (_Tensor * len(rows))(
+        *(_Tensor(*(t.data_ptr() for t in row), size=size) for row, size in zip(rows, sizes))
+    )
+    addresses = (ctypes.addressof(array) for array in (table, order))
+    function(ctypes.byref(_Tensors(*addresses, len(rows), num_threads)), *arguments)
+
+
+_kept = threading.local()
+
+
+def _scratch(example: Tensor, size: int) -> Tensor:
+    """Return memory of a tensor's dtype. It stays for the next step: new, it would cost a page fault for each 4 KiB."""
+    memory = getattr(_kept, "memory", None)
+    if memory is None or memory.dtype != example.dtype or memory.numel() < size:
+        _kept.memory = memory = example.new_empty(size)
+    return memory
 
 
 def _address(tensor: Tensor) -> ctypes.c_void_p:
