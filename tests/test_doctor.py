@@ -583,7 +583,7 @@ EXACT = launches.expected_total(2)
             "exit code 1: There are not enough slots",
             "mpirun -np 2",
         ),
-        ("kill -SEGV $$", "was killed by SIGSEGV", "mpirun -np 2"),
+        ("echo process=started.; kill -SEGV $$", "was killed by SIGSEGV: no message", "mpirun -np 2"),
         ("echo 'the cause'; echo '[n:1] PMIX ERROR: UNREACHABLE'; exit 1", "exit code 1: the cause", "mpirun -np 2"),
         (
             "printf 'could not be found:\\n  plm_rsh_agent: ssh : rsh\\nFORCE-TERMINATE\\n' >&2; exit 243",

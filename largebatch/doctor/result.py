@@ -11,8 +11,11 @@ from largebatch.comm.installer import install_command
 
 INSTALL, REINSTALL = install_command(), install_command("--force")
 
-# Noise that Open MPI prints after the real error.
-AFTERMATH = re.compile(r"PMIX ERROR|ORTE_ERROR_LOG|sent help message|orte_base_help_aggregate|job has been aborted")
+# What is no error: noise that Open MPI prints after the real one, and the stages of launches.ALLREDUCE.
+NO_ERROR = re.compile(
+    r"PMIX ERROR|ORTE_ERROR_LOG|sent help message|orte_base_help_aggregate|job has been aborted|"
+    r"process=(started|initialised)\."
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Output:
     def last_error(self) -> str:
         """The last line with a message: of stderr, or of stdout if stderr has none."""
         for text in (self.stderr, self.stdout):
-            lines = [line.strip() for line in text.splitlines() if line.strip(" -*=") and not AFTERMATH.search(line)]
+            lines = [line.strip() for line in text.splitlines() if line.strip(" -*=") and not NO_ERROR.search(line)]
             if lines:
                 return lines[-1][:300]
         return "no message"
