@@ -103,8 +103,8 @@ def explain(output: Output, launch: str, launcher: list[str], *, ranks: int, lim
 def blame(command: list[str], *, ranks: int = RANKS, limit_s: float) -> tuple[str, str]:
     """Return the variable without which a failing launch works, in words, and the fix; empty if there is none.
 
-    First unset all variables. If the launch then works, repeat it with all: it may have failed by chance. If it fails
-    again, bisect for the variable that breaks it.
+    First unset all variables. If the launch then works, repeat it with those that there are: it may have failed by
+    chance. If it fails again, bisect for the variable that breaks it.
     """
     names = sorted(
         name for name, value in os.environ.items() if OBEYED.match(name) and not WANTED.search(f"{name}={value}")
@@ -116,10 +116,10 @@ def blame(command: list[str], *, ranks: int = RANKS, limit_s: float) -> tuple[st
         return summed(run(command, limit_s=limit_s, environment=environment), ranks)
 
     began = time.monotonic()
-    if not names or not works(0, limit_s=limit_s):
+    if not works(0, limit_s=limit_s):
         return "", ""
     enough_s = min(limit_s, 2 + 3 * (time.monotonic() - began))
-    if works(len(names), limit_s=enough_s):
+    if not names or works(len(names), limit_s=enough_s):
         return "the same command worked when it was repeated", ""
     culprit = names[last_working(lambda given: works(given, limit_s=enough_s), len(names))]
     return f"without {culprit}={os.environ[culprit]} it works", f"unset {culprit}"

@@ -1,7 +1,11 @@
 """Real launchers give the same places and the same weights; an impossible start is refused in one sentence."""
 
+import os
 import re
+import socket
 import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 from launch import LAUNCHERS, launch, run
@@ -63,6 +67,13 @@ def test_torchrun_trains_as_mpirun_does(tmp_path):
         code, output = launch(["-m", "largebatch.train", *SMALL, *options, *folder], ranks=2, launcher=launcher)
         assert code == 0, output
     assert different(weights(tmp_path / "mpirun"), weights(tmp_path / "torchrun")) == []
+
+
+def test_no_mpirun_removes_the_folder_that_others_use():
+    """conftest.keep_mpi_folder: otherwise one launch in a hundred, which starts at that moment, would fail."""
+    folder = Path(tempfile.gettempdir(), f"ompi.{socket.gethostname()}.{os.getuid()}")
+    subprocess.run(["mpirun", "-np", "1", "true"], check=True, timeout=60)
+    assert [path.name for path in folder.iterdir() if not path.name.startswith(("pid.", "jf."))] == ["kept"]
 
 
 def test_two_launchers_at_once():
