@@ -34,7 +34,8 @@ class _Tensors(ctypes.Structure):
     """The struct Tensors of lamb.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("rows", "order")),
+        ("rows", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
         ("count", ctypes.c_int64),
         ("threads", ctypes.c_int),
     ]
@@ -87,8 +88,8 @@ def _call(name: str, rows: Sequence[tuple[Tensor, ...]], num_threads: int, *argu
     table = (_Tensor * len(rows))(
         *(_Tensor(*(t.data_ptr() for t in row), size=size) for row, size in zip(rows, sizes))
     )
-    addresses = (ctypes.addressof(array) for array in (table, order))
-    function(ctypes.byref(_Tensors(*addresses, len(rows), num_threads)), *arguments)
+    tensors = _Tensors(ctypes.addressof(table), ctypes.addressof(order), len(rows), num_threads)
+    function(ctypes.byref(tensors), *arguments)
 
 
 _kept = threading.local()
