@@ -484,7 +484,8 @@ def told(*, deterministic: bool = False, on_gpus: bool = False, **options) -> di
 
 def test_what_horovod_is_told():
     limit = {"STALL_SHUTDOWN_TIME_SECONDS": "600"}
-    assert told() == limit | {"CYCLE_TIME": "5"} and told(on_gpus=True) == limit
+    assert told() == limit | {"CYCLE_TIME": "5", "FUSION_THRESHOLD": str(2**20)} and told(on_gpus=True) == limit
+    assert told(autotune=True) == limit | {"AUTOTUNE": "1"}
     assert told(deterministic=True, on_gpus=True) == limit | {"FUSION_THRESHOLD": "0"}
     assert told(fusion_threshold_mb=64, cycle_time_ms=2.0) == limit | {
         "FUSION_THRESHOLD": str(64 * 2**20),

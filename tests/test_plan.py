@@ -19,6 +19,7 @@ from torch import Tensor
 from largebatch.benchmark.ceiling import DATASHEETS
 from largebatch.benchmark.model import training_flops
 from largebatch.build import build_objective
+from largebatch.comm.buckets import buckets
 from largebatch.config import ModelConfig, ParallelConfig, TensorConfig, TrainConfig, accumulation_passes, dump
 from largebatch.engine import TrainState
 from largebatch.native.attention import choose_attention
@@ -33,7 +34,9 @@ from largebatch.plan.search import search
 from largebatch.plan.simulate import Disturbance, simulate
 from largebatch.plan.step import (
     Backward,
+    Speed,
     allreduce_seconds,
+    backward_of,
     block_bytes,
     cycle_seconds,
     exposed_seconds,
@@ -267,6 +270,16 @@ def test_a_grid_of_ranks_holds_four_blocks_of_the_widest_matrix(vit):
 def backward(seconds: float = 0.1, count: int = 100, size: int = 4_000_000) -> Backward:
     """Gradients that become ready one after the other, at equal distances."""
     return Backward(seconds, tuple(seconds * (k + 1) / count for k in range(count)), (size,) * count)
+
+
+def test_gradients_are_reduced_in_the_buckets_of_training(vit):
+    found = backward_of(vit, cluster_of(8, "a100"), b32(), Speed())
+    sizes = [gradient.size for gradient in vit.gradients]
+    parts = [*buckets(sizes)]
+    assert found.sizes == tuple(sum(sizes[number] for number in part) for part in parts) and len(parts) < len(sizes) / 6
+    assert 0 < found.ready[0] < found.ready[-2] <= found.ready[-1] <= found.seconds
+
+    assert [*found.ready] == sorted(found.ready) and sum(found.sizes) == vit.weights
 
 
 def test_a_large_sum_takes_the_time_of_a_ring_and_a_small_one_that_of_a_tree():

@@ -3,6 +3,7 @@
     background.py     work in a thread that keeps no process alive
     communicator.py   start, rank and size, collectives, failures and the end of all ranks together
     reduction.py      the reduction of gradients: Horovod's optimizer made safe
+    buckets.py        which gradients are handed over to Horovod together
     sending.py        gradients on their way to the other ranks, measured before if that is wanted
     fp16.py           gradients that are sent in fp16
     hvd.py            Horovod's module, imported when it is first used

@@ -1,9 +1,10 @@
 """The reduction of gradients: Horovod's DistributedOptimizer, made safe.
 
-Horovod's wrapper surprises in five ways. Its `zero_grad` refuses ordinary arguments. Parameters that are unfrozen after
+Horovod's wrapper surprises in six ways. Its `zero_grad` refuses ordinary arguments. Parameters that are unfrozen after
 wrapping are silently not reduced. Frozen ones still are, as zeros, which weight decay turns into steps. A second
-optimizer for the same model reduces each gradient twice. Its `synchronize` busy-waits (see polling.py). `Reduction`
-replaces each of these; tests/mpi has a test of each.
+optimizer for the same model reduces each gradient twice. Its `synchronize` busy-waits (see polling.py). If a rank
+did not compute each gradient of one of its groups, the others wait for ever. `Reduction` replaces each of these;
+tests/mpi has a test of each.
 """
 
 import types
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from largebatch.comm.buckets import buckets
 from largebatch.comm.fp16 import Fp16
 from largebatch.comm.hvd import hvd
 from largebatch.comm.polling import wait
@@ -62,7 +64,8 @@ class Reduction:
                 process_set=self._data_set,
             )
         wrapped.peak = wrapped.square = None
-        wrapped.reduced = set()
+        wrapped.reduced, wrapped.backward_order = set(), [*reversed([*model.parameters()])]
+        wrapped._grouped_allreduce_grad_async = partial(_begin, wrapped)
         wrapped.state.update(optimizer.state)
         wrapped.zero_grad = types.MethodType(_zero_grad, wrapped)
         wrapped.synchronize = partial(_synchronize, wrapped, self._watchdog)
@@ -82,6 +85,7 @@ class Reduction:
             optimizer._requires_update.discard(parameter)  # type: ignore[attr-defined]
             if parameter in self._hooks:
                 self._hooks.pop(parameter).remove()
+        _divide(optimizer)
 
     def unfreeze(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
         """Train parameters of a wrapped optimizer from the next step on, on every rank between the same two steps.
@@ -98,7 +102,7 @@ class Reduction:
         self._reduce(optimizer, parameters)
 
     def _reduce(self, optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
-        """Let Horovod begin to reduce each of these gradients in the last pass of a step.
+        """Let Horovod reduce these gradients, too. It begins in the last pass of a step, bucket by bucket.
 
         If the model is divided among ranks, the reduction begins in `synchronize`: torch.distributed has then finished
         its messages, and the two libraries would not wait for each other.
@@ -112,6 +116,7 @@ class Reduction:
                     self._hooks.pop(parameter).remove()
                 handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(optimizer._make_hook(parameter))
                 self._hooks[parameter] = handle
+        _divide(optimizer)
 
 
 def synchronize(optimizer: Optimizer) -> None:
@@ -234,6 +239,28 @@ def _between_steps(optimizer: Any, parameters: Iterable[nn.Parameter]) -> list[n
     return parameters
 
 
+def _divide(optimizer: Any) -> None:
+    """Divide what is reduced into buckets, Horovod's groups, between two steps."""
+    gradients = [parameter for parameter in optimizer.backward_order if parameter in optimizer._requires_update]
+    numbers = buckets([parameter.nbytes for parameter in gradients])
+    optimizer._groups = [tuple(gradients[number] for number in bucket) for bucket in numbers]
+    optimizer._p_to_group = {parameter: bucket for bucket in optimizer._groups for parameter in bucket}
+    optimizer._group_counts = dict.fromkeys(optimizer._groups, 0)
+
+
+def _begin(optimizer: Any, bucket: tuple[nn.Parameter, ...]) -> Any:
+    """Replaces the wrapper's beginning of a bucket, which takes for granted that this rank computed each gradient."""
+    for parameter in bucket:
+        if parameter.grad is None:  # another rank may have one
+            parameter.grad = torch.zeros_like(parameter)
+        elif not parameter.grad.is_contiguous():  # Horovod would add up its memory
+            raise ValueError(
+                f"The gradient of {optimizer._parameter_names[parameter]} is not contiguous: give it the strides of "
+                "the parameter."
+            )
+    return type(optimizer)._grouped_allreduce_grad_async(optimizer, bucket)
+
+
 def _synchronize(optimizer: Any, watchdog: Watchdog) -> None:
     """Replaces the wrapper's synchronize, which does not know of parameters frozen or unfrozen since."""
     changed = optimizer.reduced ^ {parameter for parameter in parameters_of(optimizer) if parameter.requires_grad}
@@ -243,10 +270,12 @@ def _synchronize(optimizer: Any, watchdog: Watchdog) -> None:
             "Communicator.freeze and unfreeze, which tell Horovod what to reduce."
         )
     with watchdog.waiting("gradients"):
-        begun = {parameter for parameter, (handle, _) in optimizer._handles.items() if handle is not None}
-        # Some are left if this rank had fewer passes than others in this step, or none.
-        for parameter in optimizer._requires_update - begun:
-            optimizer._handles[parameter] = optimizer._allreduce_grad_async(parameter)
+        # Some are left if this rank computed fewer gradients than others in this step, or none.
+        for bucket in optimizer._groups:
+            if bucket not in optimizer._handles:
+                for parameter in bucket:
+                    optimizer._handles.pop(parameter, None)
+                optimizer._handles[bucket] = _begin(optimizer, bucket)
         for handle, _ in optimizer._handles.values():
             wait(handle)
         type(optimizer).synchronize(optimizer)

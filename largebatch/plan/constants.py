@@ -139,7 +139,10 @@ CYCLE_S = {
     "cuda": Constant(1e-3, f"HOROVOD_CYCLE_TIME: {HOROVOD}"),
     "cpu": Constant(5e-3, "largebatch/config/horovod.py: CPU_CYCLE_TIME_MS"),
 }
-FUSION_BYTES = Constant(128 * 2**20, f"HOROVOD_FUSION_THRESHOLD: {HOROVOD}")
+FUSION_BYTES = {
+    "cuda": Constant(128 * 2**20, f"HOROVOD_FUSION_THRESHOLD: {HOROVOD}"),
+    "cpu": Constant(2**20, "largebatch/config/horovod.py: CPU_FUSION_BYTES"),
+}
 NEGOTIATION_LATENCY_S = Constant(3e-6, f"a small message of MPI over InfiniBand: {ASSUMED}")
 LAMB_MOVED = Constant(44.0, "bytes per parameter and step: x, g, m, v in, m, v out; x, m, v in, x out; g for the norm")
 ADAMW_MOVED = Constant(32.0, "bytes per parameter and step: x, g, m, v in, x, m, v out; g for the norm")

@@ -92,7 +92,7 @@ def of_rank(config: TrainConfig, counted: Pass, device: Device, *, ranks: int, m
     activations = casts + (counted.activations - counted.casts + patches) * grows
     peak = casts + (counted.peak - counted.casts + patches) * grows
     exchanges, fusion = ranks > 1, config.horovod.fusion_threshold_mb
-    fusion_bytes = constants.FUSION_BYTES.value if fusion is None else fusion * 2**20
+    fusion_bytes = constants.FUSION_BYTES[device.kind].value if fusion is None else fusion * 2**20
     parts = Memory(
         weights=parameters + counted.buffers,
         gradients=parameters,

@@ -1,9 +1,9 @@
 """A step at any number of ranks, event by event: backward pass, cycles of Horovod, messages, stragglers, stalls.
 
 No clock and no state: `simulate` is a function of its arguments. Ranks differ by a factor on their speed, drawn from a
-normal distribution, and by waits for images; a gradient can only be reduced when the slowest rank has it. In every
-cycle Horovod takes the gradients that are ready on all ranks, joins them up to its threshold, and the links send one
-message after the other.
+normal distribution, and by waits for images; a bucket of gradients can only be reduced when the slowest rank has it. In
+every cycle Horovod takes the buckets that are ready on all ranks, joins them up to its threshold, and the links send
+one message after the other.
 """
 
 import math
@@ -110,7 +110,7 @@ def _factors(ranks: int, compute: float, disturbance: Disturbance, seed: int) ->
 
 def _messages(ready: list[tuple[float, int]], cluster: Cluster) -> list[Message]:
     """Return the messages for gradients that are ready on all ranks at these times."""
-    cycle, limit = cycle_seconds(cluster), constants.FUSION_BYTES.value
+    cycle, limit = cycle_seconds(cluster), constants.FUSION_BYTES[cluster.device.kind].value
     agreed = negotiation_seconds(cluster) - cycle / 2
     messages: list[Message] = []
     free = 0.0

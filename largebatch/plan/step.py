@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
+from largebatch.comm.buckets import buckets
 from largebatch.config import ParallelConfig, TrainConfig, accumulation_passes
 from largebatch.plan import constants
 from largebatch.plan.constants import Device, Link
@@ -44,9 +45,9 @@ class Backward:
 
     seconds: float
     ready: tuple[float, ...]
-    """when each gradient is ready"""
+    """when each bucket of gradients is ready"""
     sizes: tuple[int, ...]
-    """bytes that each gradient needs on the wire"""
+    """bytes that each bucket needs on the wire"""
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,12 @@ def backward_of(counted: Pass, cluster: Cluster, config: TrainConfig, speed: Spe
     begins = ends[counted.forward_kernels]
     wire = 0.5 if config.run.compression == "fp16" else 1.0
     share = share_of(config.parallel, counted.whole).weights * wire
+    sizes = [round(gradient.size * share) for gradient in counted.gradients]
+    parts = [*buckets(sizes)]
     return Backward(
         seconds=(ends[-1] - begins) * stretch,
-        ready=tuple((ends[gradient.after] - begins) * stretch for gradient in counted.gradients),
-        sizes=tuple(round(gradient.size * share) for gradient in counted.gradients),
+        ready=tuple((ends[counted.gradients[part[-1]].after] - begins) * stretch for part in parts),
+        sizes=tuple(sum(sizes[number] for number in part) for part in parts),
     )
 
 
@@ -143,7 +146,7 @@ def exposed_seconds(backward: Backward, cluster: Cluster, *, data_ranks: int, ov
     if data_ranks == 1:
         return 0.0
     cycle, total = cycle_seconds(cluster), sum(backward.sizes)
-    messages = max(1, math.ceil(total / constants.FUSION_BYTES.value))
+    messages = max(1, math.ceil(total / constants.FUSION_BYTES[cluster.device.kind].value))
     if not overlaps:
         one = allreduce_seconds(total / messages, cluster, data_ranks)
         return negotiation_seconds(cluster) + messages * one

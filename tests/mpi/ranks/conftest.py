@@ -34,6 +34,7 @@ class World(NamedTuple):
 ONE, TWO, GLOO, THREE, FOUR = World(1, "python"), World(2), World(2, "horovodrun --gloo"), World(3), World(4)
 WORLDS = {
     "test_batch_norm": [ONE, THREE],
+    "test_buckets": [ONE, GLOO, THREE],
     "test_captured": [TWO],
     "test_compile": [TWO],
     "test_data": [ONE, GLOO, THREE, FOUR],
@@ -97,6 +98,14 @@ def comm():
     LIVE.append(communicator)
     yield communicator
     communicator.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def buckets_as_in_large_models(monkeypatch):
+    """Else all gradients of a small model would be one."""
+    from largebatch.comm import buckets
+
+    monkeypatch.setattr(buckets, "SMALLEST", 1)
 
 
 def pytest_exception_interact(node, call, report):

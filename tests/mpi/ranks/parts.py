@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,11 @@ def seen_by_optimizer(trainer: Trainer, batches: Iterator[Batch]) -> tuple[list[
     output = trainer.train_step(batches)
     handle.remove()
     return gradients, float(output.grad_norm)
+
+
+def begun(optimizer: Any) -> set[nn.Parameter]:
+    """What Horovod has begun to reduce in this step."""
+    return {parameter for bucket in optimizer._handles if isinstance(bucket, tuple) for parameter in bucket}
 
 
 def images(samples: list[int], *, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parts import CLASSES, batch_of, plan_for, seen_by_optimizer, small_trainer, tiny_vit
+from parts import CLASSES, batch_of, begun, plan_for, seen_by_optimizer, small_trainer, tiny_vit
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -134,7 +134,7 @@ def test_gradients_are_reduced_only_after_the_compiled_backward_pass(comm):
         optimizer = comm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, passes=1)
         handed_over: list[int] = []
         images = torch.linspace(-1, 1, 4 * 3 * 8 * 8).view(4, 3, 8, 8).requires_grad_()
-        images.register_hook(lambda _: handed_over.append(len(optimizer._handles)))  # their gradient is the last one
+        images.register_hook(lambda _: handed_over.append(len(begun(optimizer))))  # their gradient is the last one
         model(images).square().sum().backward()
         comm.synchronize(optimizer)
         found.append([parameter.grad for parameter in model.parameters()])

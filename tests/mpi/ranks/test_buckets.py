@@ -1,0 +1,122 @@
+"""Gradients are handed over to Horovod in buckets, each as soon as its last gradient is ready."""
+
+import copy
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+from horovod.torch import mpi_ops
+from parts import begun, small_model, tiny_vit
+from torch import Tensor, nn
+
+from largebatch.comm import buckets
+
+
+def own_loss(comm, model: nn.Module, *, draw: int = 0) -> Tensor:
+    """Of images of this rank alone."""
+    generator = torch.Generator().manual_seed(10 * comm.rank + draw)
+    return model(torch.randn(4, 3, 8, 8, generator=generator)).square().sum()
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """How many tensors each call of Horovod hands over."""
+    counts: list[int] = []
+    of_horovod = mpi_ops.mpi_lib.horovod_torch_grouped_allreduce_async_torch_FloatTensor
+
+    def counted(tensors: Any, *rest: Any) -> int:
+        counts.append(len(tensors))
+        return of_horovod(tensors, *rest)
+
+    monkeypatch.setattr(mpi_ops.mpi_lib, "horovod_torch_grouped_allreduce_async_torch_FloatTensor", counted)
+    return counts
+
+
+def test_a_bucket_is_one_call_with_the_sums_of_single_tensors(comm, calls):
+    """To the last bit, since nothing is fused here."""
+    model = tiny_vit()
+    alone = copy.deepcopy(model)
+    optimizer = comm.wrap(plain_sgd(model), model, passes=2)
+    for draw in range(2):
+        own_loss(comm, alone, draw=draw).backward()
+        own_loss(comm, model, draw=draw).backward()
+    comm.synchronize(optimizer)
+    sizes = [parameter.nbytes for parameter in model.parameters()][::-1]
+    expected = [len(bucket) for bucket in buckets.buckets(sizes)]
+    assert 8 < len(expected) < len(sizes) / 2 and sorted(calls) == sorted(expected) * (comm.size > 1)
+    for (name, parameter), other in zip(model.named_parameters(), alone.parameters()):
+        assert torch.equal(parameter.grad, hvd.allreduce(other.grad, name=f"alone/{name}", op=hvd.Average))
+
+
+def test_buckets_are_reduced_while_the_backward_pass_goes_on(comm):
+    """In the last pass of a step, and not before."""
+    model = tiny_vit()
+    optimizer = comm.wrap(plain_sgd(model), model, passes=2)
+    parameters, shares = [*model.parameters()], []
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda _: shares.append(len(begun(optimizer))))
+    own_loss(comm, model).backward()
+    assert shares == [0] * len(parameters)
+    own_loss(comm, model).backward()
+    middle = shares[len(parameters) + len(parameters) // 2]
+    assert (len(parameters) / 3 < middle < len(parameters)) if comm.size > 1 else not middle
+    comm.synchronize(optimizer)
+
+
+class Switched(nn.Module):
+    """Two layers, of which each rank and pass may leave out one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        return sum((self.layers[number](x).sum() for number in used), torch.zeros((), requires_grad=True))
+
+
+@pytest.mark.parametrize("used", [[[0], [1]], [[], [0]], [[0, 1], [0]], [[], []]], ids=str)
+@pytest.mark.parametrize("whole", [True, False], ids=["one_bucket", "buckets"])
+def test_what_a_rank_does_not_compute_counts_as_zero(comm, monkeypatch, used, whole):
+    """Rank 0 uses these layers in its two passes, the last rank both in each."""
+    monkeypatch.setattr(buckets, "SMALLEST", 2**20 if whole else 1)
+    model = Switched()
+    optimizer = comm.wrap(plain_sgd(model), model, passes=2)
+    used = used if comm.rank == 0 else [[0, 1], [0, 1]]
+    x = torch.full((2, 3), comm.rank + 1.0)
+    for step in range(2):  # what is left of the first would break the second
+        for layers in used:
+            model(x, layers).backward()
+        comm.synchronize(optimizer)
+        everything = comm.allgather_object(used, name="used")
+        for number, layer in enumerate(model.layers):
+            counts = [sum(number in layers for layers in one) for one in everything]
+            mean = sum(2 * (rank + 1) * count for rank, count in enumerate(counts)) / comm.size
+            if comm.size == 1 and not counts[0]:
+                assert layer.weight.grad is None
+            else:
+                torch.testing.assert_close(layer.weight.grad, torch.full((3, 3), mean))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_gradient_in_another_order_of_memory_is_refused(comm):
+    """Horovod looks at the first of a bucket alone, and adds up the memory of the rest."""
+    model = small_model()
+    optimizer = comm.wrap(plain_sgd(model), model)
+    own_loss(comm, model).backward()
+    comm.synchronize(optimizer)
+    weight, bias = model[5].weight, model[5].bias
+    expected, weight.grad, bias.grad = weight.grad.clone(), weight.grad.t().contiguous().t(), None
+    if comm.size > 1:
+        with pytest.raises(ValueError, match="The gradient of 5.weight is not contiguous: give it the strides of"):
+            comm.synchronize(optimizer)
+        weight.grad = weight.grad.contiguous()
+    comm.synchronize(optimizer)
+    torch.testing.assert_close(weight.grad, expected)  # the average of equal ones
