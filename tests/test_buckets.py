@@ -1,4 +1,4 @@
-"""Which gradients are handed over to Horovod together. The reduction itself: tests/mpi/ranks/test_buckets.py."""
+"""Which gradients are handed over to Horovod together. The reduction itself: tests/mpi/ranks/test_handing_over.py."""
 
 import random
 

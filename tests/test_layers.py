@@ -16,7 +16,7 @@ checkpoint comm config engine files optim precision rich; compiling: batch_norm 
 trials zoo; build: augment batch_norm checkpoint comm compiling config data engine graphs hooks losses native optim
 parallel precision replica schedules start trials zoo; report: arguments checkpoint config data files hooks zoo; export:
 arguments config files hooks largebatch zoo; find_lr: build comm config engine files hooks; plan: arguments augment
-build config engine files native parallel precision recipes zoo; validate: build comm config data evaluation files
+build comm config engine files native parallel precision recipes zoo; validate: build comm config data evaluation files
 precision recipes report start zoo; benchmark: arguments augment build comm compiling config data engine files graphs
 hooks losses native optim parallel plan precision recipes start timm zoo; train: benchmark build checkpoint comm config
 engine files find_lr hooks plan recipes report start; reproduce: arguments benchmark build comm config data engine files

@@ -35,7 +35,7 @@ def places(first_start: str = "") -> None:
         if comm.rank == 0:
             print(f"places {everyone}", flush=True)
     left = {name for name, value in os.environ.items() if name.startswith("HOROVOD_") and before.get(name) != value}
-    left -= {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_CYCLE_TIME"}
+    left -= {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"}
     assert not left, f"left in the environment: {sorted(left)}"
 
 

@@ -34,13 +34,13 @@ class World(NamedTuple):
 ONE, TWO, GLOO, THREE, FOUR = World(1, "python"), World(2), World(2, "horovodrun --gloo"), World(3), World(4)
 WORLDS = {
     "test_batch_norm": [ONE, THREE],
-    "test_buckets": [ONE, GLOO, THREE],
     "test_captured": [TWO],
     "test_compile": [TWO],
     "test_data": [ONE, GLOO, THREE, FOUR],
     "test_freezing": [ONE, GLOO, THREE],
     "test_gradients": [ONE, GLOO, THREE, FOUR],
     "test_growing": [ONE, GLOO, THREE],
+    "test_handing_over": [ONE, GLOO, THREE],
     "test_levers": [ONE, GLOO, THREE],
     "test_noise_scale": [ONE, THREE, FOUR],
     "test_origin": [ONE, THREE],
