@@ -34,6 +34,6 @@ class Fp16(Unchanged):
         wire = torch.empty_like(gradient, dtype=torch.float16)
         return torch.mul(gradient, 1 / self.num_ranks, out=wire), gradient
 
-    def decompress(self, wire: Tensor, gradient: Tensor) -> Tensor:
+    def decompress(self, wire: Tensor, gradient: Tensor) -> None:
         """Overwrite this rank's gradient with the mean over ranks."""
-        return gradient.copy_(wire)
+        gradient.copy_(wire)
