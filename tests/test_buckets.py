@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.comm import buckets
-from largebatch.comm.buckets import LARGEST, SMALLEST
+from largebatch.comm.buckets import PARTS, SMALLEST
 from zoo import create_model
 
 
@@ -39,7 +39,7 @@ def test_a_bucket_ends_with_the_tensor_that_fills_it():
     draw = random.Random(1)
     for _ in range(50):
         sizes = [draw.choice((2**12, 2**20, 9 * 2**20)) for _ in range(100)]
-        limit = sum(sizes) / LARGEST
+        limit = sum(sizes) / PARTS
         *full, rest = divided(sizes)
         assert all(SMALLEST <= sum(bucket) and sum(bucket[:-1]) < max(limit, SMALLEST) for bucket in full)
         assert sum(rest) < limit

@@ -7,19 +7,20 @@ beginning of the backward pass, when nothing is being reduced yet, and at its en
 
 from collections.abc import Iterator, Sequence
 
-SMALLEST = 2**20  # bytes that a bucket has at least: smaller messages take no less time
-LARGEST = 12  # a bucket has this part of all bytes at most, and one tensor more
+SMALLEST = 2**20  # bytes: smaller messages take no less time
+PARTS = 12  # there are about as many large buckets
 
 
 def buckets(sizes: Sequence[int]) -> Iterator[range]:
     """Divide consecutive gradients of these sizes, in bytes; yield which belong together, as their numbers.
 
-    A bucket has no more bytes than those before it, and no more than are left after it.
+    A bucket is full when it has SMALLEST bytes and, in addition, a PARTS-th of all, or as many as all buckets before
+    it, or as many as are left after it.
     """
     total, begun, done, start = sum(sizes), 0, 0, 0
     for number, size in enumerate(sizes):
         done += size
-        if done - begun >= max(SMALLEST, min(total / LARGEST, begun, total - done)):
+        if done - begun >= max(SMALLEST, min(total / PARTS, begun, total - done)):
             yield range(start, number + 1)
             begun, start = done, number + 1
     if start < len(sizes):

@@ -17,7 +17,7 @@ START_LIMIT_S = 1800  # 200 ranks that import from a slow file system, compile, 
 STALL_WARNING_S = 60  # Horovod's default; the warning must come before the limit
 NO_TORUS = "--horovod.torus_allreduce is true, which needs GPUs and NCCL: leave it out on CPUs."
 CPU_CYCLE_TIME_MS = 5  # at Horovod's default of 1 ms, its thread takes 3.8 % of a rank's core
-CPU_FUSION_BYTES = 2**20  # a larger tensor is sent from where it is; to copy it takes a core longer than a message
+CPU_FUSION_BYTES = 2**20  # Horovod sends a larger tensor without copies, which would take longer than a message
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,17 @@ def test_buckets_are_reduced_while_the_backward_pass_goes_on(comm):
     comm.synchronize(optimizer)
 
 
+def test_gradients_of_two_types_share_a_bucket(comm, monkeypatch):
+    monkeypatch.setattr(buckets, "SMALLEST", 2**20)
+    layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3).double()])
+    optimizer = comm.wrap(plain_sgd(layers), layers)
+    x = torch.full((2, 3), comm.rank + 1.0)
+    (layers[0](x).sum() + layers[1](x.double()).sum()).backward()
+    comm.synchronize(optimizer)
+    for layer in layers:
+        torch.testing.assert_close(layer.weight.grad, torch.full_like(layer.weight, comm.size + 1.0))
+
+
 class Switched(nn.Module):
     """Two layers, of which each rank and pass may leave out one."""
 
