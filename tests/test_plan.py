@@ -21,6 +21,7 @@ from largebatch.benchmark.model import training_flops
 from largebatch.build import build_objective
 from largebatch.comm.buckets import buckets
 from largebatch.config import ModelConfig, ParallelConfig, TensorConfig, TrainConfig, accumulation_passes, dump
+from largebatch.config.horovod import CPU_CYCLE_TIME_MS, CPU_FUSION_BYTES
 from largebatch.engine import TrainState
 from largebatch.native.attention import choose_attention
 from largebatch.plan import beforehand, constants, meta, validation
@@ -280,6 +281,11 @@ def test_gradients_are_reduced_in_the_buckets_of_training(vit):
     assert 0 < found.ready[0] < found.ready[-2] <= found.ready[-1] <= found.seconds
 
     assert [*found.ready] == sorted(found.ready) and sum(found.sizes) == vit.weights
+
+
+def test_horovods_settings_on_cpus_are_those_of_training():
+    assert constants.FUSION_BYTES["cpu"].value == CPU_FUSION_BYTES
+    assert constants.CYCLE_S["cpu"].value == CPU_CYCLE_TIME_MS / 1000
 
 
 def test_a_large_sum_takes_the_time_of_a_ring_and_a_small_one_that_of_a_tree():

@@ -68,6 +68,15 @@ def test_buckets_are_reduced_while_the_backward_pass_goes_on(comm):
     comm.synchronize(optimizer)
 
 
+def test_a_step_that_would_reduce_once_more_warns(comm):
+    model = small_model()
+    optimizer = comm.wrap(plain_sgd(model), model)
+    own_loss(comm, model).backward()
+    comm.synchronize(optimizer)
+    with pytest.warns(UserWarning, match="without optimizer.skip_synchronize"):
+        optimizer.step()
+
+
 def test_gradients_of_two_types_share_a_bucket(comm, monkeypatch):
     monkeypatch.setattr(buckets, "SMALLEST", 2**20)
     layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3).double()])
