@@ -281,6 +281,7 @@ def _synchronize(optimizer: Any, watchdog: Watchdog) -> None:
                 optimizer._compression.decompress(sent, gradient)
             optimizer._allreduce_delay.update(dict.fromkeys(bucket, optimizer.backward_passes_per_step))
         optimizer._handles.clear()
+        optimizer._group_counts = dict.fromkeys(optimizer._groups, 0)  # else the next step would begin a bucket early
         optimizer._synchronized = True  # Horovod's step warns if it has to synchronize once more
     watchdog.started()
     optimizer.peak = optimizer._compression.take_peak()
