@@ -25,6 +25,7 @@ from largebatch.data.order import Plan
 from largebatch.evaluation import evaluate
 from largebatch.kept import Kept
 from largebatch.losses import Objective
+from largebatch.native.copies import to_host
 from largebatch.optim import LookSam, clip_gradients
 from largebatch.precision import autocast
 from largebatch.replica import Replica
@@ -65,6 +66,7 @@ class StepOutput:
     """The results of one step, for the hooks; tensors stay on the device until somebody reads them."""
 
     loss_sum: Tensor  # 0-d; the mean over ranks is the mean loss of the global batch
+    loss_on_host: Callable[[], Tensor]  # gives it as float64 in the host's memory; nobody waits for it any more
     grad_norm: Tensor  # 0-d; of the reduced gradient before clipping, the same on all ranks
     applied: bool  # False: the gradient was not finite and nothing moved
     images: int  # size of the global batch
@@ -122,6 +124,7 @@ class Trainer:
         kept = Kept() if self.sam and self.sam.due(self.optimizer) else None
         loss_sum, grad_norm = self.compute_gradient(kept.keeping(batches) if kept else batches, weight)
         norm = self.sharpened(kept, weight, grad_norm) if self.sam else grad_norm  # that of the optimizer's gradient
+        loss_on_host = to_host(loss_sum.double())  # before the optimizer's work, for which a later copy would wait
         # LAMB multiplies by the clip factor while it reads the gradients.
         clip_gradients(self.optimizer, norm, self.clip_norm)
         # The step's only wait for the device: `apply` reads the norm. If it is not finite, the update is skipped.
@@ -133,7 +136,7 @@ class Trainer:
         self.model.zero_grad(set_to_none=True)
         # The schedule moves on even if the weights did not.
         self.state.advance(window_images, applied=applied)
-        return StepOutput(loss_sum, grad_norm, applied, window_images, self.waited_s)
+        return StepOutput(loss_sum, loss_on_host, grad_norm, applied, window_images, self.waited_s)
 
     def compute_gradient(self, batches: Iterator[Any], weight: float, *, again: bool = False) -> tuple[Tensor, Tensor]:
         """Compute the gradient of the global batch; return this rank's summed loss × `weight`, and the norm, 0-d."""
@@ -300,6 +303,7 @@ class Trainer:
 
     def drop_step(self) -> None:
         """Forget the passes of a step that is not complete. No rank has begun to reduce their gradients."""
+        self.optimizer.zero_grad(set_to_none=True)  # which also forgets the passes
         self.model.zero_grad(set_to_none=True)
         self.replica.statistics.drop_step()
 

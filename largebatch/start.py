@@ -63,7 +63,8 @@ def doubtful(config: TrainConfig, device: torch.device, *, data_size: int) -> It
             f"very slow, and auto would be {choose_precision(device)}."
         )
     yield from without_effect(config)
-    if config.parallel.zero and data_size == 1:  # no error: an elastic run may go on with one rank
+    # No error: an elastic run may go on with one rank. With offload the state still moves to the host.
+    if config.parallel.zero and data_size == 1 and not config.parallel.offload:
         yield (
             "--parallel.zero is 1, and there is 1 data rank, which keeps the whole state of the optimizer: start more "
             "ranks, or leave it out."

@@ -10,7 +10,8 @@ native timm; data: files native nvidia; comm: config files horovod largebatch mp
 predict: arguments data zoo; evaluation: comm precision; start: comm config precision; batch_norm: comm; __main__: comm
 config largebatch; doctor: arguments comm mpi4py; pack: arguments comm data files mpi4py rich zoo; losses: augment
 precision; trials: augment comm config; graphs: comm config losses precision trials zoo; replica: augment batch_norm
-comm graphs losses optim; kept: native; engine: augment comm data evaluation kept losses optim precision replica;
+comm graphs losses optim; kept: native; engine: augment comm data evaluation kept losses native optim
+precision replica;
 parallel: augment comm config losses native optim precision replica zoo; checkpoint: config engine zoo; hooks: augment
 checkpoint comm config engine files optim precision rich; compiling: batch_norm comm config losses optim precision
 trials zoo; build: augment batch_norm checkpoint comm compiling config data engine graphs hooks losses native optim

@@ -65,4 +65,5 @@ def alone(shape: Shape) -> Iterator[Solo]:
     try:
         yield Solo()
     except Stopped as error:
-        sys.exit(f"largebatch: {error}")
+        sys.stderr.write(f"largebatch: {error}\n")
+        sys.exit(error.exit_code)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.comm import Communicator
+from largebatch.comm.reduction import Step
 
 
 class Unreduced:
@@ -30,5 +31,5 @@ class Unreduced:
 def unreduced(optimizer: Any) -> Optimizer:
     """Give an optimizer the methods that a step calls on a wrapped one; they do nothing."""
     optimizer.synchronize, optimizer.skip_synchronize = (lambda: None), nullcontext
-    optimizer.backward_passes_per_step, optimizer.set_backward_passes_per_step = 0, lambda passes: None
+    optimizer.so_far = Step()
     return optimizer

@@ -55,7 +55,7 @@ def build_replica(config: TrainConfig, comm: Communicator, device: torch.device,
         replica.graphs = graph_passes(config, model, objective, device, comm)
     with comm.together("building"):
         optimizer = replica.adapt_optimizer(make_optimizer(model))
-        optimizer = comm.wrap(optimizer, model, passes=passes, compression=config.run.compression)
+        optimizer = comm.wrap(optimizer, model, passes=passes, compression=config.run.compression, watch=False)
         if impl == "triton":
             share_copies(config, replica, model, optimizer)
     with comm.together("dividing"):

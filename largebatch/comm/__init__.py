@@ -3,6 +3,7 @@
     background.py     work in a thread that keeps no process alive
     communicator.py   start, rank and size, collectives, failures and the end of all ranks together
     reduction.py      the reduction of gradients: Horovod's optimizer made safe
+    replicas.py       the copies of a model: begun alike, kept alike, compared
     buckets.py        which gradients are handed over to Horovod together
     sending.py        gradients on their way to the other ranks, measured before if that is wanted
     fp16.py           gradients that are sent in fp16
@@ -17,7 +18,7 @@
     stopped.py        the exceptions that all ranks raise together
     launcher.py       the launcher that started this process; the one table of launchers' variables
     installer.py      the command that sets an installation up, as messages name it
-    mistakes.py       a mistake on the command line, or an answer to it, said once for all ranks
+    mistakes.py       a mistake of a program or on its command line, or an answer, said once for all ranks
     gloo_start.py     the start of ranks that MPI cannot bring together
     gloo_address.py   the addresses at which such ranks reach each other
     gloo_server.py    the servers where they meet; each listens at one address

@@ -9,6 +9,7 @@ import faulthandler
 import logging
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -17,8 +18,10 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -31,8 +34,21 @@ from largebatch.comm.driver import accept_cpu
 from largebatch.comm.home import set_missing_home
 from largebatch.comm.hvd import hvd
 from largebatch.comm.installer import install_command
+from largebatch.comm.mistakes import WAIT_S, Mistake, report_mistakes
 from largebatch.comm.polling import finish
 from largebatch.comm.reduction import Compression, Reduction, parameters_of
+from largebatch.comm.replicas import (
+    REMEDY,
+    average_statistics,
+    check_replicas,
+    digest_of_columns,
+    is_due,
+    length_of,
+    named_tensors,
+    part_of,
+    refuse_unlike,
+    share,
+)
 from largebatch.comm.stop_points import StopPoints
 from largebatch.comm.stopped import Stopped
 from largebatch.comm.watchdog import Mark, Watchdog
@@ -50,6 +66,9 @@ T = TypeVar("T")
 GRACE_S = 3
 BEAT_S = 5.0  # rank 0 tells the others this often that it goes on with a long piece of work
 PIECE = 2**30  # bytes in one message: MPI counts them in 31 bits
+LIBRARIES = ("site-packages", "dist-packages")  # folders of programs that are not the user's own
+UNSEEDED = 2**32  # torch begins with a seed of 53 random bits, a program gives a smaller one
+COMPARED = 16  # the ranks compare so many batches of `micro_batches`, and then one of so many
 AS_BYTES = (torch.bool, torch.bfloat16)  # Horovod does not know these types, so they are sent as bytes
 
 
@@ -108,6 +127,7 @@ class Communicator:
             self._data_set, self._watchdog, data_size=self.data_size, model_size=self.model_size
         )
         self._closing: list[Callable[[], None]] = []
+        self._shared = 0  # the batches that `micro_batches` has shared since the last `wrap`
         self._refuse_mismatch(launch)
         self.num_cores = self._share_cores()
         if "OMP_NUM_THREADS" not in os.environ:  # torch of each rank would use all cores of the host
@@ -126,6 +146,19 @@ class Communicator:
         causes = self.allgather_object(launcher.mismatch(launch, **here), name="launch")
         if any(causes):
             raise RuntimeError(next(filter(None, causes)))
+
+    def share_random_numbers(self) -> None:
+        """Let torch, numpy and Python draw as on rank 0 from here on, so that all ranks shuffle alike.
+
+        If the program has not seeded torch, its seed is 0, so that the run does not depend on the number of ranks.
+        """
+        if torch.initial_seed() >= UNSEEDED:
+            torch.manual_seed(0)
+        mine = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        of_torch, of_numpy, of_python = self.broadcast_object(mine, name="random numbers")
+        torch.set_rng_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
 
     def device(self, kind: str = "auto") -> torch.device:
         """Return the device of this rank: the CPU, the GPU with the number of the local rank, or the only GPU.
@@ -263,7 +296,8 @@ class Communicator:
         for group, values in zip(optimizer.param_groups, scalars["groups"]):
             group.update(values)
         for parameter, values in zip(parameters_of(optimizer), scalars["states"]):
-            optimizer.state[parameter].update(values)
+            if values:
+                optimizer.state[parameter].update(values)
         self.broadcast_tensors(tensors, name="state/optimizer")
         self.broadcast_model(model)
 
@@ -286,36 +320,79 @@ class Communicator:
     # -- the step ----------------------------------------------------------------------------------------------
 
     def wrap(
-        self, optimizer: Optimizer, model: nn.Module, *, passes: int = 1, compression: Compression = "none"
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        passes: int = 1,
+        compression: Compression = "none",
+        watch: bool = True,
     ) -> Optimizer:
         """Return an optimizer whose gradients are summed over `passes` and averaged over the data ranks.
 
+        Every rank calls it, and gets rank 0's weights, buffers, options and optimizer state. In each step the ranks
+        compare the options of the param groups and average the statistics of batch norm. They compare weights and
+        state after 1, 2, 4, ... 1024 steps, then after each 1024. All ranks raise Stopped if something differs.
+        watch: False for a caller that does all this by itself; the options are compared all the same.
         This method and the others of the step are described in full in reduction.py.
         """
-        return self._reduction.wrap(optimizer, model, passes=passes, compression=compression)
+        wrapped: Any = self._reduction.wrap(optimizer, model, passes=passes, compression=compression)
+        wrapped.watch = partial(self._watch, wrapped, model if watch else None)
+        wrapped.steps_watched = self._shared = 0
+        if watch:
+            share(self, model, wrapped)
+        return wrapped
+
+    def _watch(self, optimizer: Any, model: nn.Module | None, *, alike: bool) -> None:
+        """Compare the ranks before each step. alike: whether options and columns are the same on all."""
+        if not alike and self.model_size == 1:
+            refuse_unlike(self, optimizer, self._reduction.columns)
+        if model is None or self.data_size == 1:
+            return
+        average_statistics(self, model)
+        if is_due(optimizer.steps_watched):
+            tensors = named_tensors(model, optimizer)
+            for name, _ in model.named_buffers():  # a rank's own, such as a queue of its images
+                tensors.pop(name, None)
+            check_replicas(self, tensors, place=f"step {optimizer.steps_watched}", remedy=REMEDY)
+        optimizer.steps_watched += 1
 
     def micro_batches(self, *columns: Any, passes: int = 1) -> Iterator[tuple[Any, ...]]:
-        """Yield the parts of a global batch that this data rank computes, each followed by the weight of its mean loss.
+        """Return the parts of a global batch that this data rank computes, each with the weight of its mean loss.
 
             for images, labels, weight in comm.micro_batches(images, labels, passes=4):
                 (weight * loss(model(images), labels)).backward()
 
-        columns: the same on all ranks, equally long, and made to be sliced: tensors, lists, indices of samples.
+        columns: the same on all ranks, equally long, and made to be sliced: tensors, lists, indices of samples; or a
+        dict of such. The ranks compare labels and indices in the first steps, then now and then.
         passes: those of `wrap`; a rank gets fewer parts if the batch is shorter than passes × ranks. The gradients,
         summed over the passes and averaged over the ranks, are those of the mean loss of the whole batch.
+        What torch draws for a part, such as dropout, depends on the part, not on the rank, and afterwards all ranks go
+        on with the same random numbers.
         """
-        lengths = [len(column) for column in columns]
+        lengths = [length_of(column) for column in columns]
         if not columns or len(set(lengths)) > 1 or passes < 1:
-            raise ValueError(
+            raise Mistake(
                 f"micro_batches got columns of the lengths {lengths} and passes={passes}: expected one column or more, "
                 "of the same length, and at least one pass."
             )
-        length, parts = lengths[0], passes * self.data_size
-        for part in range(self.data_rank, parts, self.data_size):
-            start, stop = length * part // parts, length * (part + 1) // parts
-            if start < stop:  # the mean of no sample would be NaN
-                weight = (stop - start) * self.data_size / length
-                yield *(column[start:stop] for column in columns), weight
+        if self._shared < COMPARED or self._shared % COMPARED == 0:
+            self._reduction.columns = digest_of_columns(columns)
+        self._shared += 1
+        return self._parts(columns, lengths[0], passes * self.data_size)
+
+    def _parts(self, columns: tuple[Any, ...], length: int, parts: int) -> Iterator[tuple[Any, ...]]:
+        seed = int(torch.randint(2**62, ()))  # all ranks draw it
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices):
+            for part in range(self.data_rank, parts, self.data_size):
+                start, stop = length * part // parts, length * (part + 1) // parts
+                if start < stop:  # the mean of no sample would be NaN
+                    torch.default_generator.manual_seed(seed + part)
+                    if devices:
+                        torch.cuda.manual_seed(seed + part)
+                    weight = (stop - start) * self.data_size / length
+                    yield *(part_of(column, start, stop) for column in columns), weight
 
     def expect_passes(self, optimizer: Optimizer, passes: int) -> None:
         """Sum gradients over another number of passes from the next step on, on every rank."""
@@ -454,23 +531,32 @@ def session(
 ) -> Iterator[Communicator]:
     """Start a Communicator for one program. Any failure ends all ranks with its cause and a non-zero exit code.
 
-    The code is 2 for `Stopped` (raised by all ranks), 75 for `StoppedEarly`, 130 for Ctrl-C, 1 for a failure of this
-    rank alone. The program may end by sys.exit(); with a code other than 0 it ends all ranks.
+    The code is 2 for `Stopped` (raised by all ranks) and `Mistake` (a wrong call of the program), 75 for
+    `StoppedEarly`, 130 for Ctrl-C, 1 for a failure of this rank alone. The program may end by sys.exit(); with a code
+    other than 0 it ends all ranks. Random numbers begin alike on all ranks (`share_random_numbers`).
     config: that of `build_trainer`; it decides instead of the other options. A process has one session.
     """
     if config is not None:
         deterministic, horovod, shape = config.run.deterministic, config.horovod, config.parallel.shape()
     try:
-        comm = Communicator(deterministic=deterministic, horovod=horovod, shape=shape)
-    except (RuntimeError, ValueError) as error:  # every rank sees the same environment
+        with report_mistakes():
+            comm = Communicator(deterministic=deterministic, horovod=horovod, shape=shape)
+    except RuntimeError as error:
         sys.exit(f"largebatch: {error}")
     try:
+        comm.share_random_numbers()
         yield comm
     except Stopped as error:
         if comm.rank == 0:
             sys.stderr.write(f"largebatch: {error}\n")
         comm.shutdown()
         sys.exit(error.exit_code)
+    except Mistake as mistake:
+        if comm.rank:  # the program is the same on all ranks, so rank 0 says it for all, unless it is right there
+            time.sleep(WAIT_S)
+        where = _line_of_program(mistake)
+        sys.stderr.write(f"largebatch: rank {comm.rank} of {comm.size} on {socket.gethostname()}, {where}: {mistake}\n")
+        comm.abort(2)
     except SystemExit as error:
         if error.code:
             said = error.code if isinstance(error.code, str) else f"exits with code {error.code}"
@@ -489,6 +575,14 @@ def session(
         sys.stderr.write(f"largebatch: rank {comm.rank} of {comm.size} on {socket.gethostname()}: {cause}\n")
         comm.abort(1)
     comm.shutdown()
+
+
+def _line_of_program(error: BaseException) -> str:
+    """Return the innermost line of the user's own program in a traceback, as "FILE, line N"."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is that of `session`
+    libraries = (os.path.dirname(os.path.dirname(__file__)), *(f"{os.sep}{name}{os.sep}" for name in LIBRARIES))
+    own = [frame for frame in frames if not any(folder in frame.filename for folder in libraries)]
+    return f"{own[-1].filename}, line {own[-1].lineno}" if own else "in a step"
 
 
 def _pickled(value: Any) -> Tensor:

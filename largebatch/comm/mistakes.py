@@ -1,6 +1,7 @@
-"""The end of a program whose command line is wrong, or asks for a text instead of work. Needs Python's library alone.
+"""The end of a program that is wrong, or whose command line is, or asks for a text. Needs Python's library alone.
 
-The ranks of a job read the same command line, so what there is to say is said once, and Horovod is not started for it.
+The ranks of a job read the same command line and run the same program, so what there is to say is said once. For a
+command line Horovod is not started.
 """
 
 import os
@@ -13,6 +14,10 @@ from largebatch.comm.launcher import is_rank_0, recognise
 from largebatch.config import Answer
 
 WAIT_S = 10.0  # long enough for rank 0 to print its sentence and for the launcher to end the other ranks
+
+
+class Mistake(ValueError):
+    """A wrong call in a program of the user's own; the message is a sentence that needs no traceback."""
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class Divergence(Hook):
         elif share <= SOUND:
             self.told = 0.0
         if output.applied and trainer.rollback is None:
-            self.handle = trainer.comm.start_allreduce(output.loss_sum.double().cpu(), name="divergence/loss")
+            self.handle = trainer.comm.start_allreduce(output.loss_on_host(), name="divergence/loss")
             self.step = trainer.state.step
 
     def after_fit(self, trainer: Trainer) -> None:

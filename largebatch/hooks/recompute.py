@@ -14,8 +14,8 @@ from torch import Tensor
 
 from largebatch.augment import Augmented, seed_draws, seed_for
 from largebatch.comm import Communicator, Stopped
+from largebatch.comm.replicas import Difference, differences
 from largebatch.engine import Hook, Trainer
-from largebatch.hooks.replicas import Difference, differences
 from largebatch.precision import autocast
 
 

@@ -20,8 +20,8 @@ from parts import plan_for, small_trainer  # noqa: E402
 from largebatch import hooks  # noqa: E402
 from largebatch.build import build_trainer  # noqa: E402
 from largebatch.comm import Communicator, Stopped, session  # noqa: E402
+from largebatch.comm.replicas import check_replicas, named_tensors  # noqa: E402
 from largebatch.hooks.recompute import check_gradient  # noqa: E402
-from largebatch.hooks.replicas import check_replicas, named_tensors  # noqa: E402
 from largebatch.start import start_ranks  # noqa: E402
 from largebatch.train import read  # noqa: E402
 
@@ -43,13 +43,13 @@ def compare(rounds: int, folder: Path) -> None:
         tensors = named_tensors(trainer.model, trainer.optimizer)
         for number in range(rounds):
             if number % FLIP_EVERY:
-                check_replicas(comm, tensors, place=f"check {number}")
+                check_replicas(comm, tensors, place=f"check {number}", remedy="")
                 continue
             rank, name = draws.randrange(comm.size), draws.choice(list(tensors))
             element, bit = draws.randrange(tensors[name].numel()), draws.randrange(32)
             flip(tensors[name], element, bit, here=comm.rank == rank)
             try:
-                check_replicas(comm, tensors, place=f"check {number}")
+                check_replicas(comm, tensors, place=f"check {number}", remedy="")
             except Stopped as stopped:
                 assert str(stopped).startswith(f"rank {rank} (") and f"values of {name}" in str(stopped), stopped
                 found += 1
@@ -133,7 +133,7 @@ def cost(rounds: int, folder: Path) -> None:
         alone, save_s = statistics.median(step() for _ in range(rounds)), 0.0
         save()  # its memory is new
         alone, save_s = statistics.median(step() for _ in range(rounds)), save()
-        check_s = min(seconds(lambda: check_replicas(comm, tensors, place="cost")) for _ in range(3))
+        check_s = min(seconds(lambda: check_replicas(comm, tensors, place="cost", remedy="")) for _ in range(3))
         recompute_s = min(seconds(lambda: check_gradient(trainer, first)) for _ in range(3))
         epoch_s = alone * IMAGES / trainer.plan.global_batch_size
         report(

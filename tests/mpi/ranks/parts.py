@@ -34,6 +34,33 @@ def small_model(*, dropout: float = 0.0, seed: int = 0) -> nn.Sequential:
     )
 
 
+class OddModel(nn.Sequential):
+    """A small model as users have them: a layer that is never used, one that is frozen, one that is used twice, and
+    one with the weight of another. Layers of `left_out` are not used in a pass; their numbers are those of the list.
+    """
+
+    def __init__(self, *, dropout: float = 0.0, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        first = nn.Conv2d(3, 8, 4, stride=4)
+        branches = [nn.Linear(32, 32) for _ in range(5)]
+        super().__init__(
+            first, nn.GELU(), nn.Flatten(), nn.LayerNorm(32), nn.Dropout(dropout), nn.Linear(32, CLASSES), *branches
+        )
+        self[FROZEN].requires_grad_(False)
+        self[TIED].weight = self[TWICE].weight
+        self.left_out: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[4](self[3](self[2](self[1](self[0](x)))))
+        for branch in (TWICE, TWICE, TIED, FROZEN, OPTIONAL):
+            if branch not in self.left_out:
+                x = x + self[1](self[branch](x))
+        return self[5](x)
+
+
+NEVER, FROZEN, TWICE, TIED, OPTIONAL = range(6, 11)  # places in OddModel
+
+
 def tiny_vit(*, depth: int = 3, **rates: float) -> nn.Module:
     """timm's class with few blocks, for images (B, 3, 8, 8)."""
     torch.manual_seed(0)
@@ -59,7 +86,8 @@ def seen_by_optimizer(trainer: Trainer, batches: Iterator[Batch]) -> tuple[list[
 
 def begun(optimizer: Any) -> set[nn.Parameter]:
     """What Horovod has begun to reduce in this step."""
-    return {parameter for bucket in optimizer._handles if isinstance(bucket, tuple) for parameter in bucket}
+    sent = [number for number, (handle, _) in optimizer._handles.items() if handle is not None]
+    return {parameter for number in sent for parameter in optimizer._groups[number]}
 
 
 def images(samples: list[int], *, dtype: torch.dtype) -> Tensor:
@@ -104,7 +132,7 @@ def small_trainer(
     model = (model or small_model()).to(dtype)
     impl = "eager" if optimizer_name == "lamb" else None
     plain = build_optimizer(model, name=optimizer_name, lr=lr, weight_decay=0.1, impl=impl)
-    optimizer = comm.wrap(plain, model, passes=passes, compression=compression)
+    optimizer = comm.wrap(plain, model, passes=passes, compression=compression, watch=False)
     init_state(optimizer)
     if sam:
         sam.begin(optimizer)

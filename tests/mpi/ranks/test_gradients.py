@@ -1,12 +1,24 @@
 """The gradient that the optimizer sees equals that of one big batch, for any ranks and passes."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from parts import CLASSES, batch_of, images, seen_by_optimizer, serial_run, small_model, small_trainer, tiny_vit
+from parts import (
+    CLASSES,
+    OddModel,
+    batch_of,
+    images,
+    seen_by_optimizer,
+    serial_run,
+    small_model,
+    small_trainer,
+    tiny_vit,
+)
 from torch import Tensor, nn
 
 from largebatch.augment import Augment, Augmented, seed_for
+from largebatch.comm import Stopped
 from largebatch.config import accumulation_passes
 from largebatch.data.order import Plan
 from largebatch.losses import classification
@@ -96,8 +108,9 @@ def test_windows_of_unequal_passes_follow_each_other(comm):
     assert all(one == sums[0] for one in sums)
 
 
+@pytest.mark.parametrize("make", [small_model, OddModel])
 @pytest.mark.parametrize("micro_batches", [2, 4, 7])
-def test_any_number_of_ranks_shares_the_micro_batches(comm, micro_batches):
+def test_any_number_of_ranks_shares_the_micro_batches(comm, micro_batches, make):
     """Also if they do not come out even, and if a rank has none in any step."""
     batch_size = micro_batches * MICRO
     plan = Plan(
@@ -106,9 +119,9 @@ def test_any_number_of_ranks_shares_the_micro_batches(comm, micro_batches):
     passes = accumulation_passes(
         global_batch_size=batch_size, micro_batch_size=MICRO, num_ranks=comm.size, resuming=True
     )
-    trainer = small_trainer(comm, plan, passes=passes, dtype=torch.float64)
+    trainer = small_trainer(comm, plan, passes=passes, model=make(), dtype=torch.float64)
     trainer.fit()
-    for ours, theirs in zip(trainer.model.parameters(), serial_run(plan, small_model().double()).parameters()):
+    for ours, theirs in zip(trainer.model.parameters(), serial_run(plan, make().double()).parameters()):
         assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
 
 
@@ -145,6 +158,80 @@ def test_a_batch_shared_in_a_loop_of_your_own_has_the_gradient_of_the_whole(comm
             optimizer.step()
         optimizer.zero_grad()
         reference.load_state_dict(model.state_dict())
+
+
+COLUMNS = {  # given the rank, whether ranks differ
+    "labels": lambda odd: (torch.zeros(6, 2), torch.arange(6) + odd),
+    "labels of bool": lambda odd: (torch.arange(6) == odd,),
+    "indices in a list": lambda odd: ([*range(5), 7 + odd],),
+    "indices of numpy": lambda odd: (np.arange(6) + odd,),
+    "names": lambda odd: ([f"{k + odd}.jpg" for k in range(6)],),
+    "a dict": lambda odd: ({"image": torch.zeros(6), "label": torch.arange(6) + odd},),
+    "images alone": lambda odd: (torch.arange(6.0) + odd,),
+    "another length": lambda odd: (torch.zeros(6 + odd, dtype=torch.int64),),
+}
+
+
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_ranks_with_other_columns_end_together_before_the_step(comm, columns, before):
+    model = nn.Linear(1, 1)
+    optimizer = comm.wrap(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    for step in range(before + 1):
+        odd = int(step == before and comm.size > 1 and comm.rank == comm.size - 1)
+        for *_, weight in comm.micro_batches(*COLUMNS[columns](odd)):
+            (weight * model(torch.ones(1, 1)).sum()).backward()
+        if step == before and comm.size > 1:
+            with pytest.raises(Stopped, match=f"other columns on rank {comm.size - 1} than on rank 0.*shuffle alike"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
+def test_images_may_be_augmented_on_each_rank_in_another_way(comm):
+    model = nn.Linear(1, 1)
+    optimizer = comm.wrap(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    for _ in range(3):
+        for pixels, _, weight in comm.micro_batches(torch.full((6, 1), float(comm.rank)), torch.arange(6)):
+            (weight * model(pixels).sum()).backward()
+        optimizer.step()
+
+
+def test_a_dict_is_shared_column_by_column(comm):
+    batch = {"image": torch.arange(10.0).view(5, 2), "label": list(range(5))}
+    parts = [(part["image"].tolist(), part["label"]) for part, _ in comm.micro_batches(batch, passes=2)]
+    everything = [sample for one in comm.allgather_object(parts, name="dict") for part in one for sample in zip(*part)]
+    assert sorted(everything) == [([2.0 * k, 2.0 * k + 1], k) for k in range(5)]
+
+
+@pytest.mark.parametrize("length", [2, 7, 24])
+def test_draws_follow_the_part_and_leave_all_ranks_with_the_same_numbers(comm, length):
+    """Also if some ranks have fewer parts; and a loop that is left early."""
+    torch.manual_seed(5)
+    passes, drawn = 12 // comm.size, []
+    for part, _ in comm.micro_batches(list(range(length)), passes=passes):
+        drawn += [(part[0], float(torch.rand(())))]
+    for _ in comm.micro_batches(list(range(length)), passes=passes):
+        break
+    after = comm.allgather_object(float(torch.rand(())), name="draws/after")
+    assert len(set(after)) == 1
+    everything = sorted(sum(comm.allgather_object(drawn, name="draws"), []))
+    torch.manual_seed(5)
+    seed, expected = int(torch.randint(2**62, ())), []
+    for part in range(12):
+        start, stop = length * part // 12, length * (part + 1) // 12
+        if start < stop:
+            expected.append((start, float(torch.rand((), generator=torch.Generator().manual_seed(seed + part)))))
+    assert everything == expected
+
+
+NO_COLUMNS = [{1, 2}, iter([1]), 5, torch.tensor(3), None, nn.Linear(1, 1), {"a": [1], "b": [1, 2]}, {}]
+
+
+@pytest.mark.parametrize("column", NO_COLUMNS, ids=lambda column: type(column).__name__)
+def test_what_is_no_column_is_refused_in_a_sentence(comm, column):
+    with pytest.raises(ValueError, match="^micro_batches got a "):
+        comm.micro_batches(column)
 
 
 def test_columns_that_cannot_be_shared_are_refused(comm):

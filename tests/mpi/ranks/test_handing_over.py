@@ -7,10 +7,12 @@ import horovod.torch as hvd
 import pytest
 import torch
 from horovod.torch import mpi_ops
-from parts import begun, small_model, tiny_vit
+from parts import CLASSES, OPTIONAL, TIED, TWICE, OddModel, begun, images, replicas_agree, small_model, tiny_vit
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from largebatch.comm import buckets
+from largebatch.optim import build_optimizer
 
 
 def own_loss(comm, model: nn.Module, *, draw: int = 0) -> Tensor:
@@ -73,7 +75,7 @@ def test_a_step_that_would_reduce_once_more_warns(comm):
     optimizer = comm.wrap(plain_sgd(model), model)
     own_loss(comm, model).backward()
     comm.synchronize(optimizer)
-    with pytest.warns(UserWarning, match="without optimizer.skip_synchronize"):
+    with pytest.warns(UserWarning, match="step inside `with optimizer.skip_synchronize"):
         optimizer.step()
 
 
@@ -134,9 +136,56 @@ def test_a_gradient_in_another_order_of_memory_is_refused(comm):
     comm.synchronize(optimizer)
     weight, bias = model[5].weight, model[5].bias
     expected, weight.grad, bias.grad = weight.grad.clone(), weight.grad.t().contiguous().t(), None
-    if comm.size > 1:
-        with pytest.raises(ValueError, match="The gradient of 5.weight is not contiguous: give it the strides of"):
-            comm.synchronize(optimizer)
-        weight.grad = weight.grad.contiguous()
+    with pytest.raises(ValueError, match="The gradient of 5.weight is not contiguous: give it the strides of"):
+        comm.synchronize(optimizer)
+    weight.grad = weight.grad.contiguous()
     comm.synchronize(optimizer)
     torch.testing.assert_close(weight.grad, expected)  # the average of equal ones
+
+
+LEFT_OUT = {  # which layers a rank (of so many) leaves out in a pass of a step
+    "nothing": lambda step, rank, size, number: set(),
+    "one rank": lambda step, rank, size, number: {OPTIONAL} if rank == size - 1 else set(),
+    "in turns": lambda step, rank, size, number: {(TWICE, TIED, OPTIONAL)[(step + rank + number) % 3]},
+    "one pass": lambda step, rank, size, number: {TWICE, TIED} if number == 0 else set(),
+    "first step, rank 0": lambda step, rank, size, number: {TWICE, OPTIONAL} if step == rank == 0 else set(),
+    "all ranks in a step": lambda step, rank, size, number: {TWICE, TIED, OPTIONAL} if step == 1 else set(),
+}
+
+
+@pytest.mark.parametrize("thawed", [False, True])
+@pytest.mark.parametrize("whole", [True, False], ids=["one_bucket", "buckets"])
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("pattern", LEFT_OUT)
+def test_layers_that_some_leave_out_are_trained_as_in_one_process(comm, monkeypatch, pattern, passes, whole, thawed):
+    """Four steps of LAMB with weight decay; what nobody uses in a step does not move, nor does its step count."""
+    monkeypatch.setattr(buckets, "SMALLEST", 2**20 if whole else 1)
+    model, reference = OddModel().double(), OddModel().double()
+    options = {"name": "lamb", "lr": 0.02, "weight_decay": 0.1, "impl": "eager"}
+    optimizer = comm.wrap(build_optimizer(model, **options), model, passes=passes)
+    alone = build_optimizer(reference, **options)
+    samples = list(range(comm.size * passes * 2))
+    labels = torch.tensor(samples) % CLASSES
+
+    def compute(net: nn.Module, step: int, rank: int, number: int) -> None:
+        net.left_out = LEFT_OUT[pattern](step, rank, comm.size, number)
+        mine = slice(2 * (passes * rank + number), 2 * (passes * rank + number) + 2)
+        loss = cross_entropy(net(images(samples[mine], dtype=torch.float64)), labels[mine]) / passes
+        (loss if net is model else loss / comm.size).backward()
+
+    for step in range(4):
+        if thawed and step in (1, 3):
+            (comm.freeze if step == 1 else comm.unfreeze)(optimizer, model[TWICE].parameters())
+            reference[TWICE].requires_grad_(step == 3)
+        for number in range(passes):
+            compute(model, step, comm.rank, number)
+            for rank in range(comm.size):
+                compute(reference, step, rank, number)
+        optimizer.step()
+        alone.step()
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters()):
+            assert (ours - theirs).norm() <= 1e-12 * theirs.norm(), (step, name)
+            assert optimizer.state[ours].get("step", 0) == alone.state[theirs].get("step", 0), (step, name)
+        optimizer.zero_grad()
+        alone.zero_grad()
+    assert replicas_agree(comm, model, "left out")

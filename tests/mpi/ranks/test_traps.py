@@ -116,9 +116,8 @@ def test_zero_grad_takes_its_argument(comm, set_to_none):
     model = small_model()
     optimizer = comm.wrap(Lamb(model.parameters(), lr=0.1), model, passes=1)
     model(torch.ones(2, 3, 8, 8)).sum().backward()
-    if comm.size > 1:
-        with pytest.raises(RuntimeError, match="would race with the reduction"):
-            optimizer.zero_grad(set_to_none=set_to_none)
+    with pytest.raises(ValueError, match="would race with the reduction"):
+        optimizer.zero_grad(set_to_none=set_to_none)
     comm.synchronize(optimizer)
     optimizer.zero_grad(set_to_none=set_to_none)
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -285,3 +284,223 @@ def test_failures_of_setting_up_stop_all_ranks_with_the_cause(comm):
                 raise ValueError("no such folder")
     where = f"rank {comm.rank if comm.size == 1 else comm.size - 1} of {comm.size}, reading: "
     assert str(stopped.value) == ("" if comm.size == 1 else where) + "no such folder"
+
+
+# -- mistakes of a loop of one's own, on one rank as on several ------------------------------------------------------
+
+
+def sgd(model: nn.Module, **options) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def loss_of(model: nn.Module, number: int = 0) -> torch.Tensor:
+    """The same on all ranks, so that the reduced gradient is that of one process."""
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    return model(pixels).square().mean()
+
+
+def same(ours: nn.Module, theirs: nn.Module) -> bool:
+    return all((p - q).norm() <= 1e-12 * q.norm() for p, q in zip(ours.parameters(), theirs.parameters()))
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_a_pass_more_than_announced_is_one_sentence_whose_remedy_works(comm, passes):
+    model, reference = small_model().double(), small_model().double()
+    optimizer = comm.wrap(sgd(model), model, passes=passes)
+    for number in range(passes):
+        loss_of(model, number).backward()
+    sentence = rf"was computed {passes + 1} times in a step of {passes} pass.* passes={passes + 1},"
+    with pytest.raises(ValueError, match=sentence):
+        loss_of(model, passes).backward()
+    with pytest.raises(ValueError, match="was changed or dropped between"):  # and nothing is left under way
+        comm.synchronize(optimizer)
+    model.zero_grad()
+    optimizer, alone = comm.wrap(sgd(model), model, passes=passes + 1), sgd(reference)
+    for number in range(passes + 1):
+        loss_of(model, number).backward()
+        loss_of(reference, number).backward()
+    optimizer.step(), alone.step()
+    assert same(model, reference)
+
+
+@pytest.mark.parametrize("computed", [0, 1, 2])
+def test_a_pass_fewer_than_announced_gives_the_gradients_of_those_there_were(comm, computed):
+    """And without any pass nothing moves, whatever the weight decay."""
+    model, reference = small_model().double(), small_model().double()
+    optimizer, alone = comm.wrap(sgd(model, weight_decay=0.1), model, passes=3), sgd(reference, weight_decay=0.1)
+    for _ in range(2):
+        for number in range(computed):
+            loss_of(model, number).backward()
+            loss_of(reference, number).backward()
+        optimizer.step(), alone.step()
+        optimizer.zero_grad(), alone.zero_grad()
+    assert same(model, reference)
+
+
+def test_a_step_may_be_left_out_and_a_second_one_needs_no_backward(comm):
+    """After the first of two passes; and both steps without zero_grad, as in one process."""
+    model, reference = small_model().double(), small_model().double()
+    optimizer, alone = comm.wrap(sgd(model), model, passes=2), sgd(reference)
+    loss_of(model, 7).backward()
+    optimizer.zero_grad()
+    for number in range(2):
+        loss_of(model, number).backward()
+        loss_of(reference, number).backward()
+    for _ in range(2):
+        optimizer.step(), alone.step()
+    assert same(model, reference)
+
+
+SPOIL = {
+    "clip": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "zero": lambda model, optimizer: model.zero_grad(),
+    "replace": lambda model, optimizer: setattr(model[5].weight, "grad", model[5].weight.grad * 2),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOIL)
+def test_gradients_are_not_touched_while_they_are_reduced(comm, spoil):
+    """With the remedy of the sentence the step is that of one process."""
+    model, reference = small_model().double(), small_model().double()
+    optimizer, alone = comm.wrap(sgd(model), model), sgd(reference)
+    loss_of(model).backward()
+    SPOIL[spoil](model, optimizer)
+    with pytest.raises(ValueError, match="call comm.synchronize\\(optimizer\\) before you clip, unscale or change"):
+        optimizer.step()
+    model.zero_grad()
+    loss_of(model).backward()
+    loss_of(reference).backward()
+    comm.synchronize(optimizer)
+    for net, stepped in ((model, optimizer), (reference, alone)):
+        SPOIL[spoil](net, stepped)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    alone.step()
+    assert same(model, reference)
+
+
+def test_a_step_without_its_reduction_is_refused(comm):
+    model = small_model().double()
+    optimizer = comm.wrap(sgd(model), model)
+    loss_of(model).backward()
+    with pytest.raises(ValueError, match="gradients that are not reduced: call comm.synchronize"):
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    comm.synchronize(optimizer)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+
+
+@pytest.mark.parametrize("kind", [sgd, lbfgs])
+def test_a_closure_computes_what_the_ranks_reduce(comm, kind):
+    """Each rank has a part of the mean loss; LBFGS decides by that mean, and calls the closure many times."""
+    model, reference = small_model().double(), small_model().double()
+    optimizer, alone = comm.wrap(kind(model), model), kind(reference)
+
+    def closure_of(net, stepped, parts):
+        def closure():
+            stepped.zero_grad()
+            loss = torch.stack([loss_of(net, number) for number in parts]).mean()
+            loss.backward()
+            return loss
+
+        return closure
+
+    for _ in range(2):
+        ours = optimizer.step(closure_of(model, optimizer, [comm.rank]))
+        theirs = alone.step(closure_of(reference, alone, range(comm.size)))
+        assert abs(ours - theirs) <= 1e-9 * theirs
+    assert all((p - q).norm() <= 1e-9 * q.norm() for p, q in zip(model.parameters(), reference.parameters()))
+    assert replicas_agree(comm, model, "closure")
+
+
+def test_a_scaler_steps_as_in_one_process(comm):
+    model, reference = small_model().double(), small_model().double()
+    optimizer, alone = comm.wrap(sgd(model), model), sgd(reference)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(loss_of(model)).backward()
+    with pytest.raises(ValueError, match="unscales gradients while they are being reduced: call comm.synchronize"):
+        scaler.step(optimizer)
+    scaler.update()
+    comm.synchronize(optimizer)
+    optimizer.zero_grad()
+    for step in range(4):
+        scale = math.inf if step == 1 and comm.rank == comm.size - 1 else 1.0
+        (scaler.scale(loss_of(model, step)) * scale).backward()
+        comm.synchronize(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if step != 1:
+            loss_of(reference, step).backward()
+            alone.step()
+            alone.zero_grad()
+    assert same(model, reference) and scaler.get_scale() == 32.0
+
+
+def test_wrapping_keeps_hooks_state_and_defaults(comm):
+    """Also the hooks of parameters, which come before the reduction; and a scheduler of the given instance."""
+    model, reference, called = small_model().double(), small_model().double(), []
+    plains = [torch.optim.AdamW(net.parameters(), lr=0.05, betas=(0.7, 0.8)) for net in (model, reference)]
+
+    def thrice(parameter: nn.Parameter) -> None:
+        parameter.grad.mul_(3)
+
+    for net, plain in zip((model, reference), plains):
+        loss_of(net, 9).backward()
+        plain.step()  # moments, which the wrapped one takes over
+        plain.zero_grad()
+        net[5].bias.register_post_accumulate_grad_hook(thrice)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(plain, 0.5) for plain in plains]
+    plains[0].register_step_pre_hook(lambda *_: called.append("before"))
+    plains[0].register_step_post_hook(lambda *_: called.append("after"))
+    plains[0].register_state_dict_post_hook(lambda _, state: state | {"mine": 1})
+    optimizer = comm.wrap(plains[0], model)
+    assert optimizer.defaults == plains[0].defaults and optimizer.state_dict()["mine"] == 1
+    for step in range(3):
+        for net, stepped, scheduler in zip((model, reference), (optimizer, plains[1]), schedulers):
+            loss_of(net, step).backward()
+            stepped.step()
+            stepped.zero_grad()
+            scheduler.step()
+    assert called == ["before", "after"] * 3 and same(model, reference)
+    assert optimizer.param_groups[0]["lr"] == plains[1].param_groups[0]["lr"] == 0.05 / 8
+
+
+class Needs(torch.optim.SGD):
+    def __init__(self, params, rate):
+        super().__init__(params, lr=rate)
+
+
+REFUSED = {
+    "another model": (lambda comm, model, o: comm.wrap(sgd(small_model()), model), "6 of 6 .* are not the model's"),
+    "no passes": (lambda comm, model, o: comm.wrap(sgd(model), model, passes=0), "passes=0: expected at least one"),
+    "arguments": (lambda comm, model, o: comm.wrap(Needs(model.parameters(), 1), model), "Needs cannot be wrapped: "),
+    "a group": (lambda comm, model, o: o.add_param_group({"params": []}), "added after comm.wrap.* add it before"),
+    "passes": (lambda comm, model, o: comm.expect_passes(o, 2), "number of passes was changed inside a step"),
+    "state": (lambda comm, model, o: o.load_state_dict(o.state_dict()), "A state was loaded inside a step"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_go_wrong_later_is_refused(comm, what):
+    model = small_model().double()
+    optimizer = comm.wrap(sgd(model), model)
+    loss_of(model).backward()
+    call, sentence = REFUSED[what]
+    with pytest.raises(ValueError, match=sentence):
+        call(comm, model, optimizer)
+    optimizer.step()
+
+
+def test_a_sparse_gradient_is_refused(comm):
+    model = nn.Embedding(4, 3, sparse=True)
+    optimizer = comm.wrap(sgd(model), model)
+    with pytest.raises(ValueError, match="gradient of weight is not contiguous: .* leave sparse=True out"):
+        model(torch.tensor([1])).sum().backward()
+    assert not optimizer._handles

@@ -1,0 +1,297 @@
+"""Replicas: the copies of a model on the data ranks begin alike, are trained alike, and are compared.
+
+Every rank applies the same reduced gradient with the same arithmetic, so the copies are equal to the last bit as long
+as each rank also has the same weights and the same options, and takes its part of the same batches. In each step the
+ranks compare a digest of these (`Votes`), and now and then a sum of the bits of each tensor.
+"""
+
+import hashlib
+import socket
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from largebatch.comm.hvd import hvd
+from largebatch.comm.mistakes import Mistake
+from largebatch.comm.polling import finish
+from largebatch.comm.stopped import Stopped
+
+WORD = 8  # bytes that are added as one: without a conversion, a sum takes no longer than reading
+DIGEST = 2**26  # the square of a smaller number, times the number of ranks, fits into 63 bits
+OFTEN = 1024  # steps; up to there the weights are compared after 1, 2, 4, ... steps, then after each so many
+
+
+# -- in each step ----------------------------------------------------------------------------------------------------
+
+
+class Votes:
+    """The sum over the ranks of what each sends in a step: which gradients it has, digests of what must be alike."""
+
+    def __init__(self, handle: int, size: int) -> None:
+        self.handle, self.size = handle, size
+        self.alike = True
+
+    @staticmethod
+    def begin(optimizer: Any, used: Tensor, columns: int, data_set: Any) -> "Votes":
+        """Send a flag for each gradient, int64, and the digests of the param groups and of the columns."""
+        digests = [value for digest in (digest_of(numbers(optimizer)), columns) for value in (digest, digest**2)]
+        sent = torch.cat([torch.tensor(digests), used])
+        return Votes(hvd.allreduce_async(sent, name="votes", op=hvd.Sum, process_set=data_set), data_set.size())
+
+    def finish(self) -> list[int]:
+        """Wait for the sum; return how many ranks have each gradient."""
+        *sums, _ = received = finish(self.handle).tolist()
+        # Equal numbers, and only these, have a square of the sum that is so many times the sum of the squares.
+        self.alike = all(self.size * squares == total**2 for total, squares in (received[:2], received[2:4]))
+        return received[4:]
+
+
+def numbers(optimizer: Optimizer) -> list[dict[str, str]]:
+    """Return the options of each param group, as texts, as far as they are plain values."""
+    return [
+        {key: repr(group[key]) for key in sorted(group) if _is_plain(group[key])} for group in optimizer.param_groups
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (int, float, str)) or (
+        isinstance(value, tuple) and all(map(_is_plain, value))
+    )  # fmt: skip
+
+
+def digest_of(value: Any) -> int:
+    """Return a digest, less than DIGEST, of what has the same text on ranks that are alike."""
+    return zlib.crc32(repr(value).encode()) % DIGEST
+
+
+def refuse_unlike(comm: Any, optimizer: Optimizer, columns: int) -> None:
+    """Raise Stopped on all ranks, with what differs between rank 0 and the first rank that differs from it."""
+    (first, columns_of_0), *others = comm.allgather_object((numbers(optimizer), columns), name="votes/numbers")
+    for rank, (theirs, its_columns) in enumerate(others, start=1):
+        for number, (group, other) in enumerate(zip(first, theirs)):
+            for key in [key for key in group | other if group.get(key) != other.get(key)]:
+                raise Stopped(
+                    f"param group {number} has {key} {other.get(key)} on rank {rank} and {group.get(key)} on rank 0, "
+                    "so the weights would differ: change it on all ranks alike; a scheduler that follows a loss needs "
+                    "that of all ranks (comm.allreduce(loss, name=\"loss\") / comm.size)."
+                )
+        if its_columns != columns_of_0:
+            raise Stopped(
+                f"comm.micro_batches got other columns on rank {rank} than on rank 0, and each rank takes its part of "
+                "the same batch: shuffle alike on all ranks, by the same torch.manual_seed inside the session or by "
+                "generator=torch.Generator().manual_seed(0) of the DataLoader, and without a DistributedSampler."
+            )
+    raise Stopped("The optimizer's param groups differ between the ranks: add and change them on all ranks alike.")
+
+
+# -- a batch that ranks share ----------------------------------------------------------------------------------------
+
+
+def length_of(column: Any) -> int:
+    """Return the number of samples in a column; Mistake if it cannot be sliced, or a dict has columns that differ."""
+    if isinstance(column, Mapping):
+        lengths = {key: length_of(value) for key, value in column.items()}
+        if len(set(lengths.values())) == 1:
+            return next(iter(lengths.values()))
+        raise Mistake(f"micro_batches got a dict of columns of the lengths {lengths}: expected one length for all.")
+    try:
+        column[0:0]
+        return len(column)
+    except (TypeError, IndexError, KeyError):
+        raise Mistake(
+            f"micro_batches got a {type(column).__name__} as a column: expected tensors, lists or indices of samples, "
+            "each of the whole batch, or a dict of such."
+        ) from None
+
+
+def part_of(column: Any, start: int, stop: int) -> Any:
+    """Return these samples of a column."""
+    if isinstance(column, Mapping):
+        return {key: part_of(value, start, stop) for key, value in column.items()}
+    return column[start:stop]
+
+
+def digest_of_columns(columns: Sequence[Any]) -> int:
+    """Return a digest of columns that ranks share: of whole numbers and texts, or, if there are none, of all.
+
+    Images may be augmented on each rank in another way: their labels or numbers tell whether they are the same.
+    """
+    exact = [part for part in map(_exact_bytes, columns) if part]
+    if not exact:
+        exact = [_bytes(column) for column in columns if torch.is_tensor(column)]
+    return zlib.crc32(b"".join(exact)) % DIGEST
+
+
+def _exact_bytes(column: Any) -> bytes:
+    if isinstance(column, Mapping):
+        return b"".join(map(_exact_bytes, column.values()))
+    if torch.is_tensor(column):
+        return b"" if column.is_floating_point() or column.is_complex() else _bytes(column)
+    if hasattr(column, "tobytes"):  # of numpy
+        return b"" if column.dtype.kind in "fcO" else column.tobytes()
+    values = [value for value in column if isinstance(value, list) or _is_plain(value)]
+    return repr(values).encode() if values else b""
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+# -- at the start ----------------------------------------------------------------------------------------------------
+
+
+def share(comm: Any, model: nn.Module, optimizer: Optimizer) -> None:
+    """Give all ranks rank 0's weights, buffers, options and optimizer state; Stopped if their models differ."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    mine = [
+        *(f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in model.state_dict().items()),
+        *(f"{name} is trained" for name, parameter in model.named_parameters() if parameter.requires_grad),
+        *(f"{names[p]} in param group {k}" for k, group in enumerate(optimizer.param_groups) for p in group["params"]),
+    ]
+    first = comm.broadcast_object(mine, name="wrap/names")
+    with comm.together("comm.wrap"):
+        if mine != first:
+            here, there = (next(iter(x for x in one if x not in other), "another order")
+                           for one, other in ((mine, first), (first, mine)))  # fmt: skip
+            raise Mistake(f"comm.wrap got another model or optimizer than on rank 0: {here}, there {there}.")
+    _make_room(comm, optimizer)
+    comm.broadcast_state(model, optimizer)
+
+
+def _make_room(comm: Any, optimizer: Optimizer) -> None:
+    """Give the optimizer of each rank the entries that rank 0's state has, for `broadcast_state` to fill."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    mine = [
+        {key: (value.shape, value.dtype, value.is_cpu) for key, value in optimizer.state.get(parameter, {}).items()
+         if torch.is_tensor(value)} for parameter in parameters
+    ]  # fmt: skip
+    for parameter, entries, own in zip(parameters, comm.broadcast_object(mine, name="wrap/state"), mine):
+        if not entries:
+            optimizer.state.pop(parameter, None)
+        elif entries != own:
+            optimizer.state[parameter] = {
+                key: torch.empty(shape, dtype=dtype, device="cpu" if on_cpu else parameter.device)
+                for key, (shape, dtype, on_cpu) in entries.items()
+            }
+
+
+# -- batch norm ------------------------------------------------------------------------------------------------------
+
+
+def average_statistics(comm: Any, model: nn.Module) -> None:
+    """Give batch norm's running statistics their mean over the ranks: each rank has followed its own micro-batches."""
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
+    if not buffers or comm.data_size == 1:
+        return
+    mean = comm.allreduce(torch.cat([buffer.double() for buffer in buffers]), name="wrap/batch_norm") / comm.data_size
+    for buffer, part in zip(buffers, mean.split([len(buffer) for buffer in buffers])):
+        buffer.copy_(part)
+
+
+# -- comparisons -----------------------------------------------------------------------------------------------------
+
+
+REMEDY = (
+    "Change weights and the optimizer's state on all ranks alike: load them before comm.wrap, which gives all ranks "
+    "those of rank 0, or call comm.broadcast_state(model, optimizer) after it. If nothing but optimizer.step() changes "
+    "them, a memory or a processor of such a host computes wrongly, or its processor is of another kind: leave the "
+    "host out, or give comm.wrap watch=False."
+)
+
+
+def is_due(step: int) -> bool:
+    """Return whether the weights are to be compared after this step."""
+    return step % OFTEN == 0 if step > OFTEN else step & (step - 1) == 0
+
+
+def check_replicas(comm: Any, tensors: dict[str, Tensor], *, place: str, remedy: str) -> None:
+    """Compare over the data ranks that hold the same part of the model. All ranks raise Stopped if one differs.
+
+    The message names the ranks that differ from most others, and the first tensor that does. place: where the run is.
+    remedy: what to do, in sentences.
+    """
+    if found := differences(comm, tensors):
+        clauses = [
+            f"rank {one.rank} ({one.host}) and rank {one.good} hold other values of {one.tensor}, and only two ranks "
+            "hold it, so that either may be wrong" if one.alone else
+            f"rank {one.rank} ({one.host}) holds other values of {one.tensor} than most ranks"
+            for one in found
+        ]  # fmt: skip
+        raise Stopped("; ".join(clauses) + f": found after {place}. {remedy}")
+
+
+def named_tensors(
+    model: nn.Module, optimizer: Optimizer | None = None, average: nn.Module | None = None
+) -> dict[str, Tensor]:
+    """Return parameters and buffers by name, in the same order on all ranks.
+
+    The optimizer's tensors are called parameter/key, and those of the average have a word before their name.
+    """
+    tensors = dict(model.state_dict(keep_vars=True))
+    if average is not None:
+        tensors.update({f"the average of {name}": value for name, value in average.state_dict(keep_vars=True).items()})
+    if optimizer is not None:
+        for name, parameter in model.named_parameters():
+            state = optimizer.state.get(parameter, {})
+            tensors.update({f"{name}/{key}": value for key, value in state.items() if torch.is_tensor(value)})
+    return tensors
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bytes, eight as one integer, 0-d int64 modulo 2^64; a flipped bit changes it."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % WORD:
+        flat = flat.clone()  # a view as words begins at a whole word
+    whole = len(flat) - len(flat) % WORD
+    return flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A rank whose bits are not those of most ranks with the same part of the model."""
+
+    rank: int
+    host: str
+    tensor: str  # the first one that differs
+    good: int  # a rank that is as most are
+    alone: bool  # only these two ranks have the part, so the wrong one may be either
+
+
+def differences(comm: Any, tensors: dict[str, Tensor]) -> list[Difference]:
+    """Compare tensors of the same names over the data ranks; return one entry for each rank that differs.
+
+    A collective; its result is the same on all ranks.
+    """
+    sums = torch.stack([bit_sum(tensor) for tensor in tensors.values()]).cpu()
+    mine = (comm.model_rank, socket.gethostname(), hashlib.blake2b(sums.numpy().tobytes()).hexdigest())
+    everyone = comm.allgather_object(mine, name="replicas/digest")
+    bad = differing(everyone)
+    if not any(bad):
+        return []
+    rows = comm.allgather_object(sums, name="replicas/sums")  # only now: they are long
+    names = comm.allgather_object(list(tensors), name="replicas/names")
+    found = []
+    for rank, (part, host, _) in enumerate(everyone):
+        if bad[rank]:
+            same = [other for other, (its_part, _, _) in enumerate(everyone) if its_part == part]
+            good = next(other for other in same if not bad[other])
+            first = int((rows[rank] != rows[good]).nonzero()[0])
+            found.append(Difference(rank, host, names[rank][first], good, alone=len(same) == 2))
+    return found
+
+
+def differing(everyone: list[tuple[int, str, str]]) -> list[bool]:
+    """Return, for each rank, whether its digest differs from that of most ranks with the same part of the model.
+
+    Of two equally frequent digests the one of the lowest rank counts.
+    """
+    digests = {part: Counter(d for p, _, d in everyone if p == part) for part, _, _ in everyone}
+    return [digests[part].most_common(1)[0][0] != digest for part, _, digest in everyone]
