@@ -1,10 +1,12 @@
 """The zoo: structures, logits and preprocessing are timm's, and importing it costs torch and timm alone."""
 
 import copy
+import importlib.util
 import inspect
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -290,27 +292,36 @@ def test_a_plain_script_imports_torch_and_timm_only():
     assert result.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    "installed, loads, declared",
-    [(True, True, ()), (True, False, ("not_there_1", "not_there_2")), (False, False, ())],
-)
-def test_operators_are_declared_only_where_torchvision_does_not_load(monkeypatch, installed, loads, declared):
-    defined = []
-    if not installed:
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(zoo._torchvision, "OPERATORS", ("not_there_1", "not_there_2"))
-    monkeypatch.setattr(zoo._torchvision, "_library_loads", lambda folders: loads)
-    monkeypatch.setattr(torch.library, "define", lambda name, schema: defined.append(name))
-    assert zoo._torchvision.declare_missing_operators() == declared
-    assert defined == [f"torchvision::{name}" for name in declared]
+DEFINES = f'torch.library.define("torchvision::{{name}}", "{zoo._torchvision.SCHEMA}")'
+NEEDS = 'torch.library.register_fake("torchvision::{name}")(print)'
 
 
-def test_operators_that_exist_are_not_declared_again():
-    assert zoo._torchvision.declare_missing_operators() == ()
-    assert hasattr(torch.ops.torchvision, "nms") and hasattr(torch.ops.torchvision, "qnms")
+@pytest.mark.parametrize("name, lines, executed", [("own", [DEFINES, NEEDS], 1), ("missing", [NEEDS], 2)])
+def test_operators_are_declared_only_if_torchvision_has_none(tmp_path, monkeypatch, name, lines, executed):
+    """However its library is called: a second declaration of a compiled operator would end the process."""
+    write_torchvision(tmp_path, "import torch", *lines, name=name)
+    monkeypatch.setattr(zoo._torchvision, "OPERATORS", (name,))
+    import_torchvision(tmp_path)
+    assert len((tmp_path / "executed").read_text()) == executed
+    assert hasattr(torch.ops.torchvision, name)
 
 
-def test_a_library_that_does_not_load_is_noticed(tmp_path):
-    assert not zoo._torchvision._library_loads([str(tmp_path)])
-    (tmp_path / "_C.so").write_bytes(b"no library")
-    assert not zoo._torchvision._library_loads([str(tmp_path)])
+def test_other_failures_of_torchvision_are_its_own(tmp_path, monkeypatch):
+    write_torchvision(tmp_path, "raise RuntimeError('compiled with different CUDA major versions')", name="")
+    monkeypatch.setattr(zoo._torchvision, "OPERATORS", ("not_declared",))
+    with pytest.raises(RuntimeError, match="different CUDA"):
+        import_torchvision(tmp_path)
+    assert not hasattr(torch.ops.torchvision, "not_declared")
+
+
+def write_torchvision(folder: Path, *lines: str, name: str) -> None:
+    """A package that counts how often it is executed, and then does what the lines say."""
+    package = folder / "torchvision" / "__init__.py"
+    package.parent.mkdir()
+    count = f"with open({str(folder / 'executed')!r}, 'a') as file: file.write('x')"
+    package.write_text("\n".join([count, *lines]).format(name=name))
+
+
+def import_torchvision(folder: Path) -> None:
+    spec = zoo._torchvision.TorchvisionFinder.find_spec("torchvision", [str(folder)])
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))

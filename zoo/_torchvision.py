@@ -2,46 +2,47 @@
 
 timm imports torchvision, and torchvision registers shape functions for its operators `nms` and `qnms` while
 it is imported. The Python registry's torchvision is built for CUDA: beside the CPU build of torch its
-library cannot be loaded, the two operators do not exist, and the import fails. Declared beforehand, without
-an implementation, they let everything else work; calling them would fail, and nothing here calls them.
+library cannot be loaded, the two operators do not exist, and the import fails. Declared without an
+implementation, they let everything else work; calling them would fail, and nothing here calls them.
 
-To find out if this is needed, load the library as torchvision itself does; if that succeeds, declare nothing.
+Only torchvision knows its library, whose name changes between versions, and an operator that is registered
+twice ends the process. So the operators are declared when the import has failed, and it is then repeated.
 """
 
-import importlib.machinery
-import importlib.util
-import logging
-
-import torch
-
-logger = logging.getLogger(__name__)
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 
 OPERATORS = ("nms", "qnms")
 SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
-def declare_missing_operators() -> tuple[str, ...]:
-    """Declare the operators that torchvision will need and not find; return their names."""
-    package = importlib.util.find_spec("torchvision")  # finds it without importing it
-    if package is None or _library_loads(list(package.submodule_search_locations or ())):
-        return ()
-    missing = tuple(name for name in OPERATORS if not hasattr(torch.ops.torchvision, name))
-    for name in missing:
-        torch.library.define(f"torchvision::{name}", SCHEMA)
-    logger.debug("torchvision's compiled operators do not load; declared %s without implementation", missing)
-    return missing
+class TorchvisionFinder:
+    """Finds torchvision as Python does, and repeats its import if the operators are missing."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == "torchvision" else None
+        if spec and spec.loader:
+            execute = spec.loader.exec_module
+            setattr(spec.loader, "exec_module", partial(execute_with_operators, execute))
+        return spec
 
 
-def _library_loads(folders: list[str]) -> bool:
-    """Load torchvision's compiled operators, as its own import does a moment later."""
-    library = importlib.machinery.PathFinder.find_spec("_C", folders)
-    if library is None or library.origin is None:
-        return False
+def execute_with_operators(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Execute torchvision; if it lacks its operators, declare them and execute it again."""
     try:
-        torch.ops.load_library(library.origin)
-    except (ImportError, OSError):
-        return False
-    return True
+        execute(module)
+    except RuntimeError as error:
+        if "operator torchvision::" not in str(error):
+            raise
+        import torch  # not earlier: to look for torchvision is no reason to import it
+
+        for name in OPERATORS:
+            torch.library.define(f"torchvision::{name}", SCHEMA)
+        execute(module)
 
 
-declare_missing_operators()
+sys.meta_path.insert(0, TorchvisionFinder)
