@@ -25,8 +25,8 @@
 #   OPERATIONS   auto | cpu | nccl                   (default: auto: nccl with CUDA torch, a visible GPU and an
 #                                                     nvcc of torch's CUDA major version; otherwise cpu. Where
 #                                                     Slurm answers and no GPU is visible, it must be given)
-#   HOROVOD_BUILD_CUDA_CC_LIST                       (default: those of the visible GPUs, or 80,90: the
-#                                                     architectures of Horovod's kernels)
+#   HOROVOD_BUILD_CUDA_CC_LIST                       (default: those of the visible GPUs, 80, 90, and 100 from CUDA
+#                                                     12.8 on: the architectures of Horovod's kernels)
 #   TORCH_INDEX  where torch's builds for each       (default: https://download.pytorch.org/whl)
 #                CUDA lie, or a mirror
 #   CXX          C++ compiler                        (default: the first of g++, c++, clang++)
@@ -39,6 +39,7 @@ set -Eeuo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
+case $VENV in /*) ;; *) VENV=$PWD/$VENV ;; esac
 LOG=$VENV/install.log
 BEGUN=$VENV/largebatch-begun        # exists from the start: this folder is ours, and not complete yet
 MARKER=$VENV/largebatch-installed   # written last: key=value lines, also read by largebatch.doctor
@@ -76,16 +77,17 @@ usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 # -- checks before anything is created ---------------------------------------------------------------------------
 
 fitting_python() {                  # prints the interpreter, or dies with the versions that were found
-    local candidate found=""
-    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
-        local version
+    local candidate version found="" none="no python3 was found on PATH"
+    local candidates=(python3 python3.13 python3.12 python3.11)
+    [ -z "${PYTHON:-}" ] || candidates=("$PYTHON") none="PYTHON=$PYTHON does not run"
+    for candidate in "${candidates[@]}"; do
         version=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
         case $version in
             3.11 | 3.12 | 3.13) command -v "$candidate"; return ;;
         esac
         found="$found $candidate is $version,"
     done
-    die "Python 3.11, 3.12 or 3.13 is needed, but${found:- no python3 was found on PATH,} so install one" \
+    die "Python 3.11, 3.12 or 3.13 is needed, but${found:- $none,} so install one" \
         "(Debian, Ubuntu: sudo apt-get install python3.11 python3.11-venv python3.11-dev) or name yours:" \
         "PYTHON=/path/to/python3.11 mpi_scripts/install.sh"
 }
@@ -206,6 +208,14 @@ check_operations() {
 
 # -- steps -------------------------------------------------------------------------------------------------------
 
+# Python's bin/activate writes the path between double quotes, and PATH is split at colons.
+check_place() {
+    case $ROOT$VENV in
+        *[\"\$\`\\:$'\n']*) die "the path of the repository or of VENV has one of \" \$ \` \\ : or a line break, and .venv does" \
+            "not work there ($ROOT, $VENV): rename the folder, or give another VENV=..." ;;
+    esac
+}
+
 lock() {                            # of two runs at the same time, the second waits and then finds the work done
     mkdir -p "$(dirname "$VENV")"
     exec 9>"$VENV.lock"
@@ -317,7 +327,7 @@ install_packages() {
 
 find_nvcc() {                       # prints the first nvcc of CUDA_HOME, PATH and the usual folder, if any
     local candidate
-    for candidate in "${CUDA_HOME:-}/bin/nvcc" "$(command -v nvcc || true)" /usr/local/cuda/bin/nvcc; do
+    for candidate in "${CUDA_HOME:+$CUDA_HOME/bin/nvcc}" "$(command -v nvcc || true)" /usr/local/cuda/bin/nvcc; do
         if [ -x "$candidate" ] && "$candidate" --version >/dev/null 2>&1; then echo "$candidate"; return; fi
     done
 }
@@ -369,6 +379,7 @@ torch_facts() {
 #  5. horovodrun's ssh notices a lost host (SSH_KEEPALIVE above); ssh_config would do this only for one user. Without
 #     an ssh client, one sentence replaces five tries and a traceback.
 #  6. setup.py gives "VERBOSE=1", an argument of make, to any build tool; ninja, which we use instead, stops at it.
+#  7. The headers of GCC 13 no longer include each other; GCC 14 refuses an assignment to a const member.
 # With CPU operations and a CUDA torch, the build also skips the search for CUDA, which would need nvcc.
 edit() {                            # file, text that must be there, its replacement
     grep -q -- "$2" "$1" || die "cannot patch Horovod $HOROVOD_VERSION: '$2' is not in its $1"
@@ -385,6 +396,9 @@ patch_horovod() {                   # in the folder of Horovod's source
     edit horovod/runner/js_run.py 'from distutils.spawn import find_executable' \
         'from shutil import which as find_executable'
     edit setup.py "make_args.append('VERBOSE=1')" 'pass'
+    edit horovod/common/common.h '#include <string>' '#include <stdexcept>\n&'
+    edit horovod/common/group_table.h '#define NULL_GROUP_ID -1' '&\n\n#include <string>'
+    edit third_party/flatbuffers/include/flatbuffers/stl_emulation.h 'const size_type count_;' 'size_type count_;'
     file=horovod/runner/util/remote.py
     edit "$file" "PREFIX = 'ssh" "PREFIX = 'ssh $SSH_KEEPALIVE"
     edit "$file" '^from horovod.runner.common.util import env as env_util' 'import shutil\nimport sys\n\n&'
@@ -410,10 +424,13 @@ patch_cuda() {                      # in the folder of Horovod's source
     edit horovod/torch/cuda_util.cc 'dlopen("libcuda.so"' 'dlopen("libcuda.so.1"'
 }
 
-architectures() {                   # prints those of Horovod's CUDA kernels: 80,90
-    local found
-    found=$(ask_gpus compute_cap | tr -d . | sort -nu | paste -sd ,)
-    echo "${HOROVOD_BUILD_CUDA_CC_LIST:-${found:-80,90}}"
+# Prints those of Horovod's CUDA kernels: of the GPUs that are visible, and of those that other hosts of a cluster often
+# have. Kernels that a GPU cannot run fail without an error.
+architectures() {
+    local list
+    list=$({ ask_gpus compute_cap | tr -d .; printf '80\n90\n'
+             nvcc_release "$(find_nvcc)" | awk '$1 >= 12.8 { print 100 }'; } | sort -nu | paste -sd ,)
+    echo "${HOROVOD_BUILD_CUDA_CC_LIST:-$list}"
 }
 
 nccl_settings() {                   # CMake looks for libnccl.so; the wheel that torch loads has only libnccl.so.2
@@ -429,46 +446,76 @@ nccl_settings() {                   # CMake looks for libnccl.so; the wheel that
     export CUDA_HOME HOROVOD_CUDA_HOME=$CUDA_HOME
 }
 
-build_horovod() {                   # leaves the wheel in $VENV/build/wheels
-    local work=$VENV/build jobs
+# Sets WORK, the folder that Horovod is built in. CMake's FindMPI takes paths apart at spaces, so it sees .venv through a
+# link there, and the wheel's MPI through compilers that do not look for their real path.
+choose_work() {
+    case $VENV in
+        *[!A-Za-z0-9_./+-]*) WORK=$(mktemp -d /tmp/largebatch-XXXXXX) ;;    # TMPDIR may hold a space as well
+        *) WORK=$VENV/build; rm -rf "$WORK"; mkdir "$WORK" ;;
+    esac
+    ln -s "$VENV" "$WORK/venv"
+    [ "$MPI" = wheel ] || return 0
+    mkdir -p "$WORK/mpi/bin"
+    printf '%s\n' '#!/usr/bin/env bash' "export OPAL_PREFIX=$WORK/venv" \
+        "exec -a \"\${0##*/}\" $WORK/venv/bin/opal_wrapper \"\$@\"" >"$WORK/mpi/bin/mpicxx"
+    chmod +x "$WORK/mpi/bin/mpicxx"
+    cp "$WORK/mpi/bin/mpicxx" "$WORK/mpi/bin/mpicc"
+    cp "$WORK/mpi/bin/mpicxx" "$WORK/mpi/bin/mpiexec"   # never run: FindMPI looks for the compilers beside it
+}
+
+unpack_source() {                   # Horovod's, into $WORK. recipe() does not know patch_cuda, which is not for CPUs
+    local name=horovod-$HOROVOD_VERSION
+    if [ -f "$HOROVOD_SOURCE/setup.py" ]; then cp -r "$HOROVOD_SOURCE" "$WORK/$name"
+    else
+        [ -n "$HOROVOD_SOURCE" ] || pip_or_die "the source of Horovod $HOROVOD_VERSION" download --no-binary horovod \
+            --no-deps --no-build-isolation -d "$WORK" "horovod==$HOROVOD_VERSION"
+        tar -xf "${HOROVOD_SOURCE:-$WORK}/$name.tar.gz" -C "$WORK"
+    fi
+    [ "$OPERATIONS" = cpu ] || (cd "$WORK/$name" && patch_cuda) || exit 1
+}
+
+log_from() { tail -n "+$1" "$LOG"; }
+
+count_files() {                     # of a build whose output begins at line $1 of the log, until this script ends
+    local built
+    while sleep 30 >/dev/null && kill -0 $$; do
+        built=$(log_from "$1" | grep -Eo '^ *\[[0-9]+/[0-9]+\]' | tail -n 1 | tr -d ' []' || true)
+        say "built ${built:-none} of Horovod's files"
+    done
+}
+
+cause_of() {                        # prints the first error of CMake or a compiler from line $1 of the log on
+    local cause
+    cause=$(log_from "$1" | grep -v subprocess-exited | grep -E -m 1 -A 4 'CMake Error|fatal|error: ' || true)
+    cause=$(tr -s '[:space:]' ' ' <<<"${cause:-its output names no error}")
+    echo "${cause:0:300}"
+}
+
+build_horovod() {                   # leaves the wheel in $WORK/wheels
+    local jobs start
     say "building Horovod $HOROVOD_VERSION for torch $TORCH_VERSION and $(mpi_name) (2.5 minutes on two cores)"
-    rm -rf "$work" && mkdir -p "$work"
-    pip_or_die "the source of Horovod $HOROVOD_VERSION" download --no-binary horovod --no-deps \
-        --no-build-isolation -d "$work" "horovod==$HOROVOD_VERSION"
-    tar -xf "$work/horovod-$HOROVOD_VERSION.tar.gz" -C "$work"
     jobs=$(nproc)
-    cd "$work/horovod-$HOROVOD_VERSION"
+    cd "$WORK/horovod-$HOROVOD_VERSION"
     patch_horovod
-    [ "$OPERATIONS" = cpu ] || nccl_settings "$work/nccl"
-    [ "$MPI" = system ] || export MPI_HOME=$VENV
+    [ "$OPERATIONS" = cpu ] || nccl_settings "$WORK/nccl"
+    [ "$MPI" = system ] || export MPI_HOME=$WORK/mpi
     export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
     export HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 HOROVOD_CPU_OPERATIONS=MPI
     export CMAKE_GENERATOR=Ninja MAKEFLAGS="-j$jobs" CMAKE_BUILD_PARALLEL_LEVEL="$jobs"
-    python -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps --no-cache-dir . \
-        -w "$work/wheels" >>"$LOG" 2>&1 </dev/null ||
-        die "Horovod did not compile: the first 'error:' in $LOG names the cause; another compiler can be named" \
+    start=$(($(wc -l <"$LOG") + 1))
+    count_files "$start" 2>/dev/null 9>&- &     # without the lock
+    COUNTER=$!
+    PATH=$WORK/venv/bin:$PATH "$WORK/venv/bin/python" -m pip --disable-pip-version-check wheel --verbose \
+        --no-build-isolation --no-deps --no-cache-dir . -w "$WORK/wheels" >>"$LOG" 2>&1 </dev/null ||
+        die "Horovod did not compile: $(cause_of "$start"). The whole output is in $LOG; another compiler can be named" \
             "with CXX=..., and a fresh start made with mpi_scripts/install.sh --force"
     cd "$ROOT"
 }
 
-# Prepares the sdist that build_horovod gets from pip: one that was given, and for GPUs with patch_cuda. Prints its
-# folder, nothing if pip is to take the registry's. build_horovod and patch_horovod know nothing of this, because their
-# text names the cached wheels for CPUs.
-prepare_source() {
-    local name=horovod-$HOROVOD_VERSION from=$VENV/source tree
-    [ -n "$HOROVOD_SOURCE" ] || [ "$OPERATIONS" = nccl ] || return 0
-    tree=$from/$name
-    rm -rf "$from" && mkdir -p "$from"
-    if [ -f "$HOROVOD_SOURCE/setup.py" ]; then cp -r "$HOROVOD_SOURCE" "$tree"
-    else
-        [ -n "$HOROVOD_SOURCE" ] || pip_or_die "the source of Horovod $HOROVOD_VERSION" download --no-binary horovod \
-            --no-deps --no-build-isolation -d "$from" "horovod==$HOROVOD_VERSION"
-        tar -xf "${HOROVOD_SOURCE:-$from}/$name.tar.gz" -C "$from"
-    fi
-    [ "$OPERATIONS" = cpu ] || (cd "$tree" && patch_cuda) || exit 1
-    tar -czf "$tree.tar.gz" -C "$from" "$name"
-    rm -rf "$tree"
-    echo "$from"
+tidy_build() {                      # after the build, and when the script ends within it
+    { [ -z "${COUNTER:-}" ] || { kill "$COUNTER" && wait "$COUNTER"; }; } 2>/dev/null || true
+    COUNTER=""
+    [ -z "${WORK:-}" ] || rm -rf "$WORK"
 }
 
 check_source() {                    # of --horovod-source, before anything is created
@@ -488,7 +535,7 @@ check_source() {                    # of --horovod-source, before anything is cr
 # Installs Horovod from the cache, and builds it into the cache first if needed. The name of the folder contains all
 # that the binary depends on. The folder is created under another name and then renamed, so it is never incomplete.
 install_horovod() {
-    local key cached aside source
+    local key cached aside
     key=horovod-$HOROVOD_VERSION-$PYTHON_TAG-$(uname -m)-torch$TORCH_VERSION-cuda$TORCH_CUDA
     key=$key-$(mpi_name)-$OPERATIONS-$(recipe)
     if [ "$OPERATIONS" = nccl ]; then
@@ -507,12 +554,12 @@ install_horovod() {
     else
         mkdir -p "$WHEEL_CACHE" 2>/dev/null && [ -w "$WHEEL_CACHE" ] || cached=$VENV/wheels/$key
         mkdir -p "$(dirname "$cached")"
-        source=$(prepare_source) || exit 1
-        if [ -n "$source" ]; then PIP_NO_INDEX=1 PIP_FIND_LINKS=file://${source// /%20} build_horovod
-        else build_horovod; fi
-        rm -rf "$VENV/source"
+        choose_work
+        unpack_source
+        build_horovod
         aside=$cached.$$
-        cp -r "$VENV/build/wheels" "$aside" && rm -rf "$VENV/build"
+        cp -r "$WORK/wheels" "$aside"
+        tidy_build
         mv -T "$aside" "$cached" 2>/dev/null || rm -rf "$aside"     # another run has cached the same build first
     fi
     pip_or_die Horovod install --force-reinstall --no-deps --no-index "$cached"/*.whl
@@ -583,7 +630,7 @@ write_mpirun() {
     for name in mpirun mpiexec; do
         rm -f "$VENV/bin/$name"     # a running program can be removed, but not overwritten
         printf '%s\n' '#!/usr/bin/env bash' "# written by write_mpirun of mpi_scripts/install.sh" \
-            "$(no_ssh_line)" "exec -a '$VENV/bin/$name' '$VENV/bin/orterun' \"\$@\"" >"$VENV/bin/$name"
+            "$(no_ssh_line)" "exec -a ${VENV@Q}/bin/$name ${VENV@Q}/bin/orterun \"\$@\"" >"$VENV/bin/$name"
         chmod +x "$VENV/bin/$name"
     done
 }
@@ -637,27 +684,16 @@ if not (ssh or os.environ.get("SGE_ROOT") or os.environ.get("LOADL_STEP_ID")):
 
 
 class BeforeTorchvision:
-    """Runs zoo/_torchvision.py before torchvision is imported, as timm does: its operators may not fit torch's build."""
+    """Has zoo/_torchvision.py find torchvision also for programs that import timm before the zoo, or without it."""
 
-    def find_spec(self, name, path=None, target=None):
-        if name != "torchvision":
-            return None
-        from importlib.machinery import PathFinder
-        spec = PathFinder.find_spec(name, path, target)
-        if spec:
-            execute = spec.loader.exec_module
-
-            def exec_module(module):
-                import runpy
-                if os.path.exists("$ROOT/zoo/_torchvision.py"):
-                    runpy.run_path("$ROOT/zoo/_torchvision.py")
-                execute(module)
-
-            spec.loader.exec_module = exec_module
-        return spec
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "torchvision" and os.path.exists("$ROOT/zoo/_torchvision.py"):
+            import runpy
+            return runpy.run_path("$ROOT/zoo/_torchvision.py")["TorchvisionFinder"].find_spec(name, path)
 
 
-sys.meta_path.insert(0, BeforeTorchvision())
+sys.meta_path.insert(0, BeforeTorchvision)
 PY
         mpi_environment | sed 's/\(.*\)=\(.*\)/os.environ.setdefault("\1", "\2")/'
     } >"$SITE/_largebatch_environment.py"
@@ -701,6 +737,7 @@ dry_run() {                         # prints the choices
 
 main() {
     FORCE=no DRY_RUN=no HOROVOD_SOURCE=""
+    trap tidy_build EXIT
     trap 'say "stopped unexpectedly at line $LINENO, see $LOG: run mpi_scripts/install.sh --force" >&2' ERR
     while [ $# -gt 0 ]; do
         case $1 in
@@ -717,6 +754,7 @@ main() {
     done
     unset PYTHONPATH PYTHONHOME     # both could hide the packages of .venv by others
     export PIP_USER=0
+    check_place
     [ "$DRY_RUN" = yes ] || lock
     MPI=${MPI:-$(field mpi_choice)}
     MPI=${MPI:-wheel}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What:     installs the packages that the tests of this folder need: for several hosts on one machine (iproute2,
-#           util-linux, OpenSSH), and for a Slurm with munge. Starts no daemon: the tests start their own, in their own
-#           namespaces.
+#           util-linux, OpenSSH), and for a Slurm with munge; and mmdebstrap, with which tests/test_install.py gets the
+#           compilers of Debian 13. Starts no daemon: the tests start their own, in their own namespaces.
 # Hardware: any Debian or Ubuntu with root and a package mirror; 120 MB of disk.
 # Time:     about 10 seconds; none if everything is installed.
 # Prints:   one line about the packages that were found or installed. If that fails, the reason and the remedy, with
@@ -14,8 +14,9 @@ set -euo pipefail
 PATH=$PATH:/usr/sbin:/sbin
 PACKAGES=(iproute2 util-linux openssh-server openssh-client munge
           slurmctld slurmd slurm-client slurm-wlm-basic-plugins
-          libpmix-dev)              # srun --mpi=pmix loads libpmix.so, without a version number
-COMMANDS=(ip tc unshare nsenter setpriv sshd ssh ssh-keygen munged slurmctld slurmd srun sbatch)
+          libpmix-dev               # srun --mpi=pmix loads libpmix.so, without a version number
+          mmdebstrap debian-archive-keyring)
+COMMANDS=(ip tc unshare nsenter setpriv sshd ssh ssh-keygen munged slurmctld slurmd srun sbatch mmdebstrap)
 POLICY=/usr/sbin/policy-rc.d
 
 say() { printf '%s\n' "tests/cluster/install.sh: $*"; }
