@@ -8,11 +8,12 @@ import difflib
 import importlib.metadata
 import platform
 import runpy
+import shlex
 import sys
 from collections.abc import Sequence
 
 from largebatch import __version__
-from largebatch.comm.installer import install_command
+from largebatch.comm.installer import install_command, installed_from
 from largebatch.comm.mistakes import report_mistakes
 from largebatch.config import Answer
 from largebatch.config.completion import SHELLS, script
@@ -49,7 +50,8 @@ def missing(program: str, error: ModuleNotFoundError) -> str:
     wants = f"largebatch {program} needs the package {error.name}, which {sys.executable} does not have: "
     if error.name == "horovod":  # pip alone would build it without torch and MPI, or not at all
         return f"{wants}install it with `{install_command()}`."
-    return f"{wants}install this package's requirements with `pip install 'largebatch[train]'`, and then Horovod."
+    source = shlex.quote(f"{installed_from() or 'largebatch'}[train]")
+    return f"{wants}install this package's requirements with `pip install {source}`, and then Horovod."
 
 
 def chosen(argv: Sequence[str]) -> str:

@@ -120,7 +120,17 @@ def test_it_runs_where_no_package_is_installed():
 
 def test_versions_that_fit(monkeypatch):
     fake_distributions(monkeypatch, {"aa": "1.0+cpu", "bb": "2.0+cpu"})
-    assert installation.check_versions() == Result("package versions", True, "2 packages have a version that fits")
+    assert installation.check_versions() == Result(
+        "package versions", True, "2 packages are in the ranges that the metadata of largebatch allow"
+    )
+
+
+def test_all_missing_packages_are_named_with_a_command_that_installs_them(monkeypatch, tmp_path):
+    fake_distributions(monkeypatch, {})
+    assert_failed(installation.check_versions(), cause="aa, bb<3,>=2.0 are not installed", fix="mpi_scripts/install.sh")
+    monkeypatch.setattr(installation, "SCRIPT", tmp_path / "install.sh")  # as in a wheel
+    fix = f"{sys.executable} -m pip install aa 'bb<3,>=2.0'"
+    assert_failed(installation.check_versions(), cause="aa, bb<3,>=2.0 are not installed", fix=fix)
 
 
 @pytest.mark.parametrize("version", ["1.9.9", "3.0", "3", "10.1"])
@@ -500,15 +510,16 @@ ONE_GPU = GOOD | {"cuda": "13.0", "gpus": 1, "nccl": True}
 
 def tried(parts: str, *, free: int = 70, last: str = "") -> Result:
     """The result of a program that names these parts, on a GPU of 80 GiB, and then does something else."""
-    said = [f"print('memory {free * 2**30} {80 * 2**30}')", *(f"print('part {part}')" for part in parts.split())]
-    return gpu.check_gpu_works(ONE_GPU, limit_s=30, program="\n".join([*said, last]))
+    lines = [f"memory {free * 2**30} {80 * 2**30}", *(f"part {part}" for part in parts.split())]
+    said = [f"print({line!r}, flush=True)" for line in lines]
+    return gpu.check_gpu_works(ONE_GPU, limit_s=120, program="\n".join([*said, last]))
 
 
 def test_a_gpu_works():
     assert tried("product Triton DALI NCCL end").detail == "product, Triton, DALI, NCCL; 70 of 80 GiB free"
     assert gpu.check_gpu_works(GOOD, limit_s=1, program="raise") == Result("a GPU works", True, "no GPU")
     named = re.findall(r'^at\("(\w+)"\)$', gpu.PROGRAM, re.MULTILINE)
-    assert named == [*gpu.FAULTS, "end"] and compile(gpu.PROGRAM, "program", "exec")
+    assert ["start", *named] == [*gpu.FAULTS, "end"] and compile(gpu.PROGRAM, "program", "exec")
 
 
 @pytest.mark.parametrize(
@@ -517,7 +528,10 @@ def test_a_gpu_works():
         ("product", "1 / 0", "the GPU does not compute: the trial ended with exit code 1: ZeroDivisionError", "dmesg"),
         ("Triton", "raise RuntimeError('no gcc')", "Triton cannot compile for the GPU: the trial ended", "gcc python3"),
         ("DALI", "assert 0, 'an image is wrong'", "DALI cannot decode an image on the GPU: the trial ended", "--force"),
-        ("DALI NCCL", "import os; os.kill(os.getpid(), 11)", "the GPU: the trial was killed by SIGSEGV", "NCCL_DEBUG"),
+        ("DALI NCCL", "import os; os.kill(os.getpid(), 11)", "in its part NCCL: the trial was killed by SI", "NCCL_D"),
+        ("Triton", "import os; os.kill(os.getpid(), 9)", "in its part Triton: the trial was killed by SIGK", "gcc"),
+        ("", "import os; os.kill(os.getpid(), 9)", "in its part start: the trial was killed by SIGKILL", "-c 'imp"),
+        ("", "1 / 0", "the trial does not begin: the trial ended with exit code 1: ZeroDivisionError", "-c 'import"),
         ("NCCL end", "raise SystemExit(3)", "Horovod cannot reduce a tensor of the GPU: the trial ended", "NCCL_DEBUG"),
     ],
 )

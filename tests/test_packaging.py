@@ -1,6 +1,7 @@
 """The lists of requirements, the core that needs few of them, and the two archives in environments of their own."""
 
 import configparser
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -70,10 +72,39 @@ def test_one_version_and_one_author():
 
 def test_the_command_that_installs(tmp_path):
     assert install_command("--force", settings="CUDA=12.6") == "CUDA=12.6 mpi_scripts/install.sh --force"
-    name = f"largebatch-{largebatch.__version__}"
-    without = install_command(settings="CUDA=12.6", script=tmp_path / "install.sh")
-    assert without == f"tar -xf {name}.tar.gz && CUDA=12.6 {name}/mpi_scripts/install.sh"
     assert installer.SCRIPT == ROOT / "mpi_scripts" / "install.sh"
+
+
+def test_the_command_that_installs_where_a_wheel_lacks_the_script(tmp_path, monkeypatch):
+    """It is that of the folder that pip took the package from, if this is still there."""
+
+    def without_script(noted: str | None) -> str:
+        monkeypatch.setattr(installer, "distribution", lambda name: SimpleNamespace(read_text=lambda file: noted))
+        return install_command(settings="CUDA=12.6", script=tmp_path / "install.sh")
+
+    folder, archive = tmp_path / "my clone", tmp_path / "largebatch.whl"
+    folder.mkdir()
+    archive.touch()
+    assert without_script(json.dumps({"url": folder.as_uri()})) == f"CUDA=12.6 '{folder}'/mpi_scripts/install.sh"
+    for noted in (None, json.dumps({"url": archive.as_uri()}), json.dumps({"url": (tmp_path / "gone").as_uri()})):
+        assert without_script(noted) == "CUDA=12.6 FOLDER_OF_THE_SOURCES/mpi_scripts/install.sh"
+
+
+@pytest.mark.parametrize(
+    "listed, runs, foreign",
+    [
+        ("80,90", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)], [(7, 0), (7, 5)]),  # the last is compiled for later GPUs
+        ("90", [(9, 0), (10, 3)], [(8, 0), (8, 9)]),
+        ("86,90", [(8, 9)], [(8, 0)]),
+        ("", [(7, 0), (12, 0)], []),
+    ],
+)
+def test_gpus_that_horovods_kernels_do_not_run_on(tmp_path, listed, runs, foreign):
+    marker = tmp_path / "largebatch-installed"
+    assert not installer.foreign_gpu((7, 0), marker)
+    marker.write_text(f"operations=nccl\narchitectures={listed}\nmpi=openmpi\n")
+    assert not any(installer.foreign_gpu(gpu, marker) for gpu in runs)
+    assert all(installer.foreign_gpu(gpu, marker) == listed for gpu in foreign)
 
 
 CORE = """
@@ -122,8 +153,7 @@ def archives(tmp_path_factory) -> tuple[Path, Path]:
         done = subprocess.run([sys.executable, "-c", program], cwd=folder / tree, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         if kind == "sdist":
-            with tarfile.open(*folder.glob("*.tar.gz")) as archive:
-                archive.extractall(folder, filter="data")
+            subprocess.run(["tar", "-xf", *folder.glob("*.tar.gz")], cwd=folder, check=True)
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     return sdist, wheel
 
@@ -189,5 +219,7 @@ def test_the_wheel_in_an_empty_environment(archives, tmp_path, version):
     assert "did you mean --optim.lr?" in run(tools / "largebatch", "train", "--lr", "3", code=2)
     said = run(tools / "largebatch", "train", code=2)
     assert said.startswith("largebatch: largebatch train needs the package torch, which ") and said.count("\n") == 1
-    assert f"tar -xf largebatch-{largebatch.__version__}.tar.gz && " in run(tools / "largebatch", "doctor", code=1)
+    assert f"{archives[1]}[train]" in said
+    told = run(tools / "largebatch", "doctor", code=1)
+    assert "FOLDER_OF_THE_SOURCES/mpi_scripts/install.sh" in told and "-m pip install 'torch<3,>=2.13' " in told
     assert {path.name for path in tmp_path.iterdir()} == {"venv"}

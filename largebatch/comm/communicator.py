@@ -33,7 +33,7 @@ from largebatch.comm.cores import compiler_processes, cores_of_process, share_of
 from largebatch.comm.driver import accept_cpu
 from largebatch.comm.home import set_missing_home
 from largebatch.comm.hvd import hvd
-from largebatch.comm.installer import install_command
+from largebatch.comm.installer import foreign_gpu, install_command
 from largebatch.comm.mistakes import WAIT_S, Mistake, report_mistakes
 from largebatch.comm.polling import finish
 from largebatch.comm.reduction import Compression, Reduction, parameters_of
@@ -183,6 +183,7 @@ class Communicator:
             )
         # A single visible GPU may be this rank's own, or that of all ranks of the host: placement.py finds out.
         number = self.local_rank if visible > 1 else 0
+        _refuse_foreign_gpu(number)
         torch.cuda.set_device(number)
         return torch.device("cuda", number)
 
@@ -508,6 +509,18 @@ class Communicator:
         if hvd.is_initialized():
             self.abort(1)
         os._exit(1)
+
+
+def _refuse_foreign_gpu(number: int) -> None:
+    """Raise ValueError if Horovod's kernels do not run on the GPU: they fail without an error, and ranks drift apart."""
+    capability = torch.cuda.get_device_capability(number)
+    if listed := foreign_gpu(capability):
+        own = "".join(map(str, capability))
+        remedy = install_command("--force", settings=f"HOROVOD_BUILD_CUDA_CC_LIST={listed},{own} OPERATIONS=nccl")
+        raise ValueError(
+            f"Horovod's kernels were compiled for the architectures {listed}, and the GPU of {socket.gethostname()} is "
+            f"{own}: build Horovod anew with `{remedy}`."
+        )
 
 
 def _refuse_second() -> None:

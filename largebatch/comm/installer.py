@@ -1,15 +1,45 @@
-"""The command that sets an installation up, as messages name it."""
+"""What installed this package: the command that sets it up, as messages name it, and what install.sh noted."""
 
+import json
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-
-from largebatch import __version__
+from urllib.parse import unquote, urlsplit
 
 SCRIPT = Path(__file__).parents[2] / "mpi_scripts" / "install.sh"
-SOURCES = f"largebatch-{__version__}"  # the source distribution, which has the script where a wheel has not
+MARKER = Path(sys.prefix) / "largebatch-installed"  # install.sh notes there what it has installed
 
 
 def install_command(*options: str, settings: str = "", script: Path = SCRIPT) -> str:
     """Return the command with install.sh; settings: the variables before it, such as CUDA=12.6."""
-    words = [settings, "mpi_scripts/install.sh" if script.exists() else f"{SOURCES}/mpi_scripts/install.sh", *options]
-    command = " ".join(word for word in words if word)
-    return command if script.exists() else f"tar -xf {SOURCES}.tar.gz && {command}"
+    command = "mpi_scripts/install.sh"
+    if not script.exists():  # a wheel does not have it
+        source = installed_from()
+        folder = shlex.quote(str(source)) if source and source.is_dir() else "FOLDER_OF_THE_SOURCES"
+        command = f"{folder}/{command}"
+    return " ".join(word for word in (settings, command, *options) if word)
+
+
+def installed_from() -> Path | None:
+    """Return the folder or archive from which pip installed this package, if it is still there."""
+    try:
+        noted = distribution("largebatch").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return None
+    path = Path(unquote(urlsplit(json.loads(noted)["url"]).path)) if noted else None
+    return path if path and path.exists() else None
+
+
+def foreign_gpu(capability: tuple[int, int], marker: Path = MARKER) -> str:
+    """Return the architectures of Horovod's kernels if none runs on a GPU of this capability, empty if one does.
+
+    CUDA runs the code of the same major version and no greater minor one, and compiles that of the last architecture
+    for every later GPU.
+    """
+    noted = dict(line.split("=", 1) for line in marker.read_text().splitlines()) if marker.exists() else {}
+    listed = noted.get("architectures", "")
+    numbers = [int(number) for number in listed.split(",") if number.isdigit()]
+    gpu = 10 * capability[0] + capability[1]
+    runs = any(number // 10 == capability[0] and number <= gpu for number in numbers) or gpu >= max(numbers, default=0)
+    return "" if runs else listed

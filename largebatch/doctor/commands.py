@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from largebatch.doctor.hosts import Host, Network
+from largebatch.doctor.hosts import Host, Network, is_here
 from largebatch.doctor.result import run
 
 # The caller's variables that ranks on other hosts need, without those that tell a rank its own number.
@@ -140,9 +140,7 @@ def horovodrun(
     mpi: Mpi, hosts: tuple[Host, ...], ranks: int, program: list[str], *, network: Network | None
 ) -> list[str]:
     """Return the command of Horovod's launcher over mpirun. It binds no rank and hands on the whole environment."""
-    command = ["horovodrun", "-np", str(ranks), "-H", host_list(hosts)]
-    if network:
-        command += ["--network-interfaces", ",".join(network.names)]
+    command = ["horovodrun", "-np", str(ranks), "-H", host_list(hosts), *horovod_interfaces(hosts, network)]
     if mpi.is_open_mpi:
         daemons = interface_options(mpi, network)[3:]
         extra = ["--prefix", mpi.prefix, *daemons, *endurance_options(mpi)]
@@ -155,9 +153,14 @@ def horovodrun_gloo(
 ) -> list[str]:
     """Return the command of Horovod's launcher without MPI. Its time limit ends the job if a host is lost."""
     command = ["horovodrun", "--gloo", "-np", str(ranks), "-H", host_list(hosts), "--gloo-timeout-seconds", "30"]
-    if network:
-        command += ["--network-interfaces", ",".join(network.names)]
-    return [*command, *program]
+    return [*command, *horovod_interfaces(hosts, network), *program]
+
+
+def horovod_interfaces(hosts: tuple[Host, ...], network: Network | None) -> list[str]:
+    """Return Horovod's option for the interfaces. It refuses it where all ranks are on this host, over loopback."""
+    if network is None or all(is_here(host.name) for host in hosts):
+        return []
+    return ["--network-interfaces", ",".join(network.names)]
 
 
 def slurm_size(hosts: tuple[Host, ...], ranks: int) -> list[str]:

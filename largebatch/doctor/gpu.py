@@ -43,13 +43,15 @@ assert pixels.shape == (1, 48, 64, 3) and abs(int(pixels[0, 0, 0, 0]) - 200) < 9
 at("NCCL")
 import horovod.torch as hvd
 hvd.init()
-total = hvd.allreduce(torch.ones(1000, device="cuda"), op=hvd.Sum, name="largebatch.doctor").sum().item()
-assert total == 1000, "a sum is wrong"
+group = list(torch.arange(1.0, 4, device="cuda").split(1))  # several at once go through Horovod's own kernels
+totals = hvd.grouped_allreduce(group, op=hvd.Sum, name="largebatch.doctor")
+assert [total.item() for total in totals] == [1, 2, 3], "a sum is wrong"
 at("end")
 """
 
 # The part that fails -> what is wrong, and the command that helps.
 FAULTS = {
+    "start": ("the trial does not begin", f"{sys.executable} -c 'import torch; print(torch.cuda.mem_get_info())'"),
     "memory": ("the driver does not give a GPU to this process", "nvidia-smi"),
     "product": ("the GPU does not compute", "nvidia-smi -q -d ECC,ROW_REMAPPER; sudo dmesg | grep -i xid"),
     "Triton": (
@@ -71,10 +73,12 @@ def check_gpu_works(facts: dict, *, limit_s: float, program: str = PROGRAM) -> R
     if free < (1 - FILLED) * total:
         cause = f"only {free / GIB:.1f} of {total / GIB:.0f} GiB of the GPU are free: another process fills it"
         return Result(name, False, cause=cause, fix="nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv")
-    part = (re.findall(r"^part (\w+)$", output.stdout, re.MULTILINE) or ["memory"])[-1]
+    part = (re.findall(r"^part (\w+)$", output.stdout, re.MULTILINE) or ["start"])[-1]
     if output.code == 0 and part == "end":
         return Result(name, True, f"product, Triton, DALI, NCCL; {free / GIB:.0f} of {total / GIB:.0f} GiB free")
     what, fix = FAULTS.get(part, FAULTS["NCCL"])  # after the end, only NCCL and MPI are left
+    if output.code is None or output.code < 0:  # the time limit, or a signal, which may have a cause of its own
+        what = f"in its part {part}"
     return Result(name, False, cause=f"{what}: the trial {output.how_it_ended}: {output.last_error}", fix=fix)
 
 

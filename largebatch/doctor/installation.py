@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from largebatch.comm.installer import install_command
+from largebatch.comm.installer import SCRIPT, install_command
 from largebatch.doctor.result import INSTALL, REINSTALL, Output, Result, run
 
 MODULES = (
@@ -115,11 +115,7 @@ def required() -> Iterator[Requirement]:
 def _as_installed(requirement: Requirement) -> Requirement:
     """Return the requirement, or that of DALI for CUDA 13 where install.sh has chosen it for a torch of CUDA 13."""
     other = requirement._replace(name=requirement.name.replace("nvidia-dali-cuda120", "nvidia-dali-cuda130"))
-    try:
-        importlib.metadata.version(other.name)
-    except importlib.metadata.PackageNotFoundError:
-        return requirement
-    return other
+    return other if has(other.name) else requirement
 
 
 def check_versions() -> Result:
@@ -129,15 +125,26 @@ def check_versions() -> Result:
         requirements = list(required())
     except importlib.metadata.PackageNotFoundError:
         return Result(name, False, cause=f"this project is not installed for {sys.executable}", fix=INSTALL)
+    missing = [requirement for requirement in requirements if not has(requirement.name)]
+    if missing:
+        names = [str(requirement) for requirement in missing]
+        by_pip = f"{sys.executable} -m pip install {shlex.join(names)}"
+        cause = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not installed"
+        return Result(name, False, cause=cause, fix=INSTALL if SCRIPT.exists() else by_pip)
     for requirement in requirements:
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            return Result(name, False, cause=f"{requirement} is not installed", fix=INSTALL)
+        version = importlib.metadata.version(requirement.name)
         if not requirement.allows(version):
             cause = f"{requirement} is needed, but {version} is installed"
             return Result(name, False, cause=cause, fix=f"{sys.executable} -m pip install '{requirement}'")
-    return Result(name, True, f"{len(requirements)} packages have a version that fits")
+    return Result(name, True, f"{len(requirements)} packages are in the ranges that the metadata of largebatch allow")
+
+
+def has(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def importable(folder: Path) -> set[str]:
