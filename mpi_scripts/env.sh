@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What:     the part that the other scripts share: activates .venv, sets the few variables that a job on several hosts
-#           needs, each with its reason, and lists the variables that go to the other hosts.
+# What:     the part that the other scripts share: prints their heads for --help, activates .venv, sets the few
+#           variables that a job on several hosts needs, each with its reason, and lists those that go to other hosts.
 # Hardware: any.
 # Time:     none.
 # Prints:   nothing, or one sentence if .venv or the interface is missing.
@@ -19,6 +19,11 @@
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 fail() { printf '%s\n' "${0##*/}: $*" >&2; exit 1; }
 print() { printf '+'; printf ' %q' "$@"; printf '\n'; }
+
+case ${1:-} in                                  # the arguments of the script that reads this file
+    -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit ;;
+esac
+[[ ${RANKS:-1} =~ ^[0-9\ ]+$ ]] || fail "RANKS is '$RANKS': expected a number of ranks, e.g. 8"
 
 if [ -z "${IMAGE:-}" ]; then                    # an image (train_slurm.sbatch) has a .venv of its own
     export VENV=${VENV:-$ROOT/.venv}            # bind.sh looks for Python there, on every host

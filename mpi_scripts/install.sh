@@ -255,7 +255,7 @@ whole() {                           # complete, from the present lists, and not 
 report() {
     say "$1 $VENV: Python $(field python), torch $(field torch) (CUDA: $(field cuda))," \
         "Horovod $(field horovod) ($(field operations) operations) on $(field mpi)"
-    say "activate it with: . $VENV/bin/activate"
+    say "activate it with: . $(printf %q "$VENV/bin/activate")"
 }
 
 make_venv() {

@@ -25,6 +25,7 @@ run_folder() {                      # prints the value of --run.folder, or the f
 
 run() { printf '+ %s\n' "$*"; "$@"; }
 
+case ${1:-} in -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' mpi_scripts/quickstart.sh; exit ;; esac
 mpi_scripts/install.sh
 # shellcheck disable=SC1091  # made by install.sh
 . "${VENV:-.venv}/bin/activate"

@@ -17,6 +17,7 @@ set -euo pipefail
 
 hosts=()
 if [ "${1:-}" = -H ]; then
+    [ $# -ge 2 ] || fail "-H needs a value, e.g. -H a:8,b:8"
     [ -n "${RANKS:-}" ] || fail "with -H, give the numbers of ranks to measure, e.g. RANKS=\"8 16 32\""
     hosts=(-H "$2")
     shift 2

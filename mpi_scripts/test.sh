@@ -10,6 +10,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+case ${1:-} in -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' mpi_scripts/test.sh; exit ;; esac
 mpi_scripts/install.sh
 # shellcheck disable=SC1091  # made by install.sh
 . "${VENV:-.venv}/bin/activate"

@@ -44,16 +44,24 @@ prepare() {                                     # the command for hosts: $1 rank
     print "${command[@]}"
 }
 
-places=()                                       # "name:slots" of each host, for a restart
-if [ "$restarts" -eq 0 ]; then
-    :
-elif [ "${hosts[0]}" = --hostfile ]; then
+read_hostfile() {                               # as mpirun reads it, which refuses some with a guess
+    local file=$1 name rest text
+    [ -r "$file" ] || fail "--hostfile is $file: there is no such file, or it cannot be read"
+    [ -f "$file" ] || [ "$restarts" -gt 0 ] || return 0     # a pipe can be read once, by mpirun
+    text=$(sed 's/#.*//; s/[[:space:]]*=[[:space:]]*/=/g' "$file")      # mpirun takes "slots = 8" as well
+    [[ $text != *$'\r'* ]] || fail "$file has the line ends of Windows, which mpirun refuses: sed -i 's/\r$//' $(printf %q "$file")"
     while read -r name rest; do
-        case $name in '' | '#'*) continue ;; esac
-        [[ " $rest" =~ [[:space:]]slots=([0-9]+) ]] ||
-            fail "${hosts[1]} does not say how many slots $name has, which --restarts needs: write '$name slots=8'"
-        places+=("$name:${BASH_REMATCH[1]}")
-    done <"${hosts[1]}"
+        [ -n "$name" ] || continue
+        [[ $name != *:* ]] || fail "$file names the host $name: mpirun takes a name or an IPv4 address, then slots=8"
+        if [[ " $rest" =~ [[:space:]](slots|count|cpu)=([0-9]+) ]]; then places+=("$name:${BASH_REMATCH[2]}")
+        elif [ "$restarts" -gt 0 ]; then
+            fail "$file does not say how many slots $name has, which --restarts needs: write '$name slots=8'"
+        fi
+    done <<<"$text"
+}
+
+places=()                                       # "name:slots" of each host, for a restart
+if [ "${hosts[0]}" = --hostfile ]; then read_hostfile "${hosts[1]}"
 else
     IFS=, read -ra places <<<"${hosts[1]}"
     for number in "${!places[@]}"; do

@@ -23,6 +23,7 @@ cases=("$@")
 output=${OUTPUT:-runs/validate_plan}
 for round in ${ROUNDS:-1 2 3}; do
     for case in "${cases[@]}"; do
+        [[ $case =~ ^[0-9]+:[^:]+:[0-9]+:[0-9]+$ ]] || fail "'$case' is no case: expected e.g. 2:vit_b32:8:4"
         IFS=: read -r ranks model micro passes <<<"$case"
         command=("${MPIRUN[@]}" -np "$ranks" "$VENV/bin/python" -m largebatch.benchmark step --data resident --vs none
                  --output "$output/$round/$case" --model "$model" --data.micro_batch_size "$micro"

@@ -512,7 +512,7 @@ class Communicator:
 
 
 def _refuse_foreign_gpu(number: int) -> None:
-    """Raise ValueError if Horovod's kernels do not run on the GPU: they fail without an error, and ranks drift apart."""
+    """Raise ValueError if Horovod's kernels do not run on the GPU: they fail silently, and the ranks drift apart."""
     capability = torch.cuda.get_device_capability(number)
     if listed := foreign_gpu(capability):
         own = "".join(map(str, capability))

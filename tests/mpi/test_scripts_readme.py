@@ -19,6 +19,8 @@ README = (ROOT / "mpi_scripts" / "README.md").read_text()
 TINY = "--model vit_nano32 --model.img_size 64 --run.precision fp32 --data.micro_batch_size 2"
 SHORT = f"{TINY} --data.global_batch_size 8 --run.max_steps 2 --log.tensorboard false"
 HERE = {"VENV": sys.prefix}
+SCRIPTS = sorted(path.name for path in (ROOT / "mpi_scripts").glob("*.*") if path.suffix in (".sh", ".sbatch"))
+SCRIPTS.remove("env.sh")  # read by the others
 
 
 def succeeds(command: str, *, cold: bool = False, **environment: str) -> str:
@@ -135,11 +137,81 @@ def test_packing_and_fine_tuning(tmp_path):
         ("pack_imagenet.sh tars", "give the folder of ImageNet's tars or images, then the folder for the shards"),
         ("finetune_volo.sh volo_d1_384", "give a recipe (volo_d1_384, ...), weights at 224 px, and a folder"),
         ("scaling.sh -H a:8", 'with -H, give the numbers of ranks to measure, e.g. RANKS="8 16 32"'),
+        ("scaling.sh -H", "-H needs a value, e.g. -H a:8,b:8"),
+        ("validate_plan.sh vit_b32", "'vit_b32' is no case: expected e.g. 2:vit_b32:8:4"),
+        ("train_slurm.sbatch --model vit_b32", "this is a script for Slurm: sbatch -N 2 "),
+        ("train_multinode.sh --hostfile no/file", "--hostfile is no/file: there is no such file, or it cannot be read"),
     ],
 )
 def test_mistakes_are_one_sentence(command, sentence):
     code, output = run(shlex.split(f"mpi_scripts/{command}"), timeout_s=20, environment=HERE)
     assert code == 1 and output.startswith(f"{command.split()[0]}: {sentence}"), output
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_every_script_says_how_it_is_used_and_runs_nothing(script, option, tmp_path):
+    """Also where there is no .venv yet."""
+    command, given = [f"mpi_scripts/{script}", option], os.environ | {"VENV": str(tmp_path)}
+    output = subprocess.check_output(command, cwd=ROOT, env=given, text=True, timeout=60)
+    head = "usage: bind.sh [-h]" if script == "bind.sh" else "What:     "
+    assert output.startswith(head) and "usage: " in output.lower() and "set -" not in output
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def dying(tmp_path) -> Path:
+    """An environment with the real mpirun, in which every rank ends with exit code 3."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").symlink_to(Path(sys.prefix, "bin", "activate"))
+    (tmp_path / "bin" / "python").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "bin" / "python").chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "text, slots",
+    [
+        ("localhost slots = 2", 2),
+        ("# hosts\n\nlocalhost\tslots=2 # both cores\n", 2),
+        ("  localhost max_slots=4 slots=3\n", 3),
+        ("localhost slots= 1 max-slots=4\n", 1),
+        ("localhost count=2\n", 2),
+    ],
+)
+def test_a_restart_reads_the_hostfile_as_mpirun_does(dying, text, slots):
+    file = dying / "my hosts"
+    file.write_text(text)
+    assert subprocess.run(["mpirun", "--hostfile", file, "-np", "1", "true"]).returncode == 0
+    output = multinode(dying, "--restarts", "1", "--hostfile", file)
+    assert f"restart 1 of 1 on localhost:{slots}, in 0 s" in output, output
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("localhost slots=2\r\n", "has the line ends of Windows, which mpirun refuses: sed -i 's/\\r$//' "),
+        ("::1 slots=2\n", "names the host ::1: mpirun takes a name or an IPv4 address, then slots=8"),
+        ("localhost:2\n", "names the host localhost:2: mpirun takes a name or an IPv4 address, then slots=8"),
+    ],
+)
+def test_hostfiles_that_mpirun_refuses(dying, text, sentence):
+    file = dying / "my hosts"
+    file.write_text(text)
+    assert subprocess.run(["mpirun", "--hostfile", file, "-np", "1", "true"], capture_output=True).returncode != 0
+    output = multinode(dying, "--hostfile", file)
+    assert output.startswith(f"train_multinode.sh: {file} {sentence}") and output.count("\n") == 1
+    if "sed" in sentence:
+        subprocess.run(output.partition("refuses: ")[2], shell=True, check=True)
+        assert "restart 1 of 1 on localhost:2" in multinode(dying, "--restarts", "1", "--hostfile", file)
+
+
+def multinode(venv: Path, *arguments: str | Path) -> str:
+    command = ["mpi_scripts/train_multinode.sh", *arguments, "--model", "vit_b32"]
+    given = os.environ | {"VENV": str(venv), "PAUSE_S": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    return done.stdout + done.stderr
 
 
 READS = ["--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]  # also root's own Python
