@@ -301,10 +301,10 @@ def test_exif_orientation_is_not_applied(tmp_path):
 )
 def test_label_base(label_range, expected):
     if isinstance(expected, int):
-        assert label_base(*label_range, num_classes=1000, name="x") == expected
+        assert label_base(*label_range, num_classes=1000, name="x", highest="y") == expected
         return
     with pytest.raises(ValueError, match=f"The labels of x run from .*{expected}"):
-        label_base(*label_range, num_classes=1000, name="x")
+        label_base(*label_range, num_classes=1000, name="x", highest="y")
 
 
 def test_index_for_a_models_classes(tmp_path):
@@ -349,9 +349,9 @@ def test_bad_records_are_named(tmp_path):
     gif = io.BytesIO()
     Image.new("L", (5, 5)).save(gif, "GIF")
     for bad, message in [
-        ({LABEL: [1]}, "lacks one image/encoded and one image/class/label"),
-        ({IMAGE: [b"a", b"b"], LABEL: [1]}, "lacks one image/encoded"),
-        ({IMAGE: [jpeg(9, 9)], LABEL: [b"1"]}, "lacks one"),
+        ({LABEL: [1]}, f"has the fields {LABEL}, expected {IMAGE} and {LABEL} or image and label"),
+        ({IMAGE: [b"a", b"b"], LABEL: [1]}, f"has 2 images in {IMAGE} and 1 numbers in {LABEL}, expected one"),
+        ({IMAGE: [jpeg(9, 9)], LABEL: [b"1"]}, f"has 1 images in {IMAGE} and 0 numbers in {LABEL}, expected one each"),
         ({IMAGE: [b"no image"], LABEL: [1]}, "is not a readable image"),
         ({IMAGE: [jpeg(9, 9)[:20]], LABEL: [1]}, "is not a readable image"),
         ({IMAGE: [of_size(0xFFFF)], LABEL: [1]}, "is not a readable image: Image size .4294836225 pix.* exceeds"),
@@ -422,7 +422,9 @@ def test_inconsistent_index_is_damaged(saved, change, message):
 def test_changed_files_are_noticed(saved):
     index, _ = saved
     assert index_file.why_stale(index, index.files) == ""
-    assert "there are 1" in index_file.why_stale(index, index.files[:1])
+    assert index_file.why_stale(index, index.files[:1]) == (
+        f"of 2 files that it lists and 1 that are there, {index.files[1]} and none differ"
+    )
     status = os.stat(index.files[1])
     os.utime(index.files[1], ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     assert index_file.why_stale(index, index.files) == f"{index.files[1]} has changed"

@@ -108,12 +108,17 @@ def test_faults_of_samples_are_named_and_can_be_left_out(folder, capsys):
         "no class: there is neither a .cls nor a .json": [("a.jpg", image)],
         "no class: b.cls says 'cat', expected a number": [("b.jpg", image), ("b.cls", b"cat")],
         "no class: c.json says 'None', expected a number": [("c.jpg", image), ("c.json", b"{}")],
-        "has 0 images .*, expected one": [("d.cls", b"1")],
+        "has 0 images .* among the 1 files of the key 'd', expected one": [("d.cls", b"1")],
         "has 2 images .*, expected one": [("e.jpg", image), ("e.png", image), ("e.cls", b"1")],
+        "no class: h.cls says '99999999999999999999', expected a number from 0 to 2147483647": [
+            ("h.jpg", image), ("h.cls", b"9" * 20),
+        ],
+        "no class: i.json says '2147483648', expected a number": [("i.jpg", image), ("i.json", b"2147483648")],
+        f"no class: j.cls says '{'1' * 40}', expected a number": [("j.jpg", image), ("j.cls", b"1" * 5000)],
         "cannot identify|is not a readable image": [("f.jpg", b"no image"), ("f.cls", b"1")],
         "truncated": [("g.jpg", image[:-200]), ("g.cls", b"1")],
     }
-    good = sample("z", 2, 4)
+    good = [*sample("z", 2, 4), ("._z.jpg", b"of a Mac")]
     path = folder / NAMES["train"].format(2)
     write(path, *sum(faults.values(), []), *good)
     with pytest.raises(ValueError, match=f"{path}, record 0 .*neither a .cls nor a .json.*pack check {folder}"):
@@ -125,6 +130,77 @@ def test_faults_of_samples_are_named_and_can_be_left_out(folder, capsys):
         assert re.search(fault, line), line
     train = sources.open_source(str(folder), split="train")
     assert images(train) == [*(encoded(seed) for seed in range(10)), encoded(4)] and train.label[-1] == 2
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_a_link_in_a_tar_is_named(folder, kind, number):
+    """tar writes a file that has two names once, and then a link: of an image, or of its class."""
+    path, names = folder / NAMES["train"].format(2), ["a.jpg", "a.cls"]
+    with tarfile.open(path, "w") as tar:
+        for k, (name, content) in enumerate(zip(names, (encoded(3), b"1"))):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            if k == number:
+                info.type, info.linkname, info.size = kind, "other", 0
+            tar.addfile(info, io.BytesIO(content))
+    with pytest.raises(ValueError, match=f"{path}, record 0 .* has {names[number]}, which is no ordinary file"):
+        sources.open_source(str(folder), split="train")
+
+
+def test_a_key_with_a_dot_is_named_with_the_rule(tmp_path):
+    pairs = [[(f"shot 22.{k:02}.jpg", encoded(k)), (f"shot 22.{k:02}.cls", b"1")] for k in range(24)]
+    write(tmp_path / "data" / NAMES["train"].format(0), *sum(pairs, []))
+    rule = "among the 48 files of the key 'shot 22', expected one; a key is the name up to its first dot.$"
+    with pytest.raises(ValueError, match=rule):
+        sources.open_source(str(tmp_path / "data"), split="train")
+
+
+def raw(path, size):
+    """Write a size into the header of the second file of a tar, with its check sum."""
+    with tarfile.open(path) as tar:
+        start = tar.getmembers()[1].offset
+    data = bytearray(path.read_bytes())
+    data[start + 124 : start + 136] = size
+    data[start + 148 : start + 156] = b" " * 8
+    data[start + 148 : start + 156] = b"%06o\0 " % sum(data[start : start + 512])
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "size", [(2**70).to_bytes(12, "big"), (2**63).to_bytes(12, "big"), b"\xff" * 12, b"77777777777\0", b"not a size!\0"]
+)
+def test_a_size_that_no_file_has_is_named(folder, size):
+    path = folder / NAMES["train"].format(1)
+    raw(path, bytes([size[0] | 0x80 * (size[0] == 0)]) + size[1:])
+    with pytest.raises(ValueError, match=f"{path} is cut off, damaged or compressed|{path}, record .* has "):
+        sources.open_source(str(folder), split="train")
+
+
+@pytest.mark.parametrize("label, refused", [(4, False), (6, False), (7, True), (1_000_000, True)])
+def test_a_label_far_above_the_others_is_refused_with_its_place(folder, label, refused):
+    """Four labels: up to eight classes are believed. A number of classes that is given is taken."""
+    path = folder / NAMES["train"].format(2)
+    write(path, *sample("a", 0, 1), *sample("b", label + 1, 2))
+    index = sources.open_source(str(folder), split="train")
+    assert index.for_classes(label + 2).num_classes == label + 2
+    if not refused:
+        assert index.for_classes(0).num_classes == label + 2
+        return
+    place = f"the highest, {label + 1} in {path}, record 1 .at byte [0-9]*., would make {label + 2} classes"
+    with pytest.raises(ValueError, match=f"has 4 labels, and {place}.* set --model.num_classes {label + 2}"):
+        index.for_classes(0)
+    with pytest.raises(ValueError, match=f"label {label + 1} is too large .in {path}, record 1 .at byte"):
+        index.for_classes(label)
+
+
+def test_compressed_shards_beside_others_are_told(folder, caplog):
+    for name in ("imagenet1k-train-0002.tar.gz", "x.tgz", "imagenet1k-validation-03.tar.zst"):
+        (folder / name).write_bytes(b"")
+    assert len(sources.open_source(str(folder), split="train")) == 10
+    (warning,) = caplog.messages
+    first = f"files in {folder} that are left out: 1 (1 .gz), the first is {folder}/imagenet1k-train-0002.tar.gz; "
+    assert warning == f"{first}shards are read only as they are: convert, move or remove them."
 
 
 def test_a_compressed_tar_is_refused(folder):

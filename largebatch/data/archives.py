@@ -57,7 +57,7 @@ def imagenet(folder: Path, split: str) -> Images:
     try:
         names = _train_classes(folder) if (folder / TARS["train"]).is_file() else _all_wnids(folder)
         rows = sorted(_train_rows(path, names) if split == "train" else _validation_rows(folder, path, names))
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, OverflowError) as error:
         raise ValueError(f"A tar in {folder} is damaged, copy it again: {error}.") from error
     if not rows:
         raise ValueError(f"{path} holds no images.")
@@ -284,7 +284,7 @@ def _read_compressed(path: Path, names: Sequence[str]) -> dict[str, bytes]:
                 if name in names and member.isfile() and (file := tar.extractfile(member)):
                     _refuse_large(f"{path}: {member.name}", member.size)
                     found[name] = file.read()
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, EOFError, OSError, OverflowError) as error:
         raise ValueError(f"{path} is damaged, copy it again: {error}.") from error
     missing = [name for name in names if name not in found]
     if missing:

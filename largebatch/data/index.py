@@ -23,16 +23,17 @@ COLUMNS = ("file", "offset", "length", "label", "width", "height")  # of each im
 MAP_COLUMNS = ("map_offset", "map_shape")  # of each label map, if there are any
 
 
-def label_base(low: int, high: int, *, num_classes: int, name: str) -> int:
+def label_base(low: int, high: int, *, num_classes: int, name: str, highest: str) -> int:
     """Return 0 if labels from `low` to `high` count `num_classes` classes from 0, and 1 if they count from 1.
 
-    Raises ValueError, naming the data `name`, if the labels fit neither, or could be either: 1 to num_classes - 1.
+    Raises ValueError, naming the data `name` and the place of the highest label, if the labels fit neither, or could be
+    either: 1 to num_classes - 1.
     """
     if (low == 0 and high < num_classes) or (low == 1 and high == num_classes):
         return low
     reason = "the first class never occurs"
     if high - min(low, 1) >= num_classes:
-        reason = f"label {high} is too large"
+        reason = f"label {high} is too large (in {highest})"
     raise ValueError(
         f"The labels of {name} run from {low} to {high}, expected 0 to {num_classes - 1} or 1 to "
         f"{num_classes} for {num_classes} classes: {reason}. Check the data, or change --model.num_classes."
@@ -78,6 +79,12 @@ class Index:
     def shard_sizes(self) -> tuple[int, ...]:
         """Images per file."""
         return tuple(np.bincount(self.file, minlength=len(self.files)).tolist())
+
+    @property
+    def folder(self) -> str:
+        """The folder of the shards, or the one around the class folders."""
+        shared = os.path.commonpath([os.path.dirname(path) for path in (self.files[0], self.files[-1])])
+        return os.path.dirname(shared) if self.class_names and self.label[0] == self.label[-1] else shared
 
     def where(self, sample: int) -> str:
         """Return file and record of a sample, for messages."""
@@ -151,14 +158,30 @@ class Index:
         """
         low, high = (like or self).label_range
         num_classes = num_classes or (high if low else high + 1)
-        name = os.path.dirname(self.files[0])
-        base = label_base(low, high, num_classes=num_classes, name=name)
+        name = self.folder
+        base = label_base(low, high, num_classes=num_classes, name=name, highest=(like or self)._highest())
         label = self.label + (self.label_base - base)
         if label.min() < 0 or label.max() >= num_classes:
-            raise ValueError(f"{name} has labels that the training split has not, which run from {low} to {high}.")
+            raise ValueError(
+                f"{name} has labels that the training split has not, which run from {low} to {high}; the highest is in "
+                f"{self._highest()}."
+            )
         return dataclasses.replace(
             self, label=label, label_base=base, label_range=(low, high), num_classes=num_classes
         )
+
+    def _highest(self) -> str:
+        return self.where(int(self.label.argmax()))
+
+    def _refuse_gaps(self) -> None:
+        """Raise ValueError if most labels up to the highest do not occur: it is hardly a class of its own."""
+        seen = len(np.unique(self.label))
+        if 2 * seen < self.num_classes:
+            raise ValueError(
+                f"{self.folder} has {seen} labels, and the highest, {self.label_range[1]} in {self._highest()}, would "
+                f"make {self.num_classes} classes of them: correct it, or, if it is right, set --model.num_classes "
+                f"{self.num_classes}."
+            )
 
     def for_classes(self, num_classes: int) -> Index:
         """Return the same index for a model with `num_classes` outputs. Raises ValueError if its labels do not fit.
@@ -168,13 +191,14 @@ class Index:
         """
         named = len(self.class_names)
         index = self if named else self.number_labels(num_classes=num_classes)
-        folder = os.path.dirname(os.path.dirname(self.files[0])) if named else os.path.dirname(self.files[0])
         if named == 1 or not num_classes and index.num_classes == 1:
             only = self.class_names[0] if named else f"label {self.label_range[0]}"
-            raise ValueError(f"{folder} has one class, {only}: expected two or more to tell apart.")
+            raise ValueError(f"{self.folder} has one class, {only}: expected two or more to tell apart.")
+        if not named and not num_classes:
+            index._refuse_gaps()
         if named and num_classes not in (0, named):
             raise ValueError(
-                f"{folder} has {named} classes, the model {num_classes}: set --model.num_classes {named}, or leave it "
-                "out."
+                f"{self.folder} has {named} classes, the model {num_classes}: set --model.num_classes {named}, or "
+                "leave it out."
             )
         return index

@@ -4,7 +4,7 @@ A record is framed as length (u64), masked CRC-32C of the length (u32), payload,
 all little-endian. The payload is a `tf.train.Example`. Its few protobuf messages are read and written by hand, because
 the place of the image's bytes in the file is needed, which a protobuf library does not tell. The field names are those
 of the published ImageNet records: `image/encoded`, `image/class/label` and `image/filename`, the file that the image
-comes from. Other fields are ignored.
+comes from; or those of TensorFlow Datasets. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from largebatch.files import atomic_file
 
 IMAGE, LABEL, FILENAME = "image/encoded", "image/class/label", "image/filename"
+FIELDS = ((IMAGE, LABEL), ("image", "label"))  # the second are those of TensorFlow Datasets
 WRONG_CRC = "has a wrong CRC: the file is damaged, copy it again"
 MOST_GAPS = 100  # in one file; more of them, and the file is not worth reading
 SEARCH_BYTES = 2**20  # read at once to find the next record behind a gap

@@ -17,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 from largebatch.data.index import Index
 from largebatch.data.index_file import why_damaged
 from largebatch.data.label_maps import Found, find_map
-from largebatch.data.records import IMAGE, LABEL, bytes_spans, feature_spans, int64_values, scan_records
+from largebatch.data.records import FIELDS, bytes_spans, feature_spans, int64_values, scan_records
 from largebatch.data.tars import scan_samples
 from largebatch.files import no_progress
 
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP")  # the formats that the decoder reads, by PIL's names
 TAR = ".tar"  # the suffix of WebDataset's shards
+MOST_NAMES = 10  # fields of a record in a message
 _CHUNK = 1000  # image files per task of the thread pool
 # Pillow warns of images above 89 megapixels, which a photo may have, and refuses those above 179.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -39,7 +40,7 @@ def index_shards(files: Sequence[str], progress: Callable[[], None] = no_progres
 
     Labels are those in the records; `Index.number_labels` makes them zero-based. progress: called after each file.
     """
-    status = [os.stat(path) for path in files]  # before reading: a change in between makes the index stale
+    status = _status(files)  # before reading: a change in between makes the index stale
     tables = _parallel(scan_tar if files[0].endswith(TAR) else scan_shard, files, progress, unit="shards")
     counts = [len(rows[0]) for rows in tables]
     if not sum(counts):
@@ -60,7 +61,7 @@ def index_images(
 
     progress: called after each thousand images.
     """
-    status = [os.stat(path) for path in files]
+    status = _status(files)
     chunks = [files[at : at + _CHUNK] for at in range(0, len(files), _CHUNK)]
 
     def image_sizes(chunk: Sequence[str]) -> list[tuple[int, int]]:
@@ -78,6 +79,13 @@ def index_images(
     rows = (np.zeros_like(length), length, np.asarray(labels, dtype=np.int64), width, height)
     file = np.arange(len(files), dtype=np.int32)
     return _make_index(files, status, file, rows, class_names)
+
+
+def _status(files: Sequence[str]) -> list[os.stat_result]:
+    try:
+        return [os.stat(path) for path in files]
+    except OSError as error:
+        raise ValueError(f"{error.filename} cannot be read: {error.strerror}.") from error
 
 
 def scan_shard(path: str) -> Rows:
@@ -110,13 +118,15 @@ def scan_tar(path: str) -> Rows:
 
 def find_image(payload: bytes) -> tuple[int, int, int]:
     """Return start and stop of the image in a record, and the label there. Raises ValueError if it lacks one."""
-    try:
-        spans = feature_spans(payload)
-        ((start, stop),) = bytes_spans(payload, spans[IMAGE])
-        (label,) = int64_values(payload, spans[LABEL])
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"lacks one {IMAGE} and one {LABEL}: {error}") from error
-    return start, stop, label
+    spans = feature_spans(payload)
+    image, label = next((pair for pair in FIELDS if spans.keys() >= {*pair}), ("", ""))
+    if not image:
+        names = ", ".join(sorted(spans)[:MOST_NAMES]) or "none"
+        raise ValueError(f"has the fields {names}, expected {' or '.join(map(' and '.join, FIELDS))}")
+    images, labels = bytes_spans(payload, spans[image]), int64_values(payload, spans[label])
+    if (len(images), len(labels)) != (1, 1):
+        raise ValueError(f"has {len(images)} images in {image} and {len(labels)} numbers in {label}, expected one each")
+    return (*images[0], labels[0])
 
 
 def image_size(file: io.BytesIO | str) -> tuple[int, int]:

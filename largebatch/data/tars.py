@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp")
+HIDDEN = "._"  # how the names begin of files that a Mac adds
+MOST_LABEL = 2**31 - 1
 MOST_LABEL_BYTES = 2**20  # of a .cls or .json; a larger one is something else
 
 
@@ -34,13 +36,13 @@ def scan_samples(path: str) -> Iterator[Sample]:
     """Yield the samples of a tar. Raises ValueError, naming the tar, if it is no plain tar or is cut off."""
     try:
         with tarfile.open(path, "r:") as tar:
-            files = (member for member in tar if member.isreg())
+            files = (m for m in tar if not m.isdir() and not posixpath.basename(m.name).startswith(HIDDEN))
             for key, members in itertools.groupby(files, key=lambda member: split_name(member.name)[0]):
                 yield _sample(tar, key, list(members))
             tar.fileobj.seek(tar.offset)  # tarfile takes any place where no header begins for the end
             if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError(f"byte {tar.offset:,} is neither a file nor the end of the tar")
-    except tarfile.TarError as error:
+    except (tarfile.TarError, OverflowError, ValueError) as error:  # also a size that no file has
         raise ValueError(f"{path} is cut off, damaged or compressed ({error}): expected a whole .tar.") from None
 
 
@@ -54,10 +56,17 @@ def split_name(name: str) -> tuple[str, str]:
 def _sample(tar: tarfile.TarFile, key: str, members: Sequence[tarfile.TarInfo]) -> Sample:
     images = [member for member in members if split_name(member.name)[1] in IMAGES]
     place = (images or members)[0]
-    fault = "" if len(images) == 1 else f"has {len(images)} images ({', '.join(IMAGES)}), expected one for each key"
-    label = 0
+    fault, label = "", 0
+    linked = next((member.name for member in members if not member.isreg()), "")
+    if linked:
+        fault = f"has {linked}, which is no ordinary file: pack what links lead to (tar --dereference)"
+    elif len(images) != 1:
+        fault = (
+            f"has {len(images)} images ({', '.join(IMAGES)}) among the {len(members)} files of the key {key!r}, "
+            "expected one; a key is the name up to its first dot"
+        )
     try:
-        label = _label(tar, {split_name(member.name)[1]: member for member in members})
+        label = 0 if linked else _label(tar, {split_name(member.name)[1]: member for member in members})
     except ValueError as error:
         fault = fault or f"has no class: {error}"
     return Sample(key, place.offset_data, place.size, label, fault)
@@ -75,6 +84,6 @@ def _label(tar: tarfile.TarFile, members: dict[str, tarfile.TarInfo]) -> int:
     if kind == "json":
         values = json.loads(content)  # raises a ValueError
         found = str(values.get("label") if isinstance(values, dict) else values)
-    if not found.isdecimal():
-        raise ValueError(f"{members[kind].name} says {found[:40]!r}, expected a number from 0 up")
+    if not (found.isdecimal() and len(found) <= 20 and int(found) <= MOST_LABEL):
+        raise ValueError(f"{members[kind].name} says {found[:40]!r}, expected a number from 0 to {MOST_LABEL}")
     return int(found)

@@ -31,7 +31,7 @@ class Pixels:
         sizes = {*zip(index.width.tolist(), index.height.tolist())}
         if len(sizes) > 1:
             raise ValueError(
-                f"{Path(index.files[0]).parent} has images of {len(sizes)} sizes: expected one size, as the digits and "
+                f"{index.folder} has images of {len(sizes)} sizes: expected one size, as the digits and "
                 "CIFAR-10 have."
             )
         self.border = border
