@@ -5,6 +5,8 @@ import hashlib
 import io
 import logging
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from PIL import Image
 
 from largebatch import pack
-from largebatch.data import shards, sources
+from largebatch.data import records, shards, sources
 
 FIRST_HELD_OUT = [2, 4, 5, 4, 8, 2, 0, 6, 3, 3, 2, 6]  # the split must never change
 
@@ -126,14 +128,141 @@ def test_image_folder(image_folder, tmp_path):
     assert snapshot(image_folder) == before  # nothing is written to the user's folder
 
 
-def test_images_that_are_left_out_are_told(image_folder, tmp_path, caplog):
-    """People have formats that the decoder does not read; other files are nobody's loss."""
-    folder, cache = image_folder / "train" / "n02", str(tmp_path / "cache")
-    for name in ("b.tiff", "a.GIF", ".hidden.gif", "notes.txt"):
-        (folder / name).write_bytes(b"")
+def test_files_that_are_left_out_are_told(image_folder, tmp_path, caplog):
+    """By their endings, wherever they lie; what systems hide is nobody's loss."""
+    train, cache = image_folder / "train", str(tmp_path / "cache")
+    for name in ("n02/b.tiff", "n02/a.GIF", "n02/.DS_Store", "n02/._a.jpg", "n02/.b.jpg", "n02/0a", "c.jpg"):
+        (train / name).write_bytes(b"")
     assert len(sources.open_source(str(image_folder), split="train", cache=cache)) == 14
     (warning,) = caplog.messages
-    assert warning.startswith(f"images in {folder.parent} that are left out: 2, the first is {folder}/a.GIF; only .jpg")
+    assert warning == (
+        f"files in {train} that are left out: 6 (2 .jpg, 1 .txt, 1 without an ending, 1 .gif, 1 .tiff), the first is "
+        f"{train}/c.jpg; only .jpg, .jpeg, .png, .webp, .bmp in class folders are read: convert, move or remove them."
+    )
+
+
+def test_deeper_folders_are_read_as_by_torchvision(image_folder, tmp_path):
+    from torchvision.datasets import ImageFolder
+
+    train, cache = image_folder / "train", str(tmp_path / "cache")
+    write(train / "n01" / "more" / "still.more" / "1.JPG", picture(1))
+    write(train / "n03" / "0.jpg" / "2.jpeg", picture(2))
+    write(tmp_path / "elsewhere" / "3.jpg", picture(3))
+    (train / "n02" / "link").symlink_to(tmp_path / "elsewhere")
+    (train / "n02" / "4.jpg").symlink_to(tmp_path / "elsewhere" / "3.jpg")
+    index = sources.open_source(str(image_folder), split="train", cache=cache)
+    expected = ImageFolder(train)
+    assert sorted(zip(index.files, index.label)) == sorted(expected.samples) and len(index) == 18
+    assert list(index.class_names) == expected.classes
+
+
+def test_thumbnails_and_other_files_of_systems_are_no_data(image_folder, tmp_path, caplog):
+    train = image_folder / "train"
+    for name in ("@eaDir", "n01/@eaDir/n01_0.JPEG", "__MACOSX/n01", "n02/.ipynb_checkpoints"):
+        write(train / name / "a.jpg", picture(1))
+    (train / "lost+found").mkdir()
+    (train / "n01" / ".#notes.txt").symlink_to("user@host.1:2")  # as Emacs makes them
+    (train / "n01" / "notes.txt").unlink()
+    index = sources.open_source(str(image_folder), split="train", cache=str(tmp_path / "cache"))
+    assert len(index) == 14 and index.num_classes == 3 and not caplog.messages
+
+
+def fifo(path):
+    os.mkfifo(path)
+
+
+def socket_at(path):
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda path: path.symlink_to("/not/mounted/1.jpg"), "a link to /not/mounted/1.jpg"),
+        (lambda path: path.symlink_to("/dev/zero"), "a link to /dev/zero"),
+        (fifo, "a FIFO, a socket or a device"),
+        (socket_at, "a FIFO, a socket or a device"),
+    ],
+    ids=["missing", "device", "fifo", "socket"],
+)
+@pytest.mark.parametrize("name", ["n02/x.jpg", "n02/y.PNG"])
+def test_names_without_an_image_behind_them_are_refused(image_folder, cache_home, monkeypatch, make, said, name):
+    monkeypatch.chdir(image_folder / "train")  # a socket's path is short
+    make(Path(name))
+    Path("n03/z.jpg").symlink_to("/nowhere")
+    first = f"{image_folder}/train has 2 images or folders that are not there, the first is {image_folder}/train/{name}"
+    data = str(image_folder)
+    for run in (lambda: sources.open_source(data, split="train"), lambda: pack.run([data, "/no"])):
+        with pytest.raises(ValueError, match=f"{first}, {said}: put there what is missing, or remove the names"):
+            run()
+
+
+@pytest.mark.parametrize("link", ["n02/deep", "n04"])
+def test_a_link_to_a_folder_that_is_not_there_is_refused(image_folder, cache_home, link):
+    (image_folder / "train" / link).symlink_to("/not/mounted")
+    with pytest.raises(ValueError, match=f"1 images or folders that are not there, the first is .*/{link}, a link to"):
+        sources.open_source(str(image_folder), split="train")
+
+
+def test_links_that_lead_in_a_circle_are_refused(image_folder, cache_home):
+    circle = image_folder / "train" / "n02" / "again"
+    circle.symlink_to(image_folder / "train")
+    with pytest.raises(ValueError, match=f"{circle}/n02 is a link to a folder around it|{circle}.* around it: remove"):
+        sources.open_source(str(image_folder), split="train")
+    circle.unlink()
+    circle.symlink_to(circle)
+    with pytest.raises(ValueError, match=f"{circle} cannot be read: Too many levels of symbolic links"):
+        sources.open_source(str(image_folder), split="train")
+
+
+OPEN = "import sys; from largebatch.data.sources import open_source as open; print(open(sys.argv[1], split='train'))"
+
+
+@pytest.mark.parametrize("closed", ["n02", "n02/deep", "n02/n02_1.JPEG"])
+def test_what_may_not_be_read_is_named(image_folder, cache_home, closed):
+    (image_folder / "train" / "n02" / "deep").mkdir()
+    (image_folder / "train" / closed).chmod(0)
+    command = [sys.executable, "-c", OPEN, str(image_folder)]
+    if os.geteuid() == 0:  # root that may not read what it has closed
+        command = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", *command]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60)
+    assert re.search(rf"ValueError: {image_folder}/train/{closed}.* cannot be read: Permission denied", done.stderr)
+
+
+def test_classes_without_training_images_are_refused_unless_allowed(image_folder, cache_home):
+    for name in ("n00", "n05", "n06", "n07"):
+        (image_folder / "train" / name).mkdir()
+    said = f"{image_folder} has no training images of 4 of its 7 classes \\(n00, n05, n06 and 1 more\\): copy them"
+    with pytest.raises(ValueError, match=f"{said}, or remove .* set --data.allow_incomplete true"):
+        sources.open_source(str(image_folder), split="train")
+    with pytest.raises(ValueError, match=said):
+        pack.run([str(image_folder), str(image_folder / "out")])
+    index = sources.open_source(str(image_folder), split="train", allow_incomplete=True)
+    assert index.num_classes == 7 and set(index.label) == {1, 2, 3}
+
+
+def test_held_out_images_are_numbered_anew_if_the_classes_of_training_change(image_folder, cache_home):
+    """Their own files stay as they are."""
+    expected = {"n02": 1, "n03": 2}
+    for _ in range(3):
+        for split in sources.SPLITS:
+            index = sources.open_source(str(image_folder), split=split)
+        assert [expected[Path(path).parent.name] for path in index.files] == index.label.tolist()
+        assert [index.class_names[label] for label in index.label] == ["n02", "n03"]
+        write(image_folder / "train" / f"a{expected['n02']}" / "a.jpg", picture(1))
+        expected = {name: label + 1 for name, label in expected.items()}
+
+
+def test_one_folder_has_one_index_whatever_links_lead_to_it(image_folder, tmp_path, cache_home, caplog):
+    caplog.set_level(logging.INFO)
+    (tmp_path / "link").symlink_to(image_folder)
+    for path in (image_folder, tmp_path / "link", image_folder, image_folder / ".." / "images"):
+        assert len(sources.open_source(str(path), split="train")) == 14
+    assert "building the index" not in caplog.text
+    (image_folder / "train" / "n01" / "n01_0.JPEG").rename(image_folder / "train" / "n01" / "a.JPEG")
+    sources.open_source(str(tmp_path / "link"), split="train")
+    assert "of 14 files that it lists and 14 that are there, " in caplog.text and "n01/n01_0.JPEG and " in caplog.text
 
 
 def test_a_photo_of_a_hundred_megapixels_is_no_attack(image_folder, tmp_path):
@@ -144,7 +273,7 @@ def test_a_photo_of_a_hundred_megapixels_is_no_attack(image_folder, tmp_path):
     )
     command = [sys.executable, "-c", program, str(image_folder), str(tmp_path / "cache")]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("12000\n", "")
+    assert done.stdout == "12000\n" and "Decompression" not in done.stderr
 
 
 def test_the_folder_of_one_split(image_folder, tmp_path):
@@ -208,6 +337,32 @@ def test_record_folder(image_folder, tmp_path, folders):
         sources.open_source(str(out), split="train", cache=str(tmp_path / "cache"))
 
 
+def test_records_of_tensorflow_datasets(image_folder, tmp_path, cache_home):
+    """Their names of files and fields; packed, they have those of ImageNet."""
+    data, jpegs = tmp_path / "3.0.2", [path.read_bytes() for path in sorted(image_folder.rglob("n03_*.JPEG"))]
+    data.mkdir()
+    for split, labels in (("train", [0, 1, 2, 1]), ("test", [2, 0])):
+        for shard in range(2):
+            rows = range(shard, len(labels), 2)
+            features = [{"image": [jpegs[k]], "label": [labels[k]], "file_name": [b"%d.jpg" % k]} for k in rows]
+            path = data / f"cifar10-{split}.tfrecord-0000{shard}-of-00002"
+            records.write_records(path, [records.encode_example(values) for values in features])
+    train = sources.open_source(str(data), split="train").for_classes(0)
+    assert [read(train, k) for k in range(4)] == [jpegs[k] for k in (0, 2, 1, 3)]
+    assert train.label.tolist() == [0, 2, 1, 1] and train.num_classes == 3
+    assert sources.open_source(str(data), split="validation").for_classes(3).label.tolist() == [2, 0]
+    pack.pack(str(data), str(tmp_path / "out"), num_shards={"train": 1, "validation": 1}, seed=0, threads=1)
+    packed = sources.open_source(str(tmp_path / "out"), split="train").for_classes(3)
+    assert sorted((read(packed, k), label) for k, label in enumerate(packed.label)) == sorted(
+        (read(train, k), label) for k, label in enumerate(train.label)
+    )
+    ((_, payload, _), *_) = records.scan_records(packed.files[0])
+    assert set(records.decode_example(payload)) == {"image/encoded", "image/class/label", "file_name"}
+    (data / "cifar10-train.tfrecord-00001-of-00002").unlink()
+    with pytest.raises(ValueError, match="lacks 1 of the 2 train shards .*cifar10-train.tfrecord-00001-of-00002"):
+        sources.open_source(str(data), split="train")
+
+
 def test_wrong_folders_say_what_was_looked_for(tmp_path, image_folder):
     cache = str(tmp_path / "cache")
     with pytest.raises(ValueError, match="There is no folder /no/where: expected digits, synthetic, .* or a folder"):
@@ -220,8 +375,21 @@ def test_wrong_folders_say_what_was_looked_for(tmp_path, image_folder):
     write(image_folder / "val" / "n99" / "a.jpg", picture(1))
     with pytest.raises(ValueError, match="val has the class folder n99, which the training split does not have"):
         sources.open_source(str(image_folder), split="validation", cache=cache)
+    for path, said in (
+        ("s3://bucket/imagenet", "is an address, and only folders are read; copy or mount the data, and give that"),
+        ("hf://datasets/x", "is an address, and only folders are read"),
+        (str(image_folder / "val" / "n02" / "a.jpg"), "is a file"),
+    ):
+        for call in (lambda: sources.open_source(path, split="train", cache=cache), lambda: pack.run([path, cache])):
+            with pytest.raises(ValueError, match=f"^{path} {said}.*: expected "):
+                call()
+    with pytest.raises(ValueError, match=f"Its folder images has one: give --data {image_folder}."):
+        sources.open_source(str(tmp_path), split="train", cache=cache)
     (tmp_path / "hollow" / "train" / "n01").mkdir(parents=True)
     with pytest.raises(ValueError, match="train holds no images: looked for <class>/"):
+        sources.open_source(str(tmp_path / "hollow"), split="train", cache=cache)
+    write(tmp_path / "hollow" / "train" / "7.png", picture(1), "PNG")
+    with pytest.raises(ValueError, match="train holds images in no class folder, such as 7.png: looked for <class>/"):
         sources.open_source(str(tmp_path / "hollow"), split="train", cache=cache)
 
 
@@ -361,6 +529,9 @@ def test_one_label_is_nothing_to_tell_apart(image_folder, tmp_path, cache_home):
 def test_a_test_folder_holds_images_out_if_there_is_no_other(image_folder, tmp_path, cache_home):
     (image_folder / "val").rename(image_folder / "test")
     assert len(sources.open_source(str(image_folder), split="validation")) == 2
+    for k in range(3):
+        write(image_folder / "valid" / "n01" / f"{k}.jpg", picture(60))
+    assert len(sources.open_source(str(image_folder), split="validation")) == 3, "not those of the test"
     write(image_folder / "validation" / "n01" / "a.jpg", picture(60))
     assert len(sources.open_source(str(image_folder), split="validation")) == 1
     with pytest.raises(ValueError, match=f"It looks like one split: give --data {image_folder}, the folder around it."):
@@ -373,5 +544,5 @@ def test_who_has_no_held_out_images_is_told_how_to_do_without(image_folder, tmp_
         sources.open_source(str(image_folder), split="validation")
     (image_folder / "test").mkdir()  # images without labels, as competitions give them
     picture(1).save(image_folder / "test" / "1.jpg")
-    with pytest.raises(ValueError, match=r"/test holds no images: looked for .* set --run.eval_every never\.$"):
+    with pytest.raises(ValueError, match=r"/test holds images in no class folder, such as 1.jpg: .* never\.$"):
         sources.open_source(str(image_folder), split="validation")

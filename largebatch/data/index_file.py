@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -69,10 +70,13 @@ def why_damaged(index: Index) -> str:
     return ""
 
 
-def why_stale(index: Index, files: Sequence[str]) -> str:
-    """Return the reason why the index does not describe `files` as they are now, or "" if it does."""
+def why_stale(index: Index, files: Sequence[str], class_names: Sequence[str] = ()) -> str:
+    """Return the reason why the index does not describe `files` and their classes as they are now, or "" if it does."""
     if tuple(files) != index.files:
-        return f"it lists {len(index.files)} files, there are {len(files)}, or their names differ"
+        listed, there = next((a, b) for a, b in zip_longest(index.files, files, fillvalue="none") if a != b)
+        return f"of {len(index.files)} files that it lists and {len(files)} that are there, {listed} and {there} differ"
+    if tuple(class_names) != index.class_names:
+        return f"the class folders have changed: {len(index.class_names)} were there, and {len(class_names)} are now"
     for path, size, mtime in zip(index.files, index.file_size.tolist(), index.file_mtime_ns.tolist()):
         status = os.stat(path)
         if (status.st_size, status.st_mtime_ns) != (size, mtime):

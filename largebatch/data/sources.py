@@ -10,11 +10,12 @@ never written to.
                 nothing of them is lost.
     synthetic   4,000 training images in 64 shards and 1,000 held out, of 1,000 classes, as heavy as ImageNet's
                 (about 500 x 375, 110 KB): cut from scikit-learn's two photographs, for measuring speed.
-    TFRecords   train-* and validation-* in the folder itself or in its folders train and validation.
+    TFRecords   train-* and validation-* in the folder itself or in its folders train and validation; a folder of
+                TensorFlow Datasets, too.
     WebDataset  tars of a split, such as imagenet1k-train-0000.tar, in the folder itself or in its split's folder:
                 KEY.jpg (or .png ...) beside KEY.cls or KEY.json.
-    images      train/<class>/*.JPEG and validation/<class>/* (or val/, or else test/): sorted class names are the
-                labels 0, 1, ...
+    images      train/<class>/*.JPEG and validation/<class>/* (or val/, valid/, or else test/), and deeper folders:
+                sorted class names are the labels 0, 1, ...
     CIFAR-10    the folder or tar.gz of its binary or python version; written once into the cache, too, as PNG.
 
 Images that quarantine.csv in the data folder lists are left out; `largebatch.pack check` writes this list. classes.json
@@ -30,7 +31,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,13 +47,14 @@ from largebatch.files import atomic_file, cache_folder, locked, no_progress, saf
 logger = logging.getLogger(__name__)
 
 # The splits and the names of their folders. The first that is there is taken: test is for data without another one.
-SPLITS = {"train": ("train",), "validation": ("validation", "val", "test")}
+SPLITS = {"train": ("train",), "validation": ("validation", "val", "valid", "test")}
 _SPLIT_FOLDERS = {name for names in SPLITS.values() for name in names}
 BUILT_IN = ("digits", "synthetic")
 WITHOUT = " To train without held-out images set --run.eval_every never."
 CLASSES = "classes.json"  # the names of the classes 0, 1, ..., as a JSON list
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-NOT_READ = (".tif", ".tiff", ".gif", ".avif", ".heic", ".jp2", ".jxl", ".ppm", ".pgm")  # images that people have, too
+COMPRESSED = (".bz2", ".gz", ".tgz", ".xz", ".zip", ".zst")
+JUNK = {"@eaDir", "#recycle", "$RECYCLE.BIN", "__MACOSX", "lost+found"}  # folders of systems, some with small copies
 _DIGITS_SIZE, _DIGITS_HELD_OUT = 64, 36  # pixels; images of each class
 _SYNTHETIC_CLASSES, _SYNTHETIC_SHARDS = 1000, {"train": 64, "validation": 4}
 _SYNTHETIC_IMAGES = {"train": 4, "validation": 1}  # of each class
@@ -146,36 +149,50 @@ def find_folder(path: str, *, split: str, cache: str = "", progress: Progress = 
         folder = written_once(root / f"cifar10-v2-{key}", write)
     if not folder.is_dir():
         raise ValueError(
-            f"There is no folder {path}: expected digits, synthetic, CIFAR-10's files, or a folder of TFRecords, "
+            f"{why_no_folder(path)}: expected digits, synthetic, CIFAR-10's files, or a folder of TFRecords, "
             "WebDataset tars or images."
         )
-    return folder
+    return folder.resolve()  # an index has one place, whatever links lead to the folder
+
+
+def why_no_folder(path: str) -> str:
+    """Return what is wrong with a path that is no folder."""
+    if "://" in path:
+        return f"{path} is an address, and only folders are read; copy or mount the data, and give that folder"
+    return f"{path} is a file" if Path(path).expanduser().exists() else f"There is no folder {path}"
 
 
 def _open_folder(folder: Path, split: str, root: Path, progress: Progress) -> Index:
-    key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+    key = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     # The version is in the name, so that an older installation keeps its own index.
-    name = f"{folder.resolve().name}-{split}-{key}-v{index_file.VERSION}.npz"
+    name = f"{folder.name}-{split}-{key}-v{index_file.VERSION}.npz"
     saved = safe_cache(root, "index") / name
     if shards := _find_shards(folder, split):
+        _warn_of_compressed(Path(shards[0]).parent, split)
         index = _cached_index(saved, shards, functools.partial(index_shards, shards), progress)
         known = split == "train" or index.label_range[0] == 0 or not _find_shards(folder, "train")
         return index.number_labels(like=None if known else _open_folder(folder, "train", root, progress))
     files, labels, names = find_images(folder, split)
     build = functools.partial(index_images, files, labels, class_names=names)
-    return _cached_index(saved, files, build, progress)
+    return _cached_index(saved, files, build, progress, class_names=names)
 
 
-def _cached_index(path: Path, files: Sequence[str], build: Callable[..., Index], progress: Progress) -> Index:
+def _cached_index(
+    path: Path,
+    files: Sequence[str],
+    build: Callable[..., Index],
+    progress: Progress,
+    class_names: Sequence[str] = (),
+) -> Index:
     """Return the index saved at `path` if it still describes `files`, else build one and save it there.
 
     One process at a time builds; those that find a good index do not wait for each other.
     """
-    index, _ = _saved_index(path, files)
+    index, _ = _saved_index(path, files, class_names)
     if index is not None:
         return index
     with locked(path, progress) as go_on:
-        index, reason = _saved_index(path, files)  # another process may have built it meanwhile
+        index, reason = _saved_index(path, files, class_names)  # another process may have built it meanwhile
         if reason:
             logger.info("building the index %s again: %s", path, reason)
         if index is None:
@@ -184,12 +201,12 @@ def _cached_index(path: Path, files: Sequence[str], build: Callable[..., Index],
     return index
 
 
-def _saved_index(path: Path, files: Sequence[str]) -> tuple[Index | None, str]:
+def _saved_index(path: Path, files: Sequence[str], class_names: Sequence[str]) -> tuple[Index | None, str]:
     """Return the index at `path`; if it does not describe `files` any more, None and the reason."""
     if not path.exists():
         return None, ""
     index = index_file.load(path)
-    reason = index_file.why_stale(index, files)
+    reason = index_file.why_stale(index, files, class_names)
     return (None, reason) if reason else (index, "")
 
 
@@ -203,13 +220,14 @@ def _find_shards(folder: Path, split: str) -> list[str]:
 def find_shards(folder: Path, split: str) -> list[str]:
     """Return the sorted TFRecord files of a split in `folder` or its split folder; empty if there are none.
 
-    Their names start with the split and a dash, and end as published (train-00000-of-01024) or in
-    .tfrecord(s).
+    Their names start with the split and a dash, and end as published (train-00000-of-01024) or in .tfrecord(s), or are
+    those of TensorFlow Datasets (cifar10-train.tfrecord-00000-of-00001).
     """
     for place in (folder, *(folder / name for name in SPLITS[split])):
         for name in SPLITS[split]:
             files = (file for file in place.glob(f"{name}-*") if file.suffix in ("", ".tfrecord", ".tfrecords"))
-            if found := sorted(str(file) for file in files if file.is_file()):
+            of_tfds = place.glob(f"*-{name}.tfrecord-*-of-*")
+            if found := sorted(str(file) for file in (*files, *of_tfds) if file.is_file()):
                 return found
     return []
 
@@ -238,36 +256,99 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
             f"{folder} has no {split} split: looked for TFRecords {split}-* and WebDataset tars *-{split}-0000.tar in "
             f"it and in its folder {split}, and for images in "
             f"{' or '.join(f'{name}/<class>/' for name in SPLITS[split])}."
-            + (_parent_hint(folder) or WITHOUT * (split == "validation"))
+            + (_other_folder_hint(folder) or WITHOUT * (split == "validation"))
         )
     names = _class_names(_split_folder(folder, "train") or place)
     unknown = sorted(set(_class_names(place)) - set(names))
     if unknown:
         raise ValueError(f"{place} has the class folder {unknown[0]}, which the training split does not have.")
-    files, labels, not_read = [], [], []
-    for label, name in enumerate(names):
-        if (place / name).is_dir():
-            entries = sorted(os.scandir(place / name), key=lambda entry: entry.path)
-            found = [entry.path for entry in entries if _is_image(entry, EXTENSIONS)]
-            files += found
-            labels += [label] * len(found)
-            not_read += [entry.path for entry in entries if _is_image(entry, NOT_READ)]
+    files, labels, rest, lost = [], [], [], []
+    for label, entry in _entries_of_classes(place, names):
+        if not entry.is_file() and (_is_image(entry.name) or entry.is_symlink() and entry.name[0] != "."):
+            lost.append(entry)
+        elif label is None or not _is_image(entry.name):
+            rest.append(entry)
+        else:
+            files.append(entry.path)
+            labels.append(label)
+    if lost:
+        raise ValueError(_names_without_files(place, lost))
     if not files:
         hint = WITHOUT * (split == "validation")
-        raise ValueError(f"{place} holds no images: looked for <class>/*{', <class>/*'.join(EXTENSIONS)}.{hint}")
-    if not_read:
-        logger.warning(
-            "images in %s that are left out: %d, the first is %s; only %s are read. Convert them, or remove them.",
-            *(place, len(not_read), not_read[0], ", ".join(EXTENSIONS)),
-        )
+        has = next((f"images in no class folder, such as {e.name}" for e in rest if _is_image(e.name)), "no images")
+        raise ValueError(f"{place} holds {has}: looked for <class>/*{', <class>/*'.join(EXTENSIONS)}.{hint}")
+    _warn_of_rest(place, rest, f"only {', '.join(EXTENSIONS)} in class folders are read")
     return files, labels, names
 
 
-def _parent_hint(folder: Path) -> str:
-    """Return the advice to somebody who named the folder of one split."""
-    if folder.name not in _SPLIT_FOLDERS:
-        return ""
-    return f" It looks like one split: give --data {folder.parent}, the folder around it."
+def _entries_of_classes(place: Path, names: Sequence[str]) -> Iterator[tuple[int | None, os.DirEntry]]:
+    """Yield the entries of a split, with the labels of their classes: first those in no class, with None."""
+    yield from ((None, entry) for entry in _entries(place) if not entry.is_dir())
+    for label, name in enumerate(names):
+        if (place / name).is_dir():
+            yield from ((label, entry) for entry in _entries_below(place / name))
+
+
+def _entries(folder: Path | str) -> list[os.DirEntry]:
+    """Return what a folder holds, in the order of the names, without folders that are hidden or a system's own."""
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        return [e for e in entries if not e.is_dir() or not (e.name in JUNK or e.name.startswith("."))]
+    except OSError as error:
+        raise ValueError(f"{error.filename} cannot be read: {error.strerror}.") from error
+
+
+def _entries_below(folder: Path | str, around: frozenset[tuple[int, int]] = frozenset()) -> Iterator[os.DirEntry]:
+    """Yield all but the folders in a folder and in those below."""
+    status = os.stat(folder)
+    here = (status.st_dev, status.st_ino)
+    if here in around:
+        raise ValueError(f"{folder} is a link to a folder around it: remove it.")
+    for entry in _entries(folder):
+        if entry.is_dir():
+            yield from _entries_below(entry.path, around | {here})
+        else:
+            yield entry
+
+
+def _names_without_files(place: Path, lost: Sequence[os.DirEntry]) -> str:
+    first = lost[0].path
+    what = f"a link to {os.readlink(first)}" if lost[0].is_symlink() else "a FIFO, a socket or a device"
+    return (
+        f"{place} has {len(lost)} images or folders that are not there, the first is {first}, {what}: put there what "
+        "is missing, or remove the names."
+    )
+
+
+def _warn_of_rest(place: Path, entries: Sequence[os.DirEntry], why: str) -> None:
+    """Warn of files that are left out, except what a Mac and the like hide."""
+    rest = [e for e in entries if not e.name.startswith(".") or e.name[1] != "_" and _is_image(e.name[1:])]
+    if rest:
+        endings = Counter(os.path.splitext(entry.name)[1].lower() or "without an ending" for entry in rest)
+        logger.warning(
+            "files in %s that are left out: %d (%s), the first is %s; %s: convert, move or remove them.",
+            *(place, len(rest), ", ".join(f"{n} {ending}" for ending, n in endings.most_common(5)), rest[0].path, why),
+        )
+
+
+def _warn_of_compressed(place: Path, split: str) -> None:
+    """Warn of shards that nobody has unpacked, beside those that are read."""
+    here = [entry for entry in _entries(place) if entry.name.lower().endswith(COMPRESSED)]
+    shards = [e for e in here if place.name in SPLITS[split] or any(name in e.name for name in SPLITS[split])]
+    _warn_of_rest(place, shards, "shards are read only as they are")
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+
+
+def _other_folder_hint(folder: Path) -> str:
+    """Return the advice to somebody who named the folder of one split, or one that holds the folder of the data."""
+    if folder.name in _SPLIT_FOLDERS:
+        return f" It looks like one split: give --data {folder.parent}, the folder around it."
+    inside = [] if available_splits(str(folder)) else _class_names(folder)
+    data = next((folder / name for name in inside if available_splits(str(folder / name))), None)
+    return f" Its folder {data.name} has one: give --data {data}." if data else ""
 
 
 def available_splits(path: str) -> list[str]:
@@ -283,12 +364,7 @@ def _split_folder(folder: Path, split: str) -> Path | None:
 
 
 def _class_names(folder: Path) -> list[str]:
-    entries = os.scandir(folder)
-    return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-
-
-def _is_image(entry: os.DirEntry, extensions: tuple[str, ...]) -> bool:
-    return entry.name.lower().endswith(extensions) and not entry.name.startswith(".") and entry.is_file()
+    return [entry.name for entry in _entries(folder) if entry.is_dir()]
 
 
 def _jpeg(image: Image.Image, *, quality: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Tells if a folder of shards is whole: no shard is missing, empty or doubled, and no record is lost.
+"""Tells if data are whole: no shard is missing, empty or doubled, no record is lost, and no class is without images.
 
 The evidence is in three places. The names of the shards announce their number (train-00000-of-00004). The file that
 `largebatch.pack` leaves beside them has the number of their images. And two shards with the same bytes are one shard
@@ -39,12 +39,12 @@ class Recorded(NamedTuple):
 
 
 def why_incomplete(index: Index, *, folder: Path, split: str) -> str:
-    """Return the first reason why the shards of a split are not whole, and the cure; "" if they are, or are no shards.
+    """Return the first reason why the shards or classes of a split are not whole, and the cure; "" if they are.
 
     `index` has all records, those in quarantine included; `folder` holds the data.
     """
     if index.class_names:
-        return ""
+        return empty_classes(index.label, index.class_names, folder=folder) if split == "train" else ""
     places = list(dict.fromkeys((os.path.dirname(index.files[0]), str(folder))))
     recorded = next(_recorded(places, split), None)
     checks = (
@@ -56,6 +56,18 @@ def why_incomplete(index: Index, *, folder: Path, split: str) -> str:
     return next(filter(None, (check() for check in checks)), "")
 
 
+def empty_classes(labels: Sequence[int] | np.ndarray, names: Sequence[str], *, folder: Path) -> str:
+    """Return the reason why training images of an image folder are not whole; "" if each class has some."""
+    counts = np.bincount(labels, minlength=len(names))
+    empty = [name for name, count in zip(names, counts) if not count]
+    if not empty:
+        return ""
+    return (
+        f"{folder} has no training images of {len(empty)} of its {len(names)} classes ({_list(empty, len(empty))}): "
+        "copy them, or remove the folders that are no classes"
+    )
+
+
 # -- the names ---------------------------------------------------------------------------------------------------
 
 
@@ -65,6 +77,7 @@ class Series:
 
     beginning: str
     announced: str
+    suffix: str
     paths: list[Path] = field(default_factory=list)
     digits: list[str] = field(default_factory=list)
 
@@ -81,14 +94,14 @@ class Series:
 
     def name(self, number: int) -> str:
         """Return the name of a shard of this series."""
-        return f"{self.beginning}{number:0{min(map(len, self.digits))}}-of-{self.announced}{self.paths[0].suffix}"
+        return f"{self.beginning}{number:0{min(map(len, self.digits))}}-of-{self.announced}{self.suffix}"
 
 
 def _series(files: Sequence[str]) -> list[Series]:
     found: dict[tuple[str, str], Series] = {}
     for path in map(Path, files):
-        if match := re.fullmatch(r"(.*?)(\d+)-of-(\d+)", path.stem):
-            series = found.setdefault((match[1], match[3]), Series(match[1], match[3]))
+        if match := re.fullmatch(r"(.*?)(\d+)-of-(\d+)(\.[^.]*)?", path.name):
+            series = found.setdefault((match[1], match[3]), Series(match[1], match[3], match[4] or ""))
             series.paths.append(path)
             series.digits.append(match[2])
     return list(found.values())
