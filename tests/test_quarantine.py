@@ -2,13 +2,18 @@
 
 import csv
 import dataclasses
+import io
 import logging
 import os
+import re
 import shutil
+import struct
+import zlib
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from test_pack import encoded
 
 from largebatch import pack
@@ -285,12 +290,135 @@ def test_list_comes_back_as_it_was_saved(tmp_path):
         quarantine.load(tmp_path / "list.csv")
 
 
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (with_image(truncated), "image file is truncated"),
+        (with_image(headless), "is not a readable image: of no known format"),
+        (lambda _: records.encode_example({"picture": [b"a"]}),
+         "has the fields picture, expected image/encoded and image/class/label or image and label"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_all_images_is_told_once(shards, capsys, change, reason):
+    """To list each of them would leave nothing."""
+    for k in range(2):
+        rewrite(shards / f"validation-0000{k}-of-00002", dict.fromkeys(range(3), change))
+    assert check(shards) == 1 and not (shards / "quarantine.csv").exists()
+    where = f"{shards}/validation-00000-of-00002, record 0 .at byte [0-9]*."
+    _, counted, line = capsys.readouterr().out.splitlines()
+    assert counted == "validation: 5 images, 5 bad"
+    assert re.match(f"None of the validation images can be decoded, so none is listed. {where}: {reason}", line)
+    if "truncated" not in reason:  # which is seen only when it is decoded
+        sentence = f"^None of the 5 images can be read. The first is {where}: it {reason}[^`]*$"
+        with pytest.raises(ValueError, match=sentence):
+            sources.open_source(str(shards), split="validation")
+
+
 def test_nothing_left(shards):
     for k in range(2):
         rewrite(shards / f"validation-0000{k}-of-00002", {number: with_image(truncated) for number in range(3)})
-    assert check(shards) == 1
+    assert check(shards) == 1 and not (shards / "quarantine.csv").exists()
+    folder, index = sources.open_everything(str(shards), split="validation")
+    found = quarantine.find_bad(index, folder=folder, split="validation", num_threads=1)
+    quarantine.save(shards / "quarantine.csv", sum((bad for _, bad in found), []))
     with pytest.raises(ValueError, match="quarantine.csv names all 5 validation images: nothing is left"):
         sources.open_source(str(shards), split="validation")
+
+
+# -- the checker and the decoder -------------------------------------------------------------------------------------
+
+
+def png_chunk(data, kind, *, crc=0, content=None):
+    """Change the CRC of the first chunk of a kind, or put another chunk of this kind before the pixels."""
+    at = data.index(kind if content is None else b"IDAT") - 4
+    if content is not None:
+        chunk = kind + content
+        chunk = struct.pack(">I", len(content)) + chunk + struct.pack(">I", zlib.crc32(chunk) ^ crc)
+        return data[:at] + chunk + data[at:]
+    end = at + 8 + struct.unpack(">I", data[at : at + 4])[0]
+    return data[:end] + bytes([data[end] ^ 1]) + data[end + 1 :]
+
+
+def png_of_size(width, height):
+    header = b"IHDR" + struct.pack(">II", width, height) + PNG[24:29]
+    return PNG[:12] + header + struct.pack(">I", zlib.crc32(header)) + PNG[33:]
+
+
+def saved(kind, image, **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def oriented():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    return exif
+
+
+PICTURE = Image.open(io.BytesIO(encoded(3))).convert("RGB")
+JPEG, PNG, WEBP, BMP = (saved(kind, PICTURE) for kind in ("JPEG", "PNG", "WEBP", "BMP"))
+GOOD = {
+    "jpeg": JPEG,
+    "progressive": saved("JPEG", PICTURE, progressive=True),
+    "CMYK": saved("JPEG", PICTURE.convert("CMYK")),
+    "oriented": saved("JPEG", PICTURE, exif=oriented()),
+    "jpeg and more": JPEG + b"junk" * 99,
+    "png": PNG,
+    "16 bits": saved("PNG", Image.fromarray(np.arange(1200, dtype=np.uint16).reshape(30, 40) * 50)),
+    "grey and alpha": saved("PNG", PICTURE.convert("LA")),
+    "palette and alpha": saved("PNG", PICTURE.quantize(16), transparency=3),
+    "png with a text": png_chunk(PNG, b"tEXt", content=b"a\0b"),
+    "one pixel": saved("PNG", PICTURE.resize((1, 1))),
+    "one pixel, jpeg": saved("JPEG", PICTURE.resize((1, 1))),
+    "webp": WEBP,
+    "bmp": BMP,
+}
+DAMAGED = {
+    **{f"jpeg to {part}": JPEG[: int(len(JPEG) * part)] for part in (0.1, 0.7, 0.9)},
+    "progressive": saved("JPEG", PICTURE, progressive=True)[:-30],
+    **{f"png without {count}": PNG[:-count] for count in (4, 12, 16, 20, len(PNG) // 2)},
+    "png with a wrong CRC": png_chunk(PNG, b"IDAT"),
+    "png with a wrong CRC of a text": png_chunk(PNG, b"tEXt", content=b"a\0b", crc=1),
+    "png of no size": png_of_size(0, 0),
+    "png of 4,000 megapixels": png_of_size(2**16 - 1, 2**16 - 1),
+    "webp": WEBP[:-30],
+    "bmp": BMP[:-30],
+    "empty": b"",
+    "gif": saved("GIF", PICTURE),
+    "tiff": saved("TIFF", PICTURE),
+}
+
+
+def trained_on(folder):
+    """Return what training says of the images of a folder: "" or an error. Windows are whole images."""
+    try:
+        epoch(sources.open_source(str(folder), split="train").for_classes(0))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_the_checker_takes_trains(image_folder, capsys, name):
+    (image_folder / "train" / "dog" / "2.jpg").write_bytes(GOOD[name])
+    assert check(image_folder) == 0 and trained_on(image_folder) == ""
+    assert pack.run([str(image_folder), str(image_folder.parent / "out"), "--shards", "1"]) == 0
+    assert trained_on(image_folder.parent / "out") == ""
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_the_checker_refuses_is_named_by_training_and_packing(image_folder, capsys, name):
+    bad = image_folder / "train" / "dog" / "2.jpg"
+    bad.write_bytes(DAMAGED[name])
+    advice = f"python -m largebatch.pack check {image_folder}"
+    said = trained_on(image_folder)
+    assert f"{bad}, record 0" in said and advice in said
+    with pytest.raises(ValueError, match=f"{bad} cannot be decoded .*{advice}"):
+        pack.run([str(image_folder), str(image_folder.parent / "out"), "--shards", "1"])
+    assert check(image_folder) == 1
+    assert [row["file"] for row in rows(image_folder / "quarantine.csv")] == ["train/dog/2.jpg"]
+    assert trained_on(image_folder) == ""
 
 
 # -- image folders ---------------------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ The read side finds the images, reads their bytes and decodes them:
     archives        reads the original tar files of ImageNet and the files of CIFAR-10
     shards          writes images as TFRecords, each shard complete or not at all
     sources         turns the value of --data into an index
-    whole           tells if shards are missing, empty or doubled, or have lost records
+    whole           tells if shards are missing, empty or doubled or have lost records, and which classes are empty
     quarantine      finds images that cannot be decoded and leaves them out
     imagenet_real   the ReaL labels of ImageNet's validation set
     reader          reads the encoded bytes with many threads, into memory that is used again
     stream          reads ahead, runs a DALI pipeline and finishes its images
+    decoder         tells if DALI can decode an image
     dali            the loaders for training and evaluation
 
 The draw side decides what is done to which image. Its functions are pure, so every rank and every resume agree:

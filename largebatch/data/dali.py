@@ -21,6 +21,7 @@ import torch
 from nvidia.dali import fn, types
 
 from largebatch.data import order, pixels, randaugment, reader, token_labels
+from largebatch.data.decoder import AS_PIL
 from largebatch.data.index import Index
 from largebatch.data.order import MicroBatch, Plan
 from largebatch.data.randaugment import Operations, Policy
@@ -296,15 +297,6 @@ def _train_inputs(*, on_cpu: bool, padded: bool) -> tuple[str, ...]:
     if not on_cpu:
         return "corners", "sizes", "filters", "flips"
     return () if padded else ("corners", "sizes")
-
-
-# An EXIF orientation is ignored, as in timm; the sizes in the index assume that, too. Fancy upsampling is the default
-# of libjpeg, and so of PIL.
-AS_PIL: dict[str, Any] = {
-    "output_type": types.DALIImageType.RGB,
-    "adjust_orientation": False,
-    "jpeg_fancy_upsampling": True,
-}
 
 
 def _decode(jpegs: Any, device: torch.device, index: Index) -> Any:

@@ -96,15 +96,20 @@ def _image(payload: bytes) -> bytes:
 
 
 def image_fault(read: Callable[[], bytes]) -> str:
-    """Return the reason why the bytes that `read` gives cannot be decoded, or ""."""
+    """Return the reason why the bytes that `read` gives cannot be decoded, with Pillow and with DALI, or ""."""
     try:
         data = read()
         image_size(io.BytesIO(data))
         with Image.open(io.BytesIO(data)) as image:
             image.load()
     except Exception as error:  # a damaged image may raise nearly anything
-        return str(error) or type(error).__name__
-    return ""
+        of_disk = getattr(error, "strerror", None)
+        return f"cannot be read: {of_disk}" if of_disk else str(error).partition(" <_io.")[0] or type(error).__name__
+    try:
+        from largebatch.data.decoder import decoder_fault
+    except ImportError:  # DALI is not installed
+        return ""
+    return decoder_fault(data)
 
 
 def _entry(index: Index, sample: int, reason: str, *, folder: Path, split: str) -> Entry:
@@ -223,6 +228,8 @@ def _refuse(index: Index, sample: int, count: int, *, folder: Path) -> None:
             f"{index.where(sample)} could not be read when it was indexed, and can be read now: touch the file, so "
             "that it is indexed again."
         )
+    if count == len(index):
+        raise ValueError(f"None of the {count} images can be read. The first is {index.where(sample)}: it {reason}.")
     more = f" ({count - 1} more cannot be read)" if count > 1 else ""
     raise ValueError(
         f"{index.where(sample)} {reason}{more}; to train without the bad images, list them by `python -m "

@@ -6,14 +6,13 @@ thread that runs the pipeline, so the callback must not do I/O. A pool of thread
 their waits overlap; the callback hands over the next finished batch. If threads of ours finish the images, they work
 on one batch while DALI decodes the next.
 
-An error in a thread is raised where the batch is taken. After an error in DALI the batch is decoded again with PIL,
-which finds the file and record. Either way the consumer gets a ValueError, and no thread is left waiting.
+An error in a thread is raised where the batch is taken. After an error in DALI the images of the batch are decoded one
+by one, which finds the file and record. Either way the consumer gets a ValueError, and no thread is left waiting.
 """
 
 from __future__ import annotations
 
 import collections
-import io
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,12 +25,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 from nvidia.dali import Pipeline, fn
-from PIL import Image
 
 from largebatch.data import reader
 from largebatch.data.index import Index
 from largebatch.data.label_maps import decode_maps
 from largebatch.data.order import MicroBatch
+from largebatch.data.quarantine import image_fault
 from largebatch.data.sources import SPLITS
 from largebatch.data.token_labels import TokenLabels
 from largebatch.files import Damaged
@@ -343,25 +342,21 @@ class _Finishers:
 
 
 def _explain(error: RuntimeError, batches: Iterable[Encoded[Any]], index: Index) -> ValueError:
-    """Return an error with the first image that PIL cannot decode in the batches on which DALI was working."""
+    """Return an error with the first image that cannot be decoded in the batches on which DALI was working."""
     for batch in batches:
         for sample, data in zip(batch.samples.tolist(), batch.room.images):
-            try:
-                Image.open(io.BytesIO(data.tobytes())).load()
-            except Exception as reason:
-                said = str(reason).partition(" <_io.")[0]
+            if fault := image_fault(data.tobytes):
                 return Damaged(
-                    f"{index.where(sample)} cannot be decoded ({said}): `python -m largebatch.pack check "
+                    f"{index.where(sample)} cannot be decoded ({fault}): `python -m largebatch.pack check "
                     f"{_data_folder(index)}` lists all such images, and training then leaves them out."
                 )
     first = next((batch.job for batch in batches), None)
     said = COLOURS.sub("", str(error))
-    return ValueError(f"The pipeline failed at {first}, although PIL can decode its images: {said}")
+    return ValueError(f"The pipeline failed at {first}, although each of its images can be decoded: {said}")
 
 
 def _data_folder(index: Index) -> Path:
     """Return the folder that a user gives to --data."""
-    folder = Path(index.files[0]).parent
-    folder = folder.parent if index.class_names else folder
+    folder = Path(index.folder)
     splits = {name for names in SPLITS.values() for name in names}
     return folder.parent if folder.name in splits else folder

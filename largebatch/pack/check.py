@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_split(data: str, split: str, *, num_threads: int) -> tuple[Path, list[quarantine.Entry], str]:
-    """Decode the images of a split; return the data's folder, the bad images, sorted, and why shards are not whole."""
+    """Decode the images of a split; return the data's folder, the bad images, sorted, and the fault of the whole."""
     folder, index = sources.open_everything(data, split=split)
     found = []
     with show_progress(f"checking {split}", len(index)) as show:
@@ -61,8 +61,11 @@ def _check_split(data: str, split: str, *, num_threads: int) -> tuple[Path, list
             found += bad
             show(done)
     print(f"{split}: {len(index)} images, {len(found)} bad")
+    found.sort(key=dataclasses.astuple)
+    if len(found) == len(index):  # a list of them would leave nothing
+        return folder, [], f"None of the {split} images can be decoded, so none is listed. {_line(folder, found[0])}"
     incomplete = whole.why_incomplete(index, folder=folder, split=split)
-    return folder, sorted(found, key=dataclasses.astuple), incomplete and f"{incomplete}."
+    return folder, found, incomplete and f"{incomplete}."
 
 
 def _line(folder: Path, entry: quarantine.Entry) -> str:

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from largebatch.data import archives, quarantine, records, sources
+from largebatch.data import archives, quarantine, records, sources, whole
 from largebatch.data.imagenet_real import image_names
 from largebatch.data.shards import Images
 
@@ -38,8 +38,10 @@ def open_images(source: str, split: str) -> Images:
     with its name.
     """
     folder = Path(source).expanduser()
-    if source not in sources.BUILT_IN and not folder.exists():
-        raise ValueError(f"There is no folder {source}: expected one with images, {', '.join(sources.BUILT_IN)}.")
+    if source not in sources.BUILT_IN and not folder.is_dir() and not archives.is_cifar10(folder):
+        raise ValueError(
+            f"{sources.why_no_folder(source)}: expected one with images, {', '.join(sources.BUILT_IN)}."
+        )
     if source in sources.BUILT_IN:
         return {"digits": sources.digits, "synthetic": sources.synthetic}[source](split)
     if archives.is_cifar10(folder):
@@ -58,6 +60,8 @@ def open_images(source: str, split: str) -> Images:
 def _image_folder(folder: Path, split: str) -> Images:
     """Return the images of a split that are not in quarantine."""
     files, labels, classes = sources.find_images(folder, split)
+    if split == "train" and (reason := whole.empty_classes(labels, classes, folder=folder)):
+        raise ValueError(f"{reason}.")
     listed_in = folder / quarantine.NAME
     entries = quarantine.load(listed_in) if listed_in.is_file() else []
     spans = quarantine.listed_spans(entries, folder=folder, split=split, listed_in=listed_in)
@@ -80,7 +84,8 @@ def _records(source: str, split: str) -> Images:
         if int.from_bytes(crc, "little") != records.masked_crc(payload):
             raise ValueError(f"{index.where(k)} {records.WRONG_CRC}.")
         features = records.decode_example(payload)
-        return {name: values for name, values in features.items() if values}
+        written = () if records.IMAGE in features else records.FIELDS[1]  # under other names
+        return {name: values for name, values in features.items() if values and name not in written}
 
     def encoded(k: int) -> bytes:
         data = records.read_span(index.files[index.file[k]], int(index.offset[k]), int(index.length[k]))
@@ -145,17 +150,14 @@ def as_jpeg(data: bytes, *, where: str, remedy: str = "") -> bytes:
 
     ValueError, which ends with `remedy`, for a bad image.
     """
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            image.load()
-            if image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):
-                return data
-            file = io.BytesIO()
-            eight_bits(image).convert("RGB").save(file, "JPEG", quality=100, subsampling=0)
-            return file.getvalue()
-    except Exception as error:  # a damaged file may raise nearly anything
-        reason = "it is of no known format" if isinstance(error, UnidentifiedImageError) else error
-        raise ValueError(f"{where} cannot be decoded: {reason}{remedy}") from error
+    if fault := quarantine.image_fault(lambda: data):
+        raise ValueError(f"{where} cannot be decoded ({fault}){remedy}")
+    with Image.open(io.BytesIO(data)) as image:
+        if image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):
+            return data
+        file = io.BytesIO()
+        eight_bits(image).convert("RGB").save(file, "JPEG", quality=100, subsampling=0)
+        return file.getvalue()
 
 
 def eight_bits(image: Image.Image) -> Image.Image:

@@ -107,6 +107,8 @@ def why_unreadable(path: str) -> str:
         return "it is a folder; give the images in it, such as FOLDER/*.jpg"
     if not Path(path).exists():
         return "there is no such file"
+    if not Path(path).is_file():
+        return "it is a FIFO, a socket or a device"
     return image_fault(Path(path).read_bytes)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -114,16 +115,23 @@ def test_predictions_are_those_of_timm_and_pil(run, images, capfd):
 
 def test_bad_images_are_named_after_the_good_ones(run, images, tmp_path, capfd):
     good, text, cut = held_out(images)[0], tmp_path / "text.jpg", tmp_path / "cut.png"
+    endless, fifo = tmp_path / "endless.png", tmp_path / "fifo.jpg"
+    Image.open(good).save(endless)
+    endless.write_bytes(endless.read_bytes()[:-12])
+    os.mkfifo(fifo)
     text.write_text("no image")
     cut.write_bytes(Path(good).read_bytes()[:500])
-    assert predict([str(run), str(text), good, str(cut), str(tmp_path), "nothing.png", "--top", "2", "--ema"]) == 2
+    others = [tmp_path, "nothing.png", endless, fifo, "/dev/zero"]
+    assert predict([str(run), *map(str, (text, good, cut, *others)), "--top", "2", "--ema"]) == 2
     out, err = capfd.readouterr()
     name, *shares = out.splitlines()
     assert name == good and len(shares) == 2 and all(re.fullmatch(r" +[\d.]+ %  (blue|green|red)", s) for s in shares)
     messages = [line for line in err.splitlines() if line.startswith("largebatch: ")]
-    for path, message in zip((text, cut, tmp_path, "nothing.png"), messages, strict=True):
+    for path, message in zip((text, cut, *others), messages, strict=True):
         assert message.startswith(f"largebatch: {path} is left out: ")
     assert "it is a folder; give the images in it" in messages[2] and "there is no such file" in messages[3]
+    assert "DALI, which decodes in training, cannot" in messages[4]
+    assert all("it is a FIFO, a socket or a device" in message for message in messages[5:])
 
 
 @pytest.mark.parametrize(
