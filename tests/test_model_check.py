@@ -56,6 +56,39 @@ def test_the_noise_scale_is_left_out_with_a_sentence(batch, parallel, sentence, 
     assert re.search(f"^{sentence and 'no gradient noise scale: '}{sentence}", caplog.messages[0] if sentence else "")
 
 
+@pytest.mark.parametrize(
+    "name, img_size",
+    [
+        *(("timm/resnet18", 32), ("timm/resnet18", 64), ("timm/levit_128s", 224), ("timm/test_resnet", 32)),
+        ("vit_nano32", 32),
+    ],
+)
+def test_a_micro_batch_of_one_image_is_refused_where_torch_would(name, img_size):
+    """Before the first step, with an option that helps."""
+    model = create_model(name, img_size=img_size, num_classes=10).train()
+    try:
+        model(torch.zeros(1, 3, img_size, img_size))
+        fails = False
+    except ValueError as error:
+        assert "Expected more than 1 value per channel" in str(error)
+        fails = True
+    assert fails is ((name, img_size) not in {("timm/resnet18", 64), ("vit_nano32", 32)})
+    config = TrainConfig(model=ModelConfig(name=name, img_size=img_size, num_classes=10))
+    for size, images, lone, remedy in (
+        (4, 25, "the last", "--run.duration '24 images'"),
+        (4, 1, "the last", "--run.duration '2 images'"),
+        (1, 24, "every", "--data.micro_batch_size 2"),
+        (4, 24, "", ""),
+        (4, 26, "", ""),
+        (2, 24, "", ""),
+    ):
+        plan = Plan(num_samples=9, global_batch_size=8, micro_batch_size=size, num_images=images, seed=0)
+        sees = f"In this run {lone} micro-batch has one image, of which the batch norm .* of {name} at {img_size} px"
+        refused = fails and lone
+        with pytest.raises(ValueError, match=f"{sees} .* set {remedy}.$") if refused else nullcontext():
+            build.refuse_lone_image(config, plan)
+
+
 def test_batch_norm_over_few_images_is_warned_of(caplog):
     caplog.set_level(logging.WARNING)
     build.warn_of_few_statistics(create_model("vit_nano32", img_size=32), 1)

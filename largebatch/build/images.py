@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch import checkpoint
 from largebatch.augment import Augment
@@ -204,6 +205,38 @@ def warn_of_few_statistics(model: nn.Module, micro_batch_size: int) -> None:
             "accuracy suffers below about %d images.",
             *(micro_batch_size, FEW),
         )
+
+
+def refuse_lone_image(config: TrainConfig, plan: Plan) -> None:
+    """Raise ValueError if batch norm would see one value per channel: torch would, in the step that has one image."""
+    size, images = plan.micro_batch_size, plan.num_images
+    if size > 1 and images % size != 1:  # all steps but the last are whole numbers of micro-batches
+        return
+    if layer := _norm_of_one_value(config):
+        lone = "every" if size == 1 else "the last"
+        remedy = "--data.micro_batch_size 2" if size == 1 else f"--run.duration '{images - 1 or 2} images'"
+        raise ValueError(
+            f"In this run {lone} micro-batch has one image, of which the batch norm {layer} of {config.model.name} at "
+            f"{config.model.img_size} px sees one value per channel, and it needs two: set {remedy}."
+        )
+
+
+def _norm_of_one_value(config: TrainConfig) -> str:
+    """Return the name of the first batch norm that sees one value per channel of one image; "" if there is none."""
+    found: list[str] = []
+    with torch.device("meta"), torch.no_grad():
+        model = create_model(**config.model.arguments() | {"weights": None}).eval()
+        names = {layer: name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+
+        def look(layer: _BatchNorm, inputs: tuple[torch.Tensor]) -> None:
+            if inputs[0].numel() == layer.num_features:
+                found.append(names[layer])
+
+        for layer in names:
+            layer.register_forward_pre_hook(look)
+        if names:
+            model(torch.zeros(1, 3, config.model.img_size, config.model.img_size))
+    return found[0] if found else ""
 
 
 def build_plan(config: TrainConfig, index: "Index") -> Plan:

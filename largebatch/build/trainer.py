@@ -22,6 +22,7 @@ from largebatch.build.images import (
     model_geometry,
     open_images,
     open_train_loader,
+    refuse_lone_image,
     warn_of_few_statistics,
     warn_of_large_batch,
     with_classes,
@@ -92,6 +93,7 @@ def assemble(
     with comm.together("building"):
         train, held_out = images
         plan = build_plan(config, train)
+        refuse_lone_image(config, plan)
         ema = build_ema(config, plan, model)
         eval_batches: Any = ()
         if held_out is not None:
