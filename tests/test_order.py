@@ -92,6 +92,33 @@ def test_window_reads_its_files_together():
     assert (np.diff(files[: sum(sizes[f] for f in groups[0])]) != 0).mean() > 0.4  # and they are mixed
 
 
+@pytest.mark.parametrize("window", [1, 3, 7, 9])
+def test_windowed_order_is_that_of_the_definition(window):
+    """In plain Python: sort the files by their words, and the samples of each window of files by theirs."""
+    sizes, seed = (5, 0, 17, 1, 30, 12, 8), 5
+    plan = Plan(sum(sizes), 16, 4, 1000, seed=seed, shard_sizes=sizes, shuffle_window=window)
+    places = iter(range(sum(sizes)))
+    samples_of = [[next(places) for _ in range(size)] for size in sizes]
+    for epoch in range(3):
+        words = np.random.Philox(key=[seed, epoch]).random_raw(len(sizes) + sum(sizes)).tolist()
+        files, expected = sorted(range(len(sizes)), key=words.__getitem__), []
+        for at in range(0, len(sizes), window):
+            inside = [sample for file in files[at : at + window] for sample in samples_of[file]]
+            expected += sorted(inside, key=lambda sample: words[len(sizes) + sample])
+        assert plan.samples(epoch * sum(sizes), (epoch + 1) * sum(sizes))[1].tolist() == expected
+
+
+def test_every_file_is_in_the_first_window_as_often_as_any_other():
+    sizes, epochs, window = (3,) * 20, 1000, 4
+    plan = Plan(sum(sizes), 16, 4, 1000, seed=0, shard_sizes=sizes, shuffle_window=window)
+    counts = np.zeros(20)
+    for start in range(0, epochs * sum(sizes), sum(sizes)):
+        counts[np.unique(plan.samples(start, start + window * 3)[1] // 3)] += 1
+    expected = epochs * window / 20
+    p = stats.chi2.sf(((counts - expected) ** 2).sum() / expected / (1 - window / 20) * 19 / 20, 19)
+    assert counts.sum() == epochs * window and 1e-4 < p < 1 - 1e-4
+
+
 def mixing_p_value(labels, batch):
     """Of the hypothesis that each batch is a random draw of the balanced classes."""
     classes = labels.max() + 1
