@@ -6,10 +6,11 @@
 """
 
 from largebatch.checkpoint.resume import MAY_DIFFER, check_config, load, resume
-from largebatch.checkpoint.snapshot import HostMemory, Snapshot, take_snapshot
+from largebatch.checkpoint.snapshot import HostMemory, Snapshot, num_bytes, take_snapshot
 from largebatch.checkpoint.store import (
     BEST,
     FOLDER,
+    check_space,
     checkpoints,
     discard_after,
     find_weights,
@@ -28,6 +29,7 @@ __all__ = [
     "HostMemory",
     "Snapshot",
     "check_config",
+    "check_space",
     "checkpoints",
     "discard_after",
     "find_weights",
@@ -35,6 +37,7 @@ __all__ = [
     "latest",
     "load",
     "newest_weights",
+    "num_bytes",
     "read_state",
     "resume",
     "save",

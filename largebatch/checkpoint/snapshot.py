@@ -64,7 +64,7 @@ class Snapshot:
 
     def num_bytes(self) -> int:
         """Return the bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in _tensors([self.weights, self.state]))
+        return num_bytes([self.weights, self.state])
 
 
 def take_snapshot(
@@ -98,6 +98,11 @@ def take_snapshot(
             copied = torch.cuda.Event()
             copied.record()
     return Snapshot(state.step, weights, content, copied, description)
+
+
+def num_bytes(value: Any) -> int:
+    """Return the bytes of the tensors in nested dictionaries, lists and tuples."""
+    return sum(tensor.nbytes for tensor in _tensors(value))
 
 
 def _tensors(value: Any) -> list[Tensor]:

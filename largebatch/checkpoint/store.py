@@ -73,7 +73,7 @@ def save(folder: str | Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
         return path
     unfinished = _unused(path)
     try:
-        _check_space(root, snapshot.num_bytes())
+        check_space(root, snapshot.num_bytes())
         _write(unfinished, snapshot)
         _remove(path)  # there only if it is damaged, or if the evaluation of its step was still to be made
         unfinished.rename(path)
@@ -276,7 +276,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _check_space(root: Path, num_bytes: int) -> None:
+def check_space(root: Path, num_bytes: int) -> None:
     """Raise OSError before anything is written, if tensors of so many bytes cannot fit."""
     needed, free = num_bytes + SPARE_BYTES, shutil.disk_usage(root).free
     if free < needed:

@@ -76,7 +76,17 @@ class Checkpoint(Hook):
         with trainer.comm.together("making the run folder"):
             if trainer.comm.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                self.check_space(trainer)
         trainer.comm.before_shutdown(lambda: self.wait(trainer.comm))
+
+    def check_space(self, trainer: Trainer) -> None:
+        """Raise ValueError if what this rank holds of a checkpoint cannot fit on the disk."""
+        models = [model.state_dict() for model in (trainer.model, trainer.average) if model is not None]
+        try:
+            needed = checkpoint.num_bytes([models, list(trainer.optimizer.state.values())])
+            checkpoint.check_space(self.folder, needed)
+        except OSError as error:
+            raise ValueError(f"{error.strerror}: make room, or give another --run.folder.") from error
 
     def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Note an evaluation that is better than all before. The metrics, and so the answer, are those of all ranks."""

@@ -1,5 +1,7 @@
 """Saving beside training: the moment, on which all ranks agree, and what they do while rank 0 writes."""
 
+import copy
+import shutil
 import threading
 from types import SimpleNamespace
 
@@ -8,6 +10,7 @@ import torch
 from parts import plan_for, small_trainer
 
 from largebatch import checkpoint
+from largebatch.checkpoint import store
 from largebatch.comm import Stopped
 from largebatch.engine import Hook
 from largebatch.hooks import checkpointing
@@ -74,6 +77,25 @@ def test_training_goes_on_while_rank_0_writes(comm, tmp_path, monkeypatch):
         written = read_weights(tmp_path / "checkpoints" / f"{step:08d}" / "model.safetensors")
         assert all(torch.equal(written[name], tensor) for name, tensor in weights.items()), step
     assert list(hook.saved) == [2, 4, 5]
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_a_disk_without_room_for_a_checkpoint_is_seen_before_the_first_step(comm, tmp_path, monkeypatch, average):
+    """Weights, their average and two moments; a byte less is too little."""
+    trainer = small_trainer(comm, plan_for(comm, steps=2), passes=1)
+    trainer.average = copy.deepcopy(trainer.model) if average else None
+    trainer.hooks = [Noting(tmp_path, every_images=10**6, keep=1, config_text="")]
+    tensors = [*trainer.model.state_dict().values()] * (1 + average)
+    tensors += [value for state in trainer.optimizer.state.values() for value in state.values()]
+    needed = store.SPARE_BYTES + sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
+    said = " has .* GB free, a checkpoint needs .* GB: make room, or give another --run.folder"
+    with pytest.raises(Stopped, match=said):
+        trainer.fit()
+    assert trainer.state.step == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
+    trainer.hooks[0].before_fit(trainer)
 
 
 def test_a_save_that_hangs_ends_the_run(comm, tmp_path, monkeypatch):
