@@ -204,6 +204,17 @@ def test_a_refused_run_tells_its_reason_though_it_is_told_to_end(tmp_path):
     assert "Traceback" not in output and "stopped before the first step" not in output, output
 
 
+LONE = ["--model", "timm/resnet18", "--model.proj_drop_rate", "0", "--img-size", "32"]  # 1 x 1 pixels in its last norms
+
+
+def test_a_run_whose_last_step_has_one_image_ends_when_the_advice_is_followed(tmp_path):
+    code, output = train(tmp_path, *LONE, "--run.duration", "25 images", ranks=2)
+    (advice,) = re.findall(r"set --run.duration '(.*)'", output)
+    assert code == 2
+    code, output = train(tmp_path, *LONE, "--run.duration", advice, ranks=2)
+    assert code == 0 and "complete, step 1 of 1" in output, output
+
+
 @pytest.mark.parametrize(
     "options, sentence",
     [
@@ -216,6 +227,7 @@ def test_a_refused_run_tells_its_reason_though_it_is_told_to_end(tmp_path):
         (["--data", "/no/such/folder", "--recipe", "quickstart"], "There is no folder /no/such/folder: expected"),
         (["--init-from", "nowhere.pt"], "--init-from is nowhere.pt: there is no such file or folder."),
         (["--model", "vit_b32", "--data", "/no/such/folder"], "There is no folder /no/such/folder: expected"),
+        ([*LONE, "--run.duration", "25 images"], "timm/resnet18 at 32 px sees one value per channel"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_an_exit_code_and_leaves_nothing(tmp_path, options, sentence):
