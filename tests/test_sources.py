@@ -205,6 +205,36 @@ def test_a_link_to_a_folder_that_is_not_there_is_refused(image_folder, cache_hom
         sources.open_source(str(image_folder), split="train")
 
 
+@pytest.mark.parametrize("kind", ["images", "shards"])
+def test_held_out_images_that_are_not_mounted_are_not_those_of_the_test(image_folder, cache_home, kind):
+    (image_folder / "val").rename(image_folder / "test")
+    (image_folder / "val").symlink_to("/not/mounted")
+    if kind == "shards":
+        image = (image_folder / "test" / "n02" / "a.jpg").read_bytes()
+        one = records.encode_example({"image": [image], "label": [0]})
+        records.write_records(image_folder / "test" / "test-0", [one])
+    data = str(image_folder)
+    for run in (lambda: sources.open_source(data, split="validation"), lambda: pack.run([data, "/no"])):
+        with pytest.raises(ValueError, match=f"{image_folder}/val is a link to /not/mounted, and no folder is there"):
+            run()
+
+
+@pytest.mark.parametrize("name", ["train-2.tfrecord", "train-2.tar"])
+@pytest.mark.parametrize(
+    "make, said",
+    [(lambda path: path.symlink_to("/nowhere"), "cannot be read: No such file"), (fifo, "is no file, but a FIFO, a")],
+)
+def test_shards_that_are_no_files_are_named(image_folder, tmp_path, cache_home, name, make, said):
+    (tmp_path / "out").mkdir()
+    image = (image_folder / "val" / "n02" / "a.jpg").read_bytes()
+    assert list(shards.write_split(tmp_path / "out", "train", shards.Images([0, 1], lambda k: image), num_shards=1))
+    if name.endswith(".tar"):
+        (tmp_path / "out" / "train-00000-of-00001").rename(tmp_path / "out" / "train-1.tar")
+    make(tmp_path / "out" / name)
+    with pytest.raises(ValueError, match=f"{tmp_path}/out/{name} {said}"):
+        sources.open_source(str(tmp_path / "out"), split="train")
+
+
 def test_links_that_lead_in_a_circle_are_refused(image_folder, cache_home):
     circle = image_folder / "train" / "n02" / "again"
     circle.symlink_to(image_folder / "train")

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import stat
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -83,9 +84,12 @@ def index_images(
 
 def _status(files: Sequence[str]) -> list[os.stat_result]:
     try:
-        return [os.stat(path) for path in files]
+        found = [os.stat(path) for path in files]
     except OSError as error:
         raise ValueError(f"{error.filename} cannot be read: {error.strerror}.") from error
+    if special := next((path for path, status in zip(files, found) if not stat.S_ISREG(status.st_mode)), ""):
+        raise ValueError(f"{special} is no file, but a FIFO, a socket or a device: remove it.")
+    return found
 
 
 def scan_shard(path: str) -> Rows:

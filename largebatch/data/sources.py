@@ -167,6 +167,7 @@ def _open_folder(folder: Path, split: str, root: Path, progress: Progress) -> In
     # The version is in the name, so that an older installation keeps its own index.
     name = f"{folder.name}-{split}-{key}-v{index_file.VERSION}.npz"
     saved = safe_cache(root, "index") / name
+    _split_folder(folder, split)  # a link that leads to nothing must not lead to another folder
     if shards := _find_shards(folder, split):
         _warn_of_compressed(Path(shards[0]).parent, split)
         index = _cached_index(saved, shards, functools.partial(index_shards, shards), progress)
@@ -227,7 +228,7 @@ def find_shards(folder: Path, split: str) -> list[str]:
         for name in SPLITS[split]:
             files = (file for file in place.glob(f"{name}-*") if file.suffix in ("", ".tfrecord", ".tfrecords"))
             of_tfds = place.glob(f"*-{name}.tfrecord-*-of-*")
-            if found := sorted(str(file) for file in (*files, *of_tfds) if file.is_file()):
+            if found := sorted(str(file) for file in (*files, *of_tfds) if not file.is_dir()):
                 return found
     return []
 
@@ -360,7 +361,12 @@ def available_splits(path: str) -> list[str]:
 
 
 def _split_folder(folder: Path, split: str) -> Path | None:
-    return next((folder / name for name in SPLITS[split] if (folder / name).is_dir()), None)
+    for place in (folder / name for name in SPLITS[split]):
+        if place.is_dir():
+            return place
+        if place.is_symlink():
+            raise ValueError(f"{place} is a link to {os.readlink(place)}, and no folder is there: remove or mend it.")
+    return None
 
 
 def _class_names(folder: Path) -> list[str]:
