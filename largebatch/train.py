@@ -89,7 +89,7 @@ def read(argv: Sequence[str], num_images: int | None = None) -> "TrainConfig":
     from largebatch.config import Page, parse
     from largebatch.recipes import choose
 
-    return parse(argv, choose_recipe=partial(choose, num_images=num_images), page=Page(ABOUT, OPTIONS))
+    return parse(argv, choose_recipe=partial(choose, num_images=num_images, argv=argv), page=Page(ABOUT, OPTIONS))
 
 
 @contextmanager

@@ -129,7 +129,7 @@ def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
         )
     if run:
         words = ["--config", str(run / "config.yaml"), "--run.folder", str(run), f"--model.weights={chosen}", *words]
-    config = parse(words, choose_recipe=defaults, page=Page(ABOUT, OPTIONS, FLAGS))
+    config = parse(words, choose_recipe=functools.partial(defaults, argv=words), page=Page(ABOUT, OPTIONS, FLAGS))
     if not run and not config.model.weights:
         raise ValueError("There is nothing to validate: give a run folder, or --model, --init-from FILE and --data.")
     if flags.ema and config.model.weights != chosen:
@@ -157,12 +157,12 @@ def _take_flags(argv: Sequence[str]) -> tuple[Flags, list[str]]:
     return Flags(**vars(flags)), words
 
 
-def defaults(given: Mapping[str, Any]) -> TrainConfig:
+def defaults(given: Mapping[str, Any], *, argv: Sequence[str] = ()) -> TrainConfig:
     """Choose a recipe as training does, but a model may have no recipe, and a fine-tuning needs no first weights."""
     model, data = given.get("model.name"), given.get("data.path")
     if not given.get("recipe") and model and model not in RECIPES and data not in (None, "", "digits"):
         return TrainConfig(model=ModelConfig(name=model))
-    return find(given)
+    return find(given, argv=argv)
 
 
 def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]:

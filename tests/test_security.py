@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from largebatch.config import parse
-from zoo import load_weights
+from largebatch import train, validate
+from largebatch.benchmark import resident
+from largebatch.checkpoint.resume import check_config
+from largebatch.config import dump, load, parse
+from largebatch.export.folder import card
+from largebatch.plan import __main__ as plan
+from largebatch.recipes import depends_on_data
+from largebatch.report import diff, panels, summary
+from zoo import create_model, hub, load_weights, save_weights
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {
@@ -41,7 +48,7 @@ def test_only_ranks_of_one_job_send_each_other_pickles():
 
 
 def test_no_text_is_run_as_a_command_or_as_code():
-    """But for the file that a user names as a recipe: it is a program of his own."""
+    """But for the file that a user names as a recipe on the command line: it is a program of the user's own."""
     found = [(file, name) for file, name, given in calls() if name in SHELL | CODE or given.get("shell")]
     assert found == [("largebatch/recipes/user_file.py", "exec")]
 
@@ -65,6 +72,79 @@ def test_a_config_runs_no_code(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="could not determine a constructor"):
         parse(["--config", "run.yaml"], choose_recipe=lambda given: None)
     assert os.listdir() == ["run.yaml"]
+
+
+NOTES = """
+import pathlib
+pathlib.Path(__file__).with_name("harm").touch()
+def recipe():
+    from largebatch.recipes.quickstart import quickstart
+    return quickstart("vit_nano32")
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The run folder of somebody else, with a checkpoint; its config.yaml names code as its recipe."""
+    monkeypatch.chdir(tmp_path)
+    Path("notes.py").write_text(NOTES)
+    saved = Path("run/checkpoints/00000002")
+    saved.mkdir(parents=True)
+    save_weights(create_model("vit_nano32", img_size=64, num_classes=10), saved / "model.safetensors")
+    Path("run/steps.csv").write_text("step\n2\n")
+    config = train.read(["--recipe", "notes.py:recipe", "--run.folder", "run"])
+    Path("harm").unlink()  # it was named on the command line
+    Path("run/config.yaml").write_text(dump(config))
+    return Path("run")
+
+
+def planned(run: str, *training: str):
+    return plan.read_config(run, plan._parser().parse_args([]), training)
+
+
+FILE = ("--config", "run/config.yaml")
+READERS = {
+    "train --config": lambda run: train.read(FILE),
+    "train --config, with the images": lambda run: train.read((*FILE, "--data=/own"), 100),
+    "train --config, behind a recipe": lambda run: train.read(("--recipe=vit_b32", *FILE)),
+    "the size of its data": lambda run: depends_on_data(FILE),
+    "train --init-from": lambda run: train.read(("--init-from", "run", "--data=/own"), 100),
+    "train --init-from a checkpoint": lambda run: train.read(("--init-from", "run/checkpoints/00000002", "--data=/o")),
+    "resume": lambda run: check_config((run / "config.yaml").read_text(), load("run/config.yaml"), path=run),
+    "validate": lambda run: validate.read(["run"]),
+    "validate a checkpoint": lambda run: validate.read(["run/checkpoints/00000002"]),
+    "validate --config": lambda run: validate.read([*FILE, "--init-from=w.pt"]),
+    "plan": lambda run: planned("run"),
+    "plan --config": lambda run: planned("", *FILE),
+    "benchmark": lambda run: resident.read_config(FILE),
+    "report": lambda run: panels.read_run(run, "run", "red"),
+    "report diff": lambda run: diff.compare_options(diff._config(run), diff._config(run)),
+    "the end of a run": lambda run: summary.describe(run, num_steps=2),
+    "export": lambda run: card(create_model(weights="run"), hub.find("run"), run, licence="mit"),
+    "predict": lambda run: create_model(weights="run"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_run_folder_of_somebody_else_runs_no_code(run, reader):
+    READERS[reader](run)
+    assert not Path("harm").exists()
+
+
+@pytest.mark.parametrize("text", ["recipe: notes.py:recipe", "recipe: ./notes.py:recipe\nrun: {seed: 1}"])
+def test_a_config_that_is_not_whole_needs_its_code_on_the_command_line(run, text):
+    Path("short.yaml").write_text(text)
+    with pytest.raises(ValueError, match="code: to run it, give --recipe (.*notes.py:recipe) as well") as refused:
+        train.read(["--config", "short.yaml"])
+    assert not Path("harm").exists()
+    recipe = re.search(r"--recipe (\S+)", str(refused.value))[1]  # the remedy to the letter
+    assert train.read(["--config", "short.yaml", "--recipe", recipe]).model.name == "vit_nano32"
+
+
+@pytest.mark.parametrize("read", [train.read, resident.read_config, lambda argv: planned("", *argv), validate.read])
+def test_the_file_that_the_command_line_names_is_run(run, read):
+    read(["--recipe", "notes.py:recipe", "--init-from=w.pt"])
+    assert Path("harm").exists()
 
 
 def test_the_tests_that_security_md_names_are_there():

@@ -16,7 +16,7 @@ IMAGENET = 1_281_167
 
 def chosen(*argv: str, images: int | None = None) -> TrainConfig:
     """The config of a command line for so many training images."""
-    return parse(argv, choose_recipe=lambda given: recipes.choose(given, images))
+    return parse(argv, choose_recipe=lambda given: recipes.choose(given, images, argv=argv))
 
 
 def test_the_recipes_know_the_models_of_the_zoo():

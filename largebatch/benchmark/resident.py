@@ -43,7 +43,7 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
     """Return the recipe of the model, or the quick start if it has none, with the options of a command line."""
     given = {"data.path": NAME} | given_options(argv)
     name = given.get("model.name", "vit_b32")
-    recipe = quickstart(name) if name not in RECIPES and "recipe" not in given else find(given)
+    recipe = quickstart(name) if name not in RECIPES and "recipe" not in given else find(given, argv=argv)
     classes = recipe.model.num_classes or 1000
     recipe = replace(recipe, data=replace(recipe.data, path=NAME), model=replace(recipe.model, num_classes=classes))
     return apply(replace(recipe, optim=for_optimizer(recipe.optim, given.get("optim.name"))), argv)

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> Report | None:
         else:
             data = [f"--data={options.data}"] if options.data else []
             argv = ["--data=synthetic", *DEFAULTS, *options.training, *data]
-            config = parse(argv, choose_recipe=choose)
+            config = parse(argv, choose_recipe=partial(choose, argv=argv))
         if ramp := config.schedule.batch_ramp:
             raise ValueError(
                 f"--schedule.batch_ramp is {ramp!r}: steps of one size are measured, so leave it out, and give the "

@@ -15,7 +15,18 @@ words.py      what to give instead of an option that does not exist
 
 from largebatch.config import ramp
 from largebatch.config.checks import check, without_effect
-from largebatch.config.cli import apply, differences, dump, given_options, load, load_text, options, parse, read_file
+from largebatch.config.cli import (
+    apply,
+    differences,
+    dump,
+    given_options,
+    load,
+    load_text,
+    options,
+    parse,
+    read_file,
+    typed_recipes,
+)
 from largebatch.config.durations import (
     NEVER,
     accumulation_passes,
@@ -78,5 +89,6 @@ __all__ = [
     "profiled_steps",
     "ramp",
     "read_file",
+    "typed_recipes",
     "without_effect",
 ]

@@ -88,6 +88,11 @@ def given_options(argv: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def typed_recipes(argv: Sequence[str]) -> list[str]:
+    """Return the recipes that a command line names itself, and not in a file: only these may be code."""
+    return [text for name, text in pairs(requests(argv)[0]) if name == "recipe"]
+
+
 def pairs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the name, without dashes, and the text of each option: --name=text, --name text, --name 0.9 0.95, --switch.
 

@@ -116,7 +116,7 @@ def read_config(run: str, options: argparse.Namespace, training: Sequence[str]) 
     def choose(given: Mapping[str, Any]) -> TrainConfig:
         if "data.path" not in given:  # the published recipe of the model, which is for ImageNet
             given = {**given, "data.path": "synthetic"}
-        return find(given, options.num_images)
+        return find(given, options.num_images, argv=words)
 
     return parse(words, choose_recipe=choose)
 

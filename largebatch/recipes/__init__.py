@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from largebatch.config import TrainConfig, given_options, read_file
+from largebatch.config import TrainConfig, given_options, read_file, typed_recipes
 from largebatch.config.values import with_value
 from largebatch.recipes import small_batch, user_file, volo
 from largebatch.recipes.cifar import cifar10
@@ -77,27 +77,30 @@ OF_RUN = (
 )  # fmt: skip
 
 
-def choose(given: Mapping[str, Any], num_images: int | None = None) -> TrainConfig:
+def choose(given: Mapping[str, Any], num_images: int | None = None, *, argv: Sequence[str] = ()) -> TrainConfig:
     """The recipe to train, as `find` has it; ValueError also for a fine-tuning without weights to start from."""
-    config = find(given, num_images)
+    config = find(given, num_images, argv=argv)
     tunes = config.recipe == "finetune" or config.recipe in {recipe.__name__ for recipe in FINE_TUNING}
     if tunes and not given.get("model.weights"):
         raise ValueError(f"Recipe {config.recipe} is a fine-tuning: give the weights to start from with --init-from.")
     return config
 
 
-def find(given: Mapping[str, Any], num_images: int | None = None) -> TrainConfig:
+def find(given: Mapping[str, Any], num_images: int | None = None, *, argv: Sequence[str] = ()) -> TrainConfig:
     """The recipe for the options that were given, by dotted name; the others are absent or None.
 
     A recipe that was named is taken. Without data it is the quick start. With a million images or more it is the
     published recipe of the model: its fine-tuning for the image size, if there is one and there are weights to start
     from. With fewer, and for a model that has none, it is finetune with weights and scratch without. The model is that
     of the run whose weights are taken, or vit_b32, if none was given. num_images: training images; None: not known yet,
-    and taken to be many. ValueError for an unknown recipe or model.
+    and taken to be many. argv: the command line; a user's file is run only if it is named there, since a config may be
+    somebody else's. ValueError for an unknown recipe or model.
     """
     name = given.get("recipe") or ""
-    if user_file.is_one(name) and (user_file.is_there(name) or not WHOLE <= given.keys()):
+    if user_file.is_one(name) and name in typed_recipes(argv):
         return user_file.load(name)
+    if user_file.is_one(name) and not WHOLE <= given.keys():
+        raise ValueError(f"A config names recipe {name}, which is code: to run it, give --recipe {name} as well.")
     run = run_of(given.get("model.weights"))
     model = given.get("model.name") or run.get("model.name") or "vit_b32"
     if not WHOLE <= given.keys():  # a run may have a model that a user's file has brought
@@ -109,7 +112,7 @@ def find(given: Mapping[str, Any], num_images: int | None = None) -> TrainConfig
     if name in SIZED:
         config = SIZED[name](model, num_images or 0, batch_size=given.get("data.global_batch_size") or 0)
         return _like_run(config, run) if name == "finetune" else config
-    if name not in RECIPES and WHOLE <= given.keys():  # the config of a run whose recipe is no longer there
+    if name not in RECIPES and WHOLE <= given.keys():  # the config of a run whose recipe is not there, or not to be run
         return TrainConfig(recipe=name)
     if name not in RECIPES:
         close = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.5)

@@ -19,11 +19,6 @@ def is_one(name: str) -> bool:
     return bool(re.search(r"\.py(:|$)", name))
 
 
-def is_there(name: str) -> bool:
-    """Return whether the file of a recipe is there."""
-    return Path(_parts(name)[0]).is_file()
-
-
 def _parts(name: str) -> tuple[str, str]:
     """Return the file and the function, which may be missing."""
     file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "")
