@@ -1,7 +1,8 @@
 """Config, recipes and the command line."""
 
 from dataclasses import fields, replace
-from types import SimpleNamespace
+from types import SimpleNamespace, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import torch
 from largebatch import build
 from largebatch import config as c
 from largebatch.comm import Stopped
+from largebatch.config.cli import read_text
 from largebatch.config.horovod import HorovodConfig, told_the_longest
+from largebatch.config.values import types_of, with_value
 from largebatch.recipes import RECIPES, choose
 from largebatch.start import doubtful
 from largebatch.train import OPTIONS as TRAINING
@@ -268,10 +271,10 @@ IDLE = [
         (["--augment.mixup_switch_prob", "1"], "expected a probability between 0 and 1"),
         (["--data.crop_pct", "0"], "--data.crop_pct is 0.0: expected a fraction above 0, or null."),
         (["--data.crop_pct", "-1"], "--data.crop_pct is -1.0: expected a fraction above 0, or null."),
-        (["--data.crop_pct", "nan"], "--data.crop_pct is nan: expected a fraction above 0, or null."),
+        (["--data.crop_pct", "nan"], "--data.crop_pct is 'nan': expected a number or null."),
         (["--data.std", "[0, 0, 0]"], "--data.std is [0.0, 0.0, 0.0]: expected three numbers above 0"),
         (["--data.std", "[0.2, -0.2, 0.2]"], "--data.std is [0.2, -0.2, 0.2]: expected three numbers above 0"),
-        (["--data.mean", "[0.2, inf, 0.2]"], "--data.mean is [0.2, inf, 0.2]: expected three finite numbers"),
+        (["--data.mean", "[0.2, inf, 0.2]"], "--data.mean is '[0.2, inf, 0.2]': expected [a number, a"),
         *IDLE,
         (["--model", "volo_d1", "--data", "/imagenet", "--schedule.warmup", "0 epochs"],
          "--schedule.prefix is false and --schedule.warmup '0 epochs'"),
@@ -338,6 +341,23 @@ def test_a_mistake_on_the_command_line_is_one_sentence(line, sentence):
         ("optim:\n  betas: 0.9\n", "optim.betas is '0.9': expected [a number, a number] or null."),
         ("run:\n  compile: [true]\n", "run.compile is ['true']: expected true or false or blocks."),
         (b"\x89PNG\r\n", "which is not a text: expected a YAML file of options."),
+        ("run: " + "[" * 20_000, "is nested too deeply for a config: expected lines such as 'run:'"),
+        ('{"run": ' * 20_000, "is nested too deeply for a config: expected lines such as 'run:'"),
+        ("run: &again {seed: 1, more: *again}", "There is no option run.more.seed; did you mean --run.seed?"),
+        ("optim:\n  betas: &b [*b, 0.9]\n", "line 2: there is a value within a value: expected a number, a text, or "),
+        ("run:\n  folder: {a: b}\n", "There is no option run.folder.a"),
+        ("run: {seed: 1}\noptim: {lr: 1}\nrun:\n  seed: 2\n", "line 4: run.seed stands there for the second time"),
+        ("run: !!python/object:os.Any {seed: 1}\n", "line 1: tag:yaml.org,2002:python/object:os.Any would make an ob"),
+        ("run: {seed: !mine 1}\n", "line 1: !mine would make an object: expected a value without a tag."),
+        ("? [run]\n: 1\n", "There is no option ?; --help lists the options."),
+        ("optim: {lr: .nan}\n", "optim.lr is '.nan': expected a number."),
+        ("optim: {lr: nan}\n", "optim.lr is 'nan': expected a number."),
+        ("optim: {lr: -inf}\n", "optim.lr is '-inf': expected a number."),
+        (f"run: {{seed: {'9' * 9000}}}\n", f"run.seed is '{'9' * 79}: expected a whole number."),
+        ("run: {seed: 1e300}\n", "run.seed is '1e300': expected a whole number."),
+        ("run: {seed: 9223372036854775808}\n", "run.seed is '9223372036854775808': expected a whole number."),
+        ("run: {seed: 0x10}\n", "run.seed is '0x10': expected a whole number."),
+        ("run: {seed: ~}\n", "run.seed is '': expected a whole number."),
     ],
 )
 def test_a_mistake_in_a_file_is_one_sentence_with_its_name(tmp_path, content, sentence):
@@ -360,6 +380,59 @@ def test_values_in_the_forms_that_people_write(tmp_path):
     config = parse("--config", str(file), "--run.seed", "3")
     assert (config.run.max_steps, config.run.end_time, config.run.seed) == (100, "2026-11-21T18:00:00", 3)
     assert (config.optim.lr, config.optim.clip_norm) == (1e-3, None)
+
+
+@pytest.mark.parametrize(
+    "text", ["0123", "20:15", "1:1:1", "10:13", "0x1F", "0b11", "1_000", "1e3", "yes", "No", "on", "off", "TRUE", "y",
+             "=", "2026-11-21", "2026-11-21 18:00:00", ".5", "+1", "-.inf", "nan", "a b", "a, b", "it's"],
+)  # fmt: skip
+def test_a_scalar_of_a_file_is_the_text_that_stands_there(tmp_path, text):
+    for quote in ("", "'", '"') if text not in ("a, b", "it's") else ('"',):
+        content = f"run: {{folder: {quote}{text}{quote}}}\ndata:\n  path: {quote}{text}{quote}  # no number\n"
+        (tmp_path / "mine.yaml").write_text(content)
+        config = parse("--config", str(tmp_path / "mine.yaml"))
+        assert (config.run.folder, config.data.path) == (text, text)
+        (tmp_path / "config.yaml").write_text(c.dump(config))
+        assert parse("--config", str(tmp_path / "config.yaml")) == config
+        assert parse("--run.folder", text, "--data", text) == replace(config, recipe=config.recipe)
+
+
+def test_no_value_in_a_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    for none in ("null", "NULL", "~", "", "none"):
+        file.write_text(f"optim: {{clip_norm: {none}}}\nrun: {{profile_steps: 10:13, end_time: {none}}}\n")
+        config = parse("--config", str(file))
+        assert (config.optim.clip_norm, config.run.profile_steps, config.run.end_time) == (None, "10:13", None)
+    file.write_text("run:\n  folder: ~\ndata: {quarantine: 'null', path: null}\n")  # a text has no value if it is empty
+    config = parse("--config", str(file))
+    assert (config.run.folder, config.data.quarantine, config.data.path) == ("", "null", "")
+
+
+VALUES = {  # of each type of an option
+    bool: [True, False], int: [0, 7, 2**40], float: [0.1, 1e-5, 1e22, 3.0, 1 / 3],
+    str: ["", "0123", "null", "a: b", "ü"],
+}  # fmt: skip
+
+
+def values_of(kind: Any) -> list[Any]:
+    if get_origin(kind) in (Union, UnionType):
+        return [value for part in get_args(kind) for value in values_of(part)]
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    if get_origin(kind) is tuple:
+        return [tuple(values_of(part)[0] for part in get_args(kind) if part is not ...)]
+    if get_origin(kind) is list:
+        return [[], values_of(get_args(kind)[0])]
+    return [None] if kind is type(None) else VALUES[kind]
+
+
+@pytest.mark.parametrize("name, kind", types_of(c.TrainConfig).items())
+def test_every_value_of_every_option_survives_yaml(name, kind):
+    for value in values_of(kind):
+        if name == "run.end_time" and value in ("null", "0123"):  # no value, and a number
+            continue
+        found = read_text(c.dump(with_value(c.TrainConfig(), name, value)), place="config.yaml")[name]
+        assert (found, type(found)) == (value, type(value))
 
 
 def answered(*argv: str) -> str:

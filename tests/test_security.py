@@ -4,15 +4,21 @@ import ast
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from largebatch import train, validate
 from largebatch.benchmark import resident
+from largebatch.checkpoint import why_invalid
 from largebatch.checkpoint.resume import check_config
 from largebatch.config import dump, load, parse
+from largebatch.data import imagenet_real, whole
+from largebatch.data.sources import class_names
 from largebatch.export.folder import card
+from largebatch.files import run_lock
+from largebatch.hooks.starts import read_starts
 from largebatch.plan import __main__ as plan
 from largebatch.recipes import depends_on_data
 from largebatch.report import diff, panels, summary
@@ -68,8 +74,8 @@ def test_a_file_of_weights_runs_no_code(tmp_path, monkeypatch):
 
 def test_a_config_runs_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text("run: !!python/object/apply:os.mkdir [harm]\n")
-    with pytest.raises(ValueError, match="could not determine a constructor"):
+    Path("run.yaml").write_text("run: {folder: !!python/object/apply:os.mkdir [harm]}\n")
+    with pytest.raises(ValueError, match="python/object/apply:os.mkdir would make an object"):
         parse(["--config", "run.yaml"], choose_recipe=lambda given: None)
     assert os.listdir() == ["run.yaml"]
 
@@ -145,6 +151,29 @@ def test_a_config_that_is_not_whole_needs_its_code_on_the_command_line(run, text
 def test_the_file_that_the_command_line_names_is_run(run, read):
     read(["--recipe", "notes.py:recipe", "--init-from=w.pt"])
     assert Path("harm").exists()
+
+
+DEEP = "[" * 20_000
+JSON = {  # a file of JSON that others may have written -> how it is read
+    "config.json": lambda file: hub.find(file.parent),
+    "manifest.json": lambda file: hub.find(file.parent),
+    "starts.jsonl": lambda file: read_starts(file.parent),
+    ".lock": lambda file: run_lock._read(file),
+    "real.json": lambda file: imagenet_real._read(str(file), num_classes=10),
+    "classes.json": lambda file: class_names(SimpleNamespace(class_names=(), files=[str(file)])),
+    whole.PLANS[0]: lambda file: list(whole._recorded([str(file.parent)], "train")),
+}
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_json_that_is_nested_too_deeply_is_a_sentence_or_nothing(tmp_path, name):
+    save_weights(create_model("vit_nano32", img_size=64, num_classes=10), tmp_path / "model.safetensors")
+    (tmp_path / name).write_text(DEEP)
+    try:
+        assert not JSON[name](tmp_path / name)
+    except ValueError as error:
+        assert str(tmp_path) in str(error) and len(str(error)) < 400
+    assert name != "manifest.json" or "not readable" in why_invalid(tmp_path)
 
 
 def test_the_tests_that_security_md_names_are_there():

@@ -115,7 +115,7 @@ def find(source: str | Path, *, average: bool = False) -> Found:
         return Found(file, *identify(file))
     try:
         return _read(file, json.loads(config.read_text(encoding="utf-8")))
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"{config} does not describe a model as timm does: {error!r}") from error
 
 
@@ -228,7 +228,7 @@ def why_changed(file: Path) -> str:
         if recorded is None:
             return ""
         found = digest(file)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"cannot be checked ({error})"
     return "" if found == recorded["sha256"] else "has changed since it was written"
 

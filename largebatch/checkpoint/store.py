@@ -194,7 +194,7 @@ def why_invalid(path: Path, *, digest: Callable[[Path], str] | None = None) -> s
             return f"{MANIFEST} has changed since it was written"
     except OSError as error:
         return f"{Path(error.filename or path).name} cannot be read ({error.strerror or error})"
-    except (ValueError, KeyError, TypeError):  # not ASCII, not JSON, not ours
+    except (ValueError, KeyError, TypeError, RecursionError):  # not ASCII, not JSON, not ours
         return f"{MANIFEST} is not readable as one"
     return None
 

@@ -17,6 +17,8 @@ from largebatch.config.sections import OptimConfig, TrainConfig
 from largebatch.config.values import types_of, value_of, with_values
 
 FILE = "config"
+DEPTH = 2  # points in the longest name of an option
+EXPECTED = "expected lines such as 'run:' and, indented below, 'seed: 1'."
 
 
 def parse(
@@ -138,40 +140,64 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def read_text(text: str, *, place: str) -> dict[str, Any]:
-    """Return the values of a YAML text, by dotted name; place: its name, for an error."""
+    """Return the values of a YAML text, by dotted name; place: its name, for an error.
+
+    A scalar is the text that stands there, as on a command line: YAML would take 10:13 and 0123 for other numbers.
+    """
     import yaml
 
     try:
-        content = yaml.safe_load(text) or {}
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{place} is not YAML: {getattr(error, 'problem', error)}{where}.") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{place} holds no options: expected lines such as 'run:' and, indented below, 'seed: 1'.")
-    known, found = types_of(TrainConfig), {}
-    for name, value in _flat("", content):
+        problem = " ".join(str(getattr(error, "problem", error)).split())
+        raise ValueError(f"{place} is not YAML: {problem}{where}.") from None
+    except RecursionError:
+        raise ValueError(f"{place} is nested too deeply for a config: {EXPECTED}") from None
+    if root is not None and root.id != "mapping":
+        raise ValueError(f"{place} holds no options: {EXPECTED}")
+    known, found = types_of(TrainConfig), dict[str, Any]()
+    for name, node in _flat("", root, place=place) if root else ():
         if name not in known:
             raise ValueError(unknown(name, known, place=f"{place}: There is no option {name}"))
-        found[name] = value_of(_texts(value), known[name], option=f"{place}: {name}")
+        if name in found:
+            raise ValueError(f"{_line(node, place)}: {name} stands there for the second time: leave one of them out.")
+        given = _texts(node, place=place, null="null" if type(None) in get_args(known[name]) else "")
+        found[name] = value_of(given, known[name], option=f"{place}: {name}")
     return found
 
 
-def _flat(prefix: str, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        if isinstance(value, dict):
-            yield from _flat(f"{prefix}{name}.", value)
+def _flat(prefix: str, section: Any, *, place: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the node of each option; no deeper than sections are, as a text may refer to itself."""
+    _refuse_objects(section, place)
+    for key, node in section.value:
+        name = f"{prefix}{key.value if key.id == 'scalar' else '?'}"
+        if node.id == "mapping" and name.count(".") < DEPTH:
+            yield from _flat(f"{name}.", node, place=place)
         else:
-            yield f"{prefix}{name}", value
+            yield name, node
 
 
-def _texts(value: Any) -> Any:
-    """Return a value of YAML as it would stand on a command line."""
-    if isinstance(value, list):
-        return [_texts(one) for one in value]
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+def _texts(node: Any, *, place: str, null: str, inside: bool = False) -> Any:
+    """Return a node of YAML as it would stand on a command line. null: the text for no value."""
+    _refuse_objects(node, place)
+    if node.id == "scalar":
+        return null if node.tag.endswith(":null") and node.style is None else node.value
+    if node.id == "mapping" or inside:
+        raise ValueError(
+            f"{_line(node, place)}: there is a value within a value: expected a number, a text, or a list of these."
+        )
+    return [_texts(one, place=place, null=null, inside=True) for one in node.value]
+
+
+def _refuse_objects(node: Any, place: str) -> None:
+    if not node.tag.startswith("tag:yaml.org,2002:") or ":python" in node.tag:
+        raise ValueError(f"{_line(node, place)}: {node.tag} would make an object: expected a value without a tag.")
+
+
+def _line(node: Any, place: str) -> str:
+    return f"{place}, line {node.start_mark.line + 1}"
 
 
 def dump(config: TrainConfig) -> str:

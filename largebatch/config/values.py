@@ -1,5 +1,6 @@
 """Texts of a command line, and scalars of a YAML file, as values of options; and what to say if they are none."""
 
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import is_dataclass, replace
@@ -23,7 +24,7 @@ def value_of(given: Any, hint: Any, *, option: str) -> Any:
     try:
         return read(given, hint)
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{option} is {given!r}: expected {expected(hint)}.") from None
+        raise ValueError(f"{option} is {given!r:.80}: expected {expected(hint)}.") from None
 
 
 def read(given: Any, hint: Any) -> Any:
@@ -49,8 +50,12 @@ def read(given: Any, hint: Any) -> Any:
     if hint is bool:
         return BOOLEANS[given.lower()]
     if hint is int and (number := float(given)).is_integer():
-        return int(number) if "e" in given.lower() or "." in given else int(given)
-    return hint(given)
+        value = int(number) if "e" in given.lower() or "." in given else int(given)
+    else:
+        value = hint(given)
+    if hint in (int, float) and not abs(value) < (2**63 if hint is int else math.inf):
+        raise ValueError(given)
+    return value
 
 
 def expected(hint: Any) -> str:

@@ -84,7 +84,7 @@ def _read(path: str, *, num_classes: int) -> list[list[int]]:
             isinstance(classes, list) and all(isinstance(one, int) and 0 <= one < num_classes for one in classes)
             for classes in lists
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"The ReaL labels {path} cannot be read: {error}.") from None
     if not is_real:
         raise ValueError(f"{path} is not a list of ReaL labels: expected lists of classes from 0 to {num_classes - 1}.")

@@ -114,7 +114,7 @@ def class_names(index: Index) -> tuple[str, ...]:
         return ()
     try:
         names = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f'{file} is not a list of class names, such as ["cat", "dog"]: correct it, or remove it.')

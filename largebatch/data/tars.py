@@ -67,7 +67,7 @@ def _sample(tar: tarfile.TarFile, key: str, members: Sequence[tarfile.TarInfo]) 
         )
     try:
         label = 0 if linked else _label(tar, {split_name(member.name)[1]: member for member in members})
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         fault = fault or f"has no class: {error}"
     return Sample(key, place.offset_data, place.size, label, fault)
 
@@ -82,7 +82,7 @@ def _label(tar: tarfile.TarFile, members: dict[str, tarfile.TarInfo]) -> int:
     content = tar.extractfile(members[kind]).read().strip()  # type: ignore[union-attr]  # a regular file
     found = content.decode("utf-8", "replace")
     if kind == "json":
-        values = json.loads(content)  # raises a ValueError
+        values = json.loads(content)  # raises a ValueError, or a RecursionError
         found = str(values.get("label") if isinstance(values, dict) else values)
     if not (found.isdecimal() and len(found) <= 20 and int(found) <= MOST_LABEL):
         raise ValueError(f"{members[kind].name} says {found[:40]!r}, expected a number from 0 to {MOST_LABEL}")

@@ -151,7 +151,7 @@ def _recorded(places: Sequence[str], split: str) -> Iterator[Recorded]:
             continue
         try:
             plan = json.loads(file.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{file} is damaged ({error}): copy it again, or remove it if the shards are whole."
             ) from error

@@ -137,7 +137,7 @@ def _read(path: Path) -> Holder | None:
     """
     try:
         return Holder(**json.loads(path.read_bytes()))
-    except (ValueError, TypeError, FileNotFoundError):
+    except (ValueError, TypeError, RecursionError, FileNotFoundError):
         return None
 
 

@@ -85,7 +85,7 @@ def read_starts(folder: Path) -> list[Start]:
                 starts.append(Start(**content["start"]))
             elif starts:
                 starts[-1] = Start(**asdict(starts[-1]) | content["end"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             continue
     return starts
 
