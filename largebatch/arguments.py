@@ -1,12 +1,29 @@
-"""The command lines of the programs beside training: a mistake is said in one sentence, without argparse's usage."""
+"""The command lines of the programs beside training: a mistake is said in one sentence, without argparse's usage.
+
+Training takes its paths by `expanded`, too.
+"""
 
 import argparse
+import os
 import re
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 NO_VALUE = re.compile(r"argument (?P<option>[^:]+): invalid (?P<kind>\w+) value: (?P<value>.+)", re.DOTALL)
 EXPECTED = {"int": "a whole number", "float": "a number"}
+
+
+class NoHome(argparse.ArgumentTypeError, ValueError):
+    """A path begins with the ~ of nobody."""
+
+
+def expanded(text: str) -> str:
+    """Return a path with the home folder for ~, which a shell leaves in --option=~/x, in quotes and in files."""
+    found = os.path.expanduser(text)
+    if found.startswith("~"):
+        raise NoHome(f"{text!r} begins with ~, and there is no such home folder: a folder of this name is ./{text}.")
+    return found
 
 
 class Parser(argparse.ArgumentParser):
@@ -15,6 +32,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **given: Any) -> None:
         """given: as for ArgumentParser."""
         super().__init__(allow_abbrev=False, **given)
+        self.register("type", None, expanded)
+        self.register("type", Path, lambda text: Path(expanded(text)))
 
     def error(self, message: str) -> NoReturn:
         """Write the sentence, and end with exit code 2."""

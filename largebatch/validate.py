@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Sequence
 
 # Other imports take seconds, which a mistake on the command line need not wait for. So they are in functions.
+from largebatch.arguments import expanded
 from largebatch.comm.garbage import no_searches, search_new_objects, spare_imports
 from largebatch.comm.mistakes import report_mistakes
 from largebatch.config import ModelConfig, Page, TrainConfig, parse
@@ -119,7 +120,7 @@ def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
     the command line on top; model.weights is then that checkpoint, or empty, unless it is given, too.
     """
     flags, words = _take_flags(argv)
-    run = Path(words.pop(0)) if words and not words[0].startswith("-") else None
+    run = Path(expanded(words.pop(0))) if words and not words[0].startswith("-") else None
     chosen = ""
     if run and run.parent.name == "checkpoints":
         chosen, run = str(run), run.parent.parent
@@ -145,6 +146,7 @@ def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
 def _take_flags(argv: Sequence[str]) -> tuple[Flags, list[str]]:
     """Split a command line into the flags and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.register("type", None, expanded)
     parser.add_argument("--ema", action="store_true")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--real-labels", default="")

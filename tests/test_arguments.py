@@ -1,8 +1,14 @@
 """The programs beside training say a mistake on their command line in one sentence."""
 
 import importlib
+import re
+from dataclasses import replace
 
 import pytest
+
+from largebatch import config, train, validate
+from largebatch.files.cache import cache_folder
+from largebatch.plan import __main__ as plan
 
 
 @pytest.mark.parametrize(
@@ -30,3 +36,66 @@ def test_a_mistake_is_one_sentence(line, sentence, capsys):
         importlib.import_module(f"largebatch.{program}.__main__").main(words)
     assert end.value.code == 2
     assert capsys.readouterr().err == f"largebatch: {sentence}\n"
+
+
+HOME = "/home/of/nobody"
+
+
+@pytest.mark.parametrize(
+    "read, options",
+    [
+        (train.read, ["run.folder", "data.path", "model.weights", "data.quarantine", "horovod.timeline"]),
+        (lambda argv: validate.read([*argv, "--init-from=w.pt"])[0], ["data.path", "run.folder"]),
+        (lambda argv: plan.read_config("", plan._parser().parse_args([]), argv), ["data.path", "run.folder"]),
+    ],
+)
+def test_a_path_of_an_option_or_of_a_file_begins_at_home(tmp_path, monkeypatch, read, options):
+    monkeypatch.setenv("HOME", HOME)
+    for option in options:
+        (tmp_path / "mine.yaml").write_text(f"{option}: ~/x y\n")
+        for argv in ([f"--{option}=~/x y"], [f"--{option}", "~/x y"], ["--config", str(tmp_path / "mine.yaml")]):
+            assert config.options(read(argv))[option] == f"{HOME}/x y"
+        with pytest.raises(ValueError) as refused:
+            read([f"--{option}=~no.such.user/x"])
+        assert str(refused.value) == (
+            "'~no.such.user/x' begins with ~, and there is no such home folder: "
+            "a folder of this name is ./~no.such.user/x."
+        )
+        assert config.options(read([f"--{option}=./~no.such.user/x"]))[option] == "./~no.such.user/x"
+
+
+def test_all_options_that_are_paths_begin_at_home():
+    """Their meaning says so; --recipe FILE.py:function is in tests/test_sized_recipes.py."""
+    texts = {name: option.text for name, option in config.help.all_options(config.TrainConfig()).items()}
+    found = {name for name, text in texts.items() if re.match(r"(folder|file|list|run folder)\b", text)}
+    assert found | {"recipe"} == {*config.cli.PATHS}
+
+
+def test_the_files_of_home(tmp_path, monkeypatch):
+    """Of --config, of a run, of a recipe and of the cache."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my.py").write_text("import largebatch\ndef mine():\n    return largebatch.TrainConfig()\n")
+    (tmp_path / "config.yaml").write_text(config.dump(train.read(["--recipe=~/my.py:mine"])))
+    assert train.read(["--config=~/config.yaml"]).recipe == f"{tmp_path}/my.py:mine"
+    assert validate.read(["~", "--csv", "~/runs.csv"]) == (
+        replace(train.read(["--config=~/config.yaml"]), run=config.RunConfig(folder=str(tmp_path))),
+        validate.Flags(csv=f"{tmp_path}/runs.csv"),
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/cache")
+    assert cache_folder() == tmp_path / "cache/largebatch"
+
+
+@pytest.mark.parametrize(
+    "program, line, names",
+    [
+        ("predict", "~/w.pt ~/a.png", ["weights", "images"]),
+        ("export", "~/run ~/out", ["source", "target"]),
+        ("plan", "--picture ~/a.png --timeline ~/b.png --calibrate ~/c.csv", ["picture", "timeline", "calibrate"]),
+        ("reproduce", "digits --data ~/c --output ~/out", ["data", "output"]),
+    ],
+)
+def test_every_path_of_the_other_programs_begins_at_home(monkeypatch, program, line, names):
+    monkeypatch.setenv("HOME", HOME)
+    args = vars(importlib.import_module(f"largebatch.{program}.__main__")._parser().parse_args(line.split()))
+    given = [one for name in names for one in (args[name] if isinstance(args[name], list) else [args[name]])]
+    assert given and all(str(one).startswith(f"{HOME}/") for one in given)

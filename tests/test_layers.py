@@ -5,7 +5,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 PLAN = """
-precision:; arguments:; largebatch:; config:; files:; zoo: timm; schedules:; recipes: config; native: files zoo; optim:
+precision:; arguments:; largebatch:; config: arguments;
+files:; zoo: timm; schedules:; recipes: config; native: files zoo; optim:
 native timm; data: files native nvidia; comm: config files horovod largebatch mpi4py native; augment: data native;
 predict: arguments data zoo; evaluation: comm precision; start: comm config precision; batch_norm: comm; __main__: comm
 config largebatch; doctor: arguments comm mpi4py; pack: arguments comm data files mpi4py rich zoo; losses: augment
@@ -17,7 +18,8 @@ checkpoint comm config engine files optim precision rich; compiling: batch_norm 
 trials zoo; build: augment batch_norm checkpoint comm compiling config data engine graphs hooks losses native optim
 parallel precision replica schedules start trials zoo; report: arguments checkpoint config data files hooks zoo; export:
 arguments config files hooks largebatch zoo; find_lr: build comm config engine files hooks; plan: arguments augment
-build comm config engine files native parallel precision recipes zoo; validate: build comm config data evaluation files
+build comm config engine files native parallel precision recipes zoo; validate:
+arguments build comm config data evaluation files
 precision recipes report start zoo; benchmark: arguments augment build comm compiling config data engine files graphs
 hooks losses native optim parallel plan precision recipes start timm zoo; train: benchmark build checkpoint comm config
 engine files find_lr hooks plan recipes report start; reproduce: arguments benchmark build comm config data engine files

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from largebatch.arguments import expanded
 from largebatch.config import words
 from largebatch.config.checks import check, without_effect
 from largebatch.config.help import ALIASES, Answer, Page, answer
@@ -17,6 +18,7 @@ from largebatch.config.sections import OptimConfig, TrainConfig
 from largebatch.config.values import types_of, value_of, with_values
 
 FILE = "config"
+PATHS = ("recipe", "model.weights", "data.path", "data.quarantine", "run.folder", "horovod.timeline")
 DEPTH = 2  # points in the longest name of an option
 EXPECTED = "expected lines such as 'run:' and, indented below, 'seed: 1'."
 
@@ -86,13 +88,19 @@ def given_options(argv: Sequence[str]) -> dict[str, Any]:
             continue
         if name not in known:
             raise ValueError(unknown(name, known, place=f"There is no option {name}"))
-        found[name] = value_of(texts, known[name], option=f"--{name}")
+        found[name] = _value(name, texts, known[name], option=f"--{name}")
     return found
+
+
+def _value(name: str, given: Any, kind: Any, *, option: str) -> Any:
+    """Return the value of an option; a path with the home folder for ~."""
+    value = value_of(given, kind, option=option)
+    return expanded(value) if name in PATHS else value
 
 
 def typed_recipes(argv: Sequence[str]) -> list[str]:
     """Return the recipes that a command line names itself, and not in a file: only these may be code."""
-    return [text for name, text in pairs(requests(argv)[0]) if name == "recipe"]
+    return [expanded(text) for name, text in pairs(requests(argv)[0]) if name == "recipe"]
 
 
 def pairs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -132,7 +140,7 @@ def unknown(name: str, known: Mapping[str, Any], *, place: str) -> str:
 def read_file(path: str) -> dict[str, Any]:
     """Return the values of a YAML file, by dotted name."""
     try:
-        return read_text(Path(path).read_text(), place=path)
+        return read_text(Path(expanded(path)).read_text(), place=path)
     except OSError as error:
         raise ValueError(f"--config is {path}, which cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
@@ -164,7 +172,7 @@ def read_text(text: str, *, place: str) -> dict[str, Any]:
         if name in found:
             raise ValueError(f"{_line(node, place)}: {name} stands there for the second time: leave one of them out.")
         given = _texts(node, place=place, null="null" if type(None) in get_args(known[name]) else "")
-        found[name] = value_of(given, known[name], option=f"{place}: {name}")
+        found[name] = _value(name, given, known[name], option=f"{place}: {name}")
     return found
 
 

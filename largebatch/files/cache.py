@@ -23,7 +23,7 @@ def cache_folder() -> Path:
             base = str(Path.home() / ".cache")
         except RuntimeError:
             return temporary_cache()
-    return Path(base) / "largebatch"
+    return Path(base).expanduser() / "largebatch"
 
 
 def temporary_cache() -> Path:

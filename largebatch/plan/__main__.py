@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from largebatch.arguments import Parser
+from largebatch.arguments import Parser, expanded
 from largebatch.config import TrainConfig, parse
 from largebatch.plan import constants
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan(words: Sequence[str]) -> int:
     """Print a plan; return 1 if it does not fit into the device."""
-    run = words[0] if words and not words[0].startswith("-") else ""
+    run = expanded(words[0]) if words and not words[0].startswith("-") else ""
     options, training = _parser().parse_known_args(words[bool(run) :])
     _check(options)
     config = read_config(run, options, training)
