@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
 
@@ -143,8 +144,19 @@ def test_a_bare_file_of_another_model_is_refused(tmp_path):
         ({"architecture": "resnet18", "model_args": {}}, "model.safetensors does not fit the model"),
         ({"architecture": "renset18", "model_args": {}}, 'renset18, which .*create_model."local-dir:.*builds it'),
         ({"model_args": {"class_token": False}}, "timm's vit_base_patch32_224 with class_token False, which the zoo"),
-        ({"pretrained_cfg": {}}, "config.json does not describe a model as timm does: KeyError"),
-        ({"architecture": None}, "config.json does not describe a model as timm does"),
+        ({"pretrained_cfg": []}, "config.json does not describe a model as timm does: expected an object"),
+        ({"architecture": None}, "config.json does not describe a model as timm does: architecture is None, expected"),
+        ({"architecture": "\x1b[2J"}, r"belongs to timm's \\x1b\[2J"),
+        ({"num_classes": "3"}, "timm does: num_classes is '3', expected a whole number"),
+        ({"num_classes": -1}, "num_classes is -1, expected"),
+        ({"num_classes": True}, "num_classes is True, expected"),
+        ({"num_classes": None}, "num_classes is None, expected"),
+        ({"num_classes": 4, "label_names": None}, "says img_size 64 and num_classes 4, but head.weight in model.saf"),
+        ({"num_classes": 10**9, "label_names": None}, r"but head.weight in .* is \(3, 32\), not \(1000000000, 32\)"),
+        ({"model_args": [1]}, r"model_args is \[1\], expected an object"),
+        ({"label_names": ["a"]}, r"label_names is \['a'\], expected 3 names, one for each class"),
+        ({"label_names": [1, 2, 3]}, "label_names is no list of texts"),
+        ({"label_names": "abc"}, "label_names is no list of texts"),
     ],
 )
 def test_a_description_of_another_model_is_refused(folder, changes, message):
@@ -152,6 +164,77 @@ def test_a_description_of_another_model_is_refused(folder, changes, message):
     (folder / "config.json").write_text(json.dumps(content | changes))
     with pytest.raises(ValueError, match=message):
         create_model(weights=folder)
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("img_size", "64", "img_size is '64', expected pixels, 1 to 16384"),
+        ("img_size", 10**6, "img_size is 1000000, expected pixels"),
+        ("img_size", 0, "img_size is 0, expected pixels"),
+        ("img_size", [], "expected pixels"),
+        ("img_size", 4096, r"says img_size 4096 and num_classes 3, but pos_embed in model.safetensors is \(1, 5, 32\)"),
+        ("mean", [0.1, 0.2], "expected three numbers"),
+        ("mean", ["a", "b", "c"], "expected three numbers"),
+        ("mean", [math.nan, 0, 0], "expected three numbers"),
+        ("std", [0, 0, 0], "expected three numbers, each above 0"),
+        ("crop_pct", -1, "crop_pct is -1, expected a fraction"),
+        ("crop_pct", 1e-9, "crop_pct is 1e-09, expected a fraction"),
+        ("crop_pct", "0.9", "crop_pct is '0.9', expected a fraction"),
+        ("crop_pct", 1e9, "expected a fraction"),
+        ("interpolation", "cubic", "interpolation is 'cubic', expected bilinear or bicubic"),
+        ("interpolation", ["bicubic"], "expected bilinear or bicubic"),
+    ],
+)
+def test_a_description_with_other_values_is_refused(folder, key, value, message):
+    content = json.loads((folder / "config.json").read_text())
+    content["model_args" if key == "img_size" else "pretrained_cfg"][key] = value
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        create_model(weights=folder)
+
+
+@pytest.mark.parametrize("text", ["", "[" * 20_000, '{"a": 1' + "0" * 5000 + "}", "\xff"])
+def test_a_description_that_is_no_json_is_refused(folder, text):
+    (folder / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match="config.json is no JSON: ."):
+        create_model(weights=folder)
+
+
+@pytest.mark.parametrize(
+    "theirs, ours, rows",
+    [
+        ("", "abc", None), ("abc", "", None), ("abc", "abc", None), ("abc", "cab", [2, 0, 1]),
+        ("abc", "abd", []), ("ab", "abc", []), ("aab", "baa", []),
+    ],
+)  # fmt: skip
+def test_the_names_of_classes_tell_the_rows_of_a_head(theirs, ours, rows):
+    assert hub.head_rows([*theirs], [*ours]) == rows
+
+
+def test_the_head_follows_the_names_of_the_classes(folder, caplog):
+    source = create_model(weights=folder).eval()
+    for weights in (folder, folder / "model.safetensors"):
+        given = {"img_size": 64, "num_classes": 3, "weights": weights}
+        turned = create_model("vit_nano32", label_names=NAMES[::-1], **given).eval()
+        assert torch.equal(turned(images()), source(images()).flip(1)) and not caplog.text
+        assert turned.default_cfg["label_names"] == tuple(NAMES[::-1])
+        other = create_model("vit_nano32", label_names=["cat", "dog", "cow"], **given)
+        assert "head of 3 classes, whose names are others, left out, one of 3 classes initialised anew" in caplog.text
+        assert other.head.weight.std() < 0.03 and torch.equal(other.norm.weight, source.norm.weight)
+        caplog.clear()
+    with pytest.raises(ValueError, match="label_names of vit_nano32 are 2, expected one for each class: 3"):
+        create_model("vit_nano32", num_classes=3, label_names=["cat", "dog"])
+
+
+def test_what_was_taken_from_a_file_is_logged(folder, caplog):
+    with caplog.at_level(logging.INFO):
+        create_model("vit_nano32", img_size=96, num_classes=4, weights=folder)
+        create_model(weights=folder)
+    count = len(create_model("vit_nano32").state_dict())
+    others = ", not pos_embed, head.weight, head.bias"
+    assert f"{count - 3} of the model's {count} tensors are as in this file{others}" in caplog.messages[-2]
+    assert caplog.messages[-1].endswith(f": {count} of the model's {count} tensors are as in this file")
 
 
 # -- runs --------------------------------------------------------------------------------------------------------

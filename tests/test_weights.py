@@ -3,8 +3,10 @@
 import logging
 import math
 import os
+import zipfile
 from argparse import Namespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from zoo import create_model, load_weights, save_weights
+from zoo.weights import reason_of
 
 import timm  # isort: skip  (after zoo, which makes it importable beside a CPU build of torch)
 from timm.models.vision_transformer import VisionTransformer  # isort: skip
@@ -119,6 +122,55 @@ def test_containers_and_prefixes_are_taken_off(tmp_path, prefix, containers):
     assert_same(other, small_vit())
 
 
+@pytest.mark.parametrize("prefix", ["model.", "net.backbone.", "model.module."])
+@pytest.mark.parametrize("suffix", [".ckpt", ".pth", ".safetensors"])
+def test_a_prefix_that_all_names_share_is_taken_off(tmp_path, caplog, prefix, suffix):
+    content = {prefix + name: tensor for name, tensor in small_vit().state_dict().items()}
+    path, other = tmp_path / f"last{suffix}", small_vit(seed=1)
+    if suffix == ".safetensors":
+        save_file(content, path)
+    else:
+        torch.save({"epoch": 3, "state_dict": content}, path)
+    with caplog.at_level(logging.INFO):
+        assert load_weights(other, path) == []
+    assert_same(other, small_vit())
+    assert f"the prefix '{prefix.partition('.')[0]}.' of all names in the file is taken off" in caplog.text
+
+
+def test_a_prefix_that_the_model_has_as_well_stays(tmp_path):
+    save_weights(nn.Sequential(small_vit()), tmp_path / "weights.pt")
+    other = nn.Sequential(small_vit(seed=1))
+    load_weights(other, tmp_path / "weights.pt")
+    assert_same(other[0], small_vit())
+
+
+def test_a_model_is_recognised_behind_a_prefix(tmp_path):
+    model = create_model("vit_nano32", img_size=64, num_classes=3)
+    torch.save({"state_dict": {f"model.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "last.ckpt")
+    assert_same(create_model(weights=tmp_path / "last.ckpt"), model)
+
+
+@pytest.mark.parametrize("kind", ["f8", "f4", "f2", "i8", "u1", "b1", "M8[s]"])
+def test_numbers_of_numpy_beside_the_weights_are_plain_data(tmp_path, kind):
+    number = np.zeros(1, dtype=kind)[0]
+    torch.save({"model": small_vit().state_dict(), "best": number, "all": {"accuracies": [number]}}, tmp_path / "x.pth")
+    other = small_vit(seed=1)
+    load_weights(other, tmp_path / "x.pth")
+    assert_same(other, small_vit())
+
+
+def test_a_number_of_numpy_1_is_read_as_well(tmp_path):
+    """numpy 1 called the module of its scalars numpy.core; the file is a zip that keeps the name as it was written."""
+    torch.save({"model": small_vit().state_dict(), "best": np.float64(81.2)}, tmp_path / "new.pth")
+    with zipfile.ZipFile(tmp_path / "new.pth") as new, zipfile.ZipFile(tmp_path / "old.pth", "w") as old:
+        for name in new.namelist():
+            old.writestr(name, new.read(name).replace(b"numpy._core", b"numpy.core"))
+        assert any(b"numpy.core" in old.read(name) for name in old.namelist())
+    other = small_vit(seed=1)
+    load_weights(other, tmp_path / "old.pth")
+    assert_same(other, small_vit())
+
+
 def test_plain_weights_go_before_averaged_ones(tmp_path):
     ema, plain = (small_vit(seed=seed).state_dict() for seed in (1, 2))
     torch.save({"state_dict_ema": ema, "state_dict": plain}, tmp_path / "checkpoint.pt")
@@ -194,12 +246,32 @@ def test_a_head_for_other_classes_is_initialised_anew(tmp_path, caplog, num_clas
     save_weights(small_vit(num_classes=num_classes), tmp_path / "weights.safetensors")
     model = small_vit(num_classes=5, seed=1)
     load_weights(model, tmp_path / "weights.safetensors")
-    assert f"head of {num_classes} classes left out, one of 5 classes initialised anew" in caplog.text
+    was = f"head of {num_classes} classes left out" if num_classes else "it has no head"
+    assert f"{was}, one of 5 classes initialised anew" in caplog.text
     assert torch.equal(model.blocks[1].mlp.fc2.weight, small_vit().blocks[1].mlp.fc2.weight)
     assert 0.01 < model.head.weight.std() < 0.03 and torch.count_nonzero(model.head.bias) == 0
     assert model.head.weight.requires_grad
     with pytest.raises(ValueError, match=f"has a head of {num_classes} classes, the model one of 5"):
         load_weights(model, tmp_path / "weights.safetensors", new_heads=False)
+
+
+@pytest.mark.parametrize("order", [[4, 3, 2, 1, 0], [1, 2, 3, 4, 0]])
+def test_the_rows_of_a_head_are_brought_into_another_order(tmp_path, caplog, order):
+    source, model = small_vit(), small_vit(seed=1)
+    save_weights(source, tmp_path / "weights.pt")
+    with caplog.at_level(logging.INFO, logger="zoo.weights"):
+        changed = load_weights(model, tmp_path / "weights.pt", new_heads=False, rows=order)
+    assert changed == ["head.weight", "head.bias"] and "rows of head brought into the order of the model" in caplog.text
+    images = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model(images), source(images)[:, order])
+
+
+def test_a_head_for_other_classes_of_the_same_number_is_new(tmp_path, caplog):
+    save_weights(small_vit(), tmp_path / "weights.pt")
+    model = small_vit(seed=1)
+    assert load_weights(model, tmp_path / "weights.pt", rows=[]) == ["head.weight", "head.bias"]
+    assert "head of 5 classes, whose names are others, left out, one of 5 classes initialised anew" in caplog.text
+    assert model.head.weight.std() < 0.03 and torch.equal(model.norm.weight, small_vit().norm.weight)
 
 
 def test_a_model_without_head_leaves_the_files_head_out(tmp_path, caplog):
@@ -218,6 +290,18 @@ def test_a_head_that_fits_is_kept_without_a_word(tmp_path, caplog):
 
 
 # -- files that do not fit -----------------------------------------------------------------------------------
+
+
+def test_many_unmatched_keys_are_counted_and_nothing_untrue_is_logged_before(tmp_path, caplog):
+    weights = {f"encoder.{name}": tensor for name, tensor in fake_weights("vit_b32").items()}
+    torch.save(weights | {"\x1b[2J": torch.zeros(1)}, tmp_path / "odd.pt")
+    with caplog.at_level(logging.INFO), pytest.raises(ValueError) as error:
+        load_weights(on_meta("vit_b32"), tmp_path / "odd.pt")
+    assert str(error.value) == (
+        f"{tmp_path / 'odd.pt'} does not fit vit_b32: missing cls_token, pos_embed, patch_embed.proj.weight and "
+        "147 more; unexpected encoder.cls_token, encoder.pos_embed, encoder.patch_embed.proj.weight and 150 more"
+    )
+    assert caplog.text == ""
 
 
 def test_every_unmatched_key_is_named_in_one_sentence(tmp_path):
@@ -310,8 +394,14 @@ def test_a_truncated_file_is_one_sentence(tmp_path, suffix):
 
 def test_code_in_a_file_is_not_run(tmp_path):
     torch.save({"state_dict": small_vit().state_dict(), "planted": Planted()}, tmp_path / "bad.pt")
-    with pytest.raises(ValueError, match="bad.pt cannot be read as a file of tensors"):
+    reason = r"it holds \w+.exec, which is no plain data: save the state_dict alone$"
+    with pytest.raises(ValueError, match=f"bad.pt cannot be read as a file of tensors: {reason}"):
         load_weights(small_vit(), tmp_path / "bad.pt")
+
+
+def test_the_reason_of_others_is_whole_and_has_no_terminal_codes():
+    error = RuntimeError("\n404 Error (id 5).\n\n\x1b[1mNo\x1b[0m\x07 such place.\nException raised from f:\nframe #0")
+    assert reason_of(error) == "404 Error (id 5). No\\x07 such place" and reason_of(EOFError()) == "EOFError"
 
 
 @pytest.mark.parametrize(
@@ -327,7 +417,7 @@ def test_a_file_without_weights_says_what_it_holds(tmp_path, content, holds):
 def test_a_missing_file_and_an_unknown_suffix_are_refused(tmp_path):
     with pytest.raises(ValueError, match="there is no weights file .*none.pt"):
         load_weights(small_vit(), tmp_path / "none.pt")
-    with pytest.raises(ValueError, match="weights.npz is not known as a weights file: .*safetensors, .pt"):
+    with pytest.raises(ValueError, match="weights.npz is not known as a weights file: .*safetensors, .pt, .*, .ckpt$"):
         load_weights(small_vit(), tmp_path / "weights.npz")
     with pytest.raises(ValueError, match="weights.npz is not known"):
         save_weights(small_vit(), tmp_path / "weights.npz")

@@ -24,18 +24,22 @@ timm.
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 import zoo._torchvision  # noqa: F401
 from zoo import hub, timm_models, vit, volo
 from zoo.model import ZooModel
 from zoo.vit import set_fused_attn
-from zoo.weights import load_weights, named_weights, save_weights, write_weights
+from zoo.weights import check_description, listed, load_weights, named_weights, save_weights, write_weights
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "MODELS",
@@ -65,6 +69,7 @@ def create_model(
     img_size: int | None = None,
     num_classes: int | None = None,
     weights: str | Path | None = None,
+    label_names: Sequence[str] = (),
     drop_rate: float = 0.0,
     pos_drop_rate: float = 0.0,
     proj_drop_rate: float = 0.0,
@@ -81,10 +86,12 @@ def create_model(
 
     name: the zoo's or timm's name, or timm/NAME for any classifier of timm, which has the rates that timm gives it; it
     may be left out if weights are given.
-    weights: a .safetensors, .pt, .pth or .bin file, also of another image size or number of classes (see
+    weights: a .safetensors, .pt, .pth, .bin or .ckpt file, also of another image size or number of classes (see
     `load_weights`); a run, a checkpoint or an exported folder; "hf-hub:OWNER/NAME", "local-dir:FOLDER", or timm's name
     of published weights. If it is a folder, or without a name, all that is not given is as in the weights: image size,
     classes and their names (`default_cfg["label_names"]`), crop, mean and standard deviation (see `hub.find`).
+    label_names: the names of the classes. If the weights know theirs, too, a head for others is made anew, and the rows
+    of one for the same are brought into this order.
     Without weights the model has 224 pixels and 1000 classes, and is initialised from torch's global random state.
     The rates are timm's: drop_rate is before the head only; dropout as in the ViT paper, after the position
     embedding, the projections and the MLP, is pos_drop_rate and proj_drop_rate.
@@ -101,6 +108,8 @@ def create_model(
     """
     found = hub.find(weights) if weights is not None and (not name or hub.is_reference(weights)) else None
     if found:
+        if found.cfg:  # config.json, and not the tensors
+            _check_found(found)
         name, weights, global_pool = name or found.name, found.weights, global_pool or found.global_pool
     name, usual_size = (hub.zoo_name(name) if name not in MODELS else None) or (name, 224)
     img_size = img_size if img_size is not None else found.img_size if found else usual_size
@@ -116,6 +125,8 @@ def create_model(
     for option, rate in rates.items():
         if not 0.0 <= rate < 1.0:
             raise ValueError(f"{option} of {name} is {rate}, expected a rate from 0 up to, not including, 1")
+    if label_names and len(label_names) != num_classes:
+        raise ValueError(f"label_names of {name} are {len(label_names)}, expected one for each class: {num_classes}")
     if num_classes < 0:
         raise ValueError(f"num_classes of {name} is {num_classes}, expected 1 or more, or 0 for features")
     options: dict[str, Any] = rates | {"outlook_drop_path": outlook_drop_path, "drop_path_fixed": drop_path_fixed}
@@ -127,9 +138,11 @@ def create_model(
         except (AssertionError, AttributeError):
             raise ValueError(f"grad_checkpointing of {name} is true, and {name} cannot do it: leave it out") from None
     if weights is not None:
-        load_weights(model, weights)
-    if found:
-        cast(Any, model).default_cfg.update(_fitting(found, img_size=img_size, num_classes=num_classes))
+        new = load_weights(model, weights, rows=hub.head_rows(hub.label_names(weights), label_names))
+        count = f"{len(model.state_dict()) - len(new)} of the model's {len(model.state_dict())} tensors"
+        logger.info("%s: %s are as in this file%s", weights, count, f", not {listed(new)}" if new else "")
+    known = _fitting(found, img_size=img_size, num_classes=num_classes) if found else {}
+    cast(Any, model).default_cfg.update(known | ({"label_names": tuple(label_names)} if label_names else {}))
     return model
 
 
@@ -144,6 +157,15 @@ def _builder(name: str) -> Callable[..., nn.Module]:
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"there is no model {name!r}: {hint}the zoo has {', '.join(MODELS)}, and timm/NAME")
     return MODELS[name]
+
+
+def _check_found(found: hub.Found) -> None:
+    """Raise ValueError if config.json contradicts the weights beside it, before memory is taken for what it says."""
+    size, classes = found.img_size, found.num_classes
+    with torch.device("meta"):
+        model = create_model(found.name, img_size=size, num_classes=classes, global_pool=found.global_pool)
+    told = f"{found.weights.with_name(hub.CONFIG)} says img_size {size} and num_classes {classes}"
+    check_description(model, found.weights, told)
 
 
 def _fitting(found: hub.Found, *, img_size: int, num_classes: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ size and its classes; crop, mean and standard deviation are then those that the 
 import hashlib
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +25,8 @@ import timm
 from torch import nn
 
 from zoo import vit, volo
-from zoo.timm_models import PREFIX
-from zoo.weights import identify
+from zoo.timm_models import FILTERS, PREFIX
+from zoo.weights import identify, printable, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ GEOMETRY = ("crop_pct", "interpolation", "mean", "std")
 HUB, LOCAL = "hf-hub:", "local-dir:"  # as timm's create_model takes them
 BASE = "vit_base_patch32_224"  # a ViT that timm has no name for is this one with other sizes
 SIZES = ("patch_size", "embed_dim", "depth", "num_heads")
+MOST_PIXELS = 2**14  # per side of an image
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,24 @@ def find(source: str | Path, *, average: bool = False) -> Found:
     for checked in (file, config):
         if checked.is_file() and (reason := why_changed(checked)):
             raise ValueError(f"{checked} {reason}: restore it, or take another checkpoint")
-    if not config.is_file():
-        return Found(file, *identify(file))
-    try:
-        return _read(file, json.loads(config.read_text(encoding="utf-8")))
-    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
-        raise ValueError(f"{config} does not describe a model as timm does: {error!r}") from error
+    return _read(file, *_description(config)) if config.is_file() else Found(file, *identify(file))
+
+
+def label_names(weights: str | Path) -> tuple[str, ...]:
+    """Return the names of the classes that config.json beside a weights file has; () if there are none."""
+    config = Path(weights).with_name(CONFIG)
+    return _label_names(*_description(config)) if config.is_file() else ()
+
+
+def head_rows(theirs: Sequence[str], ours: Sequence[str]) -> list[int] | None:
+    """Return the row in a head for the classes `theirs` of each of `ours`; none if these are others, None if they fit.
+
+    Names that are not known fit.
+    """
+    if not theirs or not ours or tuple(theirs) == tuple(ours):
+        return None
+    rows = {name: row for row, name in enumerate(theirs)}
+    return [rows[name] for name in ours] if sorted(theirs) == sorted(ours) and len(rows) == len(ours) else []
 
 
 def is_reference(source: str | Path) -> bool:
@@ -125,22 +139,63 @@ def is_reference(source: str | Path) -> bool:
     return text.startswith((HUB, LOCAL)) or Path(text).is_dir() or _is_tag(text)
 
 
-def _read(file: Path, content: Mapping[str, Any]) -> Found:
-    cfg = content.get("pretrained_cfg", content)  # the oldest files have one level
-    arguments = dict(content.get("model_args") or {})
-    size = arguments.pop("img_size", cfg["input_size"][-1])
-    pool = arguments.pop("global_pool", "token")
-    labels = content.get("label_names") or cfg.get("label_names")
+def _description(config: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """Return the place of a config.json, its content, and the part of it about images and classes."""
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{config} is no JSON: {reason_of(error)}") from error
+    cfg = content.get("pretrained_cfg", content) if isinstance(content, dict) else None  # the oldest have one level
+    if not isinstance(cfg, dict):
+        raise ValueError(f"{config} does not describe a model as timm does: expected an object with pretrained_cfg")
+    return config, content, cfg
+
+
+def _read(file: Path, config: Path, content: Mapping[str, Any], cfg: Mapping[str, Any]) -> Found:
+    def check(name: str, value: Any, fits: bool, expected: str) -> Any:
+        if not fits:
+            what = printable(repr(value)[:60])
+            raise ValueError(f"{config} does not describe a model as timm does: {name} is {what}, expected {expected}")
+        return value
+
+    arguments = content.get("model_args") or {}
+    arguments = dict(check("model_args", arguments, isinstance(arguments, dict), "an object"))
+    size, pool = arguments.pop("img_size", cfg.get("input_size")), arguments.pop("global_pool", "token")
+    size = size[-1] if isinstance(size, list) and size else size
+    name, classes = content.get("architecture"), content.get("num_classes", cfg.get("num_classes"))
+    name = check("architecture", name, isinstance(name, str), "a name of timm")
+    check("img_size", size, _whole(size) and 0 < size <= MOST_PIXELS, f"pixels, 1 to {MOST_PIXELS}")
+    check("num_classes", classes, _whole(classes) and classes >= 0, "a whole number")
     known = {key: cfg[key] for key in GEOMETRY if cfg.get(key) is not None}
-    known |= {key: tuple(known[key]) for key in ("mean", "std") if key in known}
+    for key in ("mean", "std"):
+        if key in known:
+            three = isinstance(known[key], list) and len(known[key]) == 3 and all(map(_number, known[key]))
+            fits = three and (key == "mean" or min(known[key]) > 0)
+            known[key] = tuple(check(key, known[key], fits, "three numbers" + ", each above 0" * (key == "std")))
+    crop, filter_ = known.get("crop_pct", 1.0), known.get("interpolation", FILTERS[0])
+    check("crop_pct", crop, _number(crop) and 1 <= size / crop <= MOST_PIXELS if crop else False, "a fraction")
+    check("interpolation", filter_, filter_ in FILTERS, " or ".join(FILTERS))
+    names = _label_names(config, content, cfg)
+    check("label_names", [*names], len(names) in (0, classes), f"{classes} names, one for each class")
+    known |= {"label_names": names} if names else {}
     return Found(
-        file,
-        _zoo_name(content["architecture"], arguments, file=file),
-        size if isinstance(size, int) else size[-1],
-        content.get("num_classes", cfg.get("num_classes")),
-        "avg" if pool == "avg" else "",
-        known | ({"label_names": tuple(labels)} if isinstance(labels, list) else {}),
+        file, _zoo_name(name, arguments, file=file), size, classes, "avg" if pool == "avg" else "", known
     )
+
+
+def _label_names(config: Path, content: Mapping[str, Any], cfg: Mapping[str, Any]) -> tuple[str, ...]:
+    names = content.get("label_names") or cfg.get("label_names") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{config} does not describe a model as timm does: label_names is no list of texts")
+    return tuple(names)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return (_whole(value) or isinstance(value, float)) and math.isfinite(value)
 
 
 def zoo_name(timm_name: str) -> tuple[str, int] | None:
@@ -163,7 +218,7 @@ def _zoo_name(architecture: str, arguments: Mapping[str, Any], *, file: Path) ->
         return PREFIX + architecture
     others = f" with {', '.join(f'{key} {value}' for key, value in arguments.items())}" if arguments else ""
     raise ValueError(
-        f"{file} belongs to timm's {architecture}{others}, which the zoo does not have: "
+        f"{file} belongs to timm's {printable(architecture + others)}, which the zoo does not have: "
         f'timm.create_model("{LOCAL}{file.parent}", pretrained=True) builds it'
     )
 
@@ -197,9 +252,8 @@ def _download(repository: str) -> Path:
             repo_id, revision=revision or None, allow_patterns=[WEIGHTS, CONFIG]
         )
     except Exception as error:  # its own errors, those of its HTTP client, and OSError
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
-            f"{HUB}{repository} could not be fetched: {reason.rstrip('.')}; without a network, copy {WEIGHTS} and "
+            f"{HUB}{repository} could not be fetched: {reason_of(error)}; without a network, copy {WEIGHTS} and "
             f"{CONFIG} from https://huggingface.co/{repo_id} into a folder and give that"
         ) from error
     return Path(folder)

@@ -2,8 +2,8 @@
 
 A file is a .safetensors file or a torch file of tensors (read with `weights_only=True`), bare or inside the
 container of a training checkpoint, with or without the prefixes of wrappers. Two things are adapted, and
-logged: the position embedding if the image size differs, and the head if the number of classes differs.
-Anything else that does not fit is an error that names every key, and leaves the model unchanged.
+logged: the position embedding if the image size differs, and the head if the classes differ.
+Anything else that does not fit is an error, and leaves the model unchanged.
 
 Loading copies into the model's own tensors. So it also works for a wrapped or compiled model, whose names have a
 prefix, and for a model whose parameters an optimizer already has.
@@ -13,13 +13,15 @@ import logging
 import math
 import os
 import pickle
+import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from timm.layers import resample_abs_pos_embed, resample_abs_pos_embed_nhwc
 from torch import Tensor, nn
@@ -31,36 +33,53 @@ logger = logging.getLogger(__name__)
 
 Tensors = dict[str, Tensor]
 
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".tar")
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".tar", ".ckpt")
+SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 CONTAINERS = ("state_dict", "model", "state_dict_ema")  # the first one found is taken
 WRAPPERS = ("module", "_orig_mod")  # DistributedDataParallel and averaged models; torch.compile
 HEADS = ("head", "aux_head")  # VOLO has the second one, for its cells; the heads of timm's models have other names
+SHOWN = 3  # of a list of names in a message
+
+# What training checkpoints of the field keep beside the weights: plain data. numpy 1 had another name for its scalars.
+_scalar: Any = np.float64().__reduce__()[0]
+_dtypes = {type(np.dtype(kind)) for kind in np.typecodes["All"] if kind != "O"}
+PLAIN_DATA = [Namespace, np.dtype, *_dtypes, _scalar, (_scalar, "numpy.core.multiarray.scalar")]
 
 
-def load_weights(model: nn.Module, path: str | Path, *, new_heads: bool = True) -> None:
-    """Copy the weights of a file into a model of the zoo.
+def load_weights(
+    model: nn.Module, path: str | Path, *, new_heads: bool = True, rows: Sequence[int] | None = None
+) -> list[str]:
+    """Copy the weights of a file into a model of the zoo; return the names of the tensors that are not as in the file.
 
     A position embedding of another (square) grid is resized as timm does it: bicubic, antialiased, in fp32.
     A head for another number of classes, or none, is left out and the model's is initialised anew, as timm
     does it: normal with std 0.02, zero bias, drawn from torch's global random state; VOLO has two of them. Without
     new_heads, as for a validation, it is an error.
+    rows: for each class of the model its row in the file's head; empty: the file has other classes, so the head is left
+    out; None: both have the same.
     Of several containers in one file the first of `CONTAINERS` is taken: plain weights before averaged ones.
 
-    Raises ValueError if the file cannot be read or does not fit; the message names each missing, unexpected
-    and wrongly shaped key, or the model of the zoo to which the file belongs.
+    Raises ValueError if the file cannot be read or does not fit; the message names the first missing, unexpected
+    and wrongly shaped keys, or the model to which the file belongs.
     """
     target = named_weights(model)
-    weights = read_weights(path)
+    content = read_weights(path)
+    weights = _without_prefix(content, target)
     _check_variant(weights, target, path=path)
     heads = _heads(model)
     if hasattr(model, TIMM) and _body(weights, heads) != _body(target, heads):
         weights = as_timm_reads(weights, model)
-    weights = _resize_pos_embed(weights, target, path=path)
-    weights = _replace_heads(weights, target, heads, path=path, allowed=new_heads)
+    changes: dict[str, int] = {}  # what to log, and its level, if all fits
+    weights = _resize_pos_embed(weights, target, changes)
+    weights = _replace_heads(weights, target, heads, changes, path=path, allowed=new_heads, rows=rows)
     _check_fit(weights, target, path=path)
+    for change, level in changes.items():
+        logger.log(level, "%s: %s", path, change)
     with torch.no_grad():
         for name, tensor in target.items():
             tensor.copy_(weights[name])
+    taken = {id(tensor) for tensor in content.values()}
+    return [name for name in target if id(weights[name]) not in taken]
 
 
 def save_weights(model: nn.Module, path: str | Path) -> None:
@@ -93,24 +112,60 @@ def write_weights(weights: Tensors, path: str | Path) -> None:
     os.replace(unfinished, path)
 
 
-def read_weights(path: str | Path) -> Tensors:
-    """The tensors of a file, on the CPU, out of their container, their names without wrapper prefixes."""
+def read_weights(path: str | Path, *, device: str = "cpu") -> Tensors:
+    """The tensors of a file out of their container, their names without wrapper prefixes; on "meta" only the shapes."""
     path = Path(path)
     _check_suffix(path)
     if not path.is_file():
         raise ValueError(f"there is no weights file {path}")
     try:
-        content = load_file(path) if path.suffix == ".safetensors" else _load_torch(path)
+        content = (_load_safetensors if path.suffix == ".safetensors" else _load_torch)(path, device)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path} cannot be read as a file of tensors: {reason}") from error
+        raise ValueError(f"{path} cannot be read as a file of tensors: {_why_unread(path, error)}") from error
     return _strip_names(_unwrap(content, path=path))
 
 
-def _load_torch(path: Path) -> Any:
-    # training checkpoints of the field often keep their argparse.Namespace beside the weights: plain data
-    with torch.serialization.safe_globals([Namespace]):
-        return torch.load(path, map_location="cpu", weights_only=True)
+def _load_safetensors(path: Path, device: str) -> Tensors:
+    if device != "meta":
+        return load_file(path, device)
+    with safe_open(path, framework="pt") as file:
+        return {name: torch.empty(file.get_slice(name).get_shape(), device=device) for name in file.keys()}
+
+
+def _load_torch(path: Path, device: str) -> Any:
+    with torch.serialization.safe_globals(PLAIN_DATA):
+        return torch.load(path, map_location=device, weights_only=True)
+
+
+def _why_unread(path: Path, error: Exception) -> str:
+    """Return the reason why a file cannot be read; torch hides what is no plain data behind advice to unpickle it."""
+    if isinstance(error, pickle.UnpicklingError):
+        try:
+            with torch.serialization.safe_globals(PLAIN_DATA):
+                others = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        except Exception:  # a damaged file may raise anything
+            others = []
+        if others:
+            return f"it holds {listed(others)}, which is no plain data: save the state_dict alone"
+        error = error.__context__ if isinstance(error.__context__, Exception) else error
+    return reason_of(error)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what an exception of another package says, on one line without terminal codes; if nothing, its type."""
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).partition("Exception raised from")[0]
+    return printable(" ".join(text.split()))[:500].rstrip(".") or type(error).__name__
+
+
+def printable(name: str) -> str:
+    """Return a name of others as one line of text, which cannot command a terminal."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
+
+
+def listed(names: Collection[str]) -> str:
+    """Return the first names, and how many more there are."""
+    shown = ", ".join(printable(name) for name in [*names][:SHOWN])
+    return shown + (f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else "")
 
 
 def _unwrap(content: Any, *, path: Path) -> Tensors:
@@ -123,7 +178,7 @@ def _unwrap(content: Any, *, path: Path) -> Tensors:
         content = content[inside[0]]
     if isinstance(content, Mapping) and content and all(isinstance(v, Tensor) for v in content.values()):
         return dict(content)
-    found = ", ".join(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
+    found = listed([*map(str, content)]) if isinstance(content, Mapping) else type(content).__name__
     raise ValueError(f"{path} holds {found}: expected tensors, bare or under {' or '.join(CONTAINERS)}")
 
 
@@ -134,13 +189,28 @@ def _strip_names(tensors: Mapping[str, Tensor]) -> Tensors:
     return {names[name]: tensor for name, tensor in tensors.items()}
 
 
+def _shared_prefix(names: Collection[str]) -> str:
+    """Return the first part of all names, with its dot, as a module around the model gives it; "" if they differ."""
+    first = {name.partition(".")[0] + "." for name in names}
+    prefix = first.pop() if len(first) == 1 else ""
+    return prefix if all(name.startswith(prefix) for name in names) else ""
+
+
+def _without_prefix(weights: Tensors, target: Collection[str] = ()) -> Tensors:
+    """Take off the prefixes that all names of a file share, such as Lightning's, unless the model has them, too."""
+    while (prefix := _shared_prefix(weights)) and not any(name.startswith(prefix) for name in target):
+        logger.info("the prefix %r of all names in the file is taken off", prefix)
+        weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    return weights
+
+
 def _standalone(tensor: Tensor) -> Tensor:
     """Copy a tensor to the CPU, into memory of its own: the file of a view would contain its whole storage."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
-def _resize_pos_embed(weights: Tensors, target: Tensors, *, path: str | Path) -> Tensors:
+def _resize_pos_embed(weights: Tensors, target: Tensors, changes: dict[str, int]) -> Tensors:
     """Bring the position embedding to the model's grid, if it has another: (1, 1 + n * n, C) or VOLO's (1, n, n, C)."""
     name = "pos_embed"
     if name not in weights or name not in target or weights[name].shape == target[name].shape:
@@ -149,7 +219,7 @@ def _resize_pos_embed(weights: Tensors, target: Tensors, *, path: str | Path) ->
     old, new = _grid(found), _grid(wanted)
     if not old or not new or found.ndim != wanted.ndim or found.shape[-1] != wanted.shape[-1]:
         return weights  # the image size is not the reason: `_check_fit` reports a wrong shape
-    logger.info("%s: position embedding resized from %d x %d to %d x %d", path, old, old, new, new)
+    changes[f"position embedding resized from {old} x {old} to {new} x {new}"] = logging.INFO
     if found.ndim == 4:
         return weights | {name: resample_abs_pos_embed_nhwc(found.float(), new_size=[new, new])}
     resized = resample_abs_pos_embed(found.float(), new_size=[new, new], old_size=[old, old], num_prefix_tokens=1)
@@ -165,17 +235,30 @@ def _grid(pos_embed: Tensor) -> int:
 
 
 def _replace_heads(
-    weights: Tensors, target: Tensors, heads: tuple[str, ...], *, path: str | Path, allowed: bool
+    weights: Tensors,
+    target: Tensors,
+    heads: tuple[str, ...],
+    changes: dict[str, int],
+    *,
+    path: str | Path,
+    allowed: bool,
+    rows: Sequence[int] | None,
 ) -> Tensors:
-    """Put new heads in place of those for another number of classes; a missing head counts as one for 0 classes."""
+    """Put new heads in place of those for other classes; a missing head counts as one for 0 classes."""
     for head in heads:
         found, wanted = _num_classes(weights, head), _num_classes(target, head)
-        if found is None or found == wanted or not (found or wanted):
+        if found is None or not (found or wanted) or found == wanted and rows is None:
+            continue
+        weight, bias = f"{head}.weight", f"{head}.bias"
+        if found == wanted and rows:
+            changes[f"rows of {head} brought into the order of the model's classes"] = logging.INFO
+            weights = weights | {name: weights[name][[*rows]] for name in (weight, bias)}
             continue
         if not allowed:
             raise ValueError(f"{path} has a head of {found} classes, the model one of {wanted}: set its num_classes")
-        logger.warning("%s: %s of %d classes left out, one of %d classes initialised anew", path, head, found, wanted)
-        weight, bias = f"{head}.weight", f"{head}.bias"
+        other = ", whose names are others," if found == wanted else ""
+        left_out = f"{head} of {found} classes{other} left out" if found else f"it has no {head}"
+        changes[f"{left_out}, one of {wanted} classes initialised anew"] = logging.WARNING
         weights = {name: tensor for name, tensor in weights.items() if name not in (weight, bias)}
         if wanted:
             weights[weight] = nn.init.trunc_normal_(torch.empty(target[weight].shape), std=0.02)
@@ -195,7 +278,7 @@ def _num_classes(tensors: Tensors, head: str) -> int | None:
 
 def count_classes(model: nn.Module, path: str | Path) -> int:
     """The number of classes of the weights in a file for this model; ValueError if it has no head."""
-    classes = _num_classes(read_weights(path), _heads(model)[0])
+    classes = _num_classes(_without_prefix(read_weights(path, device="meta"), named_weights(model)), _heads(model)[0])
     if not classes:
         raise ValueError(f"{path} has no head, so it knows no classes: expected weights of a classifier")
     return classes
@@ -225,7 +308,7 @@ def identify(path: str | Path) -> tuple[str, int, int, str]:
 
     Raises ValueError if they are those of no model of the zoo, or of images that are not square.
     """
-    tensors = read_weights(path)
+    tensors = _without_prefix(read_weights(path, device="meta"))
     name, grid = recognise(tensors), _grid(tensors["pos_embed"]) if "pos_embed" in tensors else 0
     if name is None or not grid:
         raise ValueError(f"{path} does not tell its model, which is none of the zoo: name the model")
@@ -239,9 +322,8 @@ def _shapes(tensors: Tensors) -> dict[str, torch.Size]:
 
 
 def _check_suffix(path: Path) -> None:
-    if path.suffix != ".safetensors" and path.suffix not in TORCH_SUFFIXES:
-        known = ", ".join((".safetensors", *TORCH_SUFFIXES))
-        raise ValueError(f"{path} is not known as a weights file: expected a name ending in {known}")
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path} is not known as a weights file: expected a name ending in {', '.join(SUFFIXES)}")
 
 
 def _check_variant(weights: Tensors, target: Tensors, *, path: str | Path) -> None:
@@ -261,5 +343,13 @@ def _check_fit(weights: Tensors, target: Tensors, *, path: str | Path) -> None:
         ],
     }
     if any(problems.values()):
-        listed = "; ".join(f"{kind} {', '.join(names)}" for kind, names in problems.items() if names)
-        raise ValueError(f"{path} does not fit {recognise(target) or 'the model'}: {listed}")
+        reason = "; ".join(f"{kind} {listed(names)}" for kind, names in problems.items() if names)
+        raise ValueError(f"{path} does not fit {recognise(target) or 'the model'}: {reason}")
+
+
+def check_description(model: nn.Module, path: Path, told: str) -> None:
+    """Raise ValueError if the tensors in a file have other sizes than in the model of which a description tells."""
+    found = _shapes(read_weights(path, device="meta"))
+    for name, shape in _shapes(named_weights(model)).items():
+        if name in found and math.prod(found[name]) != math.prod(shape):
+            raise ValueError(f"{told}, but {name} in {path.name} is {tuple(found[name])}, not {tuple(shape)}")

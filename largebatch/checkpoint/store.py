@@ -39,12 +39,12 @@ from safetensors import SafetensorError
 
 from largebatch.checkpoint.snapshot import AVERAGE, DESCRIPTION, STATE, WEIGHTS, Snapshot
 from zoo import hub, write_weights
+from zoo.weights import SUFFIXES
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 BEST = "best"
-WEIGHTS_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".tar")
 MANIFEST = "manifest.json"
 PARTS = (WEIGHTS, AVERAGE, DESCRIPTION, STATE)
 OPTIONAL = (AVERAGE, DESCRIPTION)  # older checkpoints have no description
@@ -150,11 +150,11 @@ def find_weights(path: str | Path, *, average: bool = False, every: bool = False
     kept = [kept / (AVERAGE if average else WEIGHTS) for kept in _valid(reversed(checkpoints(path)))]
     if kept:
         return kept
-    files = sorted(file for file in path.glob("*") if file.suffix in WEIGHTS_SUFFIXES and file.is_file())
+    files = sorted(file for file in path.glob("*") if file.suffix in SUFFIXES and file.is_file())
     if not files:
         raise ValueError(
             f"{path} has nothing to validate: expected a run folder with a valid checkpoint, or a folder of weights "
-            f"files ({', '.join(WEIGHTS_SUFFIXES)})."
+            f"files ({', '.join(SUFFIXES)})."
         )
     return files
 
