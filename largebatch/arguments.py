@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from largebatch.files.names import on_screen
+
 NO_VALUE = re.compile(r"argument (?P<option>[^:]+): invalid (?P<kind>\w+) value: (?P<value>.+)", re.DOTALL)
 EXPECTED = {"int": "a whole number", "float": "a number"}
 
@@ -37,8 +39,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Write the sentence, and end with exit code 2."""
-        sys.stderr.write(f"largebatch: {sentence(message)}\n")
-        raise SystemExit(2)
+        raise SystemExit(complain(sentence(message)))
+
+
+def complain(mistake: object) -> int:
+    """Write a sentence to stderr; return the exit code of a mistake."""
+    sys.stderr.write(f"largebatch: {on_screen(str(mistake))}\n")
+    return 2
 
 
 def sentence(message: str) -> str:

@@ -141,17 +141,18 @@ def start_log(config: "TrainConfig", comm: "Communicator") -> None:
     are heard if they warn.
     """
     from largebatch.comm.terminal import watched_terminal
+    from largebatch.files.names import Formatter
 
     terminal = watched_terminal() if comm.rank == 0 else None
     screen = logging.StreamHandler(terminal)
-    screen.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S") if terminal else None)
+    who = f"rank {comm.rank}: " if comm.rank else ""
+    whole = Formatter(f"%(asctime)s {who}%(message)s", TIME)
+    screen.setFormatter(Formatter("%(asctime)s %(message)s", "%H:%M:%S") if terminal else whole)
     handlers: list[logging.Handler] = [screen]
     if comm.rank == 0:
         handlers.append(logging.FileHandler(Path(config.folder) / LOG))
-    who = f"rank {comm.rank}: " if comm.rank else ""
-    logging.basicConfig(
-        level=logging.WARNING, handlers=handlers, format=f"%(asctime)s {who}%(message)s", datefmt=TIME, force=True
-    )
+        handlers[-1].setFormatter(whole)
+    logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     for package in OURS:
         logging.getLogger(package).setLevel(logging.WARNING if comm.rank else logging.INFO)
 
@@ -269,13 +270,14 @@ def read_images(
     sized: the recipe depends on the number of images. Then rank 0 chooses it for all ranks, by the same command line,
     whose options every rank has compared.
     """
-    from largebatch.build import Images, check_batch, check_model, open_data, open_held_out, with_classes
+    from largebatch import build
     from largebatch.start import resolve, warn_of_doubtful
 
-    check_model(config, comm)
+    build.check_model(config, comm)
     if not sized:
-        check_batch(config, comm)
-    train = open_data(config, comm, "train", with_maps=not sized and config.data.token_labels)
+        build.check_batch(config, comm)
+    names = comm.from_rank_0(lambda: build.classes_of_run(config), phase="reading the classes of the run")
+    train = build.open_data(config, comm, "train", with_maps=not sized and config.data.token_labels, names=names)
     if sized:
         config = comm.from_rank_0(lambda: resolve(read(argv, len(train)), device), phase="choosing a recipe")
         logger.info("%d training images of %d classes: %s", len(train), train.num_classes, size_line(config))
@@ -283,8 +285,8 @@ def read_images(
         with comm.together("choosing a recipe"):
             if config.data.token_labels:
                 train.check_maps(train.num_classes)
-    config = with_classes(config, train)
-    return config, Images(train, open_held_out(config, comm))
+    config = build.with_classes(config, train)
+    return config, build.Images(train, build.open_held_out(config, comm, train))
 
 
 def foretell(
@@ -315,8 +317,8 @@ def size_line(config: "TrainConfig") -> str:
     """Describe what a recipe has taken from the number of images."""
     data, run = config.data, config.run
     return (
-        f"recipe {config.recipe}, global batch {data.global_batch_size} in micro-batches of {data.micro_batch_size}, "
-        f"{run.duration}, {config.optim.name}; --recipe takes another one"
+        f"recipe {config.recipe}, {config.model.img_size} px, global batch {data.global_batch_size} in micro-batches "
+        f"of {data.micro_batch_size}, {run.duration}, {config.optim.name}; --recipe takes another one"
     )
 
 
@@ -358,9 +360,9 @@ def headline(config: "TrainConfig", *, sized: bool = False) -> str:
     """Describe the recipe of a run, and how to get the other one. sized: it depends on the number of images."""
     from largebatch.recipes import RECIPES
 
-    place = f"{config.model.name} at {config.model.img_size} px on {config.data.path}"
     if sized:
-        return f"{place}; the recipe follows from the number of images"
+        return f"{config.model.name} on {config.data.path}; the recipe follows from the number of images"
+    place = f"{config.model.name} at {config.model.img_size} px on {config.data.path}"
     other = ""
     if config.recipe == "quickstart" and config.model.name in RECIPES:
         other = f"; --data FOLDER takes the published recipe of {config.model.name}"

@@ -177,6 +177,7 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
     from largebatch.report.predictions import write as write_predictions
     from largebatch.start import set_up
     from zoo import load_weights
+    from zoo.hub import label_names
 
     config, device = set_up(config, comm)
     with comm.together("opening the table"):
@@ -186,7 +187,8 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
     if not config.model.num_classes:
         classes = comm.from_rank_0(lambda: count_classes(config, paths[0]), phase="counting classes")
         config = replace(config, model=replace(config.model, num_classes=classes))
-    held_out = open_data(config, comm, "validation")
+    names = comm.from_rank_0(lambda: label_names(paths[0]), phase="reading the names of the classes")
+    held_out = open_data(config, comm, "validation", names=names)
     listed = _real_labels(flags.real_labels, held_out, comm) if flags.real_labels else None
     with comm.together("building"):
         model = build_model(config, device, weights=None).to(device)

@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import logging
 import os
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from largebatch.files import (
     safe_cache,
     written_once,
 )
+from largebatch.files.names import Formatter, listed, printable
 from largebatch.native.compile import compile_library, load_library
 from largebatch.train import read, run_folder
 
@@ -225,6 +227,7 @@ os.umask(0o002)
 from pathlib import Path
 from largebatch.files import cache_folder, safe_cache
 from largebatch.data.sources import open_source
+from largebatch.files.names import Formatter, listed, printable
 from largebatch.native.compile import load_library
 print(safe_cache(cache_folder(), "native"))
 print(len(open_source("digits", split="train")), load_library(Path(sys.argv[1])).answer())
@@ -308,3 +311,21 @@ def test_no_library_is_loaded_that_others_may_have_written(cache, tmp_path, monk
     elif how == "another user's file":
         give_away(kept, monkeypatch)
     assert load_library(source).answer() == (13 if how == "nobody" else 42)
+
+
+# -- names that others have chosen ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, shown",
+    [("café", "café"), ("\x1b[2J", "\\x1b[2J"), ("a\nb\tc", "a\\nb\\tc"), ("\udcff", "\\udcff"), ("\u202e", "\\u202e")],
+)
+def test_a_name_cannot_command_a_terminal(name, shown):
+    assert printable(name) == shown and listed([name] * 5) == f"{shown}, {shown}, {shown} and 2 more"
+
+
+def test_no_further_line_of_a_record_looks_like_a_record():
+    record = logging.makeLogRecord({"msg": "left out: %s", "args": ("x\x1b[2J\n12:00:00 saved\n  indented",)})
+    assert Formatter("12:00:00 %(message)s").format(record) == (
+        "12:00:00 left out: x\\x1b[2J\n    12:00:00 saved\n  indented"
+    )

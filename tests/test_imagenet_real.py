@@ -76,6 +76,14 @@ def test_each_image_gets_its_own_list(kind, request, tmp_path, real_json, lists)
     assert [[one for one in row if one >= 0] for row in rows.tolist()] == [lists[number] for number in numbers]
 
 
+def test_the_labels_follow_the_names_of_a_models_classes(tmp_path, folder, real_json, lists):
+    names = [f"n{number:08d}" for number in range(CLASSES)]
+    index, order = opened(folder, tmp_path), [names[k] for k in np.random.default_rng(2).permutation(CLASSES)]
+    found = real_labels(str(real_json), index.by_names(names, order))
+    for row, name in zip(found.tolist(), image_names(index)):
+        assert [names.index(order[one]) for one in row if one >= 0] == lists[int(name[15:23]) - 1]
+
+
 def test_counted_as_timm_does(tmp_path, folder, real_json, lists):
     from timm.data.real_labels import RealLabelsImagenet
 

@@ -120,7 +120,7 @@ def test_image_folder(image_folder, tmp_path):
     assert held_out.label.tolist() == [1, 2] and held_out.num_classes == 3  # numbered as in training
     assert held_out.width.tolist() == [100, 101]
     assert train.for_classes(3) is train
-    with pytest.raises(ValueError, match="/train has 3 classes, the model 1000: set --model.num_classes 3"):
+    with pytest.raises(ValueError, match="/train has 3 classes, the model 1000: give images of 1000 classes, or train"):
         train.for_classes(1000)
     alone = dataclasses.replace(train, class_names=("n01",))
     with pytest.raises(ValueError, match="/train has one class, n01: expected two or more to tell apart"):
@@ -464,6 +464,41 @@ def test_pack_an_image_folder(image_folder, tmp_path, cache_home, capsys):
     assert index.label.tolist() != sorted(index.label.tolist())  # shuffled
     with pytest.raises(ValueError, match="already has shards that .*: 3.*, now .*: 1.*choose another"):
         pack.run([str(image_folder), str(out)])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_models_classes_are_numbered_by_their_names(image_folder, tmp_path, cache_home, packed):
+    """Images of n02 and n03, held out; in a folder, or in records with classes.json."""
+    source = str(image_folder)
+    if packed:
+        source = str(tmp_path / "records")
+        pack.pack(str(image_folder), source, num_shards={"train": 2, "validation": 1}, seed=0, threads=1)
+    index = sources.open_source(source, split="validation")
+    assert {0, *sources.number_classes(index, num_classes=3, names=("n01", "n02", "n03")).label.tolist()} == {0, 1, 2}
+    file_of = {"n02": index.label.tolist().index(1), "n03": index.label.tolist().index(2)}
+    for names in (("n03", "n02", "n01"), ("n02", "n03"), ("a", "n03", "b", "n02")):
+        found = sources.number_classes(index, num_classes=len(names), names=names)
+        assert {name: int(found.label[sample]) for name, sample in file_of.items()} == {
+            "n02": names.index("n02"), "n03": names.index("n03")
+        }  # fmt: skip
+        assert found.num_classes == len(names) and sources.class_names(found) == names
+        assert found.files == index.files and (found.offset == index.offset).all()
+    named = "the model has n02, a, b and 1 more. Leave their images out"
+    with pytest.raises(ValueError, match=f"has classes that the model does not know: n03; {named}"):
+        sources.number_classes(index, num_classes=4, names=("n02", "a", "b", "\x1b[2J"))
+    with pytest.raises(ValueError, match="has two classes of one name: n03; the model has n03, n02, n03"):
+        sources.number_classes(index, num_classes=3, names=("n03", "n02", "n03"))
+    for names in ((), ("n03", "n02")):  # not known, or not those of this model
+        found = sources.number_classes(index, num_classes=3, names=names)
+        assert found.label.tolist() == index.label.tolist() and found.num_classes == 3
+
+
+def test_records_without_names_are_numbered_as_they_are(image_folder, tmp_path, cache_home):
+    pack.pack(str(image_folder), str(tmp_path / "records"), num_shards={"train": 2, "validation": 1}, seed=0, threads=1)
+    (tmp_path / "records" / "classes.json").unlink()
+    index = sources.open_source(str(tmp_path / "records"), split="validation")
+    found = sources.number_classes(index, num_classes=3, names=("n03", "n02", "n01"))
+    assert found.label.tolist() == index.label.tolist() and sorted(found.label.tolist()) == [1, 2]
 
 
 def test_names_of_classes_stay_with_the_records(image_folder, tmp_path, cache_home):

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from largebatch.arguments import Parser
+from largebatch.arguments import Parser, complain
 
 BENCHMARKS = ("optimizer", "loader", "model", "step", "parallel", "scaling")
 
@@ -50,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if report is not None:
             report.write(options.output)
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"largebatch: {error}\n")
-        sys.exit(2)
+        sys.exit(complain(error))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The images of a run: checks of its model and batch, files, plan, loaders, augmentation."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -134,15 +134,25 @@ def _log_batch(config: TrainConfig, comm: Communicator, size: int) -> None:
 def open_images(config: TrainConfig, comm: Communicator) -> Images:
     """Open the training images, and the held-out ones of the same classes if the run has evaluations."""
     train = open_data(config, comm, "train", with_maps=config.data.token_labels)
-    return Images(train, open_held_out(with_classes(config, train), comm))
+    return Images(train, open_held_out(with_classes(config, train), comm, train))
 
 
-def open_held_out(config: TrainConfig, comm: Communicator) -> "Index | None":
+def open_held_out(config: TrainConfig, comm: Communicator, train: "Index") -> "Index | None":
     """Open the held-out images of a config that has a number of classes; None if the run has no evaluations."""
+    from largebatch.data.sources import class_names
+
     if config.run.eval_every == NEVER:
         logger.info("no evaluations: --run.eval_every is never, so there will be no accuracy")
         return None
-    return open_data(config, comm, "validation")
+    names = comm.from_rank_0(lambda: class_names(train), phase="reading the names of the classes")
+    return open_data(config, comm, "validation", names=names)
+
+
+def classes_of_run(config: TrainConfig) -> tuple[str, ...]:
+    """Return the names of the classes in the newest checkpoint of a run that has its description whole."""
+    saved = (path / hub.CONFIG for path in checkpoint.checkpoints(config.folder))
+    newest = next((file for file in saved if file.is_file() and not hub.why_changed(file)), None)
+    return hub.label_names(newest) if newest else ()
 
 
 def with_classes(config: TrainConfig, train: "Index") -> TrainConfig:
@@ -150,15 +160,17 @@ def with_classes(config: TrainConfig, train: "Index") -> TrainConfig:
     return replace(config, model=replace(config.model, num_classes=config.model.num_classes or train.num_classes))
 
 
-def open_data(config: TrainConfig, comm: Communicator, split: str, *, with_maps: bool = False) -> "Index":
+def open_data(
+    config: TrainConfig, comm: Communicator, split: str, *, with_maps: bool = False, names: Sequence[str] = ()
+) -> "Index":
     """Open the index of one split. Rank 0 finds and checks the files, and gives its index to all ranks.
 
     So a file system gets no more calls if there are more ranks. Images that are written into a cache first are written
     on each host. The first rank of each host looks if the files there are those of rank 0; a copy will do.
-    with_maps: each image must have a label map.
+    with_maps: each image must have a label map. names: those of the model's classes, which then number the labels.
     """
     from largebatch.data import index_file  # a benchmark without images does without the packages behind these
-    from largebatch.data.sources import find_folder, open_source
+    from largebatch.data.sources import find_folder, number_classes, open_source
 
     data, phase = config.data, f"opening {config.data.path}"
     with comm.together(phase):
@@ -174,7 +186,7 @@ def open_data(config: TrainConfig, comm: Communicator, split: str, *, with_maps:
             allow_incomplete=data.allow_incomplete,
             progress=comm.progress,
         )
-        index = index.for_classes(config.model.num_classes)
+        index = number_classes(index, num_classes=config.model.num_classes, names=names)
         if with_maps:
             index.check_maps(config.model.num_classes or index.num_classes)
         return here, index, index_file.file_numbers(index)

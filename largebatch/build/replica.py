@@ -1,7 +1,7 @@
 """The replica of a run: its model, objective and optimizer on this rank, and the code that computes them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -27,8 +27,13 @@ from zoo.volo import fuse_outlook
 logger = logging.getLogger(__name__)
 
 
-def build_replica(config: TrainConfig, comm: Communicator, device: torch.device, *, passes: int) -> Replica:
-    """Build this rank's model, cut if ranks share it, and its optimizer, wrapped; both without a state yet."""
+def build_replica(
+    config: TrainConfig, comm: Communicator, device: torch.device, *, passes: int, names: Sequence[str] = ()
+) -> Replica:
+    """Build this rank's model, cut if ranks share it, and its optimizer, wrapped; both without a state yet.
+
+    names: those of the classes, by which a fine-tuning knows whether the head of its first weights is for them.
+    """
     has_lamb = "lamb" in (config.optim.name, config.optim.rest)
     impl = lamb_impl(comm, device, config.optim.impl) if has_lamb else config.optim.impl
     weights = find_weights(config.model.weights, comm)[0] if config.model.weights else None
@@ -39,7 +44,7 @@ def build_replica(config: TrainConfig, comm: Communicator, device: torch.device,
         rendezvous.start_torch_distributed(comm, device)
     fused = config.model.outlook == "triton" and fuses_outlook(comm, device)
     with comm.together("building"):
-        model = build_model(config, device, weights=weights)
+        model = build_model(config, device, weights=weights, names=names)
         if fused:
             fuse_outlook(model)
         log_attention(config, model, device, comm)
@@ -123,14 +128,17 @@ def find_weights(path: str, comm: Communicator, *, average: bool = False, every:
     return comm.broadcast_object(found, name="build/weights")
 
 
-def build_model(config: TrainConfig, device: torch.device, *, weights: str | None) -> nn.Module:
+def build_model(
+    config: TrainConfig, device: torch.device, *, weights: str | None, names: Sequence[str] = ()
+) -> nn.Module:
     """Build the zoo model with this config's rates, initialised from a weights file or the run's seed, for `device`.
 
     It is still in host memory: a model that ranks share may be too large for one device before it is cut.
     """
     torch.manual_seed(config.run.seed)
+    given = {"weights": weights, "label_names": names if len(names) == config.model.num_classes else ()}
     try:
-        model = create_model(**config.model.arguments() | {"weights": weights})
+        model = create_model(**config.model.arguments() | given)
     except ValueError as error:
         if not config.model.weights:
             raise

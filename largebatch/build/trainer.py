@@ -63,6 +63,8 @@ def build_trainer(
     """
     if device is None:
         config, device = set_up(config, comm)
+    from largebatch.data.sources import class_names
+
     if images is None:
         check_model(config, comm)
         check_batch(config, comm)
@@ -71,7 +73,8 @@ def build_trainer(
     passes = count_passes(config, comm)
     if comm.rank == 0:
         warn_of_large_batch(config.data.global_batch_size, len(images.train))
-    replica = build_replica(config, comm, device, passes=passes)
+    names = comm.from_rank_0(lambda: class_names(images.train), phase="reading the names of the classes")
+    replica = build_replica(config, comm, device, passes=passes, names=names)
     if comm.rank == 0:
         warn_of_few_statistics(replica.model, config.data.micro_batch_size)
     trainer = assemble(config, replica, device, images=images, signals=signals)

@@ -55,6 +55,7 @@ from largebatch.comm.watchdog import Mark, Watchdog
 from largebatch.config.horovod import HorovodConfig, stall_limit, told_the_longest
 from largebatch.config.parallel import WHOLE, Shape
 from largebatch.files import Damaged
+from largebatch.files.names import on_screen
 
 if TYPE_CHECKING:
     from largebatch.config import TrainConfig
@@ -561,7 +562,7 @@ def session(
         yield comm
     except Stopped as error:
         if comm.rank == 0:
-            sys.stderr.write(f"largebatch: {error}\n")
+            sys.stderr.write(f"largebatch: {on_screen(str(error))}\n")
         comm.shutdown()
         sys.exit(error.exit_code)
     except Mistake as mistake:

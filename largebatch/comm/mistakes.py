@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from largebatch.comm.launcher import is_rank_0, recognise
 from largebatch.config import Answer
+from largebatch.files.names import on_screen
 
 WAIT_S = 10.0  # long enough for rank 0 to print its sentence and for the launcher to end the other ranks
 
@@ -34,7 +35,7 @@ def report_mistakes() -> Iterator[None]:
             _print(str(answer))
         sys.exit(0)
     except ValueError as mistake:
-        sys.stderr.write(f"largebatch: {_for_one_rank(mistake)}\n")
+        sys.stderr.write(f"largebatch: {on_screen(_for_one_rank(mistake))}\n")
         sys.exit(2)
 
 

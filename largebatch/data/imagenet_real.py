@@ -13,6 +13,7 @@ import bisect
 import json
 import os
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from largebatch.data.records import FILENAME, bytes_spans, feature_spans, read_s
 from largebatch.data.scan import TAR
 from largebatch.data.tars import scan_samples
 
+WNID = re.compile(r"n\d{8}")
 NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.\w+")
 
 
@@ -30,6 +32,9 @@ def real_labels(path: str, index: Index) -> np.ndarray:
     Reads every record once for its name. Raise ValueError if the file is not such a list, or has no image of that name.
     """
     lists = _read(path, num_classes=index.num_classes)
+    order: Sequence[int] = range(index.num_classes)
+    if all(map(WNID.fullmatch, index.names)) and index.names:  # ReaL numbers them in their sorted order
+        order = sorted(order, key=index.names.__getitem__)
     rows = []
     for name in image_names(index):
         match = NAME.fullmatch(name)
@@ -39,7 +44,7 @@ def real_labels(path: str, index: Index) -> np.ndarray:
                 f"{path} has no labels for the image {name!r}: expected names from ILSVRC2012_val_00000001.JPEG to "
                 f"ILSVRC2012_val_{len(lists):08d}.JPEG, those of ImageNet's validation split."
             )
-        rows.append(lists[number - 1])
+        rows.append([order[one] for one in lists[number - 1]])
     filled = np.full((len(rows), max(map(len, rows)) or 1), -1, dtype=np.int64)
     for row, classes in zip(filled, rows):
         row[: len(classes)] = classes

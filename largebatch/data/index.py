@@ -13,11 +13,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from largebatch.data.label_maps import map_bytes
+from largebatch.files.names import listed
 
 COLUMNS = ("file", "offset", "length", "label", "width", "height")  # of each image
 MAP_COLUMNS = ("map_offset", "map_shape")  # of each label map, if there are any
@@ -47,8 +49,9 @@ class Index:
     Per image: the number of its file, width and height (int32), offset and length of its encoded bytes, label (int64).
     Labels are zero-based after `number_labels` has subtracted `label_base`; `label_range` holds the lowest and highest
     label in the files. Per file: size and modification time when the index was built. `class_names` are known for image
-    folders only. `left_out` (M, 2) holds file and offset of the images that `without` removed. An image that could not
-    be read is 0 pixels wide and spans its record or file; its label means nothing.
+    folders only. `names` are those of a model's classes, if `by_names` has numbered the labels by them. `left_out`
+    (M, 2) holds file and offset of the images that `without` removed. An image that could not be read is 0 pixels wide
+    and spans its record or file; its label means nothing.
 
     If records have label maps (`label_maps`): the offset of each (int64, 0 for an image without one), its shape k, h, w
     (int32, (N, 3)), and the highest class in any map, plus one. Otherwise these arrays are empty and the number is 0.
@@ -71,6 +74,7 @@ class Index:
     map_offset: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     map_shape: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 3), dtype=np.int32))
     map_classes: int = 0
+    names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.file)
@@ -183,6 +187,27 @@ class Index:
                 f"{self.num_classes}."
             )
 
+    def by_names(self, own: Sequence[str], names: Sequence[str]) -> Index:
+        """Return the same index with labels that number `names`, those of a model's classes; now they number `own`.
+
+        Raises ValueError if the model does not know a class that has images, or has two of that name.
+        """
+        present, known, ours = {own[label] for label in np.unique(self.label)}, Counter(names), Counter(own)
+        wrong = sorted(name for name in present if known[name] != 1 or ours[name] != 1)
+        if wrong:
+            what = "two classes of one name" if known[wrong[0]] else "classes that the model does not know"
+            raise ValueError(
+                f"{self.folder} has {what}: {listed(wrong)}; the model has "
+                f"{listed(names)}. Leave their images out, or give their folders, or their entries in classes.json, "
+                "the names of the model's classes."
+            )
+        number = {name: k for k, name in enumerate(names)}
+        label = np.array([number.get(name, -1) for name in own], dtype=self.label.dtype)[self.label]
+        span, names = (0, len(names) - 1), tuple(names)
+        return dataclasses.replace(
+            self, label=label, label_base=0, label_range=span, num_classes=len(names), names=names
+        )
+
     def for_classes(self, num_classes: int) -> Index:
         """Return the same index for a model with `num_classes` outputs. Raises ValueError if its labels do not fit.
 
@@ -198,7 +223,7 @@ class Index:
             index._refuse_gaps()
         if named and num_classes not in (0, named):
             raise ValueError(
-                f"{self.folder} has {named} classes, the model {num_classes}: set --model.num_classes {named}, or "
-                "leave it out."
+                f"{self.folder} has {named} classes, the model {num_classes}: give images of {num_classes} classes, or "
+                f"train a new model with --model.num_classes {named}."
             )
         return index

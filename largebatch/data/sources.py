@@ -105,9 +105,11 @@ def open_everything(
 
 
 def class_names(index: Index) -> tuple[str, ...]:
-    """Return the names of the classes: of their folders, or from classes.json beside the shards; () if not known."""
-    if index.class_names:
-        return index.class_names
+    """Return the names of the classes: of the model that numbers them, of their folders, or from classes.json beside
+    the shards; () if not known.
+    """
+    if index.names or index.class_names:
+        return index.names or index.class_names
     folder = Path(index.files[0]).parent
     file = (folder if folder.name not in _SPLIT_FOLDERS or (folder / CLASSES).is_file() else folder.parent) / CLASSES
     if not file.is_file():
@@ -119,6 +121,17 @@ def class_names(index: Index) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f'{file} is not a list of class names, such as ["cat", "dog"]: correct it, or remove it.')
     return tuple(names)
+
+
+def number_classes(index: Index, *, num_classes: int, names: Sequence[str] = ()) -> Index:
+    """Return the same index for a model with `num_classes` outputs, which have these names, if they are known.
+
+    Classes are compared by their names where both sides have them, and by their numbers otherwise.
+    """
+    own = class_names(index)
+    if not own or not names or num_classes not in (0, len(names)) or own == tuple(names):
+        return index.for_classes(num_classes)
+    return (index if index.class_names else index.number_labels(num_classes=len(own))).by_names(own, names)
 
 
 def write_class_names(folder: Path, names: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from largebatch.comm.installer import install_command
+from largebatch.files.names import on_screen
 
 INSTALL, REINSTALL = install_command(), install_command("--force")
 
@@ -35,8 +36,9 @@ class Result:
     def __str__(self) -> str:
         """Return one line, or three lines if there is something to fix."""
         if not self.cause:
-            return f"ok    {self.name}: {self.detail}"
-        return f"{'note' if self.ok else 'FAIL'}  {self.name}\n      cause: {self.cause}\n      fix:   {self.fix}"
+            return on_screen(f"ok    {self.name}: {self.detail}")
+        kind = "note" if self.ok else "FAIL"
+        return on_screen(f"{kind}  {self.name}\n      cause: {self.cause}\n      fix:   {self.fix}")
 
 
 @dataclass(frozen=True)

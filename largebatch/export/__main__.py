@@ -10,11 +10,10 @@ the model's before the file appears. config.json is inside of it.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from largebatch.arguments import Parser
+from largebatch.arguments import Parser, complain
 from largebatch.export.folder import write_folder
 from largebatch.export.graph import write_onnx, write_torch
 from zoo import create_model, hub
@@ -35,8 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(write_folder(model, found, target, licence=args.license))
     except (ValueError, OSError) as mistake:
-        sys.stderr.write(f"largebatch: {mistake}\n")
-        return 2
+        return complain(mistake)
     return 0
 
 

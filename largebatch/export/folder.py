@@ -4,6 +4,7 @@ The card tells what the run folder tells: accuracy, data, recipe. timm builds th
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import largebatch
 from largebatch import config as configs
 from largebatch.config import TrainConfig
 from largebatch.files import atomic_file
+from largebatch.files.names import printable
 from largebatch.hooks.tables import EPOCHS, read_rows
 from zoo import hub, save_weights
 
@@ -81,9 +83,14 @@ def card(model: nn.Module, found: hub.Found, folder: Path, *, licence: str) -> s
         title=run.resolve().name if run else found.name,
         summary=f"{found.name} for images of {found.img_size} px and {found.num_classes} classes, {parameters:,} "
         f"parameters; written by largebatch {largebatch.__version__}.",
-        rows="\n".join(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows),
+        rows="\n".join(f"| {name} | {_cell(value)} |" for name, value in rows),
         folder=folder.resolve().name,  # a card is for others, who do not have the path
     )
+
+
+def _cell(value: str) -> str:
+    """Return a text in a table of Markdown as it is, whatever others have put into it."""
+    return re.sub(r"([\\`\[\]|<>&])", r"\\\1", printable(value))
 
 
 def _run_of(weights: Path) -> Path | None:

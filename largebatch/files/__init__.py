@@ -6,6 +6,7 @@
     cache     cache_folder, in which this package keeps what it can make again; safe_cache if others may write there;
               temporary_cache on the disk of the host
     damaged   Damaged is raised for a file that cannot be used
+    names     on_screen, printable and listed show what others have chosen; Formatter does so in a log
     owners    distrust and refuse_links_of_others tell what other users have made, or may have
 """
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from largebatch.arguments import Parser
 from largebatch.data import quarantine, sources, whole
+from largebatch.files.names import printable
 from largebatch.pack.processes import cores_per_process
 from largebatch.pack.progress import show_progress
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         file = Path(args.out).expanduser() if args.out else folder / quarantine.NAME
         lists[file] = lists.get(file, []) + bad
     for line in lines:
-        print(line)
+        print(printable(line))
     for file, entries in lists.items():
         _keep_list(file, entries)
     return 1 if lines else 0

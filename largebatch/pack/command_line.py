@@ -6,6 +6,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from largebatch.arguments import complain
+from largebatch.files.names import Formatter
 from largebatch.pack import check, packing
 
 
@@ -20,12 +22,13 @@ SUB_COMMANDS = {"check": check.main, "token-labels": _token_labels}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process; return the exit code, 2 for a mistake."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    screen = logging.StreamHandler()
+    screen.setFormatter(Formatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[screen])
     try:
         return run(sys.argv[1:] if argv is None else argv)
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"largebatch: {error}\n")
-        return 2
+        return complain(error)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from largebatch.arguments import Parser, expanded
+from largebatch.arguments import Parser, complain, expanded
 from largebatch.config import TrainConfig, parse
 from largebatch.plan import constants
 
@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return validate(words[1:])
         return plan(words)
     except (ValueError, OSError) as mistake:
-        sys.stderr.write(f"largebatch: {mistake}\n")
-        return 2
+        return complain(mistake)
 
 
 def plan(words: Sequence[str]) -> int:

@@ -10,7 +10,6 @@ Images that cannot be read are named on stderr after the others, and the exit co
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -19,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from largebatch.arguments import Parser
+from largebatch.arguments import Parser, complain
 from largebatch.data.dali import EvalLoader
 from largebatch.data.quarantine import image_fault
 from largebatch.data.scan import index_images
+from largebatch.files.names import printable
 from zoo import create_model, hub
 
 BATCH = 32  # images that the model sees at once
@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"--top is {args.top}: expected 1 or more.")
         model = open_model(args.weights, average=args.ema)
     except ValueError as mistake:
-        sys.stderr.write(f"largebatch: {mistake}\n")
-        return 2
+        return complain(mistake)
     faults = {path: why_unreadable(path) for path in args.images}
     good = [path for path in args.images if not faults[path]]
     show = _as_json if args.json else _as_block
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(show(path, most_likely(shares, class_names(model), args.top)), flush=True)
     for path, fault in faults.items():
         if fault:
-            sys.stderr.write(f"largebatch: {path} is left out: {fault}\n")
+            complain(f"{path} is left out: {fault}")
     return 2 if any(faults.values()) else 0
 
 
@@ -122,16 +121,11 @@ def most_likely(shares: Tensor, names: Sequence[str], top: int) -> list[tuple[st
 
 
 def _as_block(path: str, classes: Sequence[tuple[str, float]]) -> str:
-    return "\n".join([_printable(path), *(f"{100 * share:8.2f} %  {_printable(name)}" for name, share in classes)])
+    return "\n".join([printable(path), *(f"{100 * share:8.2f} %  {printable(name)}" for name, share in classes)])
 
 
 def _as_json(path: str, classes: Sequence[tuple[str, float]]) -> str:
     return json.dumps({"image": path, "classes": [{"name": name, "probability": share} for name, share in classes]})
-
-
-def _printable(name: str) -> str:
-    """Return a name as text: that of a file or a class folder may hold any bytes."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 if __name__ == "__main__":

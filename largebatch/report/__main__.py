@@ -18,7 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from largebatch.arguments import Parser
+from largebatch.arguments import Parser, complain
+from largebatch.files.names import on_screen
 from largebatch.report.diff import compare
 
 PAGE = "report.html"
@@ -30,8 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return diff(words[1:]) if words[:1] == ["diff"] else report(words)
     except (ValueError, OSError) as mistake:
-        sys.stderr.write(f"largebatch: {mistake}\n")
-        return 2
+        return complain(mistake)
 
 
 def report(words: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def diff(words: Sequence[str]) -> int:
     args = parser.parse_args(words)
     findings = compare(args.one, args.other)
     for finding in findings:
-        print(finding)
+        print(on_screen(str(finding)))
     return int(any(finding.differs for finding in findings))
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from largebatch.arguments import Parser
+from largebatch.arguments import Parser, complain
 from largebatch.files import atomic_file
 from largebatch.files.run_lock import hold
 from largebatch.pack.progress import show_progress
@@ -44,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with hold(folder):
             reproduce(experiment, folder, processes=options.processes)
     except (ValueError, OSError) as mistake:
-        sys.stderr.write(f"largebatch: {mistake}\n")
-        return 2
+        return complain(mistake)
     except KeyboardInterrupt:
         sys.stderr.write("largebatch: stopped; the same command goes on with the trials that are missing.\n")
         return 130

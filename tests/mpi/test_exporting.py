@@ -155,6 +155,56 @@ def test_classes_without_names_have_numbers(images, tmp_path, capfd):
     assert len(re.findall(r"(?m)^ +\d+\.\d\d %  class \d+$", capfd.readouterr().out)) == 5
 
 
+BAD = "\x1b]0;title\x07\x1b[2J{}\n12:00:00 | [forged](x)"
+
+
+@pytest.fixture(scope="module")
+def hostile(run, images, tmp_path_factory) -> Path:
+    """The model of the run with names of classes that command a terminal, and images of the same names."""
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "hub").mkdir()
+    shutil.copy(newest(run) / "model.safetensors", folder / "hub")
+    content = json.loads((newest(run) / "config.json").read_text())
+    names = [BAD.format(k) for k in range(3)]
+    (folder / "hub" / "config.json").write_text(json.dumps(content | {"label_names": names}))
+    for name, known in zip(names, CLASSES):
+        shutil.copytree(images / "val" / known, folder / "data" / "val" / (name + "?"))
+    shutil.copy(held_out(images)[0], folder / (BAD.format(9) + ".png"))
+    (folder / (BAD.format(8) + ".jpg")).write_text("no image")
+    return folder
+
+
+def test_names_of_others_do_not_command_the_terminal(hostile, capfd):
+    bad = [str(path) for path in hostile.iterdir() if path.is_file()]
+    assert predict([str(hostile / "hub"), *bad]) == 2
+    out, err = capfd.readouterr()
+    assert export([str(hostile / "hub"), str(hostile / "exported")]) == 0
+    options = ["--model", "vit_nano32", "--init-from", str(hostile / "hub"), "--data", str(hostile / "data")]
+    size = json.loads((hostile / "hub" / "config.json").read_text())["model_args"]["img_size"]
+    code, output = launch(["-m", "largebatch.validate", *options, "--img-size", str(size)], ranks=1)
+    assert code == 2 and "has classes that the model does not know: \\x1b]0;title\\x07" in output
+    card = (hostile / "exported" / "README.md").read_text()
+    for text in (out, err, output, card):
+        assert "x1b]0;title" in re.sub(r"\\(?=[\\\[\]])", "", text), text
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text.replace("\r\n", "\n")) and "\n12:00:00" not in text
+    assert "| \\[forged" not in card and "\\| \\[forged\\]" in card
+
+
+@pytest.mark.parametrize(
+    "key, value", [("num_classes", 10**9), ("model_args", {"img_size": 10**6}), ("label_names", [1])]
+)
+def test_a_description_of_others_is_checked_by_every_command(hostile, tmp_path, capfd, key, value):
+    shutil.copytree(hostile / "hub", tmp_path / "hub")
+    content = json.loads((tmp_path / "hub" / "config.json").read_text())
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(content | {"label_names": None} | {key: value}))
+    hub, image = str(tmp_path / "hub"), str(next(hostile.glob("*.png")))
+    for command, words in ((predict, [hub, image]), (export, [hub, str(tmp_path / "out")])):
+        assert command(words) == 2
+        err = capfd.readouterr().err
+        assert err.startswith(f"largebatch: {hub}/config.json ") and err.count("\n") == 1, err
+    assert not (tmp_path / "out").exists()
+
+
 # -- export ------------------------------------------------------------------------------------------------------
 
 

@@ -45,7 +45,7 @@ def test_two_commands_train_and_one_each_resumes_validates_and_fine_tunes(tmp_pa
     run = tmp_path / "run"
     command = ["--model", "vit_nano32", "--data", str(tmp_path / "records"), "--run.folder", str(run)]
     output = train(*command, "--img-size", "64", ranks=2, steps=2)
-    assert "72 training images of 3 classes: recipe scratch, global batch 64 in micro-batches of 8, 300 " in output
+    assert "72 training images of 3 classes: recipe scratch, 64 px, global batch 64 in micro-" in output
     config = (run / "config.yaml").read_text()
     assert "num_classes: 3" in config and "recipe: scratch" in config
     output = train(*command, "--img-size", "64", "--run.eval_every", "3 steps", steps=3)
@@ -54,8 +54,40 @@ def test_two_commands_train_and_one_each_resumes_validates_and_fine_tunes(tmp_pa
     assert code == 0 and "images 18 " in output, output
     tuned = ["--init-from", str(run), "--data", str(images), "--recipe", "finetune", "--img-size", "96"]
     output = train(*tuned, "--run.folder", str(tmp_path / "tuned"), ranks=2, steps=1)
-    assert "vit_nano32 at 96 px" in output and "recipe finetune, global batch 64 in micro-batches of 8" in output
+    assert "recipe finetune, 96 px, global batch 64 in micro-batches of 8" in output
     assert "position embedding resized from 2 x 2 to 3 x 3" in output and "left out" not in output
+    assert re.search(r"(\d+) of the model's (\d+) tensors are as in this file, not pos_embed$", output, re.MULTILINE)
+
+
+def renamed(images: Path, folder: Path, names: dict[str, str]) -> Path:
+    """The same images, in classes of other names."""
+    for split in IMAGES:
+        for old, new in names.items():
+            (folder / split).mkdir(parents=True, exist_ok=True)
+            (folder / split / new).symlink_to(images / split / old)
+    return folder
+
+
+def test_classes_are_known_by_their_names(tmp_path, images):
+    """Learned as ant, bee, cat; then validated, resumed and tuned on folders that sort or name them otherwise."""
+    run, learn = tmp_path / "run", ["--optim.lr", "0.01", "--augment.mixup_alpha", "0", "--augment.cutmix_alpha", "0"]
+    command = ["--model", "vit_nano32", "--img-size", "32", "--run.folder", str(run), *learn]
+    train(*command, "--data", str(images), steps=60)
+    other = renamed(images, tmp_path / "other", {"ant": "ant", "bee": "asp", "cat": "cow"})
+    part = renamed(images, tmp_path / "part", {"bee": "bee", "cat": "cat"})
+    for data, expected in ((images, "images 18 "), (part, "images 12 ")):
+        code, output = launch(["-m", "largebatch.validate", str(run), "--data", str(data)], ranks=2)
+        assert code == 0 and expected in output and float(re.search(r"top-1 ([\d.]+) %", output)[1]) > 90, output
+    unknown = "has classes that the model does not know: asp, cow; the model has ant, bee, cat. Leave"
+    code, output = launch(["-m", "largebatch.validate", str(run), "--data", str(other)], ranks=2)
+    assert code != 0 and f"other/val {unknown}" in output
+    code, output = launch([*TRAIN, *SMALL, *command, "--data", str(other)], ranks=2)
+    assert code != 0 and f"other/train {unknown}" in output
+    tuned = ["--init-from", str(run), "--recipe", "finetune", "--img-size", "32", "--run.folder"]
+    output = train(*tuned, str(tmp_path / "tuned"), "--data", str(other), steps=1)
+    assert "head of 3 classes, whose names are others, left out, one of 3 classes initialised anew" in output
+    output = train(*tuned, str(tmp_path / "same"), "--data", str(images), steps=1)
+    assert "left out" not in output and re.search(r"(\d+) of the model's \1 tensors are as in this file$", output, re.M)
 
 
 def test_a_model_of_timm_with_batch_norm_on_one_and_two_ranks(tmp_path, images):
