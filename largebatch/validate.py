@@ -18,8 +18,9 @@ import csv
 import functools
 import io
 import itertools
+import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from largebatch.comm import Communicator
     from largebatch.data.index import Index
     from largebatch.report.predictions import Answer
+
+logger = logging.getLogger(__name__)
 
 ABOUT = """\
 Exact top-1 and top-5 of a run, or of weights; every held-out image is counted once, with any number of ranks.
@@ -173,30 +176,23 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
     If config.model.weights is empty, the weights are those of the newest checkpoint in the run folder. Rank 0 prints
     the results and writes the table.
     """
-    from largebatch.build import build_model, find_weights, open_data
+    from largebatch.build import build_model, open_data
     from largebatch.report.predictions import write as write_predictions
     from largebatch.start import set_up
-    from zoo import load_weights
-    from zoo.hub import label_names
 
     config, device = set_up(config, comm)
     with comm.together("opening the table"):
         table = _read_table(flags.csv) if comm.rank == 0 and flags.csv else []
-    source = config.model.weights or config.folder
-    paths = find_weights(source, comm, average=flags.ema, every=flags.all)
-    if not config.model.num_classes:
-        classes = comm.from_rank_0(lambda: count_classes(config, paths[0]), phase="counting classes")
-        config = replace(config, model=replace(config.model, num_classes=classes))
-    names = comm.from_rank_0(lambda: label_names(paths[0]), phase="reading the names of the classes")
+    choice = functools.partial(comm.from_rank_0, lambda: choose(config, flags), phase="looking for weights")
+    paths, classes, names = choice()
+    config = replace(config, model=replace(config.model, num_classes=classes))
     held_out = open_data(config, comm, "validation", names=names)
     listed = _real_labels(flags.real_labels, held_out, comm) if flags.real_labels else None
     with comm.together("building"):
         model = build_model(config, device, weights=None).to(device)
     rows = []
     search_new_objects()
-    for path in paths:
-        with comm.together(f"loading {path}"):
-            load_weights(model, path, new_heads=False)  # an untrained head would guess
+    for path in load_each(paths, model, comm, lambda: choice()[0]):
         comm.started()
         answers: dict[int, Answer] | None = {} if flags.predictions else None
         rows.append(evaluate_weights(path, model, config, comm, held_out=held_out, listed=listed, answers=answers))
@@ -211,6 +207,51 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
                 if flags.csv:
                     _write_table(flags.csv, table + [asdict(row) for row in rows])
     return rows
+
+
+def choose(config: TrainConfig, flags: Flags) -> tuple[list[str], int, tuple[str, ...]]:
+    """Return the weights files to validate, the number of the model's classes, and their names, if these are known."""
+    from largebatch.checkpoint import find_weights
+    from zoo.hub import TRIES, label_names
+    from zoo.weights import Gone
+
+    for _ in range(TRIES):  # a run that goes on may remove what was found
+        found = find_weights(config.model.weights or config.folder, average=flags.ema, every=flags.all)
+        paths = [str(file) for file in found]
+        try:
+            return paths, config.model.num_classes or count_classes(config, paths[0]), label_names(paths[0])
+        except Gone as error:
+            gone = error
+    raise ValueError(f"{gone}.")
+
+
+def load_each(
+    paths: Sequence[str], model: nn.Module, comm: Communicator, again: Callable[[], list[str]]
+) -> Iterator[str]:
+    """Load one file after the other on all ranks, and yield its path. A run may have removed it since it was chosen.
+
+    Then it is left out, if there are several. A single one is replaced by the one that `again` chooses, if another.
+    """
+    from zoo import load_weights
+    from zoo.weights import Gone
+
+    waiting, before = [*paths], ""
+    while waiting:
+        path, gone = waiting.pop(0), False
+        with comm.together(f"loading {path}"):
+            try:
+                load_weights(model, path, new_heads=False)  # an untrained head would guess
+            except Gone:
+                gone = True
+                if path == before:
+                    raise
+        if any(comm.allgather_object(gone, name="validate/gone")):
+            if comm.rank == 0:
+                logger.warning("%s has been removed since it was chosen", path)
+            before = path
+            waiting = waiting if len(paths) > 1 else again()
+        else:
+            yield path
 
 
 def count_classes(config: TrainConfig, path: str) -> int:

@@ -270,6 +270,30 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(run, caplog, file):
             hub.find(source)
 
 
+@pytest.mark.parametrize("moment", ["_check_found", "read_weights", "label_names", "why_changed"])
+def test_a_checkpoint_that_is_removed_when_it_has_been_chosen_is_no_failure(run, monkeypatch, moment):
+    """Before, while or after it is read, a run removes the newest checkpoint, and has written a newer one."""
+    import zoo
+
+    place = zoo if moment == "_check_found" else hub
+    real = getattr(place, moment)
+
+    def rotate(*args, **options):
+        if (run / "checkpoints" / "100000000").is_dir():
+            (run / "checkpoints" / "100000000").rename(run / "checkpoints" / "100000009")
+        return real(*args, **options)
+
+    expected = create_model(weights=run)
+    monkeypatch.setattr(place, moment, rotate)
+    assert difference(create_model(weights=run), expected) == 0.0
+
+
+def test_weights_that_are_not_there_are_looked_for_a_few_times(run, monkeypatch):
+    monkeypatch.setattr(hub, "_weights_of", lambda folder, name: folder / "model.safetensors")
+    with pytest.raises(ValueError, match="there is no weights file .*/run/model.safetensors$"):
+        create_model(weights=run)
+
+
 def test_the_average_is_taken_if_it_is_asked_for(run):
     with pytest.raises(ValueError, match=f"{run} has no weights: expected model_ema.safetensors, or"):
         hub.find(run, average=True)

@@ -68,7 +68,7 @@ def create_model(
     *,
     img_size: int | None = None,
     num_classes: int | None = None,
-    weights: str | Path | None = None,
+    weights: str | Path | hub.Found | None = None,
     label_names: Sequence[str] = (),
     drop_rate: float = 0.0,
     pos_drop_rate: float = 0.0,
@@ -88,8 +88,9 @@ def create_model(
     may be left out if weights are given.
     weights: a .safetensors, .pt, .pth, .bin or .ckpt file, also of another image size or number of classes (see
     `load_weights`); a run, a checkpoint or an exported folder; "hf-hub:OWNER/NAME", "local-dir:FOLDER", or timm's name
-    of published weights. If it is a folder, or without a name, all that is not given is as in the weights: image size,
-    classes and their names (`default_cfg["label_names"]`), crop, mean and standard deviation (see `hub.find`).
+    of published weights; or what `hub.read` has made of one of these. If it is no file, or without a name, all that is
+    not given is as in the weights: image size, classes and their names (`default_cfg["label_names"]`), crop, mean and
+    standard deviation.
     label_names: the names of the classes. If the weights know theirs, too, a head for others is made anew, and the rows
     of one for the same are brought into this order.
     Without weights the model has 224 pixels and 1000 classes, and is initialised from torch's global random state.
@@ -106,7 +107,9 @@ def create_model(
     Raises ValueError for an unknown name, a size that the model cannot take, a rate outside [0, 1), an option that the
     model does not use, and weights that do not fit.
     """
-    found = hub.find(weights) if weights is not None and (not name or hub.is_reference(weights)) else None
+    found = weights if isinstance(weights, hub.Found) else None
+    if weights is not None and not found and (not name or hub.is_reference(cast(str | Path, weights))):
+        found = hub.read(cast(str | Path, weights))
     if found:
         if found.cfg:  # config.json, and not the tensors
             _check_found(found)
@@ -138,7 +141,10 @@ def create_model(
         except (AssertionError, AttributeError):
             raise ValueError(f"grad_checkpointing of {name} is true, and {name} cannot do it: leave it out") from None
     if weights is not None:
-        new = load_weights(model, weights, rows=hub.head_rows(hub.label_names(weights), label_names))
+        assert not isinstance(weights, hub.Found)
+        theirs = found.cfg.get("label_names", ()) if found else hub.label_names(weights)
+        content = found.tensors if found else None
+        new = load_weights(model, weights, rows=hub.head_rows(theirs, label_names), content=content)
         count = f"{len(model.state_dict()) - len(new)} of the model's {len(model.state_dict())} tensors"
         logger.info("%s: %s are as in this file%s", weights, count, f", not {listed(new)}" if new else "")
     known = _fitting(found, img_size=img_size, num_classes=num_classes) if found else {}
@@ -165,7 +171,7 @@ def _check_found(found: hub.Found) -> None:
     with torch.device("meta"):
         model = create_model(found.name, img_size=size, num_classes=classes, global_pool=found.global_pool)
     told = f"{found.weights.with_name(hub.CONFIG)} says img_size {size} and num_classes {classes}"
-    check_description(model, found.weights, told)
+    check_description(model, found.weights, found.tensors, told)
 
 
 def _fitting(found: hub.Found, *, img_size: int, num_classes: int) -> dict[str, Any]:

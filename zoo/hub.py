@@ -17,7 +17,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import nn
 
 from zoo import vit, volo
 from zoo.timm_models import FILTERS, PREFIX
-from zoo.weights import identify, printable, reason_of
+from zoo.weights import Gone, Tensors, identify, printable, read_weights, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ HUB, LOCAL = "hf-hub:", "local-dir:"  # as timm's create_model takes them
 BASE = "vit_base_patch32_224"  # a ViT that timm has no name for is this one with other sizes
 SIZES = ("patch_size", "embed_dim", "depth", "num_heads")
 MOST_PIXELS = 2**14  # per side of an image
+TRIES = 5  # to read weights of a run that goes on and removes its older checkpoints
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Found:
     """avg, or empty: the class token"""
     cfg: Mapping[str, Any] = field(default_factory=dict)
     """the known values of `GEOMETRY`, and label_names if the classes have names"""
+    tensors: Tensors = field(default_factory=dict, repr=False)
+    """those in the file, if `read` has found it"""
 
 
 # -- write -------------------------------------------------------------------------------------------------------
@@ -116,9 +119,22 @@ def find(source: str | Path, *, average: bool = False) -> Found:
     return _read(file, *_description(config)) if config.is_file() else Found(file, *identify(file))
 
 
+def read(source: str | Path, *, average: bool = False) -> Found:
+    """Find weights, and read them; again, if a run has removed the checkpoint meanwhile."""
+    for _ in range(TRIES):
+        try:
+            found = find(source, average=average)
+            return replace(found, tensors=read_weights(found.weights))
+        except (Gone, FileNotFoundError) as error:
+            gone = error
+    raise Gone(str(gone))
+
+
 def label_names(weights: str | Path) -> tuple[str, ...]:
     """Return the names of the classes that config.json beside a weights file has; () if there are none."""
     config = Path(weights).with_name(CONFIG)
+    if not Path(weights).is_file():
+        raise Gone(f"there is no weights file {weights}")
     return _label_names(*_description(config)) if config.is_file() else ()
 
 

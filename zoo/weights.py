@@ -46,8 +46,17 @@ _dtypes = {type(np.dtype(kind)) for kind in np.typecodes["All"] if kind != "O"}
 PLAIN_DATA = [Namespace, np.dtype, *_dtypes, _scalar, (_scalar, "numpy.core.multiarray.scalar")]
 
 
+class Gone(ValueError):
+    """There is no such file, or not any more: a run removes its older checkpoints."""
+
+
 def load_weights(
-    model: nn.Module, path: str | Path, *, new_heads: bool = True, rows: Sequence[int] | None = None
+    model: nn.Module,
+    path: str | Path,
+    *,
+    new_heads: bool = True,
+    rows: Sequence[int] | None = None,
+    content: Tensors | None = None,
 ) -> list[str]:
     """Copy the weights of a file into a model of the zoo; return the names of the tensors that are not as in the file.
 
@@ -56,14 +65,14 @@ def load_weights(
     does it: normal with std 0.02, zero bias, drawn from torch's global random state; VOLO has two of them. Without
     new_heads, as for a validation, it is an error.
     rows: for each class of the model its row in the file's head; empty: the file has other classes, so the head is left
-    out; None: both have the same.
+    out; None: both have the same. content: what `read_weights` has read from the file.
     Of several containers in one file the first of `CONTAINERS` is taken: plain weights before averaged ones.
 
     Raises ValueError if the file cannot be read or does not fit; the message names the first missing, unexpected
     and wrongly shaped keys, or the model to which the file belongs.
     """
     target = named_weights(model)
-    content = read_weights(path)
+    content = read_weights(path) if content is None else content
     weights = _without_prefix(content, target)
     _check_variant(weights, target, path=path)
     heads = _heads(model)
@@ -117,9 +126,11 @@ def read_weights(path: str | Path, *, device: str = "cpu") -> Tensors:
     path = Path(path)
     _check_suffix(path)
     if not path.is_file():
-        raise ValueError(f"there is no weights file {path}")
+        raise Gone(f"there is no weights file {path}")
     try:
         content = (_load_safetensors if path.suffix == ".safetensors" else _load_torch)(path, device)
+    except FileNotFoundError:
+        raise Gone(f"there is no weights file {path}") from None
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"{path} cannot be read as a file of tensors: {_why_unread(path, error)}") from error
     return _strip_names(_unwrap(content, path=path))
@@ -347,9 +358,9 @@ def _check_fit(weights: Tensors, target: Tensors, *, path: str | Path) -> None:
         raise ValueError(f"{path} does not fit {recognise(target) or 'the model'}: {reason}")
 
 
-def check_description(model: nn.Module, path: Path, told: str) -> None:
+def check_description(model: nn.Module, path: Path, content: Tensors, told: str) -> None:
     """Raise ValueError if the tensors in a file have other sizes than in the model of which a description tells."""
-    found = _shapes(read_weights(path, device="meta"))
+    found = _shapes(content)
     for name, shape in _shapes(named_weights(model)).items():
         if name in found and math.prod(found[name]) != math.prod(shape):
             raise ValueError(f"{told}, but {name} in {path.name} is {tuple(found[name])}, not {tuple(shape)}")

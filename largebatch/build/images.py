@@ -150,9 +150,9 @@ def open_held_out(config: TrainConfig, comm: Communicator, train: "Index") -> "I
 
 def classes_of_run(config: TrainConfig) -> tuple[str, ...]:
     """Return the names of the classes in the newest checkpoint of a run that has its description whole."""
-    saved = (path / hub.CONFIG for path in checkpoint.checkpoints(config.folder))
-    newest = next((file for file in saved if file.is_file() and not hub.why_changed(file)), None)
-    return hub.label_names(newest) if newest else ()
+    saved = (path / hub.WEIGHTS for path in checkpoint.checkpoints(config.folder))
+    whole = (file for file in saved if file.is_file() and not hub.why_changed(file.with_name(hub.CONFIG)))
+    return next(map(hub.label_names, whole), ())
 
 
 def with_classes(config: TrainConfig, train: "Index") -> TrainConfig:

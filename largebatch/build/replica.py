@@ -23,6 +23,7 @@ from largebatch.trials import first_cause
 from zoo import create_model
 from zoo.linear import read_copies
 from zoo.volo import fuse_outlook
+from zoo.weights import Gone
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +37,14 @@ def build_replica(
     """
     has_lamb = "lamb" in (config.optim.name, config.optim.rest)
     impl = lamb_impl(comm, device, config.optim.impl) if has_lamb else config.optim.impl
-    weights = find_weights(config.model.weights, comm)[0] if config.model.weights else None
     make_optimizer = partial(build_optimizer, config, impl=impl)
     if divides(config):
         from largebatch.parallel import rendezvous  # imported only by runs that need it
 
         rendezvous.start_torch_distributed(comm, device)
     fused = config.model.outlook == "triton" and fuses_outlook(comm, device)
+    model = build_first_model(config, device, comm, names)
     with comm.together("building"):
-        model = build_model(config, device, weights=weights, names=names)
         if fused:
             fuse_outlook(model)
         log_attention(config, model, device, comm)
@@ -140,10 +140,29 @@ def build_model(
     try:
         model = create_model(**config.model.arguments() | given)
     except ValueError as error:
-        if not config.model.weights:
+        if not config.model.weights or isinstance(error, Gone):
             raise
         raise ValueError(f"--init-from is {config.model.weights}: {error}.") from error
     return choose_attention(model, device)
+
+
+def build_first_model(
+    config: TrainConfig, device: torch.device, comm: Communicator, names: Sequence[str] = ()
+) -> nn.Module:
+    """Build the model with its first weights, on every rank; other ones, if a run has removed these meanwhile."""
+    place, weights = config.model.weights, None
+    while True:
+        before, weights = weights, find_weights(place, comm)[0] if place else None
+        model = None
+        with comm.together("building"):
+            try:
+                model = build_model(config, device, weights=weights, names=names)
+            except Gone:
+                if weights == before:
+                    raise
+        if all(comm.allgather_object(model is not None, name="build/model")):
+            assert model is not None
+            return model
 
 
 def log_attention(config: TrainConfig, model: nn.Module, device: torch.device, comm: Communicator) -> None:

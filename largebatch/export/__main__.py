@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = Path(args.target)
     try:
         _check_target(target)
-        found = hub.find(args.source, average=args.ema)
-        model = create_model(weights=found.weights).eval()
+        found = hub.read(args.source, average=args.ema)
+        model = create_model(weights=found).eval()
         if target.suffix in GRAPHS:
             print(GRAPHS[target.suffix](model, found.name, target))
         else:

@@ -67,7 +67,7 @@ def _parser() -> Parser:
 
 def open_model(source: str, *, average: bool = False) -> nn.Module:
     """Build the model of a run or of weights, for evaluation. Raises ValueError if they do not tell their model."""
-    model = create_model(weights=hub.find(source, average=True).weights if average else source)
+    model = create_model(weights=hub.read(source, average=average))
     if not getattr(model, "num_classes"):
         raise ValueError(f"{source} has no head, so it knows no classes: give weights of a classifier.")
     return model.eval()

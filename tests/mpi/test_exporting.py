@@ -185,9 +185,9 @@ def test_names_of_others_do_not_command_the_terminal(hostile, capfd):
     assert code == 2 and "has classes that the model does not know: \\x1b]0;title\\x07" in output
     card = (hostile / "exported" / "README.md").read_text()
     for text in (out, err, output, card):
-        assert "x1b]0;title" in re.sub(r"\\(?=[\\\[\]])", "", text), text
-        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text.replace("\r\n", "\n")) and "\n12:00:00" not in text
-    assert "| \\[forged" not in card and "\\| \\[forged\\]" in card
+        assert "x1b]0;title" in text.replace("\\", ""), text
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text) and "\n12:00:00" not in text
+    assert r"\| \[forged\](x)" in card
 
 
 @pytest.mark.parametrize(

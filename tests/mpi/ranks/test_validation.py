@@ -3,15 +3,18 @@
 import csv
 import json
 import logging
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from largebatch import evaluation, validate
+from largebatch import build, evaluation, validate
+from largebatch.checkpoint import store
 from largebatch.comm import Stopped
-from zoo import create_model, save_weights, vit
+from zoo import create_model, hub, save_weights, vit
 
 CLASSES, IMAGES, SIDE = 6, 41, 64
 
@@ -161,6 +164,45 @@ def test_weights_for_other_classes_are_refused(comm, folder):
             save_weights(create_model("vit_nano32", img_size=SIDE, num_classes=CLASSES + 1), folder / "more.pth")
     with pytest.raises(Stopped, match=f"has a head of {CLASSES + 1} classes, the model one of {CLASSES}"):
         validated(comm, folder, weights="../more.pth")
+
+
+def write_checkpoint(run: Path, step: int, weights: Path) -> None:
+    folder = run / "checkpoints" / f"{step:08d}"
+    folder.mkdir(parents=True)
+    shutil.copy(weights, folder / "model.safetensors")
+    (folder / "state.pt").touch()
+    parts = {file.name: {"bytes": file.stat().st_size, "sha256": hub.digest(file)} for file in folder.iterdir()}
+    (folder / "manifest.json").write_text(store._manifest(parts, step=step))
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_no_failure(comm, folder, monkeypatch, caplog, every):
+    """A run writes 3 and removes 1 and 2 (every: it removes 1) while the images are opened, after the choice."""
+    run, weights = folder / f"run{every}", folder / "weights" / "one.safetensors"
+    with comm.together("writing"):
+        if comm.rank == 0:
+            for step in (1, 2):
+                write_checkpoint(run, step, weights)
+    real = build.open_data
+
+    def rotate(*args, **options):
+        with comm.together("rotating"):
+            if comm.rank == 0:
+                write_checkpoint(run, 3, weights)
+                for step in (1,) if every else (1, 2):
+                    shutil.rmtree(run / "checkpoints" / f"{step:08d}")
+        return real(*args, **options)
+
+    monkeypatch.setattr(build, "open_data", rotate)
+    rows = validated(comm, folder, *(["--all"] if every else []), weights=f"../run{every}")
+    assert [Path(row.weights).parent.name for row in rows] == ["00000002" if every else "00000003"]
+    if comm.rank == 0:
+        assert f"0000000{1 if every else 2}/model.safetensors has been removed since it was chosen" in caplog.text
+
+
+def test_weights_that_are_not_there_are_one_sentence(comm, folder):
+    with pytest.raises(Stopped, match="there is no weights file .*nothing.pth"):
+        validated(comm, folder, weights="nothing.pth")
 
 
 def test_a_table_that_is_something_else(comm, folder):
