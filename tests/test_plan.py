@@ -388,6 +388,30 @@ def test_search_orders_meshes_and_refuses_with_the_sentences_of_training():
     assert "data parallel alone, ZeRO" in shown and "refused: tensor 2d 2 and " in shown
 
 
+@pytest.mark.parametrize("gpus, planned", ((200, 32_800), (3, 33_024), (64, 32_768)))
+def test_search_rounds_the_batch_as_a_plan_does_and_takes_bf16_instead_of_fp16(gpus, planned, capsys):
+    assert main(["--gpus", str(gpus), "--model", "vit_b32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["batch"]["global"] == planned
+    assert main(["--gpus", str(gpus), "--model", "vit_b32", "--search"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert "meshes fit; the fastest is: data parallel alone" in first and len(rest) < 25
+    notes = [line for line in rest if line.startswith("note: ")]
+    assert sum(f"planned with a global batch of {planned}." in note for note in notes) == (planned != 32_768)
+    assert sum("--run.precision is fp16" in note for note in notes) == 1
+    assert gpus == 3 or any(line.startswith("tensor 1d 2") for line in rest)
+    assert not any("fp16" in line for line in rest if line.startswith("refused"))
+
+
+def test_a_search_that_finds_nothing_begins_with_one_sentence(capsys):
+    assert main([*TINY, "--gpus", "2", "--gpu", "v100", "--search", "--run.precision", "fp16"]) == 0
+    assert "are in bf16" not in capsys.readouterr().out  # which a V100 does not have
+    cluster = cluster_of(2, "a100")
+    tiny = replace(cluster, device=replace(cluster.device, memory=2**20))
+    config = replace(small("vit_nano32"), data=replace(TrainConfig().data, global_batch_size=64, micro_batch_size=8))
+    first, *_ = search_lines(search(config, tiny))
+    assert first.startswith("None of 14 meshes can be had; data parallel alone: A micro-batch of 1 needs ")
+
+
 def test_every_constant_has_a_source_and_devices_are_those_of_the_datasheets():
     numbers = [value for _, value in constants.all_constants()]
     assert len(numbers) >= 25

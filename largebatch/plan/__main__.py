@@ -133,10 +133,11 @@ def _check(options: argparse.Namespace) -> None:
 
 def _search(config: TrainConfig, cluster: "Cluster", speed: "Speed", *, json: bool) -> int:
     from largebatch.plan import text
-    from largebatch.plan.search import search
+    from largebatch.plan.search import search, shareable
 
+    config, notes = shareable(config, cluster)
     found = search(config, cluster, speed)
-    print(text.search_json(found) if json else "\n".join(text.search_lines(found)))
+    print(text.search_json(found) if json else "\n".join(text.search_lines(found, notes)))
     return int(all(one.refused for one in found))
 
 

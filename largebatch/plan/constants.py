@@ -84,6 +84,8 @@ DEVICES = {
     )
 }  # fmt: skip
 
+WITHOUT_BF16 = ("v100",)
+
 
 @dataclass(frozen=True)
 class Link:

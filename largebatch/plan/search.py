@@ -9,9 +9,10 @@ import torch
 
 from largebatch.config import ParallelConfig, TensorConfig, TrainConfig, check
 from largebatch.parallel.replica import check as check_cuts
+from largebatch.plan.constants import WITHOUT_BF16
 from largebatch.plan.memory import largest_micro_batch, of_rank
-from largebatch.plan.planning import scaled
-from largebatch.plan.step import Cluster, Speed, Step, passes_of, step_of
+from largebatch.plan.planning import fitted, scaled
+from largebatch.plan.step import Cluster, Speed, Step, passes_of, precision_of, step_of
 from largebatch.plan.trace import Pass, meta_model, trace
 
 MODES = ("1d", "2d", "2.5d", "3d")
@@ -27,6 +28,23 @@ class Candidate:
     memory: float = 0.0
     """bytes of a rank"""
     refused: str = ""
+
+
+def shareable(config: TrainConfig, cluster: Cluster) -> tuple[TrainConfig, list[str]]:
+    """Return the config with a batch and a precision that all meshes can have, and what was changed."""
+    notes: list[str] = []
+    try:
+        even, _, why = fitted(replace(config, parallel=ParallelConfig()), cluster.ranks)
+    except ValueError:  # fewer images than ranks, which some meshes can share
+        even, why = config, ""
+    if why:
+        batch = even.data.global_batch_size
+        notes.append(f"{why} All meshes are planned with a global batch of {batch}.")
+        config = replace(config, data=replace(config.data, global_batch_size=batch))
+    if precision_of(config, cluster.device) == "fp16" and cluster.device.name not in WITHOUT_BF16:
+        notes.append("--run.precision is fp16, which ranks that share a model do not have: all meshes are in bf16.")
+        config = replace(config, run=replace(config.run, precision="bf16"))
+    return config, notes
 
 
 def search(config: TrainConfig, cluster: Cluster, speed: Speed = Speed()) -> list[Candidate]:

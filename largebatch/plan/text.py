@@ -129,19 +129,29 @@ def as_json(plan: Plan, *, price: float | None, watts: float | None) -> str:
     return json.dumps(found, indent=2)
 
 
-def search_lines(candidates: Sequence[Candidate], *, shown: int = 12) -> Iterator[str]:
-    """Yield the best meshes, and the reasons why others are refused, each reason once."""
-    yield f"{'mesh':44}{'micro-batch':>12}{'ms per step':>13}{'GiB per rank':>14}"
-    for one in [one for one in candidates if one.step][:shown]:
+def search_lines(candidates: Sequence[Candidate], notes: Sequence[str] = (), *, shown: int = 12) -> Iterator[str]:
+    """Yield a sentence, the notes, the best meshes, and the most frequent reasons why others are refused."""
+    best = [one for one in candidates if one.step]
+    if best:
+        yield f"{len(best)} of {len(candidates)} meshes fit; the fastest is: {name_of(best[0])}."
+    else:
+        yield f"None of {len(candidates)} meshes can be had; {name_of(candidates[0])}: {candidates[0].refused}"
+    yield from (f"note: {note}" for note in notes)
+    if best:
+        yield f"{'mesh':44}{'micro-batch':>12}{'ms per step':>13}{'GiB per rank':>14}"
+    for one in best[:shown]:
         assert one.step is not None
         yield f"{name_of(one):44}{one.micro_batch_size:12}{1e3 * one.step.seconds:13.1f}{one.memory / GIB:14.2f}"
     reasons: dict[str, list[str]] = {}
     for one in candidates:
         if one.refused:
             reasons.setdefault(one.refused, []).append(name_of(one))
-    for reason, names in reasons.items():
-        others = f" and {len(names) - 1} more (--json names them)" if len(names) > 1 else ""
+    frequent = sorted(reasons.items(), key=lambda item: -len(item[1]))
+    for reason, names in frequent[: shown // 2]:
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield f"refused: {names[0]}{others}: {reason}"
+    if rest := sum(len(names) for _, names in frequent[shown // 2 :]):
+        yield f"refused: {rest} more, each with its reason in --json"
 
 
 def search_json(candidates: Sequence[Candidate]) -> str:
