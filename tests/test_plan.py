@@ -51,6 +51,8 @@ from largebatch.precision import autocast
 from largebatch.recipes import RECIPES
 from zoo import create_model
 
+import timm  # isort: skip  (after zoo, which makes it importable beside a CPU build of torch)
+
 CPU = torch.device("cpu")
 NAMES = ("vit_nano32", "volo_nano")
 
@@ -105,14 +107,91 @@ def really(config: TrainConfig) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("checkpointing", (False, True))
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, "timm/test_convnext", "timm/test_resnet"))
 def test_counted_memory_is_that_of_a_real_pass(name, precision, checkpointing):
-    rates = {"drop_path_rate": 0.3} if name == "volo_nano" else {"proj_drop_rate": 0.1, "pos_drop_rate": 0.1}
-    config = small(name, precision=precision, checkpointing=checkpointing, **rates)
+    rates = {"vit_nano32": {"proj_drop_rate": 0.1, "pos_drop_rate": 0.1}, "volo_nano": {"drop_path_rate": 0.3}}
+    config = small(name, precision=precision, checkpointing=checkpointing, **rates.get(name, {}))
     kept, peak, _ = really(config)
     counted = trace(config, device="cpu")
     assert counted.activations == pytest.approx(kept, rel=0.01)  # checkpoint keeps the state of a generator
     assert counted.peak == pytest.approx(peak, rel=0.03)
+
+
+FAMILIES = {  # a model of each, and the side of its images
+    "resnet18": 160,
+    "convnext_atto": 96,
+    "mobilenetv3_small_050": 64,
+    "regnetx_002": 64,
+    "densenet121": 64,
+    "swin_tiny_patch4_window7_224": 224,
+    "beit_base_patch16_224": 160,
+    "deit3_small_patch16_224": 384,
+    "eva02_tiny_patch14_224": 112,
+    "mvitv2_tiny": 224,
+    "samvit_base_patch16_224": 224,
+    "iformer_t": 128,
+    "levit_128s": 224,
+    "crossvit_tiny_240": 240,
+}
+
+
+def traced(name: str, side: int) -> None:
+    """Count passes of a model of timm as on a GPU, with checkpointing as well if the model can do it."""
+    whole = None
+    for checkpointing in (False, True):
+        config = small(f"timm/{name}", precision="bf16", checkpointing=checkpointing)
+        config = replace(config, model=replace(config.model, img_size=side))
+        try:
+            found = trace(config, device="cuda", micro_batch_size=2)
+        except ValueError as error:
+            assert checkpointing and "cannot do it: leave it out" in str(error)
+            return
+        assert sum(gradient.size for gradient in found.gradients) == found.weights
+        whole = whole or found
+        assert found.peak <= 1.05 * whole.peak and found.flops >= whole.flops
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_of_timm_are_counted(name):
+    traced(name, FAMILIES[name])
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("module", timm.list_modules())
+def test_a_model_of_every_module_of_timm_is_counted(module):
+    for name in timm.list_models(module=module)[:1]:
+        published = timm.get_pretrained_cfg(name)
+        traced(name, published.input_size[-1] if published else 224)
+
+
+@timm.models.register_model
+def test_numbers(**options: Any) -> torch.nn.Module:
+    """A model of timm's kind that looks at its numbers."""
+    model = timm.create_model("test_resnet", **options)
+    model.act1 = Positive()
+    return model
+
+
+test_numbers.__test__ = False  # type: ignore[attr-defined]
+
+
+class Positive(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten()[x.flatten().nonzero()[:, 0]].view_as(x)
+
+
+def test_a_model_that_cannot_be_counted_gets_one_sentence(capsys):
+    assert main(["--model", "timm/test_numbers", "--gpus", "2"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("largebatch: timm/test_numbers cannot be counted without its numbers (The register_meta ")
+    assert error.endswith("measure it, by `python -m largebatch.benchmark step --model timm/test_numbers`.\n")
+
+
+def test_a_model_without_checkpointing_is_planned_without_a_word_of_it(capsys):
+    assert main(["--model", "timm/crossvit_tiny_240", "--model.img_size", "240", "--gpus", "2"]) == 0
+    assert "without activation checkpointing, which this model cannot do" in capsys.readouterr().out
+    assert main(["--model", "timm/crossvit_tiny_240", "--model.img_size", "240", "--gpus", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["other_checkpointing"] is None
 
 
 @pytest.mark.parametrize("checkpointing", (False, True))

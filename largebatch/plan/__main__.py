@@ -37,6 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return plan(words)
     except (ValueError, OSError) as mistake:
         return complain(mistake)
+    except RuntimeError as error:
+        from largebatch.plan.trace import Uncountable  # the models' modules take seconds to import
+
+        if not isinstance(error, Uncountable):
+            raise
+        return complain(error)
 
 
 def plan(words: Sequence[str]) -> int:
@@ -46,7 +52,7 @@ def plan(words: Sequence[str]) -> int:
     _check(options)
     config = read_config(run, options, training)
 
-    from largebatch.plan import text  # the models' modules take seconds to import
+    from largebatch.plan import text
     from largebatch.plan.calibrate import calibrated
     from largebatch.plan.planning import cluster_of, make_plan
     from largebatch.plan.step import Speed

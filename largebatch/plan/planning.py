@@ -31,8 +31,8 @@ class Plan:
     memory: Memory
     largest: int
     """largest micro-batch that fits"""
-    other: Memory
-    """with activation checkpointing, or without it if the config has it"""
+    other: Memory | None
+    """with activation checkpointing, or without it if the config has it; None for a model that cannot do it"""
     other_largest: int
     step: Step
     run: Run
@@ -113,8 +113,7 @@ def make_plan(
     if config.parallel.shape().size > 1:  # with the sentences of training
         check_cuts(config.parallel, meta_model(config, cluster.device.kind), batch_size=config.data.micro_batch_size)
     counted = trace(config, device=cluster.device.kind)
-    model = replace(config.model, grad_checkpointing=not config.model.grad_checkpointing)
-    other = trace(replace(config, model=model), device=cluster.device.kind)
+    other = _otherwise(config, cluster)
     step = step_of(config, counted, cluster, speed)
     run = run_of(config, counted, cluster, step, speed, num_images=num_images)
     return Plan(
@@ -126,8 +125,8 @@ def make_plan(
         correction=correction,
         memory=of_rank(config, counted, cluster.device, ranks=cluster.ranks),
         largest=largest_micro_batch(config, counted, cluster.device, ranks=cluster.ranks),
-        other=of_rank(config, other, cluster.device, ranks=cluster.ranks),
-        other_largest=largest_micro_batch(config, other, cluster.device, ranks=cluster.ranks),
+        other=of_rank(config, other, cluster.device, ranks=cluster.ranks) if other else None,
+        other_largest=largest_micro_batch(config, other, cluster.device, ranks=cluster.ranks) if other else 0,
         step=step,
         run=run,
         input=input_of(config, cluster, step),
@@ -135,6 +134,15 @@ def make_plan(
             config, counted, ranks=cluster.ranks, seconds=run.seconds, hours_per_failure=hours_per_failure
         ),
     )
+
+
+def _otherwise(config: TrainConfig, cluster: Cluster) -> Pass | None:
+    """Return the pass with activation checkpointing, or without it if the config has it; None: the model has none."""
+    model = replace(config.model, grad_checkpointing=not config.model.grad_checkpointing)
+    try:
+        return trace(replace(config, model=model), device=cluster.device.kind)
+    except ValueError:
+        return None
 
 
 def scaled(counted: Pass, images: int) -> Pass:

@@ -53,7 +53,11 @@ def _memory(plan: Plan) -> Iterator[str]:
         middle, most = blocks[len(blocks) // 2] / 2**20, blocks[-1] / 2**20
         yield f"  a block keeps {middle:.0f} MiB of activations, the part of the model that keeps most {most:.0f}"
     names = ("with", "without") if plan.config.model.grad_checkpointing else ("without", "with")
-    yield f"  largest micro-batch: {plan.largest} {names[0]} activation checkpointing, {plan.other_largest} {names[1]}"
+    largest = f"  largest micro-batch: {plan.largest} {names[0]} activation checkpointing"
+    if plan.other is None:
+        yield f"{largest}, which this model cannot do"
+        return
+    yield f"{largest}, {plan.other_largest} {names[1]}"
     yield f"  {names[1]} activation checkpointing this micro-batch needs {plan.other.total / GIB:.2f} GiB"
 
 
@@ -116,7 +120,8 @@ def as_json(plan: Plan, *, price: float | None, watts: float | None) -> str:
         "memory": asdict(plan.memory) | {"total": plan.memory.total, "capacity": plan.cluster.device.memory},
         "activations": dict(plan.counted.kept),
         "largest_micro_batch": plan.largest,
-        "other_checkpointing": {"memory": plan.other.total, "largest_micro_batch": plan.other_largest},
+        "other_checkpointing": plan.other
+        and {"memory": plan.other.total, "largest_micro_batch": plan.other_largest},
         "step": asdict(plan.step) | {"total": plan.step.seconds},
         "run": asdict(plan.run) | {"total": plan.run.seconds},
         "gpu_hours": gpu_hours,

@@ -86,13 +86,28 @@ class Pass:
         return sum(self.kept.values())
 
 
+class Uncountable(RuntimeError):
+    """A model with an operation that needs numbers: its passes can be measured alone."""
+
+
 def trace(config: TrainConfig, *, device: str, micro_batch_size: int = 0) -> Pass:
     """Count a pass of a config's model and loss on "cuda" or "cpu".
 
     micro_batch_size: instead of the config's. Gradients of earlier passes are there already, as in all passes of a step
     but the first, so the first needs less. Precision "auto" counts as bf16 on a GPU, and as fp32 on a CPU. ValueError
-    for a model that cannot be built.
+    for a model that cannot be built, Uncountable for one that cannot be counted.
     """
+    try:
+        return _trace(config, device=device, micro_batch_size=micro_batch_size)
+    except RuntimeError as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+        raise Uncountable(
+            f"{config.model.name} cannot be counted without its numbers ({reason}): measure it, by "
+            f"`python -m largebatch.benchmark step --model {config.model.name}`."
+        ) from error
+
+
+def _trace(config: TrainConfig, *, device: str, micro_batch_size: int) -> Pass:
     config = replace(config, model=replace(config.model, num_classes=config.model.num_classes or 1000))
     images = micro_batch_size or config.data.micro_batch_size
     precision = config.run.precision
@@ -290,7 +305,7 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 # -- autocast, attention and dropout --------------------------------------------------------------------------------
 
 LOWER = {F.linear, F.conv2d, torch.bmm, torch.mm, torch.matmul, torch.addmm, torch.baddbmm, Tensor.matmul}
-LOWER |= {Tensor.__matmul__, Tensor.bmm, Tensor.mm}
+LOWER |= {Tensor.__matmul__, Tensor.bmm, Tensor.mm, F.conv1d, F.conv_transpose2d, torch.einsum, Tensor.baddbmm}
 # On CUDA these compute in float32: https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-autocast-to-float32
 UPPER = {F.layer_norm, F.group_norm, F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, Tensor.softmax}
 UPPER |= {Tensor.log_softmax, torch.sum, Tensor.sum, torch.prod, Tensor.prod, F.cross_entropy, F.nll_loss, torch.cumsum}
@@ -305,7 +320,7 @@ class _Casts(TorchFunctionMode):
         self.lower = LOWER if self.type != torch.float32 else set()
         self.upper = UPPER if device == "cuda" and self.lower else set()
         self.counter, self.on_gpu = counter, device == "cuda"
-        self.size = 0
+        self.size = self._depth = 0
         # autocast keeps its casts of parameters until the forward pass ends
         self._kept: list[Tensor] | None = []
 
@@ -316,9 +331,9 @@ class _Casts(TorchFunctionMode):
 
     @contextmanager
     def recomputing(self, model: nn.Module) -> Iterator[None]:
-        """Cast as well in blocks that the backward pass computes again, where modes of the forward pass are off."""
+        """Cast as well in modules that the backward pass computes again, where modes of the forward pass are off."""
         handles: list[Any] = []
-        for _, module in _parts(model):
+        for module in model.modules():  # any of them may be what is computed again
             handles.append(module.register_forward_pre_hook(self._enter))
             # always_call: the recomputation stops by an exception when it has all that it needs
             handles.append(module.register_forward_hook(self._leave, always_call=True))
@@ -328,17 +343,20 @@ class _Casts(TorchFunctionMode):
 
     def _enter(self, *_: Any) -> None:
         if self._kept is None:
-            self.__enter__()
+            self._depth += 1
+            if self._depth == 1:
+                self.__enter__()
 
     def _leave(self, *_: Any) -> None:
         if self._kept is None:
-            self.__exit__(None, None, None)
+            self._depth -= 1
+            if self._depth == 0:
+                self.__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self.on_gpu:
-            q, k, v = (self._cast(tensor, self.type) if self.lower else tensor for tensor in args[:3])
-            return _FusedAttention.apply(q, k, v, self.counter)
+            return self._attend(*args, **kwargs)
         if func is F.dropout and self.on_gpu:
             return _dropout(*args, **kwargs)
         if func in self.lower:
@@ -346,6 +364,10 @@ class _Casts(TorchFunctionMode):
         elif func in self.upper:
             args = tuple(self._cast(argument, torch.float32) for argument in args)
         return func(*args, **kwargs)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> Any:
+        cast = [self._cast(tensor, self.type) if self.lower else tensor for tensor in (q, k, v, attn_mask)]
+        return _FusedAttention.apply(*cast, self.counter)
 
     def _cast(self, argument: Any, dtype: torch.dtype) -> Any:
         if not isinstance(argument, Tensor) or not argument.is_floating_point() or argument.dtype == dtype:
@@ -360,19 +382,20 @@ class _FusedAttention(torch.autograd.Function):
     """Attention that keeps its inputs, its output and a number per row (https://arxiv.org/abs/2205.14135)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, counter: _Counter) -> Tensor:
-        out, logs = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, out, logs)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, counter: _Counter) -> Tensor:
+        out = torch.empty_like(q[..., :1].expand(*q.shape[:-1], v.shape[-1]))  # values may be wider than keys
+        logs = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, mask, out, logs)
         ctx.counter = counter
-        ctx.flops = 4 * q.numel() * k.shape[-2]  # two products of 2 FLOPs
-        counter.count(ctx.flops, (q, k, v, out, logs))
+        ctx.flops = 2 * (q.numel() + out.numel()) * k.shape[-2]  # two products
+        counter.count(ctx.flops, tensors_in((q, k, v, mask, out, logs)))
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, logs = ctx.saved_tensors
-        found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        ctx.counter.count(2.5 * ctx.flops, (q, k, v, out, logs, *grads, *found))  # five products
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        found = [torch.empty_like(x) if needed else None for x, needed in zip(saved[:4], ctx.needs_input_grad)]
+        ctx.counter.count(2.5 * ctx.flops, tensors_in([*saved, *grads, *found]))  # five products
         return *found, None
 
 
