@@ -149,8 +149,17 @@ def test_tars_that_do_not_fit_are_refused(tmp_path, tar_folder):
     write_devkit(tar_folder, VALIDATION)
     (tar_folder / archives.DEVKIT).write_bytes((tar_folder / archives.DEVKIT).read_bytes()[:200])
     refused("devkit_t12.tar.gz is damaged")
+    write_devkit(tar_folder, VALIDATION)
     train = tar_folder / "ILSVRC2012_img_train.tar"
-    train.write_bytes(train.read_bytes()[:2000])
+    whole = train.read_bytes()
+    for size in ((2**62).to_bytes(12, "big"), (2**70).to_bytes(12, "big"), bytes(1) + b"\xff" * 11):
+        header = bytearray(whole[:512])
+        header[124:136] = bytes([0x80]) + size[1:]
+        header[148:156] = b" " * 8
+        header[148:156] = b"%06o\0 " % sum(header)
+        train.write_bytes(bytes(header) + whole[512:])
+        refused(f"{train} is damaged, copy it again|A tar in .* is damaged")
+    train.write_bytes(whole[:2000])
     refused("A tar in .* is damaged")
 
 

@@ -57,7 +57,7 @@ def imagenet(folder: Path, split: str) -> Images:
     try:
         names = _train_classes(folder) if (folder / TARS["train"]).is_file() else _all_wnids(folder)
         rows = sorted(_train_rows(path, names) if split == "train" else _validation_rows(folder, path, names))
-    except (tarfile.TarError, EOFError, OverflowError) as error:
+    except (tarfile.TarError, EOFError) as error:
         raise ValueError(f"A tar in {folder} is damaged, copy it again: {error}.") from error
     if not rows:
         raise ValueError(f"{path} holds no images.")
@@ -75,11 +75,18 @@ def _files(tar: tarfile.TarFile, name: str) -> Iterator[tarfile.TarInfo]:
 
     Their names are not used as paths, so they cannot lead out of a folder.
     """
-    for member in tar:
+    for member in _headers(tar, name):
         if not member.isdir():
             if not member.isfile() or member.issparse():
                 raise ValueError(f"{name} holds {member.name}, which is no ordinary file: expected the published tar.")
             yield member
+
+
+def _headers(tar: tarfile.TarFile, name: str) -> Iterator[tarfile.TarInfo]:
+    try:
+        yield from tar
+    except (OverflowError, ValueError, OSError, MemoryError) as error:  # an absurd size
+        raise ValueError(f"{name} is damaged, copy it again: {error}.") from error
 
 
 def _members(file: Any, name: str) -> list[Member]:

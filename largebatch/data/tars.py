@@ -42,7 +42,9 @@ def scan_samples(path: str) -> Iterator[Sample]:
             tar.fileobj.seek(tar.offset)  # tarfile takes any place where no header begins for the end
             if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError(f"byte {tar.offset:,} is neither a file nor the end of the tar")
-    except (tarfile.TarError, OverflowError, ValueError) as error:  # also a size that no file has
+    except (tarfile.TarError, OverflowError, ValueError, OSError, MemoryError) as error:  # also an absurd size
+        if getattr(error, "filename", None):  # it could not be opened, and says so
+            raise
         raise ValueError(f"{path} is cut off, damaged or compressed ({error}): expected a whole .tar.") from None
 
 
