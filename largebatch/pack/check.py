@@ -2,13 +2,14 @@
 
     python -m largebatch.pack check shards/
 
-All images of a folder of TFRecords or images are decoded, and the bad ones are listed in quarantine.csv in that folder.
-From then on training, validation and packing leave them out. A record with a wrong CRC may be among them. So may one
-with a wrong length: its entry has all bytes up to the next record that is found, which may be several records. If the
-folder cannot be written, `--out FILE` tells where the list goes, and `--data.quarantine FILE` tells the training where
-it is.
+All images of a folder of TFRecords or images are decoded, by Pillow and by DALI, which decodes in training, and the bad
+ones are listed in quarantine.csv in that folder. From then on training, validation and packing leave them out. A record
+with a wrong CRC may be among them. So may one with a wrong length: its entry has all bytes up to the next record that
+is found, which may be several records. If the folder cannot be written, `--out FILE` tells where the list goes, and
+`--data.quarantine FILE` tells the training where it is.
 
-The exit status is 1 if an image is bad, or if the shards are not whole. If all images are good, an old list is removed.
+The exit status is 1 if an image is bad, or if the data are not whole. If all images are good, an old list is removed.
+If all of a split are bad, none of them is listed: the fault is not that of an image.
 """
 
 from __future__ import annotations
