@@ -196,6 +196,9 @@ def prepare(
     from largebatch.config import dump
     from largebatch.plan.beforehand import Correction
 
+    with comm.together("opening the run folder"):
+        if comm.rank == 0:
+            refuse_lost_checkpoints(Path(config.folder))
     config, device, images = prepare_images(argv, config, comm)
     plan = foretell(config, comm, device, num_images=len(images.train))
     trainer = build.build_trainer(config, comm, signals, device=device, images=images)
@@ -204,6 +207,22 @@ def prepare(
         if comm.rank == 0:
             (Path(config.folder) / "config.yaml").write_text(dump(config))
     return config, trainer
+
+
+def refuse_lost_checkpoints(folder: Path) -> None:
+    """Raise ValueError if this run had a checkpoint and has none: it would begin anew, over its own tables."""
+    from largebatch import checkpoint
+    from largebatch.hooks import starts
+
+    if checkpoint.checkpoints(folder):
+        return
+    step, best = starts.saved_step(folder), folder / checkpoint.FOLDER / checkpoint.BEST
+    if step or best.is_symlink():
+        sign = f"{starts.STARTS} says that step {step} was saved" if step else f"its link best names {best.readlink()}"
+        raise ValueError(
+            f"{best.parent} has no checkpoint, but {sign}: restore one to resume this run, or choose another "
+            "--run.folder to train from the beginning."
+        )
 
 
 def prepare_images(

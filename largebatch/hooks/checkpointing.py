@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent import futures
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from largebatch import checkpoint
 from largebatch.comm import Communicator, Stopped
 from largebatch.comm.background import in_background
 from largebatch.engine import Hook, Trainer
+from largebatch.hooks import starts
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +214,7 @@ class Writer:
     def __init__(self, folder: str | Path, *, keep: int) -> None:
         self.folder, self.keep = folder, keep
         self.failure: OSError | None = None  # of the newest save
+        self.recorded = False  # that this start has a checkpoint
         self.longest_s = 0.0  # from the moment when a save was due until it was complete
         self._began = 0.0  # when the newest save was due
         self._result: futures.Future[None] | None = None  # of the save under way
@@ -244,4 +247,13 @@ class Writer:
         except OSError as error:
             self.failure = error
             logger.warning("the checkpoint of step %d failed: %s; older ones are kept", snapshot.step, error)
+        else:
+            self._record(snapshot.step)
         self.longest_s = max(self.longest_s, time.monotonic() - self._began)
+
+    def _record(self, step: int) -> None:
+        """Write down, once, that this run has a checkpoint, so that it does not begin anew if all are lost."""
+        if not self.recorded:
+            with suppress(OSError):  # the checkpoint is what counts
+                starts.write_saved(Path(self.folder), step=step)
+                self.recorded = True

@@ -1,6 +1,6 @@
-"""RUN/starts.jsonl: a line for each start and each end of a run, so that its history can be told.
+"""RUN/starts.jsonl: a line for each start and each end of a run, and for the first checkpoint of each start.
 
-A start without an end was killed. Rank 0 alone writes.
+So its history can be told, and lost checkpoints are noticed. A start without an end was killed. Rank 0 alone writes.
 """
 
 import json
@@ -8,10 +8,11 @@ import shlex
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from largebatch.comm import Communicator
@@ -75,19 +76,38 @@ def write_end(folder: Path, *, step: int, reason: str) -> None:
     _append(folder, {"end": {"ended": time.time(), "last_step": step, "reason": reason}})
 
 
+def write_saved(folder: Path, *, step: int) -> None:
+    """Add that the newest start has written a checkpoint."""
+    _append(folder, {"saved": step})
+
+
+def saved_step(folder: Path) -> int:
+    """Return the newest step of which the history says that it was saved; 0: none was."""
+    lines = [line for line in _lines(folder) if isinstance(line, dict)]
+    inside = [part for line in lines for part in (line, line.get("start"), line.get("end")) if isinstance(part, dict)]
+    steps = [part.get(name) for part in inside for name in ("saved", "step", "last_step")]
+    return max((step for step in steps if isinstance(step, int)), default=0)
+
+
 def read_starts(folder: Path) -> list[Start]:
     """Return the starts of a run, oldest first; lines that are cut off are left out."""
-    path, starts = folder / STARTS, list[Start]()
-    for line in path.read_text().splitlines() if path.is_file() else ():
+    starts = list[Start]()
+    for line in _lines(folder):
         try:
-            content = json.loads(line)
-            if "start" in content:
-                starts.append(Start(**content["start"]))
+            if "start" in line:
+                starts.append(Start(**line["start"]))
             elif starts:
-                starts[-1] = Start(**asdict(starts[-1]) | content["end"])
-        except (ValueError, TypeError, KeyError, RecursionError):
+                starts[-1] = replace(starts[-1], **line["end"])
+        except (ValueError, TypeError, KeyError):
             continue
     return starts
+
+
+def _lines(folder: Path) -> Iterator[Any]:
+    path = folder / STARTS
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        with suppress(ValueError, RecursionError):
+            yield json.loads(line)
 
 
 def count(number: int, noun: str) -> str:
