@@ -44,6 +44,9 @@ class TrainState:
     data: str = ""  # Index.digest() of the training images
     # The mean training loss up to this step, if the evaluation after the step is still to be made. None: it is not.
     train_loss: float | None = None
+    # Since the last evaluation: the sum of the batches' mean losses, each times its images, and these images.
+    losses: tuple[float, float] = (0.0, 0.0)
+    in_a_row: int = 0  # steps skipped up to this one, without a step between
     best: tuple[str, float, int] | None = None  # metric, value and step of the best evaluation, if it is to be kept
     smoothed: Smoothed | None = None
     halvings: int = 0  # of the learning rate, each after a return to an older checkpoint
@@ -55,6 +58,7 @@ class TrainState:
         self.step += 1
         self.images += images
         self.skipped += not applied
+        self.in_a_row = 0 if applied else self.in_a_row + 1
 
 
 class LeftEarly(Exception):
@@ -103,6 +107,7 @@ class Trainer:
     sam: LookSam | None = None  # its state is that of the optimizer
     average: nn.Module | None = None  # average of the weights, kept by hooks.ema, saved and resumed with the model
     state: TrainState = field(default_factory=TrainState)
+    losses: Tensor | None = None  # those of this rank, whose mean goes into the state when it is saved
     max_steps: int = 0  # those that `fit` was given
     waited_s: float = 0.0  # the time that this rank waited for the images of the newest step
     stop_reason: str = ""  # a hook that ends the run says why, on all ranks at the same point
@@ -254,16 +259,15 @@ class Trainer:
             self.state.train_loss = None  # an evaluation that was due is no longer wanted
         elif self.state.train_loss is not None:  # the run was stopped in this evaluation
             self._evaluate_and_report()
-        losses = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum and images since the last evaluation
         opened = None
         while self.plan is not opened and not self.rollback:
             opened = self.plan
             with closing(self.open_batches(self.state.step)) as batches:
-                self._train_until(batches, losses)
+                self._train_until(batches)
 
-    def _train_until(self, batches: Iterator[Any], losses: Tensor) -> None:
+    def _train_until(self, batches: Iterator[Any]) -> None:
         """Train to the last step, or until a hook changes the plan, ends the run or asks for a rollback."""
-        plan = self.plan
+        plan, losses = self.plan, self.own_losses()
         while self.state.step < self.last_step and not self.stop_reason and self.plan is plan:
             self.model.train()
             try:
@@ -278,9 +282,10 @@ class Trainer:
                 losses[0] += output.loss_sum * output.images
                 losses[1] += output.images
             if self.eval_images and self.due(self.eval_images):
-                self.state.train_loss = self.mean_loss(losses)
-                self._evaluate_and_report()
+                total, images = self.total_losses()
+                self.state.train_loss = total / images if images else math.nan  # nan: every step was skipped
                 losses.zero_()
+                self._evaluate_and_report()
             self._each("after_step")
 
     def _evaluate_and_report(self) -> None:
@@ -340,10 +345,16 @@ class Trainer:
         before = images - self.plan.window_images(step - 1)
         return images // interval_images > before // interval_images or step == self.num_steps
 
-    def mean_loss(self, losses: Tensor) -> float:
-        """Return the mean loss per image from every rank's (sum, images)."""
-        total, images = self.comm.allreduce(losses.cpu(), name="train_loss").tolist()
-        return total / images if images else math.nan  # nan: every step was skipped
+    def own_losses(self) -> Tensor:
+        """Return `losses`; those of the state if it was just loaded, whose mean over any number of ranks is right."""
+        if self.losses is None:
+            self.losses = torch.tensor(self.state.losses, dtype=torch.float64, device=self.device)
+        return self.losses
+
+    def total_losses(self) -> tuple[float, float]:
+        """Return `TrainState.losses` as they are now: the mean over the ranks. A collective."""
+        total, images = self.comm.allreduce(self.own_losses().cpu(), name="train_loss").tolist()
+        return total / self.comm.size, images / self.comm.size
 
     def _each(self, event: str, *arguments: Any) -> None:
         for hook in self.hooks:

@@ -34,12 +34,15 @@ from matplotlib.text import Text
 from torch.profiler import record_function
 
 from largebatch import checkpoint, hooks, train
+from largebatch.comm import Stopped
 from largebatch.config import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
 from largebatch.engine import Hook, Trainer, TrainState
-from largebatch.hooks import curves, noise_scale, sinks, tables
+from largebatch.hooks import Guards, curves, noise_scale, sinks, starts, tables
+from largebatch.hooks.checkpointing import Writer
 from largebatch.hooks.profile import Profile
 from largebatch.hooks.sinks import PLAIN_LINES
+from largebatch.train import refuse_lost_checkpoints
 
 ROOT = Path(__file__).parents[1]
 
@@ -834,3 +837,74 @@ def test_a_run_without_evaluation_says_that_it_has_no_accuracy(tmp_path):
 
 if __name__ == "__main__":
     (Path(sys.argv[1]) / "report.json").write_text(json.dumps(main(Path(sys.argv[1]))))
+
+
+HISTORIES = [  # lines of starts.jsonl, and the step that they call saved
+    ([], 0),
+    (['{"start": {"step": 0, "ranks": 2}}'], 0),  # killed before the first checkpoint
+    (['{"start": {"step": 0}}', '{"end": {"ended": 2.0, "last_step": 0, "reason": "of a signal"}}'], 0),
+    (['{"start": {"step": 0}}', '{"saved": 3}'], 3),  # killed later
+    (['{"saved": 3}'], 3),  # a loop of one's own, which has no starts
+    (['{"start": {"step": 0}}', '{"end": {"ended": 2.0, "last_step": 54, "reason": ""}}'], 54),  # of an older version
+    (['{"start": {"step": 0}}', '{"start": {"step": 20}}', '{"start": {"step": 0}}'], 20),
+    (['{"start": {"step": 0}}', '{"saved": 3', "[" * 20_000, "3", "[3]", '{"saved": "9"}', '{"start": 7}'], 0),
+]
+
+
+@pytest.mark.parametrize("lines, step", HISTORIES)
+def test_lost_checkpoints_are_told_from_a_run_that_never_had_one(tmp_path, lines, step):
+    (tmp_path / "starts.jsonl").write_text("\n".join(lines))
+    saved = tmp_path / "checkpoints" / f"{step:08d}"
+    for unfinished in (tmp_path / "checkpoints", tmp_path / "checkpoints" / "00000003.tmp"):  # a save that was killed
+        unfinished.mkdir()
+        if step:
+            with pytest.raises(ValueError, match=f"but starts.jsonl says that step {step} was saved: restore one"):
+                refuse_lost_checkpoints(tmp_path)
+        else:
+            refuse_lost_checkpoints(tmp_path)
+    saved.mkdir()  # restored, or the first one
+    refuse_lost_checkpoints(tmp_path)
+
+
+def test_the_link_to_the_best_checkpoint_tells_of_lost_ones(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best").symlink_to("00000007")
+    with pytest.raises(ValueError, match="has no checkpoint, but its link best names 00000007: restore one to resume"):
+        refuse_lost_checkpoints(tmp_path)
+
+
+def test_a_start_writes_down_its_first_checkpoint_and_a_failed_save_none(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(checkpoint, "save", lambda folder, snapshot, keep: written.append(snapshot.step))
+    writer = Writer(tmp_path, keep=2)
+    for step in (3, 4):
+        writer.start(SimpleNamespace(step=step), began=0.0)
+        while not writer.wait(1.0):
+            pass
+    assert written == [3, 4] and starts.saved_step(tmp_path) == 3
+    assert (tmp_path / "starts.jsonl").read_text() == '{"saved": 3}\n' and starts.read_starts(tmp_path) == []
+
+    def full(folder, snapshot, keep):
+        raise OSError("no space")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    other = Writer(tmp_path / "other", keep=2)
+    other.start(SimpleNamespace(step=3), began=0.0)
+    while not other.wait(1.0):
+        pass
+    assert starts.saved_step(tmp_path / "other") == 0
+
+
+@pytest.mark.parametrize("most, told", [(1, [1]), (3, [1, 2, 3]), (25, [1, 2, 4, 8, 16, 25])])
+def test_a_row_of_skipped_steps_is_told_less_and_less_often(caplog, most, told):
+    guards = Guards(max_skipped_steps=most)
+    guards.explain = lambda trainer, output: ("it overflowed", "lower it")
+    trainer = SimpleNamespace(state=TrainState(), comm=SimpleNamespace(rank=0))
+    output = SimpleNamespace(applied=False, grad_norm=math.inf)
+    with pytest.raises(Stopped, match=f"Training stopped at step {most}: {most} steps in a row had a gradient"):
+        for _ in range(99):
+            trainer.state.advance(8, applied=False)
+            guards.after_train_step(trainer, output)
+    assert [int(message.split()[1]) for message in caplog.messages] == told
+    trainer.state.advance(8, applied=True)
+    assert trainer.state.in_a_row == 0

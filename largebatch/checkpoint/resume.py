@@ -68,7 +68,7 @@ def resume(config: TrainConfig, trainer: Trainer, *, last_step: int | None = Non
     if found is None:
         return False
     present = trainer.state.data
-    trainer.state = TrainState(**found["state"])
+    trainer.state, trainer.losses = TrainState(**found["state"]), None
     if trainer.state.data != present and comm.rank == 0:
         logger.warning(
             "the training images are not those of %s any more, and %d now: epochs are drawn from these, so the present "

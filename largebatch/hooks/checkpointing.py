@@ -135,6 +135,7 @@ class Checkpoint(Hook):
         began = time.monotonic()
         self.wait(trainer.comm)
         self.saved_step = trainer.state.step  # also if the save fails, so that all ranks hold the same number
+        trainer.state.losses = trainer.total_losses()
         model, optimizer = trainer.replica.gather_whole()
         self.writing, self.saved_at = True, began
         if trainer.comm.rank != 0:

@@ -19,26 +19,26 @@ class Guards(Hook):
         """where: names a sample in messages."""
         self.max_skipped_steps = max_skipped_steps
         self.where = where
-        self.in_a_row = 0
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
-        """Raise comm.Stopped on every rank: `applied` is the same on all ranks, so all count alike."""
-        self.in_a_row = 0 if output.applied else self.in_a_row + 1
-        if output.applied:
+        """Raise comm.Stopped on every rank: `applied` is the same on all ranks, so all count alike.
+
+        Of a row, the steps 1, 2, 4, 8, ... are told.
+        """
+        count, step = trainer.state.in_a_row, trainer.state.step
+        stops = count >= self.max_skipped_steps
+        if output.applied or not stops and count.bit_count() > 1:
             return
         cause, advice = self.explain(trainer, output)
-        norm, step = float(output.grad_norm), trainer.state.step
+        row = f", the {count} steps from {step - count + 1} on" if count > 1 else ""
         if trainer.comm.rank == 0:
-            logger.warning("step %d skipped: the norm of its gradient is %s; %s", step, norm, cause)
-        if self.in_a_row >= self.max_skipped_steps:
+            norm = float(output.grad_norm)
+            logger.warning("step %d skipped%s: the norm of its gradient is %s; %s", step, row, norm, cause)
+        if stops:
             raise Stopped(
-                f"Training stopped at step {step}: {self.in_a_row} steps in a row had a gradient that is not finite "
+                f"Training stopped at step {step}: {count} steps in a row had a gradient that is not finite "
                 f"(--run.max_skipped_steps), and {cause}; {advice}."
             )
-
-    def after_rollback(self, trainer: Trainer) -> None:
-        """Count anew."""
-        self.in_a_row = 0
 
     def explain(self, trainer: Trainer, output: StepOutput) -> tuple[str, str]:
         """Return why the gradient is not finite and the option to change. A collective.
@@ -82,5 +82,5 @@ class Guards(Hook):
 
         With a loss scale the last alone: it grows until gradients overflow, so single skipped steps are part of it.
         """
-        first = self.in_a_row == 1 and not trainer.scaler.is_enabled()
-        return first or self.in_a_row >= self.max_skipped_steps
+        count = trainer.state.in_a_row
+        return count == 1 and not trainer.scaler.is_enabled() or count >= self.max_skipped_steps

@@ -7,8 +7,8 @@ The first writes report.html, one page with all curves, the history, the options
 diagrams as report_*.png: into the folder of a single run, or into --output.
 
 diff names the options and versions in which two runs differ, the first step that took other images or gave other
-numbers, and the first tensor that differs in the checkpoints of the same step. Not compared are times and
-train_loss, whose mean begins anew when a run is resumed. Exit codes: 0 if nothing differs, 1 if something does.
+numbers, and the first tensor that differs in the checkpoints of the same step. Times are not compared. Exit codes: 0
+if nothing differs, 1 if something does.
 
 The exit code is 2 if a run cannot be read.
 """

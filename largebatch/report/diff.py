@@ -17,7 +17,6 @@ from largebatch.data.order import Plan
 from largebatch.hooks.tables import EPOCHS, MEASURED, STEPS, Row, read_rows
 from zoo.weights import read_weights
 
-NOT_REPEATED = (*MEASURED, "train_loss")  # the last is a mean since the last start or evaluation
 PLACES = ("run.folder",)  # options in which all runs differ
 NAME_AND_VERSION = r"(.+?) (\d.*|[0-9a-f]{8}|missing)"  # as preflight.versions writes them
 SHOWN = 8  # options and columns in one line
@@ -144,7 +143,7 @@ def compare_rows(part: str, one: list[Row], other: list[Row]) -> Finding:
 
 def _differing(one: Row, other: Row) -> list[str]:
     """Return the columns of two rows that differ; an empty cell is nan, and equals another one."""
-    repeated = [name for name in one if name not in NOT_REPEATED]
+    repeated = [name for name in one if name not in MEASURED]
     return [name for name in repeated if not np.array_equal(one[name], other.get(name, np.inf), equal_nan=True)]
 
 

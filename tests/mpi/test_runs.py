@@ -42,8 +42,7 @@ def trained(
 
 
 def reproducible(folder: Path, name: str) -> list[dict[str, str]]:
-    """The rows without times, and without the mean since the last evaluation, which a resumed process cannot know."""
-    return [{k: v for k, v in row.items() if k not in (*MEASURED, "train_loss")} for row in rows(folder, name)]
+    return [{k: v for k, v in row.items() if k not in MEASURED} for row in rows(folder, name)]
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +85,26 @@ def test_resumed_equals_uninterrupted(tmp_path, interrupted, uninterrupted):
         for key, tensor in weights(uninterrupted, name).items():
             assert torch.equal(ours[key], tensor), (name, key)
     assert distance(weights(folder), weights(folder, "model_ema")) > 1e-3
-    for name in ("steps.csv", "epochs.csv"):
+    for name in ("steps.csv", "epochs.csv"):  # the run was interrupted between two evaluations
         assert reproducible(folder, name) == reproducible(uninterrupted, name)
     assert [row["step"] for row in rows(folder, "steps.csv")] == [str(step) for step in range(1, 7)]
     report = ["-m", "largebatch.report", "diff", str(folder), str(uninterrupted)]
     code, output = launch(report, ranks=1, launcher="python")
     assert code == 0 and len(re.findall(r"^same ", output, re.MULTILINE)) == 6, output
+
+
+def test_a_run_that_has_lost_its_checkpoints_is_refused_and_goes_on_when_they_are_restored(tmp_path, interrupted):
+    folder = shutil.copytree(interrupted, tmp_path / "run", symlinks=True)
+    tables = [(folder / name).read_bytes() for name in ("steps.csv", "epochs.csv", "starts.jsonl")]
+    (kept,) = (folder / "checkpoints").glob("[0-9]*")
+    kept.rename(tmp_path / kept.name)
+    code, output = train(folder, *AVERAGED, ranks=2)
+    sentence = f"{folder}/checkpoints has no checkpoint, but starts.jsonl says that step 3 was saved: restore one to "
+    assert code == 2 and output.count(sentence) == 1 and "Traceback" not in output, output
+    assert tables == [(folder / name).read_bytes() for name in ("steps.csv", "epochs.csv", "starts.jsonl")]
+    (tmp_path / kept.name).rename(kept)
+    code, output = train(folder, *AVERAGED, ranks=2)
+    assert code == 0 and "resumed at step 3 from" in output, output
 
 
 def test_resumed_on_two_ranks_of_three(tmp_path, interrupted, uninterrupted):
@@ -104,6 +117,8 @@ def test_resumed_on_two_ranks_of_three(tmp_path, interrupted, uninterrupted):
         assert (run / "checkpoints" / "best").readlink() == Path(f"{int(best['step']):08d}")
     losses = [[float(row["loss"]) for row in rows(run, "steps.csv")] for run in (folder, uninterrupted)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    means = [[float(row["train_loss"]) for row in rows(run, "epochs.csv")] for run in (folder, uninterrupted)]
+    assert means[0] == pytest.approx(means[1], rel=1e-4)  # the first of steps before and after
 
 
 RAMP = ["--schedule.batch_ramp", "12@0,20@24 images,40@64 images", "--run.duration", "200 images"]
