@@ -510,6 +510,8 @@ def test_zero_on_one_data_rank_is_reported():
     assert [*doubtful(config, torch.device("cpu"), data_size=2)] == []
     (said,) = doubtful(config, torch.device("cpu"), data_size=1)
     assert said.startswith("--parallel.zero is 1, and there is 1 data rank") and "start more ranks" in said
+    in_host_memory = parse("--parallel.zero", "1", "--parallel.offload", "true", "--run.precision", "fp32")
+    assert [*doubtful(in_host_memory, torch.device("cpu"), data_size=1)] == []  # offload needs it
 
 
 def test_every_option_of_augmentation_arrives():
