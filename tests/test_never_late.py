@@ -138,7 +138,8 @@ def trainer_for(
 def hooks_of_a_run(model: nn.Module, plan: Plan) -> list[Hook]:
     """Those of a run, and an average of the weights; nothing is logged in the first steps."""
     rarely = "--log.every", "50 steps", "--log.tensorboard", "false"
-    config = parse(["--run.folder", tempfile.mkdtemp(), "--model.num_classes", str(CLASSES), *rarely], choose_recipe=choose)
+    given = ["--run.folder", tempfile.mkdtemp(), "--model.num_classes", str(CLASSES), *rarely]
+    config = parse(given, choose_recipe=choose)
     index: Any = SimpleNamespace(where=str)
     hooks = build_hooks(config, index, plan, Ema(model, half_life_images=1000), None, "")
     return [hook for hook in hooks if not isinstance(hook, Checkpoint)]  # it has weights to save at the end

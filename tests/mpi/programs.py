@@ -132,6 +132,23 @@ def ends(how: str) -> None:
         print("two sessions")
 
 
+def mistaken(how: str) -> None:
+    """A loop of one's own in which each rank makes a mistake, or the last one alone ("one rank")."""
+    from torch.optim import SGD
+
+    with session() as comm:
+        model = torch.nn.Linear(3, 2)
+        optimizer = comm.wrap(SGD(model.parameters(), lr=0.1), model, passes=2)
+        for _ in range(2):
+            model(torch.ones(2, 3)).sum().backward()
+        if how == "third backward" or how == "one rank" and comm.rank == comm.size - 1:
+            model(torch.ones(2, 3)).sum().backward()
+        if how == "zero_grad":
+            optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] /= 1 + comm.rank * (how == "rates")
+        optimizer.step()
+
+
 def exits(code: str) -> None:
     """Each rank ends inside the session by itself."""
     with session() as comm:

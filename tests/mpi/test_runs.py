@@ -274,6 +274,32 @@ def test_a_session_that_cannot_go_on_says_so_in_one_sentence(how, expected, sent
     assert "Traceback" not in output and "two sessions" not in output
 
 
+@pytest.mark.parametrize("ranks, launcher", [(1, "python"), (2, "mpirun"), (3, "mpirun")])
+@pytest.mark.parametrize(
+    "how, sentence",
+    [
+        ("third backward", "computed 3 times in a step of 2 passes: give comm.wrap passes=3, or add the losses"),
+        ("one rank", "computed 3 times in a step of 2 passes: give comm.wrap passes=3, or add the losses"),
+        ("zero_grad", "zero_grad\\(\\) before the step would race with the reduction: call it after the step"),
+        ("rates", "largebatch: param group 0 has lr 0.05 on rank 1 and 0.1 on rank 0"),
+    ],
+)
+def test_a_mistake_of_a_loop_is_one_sentence_with_its_line(how, sentence, ranks, launcher):
+    if ranks == 1 and how == "rates":
+        sentence = ""  # nothing can differ
+    code, output = launch(["-m", "tests.mpi.programs", "mistaken", how], ranks=ranks, launcher=launcher)
+    assert (code != 0) == bool(sentence) and "Traceback" not in output and "Assertion" not in output, output
+    assert code in (0, 2) and len(re.findall(sentence, output)) == 1 or not sentence, output
+    if sentence and how != "rates":
+        odd = ranks - 1 if how == "one rank" else 0
+        assert re.search(rf"largebatch: rank {odd} of {ranks} on .*programs.py, line \d+: ", output), output
+
+
+def test_a_mistake_found_while_ranks_start_has_the_exit_code_of_a_mistake(tmp_path):
+    code, output = train(tmp_path, "--parallel.pipeline", "2", ranks=1, launcher="python")
+    assert code == 2 and output.count("start a multiple of 2, such as 2") == 1 and "Traceback" not in output, output
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo", "torchrun"])
 def test_a_failing_rank_ends_the_run_and_is_named(tmp_path, launcher):
     """One rank alone loses its images in the middle of the run."""
