@@ -30,7 +30,6 @@ with largebatch.session() as comm:
     model = zoo.create_model(options.model, img_size=64, num_classes=2, weights=options.weights).to(device)
     head = model.get_classifier().parameters()
     optimizer = comm.wrap(largebatch.Lamb.paper(model, lr=1e-2, weight_decay=0.02), model, passes=PASSES)
-    comm.broadcast_model(model)  # the new head is random
     comm.freeze(optimizer, model.parameters())
     comm.unfreeze(optimizer, head)
     for epoch in range(EPOCHS):

@@ -3,7 +3,7 @@
     horovodrun -np 2 python examples/session_loop.py
 
 BATCH is the batch of all ranks together. Any number of ranks and passes gives the same gradients up to rounding, also
-for the last batch of an epoch, which is shorter. The same seeds on all ranks give them the same model and the same
+for the last batch of an epoch, which is shorter. Also without the seeds, all ranks have the same model and the same
 order of images.
 """
 

@@ -70,7 +70,8 @@ PIECE = 2**30  # bytes in one message: MPI counts them in 31 bits
 LIBRARIES = ("site-packages", "dist-packages")  # folders of programs that are not the user's own
 UNSEEDED = 2**32  # torch begins with a seed of 53 random bits, a program gives a smaller one
 COMPARED = 16  # the ranks compare so many batches of `micro_batches`, and then one of so many
-AS_BYTES = (torch.bool, torch.bfloat16)  # Horovod does not know these types, so they are sent as bytes
+# What Horovod can send; all other types are sent as bytes.
+TYPES = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
 
 
 class Communicator:
@@ -268,22 +269,25 @@ class Communicator:
         self.allreduce(torch.zeros(1), name=name)
 
     def broadcast_tensors(self, tensors: dict[str, Tensor], *, name: str) -> None:
-        """Overwrite contiguous tensors in place by those of data rank 0 for the same part of the model.
+        """Overwrite tensors in place by those of data rank 0 for the same part of the model.
 
         If the model is not divided, data rank 0 is rank 0. Names and shapes must agree on these ranks.
         """
-        handles = []
+        handles, copies = [], []
         for key, tensor in tensors.items():
-            flat = tensor.detach().view(-1)
-            flat = flat.view(torch.uint8) if tensor.dtype in AS_BYTES else flat
+            whole = tensor.detach().contiguous()  # a copy, if the tensor has gaps or another order
+            flat = whole.view(-1) if tensor.dtype in TYPES else whole.view(-1).view(torch.uint8)
             handles.append(
                 hvd.broadcast_async_(
                     flat, root_rank=self.model_rank, name=f"{name}/{key}", process_set=self._data_set
                 )
             )
+            copies += [] if tensor.is_contiguous() else [(tensor.detach(), whole)]
         with self._watchdog.waiting(name):
             for handle in handles:
                 finish(handle)
+        for tensor, whole in copies:
+            tensor.copy_(whole)
         increment_version(tensors.values())  # Horovod does not tell torch that they changed
 
     def broadcast_state(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -317,7 +321,7 @@ class Communicator:
 
     def broadcast_model(self, model: nn.Module) -> None:
         """Make parameters and buffers equal to rank 0's (see `broadcast_tensors`)."""
-        self.broadcast_tensors(dict(model.state_dict(keep_vars=True)), name="state/model")
+        self.broadcast_tensors({**dict(model.named_parameters()), **dict(model.named_buffers())}, name="state/model")
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -353,9 +357,9 @@ class Communicator:
             return
         average_statistics(self, model)
         if is_due(optimizer.steps_watched):
-            tensors = named_tensors(model, optimizer)
-            for name, _ in model.named_buffers():  # a rank's own, such as a queue of its images
-                tensors.pop(name, None)
+            buffers = dict(model.named_buffers())  # a rank's own, such as a queue of its images
+            whole = named_tensors(model, optimizer)
+            tensors = {name: value for name, value in whole.items() if torch.is_tensor(value) and name not in buffers}
             check_replicas(self, tensors, place=f"step {optimizer.steps_watched}", remedy=REMEDY)
         optimizer.steps_watched += 1
 

@@ -25,6 +25,7 @@ from largebatch.comm.stopped import Stopped
 
 WORD = 8  # bytes that are added as one: without a conversion, a sum takes no longer than reading
 DIGEST = 2**26  # the square of a smaller number, times the number of ranks, fits into 63 bits
+PLAIN = {type(None), bool, int, float, str}
 OFTEN = 1024  # steps; up to there the weights are compared after 1, 2, 4, ... steps, then after each so many
 
 
@@ -53,17 +54,13 @@ class Votes:
         return received[4:]
 
 
-def numbers(optimizer: Optimizer) -> list[dict[str, str]]:
-    """Return the options of each param group, as texts, as far as they are plain values."""
-    return [
-        {key: repr(group[key]) for key in sorted(group) if _is_plain(group[key])} for group in optimizer.param_groups
-    ]
+def numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the options of each param group, as far as they are plain values."""
+    return [{key: group[key] for key in sorted(group) if _is_plain(group[key])} for group in optimizer.param_groups]
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (int, float, str)) or (
-        isinstance(value, tuple) and all(map(_is_plain, value))
-    )  # fmt: skip
+    return type(value) in PLAIN or isinstance(value, float) or type(value) is tuple and all(map(_is_plain, value))
 
 
 def digest_of(value: Any) -> int:
@@ -76,7 +73,7 @@ def refuse_unlike(comm: Any, optimizer: Optimizer, columns: int) -> None:
     (first, columns_of_0), *others = comm.allgather_object((numbers(optimizer), columns), name="votes/numbers")
     for rank, (theirs, its_columns) in enumerate(others, start=1):
         for number, (group, other) in enumerate(zip(first, theirs)):
-            for key in [key for key in group | other if group.get(key) != other.get(key)]:
+            for key in [key for key in group | other if repr(group.get(key)) != repr(other.get(key))]:
                 raise Stopped(
                     f"param group {number} has {key} {other.get(key)} on rank {rank} and {group.get(key)} on rank 0, "
                     "so the weights would differ: change it on all ranks alike; a scheduler that follows a loss needs "
@@ -150,8 +147,9 @@ def _bytes(tensor: Tensor) -> bytes:
 def share(comm: Any, model: nn.Module, optimizer: Optimizer) -> None:
     """Give all ranks rank 0's weights, buffers, options and optimizer state; Stopped if their models differ."""
     names = {parameter: name for name, parameter in model.named_parameters()}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
     mine = [
-        *(f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in model.state_dict().items()),
+        *(f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),
         *(f"{name} is trained" for name, parameter in model.named_parameters() if parameter.requires_grad),
         *(f"{names[p]} in param group {k}" for k, group in enumerate(optimizer.param_groups) for p in group["params"]),
     ]

@@ -134,23 +134,28 @@ def test_wrapping_gives_all_ranks_what_rank_0_has(comm, kind, loaded):
     """Weights, buffers, options, and a state that need not be there on the other ranks."""
     model = OddModel(seed=comm.rank)
     model.register_buffer("count", torch.tensor(comm.rank))
+    model.register_buffer("turned", torch.full((2, 3), float(comm.rank)).t(), persistent=False)
+    model.register_buffer("waves", torch.full((2,), comm.rank * 1j))
+    model.register_buffer("nothing", torch.empty(0))
     optimizer = kind(model)
     if loaded == "everywhere" or loaded == "on rank 0" and comm.rank == 0:
         model(images([comm.rank], dtype=torch.float32)).sum().backward()
         optimizer.step()
     for group in optimizer.param_groups:
         group["lr"] = 0.01 * (comm.rank + 1)
-    weights = copy.deepcopy(model.state_dict())
+    weights = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     before = comm.broadcast_object((weights, optimizer.state_dict()), name="alike/before")
     wrapped = comm.wrap(optimizer, model)
     state = wrapped.state_dict()
-    assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert torch.equal(tensor, before[0][name]), name
     assert str(state["param_groups"]) == str(before[1]["param_groups"])
     assert state["state"].keys() == before[1]["state"].keys()
     for number, values in state["state"].items():
         expected = before[1]["state"][number]
         assert values.keys() == expected.keys()
         assert all(torch.equal(torch.as_tensor(values[key]), torch.as_tensor(expected[key])) for key in values)
+    del model.waves
     for _ in range(5):
         step(comm, model, wrapped)
     assert replicas_agree(comm, model, "alike/after")

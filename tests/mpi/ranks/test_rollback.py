@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parts import CLASSES, plan_for, small_model, small_trainer
+from parts import CLASSES, OddModel, plan_for, small_trainer
 
 from largebatch import checkpoint
 from largebatch.comm import Communicator, Stopped
@@ -57,7 +57,7 @@ def build(
 ) -> Trainer:
     """A small run with dropout and mixup, resumed if its folder has a checkpoint."""
     plan = plan_for(comm, steps=STEPS)
-    trainer = small_trainer(comm, plan, passes=2, model=small_model(dropout=0.2))
+    trainer = small_trainer(comm, plan, passes=2, model=OddModel(dropout=0.2))
     healthy = trainer.objective
 
     def objective(model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -156,6 +156,6 @@ def test_a_run_that_ignores_it_warns_once(comm, tmp_path, caplog):
 def test_replicas_are_compared_again(comm, tmp_path, monkeypatch):
     """Also after steps whose weights were compared before the return, as the save at the return compares, too."""
     compared: list[int] = []
-    monkeypatch.setattr(replicas, "check_replicas", lambda *_, place: compared.append(int(place.split()[-1])))
+    monkeypatch.setattr(replicas, "check_replicas", lambda *_, place, remedy: compared.append(int(place.split()[-1])))
     build(comm, tmp_path, "halve", rises_once).fit()
     assert compared == [5, 10, 15, 10, 15, 20, 22]

@@ -9,7 +9,7 @@ from functools import partial
 import horovod.torch as hvd
 import pytest
 import torch
-from parts import plan_for, replicas_agree, serial_run, small_model, small_trainer, tiny_vit
+from parts import OddModel, plan_for, replicas_agree, serial_run, small_model, small_trainer, tiny_vit
 from torch import nn
 
 from largebatch import checkpoint
@@ -163,7 +163,7 @@ def test_repeats_to_the_last_bit(comm):
     """In deterministic mode, with three ranks too, where the order of a sum matters."""
     results = []
     for _ in range(2):
-        trainer = small_trainer(comm, plan_for(comm, steps=4), passes=2, model=small_model(dropout=0.3))
+        trainer = small_trainer(comm, plan_for(comm, steps=4), passes=2, model=OddModel(dropout=0.3))
         trainer.fit()
         results.append([parameter.detach().clone() for parameter in trainer.model.parameters()])
     assert all(torch.equal(one, two) for one, two in zip(*results))
@@ -201,10 +201,10 @@ def test_who_waits_for_a_rank_leaves_its_core_to_others(comm):
 def test_dropout_follows_the_micro_batch_not_the_rank(comm):
     """With dropout and mixup on, the ranks together compute what one rank alone would."""
     plan = Plan(num_samples=50, global_batch_size=48, micro_batch_size=4, num_images=48 * 3, seed=0)
-    trainer = small_trainer(comm, plan, passes=12 // comm.size, model=small_model(dropout=0.5), dtype=torch.float64)
+    trainer = small_trainer(comm, plan, passes=12 // comm.size, model=OddModel(dropout=0.5), dtype=torch.float64)
     trainer.fit()
     for ours, theirs in zip(
-        trainer.model.parameters(), serial_run(plan, small_model(dropout=0.5).double()).parameters()
+        trainer.model.parameters(), serial_run(plan, OddModel(dropout=0.5).double()).parameters()
     ):
         assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
 
