@@ -1,6 +1,8 @@
 """Recipes that follow from the images: their number chooses batch and length, and their labels the classes."""
 
 import math
+import pickle
+import sys
 from dataclasses import replace
 
 import pytest
@@ -157,6 +159,18 @@ def test_a_recipe_from_a_file(tmp_path):
     assert chosen("--config", str(tmp_path / "config.yaml")) == config
     with pytest.raises(ValueError, match="there is no file .*my.py"):
         chosen("--recipe", f"{file}:mine")
+
+
+def test_a_file_is_a_module_and_runs_once_until_it_changes(tmp_path):
+    """dataclasses, pickle and timm look up the module of a class or a function by its name."""
+    file = tmp_path / "my.py"
+    text = "import dataclasses, largebatch.config as c\nRUNS = []\n@dataclasses.dataclass\nclass A:\n    x: int = {}\n"
+    text += "def mine():\n    RUNS.append(1)\n    assert len(RUNS) == {}\n    return c.TrainConfig()\n"
+    for value, runs in ((1, 1), (1, 2), (2, 1)):
+        file.write_text(text.format(value, "len(RUNS)" if value == 1 else 1))
+        chosen("--recipe", f"{file}:mine")
+        module = sys.modules["recipe_my"]
+        assert pickle.loads(pickle.dumps(module.A())) == module.A(value) and len(module.RUNS) == runs
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """Models of timm by the name timm/NAME: timm's logits, its weights, its preparation of images, and what is refused."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import zoo
 from zoo import create_model, weights
@@ -98,3 +101,41 @@ def test_our_weights_go_back_into_timm(tmp_path):
 def test_what_a_model_cannot_do_is_refused(name, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         on_meta(name, **options)
+
+
+class Own(nn.Module):
+    """A model without any of timm's attributes."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Conv2d(3, 8, 8, 8), nn.Linear(8, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(images).relu().mean((2, 3)))
+
+
+@timm.models.register_model
+def own_of_a_user(pretrained=False, num_classes=10, **options):
+    return Own(num_classes)
+
+
+def test_a_model_of_the_user_needs_no_attributes(tmp_path):
+    model = on_meta("own_of_a_user", **NANO)
+    assert model.default_cfg["input_size"] == (3, 64, 64) and model.num_classes == 7
+    model, images = create_model("timm/own_of_a_user", **NANO), torch.randn(2, 3, 64, 64)
+    zoo.save_weights(model, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(zoo.hub.describe("timm/own_of_a_user", model)))
+    assert torch.equal(create_model(weights=tmp_path)(images), model(images))
+    other = create_model("timm/own_of_a_user", img_size=32, num_classes=3, weights=tmp_path)
+    assert torch.equal(other.body.weight, model.body.weight) and other.head.weight.shape == (3, 8)
+
+
+def test_a_model_of_the_user_that_is_not_registered_is_one_sentence(tmp_path):
+    zoo.save_weights(create_model("timm/own_of_a_user", **NANO), tmp_path / "model.safetensors")
+    content = zoo.hub.describe("timm/own_of_a_user", create_model("timm/own_of_a_user", **NANO))
+    (tmp_path / "config.json").write_text(json.dumps(content | {"architecture": "own_of_another"}))
+    sentence = "belongs to the model own_of_another, which timm does not have: run the file that registers it first, as"
+    with pytest.raises(ValueError, match=sentence):
+        create_model(weights=tmp_path)
+    with pytest.raises(ValueError, match="no model 'timm/own_of_another': .*when the file that registers it has run"):
+        create_model("timm/own_of_another")

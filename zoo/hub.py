@@ -77,7 +77,7 @@ def describe(name: str, model: nn.Module, *, label_names: Sequence[str] = (), **
     content = {
         "architecture": architecture,
         "num_classes": cfg["num_classes"],
-        "num_features": getattr(model, "num_features"),
+        **({"num_features": getattr(model, "num_features")} if hasattr(model, "num_features") else {}),
         **({"global_pool": pool} if isinstance(pool, str) and pool else {}),
         "model_args": arguments,
         "pretrained_cfg": {
@@ -233,6 +233,11 @@ def _zoo_name(architecture: str, arguments: Mapping[str, Any], *, file: Path) ->
     if not arguments and architecture in timm.list_models():
         return PREFIX + architecture
     others = f" with {', '.join(f'{key} {value}' for key, value in arguments.items())}" if arguments else ""
+    if not arguments and re.fullmatch(r"\w+", architecture) and not timm.is_model(architecture):
+        raise ValueError(
+            f"{file} belongs to the model {architecture}, which timm does not have: run the file that registers it "
+            "first, as --recipe FILE.py:FUNCTION does"
+        )
     raise ValueError(
         f"{file} belongs to timm's {printable(architecture + others)}, which the zoo does not have: "
         f'timm.create_model("{LOCAL}{file.parent}", pretrained=True) builds it'

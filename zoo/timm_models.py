@@ -1,4 +1,5 @@
 """Any image classifier of timm, by the name timm/NAME, such as timm/resnet50 or timm/vit_base_patch16_224.augreg_in1k.
+Also any of the user's that timm's `register_model` has made known; it needs no attributes.
 
 timm builds the model, so weights, names and logits are timm's. Nothing is downloaded. What timm knows of the published
 weights decides how images are prepared; a tag behind the dot chooses one of several.
@@ -12,6 +13,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
 PREFIX = "timm/"
@@ -51,7 +53,9 @@ def build_timm(
         assert model is not None
     except (RuntimeError, AssertionError, ValueError) as error:
         raise ValueError(_unfit(name, img_size, error)) from error
-    own = dict(getattr(model, "pretrained_cfg"))
+    own = PretrainedCfg().to_dict(remove_null=False) | dict(getattr(model, "pretrained_cfg", None) or {})
+    if not hasattr(model, "num_classes"):  # nor has it a pretrained_cfg: a model of the user, by `register_model`
+        model.num_classes = num_classes  # type: ignore[assignment]
     if own["input_size"][0] != 3:
         raise ValueError(f"{name} takes images of {own['input_size'][0]} channels, expected a model for 3: RGB")
     prepared: Any = own | {"input_size": (3, img_size, img_size), "num_classes": num_classes}
@@ -75,7 +79,10 @@ def _check_name(name: str) -> None:
         return
     close = difflib.get_close_matches(architecture, names, n=3)
     hint = f"did you mean {' or '.join(PREFIX + other for other in close)}? " if close else ""
-    raise ValueError(f"there is no model {name!r}: {hint}timm.list_models() has them all")
+    raise ValueError(
+        f"there is no model {name!r}: {hint}timm.list_models() has them all; one of your own is there when the file "
+        "that registers it has run, as --recipe FILE.py:FUNCTION runs it"
+    )
 
 
 def _create(name: str, options: Mapping[str, Any]) -> nn.Module | None:
@@ -117,7 +124,7 @@ def as_timm_reads(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Ten
 
     Weights that timm cannot change stay as they are: the caller compares names and shapes.
     """
-    convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    convert = getattr(sys.modules.get(type(model).__module__), "checkpoint_filter_fn", None)
     try:
         return convert(dict(weights), model) if convert else weights
     except (RuntimeError, AssertionError, KeyError, AttributeError, ValueError, IndexError):

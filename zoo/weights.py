@@ -299,7 +299,7 @@ def _heads(model: nn.Module) -> tuple[str, ...]:
     """The names of a model's heads."""
     if not hasattr(model, TIMM):
         return HEADS
-    names = getattr(model, "default_cfg")["classifier"]
+    names = getattr(model, "default_cfg")["classifier"] or HEADS
     return (names,) if isinstance(names, str) else tuple(names)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from largebatch.arguments import Parser, complain
 from largebatch.export.folder import write_folder
 from largebatch.export.graph import write_onnx, write_torch
+from largebatch.recipes import user_file
 from zoo import create_model, hub
 
 GRAPHS = {".onnx": write_onnx, ".pt2": write_torch}
@@ -27,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = Path(args.target)
     try:
         _check_target(target)
+        if args.recipe:
+            user_file.run(args.recipe)
         found = hub.read(args.source, average=args.ema)
         model = create_model(weights=found).eval()
         if target.suffix in GRAPHS:
@@ -46,6 +49,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("source", metavar="RUN_OR_WEIGHTS", help="a run, a checkpoint, an exported folder, or a file")
     parser.add_argument("target", metavar="TARGET", help="a new folder, or a new file .onnx or .pt2")
+    parser.add_argument("--recipe", default="", metavar="FILE.py", help="the file that registers a model of your own")
     parser.add_argument("--ema", action="store_true", help="take the average of the weights (--optim.ema_half_life)")
     parser.add_argument(
         "--license",

@@ -23,6 +23,7 @@ from largebatch.data.dali import EvalLoader
 from largebatch.data.quarantine import image_fault
 from largebatch.data.scan import index_images
 from largebatch.files.names import printable
+from largebatch.recipes import user_file
 from zoo import create_model, hub
 
 BATCH = 32  # images that the model sees at once
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.top < 1:
             raise ValueError(f"--top is {args.top}: expected 1 or more.")
+        if args.recipe:
+            user_file.run(args.recipe)
         model = open_model(args.weights, average=args.ema)
     except ValueError as mistake:
         return complain(mistake)
@@ -57,6 +60,7 @@ def _parser() -> Parser:
     parser.add_argument("weights", metavar="RUN_OR_WEIGHTS", help="a run, a checkpoint, an exported folder, or a file")
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="an image file")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="number of classes to print (default: 5)")
+    parser.add_argument("--recipe", default="", metavar="FILE.py", help="the file that registers a model of your own")
     parser.add_argument("--ema", action="store_true", help="take the average of the weights (--optim.ema_half_life)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per image, on a line of its own")
     return parser

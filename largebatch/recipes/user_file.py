@@ -4,12 +4,13 @@ The config that it returns is recorded in full, so a run goes on without the fil
 call the function, and compare every option before the first step.
 """
 
+import functools
 import re
 import sys
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from largebatch.config import TrainConfig
 
@@ -33,9 +34,7 @@ def load(name: str) -> TrainConfig:
     if not function:
         raise ValueError(f"--recipe is {name}: expected {file}:FUNCTION, a function that returns a TrainConfig.")
     try:
-        names: dict[str, Any] = {"__name__": Path(file).stem, "__file__": file}
-        exec(compile(Path(file).read_bytes(), file, "exec"), names)
-        make = names.get(function)
+        make = getattr(_run(file, Path(file).read_bytes()), function, None)
         config = make() if callable(make) else None
     except Exception as error:
         raise ValueError(f"--recipe is {name}: {_place(error, file)}: {type(error).__name__}: {error}") from None
@@ -44,6 +43,25 @@ def load(name: str) -> TrainConfig:
     if not isinstance(config, TrainConfig):
         raise ValueError(f"--recipe is {name}: it returns {type(config).__name__}, expected a TrainConfig.")
     return replace(config, recipe=name, run=replace(config.run, folder=config.run.folder or f"runs/{function}"))
+
+
+def run(name: str) -> None:
+    """Run the file of a recipe for the models that it registers; ValueError, with the line, for a mistake in it."""
+    file, _ = _parts(name)
+    try:
+        _run(file, Path(file).read_bytes())
+    except Exception as error:
+        raise ValueError(f"--recipe is {name}: {_place(error, file)}: {type(error).__name__}: {error}") from None
+
+
+@functools.cache
+def _run(file: str, content: bytes) -> ModuleType:
+    """Run a file as a module that dataclasses, pickle and timm's `register_model` find; once, until it changes."""
+    module = ModuleType(f"recipe_{Path(file).stem}")
+    module.__file__ = file
+    sys.modules[module.__name__] = module
+    exec(compile(content, file, "exec"), module.__dict__)
+    return module
 
 
 def _place(error: Exception, file: str) -> str:

@@ -59,6 +59,48 @@ def test_two_commands_train_and_one_each_resumes_validates_and_fine_tunes(tmp_pa
     assert re.search(r"(\d+) of the model's (\d+) tensors are as in this file, not pos_embed$", output, re.MULTILINE)
 
 
+OWN = """
+from dataclasses import dataclass
+
+from timm.models import register_model
+from torch import nn
+
+from largebatch.recipes.sized import scratch
+
+
+@dataclass
+class Sizes:
+    width: int = 8
+
+
+@register_model
+def own_tiny(pretrained=False, num_classes=10, **options):
+    width = Sizes().width
+    return nn.Sequential(nn.Conv2d(3, width, 32, 32), nn.ReLU(), nn.Flatten(), nn.Linear(width, num_classes))
+
+
+def mine():
+    return scratch("timm/own_tiny")
+"""
+
+
+def test_a_model_of_ones_own_is_trained_validated_and_used(tmp_path, images):
+    (tmp_path / "my.py").write_text(OWN)
+    own, run = f"{tmp_path / 'my.py'}:mine", str(tmp_path / "run")
+    batch = ["--data.global_batch_size", "24", "--data.micro_batch_size", "6", "--img-size", "32", "--run.folder", run]
+    train("--recipe", own, "--data", str(images), *batch, ranks=2, steps=1)
+    image = str(next(images.glob("val/ant/*")))
+    for words, expected in (
+        (["-m", "largebatch.validate", run, "--recipe", own], "images 18 "),
+        (["-m", "largebatch.predict", run, image, "--recipe", own], "ant"),
+        (["-m", "largebatch.export", run, str(tmp_path / "hub"), "--recipe", own], "model.safetensors"),
+    ):
+        code, output = launch(words, ranks=1, launcher="python")
+        assert code == 0 and expected in output, output
+    code, output = launch(["-m", "largebatch.predict", run, image], ranks=1, launcher="python")
+    assert code == 2 and "belongs to the model own_tiny, which timm does not have: run the file that" in output
+
+
 def renamed(images: Path, folder: Path, names: dict[str, str]) -> Path:
     """The same images, in classes of other names."""
     for split in IMAGES:
