@@ -1,7 +1,10 @@
 """Work in a thread: its result, its failure, and the end of a process whose work hangs."""
 
+import gc
 import subprocess
 import sys
+import threading
+import weakref
 
 import pytest
 
@@ -27,3 +30,29 @@ def test_work_that_ends_soon_is_waited_for():
     program += "in_background(lambda: (time.sleep(0.3), print('drawn')), name='draws')\nsys.exit(2)"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (output.returncode, output.stdout) == (2, "drawn\n"), output.stderr
+
+
+def test_works_one_after_the_other_share_a_thread_and_those_at_once_do_not():
+    """Libraries keep caches by thread, so a process with many threads in turn would grow."""
+    one_by_one = {in_background(threading.get_ident, name="in turn").result(60) for _ in range(100)}
+    together = threading.Barrier(3)
+    at_once = [in_background(lambda: (together.wait(60), threading.get_ident())[1], name="in turn") for _ in range(3)]
+    assert len(one_by_one) == 1 and len({work.result(60) for work in at_once}) == 3
+    assert in_background(threading.get_ident, name="others").result(60) not in one_by_one
+
+
+def test_a_thread_that_waits_keeps_nothing_of_its_last_work():
+    """The work of a checkpoint holds a copy of the whole state."""
+
+    class State:
+        def write(self) -> None:
+            raise OSError("full")
+
+    state = State()
+    gone = weakref.ref(state)
+    with pytest.raises(OSError):
+        in_background(state.write, name="writes").result(60)
+    in_background(int, name="writes").result(60)
+    del state
+    gc.collect()
+    assert gone() is None

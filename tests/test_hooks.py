@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 import torch
 import warm
+from matplotlib import font_manager
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
@@ -688,6 +689,23 @@ def test_the_run_goes_on_while_the_picture_is_drawn(tmp_path, monkeypatch):
         sink.write_epoch(epoch_row(3))
     sink.close()
     assert len(began) == 3 and threading.current_thread() not in began[:2] and began[2] is threading.current_thread()
+
+
+def test_forty_drawings_hold_no_more_than_two(tmp_path, monkeypatch):
+    """matplotlib keeps fonts, and their files, by thread."""
+    monkeypatch.setattr(sinks, "REDRAW_S", -1.0)
+    rows, sink, held = hooks.Csv(tmp_path), hooks.Curves(tmp_path, title="a run"), []
+    rows.open(trainer_at(0))
+    font_manager._get_font.cache_clear()  # those of other tests, of which the oldest would go
+    for number in range(1, 43):
+        rows.write_step(step_row(number))
+        rows.write_epoch(epoch_row(number))
+        sink.write_epoch(epoch_row(number))
+        assert sink.drawing is not None
+        sink.drawing.result(60)
+        held.append((len(os.listdir("/proc/self/fd")), font_manager._get_font.cache_info().currsize))
+    rows.close()
+    assert held[1] == held[-1] and held[-1][1] > 0, held
 
 
 def test_averaged_weights_are_shown_where_there_are_some(tmp_path, caplog):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ def program(name: str, *, ranks: int, gate: int, full: int, check: Callable[[dic
         rounds = size.choose(gate, full)
 
         def run() -> str:
+            shutil.rmtree(size.folder / name, ignore_errors=True)  # of a trial that was broken off
             arguments = ["-m", PROGRAMS, name, str(rounds), str(size.folder / name)]
             code, output = launch(arguments, ranks=ranks, timeout_s=36000, environment={"OMP_NUM_THREADS": "1"})
             reports = re.findall(r"report: (\{.*\})", output)
@@ -49,10 +51,12 @@ def program(name: str, *, ranks: int, gate: int, full: int, check: Callable[[dic
 
 
 def is_flat(report: dict) -> str:
-    """Say what grew in a long run; memory may grow by 1 MB in 1,000 steps."""
-    grown = [name for name in ("threads", "descriptors", "files") if report[name][1] > report[name][0]]
-    if report["mb_per_1000_steps"] > 1:
-        grown.append("memory")
+    """Say what grew in a long run.
+
+    Memory may grow by 1 MB in 1,000 steps, whose rows are drawn, and by 40 MB, until the C library has found its size.
+    """
+    limits = {"threads": 0, "descriptors": 0, "files": 0, "megabytes": 40 + report["steps"] / 1000}
+    grown = [name for name, limit in limits.items() if report[name][1] > report[name][0] + limit]
     return f"{', '.join(grown)} grew: {report}" if grown else ""
 
 
@@ -109,7 +113,7 @@ CAMPAIGNS = (
     Campaign(
         "R13",
         "a long run needs no more memory, threads, descriptors or files at its end",
-        program("soak", ranks=2, gate=2000, full=100_000, check=is_flat),
+        program("soak", ranks=2, gate=500, full=20_000, check=is_flat),
     ),
     Campaign("R14", "a repetition computes the same bits", tests("tests/mpi/test_runs.py", "-k", "resumed_equals")),
     Campaign("R15", "the doctor names what is broken", tests("tests/test_doctor.py")),

@@ -71,12 +71,12 @@ class Injector:
 
 
 def plant(injector: Injector) -> None:
-    """Put the injector before each phase."""
+    """Put the injector before each phase, and let the curves be drawn after each evaluation, at once."""
     from largebatch import engine, evaluation, start
     from largebatch.build import images
     from largebatch.comm import Communicator
     from largebatch.data.dali import TrainLoader
-    from largebatch.hooks import Checkpoint
+    from largebatch.hooks import Checkpoint, sinks
 
     def before(owner: Any, name: str, phase: str) -> None:
         whole = getattr(owner, name)
@@ -95,6 +95,7 @@ def plant(injector: Injector) -> None:
     before(Communicator, "apply", "update")
     before(evaluation, "count_correct", "evaluate")
     before(Checkpoint, "save", "save")
+    sinks.REDRAW_S = 0.0
     fit = engine.Trainer.fit
 
     def fitting(self: engine.Trainer, **options: Any) -> str:

@@ -8,25 +8,28 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "mpi" / "ranks")]
-
-from parts import plan_for, small_trainer  # noqa: E402
-
-from largebatch import hooks  # noqa: E402
-from largebatch.build import build_trainer  # noqa: E402
-from largebatch.comm import Communicator, Stopped, session  # noqa: E402
-from largebatch.comm.replicas import check_replicas, named_tensors  # noqa: E402
-from largebatch.hooks.recompute import check_gradient  # noqa: E402
-from largebatch.start import start_ranks  # noqa: E402
-from largebatch.train import read  # noqa: E402
+from largebatch import hooks, train
+from largebatch.build import build_trainer
+from largebatch.build import trainer as parts
+from largebatch.comm import Communicator, Stopped, background, session
+from largebatch.comm.replicas import check_replicas, named_tensors
+from largebatch.engine import Trainer
+from largebatch.hooks import sinks
+from largebatch.hooks.recompute import check_gradient
+from largebatch.hooks.sinks import Sink
+from largebatch.hooks.tables import Row
+from largebatch.start import start_ranks
+from largebatch.train import read
 
 IMAGES = 1_281_167  # of ImageNet-1K
 FLIP_EVERY = 200  # checks between two in which a bit is flipped
+KEPT = 5  # the newest two checkpoints, the best, its link, and the one before the loss rose
+SMALL = "--model vit_nano32 --img-size 32 --data.micro_batch_size 4".split()
 
 
 def report(comm: Communicator, **numbers: object) -> None:
@@ -37,10 +40,11 @@ def report(comm: Communicator, **numbers: object) -> None:
 def compare(rounds: int, folder: Path) -> None:
     """Check the replicas so often; now and then a bit of one rank is flipped, which is found, and flipped back."""
     draws, found = random.Random(8), 0
-    with session(deterministic=True) as comm:
-        trainer = small_trainer(comm, plan_for(comm, steps=2), passes=2)
+    config = read([*SMALL, "--data.global_batch_size", "24", "--run.duration", "2 steps", "--run.folder", str(folder)])
+    with session(config) as comm:
+        trainer = train.build_trainer(config, comm)
         trainer.fit()
-        tensors = named_tensors(trainer.model, trainer.optimizer)
+        tensors = named_tensors(trainer.model, trainer.optimizer, trainer.average)
         for number in range(rounds):
             if number % FLIP_EVERY:
                 check_replicas(comm, tensors, place=f"check {number}", remedy="")
@@ -63,42 +67,54 @@ def flip(tensor: torch.Tensor, element: int, bit: int, *, here: bool) -> None:
         tensor.detach().view(-1).view(torch.int32)[element] ^= torch.tensor(1, dtype=torch.int32) << bit
 
 
-def held(folder: Path) -> dict[str, int]:
-    """Return what this process holds: threads, descriptors, and files in the run folder."""
-    files = sum(path.is_file() for path in folder.rglob("*"))
+class Holding(Sink):
+    """Reports what rank 0 holds after a tenth of the steps and after the last one, when its threads have done."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.held: list[dict[str, float]] = []
+
+    def open(self, trainer: Trainer) -> None:
+        self.steps = trainer.last_step // 10, trainer.last_step
+
+    def write_epoch(self, row: Row) -> None:
+        if row["step"] in self.steps:
+            futures.wait(list(background._begun))
+            self.held.append(held(self.folder))
+
+    def close(self) -> None:
+        numbers = {name: [one[name] for one in self.held] for name in self.held[0]}
+        print("report:", json.dumps({"steps": self.steps[1]} | numbers), flush=True)
+
+
+def held(folder: Path) -> dict[str, float]:
+    """Return what this process holds: threads, descriptors, files in the run folder, and megabytes in memory.
+
+    The checkpoints that are kept, the best one among them, may be one more at the end.
+    """
     threads, descriptors = (len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd"))
-    return {"threads": threads, "descriptors": descriptors, "files": files}
-
-
-def megabytes() -> float:
-    """Return the resident memory of this process."""
+    outside = sum(path.is_file() for path in folder.rglob("*") if "checkpoints" not in path.parts)
+    kept = max(len(os.listdir(folder / "checkpoints")), KEPT)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
+    return {
+        "threads": threads,
+        "descriptors": descriptors,
+        "files": outside + kept,
+        "megabytes": round(pages * resource.getpagesize() / 2**20, 1),
+    }
 
 
 def soak(rounds: int, folder: Path) -> None:
-    """Train so many steps of a toy, with rows, checks and checkpoints; report what grew since a tenth of them."""
-    with session(deterministic=True) as comm:
-        if comm.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-        plan = plan_for(comm, steps=rounds)
-        trainer = small_trainer(comm, plan, passes=2)
-        batch, twentieth = plan.global_batch_size, rounds // 20 * plan.global_batch_size
-        check = hooks.ReplicaCheck(interval_images=10 * batch, with_optimizer=True)
-        trainer.eval_images = twentieth
-        trainer.hooks = [
-            hooks.RecomputeCheck(interval_images=100 * batch),
-            check,
-            hooks.Checkpoint(folder, every_images=twentieth, keep=2, config_text="", before_save=check.check),
-            hooks.Log([hooks.Csv(folder)] if comm.rank == 0 else [], every_images=10 * batch),
-        ]
-        trainer.fit(max_steps=rounds // 10)
-        first, memory = held(folder), megabytes()
-        trainer.fit()
-        last = held(folder)
-        slope = (megabytes() - memory) / (0.9 * rounds / 1000)
-        grown = {name: (first[name], last[name]) for name in first}
-        report(comm, steps=trainer.state.step, mb_per_1000_steps=round(slope, 4), **grown)
+    """Train so many steps as a user does, with 50 evaluations and checkpoints; report what grew since a tenth of them.
+
+    The curves are drawn after each evaluation, not every 10 seconds at most, and gradients are compared.
+    """
+    often = f"{rounds // 50} steps"
+    options = ["--data.global_batch_size", "16", "--run.duration", f"{rounds} steps", "--run.folder", str(folder)]
+    options += ["--run.eval_every", often, "--checkpoint.every", often, "--log.every", "10 steps"]
+    build_sinks, sinks.REDRAW_S = parts.build_sinks, 0.0
+    parts.build_sinks = lambda config: [*build_sinks(config), Holding(folder)]
+    train.main([*SMALL, *options, "--run.recompute", "100 steps"])
 
 
 def cost(rounds: int, folder: Path) -> None:

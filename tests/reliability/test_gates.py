@@ -33,10 +33,10 @@ def test_a_broken_promise_ends_a_campaign_which_goes_on_later(tmp_path):
 
 
 def test_memory_and_descriptors_that_grow_fail_the_soak():
-    flat = {"threads": [9, 9], "descriptors": [40, 40], "files": [8, 8], "mb_per_1000_steps": 0.5}
+    flat = {"steps": 2000, "threads": [9, 9], "descriptors": [40, 40], "files": [8, 8], "megabytes": [500, 542]}
     assert is_flat(flat) == ""
     assert is_flat(flat | {"descriptors": [40, 41]}).startswith("descriptors grew")
-    assert is_flat(flat | {"mb_per_1000_steps": 1.5}).startswith("memory grew")
+    assert is_flat(flat | {"megabytes": [500, 543]}).startswith("megabytes grew")
 
 
 def test_a_fault_is_written_as_it_is_read():
