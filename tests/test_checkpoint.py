@@ -39,6 +39,7 @@ CONFIG = TrainConfig(recipe="quickstart")
 CONFIG_TEXT = dump(CONFIG)
 DESCRIPTION = '{"architecture": "vit_tiny_patch16_224", "num_classes": 10}\n'
 WRITES = (store.__file__, checkpointing.__file__)
+resume = sys.modules["largebatch.checkpoint.resume"]  # the package has a function of this name
 OPTIMIZERS = {"Lamb": lambda parameters: Lamb(parameters, lr=0.01, impl="eager"), "AdamW": torch.optim.AdamW}
 
 
@@ -277,6 +278,88 @@ def test_truncation_at_each_tenth(newest, caplog, file):
     for tenth in reversed(range(10)):
         os.truncate(newest / file, size * tenth // 10)
         assert_falls_back(newest, caplog, why=file)
+
+
+def flip(tensor: torch.Tensor) -> None:
+    tensor.view(-1).view(torch.uint8)[tensor.nbytes // 2] ^= 4
+
+
+COPIES: dict[str, Callable[[checkpoint.Snapshot], torch.Tensor]] = {
+    "weights": lambda copied: copied.weights["model.safetensors"]["0.weight"],
+    "average": lambda copied: copied.weights["model_ema.safetensors"]["2.bias"],
+    "moment": lambda copied: copied.state["optimizer"]["state"][1]["exp_avg_sq"],
+}
+
+
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("what", COPIES)
+def test_a_bit_that_flips_before_the_file_is_written_fails_the_save(tmp_path, what, copies):
+    """The copy in host memory lives as long as a slow disk needs. The next save is a copy of its own."""
+    parts, memory = make_parts(seed=1), checkpoint.HostMemory() if copies else None
+    first = save(tmp_path, 1, parts=parts, average=parts[0], memory=memory)
+    copied = snapshot(2, parts, average=parts[0], memory=memory)
+    flip(COPIES[what](copied))
+    with pytest.raises(OSError, match="holds other numbers than the training: a bit has flipped"):
+        checkpoint.save(tmp_path, copied)
+    assert checkpoint.latest(tmp_path) == first and [path.name for path in first.parent.iterdir()] == [first.name]
+    second = save(tmp_path, 2, parts=make_parts(seed=1), average=parts[0], memory=memory)
+    assert checkpoint.why_invalid(second) is None
+
+
+@pytest.mark.parametrize("writer, name", [("write_weights", "model.safetensors"), ("torch.save", "state.pt")])
+def test_a_file_with_other_bytes_than_were_given_fails_the_save(tmp_path, monkeypatch, writer, name):
+    owner, function = (store, "write_weights") if writer == "write_weights" else (torch, "save")
+    write = getattr(owner, function)
+
+    def write_otherwise(content: object, path: Path) -> None:
+        write(content, path)
+        data = bytearray(path.read_bytes())
+        place = data.find(make_parts(seed=5)[0][1].weight.detach().numpy().tobytes() if name != "state.pt" else moment)
+        assert place > 0
+        data[place + 5] ^= 1
+        path.write_bytes(data)
+
+    parts = make_parts(seed=5)
+    moment = parts[1].state[parts[0][1].weight]["exp_avg"].numpy().tobytes()
+    monkeypatch.setattr(owner, function, write_otherwise)
+    with pytest.raises(OSError, match=f"{name} holds other numbers"):
+        save(tmp_path, 5, parts=parts)
+    assert checkpoint.checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("what", ["model", "average", "moment"])
+def test_a_bit_that_flips_while_a_checkpoint_is_loaded_is_told(tmp_path, monkeypatch, what):
+    parts = make_parts(seed=1)
+    path = save(tmp_path, 1, parts=parts, average=parts[0])
+    read_state, load_weights = resume.read_state, resume.load_weights
+
+    def read(path: Path) -> dict:
+        content = read_state(path)
+        if what == "moment":
+            flip(content["optimizer"]["state"][1]["exp_avg"])
+        return content
+
+    def load_into(model: nn.Module, path: Path) -> None:
+        load_weights(model, path)
+        if path.name == {"model": "model.safetensors", "average": "model_ema.safetensors"}.get(what):
+            flip(model[0].weight.detach())
+
+    monkeypatch.setattr(resume, "read_state", read)
+    monkeypatch.setattr(resume, "load_weights", load_into)
+    with pytest.raises(ValueError, match=r"What was loaded from .* is not what was saved: a bit has flipped"):
+        load(path, make_parts(seed=2, steps=0), average=make_parts(seed=3)[0])
+
+
+def test_a_checkpoint_of_an_older_version_has_no_sums(tmp_path):
+    parts = make_parts(seed=1)
+    path = save(tmp_path, 1, parts=parts)
+    recorded = json.loads((path / "manifest.json").read_text())["parts"]
+    assert all(part.pop("sums") for name, part in recorded.items() if name != "config.json")
+    (path / "manifest.json").write_text(store._manifest(recorded, step=1))
+    assert checkpoint.why_invalid(path) is None
+    fresh = make_parts(seed=2, steps=0)
+    load(path, fresh)
+    assert_equal(dict(parts[0].state_dict()), dict(fresh[0].state_dict()))
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -1,6 +1,7 @@
 """Bring a run to a checkpoint, unless that was made with other options."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from largebatch import config as configs
-from largebatch.checkpoint.snapshot import AVERAGE, WEIGHTS
-from largebatch.checkpoint.store import latest, read_state
+from largebatch.bit_sums import digest
+from largebatch.checkpoint.snapshot import AVERAGE, STATE, WEIGHTS, sums_of
+from largebatch.checkpoint.store import latest, read_state, recorded_sums
 from largebatch.config import TrainConfig
 from largebatch.engine import Trainer, TrainState
-from zoo import load_weights
+from zoo import load_weights, named_weights
 
 logger = logging.getLogger(__name__)
 
@@ -105,12 +107,27 @@ def load(
     content = read_state(path)
     if config is not None:
         check_config(content["config"], config, path=path, same_images=content["state"].get("data") == images)
-    load_weights(model, path / WEIGHTS)
-    if average is not None:
-        load_weights(average, path / AVERAGE)
+    sums = recorded_sums(path)
+    check_loaded(path, STATE, content, sums)
+    for name, target in {WEIGHTS: model, AVERAGE: average}.items():
+        if target is not None:
+            load_weights(target, path / name)
+            check_loaded(path, name, named_weights(target), sums)
     optimizer.load_state_dict(content["optimizer"])
     scaler.load_state_dict(content["scaler"])
     return TrainState(**content["state"])
+
+
+def check_loaded(path: Path, name: str, content: Mapping[str, Any], sums: dict[str, str]) -> None:
+    """Raise ValueError if the tensors that were loaded from a file are not those that were trained.
+
+    sums: the digests of the checkpoint; older ones have none.
+    """
+    if name in sums and digest(sums_of(content)) != sums[name]:
+        raise ValueError(
+            f"What was loaded from {path / name} is not what was saved: a bit has flipped on the way from the disk; "
+            "give the same command again, on another host if it repeats."
+        )
 
 
 def check_config(text: str, config: TrainConfig, *, path: Path, same_images: bool = False) -> None:

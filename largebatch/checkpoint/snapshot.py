@@ -7,13 +7,14 @@ the GPU: the step does not wait for it, the thread that writes does.
 
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from largebatch.bit_sums import bit_sums
 from largebatch.engine import TrainState
 from zoo import named_weights
 
@@ -56,6 +57,7 @@ class Snapshot:
     state: dict[str, Any]  # what is written into state.pt
     copied: torch.cuda.Event | None = None  # until then the GPU is still copying
     description: str = ""  # what is written into config.json; "": there is none
+    sums: dict[str, Tensor] = field(default_factory=dict)  # by the name of the file: of the tensors that were copied
 
     def wait(self) -> None:
         """Wait until the tensors are complete."""
@@ -90,14 +92,20 @@ def take_snapshot(
         "config": config_text,
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
     }
-    copied = None
+    files: dict[str, dict[str, Any]] = {**weights, STATE: content}
+    copied, sums = None, {name: sums_of(inside) for name, inside in files.items()}
     if memory is not None:
         on_gpu = any(tensor.is_cuda for tensor in _tensors([weights, content]))
-        weights, content = memory.copy((weights, content))
+        weights, content, sums = memory.copy((weights, content, sums))
         if on_gpu:
             copied = torch.cuda.Event()
             copied.record()
-    return Snapshot(state.step, weights, content, copied, description)
+    return Snapshot(state.step, weights, content, copied, description, sums)
+
+
+def sums_of(content: Mapping[str, Any]) -> Tensor:
+    """Return the sums of the bits of a file's tensors, by which a later copy of them is compared."""
+    return bit_sums(_tensors([content[name] for name in sorted(content)]))
 
 
 def num_bytes(value: Any) -> int:

@@ -6,15 +6,16 @@
             model_ema.safetensors the average of the weights, in a run with optim.ema_half_life
             config.json           the model, its image size, crop and class names, for timm and the zoo (zoo/hub.py)
             state.pt              optimizer, loss scaler, TrainState, config and versions; weights_only is enough
-            manifest.json         the step, and size and SHA-256 of these: written last
+            manifest.json         the step, and of these the size, SHA-256 and sums of the bits: written last
         00000200/
         best                      a link to the checkpoint of the best evaluation, which is kept beside the newest
         00000300.tmp/             one being written, or what a kill left of it; the next save removes it if it can
 
 A folder without the suffix is complete: it is written under the other name, every file is on the disk before the
-manifest is, and only then it is renamed. The digests show any later damage before a tensor is read, and the next older
-checkpoint is taken then. Only rank 0 reads and writes. Of the data only the step is in here: the plan of the run is a
-pure function of it.
+manifest is, and only then it is renamed. The digests show any later damage before a tensor is loaded, and the next
+older checkpoint is taken then. A bit that flips on the way to the file would be part of its digest. So the sums of the
+tensors in training are compared with those of the file before it counts, and again with those that are loaded. Only
+rank 0 reads and writes. Of the data only the step is in here: the plan of the run is a pure function of it.
 
 `save` may run in a thread. This process remembers the digests of files that it has written or read, so a save does not
 read the older checkpoints again; `latest` and `why_invalid` always read.
@@ -32,12 +33,14 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
-from largebatch.checkpoint.snapshot import AVERAGE, DESCRIPTION, STATE, WEIGHTS, Snapshot
+from largebatch.bit_sums import bit_sums, digest
+from largebatch.checkpoint.snapshot import AVERAGE, DESCRIPTION, STATE, WEIGHTS, Snapshot, sums_of
 from zoo import hub, write_weights
 from zoo.weights import SUFFIXES
 
@@ -175,21 +178,22 @@ def checkpoints(folder: str | Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name), reverse=True)
 
 
-def why_invalid(path: Path, *, digest: Callable[[Path], str] | None = None) -> str | None:
-    """Return the reason why a checkpoint cannot be used, or None; reads no tensor.
+def why_invalid(path: Path, *, sha256: Callable[[Path], str] | None = None) -> str | None:
+    """Return the reason why a checkpoint cannot be used, or None.
 
-    digest: returns the SHA-256 of a file; by default it is computed from every byte.
+    sha256: returns that of a file; by default it is computed from every byte, and the tensors are compared as well.
     """
-    digest = digest or _sha256
     try:
         text = (path / MANIFEST).read_text(encoding="ascii")
         recorded = json.loads(text)["parts"]
         for name in _parts(recorded):
-            num_bytes, sha256 = recorded[name]["bytes"], recorded[name]["sha256"]
+            num_bytes, sums = recorded[name]["bytes"], recorded[name].get("sums")
             if (path / name).stat().st_size != num_bytes:
                 return f"{name} has {(path / name).stat().st_size} of {num_bytes} bytes"
-            if digest(path / name) != sha256:
+            if (sha256 or _sha256)(path / name) != recorded[name]["sha256"]:
                 return f"{name} has changed since it was written"
+            if sha256 is None and sums is not None and sums != _digest_in(path / name):
+                return f"{name} holds other numbers than were trained"
         if text != _manifest(recorded, step=int(path.name)):
             return f"{MANIFEST} has changed since it was written"
     except OSError as error:
@@ -222,18 +226,43 @@ def _write(folder: Path, snapshot: Snapshot) -> None:
         torch.save(snapshot.state, folder / STATE)
     except (SafetensorError, RuntimeError) as error:  # how the two libraries report a failed write
         raise OSError(errno.EIO, f"writing failed, is the disk full? ({error})") from error
-    parts = {}
+    parts: dict[str, dict[str, Any]] = {}
     for name in (*snapshot.weights, *([DESCRIPTION] if snapshot.description else []), STATE):
         _sync(folder / name)
         parts[name] = {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
+    for name, sums in snapshot.sums.items():
+        parts[name]["sums"] = digest(sums)
+        if _digest_in(folder / name) != parts[name]["sums"]:
+            reason = f"{name} holds other numbers than the training: a bit has flipped on the way to the disk"
+            raise OSError(errno.EIO, reason)
     (folder / MANIFEST).write_text(_manifest(parts, step=snapshot.step), encoding="ascii")
     _sync(folder / MANIFEST)
     _sync(folder)
 
 
+def _digest_in(path: Path) -> str:
+    """Return the digest of the sums of the tensors in a file, read one by one; "" if it cannot be read."""
+    try:
+        if path.name == STATE:
+            return digest(sums_of(torch.load(path, map_location="cpu", weights_only=True, mmap=True)))
+        with safe_open(path, framework="pt") as file:
+            return digest(bit_sums(file.get_tensor(name) for name in sorted(file.keys())))
+    except (SafetensorError, RuntimeError, UnpicklingError, ValueError, EOFError):
+        return ""
+
+
+def recorded_sums(path: Path) -> dict[str, str]:
+    """Return the digests of the sums of a valid checkpoint, by the name of the file; older ones have none."""
+    parts = json.loads((path / MANIFEST).read_text(encoding="ascii"))["parts"]
+    return {name: part["sums"] for name, part in parts.items() if "sums" in part}
+
+
 def _manifest(parts: dict[str, dict[str, Any]], *, step: int) -> str:
     """Return the one possible text of manifest.json for these parts, so that a change anywhere in it shows."""
-    known = {name: {"bytes": parts[name]["bytes"], "sha256": parts[name]["sha256"]} for name in _parts(parts)}
+    known = {
+        name: {key: parts[name][key] for key in ("bytes", "sha256", "sums") if key != "sums" or key in parts[name]}
+        for name in _parts(parts)
+    }
     return json.dumps({"step": step, "parts": known}, indent=2) + "\n"
 
 
@@ -330,7 +359,7 @@ def _keep_newest(written: Path, keep: int, *, sound_step: int | None) -> None:
     paths = checkpoints(written.parent.parent)
     valid: list[Path] = []
     if len(paths) > keep:  # else there is nothing to remove
-        checked = partial(why_invalid, digest=_remembered_sha256)
+        checked = partial(why_invalid, sha256=_remembered_sha256)
         newest_valid = (path for path in paths if path == written or checked(path) is None)
         valid = list(itertools.islice(newest_valid, keep))
     if len(valid) == keep:

@@ -5,7 +5,6 @@ as each rank also has the same weights and the same options, and takes its part 
 ranks compare a digest of these (`Votes`), and now and then a sum of the bits of each tensor.
 """
 
-import hashlib
 import socket
 import zlib
 from collections import Counter
@@ -18,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from largebatch.bit_sums import bit_sums, digest
 from largebatch.comm.hvd import hvd
 from largebatch.comm.mistakes import Mistake
 from largebatch.comm.polling import finish
 from largebatch.comm.stopped import Stopped
 
-WORD = 8  # bytes that are added as one: without a conversion, a sum takes no longer than reading
 DIGEST = 2**26  # the square of a smaller number, times the number of ranks, fits into 63 bits
 PLAIN = {type(None), bool, int, float, str}
 OFTEN = 1024  # steps; up to there the weights are compared after 1, 2, 4, ... steps, then after each so many
@@ -229,13 +228,13 @@ def check_replicas(comm: Any, tensors: dict[str, Tensor], *, place: str, remedy:
 def named_tensors(
     model: nn.Module, optimizer: Optimizer | None = None, average: nn.Module | None = None
 ) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, in the same order on all ranks.
+    """Return parameters and buffers by name, also those that no checkpoint has, in the same order on all ranks.
 
     The optimizer's tensors are called parameter/key, and those of the average have a word before their name.
     """
-    tensors = dict(model.state_dict(keep_vars=True))
+    tensors = _held(model)
     if average is not None:
-        tensors.update({f"the average of {name}": value for name, value in average.state_dict(keep_vars=True).items()})
+        tensors.update({f"the average of {name}": value for name, value in _held(average).items()})
     if optimizer is not None:
         for name, parameter in model.named_parameters():
             state = optimizer.state.get(parameter, {})
@@ -243,13 +242,9 @@ def named_tensors(
     return tensors
 
 
-def bit_sum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bytes, eight as one integer, 0-d int64 modulo 2^64; a flipped bit changes it."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if flat.storage_offset() % WORD:
-        flat = flat.clone()  # a view as words begins at a whole word
-    whole = len(flat) - len(flat) % WORD
-    return flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)
+def _held(model: nn.Module) -> dict[str, Tensor]:
+    """Such as tables of positions and attention masks, which are computed when a model is built, and not saved."""
+    return {**model.state_dict(keep_vars=True), **dict(model.named_buffers())}
 
 
 @dataclass(frozen=True)
@@ -268,8 +263,8 @@ def differences(comm: Any, tensors: dict[str, Tensor]) -> list[Difference]:
 
     A collective; its result is the same on all ranks.
     """
-    sums = torch.stack([bit_sum(tensor) for tensor in tensors.values()]).cpu()
-    mine = (comm.model_rank, socket.gethostname(), hashlib.blake2b(sums.numpy().tobytes()).hexdigest())
+    sums = bit_sums(tensors.values()).cpu()
+    mine = comm.model_rank, socket.gethostname(), digest(sums)
     everyone = comm.allgather_object(mine, name="replicas/digest")
     bad = differing(everyone)
     if not any(bad):

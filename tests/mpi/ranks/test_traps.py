@@ -71,6 +71,7 @@ def test_broadcast_moves_nothing(comm, kind):
     model.register_buffer("flag", torch.tensor([comm.rank == 0]))  # bool: not a type of Horovod's
     model.register_buffer("share", torch.full((2,), float(comm.rank), dtype=torch.bfloat16))
     model.register_buffer("count", torch.tensor(comm.rank))
+    model.register_buffer("angles", torch.full((3,), 0.5 + comm.rank), persistent=False)  # each host computes its own
     optimizer = comm.wrap(kind(model.parameters(), lr=0.1 + comm.rank, weight_decay=0.5), model, passes=1)
     init_state(optimizer)
     for state in optimizer.state.values():
@@ -82,6 +83,7 @@ def test_broadcast_moves_nothing(comm, kind):
     for parameter, root in zip(model.parameters(), roots):
         assert torch.equal(parameter, root)
     assert bool(model.flag) and model.share.tolist() == [0, 0] and int(model.count) == 0
+    assert model.angles.tolist() == [0.5] * 3
     assert {group["lr"] for group in optimizer.param_groups} == {0.1}
     for state in optimizer.state.values():
         assert all(bool((value == 1).all()) for value in state.values() if torch.is_tensor(value))

@@ -1,0 +1,57 @@
+"""Sums of the bits of tensors: they tell whether two copies are equal, on any device and without waiting for it."""
+
+import functools
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+WORD = 8  # bytes that are added as one
+PIECE = 2**20  # words that are multiplied at a time, so that a sum needs little memory
+STEP = -3372029247567499371  # odd, so that a product with it loses no bit; that of a later piece is another power of it
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's words, each times an odd number of its place, 0-d int64 modulo 2^64.
+
+    A flipped bit changes it. So do two flips and exchanged words, whose changes would cancel in a plain sum. A flip of
+    the highest bits is added at a lower place as well, since two odd numbers times 2^63 are equal modulo 2^64.
+    """
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for piece in flat.split(PIECE * WORD):
+        words = _words(piece)
+        mixed = (words >> 32).add_(words).mul_(_odd_numbers(PIECE, words.device)[: len(words)])
+        total = total * STEP + mixed.sum()
+    return total
+
+
+def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sums of these tensors, (N), on the device of the first."""
+    sums = [bit_sum(tensor) for tensor in tensors]
+    return torch.stack([one.to(sums[0].device) for one in sums]) if sums else torch.zeros(0, dtype=torch.int64)
+
+
+def digest(sums: Tensor) -> str:
+    """Return a text that differs if one of the sums does."""
+    return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=32).hexdigest()
+
+
+def _words(piece: Tensor) -> Tensor:
+    """Return bytes as words; the last one may end with zeros."""
+    if piece.storage_offset() % WORD == len(piece) % WORD == 0:
+        return piece.view(torch.int64)
+    words = torch.zeros(-(-len(piece) // WORD), dtype=torch.int64, device=piece.device)
+    words.view(torch.uint8)[: len(piece)] = piece
+    return words
+
+
+@functools.cache
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
+    """Return odd numbers that look random: the same on all devices, hosts and days."""
+    numbers = torch.arange(1, count + 1, device=device) * -7046029254386353131
+    numbers ^= numbers >> 32
+    numbers *= -4658895280553007687
+    numbers ^= numbers >> 29
+    return numbers | 1
