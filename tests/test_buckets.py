@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from largebatch.comm import buckets
 from largebatch.comm.buckets import PARTS, SMALLEST
+from largebatch.comm.sending import Unchanged
 from zoo import create_model
 
 
@@ -67,3 +68,18 @@ def test_a_backward_pass_computes_gradients_in_the_order_of_the_buckets(name):
     place = {id(parameter): number for number, parameter in enumerate(ready)}
     assert len(place) == len(parameters)
     assert max(place[id(parameter)] - number for number, parameter in enumerate(parameters)) <= 3
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("odd", [0.0, float("inf"), float("nan")])
+def test_the_peak_of_what_is_sent_is_the_largest_absolute_value(sign, odd):
+    gradients = [torch.randn(50, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    gradients[2][7], gradients[1][3] = 9.0 * sign, odd * sign
+    sending = Unchanged()
+    assert sending.take_peak() is None
+    sending.measures = True
+    for gradient in gradients:
+        sending.compress(gradient)
+    expected = torch.stack([gradient.double().abs().max() for gradient in gradients]).max()
+    torch.testing.assert_close(sending.take_peak(), expected, rtol=0, atol=0, equal_nan=True)
+    assert sending.take_peak() is None

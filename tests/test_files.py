@@ -313,6 +313,25 @@ def test_no_library_is_loaded_that_others_may_have_written(cache, tmp_path, monk
     assert load_library(source).answer() == (13 if how == "nobody" else 42)
 
 
+@pytest.mark.parametrize("place", ["log.txt", "checkpoints/x"])
+def test_a_run_does_not_wait_for_a_pipe_in_its_folder(tmp_path, place):
+    pipe = tmp_path / place
+    pipe.parent.mkdir(exist_ok=True)
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match=f"{pipe} is neither a file nor a folder: remove it, or choose another"):
+        refuse_links_of_others(tmp_path)
+    pipe.unlink()
+    (tmp_path / "best").symlink_to("nowhere")
+    refuse_links_of_others(tmp_path)
+
+
+def test_a_file_that_cannot_be_written_is_named_as_it_was_given(tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        with atomic_file(tmp_path / "none" / "x.json"):
+            pass
+    assert error.value.filename == str(tmp_path / "none" / "x.json")
+
+
 # -- names that others have chosen ----------------------------------------------------------------------------------
 
 

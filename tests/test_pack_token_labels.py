@@ -1,6 +1,7 @@
 """Adding label maps to shards: the published files come back bit for bit, a teacher's are its own logits."""
 
 import io
+import json
 import shutil
 
 import numpy as np
@@ -260,6 +261,27 @@ def test_another_pool_cannot_teach():
 
     with pytest.raises(ValueError, match="or another pool"):
         teacher._check(Maximum(), "maximum")
+
+
+@torch.inference_mode()
+def test_the_folder_of_a_model_teaches_with_its_own_size_and_classes(tmp_path):
+    names = ["cat", "dog", "élan"]
+    model = zoo.create_model("vit_ti16", img_size=48, num_classes=3, global_pool="avg").eval()
+    zoo.save_weights(model, tmp_path / "model.safetensors")
+    content = zoo.hub.describe("vit_ti16", model, label_names=names)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    images = torch.randn(2, 3, 48, 48)
+    expected = dense_logits(model, images)
+    for known in ((), names):
+        again = build_teacher(str(tmp_path), label_names=known)
+        assert input_size(again) == 48
+        torch.testing.assert_close(dense_logits(again, images), expected)
+    turned = build_teacher(str(tmp_path), label_names=names[::-1])
+    torch.testing.assert_close(dense_logits(turned, images), expected.flip(1))
+    with pytest.raises(ValueError, match="knows the classes cat, dog, élan, and the images have cat, cow: take"):
+        build_teacher(str(tmp_path), label_names=["cat", "cow"])
+    with pytest.raises(ValueError, match="is a folder with weights of its own: leave other weights out"):
+        build_teacher(str(tmp_path), weights=tmp_path / "model.safetensors")
 
 
 @torch.inference_mode()

@@ -6,6 +6,7 @@ for places.
 """
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,22 +14,32 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from zoo import MODELS, create_model
+from zoo import MODELS, create_model, hub
 from zoo.model import ZooModel
 from zoo.volo import VOLO
-from zoo.weights import load_weights, read_weights
+from zoo.weights import listed, load_weights, read_weights
 
 
 def build_teacher(
-    name: str, *, num_classes: int = 1000, weights: str | Path | None = None, img_size: int | None = None
+    name: str,
+    *,
+    num_classes: int = 1000,
+    weights: str | Path | None = None,
+    img_size: int | None = None,
+    label_names: Sequence[str] = (),
 ) -> nn.Module:
-    """Build a model of the zoo or of timm, in evaluation mode, for `dense_logits`.
+    """Build a model of the zoo or of timm, or that of a run or an exported folder, in evaluation mode.
 
-    weights: a file; without it timm downloads them. img_size: for models of the zoo only; timm's have a size of their
-    own. ValueError for an unknown name, for weights that do not fit, or if its logits are not those of a mean over
-    places.
+    weights: a file; without it timm downloads them, and a folder has its own. img_size: for models of the zoo only;
+    timm's have a size of their own. label_names: of the classes to label; a folder that names its own must have these.
+    ValueError for an unknown name, for weights that do not fit, or if its logits are not those of a mean over places,
+    as `dense_logits` needs it.
     """
-    if name in MODELS:
+    if name not in MODELS and Path(name).is_dir():
+        if weights is not None:
+            raise ValueError(f"{name} is a folder with weights of its own: leave other weights out.")
+        model = _of_folder(name, img_size, label_names)
+    elif name in MODELS:
         if weights is None:
             raise ValueError(f"{name} has no weights to label with: give a file of them.")
         pool = "avg" if "fc_norm.weight" in read_weights(weights) else ""  # what timm calls the norm behind a mean
@@ -47,6 +58,18 @@ def build_teacher(
     model.eval()
     _check(model, name)
     return model
+
+
+def _of_folder(name: str, img_size: int | None, label_names: Sequence[str]) -> nn.Module:
+    """Build the model of a folder, with logits in the order of these classes."""
+    found = hub.read(name)
+    theirs = found.cfg.get("label_names", ())
+    if hub.head_rows(theirs, label_names) == []:
+        raise ValueError(
+            f"{name} knows the classes {listed(theirs)}, and the images have {listed(label_names)}: take a teacher "
+            "that has learned these."
+        )
+    return create_model(weights=found, img_size=img_size, label_names=label_names if theirs else ())
 
 
 def _load(model: nn.Module, weights: str | Path) -> None:

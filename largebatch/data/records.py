@@ -9,13 +9,13 @@ comes from; or those of TensorFlow Datasets. Other fields are ignored.
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-import google_crc32c
 import numpy as np
 
 from largebatch.files import atomic_file
@@ -30,9 +30,16 @@ SEARCH_BYTES = 2**20  # read at once to find the next record behind a gap
 # -- record framing ----------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _crc32c() -> Callable[[bytes], int]:
+    import google_crc32c  # not at the start: --help needs no package
+
+    return google_crc32c.value
+
+
 def masked_crc(data: bytes) -> int:
     """Return the CRC-32C of `data`, rotated and shifted as TFRecords store it."""
-    crc = google_crc32c.value(data)
+    crc = _crc32c()(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 

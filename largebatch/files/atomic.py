@@ -27,6 +27,10 @@ def atomic_file(path: str | Path) -> Iterator[io.BufferedWriter]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.filename == str(temporary):
+            error.filename = str(path)  # the name that a person knows
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

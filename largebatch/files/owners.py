@@ -22,6 +22,7 @@ def distrust(path: Path) -> str:
 def refuse_links_of_others(folder: Path) -> None:
     """Raise ValueError if a link in `folder`, or in a folder in it, belongs to neither this user nor root.
 
+    Also if something there is neither a file nor a folder: who opens a pipe waits for its other end.
     What this user writes there would go where another one has chosen. Links of this user are followed: many keep
     checkpoints on another disk.
     """
@@ -31,6 +32,10 @@ def refuse_links_of_others(folder: Path) -> None:
             raise ValueError(
                 f"{entry.path} is a link that user {owner} has made, and this run would write to where it leads: "
                 "remove it, or choose another --run.folder."
+            )
+        if os.path.exists(entry) and not (entry.is_file() or entry.is_dir()):
+            raise ValueError(
+                f"{entry.path} is neither a file nor a folder: remove it, or choose another --run.folder."
             )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from rich import progress
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich import progress
 
 Show = Callable[[int], None]  # takes the number of pieces done so far
 
@@ -27,6 +28,9 @@ def show_progress(what: str, total: int, *, unit: str = "images", quiet: bool = 
 
 
 def _bar(unit: str) -> progress.Progress:
+    from rich import progress
+    from rich.console import Console
+
     return progress.Progress(
         progress.BarColumn(),
         progress.TextColumn("{task.description}: {task.completed} of {task.total} " + unit),

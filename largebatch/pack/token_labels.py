@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("out", help="folder for the same records with label maps")
     one = parser.add_mutually_exclusive_group(required=True)
     one.add_argument("--labels", default="", help="folder of published label files, <class>/<image>.pt")
-    one.add_argument("--teacher", default="", help="model that makes the label maps: a name in timm or in the zoo")
+    one.add_argument("--teacher", default="", help="model that makes the label maps: timm's name, the zoo's, or a run")
     parser.add_argument("--weights", default="", help="file of the teacher's weights (default: timm's download)")
     parser.add_argument("--num-classes", type=int, default=1000, help="classes of the teacher (default: 1000)")
     parser.add_argument("--img-size", type=int, default=0, help="image size of a teacher of the zoo (default: 224)")
@@ -82,8 +82,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _taught(args: argparse.Namespace) -> Maps:
+    of_folder = Path(args.teacher).is_dir()
+    names = sources.class_names(sources.open_source(args.source, split="train")) if of_folder else ()
     model = build_teacher(
-        args.teacher, num_classes=args.num_classes, weights=args.weights or None, img_size=args.img_size or None
+        args.teacher,
+        num_classes=args.num_classes,
+        weights=args.weights or None,
+        img_size=args.img_size or None,
+        label_names=names,
     )
     return generated(model.to(_device(args.device)), batch_size=args.batch_size, num_threads=args.threads)
 

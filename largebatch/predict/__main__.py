@@ -1,9 +1,11 @@
 """Names the classes of images.
 
-    python -m largebatch.predict RUN_OR_WEIGHTS IMAGE [IMAGE ...]
+    python -m largebatch.predict RUN_OR_WEIGHTS IMAGE_OR_FOLDER [...]
+    python -m largebatch.predict RUN_OR_WEIGHTS FOLDER --json        # one line for each image
 
 RUN_OR_WEIGHTS is a run folder, whose newest checkpoint is taken, a checkpoint, an exported folder, or a file of
-weights. The images are resized, cut and normalised as largebatch.validate does it, and the model computes in fp32.
+weights. Of a folder, all images in it and in its folders are taken. Images are resized, cut and normalised as
+largebatch.validate does it, and the model computes in fp32.
 Images that cannot be read are named on stderr after the others, and the exit code is then 2.
 """
 
@@ -19,9 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.arguments import Parser, complain
-from largebatch.data.dali import EvalLoader
-from largebatch.data.quarantine import image_fault
-from largebatch.data.scan import index_images
 from largebatch.files.names import printable
 from largebatch.recipes import user_file
 from zoo import create_model, hub
@@ -40,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = open_model(args.weights, average=args.ema)
     except ValueError as mistake:
         return complain(mistake)
-    faults = {path: why_unreadable(path) for path in args.images}
-    good = [path for path in args.images if not faults[path]]
+    faults = {path: why_unreadable(path) for given in args.images for path in images_in(given)}
+    good = [path for path, fault in faults.items() if not fault]
     show = _as_json if args.json else _as_block
     for path, shares in zip(good, probabilities(model, good), strict=True):
         print(show(path, most_likely(shares, class_names(model), args.top)), flush=True)
@@ -58,7 +57,7 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("weights", metavar="RUN_OR_WEIGHTS", help="a run, a checkpoint, an exported folder, or a file")
-    parser.add_argument("images", metavar="IMAGE", nargs="+", help="an image file")
+    parser.add_argument("images", metavar="IMAGE", nargs="+", help="an image file, or a folder of them")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="number of classes to print (default: 5)")
     parser.add_argument("--recipe", default="", metavar="FILE.py", help="the file that registers a model of your own")
     parser.add_argument("--ema", action="store_true", help="take the average of the weights (--optim.ema_half_life)")
@@ -86,6 +85,9 @@ def class_names(model: nn.Module) -> Sequence[str]:
 @torch.inference_mode()
 def probabilities(model: nn.Module, paths: Sequence[str]) -> Iterator[Tensor]:
     """Yield the probability of each class, float64 (K,), for each image; all of them must be readable."""
+    from largebatch.data.dali import EvalLoader
+    from largebatch.data.scan import index_images
+
     if not paths:
         return
     cfg: dict[str, Any] = getattr(model, "default_cfg")
@@ -104,10 +106,19 @@ def probabilities(model: nn.Module, paths: Sequence[str]) -> Iterator[Tensor]:
             yield from model(batch.images).double().softmax(dim=1)
 
 
+def images_in(path: str) -> list[str]:
+    """Return the images in a folder and in its folders, sorted; of anything else, and of an empty one, its own path."""
+    from largebatch.data.sources import EXTENSIONS
+
+    return sorted(str(file) for file in Path(path).rglob("*") if file.suffix.lower() in EXTENSIONS) or [path]
+
+
 def why_unreadable(path: str) -> str:
     """Return the reason why a file is not an image that an evaluation could read, or ""."""
+    from largebatch.data.quarantine import image_fault
+
     if Path(path).is_dir():
-        return "it is a folder; give the images in it, such as FOLDER/*.jpg"
+        return "it is a folder without images"
     if not Path(path).exists():
         return "there is no such file"
     if not Path(path).is_file():

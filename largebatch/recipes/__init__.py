@@ -141,7 +141,8 @@ def check_model(model: str) -> None:
     base = model.rpartition("_")[0]
     ours = [name for name, theirs in MODELS.items() if base and theirs.rpartition("_")[0] == base]
     close = ours or difflib.get_close_matches(model, MODELS, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"if it is timm's, give timm/{model}."
+    others = f", or timm/{model}" if ours else ""
+    hint = f"did you mean {close[0]}{others}?" if close else f"if it is timm's, give timm/{model}."
     raise ValueError(f"There is no model {model!r}: {hint} --model takes {', '.join(MODELS)}, or timm/NAME.")
 
 

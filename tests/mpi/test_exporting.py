@@ -5,6 +5,8 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -129,9 +131,26 @@ def test_bad_images_are_named_after_the_good_ones(run, images, tmp_path, capfd):
     messages = [line for line in err.splitlines() if line.startswith("largebatch: ")]
     for path, message in zip((text, cut, *others), messages, strict=True):
         assert message.startswith(f"largebatch: {path} is left out: ")
-    assert "it is a folder; give the images in it" in messages[2] and "there is no such file" in messages[3]
+    assert "it is a folder without images" in messages[2] and "there is no such file" in messages[3]
     assert "DALI, which decodes in training, cannot" in messages[4]
     assert all("it is a FIFO, a socket or a device" in message for message in messages[5:])
+
+
+def test_a_folder_stands_for_the_images_in_it_and_a_pipe_is_not_waited_for(run, images, tmp_path, capfd):
+    os.mkfifo(tmp_path / "pipe.png")
+    assert predict([str(run), str(images / "val"), str(tmp_path / "pipe.png"), "--json"]) == 2
+    out, err = capfd.readouterr()
+    assert [json.loads(line)["image"] for line in out.splitlines()] == held_out(images)
+    assert f"{tmp_path / 'pipe.png'} is left out: it is a FIFO, a socket or a device" in err
+
+
+@pytest.mark.parametrize("program", ["predict", "pack", "export", "report"])
+def test_help_needs_no_package_that_pip_does_not_install(program):
+    missing = ("nvidia", "nvidia.dali", "google_crc32c", "horovod", "mpi4py", "rich")
+    code = f"import runpy, sys; sys.modules.update(dict.fromkeys({missing})); sys.argv = ['x', '--help']\n"
+    code += f"runpy.run_module('largebatch.{program}', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: python -m largebatch.{program}"), done.stderr
 
 
 @pytest.mark.parametrize(
