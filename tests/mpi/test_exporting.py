@@ -123,7 +123,8 @@ def test_bad_images_are_named_after_the_good_ones(run, images, tmp_path, capfd):
     os.mkfifo(fifo)
     text.write_text("no image")
     cut.write_bytes(Path(good).read_bytes()[:500])
-    others = [tmp_path, "nothing.png", endless, fifo, "/dev/zero"]
+    (tmp_path / "empty").mkdir()
+    others = [tmp_path / "empty", "nothing.png", endless, fifo, "/dev/zero"]
     assert predict([str(run), *map(str, (text, good, cut, *others)), "--top", "2", "--ema"]) == 2
     out, err = capfd.readouterr()
     name, *shares = out.splitlines()
