@@ -121,7 +121,7 @@ def test_a_fine_tuning_continues_the_model_of_its_run(tmp_path):
     [
         ("--data /own --model vit_b31", "There is no model 'vit_b31': did you mean vit_b32?"),
         ("--model vit_b_32", "There is no model 'vit_b_32': did you mean vit_b32?"),
-        ("--recipe vit_b32 --model vit_base_patch16_384", "no model 'vit_base_patch16_384': did you mean vit_b16, or timm/vit_base_patch16_384?"),
+        ("--recipe vit_b32 --model vit_base_patch16_384", "did you mean vit_b16, or timm/vit_base_patch16_384?"),
         ("--model resnet50", "no model 'resnet50': if it is timm's, give timm/resnet50. --model takes vit_b32"),
         ("--data /own --model vit_ti61", "There is no model 'vit_ti61': did you mean vit_ti16?"),
         ("--data /own --recipe finetun", "There is no recipe 'finetun': did you mean finetune?"),
