@@ -5,7 +5,10 @@ schedules, recipes) does not import it.
 """
 
 import importlib
+import sys
 from typing import Any
+
+from largebatch.imports import explain_import
 
 __version__ = "0.1.0"
 
@@ -21,6 +24,9 @@ EXPORTS = {
 }
 
 __all__ = ["__version__", *EXPORTS]  # noqa: PLE0604
+
+if sys.argv[:1] == ["-m"]:  # python -m largebatch.PROGRAM; not where other programs use this package
+    sys.excepthook = explain_import
 
 
 def __getattr__(name: str) -> Any:

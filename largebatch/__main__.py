@@ -8,15 +8,14 @@ import difflib
 import importlib.metadata
 import platform
 import runpy
-import shlex
 import sys
 from collections.abc import Sequence
 
 from largebatch import __version__
-from largebatch.comm.installer import install_command, installed_from
 from largebatch.comm.mistakes import report_mistakes
 from largebatch.config import Answer
 from largebatch.config.completion import SHELLS, script
+from largebatch.imports import explain_import
 
 PROGRAMS = {
     "train": "train a model, or go on with a run",
@@ -38,20 +37,8 @@ def main() -> None:
     with report_mistakes():
         name = chosen(sys.argv[1:])
     del sys.argv[1]
-    try:
-        runpy.run_module(f"largebatch.{name}", run_name="__main__", alter_sys=True)
-    except ModuleNotFoundError as error:
-        with report_mistakes():
-            raise ValueError(missing(name, error)) from error
-
-
-def missing(program: str, error: ModuleNotFoundError) -> str:
-    """Return the sentence on a program that finds a package missing."""
-    wants = f"largebatch {program} needs the package {error.name}, which {sys.executable} does not have: "
-    if error.name == "horovod":  # pip alone would build it without torch and MPI, or not at all
-        return f"{wants}install it with `{install_command()}`."
-    source = shlex.quote(f"{installed_from() or 'largebatch'}[train]")
-    return f"{wants}install this package's requirements with `pip install {source}`, and then Horovod."
+    sys.excepthook = explain_import
+    runpy.run_module(f"largebatch.{name}", run_name="__main__", alter_sys=True)
 
 
 def chosen(argv: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ import pytest
 from largebatch.__main__ import PROGRAMS
 from largebatch.benchmark.__main__ import BENCHMARKS
 from largebatch.config import completion, load_text
+from largebatch.imports import why_not_imported
 from largebatch.pack.command_line import SUB_COMMANDS
 
 ROOT = Path(__file__).parents[1]
@@ -122,3 +123,44 @@ def test_completion_knows_the_words_of_other_programs():
     assert completion.WORDS["benchmark"].split() == [*BENCHMARKS]
     assert completion.WORDS["pack"].split() == [*SUB_COMMANDS]
     assert {*completion.WORDS} < {*PROGRAMS} > {*completion.OF_RUNS}
+
+
+# -- imports that fail ---------------------------------------------------------------------------------------------
+
+
+def imports(*command: str, folder: Path, **environment: str) -> str:
+    """What a command prints that ends with code 2."""
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
+    done = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, ""), done
+    return done.stderr
+
+
+@pytest.mark.parametrize("name", ["random.py", "numpy.py", "numpy/__init__.py"])
+@pytest.mark.parametrize("start", [("-m", "largebatch.report"), ("-m", "largebatch", "report")])
+def test_a_file_that_hides_a_module_is_named(tmp_path, name, start):
+    """In the working folder, or on PYTHONPATH; what the sentence advises helps."""
+    (tmp_path / "elsewhere").mkdir()
+    file = tmp_path / "mine" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("x = 1\n")
+    hidden = str(file).removesuffix("/__init__.py")
+    command, mine = (sys.executable, *start, "no/run"), str(tmp_path / "mine")
+    says = f"largebatch: {hidden} hides the module {Path(hidden).stem} that other packages need: rename this"
+    assert imports(*command, folder=tmp_path / "mine") == f"{says} file, or export PYTHONSAFEPATH=1.\n"
+    assert "hides" not in imports(*command, folder=tmp_path / "mine", PYTHONSAFEPATH="1")
+    assert imports(*command, folder=tmp_path / "elsewhere", PYTHONPATH=mine) == f"{says} file, or unset PYTHONPATH.\n"
+    assert "hides" not in imports(*command, folder=tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("start", [("-m", "largebatch.train"), ("-m", "largebatch", "train")])
+def test_a_python_without_torch_is_told_of_the_environment(start, tmp_path, monkeypatch):
+    """-S leaves out site-packages, as if .venv were not activated."""
+    said = imports(sys.executable, "-S", *start, folder=ROOT)
+    assert said.startswith("largebatch: this program needs the package torch, which ") and said.count("\n") == 1
+    activate = ROOT / ".venv" / "bin" / "activate"
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    advice = f"activate the environment that has it, `. {activate}`"
+    missing = ModuleNotFoundError("No module named 'torch'", name="torch")
+    assert not activate.exists() or advice in why_not_imported(missing)
+    assert why_not_imported(ImportError("cannot import name 'x' from 'y'")) == ""

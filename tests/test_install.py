@@ -5,6 +5,8 @@ the repository's .venv is only looked at.
 """
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -53,7 +55,7 @@ def program(path: Path, script: str) -> str:
 
 def python_where(path: Path, *, pattern: str, action: str) -> str:
     """An interpreter that acts otherwise when its command line holds a text, and else is this one."""
-    return program(path, f'case "$*" in *{pattern}*) {action} ;; esac\nexec {sys.executable} "$@"')
+    return program(path, f'case "$*" in *{pattern}*) {action} ;; esac\nexec {shlex.quote(sys.executable)} "$@"')
 
 
 def assert_refused(result: subprocess.CompletedProcess, *parts: str) -> None:
@@ -74,8 +76,19 @@ def test_python_too_old(install, tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
-def test_no_python(install):
-    assert_refused(install(PYTHON="no-such-python"), "no python3 was found", "apt-get install python3")
+def test_no_python(install, tmp_path):
+    assert_refused(install(PYTHON="python3.99"), "PYTHON=python3.99 does not run, so install one", "apt-get install")
+    tools = tmp_path / "tools"  # just what the script needs before
+    tools.mkdir()
+    for tool in ("bash", "dirname", "sed", "head", "grep", "mkdir", "flock", "rm"):
+        (tools / tool).symlink_to(shutil.which(tool))
+    assert_refused(install(PYTHON="", PATH=str(tools)), "no python3 was found on PATH, so install one")
+
+
+def test_python_in_a_folder_with_a_space(install, tmp_path):
+    (tmp_path / "my tools").mkdir()
+    old = program(tmp_path / "my tools" / "python3", "echo 3.9")
+    assert_refused(install(PYTHON=old), f"{old} is 3.9, so install one")
 
 
 def test_no_venv_module(install, tmp_path):
@@ -169,14 +182,15 @@ def torch_of(build: str, version: str = "2.13.0", vision: str = "0.28.0") -> str
     "driver, host, torch, dali, horovod",
     [
         ("535.104.05", {"nvcc": "12.2", "capability": "8.0"}, torch_of("cu126"), "120", "nccl operations, "),
-        ("575.51.03", {"nvcc": "12.9"}, torch_of("cu129"), "120", "nccl operations, architectures 90,"),
-        ("580.65.06", {"nvcc": "13.0"}, REGISTRY, "130", "nccl operations, architectures 90,"),
+        ("575.51.03", {"nvcc": "12.9"}, torch_of("cu129"), "120", "nccl operations, architectures 80,90,100,"),
+        ("580.65.06", {"nvcc": "13.0"}, REGISTRY, "130", "nccl operations, architectures 80,90,100,"),
+        ("580.65.06", {"nvcc": "13.0", "capability": "12.0"}, REGISTRY, "130", "architectures 80,90,100,120,"),
         ("580.65.06", {"nvcc": "12.8"}, torch_of("cu129"), "120", "nccl operations,"),  # nvcc cannot build for 13
-        ("580.65.06", {"nvcc": "12.8", "capability": "7.0"}, torch_of("cu126"), "120", "architectures 70,"),
+        ("580.65.06", {"nvcc": "12.8", "capability": "7.0"}, torch_of("cu126"), "120", "architectures 70,80,90,100,"),
         ("580.65.06", {"CUDA": "12.6", "nvcc": "12.6"}, torch_of("cu126"), "120", "nccl operations,"),
         ("580.65.06", {"CUDA": "none"}, torch_of("cpu"), "120", "cpu operations, architectures none,"),
         ("", {}, REGISTRY, "120", "cpu operations, architectures none,"),
-        ("", {"OPERATIONS": "nccl", "nvcc": "13.0"}, REGISTRY, "130", "nccl operations, architectures 80,90,"),
+        ("", {"OPERATIONS": "nccl", "nvcc": "13.0"}, REGISTRY, "130", "nccl operations, architectures 80,90,100,"),
         (
             "",
             {"OPERATIONS": "nccl", "CUDA": "12.9", "nvcc": "12.9", "HOROVOD_BUILD_CUDA_CC_LIST": "90", "slurm": True},
@@ -269,15 +283,72 @@ def test_a_source_that_was_given(horovod_source, tmp_path, packed, operations):
     if packed:
         subprocess.run(["tar", "-czf", "horovod-0.28.1.tar.gz", "horovod-0.28.1"], cwd=given, check=True)
         shutil.move(horovod_source, tmp_path / "elsewhere")
-    script = f'HOROVOD_SOURCE="{given}"; OPERATIONS={operations}; check_source; prepare_source'
+    (tmp_path / ".venv").mkdir()
+    script = f'HOROVOD_SOURCE="{given}" OPERATIONS={operations} MPI=system; check_source; choose_work; unpack_source'
     result = functions(script, VENV=str(tmp_path / ".venv"))
-    assert result.stdout == f"{tmp_path}/.venv/source\n", result.stderr
-    subprocess.run(["tar", "-xf", tmp_path / ".venv/source/horovod-0.28.1.tar.gz", "-C", tmp_path], check=True)
-    cmake = (tmp_path / "horovod-0.28.1/horovod/common/ops/cuda/CMakeLists.txt").read_text()
+    assert result.returncode == 0, result.stderr
+    unpacked = tmp_path / ".venv/build/horovod-0.28.1"
+    cmake = (unpacked / "horovod/common/ops/cuda/CMakeLists.txt").read_text()
     assert ("STANDARD 17)" in cmake, "STANDARD 11)" in cmake) == (operations == "nccl", operations == "cpu")
-    code = (tmp_path / "horovod-0.28.1/horovod/torch/cuda_util.cc").read_text()
+    code = (unpacked / "horovod/torch/cuda_util.cc").read_text()
     assert ('dlopen("libcuda.so.1",' in code) == (operations == "nccl")
     assert packed or 'dlopen("libcuda.so",' in (horovod_source / "horovod/torch/cuda_util.cc").read_text()
+
+
+@pytest.mark.parametrize("name", ["plain", "my projects", "it's", "é", "a#b%20(1)&;c"])
+def test_horovod_is_built_where_cmake_sees_no_space(tmp_path, name):
+    """FindMPI asks the mpicxx that it finds beside mpiexec, and splits the answer at spaces."""
+    venv = tmp_path / name / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    program(venv / "bin" / "opal_wrapper", 'echo "-I$OPAL_PREFIX/include"')
+    script = 'MPI=wheel; trap tidy_build EXIT; choose_work; cd "$WORK"; pwd; mpi/bin/mpicxx; ls -d mpi/bin/* venv/bin'
+    result = functions(script, VENV=str(venv), TMPDIR=str(tmp_path / "with a space"))
+    work, include, *tools = result.stdout.split("\n")
+    assert include == f"-I{work}/venv/include" and re.fullmatch(r"[\w./+-]+", work, re.ASCII), result
+    assert tools == ["mpi/bin/mpicc", "mpi/bin/mpicxx", "mpi/bin/mpiexec", "venv/bin", ""]
+    assert not Path(work).exists() and (venv / "bin" / "opal_wrapper").exists()
+
+
+@pytest.mark.evidence
+def test_the_whole_set_up_in_a_folder_with_a_space(tmp_path):
+    """With spaces in all its folders, and an empty cache, so that Horovod is built; two ranks then train."""
+    tree = tmp_path / "it's my projects é"
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "build"))
+    shutil.copytree(ROOT / "largebatch" / "build", tree / "largebatch" / "build")
+    for name in ("a home", "a tmp"):
+        (tmp_path / name).mkdir()
+    given = {"HOME": tmp_path / "a home", "TMPDIR": tmp_path / "a tmp", "WHEEL_CACHE": tmp_path / "a cache"}
+    environment = {name: value for name, value in os.environ.items() if name not in OUR_VARIABLES} | given
+    options = "--model vit_nano32 --run.max_steps 1 --data.global_batch_size 8 --data.micro_batch_size 4".split()
+    run = {"cwd": tree, "env": environment, "check": True, "timeout": 3600}
+    subprocess.run(["mpi_scripts/install.sh"], **run)
+    assert list((tmp_path / "a cache").glob("*/*.whl"))
+    subprocess.run(["mpi_scripts/train_local.sh", *options, "--run.folder", "a run"], **run)
+    assert (tree / "a run" / "steps.csv").exists()
+
+
+@pytest.mark.parametrize("name", ['a "b"', "$HOME", "a`b`", "a:b", "a\\b", "a\nb"])
+def test_folders_in_which_no_environment_works(install, tmp_path, name):
+    result = install(VENV=str(tmp_path / name / ".venv"))
+    assert result.returncode == 1 and "rename the folder, or give another VENV=" in result.stderr, result.stderr
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "log, cause",
+    [
+        ("-- Found\nCMake Error in a.txt:\n\n  non-existent path\n\n    /my\n", "CMake Error in a.txt: non-existent path"),
+        ("FAILED: a.o\n/x/common.h:343: error: 'logic_error' is not in std\n", "/x/common.h:343: error: 'logic_error'"),
+        ("/x/a.cc:1:10: fatal error: mpi.h: No such file\ncompilation terminated.\n", "fatal error: mpi.h: No such"),
+        ("nvcc fatal   : Unsupported gpu architecture 'compute_70'\n", "Unsupported gpu architecture 'compute_70'"),
+        ("all is well\n", "its output names no error"),
+    ],
+)
+def test_the_first_error_of_a_build_is_printed(tmp_path, log, cause):
+    (tmp_path / "install.log").write_text(f"error: of a step before\n{log}  error: subprocess-exited-with-error\n")
+    result = functions("cause_of 2", VENV=str(tmp_path))
+    assert cause in result.stdout and "step before" not in result.stdout and "subprocess" not in result.stdout
+    assert result.stdout.count("\n") == 1 and not result.stderr
 
 
 def test_a_source_of_another_version(horovod_source):
@@ -288,7 +359,8 @@ def test_a_source_of_another_version(horovod_source):
 
 def test_a_source_that_patches_do_not_fit(horovod_source, tmp_path):
     (horovod_source / "horovod/torch/cuda_util.cc").write_text("")
-    script = f'HOROVOD_SOURCE="{horovod_source}"; OPERATIONS=nccl; source=$(prepare_source) || exit 1'
+    (tmp_path / ".venv").mkdir()
+    script = f'HOROVOD_SOURCE="{horovod_source}" OPERATIONS=nccl MPI=system; choose_work; unpack_source'
     result = functions(script, VENV=str(tmp_path / ".venv"))
     assert_refused(result, "cannot patch Horovod 0.28.1", "is not in its horovod/torch/cuda_util.cc")
 
@@ -393,7 +465,7 @@ def test_startup_without_activation():
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    mpirun, size, _ = result.stdout.split()
+    mpirun, size, _ = result.stdout.rsplit(maxsplit=2)
     assert size == "1"
     if "mpi_choice=wheel" in INSTALLED.read_text():
         assert Path(mpirun).parent == ROOT / ".venv" / "bin"
@@ -402,7 +474,7 @@ def test_startup_without_activation():
 def test_timm_may_be_imported_first(tmp_path):
     """Also where the registry's torchvision stands beside another build of torch: its operators are then declared."""
     functions = r"sed -n '/^\(mpi_environment\|write_startup_module\)() {/,/^}/p' mpi_scripts/install.sh"
-    script = f'eval "$({functions})"; ROOT=$PWD SITE={tmp_path} MPI=wheel KEEPALIVES=(); write_startup_module'
+    script = f'eval "$({functions})"; ROOT=$PWD SITE="{tmp_path}" MPI=wheel KEEPALIVES=(); write_startup_module'
     subprocess.run(["bash", "-euc", script], cwd=ROOT, check=True)
     assert (tmp_path / "_largebatch_environment.pth").read_text() == "import _largebatch_environment\n"
     program = (

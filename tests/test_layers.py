@@ -9,7 +9,8 @@ precision:; arguments:; largebatch:; config: arguments;
 files:; zoo: timm; schedules:; recipes: config; native: files zoo; optim:
 native timm; data: files native nvidia; comm: config files horovod largebatch mpi4py native; augment: data native;
 predict: arguments data zoo; evaluation: comm precision; start: comm config precision; batch_norm: comm; __main__: comm
-config largebatch; doctor: arguments comm mpi4py; pack: arguments comm data files mpi4py rich zoo; losses: augment
+config imports largebatch; doctor: arguments comm
+installer mpi4py; pack: arguments comm data files mpi4py rich zoo; losses: augment
 precision; trials: augment comm config; graphs: comm config losses precision trials zoo; replica: augment batch_norm
 comm graphs losses optim; kept: native; engine: augment comm data evaluation kept losses native optim
 precision replica;

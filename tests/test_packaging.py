@@ -16,8 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import largebatch
-from largebatch.comm import installer
-from largebatch.comm.installer import install_command
+from largebatch import installer
+from largebatch.installer import install_command
 
 ROOT = Path(__file__).parents[1]
 CONFIG = configparser.ConfigParser()
@@ -218,7 +218,7 @@ def test_the_wheel_in_an_empty_environment(archives, tmp_path, version):
     assert "gradient accumulation" in " ".join(run(tools / "largebatch", "train", "--help").split())
     assert "did you mean --optim.lr?" in run(tools / "largebatch", "train", "--lr", "3", code=2)
     said = run(tools / "largebatch", "train", code=2)
-    assert said.startswith("largebatch: largebatch train needs the package torch, which ") and said.count("\n") == 1
+    assert said.startswith("largebatch: this program needs the package torch, which ") and said.count("\n") == 1
     assert f"{archives[1]}[train]" in said
     told = run(tools / "largebatch", "doctor", code=1)
     assert "FOLDER_OF_THE_SOURCES/mpi_scripts/install.sh" in told and "-m pip install 'torch<3,>=2.13' " in told

@@ -17,7 +17,6 @@
     terminal.py       the terminal at which a person watches, also behind a launcher
     stopped.py        the exceptions that all ranks raise together
     launcher.py       the launcher that started this process; the one table of launchers' variables
-    installer.py      the command that sets an installation up, as messages name it
     mistakes.py       a mistake of a program or on its command line, or an answer, said once for all ranks
     gloo_start.py     the start of ranks that MPI cannot bring together
     gloo_address.py   the addresses at which such ranks reach each other

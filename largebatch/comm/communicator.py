@@ -33,7 +33,6 @@ from largebatch.comm.cores import compiler_processes, cores_of_process, share_of
 from largebatch.comm.driver import accept_cpu
 from largebatch.comm.home import set_missing_home
 from largebatch.comm.hvd import hvd
-from largebatch.comm.installer import foreign_gpu, install_command
 from largebatch.comm.mistakes import WAIT_S, Mistake, report_mistakes
 from largebatch.comm.polling import finish
 from largebatch.comm.reduction import Compression, Reduction, parameters_of
@@ -56,6 +55,7 @@ from largebatch.config.horovod import HorovodConfig, stall_limit, told_the_longe
 from largebatch.config.parallel import WHOLE, Shape
 from largebatch.files import Damaged
 from largebatch.files.names import on_screen
+from largebatch.installer import foreign_gpu, install_command
 
 if TYPE_CHECKING:
     from largebatch.config import TrainConfig

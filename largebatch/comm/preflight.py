@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.comm.installer import install_command
 from largebatch.comm.stopped import Stopped
+from largebatch.installer import install_command
 
 if TYPE_CHECKING:
     from largebatch.comm.communicator import Communicator

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from largebatch.comm.driver import OLDEST_DRIVER, Driver, find_driver
-from largebatch.comm.installer import install_command
 from largebatch.doctor.result import REINSTALL, Output, Result, run
+from largebatch.installer import install_command
 
 GIB = 2**30
 ADAPTERS = Path("/sys/class/infiniband")

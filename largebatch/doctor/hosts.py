@@ -25,8 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO
 
-from largebatch.comm.installer import install_command
 from largebatch.doctor.result import INSTALL, Result
+from largebatch.installer import install_command
 
 MAX_SKEW_S = 1.0  # tolerated difference in the log lines of two hosts and in a checkpoint's age
 NO_FOLDER, NO_INTERPRETER = 91, 92  # exit codes of the remote script

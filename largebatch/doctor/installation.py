@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from largebatch.comm.installer import SCRIPT, install_command
 from largebatch.doctor.result import INSTALL, REINSTALL, Output, Result, run
+from largebatch.installer import SCRIPT, install_command
 
 MODULES = (
     "torch",
@@ -65,7 +65,7 @@ tell(
     version=horovod.__version__, cuda=torch.version.cuda, gpus=torch.cuda.device_count(), libmpi=None, mpi_version=None,
     mpi=bool(hvd.mpi_built()), gloo=bool(hvd.gloo_built()), nccl=bool(hvd.nccl_built()),
 )
-libraries = re.findall(r"(/\\S*/libmpi\\.so\\S*)", pathlib.Path("/proc/self/maps").read_text())
+libraries = re.findall(r" (/.*/libmpi\\.so[^/\\n]*)$", pathlib.Path("/proc/self/maps").read_text(), re.MULTILINE)
 if libraries:
     text = ctypes.create_string_buffer(8192)
     ctypes.CDLL(libraries[0]).MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))

@@ -7,8 +7,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from largebatch.comm.installer import install_command
 from largebatch.files.names import on_screen
+from largebatch.installer import install_command
 
 INSTALL, REINSTALL = install_command(), install_command("--force")
 
