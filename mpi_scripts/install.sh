@@ -626,10 +626,13 @@ no_ssh_line() {                     # prints a shell line: "export ..." under co
 # So these two scripts start it by its full path, under its own name, which it also prints in its messages.
 write_mpirun() {
     [ "$MPI" = wheel ] || return 0
-    local name
+    local name temporary
+    # shellcheck disable=SC2016  # the script that is written expands them
+    temporary='[ -w "${TMPDIR:-/tmp}/" ] || { echo "mpirun: TMPDIR is ${TMPDIR:-/tmp}, and there is no such folder that'
+    temporary+=' can be written to: give another, as in TMPDIR=/tmp, or create it" >&2; exit 1; }'
     for name in mpirun mpiexec; do
         rm -f "$VENV/bin/$name"     # a running program can be removed, but not overwritten
-        printf '%s\n' '#!/usr/bin/env bash' "# written by write_mpirun of mpi_scripts/install.sh" \
+        printf '%s\n' '#!/usr/bin/env bash' "# written by write_mpirun of mpi_scripts/install.sh" "$temporary" \
             "$(no_ssh_line)" "exec -a ${VENV@Q}/bin/$name ${VENV@Q}/bin/orterun \"\$@\"" >"$VENV/bin/$name"
         chmod +x "$VENV/bin/$name"
     done

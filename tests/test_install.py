@@ -489,6 +489,17 @@ def test_timm_may_be_imported_first(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+def test_a_folder_for_temporary_files_that_is_not_there(tmp_path, launcher):
+    if not INSTALLED.exists() or "mpi_choice=wheel" not in INSTALLED.read_text():
+        pytest.skip("the repository has no .venv with the MPI of the registry")
+    gone = {"TMPDIR": str(tmp_path / "gone")}
+    command = [ROOT / ".venv" / "bin" / launcher, "-np", "2", "true"]
+    done = subprocess.run(command, env=os.environ | gone, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "ORTE_ERROR_LOG" not in done.stderr
+    assert f"mpirun: TMPDIR is {tmp_path}/gone, and there is no such folder that can be written to" in done.stderr
+
+
 def test_horovod_takes_the_mpi_of_its_venv(tmp_path, monkeypatch):
     """Also where a cluster's module put another libmpi on LD_LIBRARY_PATH, and in a wheel built elsewhere."""
     if not INSTALLED.exists() or "mpi_choice=wheel" not in INSTALLED.read_text():
