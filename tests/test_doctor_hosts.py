@@ -7,6 +7,7 @@ tests/cluster. Two names of this machine stand for two hosts where commands are 
 import os
 import re
 import shlex
+import socket
 import stat
 import subprocess
 import sys
@@ -359,6 +360,20 @@ def test_the_printed_mpirun_command_runs_on_two_hosts(two_names, capfd):
     done = subprocess.run(["sh", "-c", printed["mpirun"]], capture_output=True, text=True, timeout=60, cwd=ROOT)
     found = sorted(re.findall(r"rank (\d) (n\d)\.", done.stdout))
     assert found == [("0", "n1"), ("1", "n1"), ("2", "n2"), ("3", "n2")], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["localhost", socket.gethostname()])
+def test_horovodrun_starts_the_ranks_of_this_host_alone(name):
+    """With --network-interfaces it finds none for 127.0.0.1."""
+    here, lan = (Host(name, 2),), Network("192.0.2.0/24", {name: "eth0"})
+    program = [sys.executable, "-c", "import horovod.torch as hvd; hvd.init(); print(f'rank {hvd.rank()}.')"]
+    for command in (
+        commands.horovodrun(commands.detect_mpi(), here, 2, program, network=lan),
+        commands.horovodrun_gloo(here, 2, program, network=lan),
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert sorted(re.findall(r"rank (\d)\.", done.stdout)) == ["0", "1"], done.stdout + done.stderr
+    assert "--network-interfaces" in commands.horovodrun_gloo((*here, Host("n2")), 3, program, network=lan)
 
 
 # -- what the ranks run ----------------------------------------------------------------------------------------

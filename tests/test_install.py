@@ -337,7 +337,7 @@ def test_folders_in_which_no_environment_works(install, tmp_path, name):
 @pytest.mark.parametrize(
     "log, cause",
     [
-        ("-- Found\nCMake Error in a.txt:\n\n  non-existent path\n\n    /my\n", "CMake Error in a.txt: non-existent path"),
+        ("-- ok\nCMake Error in a.txt:\n\n  no such path\n\n    /my\n", "CMake Error in a.txt: no such path"),
         ("FAILED: a.o\n/x/common.h:343: error: 'logic_error' is not in std\n", "/x/common.h:343: error: 'logic_error'"),
         ("/x/a.cc:1:10: fatal error: mpi.h: No such file\ncompilation terminated.\n", "fatal error: mpi.h: No such"),
         ("nvcc fatal   : Unsupported gpu architecture 'compute_70'\n", "Unsupported gpu architecture 'compute_70'"),
