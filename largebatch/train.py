@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from largebatch.build import Images
     from largebatch.comm import Communicator
-    from largebatch.config import TrainConfig
+    from largebatch.config import TrainConfig, Unsized
     from largebatch.engine import Trainer
     from largebatch.plan.beforehand import Outlook
 
@@ -86,10 +86,22 @@ def read(argv: Sequence[str], num_images: int | None = None) -> "TrainConfig":
 
     num_images: training images, by which a recipe may be chosen; None: not known yet.
     """
-    from largebatch.config import Page, parse
-    from largebatch.recipes import choose
+    from largebatch.config import Page, Unsized, parse
+    from largebatch.recipes import choose, depends_on_data
 
-    return parse(argv, choose_recipe=partial(choose, num_images=num_images, argv=argv), page=Page(ABOUT, OPTIONS))
+    config = parse(argv, choose_recipe=partial(choose, num_images=num_images, argv=argv), page=Page(ABOUT, OPTIONS))
+    return Unsized(**vars(config), argv=tuple(argv)) if num_images is None and depends_on_data(argv) else config
+
+
+def sized(config: "Unsized", num_images: int) -> "TrainConfig":
+    """Return the config for so many training images, with what a program has changed since it read the command line."""
+    from largebatch.config import check, differences
+    from largebatch.config.values import with_values
+
+    changed = {name: now for name, (_, now) in differences(read(config.argv), config).items()}
+    found = with_values(read(config.argv, num_images), changed)
+    check(found)
+    return found
 
 
 @contextmanager
@@ -180,18 +192,15 @@ def build_trainer(config: "TrainConfig", comm: "Communicator", signals: Signals 
         raise Stopped("--run.find_lr is true: the command largebatch train searches, not build_trainer; leave it out.")
     with ExitStack() as opened:
         opened.enter_context(run_folder(config, comm))
-        _, trainer = prepare(None, config, comm, signals)
+        _, trainer = prepare(config, comm, signals)
         comm.before_shutdown(opened.pop_all().close)
     return trainer
 
 
 def prepare(
-    argv: Sequence[str] | None, config: "TrainConfig", comm: "Communicator", signals: Signals | None
+    config: "TrainConfig", comm: "Communicator", signals: Signals | None
 ) -> "tuple[TrainConfig, Trainer]":
-    """Build the trainer of a run whose folder is open, and write its config.yaml; return the whole config as well.
-
-    argv: the command line if there is one, by which a recipe may depend on the data.
-    """
+    """Build the trainer of a run whose folder is open, and write its config.yaml; return the whole config as well."""
     from largebatch import build
     from largebatch.config import dump
     from largebatch.plan.beforehand import Correction
@@ -199,7 +208,7 @@ def prepare(
     with comm.together("opening the run folder"):
         if comm.rank == 0:
             refuse_lost_checkpoints(Path(config.folder))
-    config, device, images = prepare_images(argv, config, comm)
+    config, device, images = prepare_images(config, comm)
     plan = foretell(config, comm, device, num_images=len(images.train))
     trainer = build.build_trainer(config, comm, signals, device=device, images=images)
     trainer.hooks = [Correction(plan), *trainer.hooks]
@@ -226,16 +235,15 @@ def refuse_lost_checkpoints(folder: Path) -> None:
 
 
 def prepare_images(
-    argv: Sequence[str] | None, config: "TrainConfig", comm: "Communicator"
+    config: "TrainConfig", comm: "Communicator"
 ) -> "tuple[TrainConfig, torch.device, Images]":
     """Open the images; return the whole config, the device of this rank, and the images."""
-    from largebatch.recipes import depends_on_data
+    from largebatch.config import Unsized
     from largebatch.start import set_up
 
-    sized = argv is not None and depends_on_data(argv)
-    logger.info("%s", headline(config, sized=sized))
-    config, device = set_up(config, comm, final=not sized)
-    config, images = read_images(argv or (), config, comm, device, sized=sized)
+    logger.info("%s", headline(config))
+    config, device = set_up(config, comm, final=not isinstance(config, Unsized))
+    config, images = read_images(config, comm, device)
     return config, device, images
 
 
@@ -250,7 +258,7 @@ def search(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", sig
                 f"--run.find_lr is true, and {config.folder} has checkpoints of a run: a search begins from the "
                 "initial state, so choose another --run.folder, or leave --run.find_lr out to resume."
             )
-    config, device, images = prepare_images(argv, config, comm)
+    config, device, images = prepare_images(config, comm)
     search_new_objects()
     find_lr(config, comm, signals, device=device, images=images)
 
@@ -258,14 +266,14 @@ def search(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", sig
 def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", signals: Signals) -> None:
     """Train, or resume the run in the folder of the config; all ranks raise StoppedEarly if it was told to end.
 
-    argv: the command line, for the log, and for a recipe that depends on the data.
+    argv: the command line, for the log.
     """
     from largebatch.hooks import starts
 
     folder = Path(config.folder)
     start = starts.describe_start(comm, argv)
     logger.info("%s", start)
-    config, trainer = prepare(argv, config, comm, signals)
+    config, trainer = prepare(config, comm, signals)
     if trainer.complete:
         logger.info("This run is complete; to train again choose another --run.folder.")
         return
@@ -282,23 +290,25 @@ def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", sign
 
 
 def read_images(
-    argv: Sequence[str], config: "TrainConfig", comm: "Communicator", device: "torch.device", *, sized: bool
+    config: "TrainConfig", comm: "Communicator", device: "torch.device"
 ) -> "tuple[TrainConfig, Images]":
     """Open the images; return them, and the config with their number of classes.
 
-    sized: the recipe depends on the number of images. Then rank 0 chooses it for all ranks, by the same command line,
-    whose options every rank has compared.
+    If the recipe depends on the number of images, rank 0 chooses it for all ranks, by the same command line, whose
+    options every rank has compared.
     """
     from largebatch import build
+    from largebatch.config import Unsized
     from largebatch.start import resolve, warn_of_doubtful
 
     build.check_model(config, comm)
-    if not sized:
+    unsized = config if isinstance(config, Unsized) else None
+    if not unsized:
         build.check_batch(config, comm)
     names = comm.from_rank_0(lambda: build.classes_of_run(config), phase="reading the classes of the run")
-    train = build.open_data(config, comm, "train", with_maps=not sized and config.data.token_labels, names=names)
-    if sized:
-        config = comm.from_rank_0(lambda: resolve(read(argv, len(train)), device), phase="choosing a recipe")
+    train = build.open_data(config, comm, "train", with_maps=not unsized and config.data.token_labels, names=names)
+    if unsized:
+        config = comm.from_rank_0(lambda: resolve(sized(unsized, len(train)), device), phase="choosing a recipe")
         logger.info("%d training images of %d classes: %s", len(train), train.num_classes, size_line(config))
         warn_of_doubtful(config, device, comm)
         with comm.together("choosing a recipe"):
@@ -375,11 +385,12 @@ def utilisation(config: "TrainConfig", device: "torch.device", *, ranks: int) ->
         return None
 
 
-def headline(config: "TrainConfig", *, sized: bool = False) -> str:
-    """Describe the recipe of a run, and how to get the other one. sized: it depends on the number of images."""
+def headline(config: "TrainConfig") -> str:
+    """Describe the recipe of a run, and how to get the other one."""
+    from largebatch.config import Unsized
     from largebatch.recipes import RECIPES
 
-    if sized:
+    if isinstance(config, Unsized):
         return f"{config.model.name} on {config.data.path}; the recipe follows from the number of images"
     place = f"{config.model.name} at {config.model.img_size} px on {config.data.path}"
     other = ""

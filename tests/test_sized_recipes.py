@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 import zoo
-from largebatch import build, recipes
-from largebatch.config import TrainConfig, check, dump, parse
+from largebatch import build, recipes, train
+from largebatch.config import TrainConfig, Unsized, check, dump, options, parse
 from largebatch.data.order import Plan
 from largebatch.recipes import sized
 
@@ -30,8 +30,11 @@ def test_the_recipes_know_the_models_of_the_zoo():
     "images, scratch, finetune",  # batch and micro-batch
     [
         (1, (1, 1), (1, 1)),
-        (12, (8, 1), (8, 1)),
-        (1_437, (64, 8), (64, 8)),
+        (12, (8, 2), (8, 2)),
+        (60, (32, 8), (32, 8)),
+        (600, (64, 16), (64, 16)),
+        (1_437, (64, 16), (64, 16)),
+        (5_000, (128, 16), (128, 16)),
         (10_000, (256, 32), (256, 32)),
         (50_000, (1024, 64), (512, 64)),
         (900_000, (4096, 64), (512, 64)),
@@ -191,3 +194,28 @@ def test_a_mistake_in_a_file_is_one_sentence_with_its_line(tmp_path, text, funct
     with pytest.raises(ValueError) as error:
         chosen("--recipe", f"{file}:{function}" if function else str(file))
     assert sentence.format(file=file) in str(error.value) and "\n" not in str(error.value)
+
+
+WEIGHTS = ("--init-from", "w.pt", "--recipe", "finetune")
+
+
+@pytest.mark.parametrize("images", [12, 600, 50_000, IMAGENET])
+@pytest.mark.parametrize(
+    "given", [(), ("--model", "vit_s16"), WEIGHTS, ("--model=timm/resnet18",), ("--data.global_batch_size=96",)]
+)
+def test_a_program_gets_the_config_of_the_command_line_and_keeps_what_it_changed(images, given):
+    argv = ("--data", "/own", "--run.seed=3", *given)
+    config = train.read(argv)
+    assert isinstance(config, Unsized) and train.sized(config, images) == train.read(argv, images)
+    changed = replace(config, run=replace(config.run, seed=7, max_steps=2))
+    expected = train.read(argv, images)
+    assert train.sized(changed, images) == replace(expected, run=replace(expected.run, seed=7, max_steps=2))
+    with pytest.raises(ValueError, match="--run.max_steps is -1: expected at least 0"):
+        train.sized(replace(config, run=replace(config.run, max_steps=-1)), images)
+
+
+def test_a_config_that_does_not_depend_on_the_images_and_its_texts(tmp_path):
+    for argv in ((), ("--recipe", "vit_b32", "--data", "/own"), ("--data", "synthetic")):
+        assert type(train.read(argv)) is TrainConfig
+    config = train.read(["--data", "/own"])
+    assert "argv" not in dump(config) and "argv" not in options(config)

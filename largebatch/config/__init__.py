@@ -51,6 +51,7 @@ from largebatch.config.sections import (
     RunConfig,
     ScheduleConfig,
     TrainConfig,
+    Unsized,
 )
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "Shape",
     "TensorConfig",
     "TrainConfig",
+    "Unsized",
     "accumulation_passes",
     "apply",
     "check",

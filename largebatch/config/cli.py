@@ -212,7 +212,7 @@ def dump(config: TrainConfig) -> str:
     """Write a config as YAML, with every option; `load` reads it back."""
     import yaml
 
-    return yaml.safe_dump(_lists(asdict(config)), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(_lists(_sections(config)), sort_keys=False, allow_unicode=True)
 
 
 def _lists(value: Any) -> Any:
@@ -248,7 +248,11 @@ def for_optimizer(optim: OptimConfig, name: str | None) -> OptimConfig:
 
 def options(config: TrainConfig) -> dict[str, Any]:
     """Return the value of every option by its dotted name."""
-    return _dotted("", asdict(config))
+    return _dotted("", _sections(config))
+
+
+def _sections(config: TrainConfig) -> dict[str, Any]:
+    return {name: value for name, value in asdict(config).items() if name in TrainConfig.__dataclass_fields__}
 
 
 def _dotted(prefix: str, section: Mapping[str, Any]) -> dict[str, Any]:

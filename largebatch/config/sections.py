@@ -341,3 +341,10 @@ class TrainConfig:
     def folder(self) -> str:
         """The run folder: `run.folder`, or runs/<recipe>."""
         return self.run.folder or f"runs/{self.recipe or 'custom'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsized(TrainConfig):
+    """A run whose recipe is chosen again when the number of its images is known."""
+
+    argv: tuple[str, ...] = ()  # the command line that chooses it; no option of a run

@@ -4,7 +4,8 @@
     finetune  from other weights, with SGD: the settings of the ViT paper, scaled to the data
 
 `build` knows the number of images when they are open; until then the batch is the largest that the recipe takes. No
-number depends on the ranks: so the micro-batch is an eighth of the batch at most, for eight ranks, and 64 at most.
+number depends on the ranks: so the micro-batch is an eighth of the batch, for eight ranks, and 64 at most; if that is
+below the 16 that batch norm needs, up to a quarter, for four ranks.
 """
 
 import math
@@ -22,7 +23,7 @@ from largebatch.config import (
 
 IMAGENET = 1_281_167
 UPDATES = 39  # of an epoch, as ImageNet has at 32,768
-SMALLEST, LARGEST_MICRO_BATCH, RANKS = 64, 64, 8
+SMALLEST, SMALL_MICRO_BATCH, LARGEST_MICRO_BATCH = 64, 16, 64
 
 
 def scratch(model: str = "vit_b32", num_images: int = 0, *, batch_size: int = 0) -> TrainConfig:
@@ -85,8 +86,8 @@ def batch_for(num_images: int, *, updates: int, largest: int) -> int:
 
 
 def micro_batch_for(batch_size: int) -> int:
-    """Return the largest micro-batch of at most 64 images that divides a batch into eight parts or more."""
-    most = max(1, min(LARGEST_MICRO_BATCH, batch_size // RANKS))
+    """Return the largest micro-batch that divides a batch into enough parts, as above."""
+    most = max(1, min(LARGEST_MICRO_BATCH, max(batch_size // 8, min(SMALL_MICRO_BATCH, batch_size // 4))))
     return next(micro for micro in range(most, 0, -1) if batch_size % micro == 0)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from launch import launch
 from PIL import Image
-from runs import distance, rows, weights
+from runs import different, distance, rows, weights
 
 TRAIN = ["-m", "largebatch.train"]
 SMALL = ["--log.tensorboard", "false", "--run.precision", "fp32", "--run.deterministic", "true"]
@@ -45,7 +45,7 @@ def test_two_commands_train_and_one_each_resumes_validates_and_fine_tunes(tmp_pa
     run = tmp_path / "run"
     command = ["--model", "vit_nano32", "--data", str(tmp_path / "records"), "--run.folder", str(run)]
     output = train(*command, "--img-size", "64", ranks=2, steps=2)
-    assert "72 training images of 3 classes: recipe scratch, 64 px, global batch 64 in micro-" in output
+    assert "72 training images of 3 classes: recipe scratch, 64 px, global batch 64 in micro-batches of 16" in output
     config = (run / "config.yaml").read_text()
     assert "num_classes: 3" in config and "recipe: scratch" in config
     output = train(*command, "--img-size", "64", "--run.eval_every", "3 steps", steps=3)
@@ -54,7 +54,7 @@ def test_two_commands_train_and_one_each_resumes_validates_and_fine_tunes(tmp_pa
     assert code == 0 and "images 18 " in output, output
     tuned = ["--init-from", str(run), "--data", str(images), "--recipe", "finetune", "--img-size", "96"]
     output = train(*tuned, "--run.folder", str(tmp_path / "tuned"), ranks=2, steps=1)
-    assert "recipe finetune, 96 px, global batch 64 in micro-batches of 8" in output
+    assert "recipe finetune, 96 px, global batch 64 in micro-batches of 16" in output
     assert "position embedding resized from 2 x 2 to 3 x 3" in output and "left out" not in output
     assert re.search(r"(\d+) of the model's (\d+) tensors are as in this file, not pos_embed$", output, re.MULTILINE)
 
@@ -130,6 +130,19 @@ def test_classes_are_known_by_their_names(tmp_path, images):
     assert "head of 3 classes, whose names are others, left out, one of 3 classes initialised anew" in output
     output = train(*tuned, str(tmp_path / "same"), "--data", str(images), steps=1)
     assert "left out" not in output and re.search(r"(\d+) of the model's \1 tensors are as in this file$", output, re.M)
+
+
+def test_a_script_trains_the_same_as_the_command_line(tmp_path, images):
+    """examples/hook.py takes the same arguments: of a recipe whose batch and length follow from the images."""
+    command = ["--model", "vit_nano32", "--img-size", "64", "--data", str(images), *SMALL, "--run.max_steps", "1"]
+    script = str(Path(__file__).parents[2] / "examples" / "hook.py")
+    for name, program in (("command", TRAIN), ("script", [script])):
+        code, output = launch([*program, *command, "--run.folder", str(tmp_path / name)], ranks=2)
+        assert code == 0 and "72 training images of 3 classes: recipe scratch, global batch 64" in output, output
+    configs = [(tmp_path / name / "config.yaml").read_text().replace(str(tmp_path / name), "RUN") for name in ("command", "script")]
+    assert configs[0] == configs[1]
+    ours, theirs = (weights(tmp_path / name) for name in ("command", "script"))
+    assert different(ours, theirs) == []
 
 
 def test_a_model_of_timm_with_batch_norm_on_one_and_two_ranks(tmp_path, images):
