@@ -5,26 +5,23 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 PLAN = """
-precision:; arguments:; largebatch:; config: arguments;
-files:; zoo: timm; schedules:; recipes: config; native: files zoo; optim:
-native timm; data: files native nvidia; comm: config files horovod largebatch mpi4py native; augment: data native;
-predict: arguments data zoo; evaluation: comm precision; start: comm config precision; batch_norm: comm; __main__: comm
-config imports largebatch; doctor: arguments comm
-installer mpi4py; pack: arguments comm data files mpi4py rich zoo; losses: augment
+bit_sums:; installer:; imports: installer; precision:; arguments: files; largebatch: imports; config: arguments;
+files:; zoo: timm; schedules:; recipes: config; native: files zoo; optim: native timm; data: files native nvidia; comm:
+bit_sums config files horovod installer mpi4py native; augment: data native; predict: arguments data files recipes zoo;
+evaluation: comm precision; start: comm config precision; batch_norm: comm; __main__: comm config imports largebatch;
+doctor: arguments comm files installer mpi4py; pack: arguments comm data files mpi4py rich zoo; losses: augment
 precision; trials: augment comm config; graphs: comm config losses precision trials zoo; replica: augment batch_norm
-comm graphs losses optim; kept: native; engine: augment comm data evaluation kept losses native optim
-precision replica;
-parallel: augment comm config losses native optim precision replica zoo; checkpoint: config engine zoo; hooks: augment
-checkpoint comm config engine files optim precision rich; compiling: batch_norm comm config losses optim precision
-trials zoo; build: augment batch_norm checkpoint comm compiling config data engine graphs hooks losses native optim
-parallel precision replica schedules start trials zoo; report: arguments checkpoint config data files hooks zoo; export:
-arguments config files hooks largebatch zoo; find_lr: build comm config engine files hooks; plan: arguments augment
-build comm config engine files native parallel precision recipes zoo; validate:
-arguments build comm config data evaluation files
-precision recipes report start zoo; benchmark: arguments augment build comm compiling config data engine files graphs
-hooks losses native optim parallel plan precision recipes start timm zoo; train: benchmark build checkpoint comm config
-engine files find_lr hooks plan recipes report start; reproduce: arguments benchmark build comm config data engine files
-pack
+comm graphs losses optim; kept: native; engine: augment comm data evaluation kept losses native optim precision
+replica; parallel: augment comm config losses native optim precision replica zoo; checkpoint: bit_sums config engine
+zoo; hooks: augment checkpoint comm config engine files optim precision rich; compiling: batch_norm comm config losses
+optim precision trials zoo; build: augment batch_norm checkpoint comm compiling config data engine graphs hooks losses
+native optim parallel precision replica schedules start trials zoo; report: arguments checkpoint config data files
+hooks zoo; export: arguments config files hooks largebatch recipes zoo; find_lr: build comm config engine files hooks;
+plan: arguments augment build comm config engine files native parallel precision recipes zoo; validate: arguments build
+checkpoint comm config data evaluation files precision recipes report start zoo; benchmark: arguments augment build
+comm compiling config data engine files graphs hooks losses native optim parallel plan precision recipes start timm
+zoo; train: benchmark build checkpoint comm config engine files find_lr hooks plan recipes report start; reproduce:
+arguments benchmark build comm config data engine files pack
 """
 LIBRARIES = {"horovod", "mpi4py", "nvidia", "rich", "timm"}
 ROOT = Path(__file__).resolve().parent.parent

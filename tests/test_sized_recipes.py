@@ -41,8 +41,8 @@ def test_the_recipes_know_the_models_of_the_zoo():
     ],
 )
 def test_batches_follow_from_the_number_of_images(images, scratch, finetune):
-    for options, expected in (((), scratch), (("--init-from", "w.pt"), finetune)):
-        config = chosen("--model", "vit_s16", "--data", "/own", *options, images=images)
+    for more, expected in (((), scratch), (("--init-from", "w.pt"), finetune)):
+        config = chosen("--model", "vit_s16", "--data", "/own", *more, images=images)
         assert (config.data.global_batch_size, config.data.micro_batch_size) == expected
         assert config.data.global_batch_size <= images
 

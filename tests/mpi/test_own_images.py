@@ -138,8 +138,9 @@ def test_a_script_trains_the_same_as_the_command_line(tmp_path, images):
     script = str(Path(__file__).parents[2] / "examples" / "hook.py")
     for name, program in (("command", TRAIN), ("script", [script])):
         code, output = launch([*program, *command, "--run.folder", str(tmp_path / name)], ranks=2)
-        assert code == 0 and "72 training images of 3 classes: recipe scratch, global batch 64" in output, output
-    configs = [(tmp_path / name / "config.yaml").read_text().replace(str(tmp_path / name), "RUN") for name in ("command", "script")]
+        assert code == 0 and "72 training images of 3 classes: recipe scratch, " in output, output
+    runs = [tmp_path / name for name in ("command", "script")]
+    configs = [(run / "config.yaml").read_text().replace(str(run), "RUN") for run in runs]
     assert configs[0] == configs[1]
     ours, theirs = (weights(tmp_path / name) for name in ("command", "script"))
     assert different(ours, theirs) == []
