@@ -74,9 +74,18 @@ def test_what_is_not_finite_stays_so():
     assert attention.attend(qkv, 0.25).isnan().any(dim=-1)[0, :, 0].tolist() == [row == 7 for row in range(20)]
 
 
-@pytest.mark.parametrize("qkv", [torch.zeros(1, 4, 3, 1, 24).bfloat16(), torch.zeros(1, 4, 3, 1, 32)])
+@pytest.mark.parametrize(
+    "qkv",
+    [
+        torch.zeros(1, 4, 3, 1, 24).bfloat16(),
+        torch.zeros(1, 4, 3, 1, 32),
+        torch.zeros(1, 4, 2, 1, 32).bfloat16(),
+        torch.zeros(4, 3, 1, 32).bfloat16(),
+        torch.zeros(1, 4, 3, 1, 32, device="meta").bfloat16(),
+    ],
+)
 def test_what_it_does_not_know_is_refused(qkv):
-    with pytest.raises(ValueError, match="expected bfloat16 and a multiple of 16"):
+    with pytest.raises(ValueError, match="expected bfloat16 of shape .* a multiple of 16"):
         attention.attend(qkv, 1.0)
 
 

@@ -100,10 +100,11 @@ def available() -> bool:
 
 def attend(qkv: Tensor, scale: float) -> Tensor:
     """Return softmax(scale · q kᵀ) v: bfloat16 (B, N, 3, heads, d), d a multiple of 16, -> (B, N, heads, d)."""
-    dim = qkv.shape[-1]
-    if qkv.dtype != torch.bfloat16 or not _is_known(dim):
+    fits = qkv.ndim == 5 and qkv.shape[2] == 3 and _is_known(qkv.shape[-1])
+    if qkv.dtype != torch.bfloat16 or qkv.device.type != "cpu" or not fits:
         raise ValueError(
-            f"attend got {qkv.dtype} and heads of {dim}: expected bfloat16 and a multiple of 16, up to {MAX_DIM}."
+            f"attend got {qkv.dtype} of shape {tuple(qkv.shape)} on {qkv.device}: expected bfloat16 of shape "
+            f"(B, N, 3, heads, d) on the CPU, d a multiple of 16, up to {MAX_DIM}."
         )
     return _Attend.apply(qkv, scale)
 
@@ -202,8 +203,13 @@ class _Attend(torch.autograd.Function):
 
 
 def _call(name: str, tensors: tuple[Tensor, ...], qkv: Tensor, scale: float) -> None:
-    """Call a function of attention.cpp with as many threads as torch uses."""
+    """Call a function of attention.cpp with as many threads as torch uses. It sees addresses, so check the rest."""
     batch, tokens, _, heads, dim = qkv.shape
+    half = {(*qkv.shape,), (batch, tokens, heads, dim)}
+    kinds = {(shape, torch.bfloat16) for shape in half} | {((batch, heads, tokens), torch.float32)}
+    for t in tensors:
+        if ((*t.shape,), t.dtype) not in kinds or t.device.type != "cpu" or not t.is_contiguous() or t.is_neg():
+            raise ValueError(f"attention.cpp got {t.dtype} of shape {(*t.shape,)} on {t.device}, expected one of {kinds}.")
     addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
     shape, threads = ctypes.byref(_Shape(batch, tokens, heads, dim)), torch.get_num_threads()
     getattr(load_library(SOURCE, *FLAGS), name)(*addresses, shape, ctypes.c_float(scale), threads)

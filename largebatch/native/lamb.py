@@ -20,6 +20,8 @@ SOURCE = Path(__file__).with_name("lamb.cpp")
 # for milliseconds after their work.
 FLAGS = ("-fopenmp",)
 
+DTYPES = (torch.float32, torch.float64)
+
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v of one parameter, contiguous, of one dtype
 Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # the same and u, scratch memory that is at least as long
 
@@ -73,15 +75,64 @@ def norm_native(gradients: Sequence[Tensor]) -> Tensor:
 
     It is added up in double precision, a tensor at a time; torch's `get_total_norm` takes one thread for all of them.
     """
-    whole = [g.contiguous() for g in gradients]
+    whole = [as_kernels_read(g, gradients[0].dtype) for g in gradients]
     squares = torch.empty(len(whole), dtype=torch.float64, device="cpu")
     _call("squares", [(g, g) for g in whole], torch.get_num_threads(), _address(squares))  # of a row it reads g alone
     return squares.sum().sqrt().to(whole[0].dtype)
 
 
+def as_kernels_read(g: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a gradient in this dtype and contiguous: itself, or a copy."""
+    return (g if g.dtype is dtype else g.to(dtype)).contiguous().resolve_neg()  # torch keeps some signs aside
+
+
+def same_kind(row: Tensors) -> Tensors:
+    """Return x, g, m and v as kernels read them; ValueError if that takes more than a copy of the gradient."""
+    x, g, m, v = row
+    row = x, as_kernels_read(g, x.dtype), m, v
+    check_row(row, x.dtype, x.device)
+    return row
+
+
+def check_row(row: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError for tensors of a row that kernels, which get addresses alone, would read or write wrongly.
+
+    It is for each step, because a program can exchange data, storage and state between any two.
+    """
+    shape, size = row[0].shape, row[0].numel()
+    for t in row:
+        if (
+            dtype in DTYPES
+            and t.dtype is dtype
+            and t.device == device
+            and t.shape == shape
+            and t.layout is torch.strided
+            and t.is_contiguous()
+            and not t.is_neg()
+            and (t.data_ptr() or not size)
+            and (t.storage_offset() + size) * t.itemsize <= t.untyped_storage().nbytes()
+        ):
+            continue
+        raise ValueError(
+            "Lamb needs a parameter, its gradient and its moments contiguous, in float32 or float64, of one type, "
+            f"shape and device, got {_kind(t)} for a parameter of {_kind(row[0])}; use autocast for half precision "
+            "and channels_last for inputs only"
+        )
+
+
+def _kind(t: Tensor) -> str:
+    if t.layout is not torch.strided:
+        return f"{t.dtype} and layout {t.layout}"
+    size = t.untyped_storage().nbytes()
+    return f"{t.dtype}, shape {tuple(t.shape)} and strides {t.stride()} in {size} bytes on {t.device}"
+
+
 def _call(name: str, rows: Sequence[tuple[Tensor, ...]], num_threads: int, *arguments: Any) -> None:
     """Call a function of lamb.cpp for rows that begin as `Row` does."""
-    single = rows[0][0].dtype == torch.float32
+    dtype, device = rows[0][0].dtype, torch.device("cpu")
+    for row in rows:
+        check_row(row, dtype, device)
+    single = dtype == torch.float32
     function = getattr(load_library(SOURCE, *FLAGS), f"{name}_float{32 if single else 64}")
     sizes = [row[0].numel() for row in rows]
     order = (ctypes.c_int64 * len(rows))(*sorted(range(len(rows)), key=lambda k: -sizes[k]))

@@ -34,7 +34,9 @@ from torch.optim import Optimizer
 
 from largebatch.native import lamb as cpp_lamb
 from largebatch.native.copies import to_device
+from largebatch.native.lamb import DTYPES, as_kernels_read, same_kind
 from largebatch.optim.presets import options_of
+from largebatch.optim.states import adopted
 from largebatch.optim.weight_copies import WeightCopies
 
 logger = logging.getLogger(__name__)
@@ -42,9 +44,11 @@ logger = logging.getLogger(__name__)
 IMPLS = ("auto", "compile", "triton", "eager", "plain")
 CHUNK = 2**18  # elements per chunk of the eager path: 1 MiB in float32, which stays in cache
 
-NATIVE = {("cpu", dtype, torch.strided) for dtype in (torch.float32, torch.float64)}  # gradients for lamb.cpp
+NATIVE = {("cpu", dtype, torch.strided) for dtype in DTYPES}  # gradients for lamb.cpp
 
 NOT_COMPILED = "LAMB could not be compiled here: set --optim.impl eager (in Python, the impl of Lamb)"
+
+STATE = ("step", "exp_avg", "exp_avg_sq")  # of a parameter
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # x, g, m, v of one parameter
 Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # and u, scratch memory for the update
@@ -121,7 +125,7 @@ def lamb_(
     def replace(old: Tensor, new: Tensor) -> None:
         old.copy_(new if finite is None else torch.where(finite, new, old))
 
-    g = g.to(x.dtype) * factor
+    g = g * factor
     replace(m, s.beta1 * m + s.new1 * g)
     replace(v, s.beta2 * v + s.new2 * g * g)
     u = m / (s.root * v.sqrt() + s.eps) + s.weight_decay * x
@@ -149,7 +153,7 @@ def moments_eager_(row: Row, s: Scalars, factor: Tensor) -> Tensor:
     work = x.new_empty(min(chunk, x.numel()))
     for xc, gc, mc, vc, uc in zip(*(t.split(chunk) for t in row)):
         w = work[: xc.numel()]
-        torch.mul(gc.to(x.dtype), factor, out=w)
+        torch.mul(gc, factor, out=w)
         mc.lerp_(w, s.new1)
         vc.mul_(s.beta2).addcmul_(w, w, value=s.new2)
         torch.sqrt(vc, out=w).mul_(s.root).add_(s.eps)
@@ -226,12 +230,12 @@ def lamb_compiled_(
     try:
         if factor.device.type == "cpu":
             # C++ takes addresses: flat aliases would take nearly half of the host's time.
-            alike = [(x, g.to(x.dtype).contiguous(), m, v) for x, g, m, v in tensors]
+            alike = [(x, as_kernels_read(g, x.dtype), m, v) for x, g, m, v in tensors]
             return cpp_lamb.lamb_native_(alike, s, float(factor))
         tensors = [flat(four) for four in tensors]
         # 0-d tensors, so that a new learning rate does not recompile.
         (numbers,) = to_device(torch.tensor(s, dtype=factor.dtype), device=factor.device)
-        kind = tuple((len(x), g.dtype) for x, g, _, _ in tensors)
+        kind = tuple(len(x) for x, *_ in tensors)
         return compiled((factor.device, factor.dtype, kind))(tensors, Scalars(*numbers.unbind()), factor, finite)
     except (OSError, subprocess.CalledProcessError, torch._dynamo.exc.BackendCompilerFailed) as error:
         raise RuntimeError(NOT_COMPILED) from error
@@ -357,7 +361,7 @@ class Lamb(Optimizer):
         check_options(self.defaults | param_group)
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
-            if p.dtype not in (torch.float32, torch.float64) or not p.is_contiguous():
+            if p.dtype not in DTYPES or not p.is_contiguous():
                 raise ValueError(
                     f"Lamb needs contiguous float32 or float64 parameters, got {p.dtype} of shape "
                     f"{tuple(p.shape)} and strides {p.stride()}; use autocast for half precision and "
@@ -420,12 +424,14 @@ class Lamb(Optimizer):
                         self.init_param(p)
         return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but keep impl: the state may come from another machine."""
-        impls = [group["impl"] for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        for group, impl in zip(self.param_groups, impls):
-            group["impl"] = impl
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Check what `load_state_dict` loads: a state of this class, of timm's or apex's LAMB, or of AdamW."""
+        if "defaults" not in state:  # which copies and pickles have
+            state = adopted(self, state, lambda group: STATE, self._state_shape)
+        super().__setstate__(state)
+
+    def _state_shape(self, p: Tensor) -> tuple[int, ...]:
+        return tuple(p.shape)
 
     def init_param(self, p: Tensor) -> dict[str, Any]:
         """Return the state of one parameter; if it has none, first set it to zeros."""
@@ -440,7 +446,7 @@ class Lamb(Optimizer):
         for p in group["params"]:
             if p.grad is not None:
                 state = self.init_param(p)
-                state["step"] += 1
+                state["step"] = int(state["step"]) + 1  # AdamW has a tensor
                 alike[state["step"], p.device, p.dtype].append(p)
         return alike
 
@@ -461,21 +467,15 @@ class Lamb(Optimizer):
         return dict(zip(params, ratios))
 
     def _tensors(self, p: Tensor) -> Tensors:
-        if p.grad is None or p.grad.is_sparse:
+        if p.grad is None or p.grad.layout is not torch.strided:
             raise ValueError(f"Lamb needs dense gradients, got a sparse one of shape {tuple(p.shape)}")
-        x, m, v = p, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
-        if strided := [t for t in (x, m, v) if not t.is_contiguous()]:  # C++ would take other elements
-            raise ValueError(
-                f"Lamb needs contiguous parameters and moments, got one of shape {tuple(strided[0].shape)} and strides "
-                f"{strided[0].stride()}; use channels_last for inputs only"
-            )
-        return x, p.grad, m, v
+        return p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
 
 
 def flat(tensors: Tensors) -> Tensors:
     """Return 1-D aliases. With .data they have no base, whose shape would make torch.compile compile again."""
-    x, g, m, v = tensors
-    return x.view(-1).data, g.contiguous().view(-1).data, m.view(-1).data, v.view(-1).data
+    x, g, m, v = same_kind(tensors)
+    return x.view(-1).data, g.view(-1).data, m.view(-1).data, v.view(-1).data
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from largebatch.native.copies import to_device
+from largebatch.native.lamb import as_kernels_read, check_row
 
 CHUNK = 4096  # elements; a large model gets ten times as many chunks as a GPU has programs at a time
 BLOCK = 1024  # elements that a program has in its registers
@@ -266,14 +267,8 @@ def chunk_owners(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 def _checked(four: Tensors, factor: Tensor) -> Tensors:
     """Return the tensors of a parameter, its gradient in its dtype. Kernels see addresses only, so check the rest."""
     x, g, m, v = four
-    four = x, g.to(x.dtype).contiguous(), m, v
-    for tensor in four:
-        kind = tensor.dtype, tensor.device, tensor.numel(), tensor.is_contiguous()
-        if kind != (factor.dtype, factor.device, x.numel(), True):
-            raise ValueError(
-                f"LAMB in Triton got {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on "
-                f"{tensor.device}, expected {factor.dtype} of shape {tuple(x.shape)} on {factor.device}, contiguous."
-            )
+    four = x, as_kernels_read(g, x.dtype), m, v
+    check_row(four, factor.dtype, factor.device)
     return four
 
 

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from largebatch.optim.states import adopted
+
 
 class Lars(Optimizer):
     """LARS; the formulas are at the top of this file. All options can be set per parameter group.
@@ -58,6 +60,18 @@ class Lars(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         check_options(self.defaults | param_group)
         super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Check what `load_state_dict` loads: a state of this class or of timm's LARS."""
+        if "defaults" not in state:  # which copies and pickles have
+            for own, saved in zip(self.param_groups, state["param_groups"]):
+                if own["adapt"] and not {"trust_coefficient", "trust_coeff"} & saved.keys():
+                    raise ValueError(
+                        "The state is of an optimizer without trust ratios, such as SGD, whose momentum is not that "
+                        "of LARS: begin without a state."
+                    )
+            state = adopted(self, state, lambda group: ("momentum_buffer",))
+        super().__setstate__(state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

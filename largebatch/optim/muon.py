@@ -30,10 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from largebatch.optim.lamb import Lamb
-from largebatch.optim.states import adam_state
+from largebatch.optim.lamb import STATE, Lamb
+from largebatch.optim.states import adam_state, adopted
 
 KINDS: dict[str, Callable[..., Optimizer]] = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW, "lamb": Lamb}
+STATES = {"muon": ("momentum_buffer",), "adamw": STATE, "lamb": STATE}  # of a parameter
 SCALES = {"adamw": "match_rms_adamw", "lamb": "original"}  # torch's names, by the optimizer of the other tensors
 
 
@@ -106,13 +107,17 @@ class Muon(Optimizer):
                         self.init_param(p)
         return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but keep LAMB's impl: the state may come from another machine."""
-        impls = [group.get("impl") for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        for group, impl in zip(self.param_groups, impls):
-            if group["kind"] == "lamb":
-                group["impl"] = impl
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Check what `load_state_dict` loads: a state of this class, of the same optimizers."""
+        if "defaults" not in state:  # which copies and pickles have
+            for number, (own, saved) in enumerate(zip(self.param_groups, state["param_groups"])):
+                if saved.get("kind", own["kind"]) != own["kind"]:
+                    raise ValueError(
+                        f"The state is of another optimizer: {saved['kind']} made that of group {number}, and here "
+                        f"that group is of {own['kind']}. Build Muon as it was then, or begin without a state."
+                    )
+            state = adopted(self, state, lambda group: STATES[group["kind"]])
+        super().__setstate__(state)
 
 
 def hidden_matrices(model: nn.Module) -> set[Tensor]:

@@ -1,10 +1,15 @@
-"""The state of torch's own optimizers before their first step, which would create it."""
+"""The state of torch's own optimizers before their first step; and a saved state before it is loaded."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+# Options of other optimizers that change what their moments are, with the value that ours have.
+MOMENTS_OF = {"maximize": False, "grad_averaging": True, "dampening": 0}
 
 
 def adam_state(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -20,3 +25,58 @@ def momentum_state(p: Tensor, group: Mapping[str, Any]) -> Tensor:
     if group["dampening"]:  # torch does not dampen the first gradient, which no initial buffer can express
         raise ValueError(f"SGD with dampening={group['dampening']} has no initial state; set dampening to 0")
     return torch.zeros_like(p)
+
+
+def adopted(
+    optimizer: Optimizer,
+    loaded: Mapping[str, Any],
+    keys: Callable[[Mapping[str, Any]], Sequence[str]],
+    shape: Callable[[Tensor], tuple[int, ...]] = lambda p: tuple(p.shape),
+) -> dict[str, Any]:
+    """Return what torch's `load_state_dict` hands to `__setstate__`, so that this optimizer goes on from it.
+
+    It may be that of another optimizer with the same moments: options that its groups lack stay as they are here, and a
+    step of the group becomes one of each parameter. keys: what the state of a parameter of a group has; shape: that of
+    its moments. Raises ValueError for any other state.
+    """
+    state, groups, numbers = dict(loaded["state"]), [], itertools.count()
+    for own, saved in zip(optimizer.param_groups, loaded["param_groups"]):
+        _check_moments(saved)
+        merged, needed = own | saved, keys(own)
+        step = {"step": merged.pop("step", None)} if "step" in needed else {}
+        for p, number in zip(own["params"], numbers):
+            if state.get(p):
+                state[p] = {key: _dense(value) for key, value in (step | state[p]).items()}
+                _check_entry(state[p], needed, shape(p), number)
+        groups.append(merged | {key: own[key] for key in ("impl",) if key in own})  # that of this machine
+    return {**loaded, "state": state, "param_groups": groups}
+
+
+def _dense(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, Tensor) else value
+
+
+def _check_entry(entry: Mapping[str, Any], keys: Sequence[str], shape: tuple[int, ...], number: int) -> None:
+    kinds = {"step": (Tensor, int, float)}
+    if missing := [key for key in keys if not isinstance(entry.get(key), kinds.get(key, Tensor))]:
+        raise ValueError(
+            f"The state is of another optimizer: for parameter {number} it has no {' and no '.join(missing)}. Load it "
+            "into the optimizer that saved it, or begin without a state."
+        )
+    for key, value in entry.items():
+        if isinstance(value, Tensor) and key != "step" and tuple(value.shape) != shape:
+            raise ValueError(
+                f"The state is of another model: {key} of parameter {number} has shape {tuple(value.shape)}, expected "
+                f"{shape}. Load it for the model that it was saved with, or begin without a state."
+            )
+
+
+def _check_moments(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for moments that were made of something else than the gradients that our optimizers take."""
+    wanted = MOMENTS_OF | ({"decoupled_weight_decay": True} if group.get("weight_decay") else {})
+    for key, value in wanted.items():
+        if key in group and group[key] != value:
+            raise ValueError(
+                f"The state is of an optimizer with {key}={group[key]!r}, and its moments are not those of "
+                f"{key}={value!r}, which this optimizer has: begin without a state."
+            )

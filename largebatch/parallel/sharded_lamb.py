@@ -105,13 +105,13 @@ class ShardedLamb(Lamb):
     def _tensors(self, p: Tensor) -> Tensors:
         """x, g, m and v of this rank's piece, 1-D, on the device that updates it."""
         sharding = self._known()
-        x, g, m, v = flat(super()._tensors(p))
+        x, g, m, v = super()._tensors(p)
         piece = sharding.own(p)
-        x, g = piece.of(x), piece.of(g)
+        x, g = piece.of(x), piece.of(g.contiguous())
         if sharding.offload:
             # Copy parameters of the host, too, so that all take the same path: `_second_phase` copies x back.
             x, g = x.to(sharding.home, copy=True), g.to(sharding.home)
-        return x, g.to(x.dtype), m, v
+        return flat((x, g, m.view(-1), v.view(-1)))
 
     def init_param(self, p: Tensor) -> dict[str, Any]:
         """Return the state of one parameter, after creating it with zeros if there is none."""
@@ -120,6 +120,10 @@ class ShardedLamb(Lamb):
             zeros = torch.zeros_like(p, memory_format=torch.contiguous_format)
             self.set_state_of(p, {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros})
         return self.state[p]
+
+    def _state_shape(self, p: Tensor) -> tuple[int, ...]:
+        sharding = self._known()
+        return (sharding.own(p).length,) if sharding.zero else tuple(p.shape)
 
     # -- whole local tensors, for checkpoints ------------------------------------------------------------------
 
