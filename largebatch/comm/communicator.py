@@ -340,9 +340,11 @@ class Communicator:
         Every rank calls it, and gets rank 0's weights, buffers, options and optimizer state. In each step the ranks
         compare the options of the param groups and average the statistics of batch norm. They compare weights and
         state after 1, 2, 4, ... 1024 steps, then after each 1024. All ranks raise Stopped if something differs.
-        watch: False for a caller that does all this by itself; the options are compared all the same.
+        watch: False for a caller that does all this by itself, as with a model that ranks share, where it is always
+        False; the options are compared all the same.
         This method and the others of the step are described in full in reduction.py.
         """
+        watch = watch and self.model_size == 1
         wrapped: Any = self._reduction.wrap(optimizer, model, passes=passes, compression=compression)
         wrapped.watch = partial(self._watch, wrapped, model if watch else None)
         wrapped.steps_watched = self._shared = 0

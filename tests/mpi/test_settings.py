@@ -65,7 +65,7 @@ def test_settings_that_contradict_the_environment(tmp_path: Path):
     trials.write_text(json.dumps([(folder + options, environment) for options, environment, _ in CONTRADICTIONS]))
     code, output = launch([*PROGRAMS, "trials", str(trials)], ranks=1, launcher="python")
     assert code == 0 and "Traceback" not in output, output
-    *said, rest = output.split("trial ends with 1\n")
+    *said, rest = output.split("trial ends with 2\n")
     assert rest == "" and len(said) == len(CONTRADICTIONS), output
     for text, (_, _, sentence) in zip(said, CONTRADICTIONS):
         assert text.count(sentence) == 1, output

@@ -9,7 +9,7 @@ from parts import CLASSES, images, small_model
 from torch import distributed as dist
 
 from largebatch.config.parallel import ParallelConfig
-from largebatch.optim import Lamb, clip_gradients, init_state
+from largebatch.optim import Lamb, clip_gradients, gradient_norm, init_state
 from largebatch.parallel.cuts import cuts_of
 from largebatch.parallel.mesh import Mesh, start_process_groups, stop_process_groups
 from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
@@ -64,7 +64,7 @@ def test_as_whole_state_on_every_rank(comm, mesh, offload):
     comm.freeze(plain, reference[0].parameters())
     for steps in (range(5), range(5, 10)):
         train(comm, model, optimizer, steps, lambda one: global_norm(one, sharding))
-        train(comm, reference, plain, steps, lambda one: torch.nn.utils.get_total_norm([p.grad for p in one.reduced]))
+        train(comm, reference, plain, steps, gradient_norm)
         for p, q in zip(model.parameters(), reference.parameters()):
             assert (p - q).norm() <= 1e-12 * q.norm()
             found, expected = optimizer.state_of(p), plain.state[q]
