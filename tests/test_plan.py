@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -19,34 +20,44 @@ from torch import Tensor
 from largebatch.benchmark.ceiling import DATASHEETS
 from largebatch.benchmark.model import training_flops
 from largebatch.build import build_objective
+from largebatch.build.images import build_augment
+from largebatch.build.replica import build_optimizer, build_sam
 from largebatch.comm.buckets import buckets
 from largebatch.config import ModelConfig, ParallelConfig, TensorConfig, TrainConfig, accumulation_passes, dump
 from largebatch.config.horovod import CPU_CYCLE_TIME_MS, CPU_FUSION_BYTES
+from largebatch.data.token_labels import TokenLabels
 from largebatch.engine import TrainState
+from largebatch.hooks.ema import Ema
 from largebatch.native.attention import choose_attention
 from largebatch.plan import beforehand, constants, meta, validation
 from largebatch.plan.__main__ import main
 from largebatch.plan.beforehand import Correction, Outlook, outlook
 from largebatch.plan.calibrate import Measured, predicted
-from largebatch.plan.memory import blocks_bytes, largest_micro_batch, of_rank
+from largebatch.plan.memory import MOMENTS, Memory, blocks_bytes, checkpoint_bytes, largest_micro_batch, of_rank
 from largebatch.plan.planning import cluster_of, fitted
-from largebatch.plan.run import failures_of, num_steps
+from largebatch.plan.run import failures_of, input_of, num_steps, run_of
 from largebatch.plan.search import search
 from largebatch.plan.simulate import Disturbance, simulate
 from largebatch.plan.step import (
     Backward,
     Speed,
+    Step,
     allreduce_seconds,
     backward_of,
     block_bytes,
     cycle_seconds,
     exposed_seconds,
+    inner_seconds,
+    kernel_seconds,
     negotiation_seconds,
+    optimizer_seconds,
+    pass_seconds,
     passes_of,
     stages_of,
+    step_of,
 )
 from largebatch.plan.text import search_json, search_lines
-from largebatch.plan.trace import Pass, _Counter, trace
+from largebatch.plan.trace import Kernel, Pass, _Counter, trace
 from largebatch.precision import autocast
 from largebatch.recipes import RECIPES
 from zoo import create_model
@@ -284,6 +295,51 @@ def test_parameters_and_gradients_are_those_of_the_model(vit):
     assert vit.gradients[0].name.startswith("head") and vit.gradients[-1].name.startswith(("patch", "pos", "cls"))
 
 
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("name", ("vit_nano32", "volo_nano", "timm/test_resnet"))
+def test_parts_beside_the_pass_have_the_bytes_of_a_real_run(name):
+    """Weights, gradients and the average; micro-batches with the targets of their loss, of which one is prepared."""
+    config, device = small(name), constants.find_device("cpu")
+    config = replace(config, optim=replace(config.optim, ema_half_life="1 epochs"))
+    model = create_model(**config.model.arguments() | {"weights": None})
+    average = Ema(model, half_life_images=10).model
+    ids, placement = torch.zeros(8, 2, 4, 4, dtype=torch.int32), torch.eye(2, 3, dtype=torch.float64).expand(8, 2, 3)
+    taught = TokenLabels(ids, torch.zeros(8, 2, 4, 4).half(), placement) if config.loss.dense_weight else None
+    images, labels = torch.randn(8, 3, 64, 64), torch.zeros(8, dtype=torch.int64)
+    augmented = build_augment(config)(images, labels, torch.Generator(), taught)
+    assert (augmented.token_targets is None) == (name != "volo_nano")
+    found = of_rank(config, trace(config, device="cpu"), device, ranks=1)
+    assert found.weights == nbytes([*model.parameters(), *model.buffers()])
+    assert found.gradients == nbytes(torch.zeros_like(parameter) for parameter in model.parameters())
+    assert found.average == nbytes([*average.parameters(), *average.buffers()])
+    assert found.inputs == 2 * nbytes(tensor for tensor in augmented if isinstance(tensor, Tensor))
+    twice = of_rank(config, trace(config, device="cpu"), device, ranks=1, micro_batch_size=16)
+    assert twice.inputs == 2 * found.inputs and twice.average == found.average
+    without = replace(config, optim=replace(config.optim, ema_half_life=""))
+    assert of_rank(without, trace(config, device="cpu"), device, ranks=1).average == 0
+
+
+@pytest.mark.parametrize("name", sorted(MOMENTS.keys() - {"apex_lamb"}))  # which works on GPUs only
+@pytest.mark.parametrize("rho", (None, 0.1))
+def test_an_optimizer_keeps_the_bytes_that_are_planned(name, rho):
+    config, device = small("vit_nano32"), constants.find_device("cpu")
+    config = replace(config, optim=replace(config.optim, name=name, sam_rho=rho))
+    model = create_model(**config.model.arguments() | {"weights": None})
+    optimizer = build_optimizer(config, model, "eager" if name == "lamb" else None)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    build_sam(config, optimizer)
+    kept = nbytes(x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor) and x.ndim)
+    counted = trace(config, device="cpu")
+    found = of_rank(config, counted, device, ranks=1)
+    assert found.moments == kept
+    assert checkpoint_bytes(config, counted) == nbytes(model.state_dict().values()) + kept
+
+
 def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(vit):
     device = constants.find_device("a100")
     most = largest_micro_batch(b32(), vit, device, ranks=8)
@@ -376,6 +432,35 @@ def test_a_large_sum_takes_the_time_of_a_ring_and_a_small_one_that_of_a_tree():
     assert allreduce_seconds(1e9, replace(cluster, ranks=1)) == 0
 
 
+def pipelined(stages: int, parts: int, seconds: float) -> float:
+    """Return the time in which stages work through parts of a micro-batch, one after the other, event by event.
+
+    All forward passes come first, then all backward passes, which take twice as long; `seconds`: of one stage alone.
+    """
+    forward, backward = seconds / parts / 3, 2 * seconds / parts / 3
+    ends = [0.0] * stages  # of the last work of each stage
+    for part in range(parts):
+        for stage in range(stages):
+            ends[stage] = max(ends[stage], ends[stage - 1] if stage else 0.0) + forward
+    for part in range(parts):
+        for stage in reversed(range(stages)):
+            ends[stage] = max(ends[stage], ends[stage + 1] if stage < stages - 1 else 0.0) + backward
+    return ends[0]
+
+
+@pytest.mark.parametrize("stages, parts", ((1, 1), (2, 2), (2, 8), (3, 5), (4, 4), (4, 16), (6, 6)))
+def test_a_pipeline_idles_as_long_as_one_that_is_simulated(vit, stages, parts):
+    """(stages - 1) / (parts + stages - 1) of its time."""
+    cluster = cluster_of(12, "a100")
+    instant = {name: replace(getattr(cluster, name), bandwidth=1e30) for name in ("inside", "between")}
+    config = replace(b32(), parallel=ParallelConfig(pipeline=stages, micro_batches=parts if stages > 1 else None))
+    config = replace(config, data=replace(config.data, global_batch_size=16 * 12, micro_batch_size=16))
+    compute = step_of(config, vit, replace(cluster, **instant)).compute
+    work = stages * pass_seconds(vit, cluster.device, "bf16") / stages  # a replica of `stages` ranks has so many passes
+    assert compute == pytest.approx(pipelined(stages, parts, work), rel=1e-9)
+    assert 1 - work / compute == pytest.approx((stages - 1) / (parts + stages - 1), abs=1e-9)
+
+
 @pytest.mark.parametrize("ranks", (8, 200, 10_000))
 @pytest.mark.parametrize("bandwidth", (1e9, 1e10, 1e15))
 def test_simulation_and_closed_form_agree_to_two_cycles(ranks, bandwidth):
@@ -423,6 +508,148 @@ def test_stragglers_cost_the_expected_maximum_of_normal_draws():
 def test_a_rank_that_waits_for_images_delays_all():
     stalled = Disturbance(stall=1.0, stall_s=0.5)
     assert simulate(backward(), cluster_of(4, "a100"), compute=1.0, optimizer=0, disturbance=stalled).slowest == 1.5
+
+
+def test_a_run_is_its_steps_evaluations_and_checkpoints(vit):
+    """By hand: 1,000,000 images in batches of 4,096 on 8 GPUs, 30 epochs, the average evaluated as well."""
+    config, cluster = b32(), cluster_of(8, "a100")
+    config = replace(
+        config,
+        data=replace(config.data, global_batch_size=4096, micro_batch_size=16),
+        optim=replace(config.optim, ema_half_life="1 epochs"),
+        run=replace(config.run, duration="30 epochs", eval_every="2 epochs"),
+        checkpoint=replace(config.checkpoint, every="3 epochs"),
+    )
+    found = run_of(config, vit, cluster, Step(0.1, 0.01, 0.02, 0.03), Speed(), num_images=1_000_000)
+    assert num_steps(config, 1_000_000) == 7325  # 30,000,000 / 4,096 = 7,324.2
+    assert num_steps(replace(config, run=replace(config.run, max_steps=5)), 1_000_000) == 5
+    assert found.training == pytest.approx(7325 * 0.16)
+    timed = replace(config, checkpoint=replace(config.checkpoint, every="5 minutes"))  # in 1,172 s
+    timed_run = run_of(timed, vit, cluster, Step(0.16, 0, 0, 0), Speed(), num_images=1_000_000)
+    assert timed_run.checkpoints == pytest.approx(0.3 * found.checkpoints)
+    each = pass_seconds(vit, cluster.device, "bf16") / vit.images
+    assert found.evaluations == pytest.approx(15 * (1.0 + 2 * 6250 * each / 3))
+    state = vit.weights * 4  # weights, two moments, the average
+    assert found.checkpoints == pytest.approx(10 * state / 10e9)
+    # A save of 2 TB takes 2,000 s, and the next one waits for the rest of it.
+    slow = run_of(config, replace(vit, weights=5e11), cluster, Step(0.1, 0, 0, 0), Speed(), num_images=1_000_000)
+    assert slow.checkpoints == pytest.approx(10 * (200 + 2000 - 73.25))
+    assert (found.start, run_of(config, vit, cluster_of(8, "cpu"), Step(1, 0, 0, 0), Speed(), num_images=9).start) == (
+        120, 0,
+    )  # fmt: skip
+    shared = replace(config, parallel=ParallelConfig(sequence=2))  # half of the replicas, each twice as fast
+    again = run_of(shared, vit, cluster, Step(0.1, 0, 0, 0), Speed(), num_images=1_000_000)
+    assert again.evaluations == pytest.approx(found.evaluations)
+    forward = sum(kernel_seconds(vit, cluster.device, "bf16")[: vit.forward_kernels])
+    assert forward == pytest.approx(sum(kernel_seconds(vit, cluster.device, "bf16")) / 3, rel=0.15)
+
+
+def test_a_kernel_takes_the_longer_of_its_flops_and_its_bytes_and_a_pass_at_least_its_launches(vit):
+    device = constants.find_device("a100")
+    made = replace(vit, kernels=(Kernel(267.9e9, 1.0), Kernel(0.0, 2039e6), Kernel(267.9e9, 2 * 2039e6)))
+    times = [1e-3, 1e-3 / 0.85, 2e-3 / 0.85]
+    assert kernel_seconds(made, device, "bf16") == pytest.approx(times)
+    assert pass_seconds(made, device, "bf16", Speed(2.0)) == pytest.approx(2 * sum(times))
+    assert kernel_seconds(made, device, "fp32")[0] == pytest.approx(1e-3 * 312 / 19.5)  # as far below the datasheet
+    small = replace(made, kernels=made.kernels[:1] * 2 + (Kernel(0.0, 1.0),) * 1000)
+    assert pass_seconds(small, device, "bf16") == pytest.approx(1002 * 6e-6)
+
+
+def test_what_hides_the_reduction_and_what_does_not(vit):
+    """compile, a mesh and the core of a CPU show all of it; a replica of all ranks has none."""
+    base = replace(b32(), data=replace(b32().data, global_batch_size=16 * 8, micro_batch_size=16))
+    cluster = cluster_of(8, "a100")
+    cpu = cluster_of(8, "cpu")
+    hidden = step_of(base, vit, cluster).exposed
+    compiled = replace(base, run=replace(base.run, compile=True))
+    cut = replace(base, parallel=ParallelConfig(sequence=2))
+    for config, where in ((compiled, cluster), (cut, cluster), (base, cpu)):
+        work, ranks = backward_of(vit, where, config, Speed()), config.parallel.shape().data_size(8)
+        whole = exposed_seconds(work, where, data_ranks=ranks, overlaps=False)
+        assert step_of(config, vit, where).exposed == pytest.approx(whole) and whole > hidden
+    assert step_of(replace(base, parallel=ParallelConfig(sequence=8)), vit, cluster).exposed == 0
+    assert negotiation_seconds(cluster_of(200, "a100")) == pytest.approx(0.5e-3 + 2 * 2 * 8 * 3e-6)
+    half = replace(base, run=replace(base.run, compression="fp16"))
+    sizes = [backward_of(vit, cluster, config, Speed()).sizes for config in (base, half)]
+    assert sizes[1] == tuple(size // 2 for size in sizes[0])
+
+
+def test_stages_hold_as_many_parts_as_there_are_stages_and_a_grid_its_blocks(vit):
+    device = constants.find_device("a100")
+
+    def rank(parallel: ParallelConfig) -> Memory:
+        return of_rank(replace(b32(), parallel=parallel), vit, device, ranks=8)
+
+    few, many = (rank(ParallelConfig(pipeline=2, micro_batches=parts)).activations - vit.casts / 2 for parts in (2, 8))
+    assert many == pytest.approx(few * 2 / 8)
+    square = ParallelConfig(tensor=TensorConfig(mode="2d", size=4))
+    peak = vit.peak / 4
+    assert rank(square).activations + rank(square).workspace == pytest.approx(peak + 4 * 4 * 3072 * 768 / 4)
+
+
+def test_images_are_read_as_fast_as_steps_need_them(vit):
+    config = replace(b32(), data=replace(b32().data, global_batch_size=1600, micro_batch_size=100))
+    found = input_of(config, cluster_of(8, "a100"), Step(0.5, 0.1, 0.1, 0.1))
+    assert found.images_per_s == pytest.approx(2000) and found.cores_per_rank == pytest.approx(250 / 660)
+    assert found.bytes_per_s == pytest.approx(2000 * 147.9e9 / 1_281_167, rel=0.01)  # the archive of ImageNet
+    cluster = cluster_of(8, "a100", cores_per_rank=1)
+    step = step_of(config, vit, cluster)
+    assert step.input == pytest.approx(200 / 660 - step.compute - step.exposed - step.optimizer)
+    assert step_of(config, vit, cluster_of(8, "a100", cores_per_rank=1000)).input == 0
+
+
+@pytest.mark.parametrize("name, tensors", (("lamb", 11), ("adamw", 8), ("sgd", 6), ("lars", 6)))
+def test_an_optimizer_moves_its_tensors_through_the_memory(vit, name, tensors):
+    """And ZeRO an eighth of them, and sends the weights to all."""
+    config = replace(b32(), optim=replace(b32().optim, name=name))
+    cluster = cluster_of(8, "a100")
+    found = optimizer_seconds(vit, config, cluster)
+    assert found == pytest.approx(tensors * vit.weights / (0.85 * 2039e9))
+    divided = optimizer_seconds(vit, replace(config, parallel=ParallelConfig(zero=1)), cluster)
+    assert divided == pytest.approx(found / 8 + 7 / 8 * vit.weights / cluster.inside.bandwidth, rel=0.05)
+
+
+def test_a_second_gradient_every_few_steps_costs_its_share(vit):
+    config = replace(b32(), data=replace(b32().data, global_batch_size=128, micro_batch_size=16))
+    plain = step_of(config, vit, cluster_of(8, "a100"))
+    sam = replace(config, optim=replace(config.optim, sam_rho=0.1, sam_every=4))
+    assert step_of(sam, vit, cluster_of(8, "a100")).compute == pytest.approx(1.25 * plain.compute)
+    device = constants.find_device("a100")
+    more = of_rank(sam, vit, device, ranks=8).workspace - of_rank(config, vit, device, ranks=8).workspace
+    assert more == vit.weights  # a copy
+
+
+def test_ranks_of_a_replica_wait_for_their_messages(vit):
+    """By the formulas of parallel/README.md, of which test_bytes.py counts those of a block."""
+    tokens, width, depth, images = 50, 768, 12, 16
+    a, w = images * tokens * width * 2, 12 * width**2 * 2
+    for parallel, sent in (
+        (ParallelConfig(tensor=TensorConfig(size=4)), depth * 8 * 3 / 4 * a),
+        (ParallelConfig(tensor=TensorConfig(mode="2d", size=4)), depth * (21 * a + 3 * w) / 4),
+        (ParallelConfig(sequence=4), depth * 2 * 3 / 4 * 2 * a),
+        (ParallelConfig(pipeline=2), 2 * a),
+        (ParallelConfig(), 0),
+    ):
+        cluster = cluster_of(16, "a100")
+        config = replace(b32(), parallel=parallel)
+        assert inner_seconds(vit, config, cluster) == pytest.approx(sent / cluster.inside.bandwidth)
+        apart, wide = replace(cluster, per_host=1), replace(config, run=replace(config.run, precision="fp32"))
+        assert inner_seconds(vit, wide, cluster) == pytest.approx(2 * sent / cluster.inside.bandwidth)
+        assert inner_seconds(vit, config, apart) == pytest.approx(sent / cluster.between.bandwidth)
+
+
+def test_buffers_of_libraries_count_where_they_are(vit):
+    gib, config = 2**30, b32()
+    for gpu, ranks, communication, runtime in (
+        ("a100", 1, 0, 1.6 * gib), ("a100", 8, 2**27 + 0.4 * gib, 1.6 * gib), ("cpu", 8, 2**20, 0),
+    ):  # fmt: skip
+        found = of_rank(config, vit, constants.find_device(gpu), ranks=ranks)
+        rest = found.total - found.communication - found.runtime
+        assert found.communication == pytest.approx(communication)
+        assert found.runtime == pytest.approx(runtime + 0.05 * rest)
+    set_by_hand = replace(config, horovod=replace(config.horovod, fusion_threshold_mb=64))
+    found = of_rank(set_by_hand, vit, constants.find_device("cpu"), ranks=8)
+    assert found.communication == 64 * 2**20
 
 
 def test_expected_time_with_failures_is_that_of_many_runs(vit):

@@ -9,7 +9,8 @@ from largebatch.plan import constants
 from largebatch.plan.constants import Device
 from largebatch.plan.trace import Pass
 
-MOMENTS = {"lamb": 2, "apex_lamb": 2, "adamw": 2, "sgd": 1, "lars": 1, "muon": 1}
+MOMENTS = {"lamb": 2, "apex_lamb": 2, "adamw": 2, "sgd": 1, "lars": 1, "muon": 2}
+"""tensors of each parameter; Muon keeps one of a matrix, and the optimizer of the rest two"""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def of_rank(config: TrainConfig, counted: Pass, device: Device, *, ranks: int, m
     scale = (micro_batch_size or counted.images) / counted.images
     parameters = counted.weights * share.weights
     data_ranks = config.parallel.shape().data_size(ranks)
-    moments = moments_of(config) * parameters
+    moments = moments_bytes(config, counted) * share.weights
     if config.parallel.zero:
         moments = 0.0 if config.parallel.offload else moments / data_ranks
     casts, on_gpu = counted.casts * share.weights, device.kind == "cuda"
@@ -97,7 +98,7 @@ def of_rank(config: TrainConfig, counted: Pass, device: Device, *, ranks: int, m
         weights=parameters + counted.buffers,
         gradients=parameters,
         moments=moments,
-        average=parameters if config.optim.ema_half_life else 0.0,
+        average=parameters + counted.buffers if config.optim.ema_half_life else 0.0,
         inputs=2 * counted.inputs * scale,
         activations=activations,
         workspace=max(peak - activations, 0.0) + blocks_bytes(config.parallel, counted),
@@ -110,9 +111,9 @@ def of_rank(config: TrainConfig, counted: Pass, device: Device, *, ranks: int, m
     return replace(parts, runtime=parts.runtime + gaps)
 
 
-def moments_of(config: TrainConfig) -> int:
-    """Return the tensors that the optimizer keeps for each parameter; Look-LayerSAM keeps a direction."""
-    return MOMENTS[config.optim.name] + (config.optim.sam_rho is not None)
+def moments_bytes(config: TrainConfig, counted: Pass) -> int:
+    """Return the bytes that the optimizer keeps for the whole model; Look-LayerSAM keeps a direction."""
+    return (MOMENTS[config.optim.name] + (config.optim.sam_rho is not None)) * counted.weights - counted.matrices
 
 
 def largest_micro_batch(config: TrainConfig, counted: Pass, device: Device, *, ranks: int) -> int:
@@ -124,8 +125,8 @@ def largest_micro_batch(config: TrainConfig, counted: Pass, device: Device, *, r
 
 def checkpoint_bytes(config: TrainConfig, counted: Pass) -> float:
     """Return the bytes of a checkpoint: weights, moments, and the average if there is one."""
-    copies = 1 + moments_of(config) + bool(config.optim.ema_half_life)
-    return counted.weights * copies + counted.buffers
+    models = 1 + bool(config.optim.ema_half_life)
+    return (counted.weights + counted.buffers) * models + moments_bytes(config, counted)
 
 
 def by_block(counted: Pass) -> Mapping[str, int]:

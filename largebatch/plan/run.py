@@ -86,7 +86,9 @@ def _count(config: TrainConfig, every: str, option: str, steps: int, num_images:
     images = duration_images(
         every, option=option, num_samples=num_images, batch_size=batch, run_images=steps * batch
     )
-    return max(1, min(steps, math.ceil(steps * batch / max(images, 1))))
+    times = steps * batch // max(images, 1)
+    also_at_end = math.ceil(times * images / batch) < steps
+    return max(1, min(steps, times + also_at_end))
 
 
 def evaluation_seconds(config: TrainConfig, counted: Pass, cluster: Cluster, speed: Speed) -> float:

@@ -90,14 +90,14 @@ def backward_of(counted: Pass, cluster: Cluster, config: TrainConfig, speed: Spe
     stretch = total / sum(times)
     ends = [0.0, *accumulate(times)]
     begins = ends[counted.forward_kernels]
-    wire = 0.5 if config.run.compression == "fp16" else 1.0
-    share = share_of(config.parallel, counted.whole).weights * wire
+    wire = 0.5 if config.run.compression == "fp16" else 1.0  # after the division into buckets
+    share = share_of(config.parallel, counted.whole).weights
     sizes = [round(gradient.size * share) for gradient in counted.gradients]
     parts = [*buckets(sizes)]
     return Backward(
         seconds=(ends[-1] - begins) * stretch,
         ready=tuple((ends[counted.gradients[part[-1]].after] - begins) * stretch for part in parts),
-        sizes=tuple(sum(sizes[number] for number in part) for part in parts),
+        sizes=tuple(round(wire * sum(sizes[number] for number in part)) for part in parts),
     )
 
 

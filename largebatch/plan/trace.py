@@ -26,6 +26,7 @@ from largebatch.augment import Augmented
 from largebatch.build import build_objective
 from largebatch.config import TrainConfig
 from largebatch.native.attention import native_layers
+from largebatch.optim.muon import hidden_matrices
 from largebatch.plan.meta import META, Uninitialised, call, tensors_in
 from largebatch.precision import DTYPES
 from zoo import create_model, set_fused_attn, volo
@@ -62,6 +63,8 @@ class Pass:
     gradients: tuple[Gradient, ...]
     """in the order in which the backward pass finishes them"""
     weights: int
+    matrices: int
+    """weights of which Muon keeps one moment; 0 with another optimizer"""
     buffers: int
     """such as the statistics of batch norm"""
     inputs: int
@@ -136,8 +139,9 @@ def _trace(config: TrainConfig, *, device: str, micro_batch_size: int) -> Pass:
         kernels=tuple(counter.kernels),
         forward_kernels=counter.forward_kernels,
         gradients=tuple(counter.gradients),
-        weights=sum(p.numel() * p.element_size() for p in model.parameters()),
-        buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
+        weights=sum(p.nbytes for p in model.parameters()),
+        matrices=sum(p.nbytes for p in hidden_matrices(model)) if config.optim.name == "muon" else 0,
+        buffers=sum(b.nbytes for b in model.buffers()),
         inputs=sum(t.numel() * t.element_size() for t in batch if isinstance(t, Tensor)),
         kept=counter.kept,
         casts=casts.size,

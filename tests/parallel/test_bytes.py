@@ -9,6 +9,7 @@ from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.parallel import vit
 from largebatch.parallel.cuts import cuts_of, sum_partial_gradients
 from largebatch.parallel.mesh import Mesh
+from largebatch.plan.step import block_bytes
 from zoo.vit import VisionTransformer
 
 IMAGES, WIDTH = 16, 384
@@ -51,3 +52,4 @@ def test_a_block(tensor, expected):
     """But for norms, biases and their gradients."""
     found = on_ranks(per_block, tensor.size, ParallelConfig(tensor=tensor))
     assert sum(found) / len(found) == pytest.approx(expected, rel=0.01)
+    assert block_bytes(ParallelConfig(tensor=tensor), ACTIVATION, WEIGHTS) == pytest.approx(expected)

@@ -1,6 +1,7 @@
 """Gradients are handed over to Horovod in buckets, each as soon as its last gradient is ready."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import horovod.torch as hvd
@@ -12,7 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from largebatch.comm import buckets
+from largebatch.config import ModelConfig, TrainConfig
 from largebatch.optim import build_optimizer
+from largebatch.plan.planning import cluster_of
+from largebatch.plan.step import Speed, backward_of
+from largebatch.plan.trace import trace
+from zoo import create_model
 
 
 def own_loss(comm, model: nn.Module, *, draw: int = 0) -> Tensor:
@@ -53,6 +59,27 @@ def test_a_bucket_is_one_call_with_the_sums_of_single_tensors(comm, calls):
     assert 8 < len(expected) < len(sizes) / 2 and sorted(calls) == sorted(expected) * (comm.size > 1)
     for (name, parameter), other in zip(model.named_parameters(), alone.parameters()):
         assert torch.equal(parameter.grad, hvd.allreduce(other.grad, name=f"alone/{name}", op=hvd.Average))
+
+
+@pytest.mark.parametrize("compression, kind", [("none", "Float"), ("fp16", "Half")])
+def test_the_planner_has_the_bytes_that_horovod_is_given(comm, monkeypatch, compression, kind):
+    name, given = f"horovod_torch_grouped_allreduce_async_torch_{kind}Tensor", []
+    of_horovod = getattr(mpi_ops.mpi_lib, name)
+
+    def weighed(tensors: Any, *rest: Any) -> int:
+        given.append(sum(tensor.nbytes for tensor in tensors))
+        return of_horovod(tensors, *rest)
+
+    monkeypatch.setattr(mpi_ops.mpi_lib, name, weighed)
+    config = TrainConfig(model=ModelConfig(name="vit_nano32", img_size=64, num_classes=10))
+    config = replace(config, run=replace(config.run, compression=compression))
+    model = create_model("vit_nano32", img_size=64, num_classes=10)
+    optimizer = comm.wrap(plain_sgd(model), model, compression=compression)
+    model(torch.zeros(2, 3, 64, 64)).square().sum().backward()
+    comm.synchronize(optimizer)
+    counted = trace(config, device="cpu", micro_batch_size=2)
+    planned = backward_of(counted, cluster_of(2, "cpu"), config, Speed()).sizes
+    assert sum(given) == sum(planned) * (comm.size > 1)
 
 
 def test_buckets_are_reduced_while_the_backward_pass_goes_on(comm):
