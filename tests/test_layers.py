@@ -17,11 +17,11 @@ zoo; hooks: augment checkpoint comm config engine files optim precision rich; co
 optim precision trials zoo; build: augment batch_norm checkpoint comm compiling config data engine graphs hooks losses
 native optim parallel precision replica schedules start trials zoo; report: arguments checkpoint config data files
 hooks zoo; export: arguments config files hooks largebatch recipes zoo; find_lr: build comm config engine files hooks;
-plan: arguments augment build comm config engine files native parallel precision recipes zoo; validate: arguments build
-checkpoint comm config data evaluation files precision recipes report start zoo; benchmark: arguments augment build
-comm compiling config data engine files graphs hooks losses native optim parallel plan precision recipes start timm
-zoo; train: benchmark build checkpoint comm config engine files find_lr hooks plan recipes report start; reproduce:
-arguments benchmark build comm config data engine files pack
+plan: arguments augment build comm config engine files native optim parallel precision recipes zoo; validate: arguments
+build checkpoint comm config data evaluation files precision recipes report start zoo; benchmark: arguments augment
+build comm compiling config data engine files graphs hooks losses native optim parallel plan precision recipes start
+timm zoo; train: benchmark build checkpoint comm config engine files find_lr hooks plan recipes report start;
+reproduce: arguments benchmark build comm config data engine files pack
 """
 LIBRARIES = {"horovod", "mpi4py", "nvidia", "rich", "timm"}
 ROOT = Path(__file__).resolve().parent.parent
