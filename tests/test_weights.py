@@ -202,6 +202,17 @@ def test_a_view_does_not_drag_its_storage_into_the_file(tmp_path, suffix):
     assert_same(model, other)
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_tied_weights_are_saved_under_both_names(tmp_path, suffix):
+    model, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    for tied in (model, other):
+        tied[1].weight = tied[0].weight
+    save_weights(model, tmp_path / f"weights{suffix}")
+    load_weights(other, tmp_path / f"weights{suffix}")
+    assert_same(model, other)
+    assert other[1].weight is other[0].weight
+
+
 def test_create_model_takes_weights(tmp_path):
     torch.manual_seed(0)
     model = create_model("vit_ti16", img_size=64, num_classes=10)

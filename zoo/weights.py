@@ -108,7 +108,8 @@ def write_weights(weights: Tensors, path: str | Path) -> None:
     """Write tensors as `save_weights` does."""
     path = Path(path)
     _check_suffix(path)
-    weights = {name: _standalone(tensor) for name, tensor in weights.items()}
+    taken: set[int] = set()
+    weights = {name: _standalone(tensor, taken) for name, tensor in weights.items()}
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.unlink(missing_ok=True)
     unfinished.touch()
@@ -215,10 +216,16 @@ def _without_prefix(weights: Tensors, target: Collection[str] = ()) -> Tensors:
     return weights
 
 
-def _standalone(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU, into memory of its own: the file of a view would contain its whole storage."""
+def _standalone(tensor: Tensor, taken: set[int]) -> Tensor:
+    """Copy a tensor to the CPU, into memory of its own: the file of a view would contain its whole storage.
+
+    taken: addresses of the tensors before; safetensors refuses tied weights, which share one.
+    """
     tensor = tensor.detach().cpu().contiguous()
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+    memory = tensor.untyped_storage()
+    alone = memory.nbytes() == tensor.nbytes and memory.data_ptr() not in taken
+    taken.add(memory.data_ptr())
+    return tensor if alone else tensor.clone()
 
 
 def _resize_pos_embed(weights: Tensors, target: Tensors, changes: dict[str, int]) -> Tensors:
