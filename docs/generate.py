@@ -28,7 +28,8 @@ every option of the command line replaces one of its values. `--recipe NAME --pr
 
 
 OPTIONS_HEAD = """This page is generated from `largebatch/config/`. `python -m largebatch.train --help all` prints the
-same with the values of a recipe, and `--print_config` those of a command line."""
+same with the values of a recipe, and `--print_config` those of a command line. `--config FILE` reads options from YAML,
+such as the config.yaml of a run folder."""
 
 
 # -- recipes -----------------------------------------------------------------------------------------------------

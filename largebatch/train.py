@@ -146,6 +146,19 @@ def refusing_read_only(folder: str) -> Iterator[None]:
         ) from None
 
 
+class LogFile(logging.FileHandler):
+    """Writes log.txt. If that fails, as on a full disk, it warns once, and the run goes on."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called for the exception of a write."""
+        if not self.failed:
+            self.failed = True  # this warning fails here as well
+            error = sys.exception()
+            logger.warning("%s cannot be written (%s): it will lack lines; the run goes on", self.baseFilename, error)
+
+
 def start_log(config: "TrainConfig", comm: "Communicator") -> None:
     """Print what is logged with its time: all of it on rank 0, which writes it to log.txt, too; the others' warnings.
 
@@ -162,7 +175,7 @@ def start_log(config: "TrainConfig", comm: "Communicator") -> None:
     screen.setFormatter(Formatter("%(asctime)s %(message)s", "%H:%M:%S") if terminal else whole)
     handlers: list[logging.Handler] = [screen]
     if comm.rank == 0:
-        handlers.append(logging.FileHandler(Path(config.folder) / LOG))
+        handlers.append(LogFile(Path(config.folder) / LOG))
         handlers[-1].setFormatter(whole)
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     for package in OURS:
@@ -214,6 +227,8 @@ def prepare(
     trainer.hooks = [Correction(plan), *trainer.hooks]
     with comm.together("writing config.yaml"):
         if comm.rank == 0:
+            if trainer.state.step:
+                warn_of_other_file(config)
             (Path(config.folder) / "config.yaml").write_text(dump(config))
     return config, trainer
 
@@ -232,6 +247,22 @@ def refuse_lost_checkpoints(folder: Path) -> None:
             f"{best.parent} has no checkpoint, but {sign}: restore one to resume this run, or choose another "
             "--run.folder to train from the beginning."
         )
+
+
+def warn_of_other_file(config: "TrainConfig") -> None:
+    """Say so if the config.yaml of a run that goes on was changed by hand: the command line counts."""
+    from largebatch import checkpoint
+    from largebatch.config import differences, load
+
+    file = Path(config.folder) / "config.yaml"
+    try:
+        found = differences(load(str(file)), config) if file.is_file() else {}
+        kept = {name: both for name, both in found.items() if not checkpoint.may_differ(name, config)}
+        other = "; ".join(f"--{name} {was}, now {now}" for name, (was, now) in kept.items())
+    except ValueError as error:
+        other = str(error)
+    if other:
+        logger.warning("%s is written anew, as the command line counts, not this file: %s", file, other)
 
 
 def prepare_images(
@@ -268,11 +299,15 @@ def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", sign
 
     argv: the command line, for the log.
     """
+    from largebatch import checkpoint
+    from largebatch.config import typed
     from largebatch.hooks import starts
 
     folder = Path(config.folder)
     start = starts.describe_start(comm, argv)
     logger.info("%s", start)
+    if checkpoint.checkpoints(folder) and typed(argv, "config") and not typed(argv, "run.folder"):
+        logger.warning("--config names the run folder %s: this run goes on; --run.folder starts another", folder)
     config, trainer = prepare(config, comm, signals)
     if trainer.complete:
         logger.info("This run is complete; to train again choose another --run.folder.")

@@ -311,7 +311,11 @@ def test_a_mistake_is_one_sentence(argv, sentence):
         ("--img_size 64", "did you mean --img-size?"),
         ("--run.max_step 3", "There is no option run.max_step; did you mean --run.max_steps?"),
         ("--xyz 3", "There is no option xyz; --help lists the options."),
-        ("vit_b32", "'vit_b32' stands alone on the command line: expected --option value, such as --model vit_b32."),
+        ("vit_b32", "'vit_b32' stands alone on the command line: expected --option value, such as --model vit_b32; a "),
+        ("config.yaml", "such as --model vit_b32; a file of options is --config config.yaml."),
+        ("--data my projects/shapes", "'projects/shapes' stands alone on the command line: expected "),
+        ("--data my projects/shapes", "; a value with a space stands in quotes."),
+        ("--parallel.tensor 2", "parallel.tensor is a section of options, such as --parallel.tensor.size;"),
         ("--checkpoint x", "checkpoint is a section of options, such as --checkpoint.every"),
         # values
         ("--optim.lr abc", "--optim.lr is 'abc': expected a number."),

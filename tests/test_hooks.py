@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +36,18 @@ from matplotlib.text import Text
 from torch.profiler import record_function
 
 from largebatch import checkpoint, hooks, train
+from largebatch.build.images import hint_at_weights
 from largebatch.comm import Stopped
-from largebatch.config import CheckpointConfig, OptimConfig, RunConfig, TrainConfig, dump
+from largebatch.config import (
+    AugmentConfig,
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+    dump,
+)
 from largebatch.data.order import Plan
 from largebatch.engine import Hook, Trainer, TrainState
 from largebatch.hooks import Guards, curves, noise_scale, sinks, starts, tables
@@ -44,6 +55,7 @@ from largebatch.hooks.checkpointing import Writer
 from largebatch.hooks.profile import Profile
 from largebatch.hooks.sinks import PLAIN_LINES
 from largebatch.train import refuse_lost_checkpoints
+from zoo import hub
 
 ROOT = Path(__file__).parents[1]
 
@@ -158,7 +170,8 @@ def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path):
 
 def test_a_failing_sink_is_a_warning(runs):
     _, report = runs
-    assert report["failing sink"] == 12 and "Failing failed at step 4: [Errno 28] full" in report["log"]
+    assert report["failing sink"] == 12
+    assert "Failing failed at step 4: [Errno 28] full; later ones are not told" in report["log"]
 
 
 def test_a_sink_that_cannot_open_stops_the_run(runs):
@@ -926,3 +939,70 @@ def test_a_row_of_skipped_steps_is_told_less_and_less_often(caplog, most, told):
     assert [int(message.split()[1]) for message in caplog.messages] == told
     trainer.state.advance(8, applied=True)
     assert trainer.state.in_a_row == 0
+
+
+def test_a_full_disk_under_the_log_is_one_warning(tmp_path, capfd):
+    """The lines go to the screen as before. /dev/full is a disk without room."""
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    config = TrainConfig(run=RunConfig(folder=str(tmp_path)))
+    before = logging.getLogger().handlers[:]
+    try:
+        train.start_log(config, SimpleNamespace(rank=0))
+        for number in range(5):
+            train.logger.info("line %d", number)
+    finally:
+        for handler in logging.getLogger().handlers[:]:
+            logging.getLogger().removeHandler(handler)
+        logging.getLogger().handlers[:] = before
+    said = capfd.readouterr().err
+    assert said.count("No space left on device") == said.count("it will lack lines; the run goes on") == 1, said
+    assert [said.count(f"line {number}\n") for number in range(5)] == [1] * 5 and "Traceback" not in said
+
+
+def test_a_sink_that_fails_again_and_again_is_told_once(caplog):
+    class Full(hooks.Sink):
+        def write_step(self, row):
+            raise OSError(28, "full")
+
+    log = hooks.Log([Full(), Full()], every_images=1)
+    trainer = SimpleNamespace(comm=SimpleNamespace(rank=0), state=TrainState(step=4))
+    for _ in range(3):
+        log.tell(trainer, lambda sink: sink.write_step({}))
+    assert caplog.messages == ["Full failed at step 4: [Errno 28] full; later ones are not told"]
+
+
+def test_a_config_yaml_that_was_changed_by_hand_is_told(tmp_path, caplog):
+    config = TrainConfig(run=RunConfig(folder=str(tmp_path)), optim=OptimConfig(lr=0.5))
+    file = tmp_path / "config.yaml"
+    train.warn_of_other_file(config)  # there is none
+    file.write_text(dump(replace(config, run=replace(config.run, max_steps=9, device="cpu"))))  # these may differ
+    train.warn_of_other_file(config)
+    assert caplog.messages == []
+    file.write_text(dump(config).replace("lr: 0.5", "lr: 0.25"))
+    train.warn_of_other_file(config)
+    told = f"{file} is written anew, as the command line counts, not this file: "
+    assert caplog.messages == [f"{told}--optim.lr 0.25, now 0.5"]
+    file.write_text(dump(config).replace("lr: 0.5", "lr: abc"))
+    train.warn_of_other_file(config)
+    assert caplog.messages[1:] == [f"{told}{file}: optim.lr is 'abc': expected a number."]
+
+
+@pytest.mark.parametrize(
+    "name, weights, path, images, expected",
+    [
+        ("vit_b32", "", "/own", 600, "vit_base_patch32_224.augreg_in21k_ft_in1k"),
+        ("timm/resnet18", "", "/own", 600, "resnet18.a1_in1k"),
+        ("vit_nano32", "", "/own", 600, ""),  # nobody has published any
+        ("vit_b32", "w.pt", "/own", 600, ""),
+        ("vit_b32", "", "/own", 50_000, ""),
+        ("vit_b32", "", "digits", 600, ""),
+    ],
+)
+def test_few_images_and_random_weights_get_a_hint_that_names_weights(caplog, name, weights, path, images, expected):
+    caplog.set_level(logging.INFO)
+    config = TrainConfig(model=ModelConfig(name=name, weights=weights), data=DataConfig(path=path))
+    hint_at_weights(config, images)
+    assert len(caplog.messages) == bool(expected) and (not expected or f"--init-from {expected}," in caplog.text)
+    assert not expected or hub.is_reference(expected)
+    hint_at_weights(replace(config, augment=AugmentConfig(mixup_alpha=0.8)), images)
+    assert caplog.messages[-1] == "mixup and cutmix mix the targets, so the training loss lies above the held-out loss"

@@ -233,6 +233,8 @@ def test_the_block_at_the_end(tmp_path, one):
     (one / "checkpoints" / "best").mkdir(parents=True)
     validated = f"    validate   python -m largebatch.validate {one}/checkpoints/best\n"
     assert validated in summary.describe(one, num_steps=60)
+    told = f"{one}/checkpoints/best is the checkpoint of the best evaluation; {one} in its place, the newest"
+    assert f"    weights    {told}\n" in summary.describe(one, num_steps=60) and "    weights " not in early
     assert summary.accuracy([]) == "no evaluation"
     (one / "checkpoints" / "best").rmdir()
 

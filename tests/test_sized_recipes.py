@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 
 import zoo
-from largebatch import build, recipes, train
-from largebatch.config import TrainConfig, Unsized, check, dump, options, parse
+from largebatch import build
+from largebatch import config as configs
+from largebatch import recipes, train
+from largebatch.config import TrainConfig, Unsized, check, dump, parse
 from largebatch.data.order import Plan
 from largebatch.recipes import sized
 
@@ -218,4 +220,4 @@ def test_a_config_that_does_not_depend_on_the_images_and_its_texts(tmp_path):
     for argv in ((), ("--recipe", "vit_b32", "--data", "/own"), ("--data", "synthetic")):
         assert type(train.read(argv)) is TrainConfig
     config = train.read(["--data", "/own"])
-    assert "argv" not in dump(config) and "argv" not in options(config)
+    assert "argv" not in dump(config) and "argv" not in configs.options(config)

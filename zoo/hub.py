@@ -214,6 +214,13 @@ def _number(value: Any) -> bool:
     return (_whole(value) or isinstance(value, float)) and math.isfinite(value)
 
 
+def published(name: str) -> str:
+    """Return timm's name of published weights for a model of the zoo, or "" if there are none."""
+    structure = (vit.STRUCTURES | volo.STRUCTURES).get(name)
+    found = timm.models.get_pretrained_cfg(structure.timm_name if structure else name.removeprefix(PREFIX))
+    return f"{found.architecture}.{found.tag}" if found and found.has_weights and found.tag else ""
+
+
 def zoo_name(timm_name: str) -> tuple[str, int] | None:
     """Return the zoo's name of a model of timm and its image size: vit_base_patch32_384 -> vit_b32, 384."""
     base, _, size = timm_name.rpartition("_")

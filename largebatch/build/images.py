@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FEW = 16  # images of a micro-batch, below which batch norm suffers (https://arxiv.org/abs/1803.08494, figure 1)
+FEW_IMAGES = 50_000  # below this published weights are hinted at; our choice
 
 
 class Images(NamedTuple):
@@ -207,6 +208,20 @@ def warn_of_large_batch(global_batch_size: int, num_samples: int) -> None:
             "an update in each epoch give at most %d.",
             *(global_batch_size, num_samples, global_batch_size / num_samples, num_samples),
         )
+
+
+def hint_at_weights(config: TrainConfig, num_samples: int) -> None:
+    """Say what a beginner expects otherwise: few images from random weights, and the loss of mixed targets."""
+    own = not config.model.weights and config.data.path not in ("digits", "synthetic")
+    name = hub.published(config.model.name) if own and num_samples < FEW_IMAGES else ""
+    if name:
+        logger.info(
+            "%d training images are few for a model from random weights: --init-from %s, of timm, begins with "
+            "published ones",
+            *(num_samples, name),
+        )
+    if config.augment.mixup_alpha or config.augment.cutmix_alpha:
+        logger.info("mixup and cutmix mix the targets, so the training loss lies above the held-out loss")
 
 
 def warn_of_few_statistics(model: nn.Module, micro_batch_size: int) -> None:

@@ -18,6 +18,7 @@ from largebatch.build.images import (
     check_batch,
     check_model,
     count_passes,
+    hint_at_weights,
     images_of,
     model_geometry,
     open_images,
@@ -73,6 +74,7 @@ def build_trainer(
     passes = count_passes(config, comm)
     if comm.rank == 0:
         warn_of_large_batch(config.data.global_batch_size, len(images.train))
+        hint_at_weights(config, len(images.train))
     names = comm.from_rank_0(lambda: class_names(images.train), phase="reading the names of the classes")
     replica = build_replica(config, comm, device, passes=passes, names=names)
     if comm.rank == 0:

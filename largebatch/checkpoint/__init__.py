@@ -5,7 +5,7 @@
     resume.py      brings a run to a checkpoint; refuses one that was made with other options
 """
 
-from largebatch.checkpoint.resume import MAY_DIFFER, check_config, load, resume
+from largebatch.checkpoint.resume import MAY_DIFFER, check_config, load, may_differ, resume
 from largebatch.checkpoint.snapshot import HostMemory, Snapshot, num_bytes, take_snapshot
 from largebatch.checkpoint.store import (
     BEST,
@@ -36,6 +36,7 @@ __all__ = [
     "is_checkpoint",
     "latest",
     "load",
+    "may_differ",
     "newest_weights",
     "num_bytes",
     "read_state",

@@ -142,17 +142,18 @@ def check_config(text: str, config: TrainConfig, *, path: Path, same_images: boo
     differing = [
         f"--{option} {was}, now {now}"
         for option, (was, now) in configs.differences(saved, config).items()
-        if not _may_differ(option, config)
+        if not may_differ(option, config)
         and not (option == "data.path" and same_images)
     ]
     if differing:
         raise ValueError(
             f"Checkpoint {path} was made with {'; '.join(differing)}: give the options it was made with to continue "
-            "that run, or another --run.folder to start a new one."
+            f"that run, or another --run.folder to start a new one, with --init-from {path.parent.parent} from its "
+            "weights."
         )
 
 
-def _may_differ(option: str, config: TrainConfig) -> bool:
+def may_differ(option: str, config: TrainConfig) -> bool:
     """Return whether a run of this config goes on with the same numbers if an option differs."""
     if option == "log.every" and configs.ramp.by_noise(config):  # the batch is decided at rows
         return False

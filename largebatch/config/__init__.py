@@ -25,7 +25,7 @@ from largebatch.config.cli import (
     options,
     parse,
     read_file,
-    typed_recipes,
+    typed,
 )
 from largebatch.config.durations import (
     NEVER,
@@ -91,6 +91,6 @@ __all__ = [
     "profiled_steps",
     "ramp",
     "read_file",
-    "typed_recipes",
+    "typed",
     "without_effect",
 ]

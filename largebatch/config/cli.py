@@ -98,9 +98,9 @@ def _value(name: str, given: Any, kind: Any, *, option: str) -> Any:
     return expanded(value) if name in PATHS else value
 
 
-def typed_recipes(argv: Sequence[str]) -> list[str]:
-    """Return the recipes that a command line names itself, and not in a file: only these may be code."""
-    return [expanded(text) for name, text in pairs(requests(argv)[0]) if name == "recipe"]
+def typed(argv: Sequence[str], option: str) -> list[str]:
+    """Return the texts that a command line itself, and not a file, gives for an option, or as --config."""
+    return [expanded(text) for name, text in pairs(requests(argv)[0]) if name == option]
 
 
 def pairs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -113,7 +113,8 @@ def pairs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
         name, equals, text = given.pop(0).partition("=")
         if not name.startswith("--") or name == "--":
             raise ValueError(
-                f"{name!r} stands alone on the command line: expected --option value, such as --model vit_b32."
+                f"{name!r} stands alone on the command line: expected --option value, such as --model vit_b32"
+                f"{_advice(name)}."
             )
         name = ALIASES.get(name.removeprefix("--"), name.removeprefix("--"))
         kind = types_of(TrainConfig).get(name)
@@ -126,10 +127,18 @@ def pairs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield name, " ".join(texts) if texts else "true"
 
 
+def _advice(word: str) -> str:
+    """Return what a word that stands alone may have been meant for."""
+    if word.endswith((".yaml", ".yml")):
+        return f"; a file of options is --config {word}"
+    return "; a value with a space stands in quotes" if not word.startswith("-") else ""
+
+
 def unknown(name: str, known: Mapping[str, Any], *, place: str) -> str:
     """Return the sentence on an option that does not exist."""
     if any(option.startswith(f"{name}.") for option in known):
-        first = next(option for option in known if option.startswith(f"{name}."))
+        inside = [option for option in known if option.startswith(f"{name}.")]
+        first = f"{name}.size" if f"{name}.size" in inside else inside[0]
         return f"{place}: {name} is a section of options, such as --{first}; --help lists them."
     return f"{place}; {words.hint(name, [*known, *ALIASES])}"
 

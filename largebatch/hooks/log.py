@@ -33,6 +33,7 @@ class Log(Hook):
         self.sinks, self.noise = sinks, noise
         self.every_images = every_images
         self.since_row, self.since_epoch = Throughput(), Throughput()
+        self.failed = set[str]()  # sinks
         self.started: float | None = None  # when the current step began; None during the first step
 
     def before_fit(self, trainer: Trainer) -> None:
@@ -105,7 +106,10 @@ class Log(Hook):
             try:
                 call(sink)
             except OSError as error:
-                logger.warning("%s failed at step %d: %s", type(sink).__name__, trainer.state.step, error)
+                name = type(sink).__name__
+                if name not in self.failed:
+                    logger.warning("%s failed at step %d: %s; later ones are not told", name, trainer.state.step, error)
+                self.failed.add(name)
 
 
 def trust_ratios(trainer: Trainer, output: StepOutput) -> Row:

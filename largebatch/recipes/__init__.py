@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from largebatch.config import TrainConfig, given_options, read_file, typed_recipes
+from largebatch.config import TrainConfig, given_options, read_file, typed
 from largebatch.config.values import with_value
 from largebatch.recipes import small_batch, user_file, volo
 from largebatch.recipes.cifar import cifar10
@@ -97,7 +97,7 @@ def find(given: Mapping[str, Any], num_images: int | None = None, *, argv: Seque
     somebody else's. ValueError for an unknown recipe or model.
     """
     name = given.get("recipe") or ""
-    if user_file.is_one(name) and name in typed_recipes(argv):
+    if user_file.is_one(name) and name in typed(argv, "recipe"):
         return user_file.load(name)
     if user_file.is_one(name) and not WHOLE <= given.keys():
         raise ValueError(f"A config names recipe {name}, which is code: to run it, give --recipe {name} as well.")

@@ -33,6 +33,8 @@ def describe(folder: Path, *, num_steps: int, utilisation: float | None = None) 
         "resume": f"{starts[-1].command}, on any number of ranks" if done < num_steps and starts else "",
     }
     best = folder / BEST if (folder / BEST).is_dir() else folder
+    if best != folder:
+        lines["weights"] = f"{best} is the checkpoint of the best evaluation; {folder} in its place, the newest"
     model = config.load(str(folder / "config.yaml")).model.name
     names = {"best": shlex.quote(str(best)), "run": shlex.quote(str(folder)), "model": model}
     lines |= {what: command.format(**names) for what, command in COMMANDS.items()}

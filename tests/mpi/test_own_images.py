@@ -139,11 +139,10 @@ def test_a_script_trains_the_same_as_the_command_line(tmp_path, images):
     for name, program in (("command", TRAIN), ("script", [script])):
         code, output = launch([*program, *command, "--run.folder", str(tmp_path / name)], ranks=2)
         assert code == 0 and "72 training images of 3 classes: recipe scratch, " in output, output
-    runs = [tmp_path / name for name in ("command", "script")]
-    configs = [(run / "config.yaml").read_text().replace(str(run), "RUN") for run in runs]
+    places = [tmp_path / name for name in ("command", "script")]
+    configs = [(place / "config.yaml").read_text().replace(str(place), "RUN") for place in places]
     assert configs[0] == configs[1]
-    ours, theirs = (weights(tmp_path / name) for name in ("command", "script"))
-    assert different(ours, theirs) == []
+    assert different(*map(weights, places)) == []
 
 
 def test_a_model_of_timm_with_batch_norm_on_one_and_two_ranks(tmp_path, images):
