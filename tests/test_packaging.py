@@ -96,6 +96,7 @@ def test_the_command_that_installs_where_a_wheel_lacks_the_script(tmp_path, monk
         ("80,90", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)], [(7, 0), (7, 5)]),  # the last is compiled for later GPUs
         ("90", [(9, 0), (10, 3)], [(8, 0), (8, 9)]),
         ("86,90", [(8, 9)], [(8, 0)]),
+        ("80,100", [(8, 6), (10, 0), (10, 3)], [(9, 0)]),
         ("", [(7, 0), (12, 0)], []),
     ],
 )
