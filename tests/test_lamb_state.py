@@ -266,7 +266,7 @@ def sgd(model):
         (built("lars"), built("lamb"), "another optimizer: for parameter 0 it has no step"),
         (adamw, built("lars"), "without trust ratios, such as SGD, whose momentum is not that of LARS"),
         (sgd, built("lars"), "without trust ratios"),
-        (lambda model: adamw(model, maximize=True), built("lamb"), "with maximize=True, .* not those of maximize=False"),
+        (lambda model: adamw(model, maximize=True), built("lamb"), "with maximize=True, .* those of maximize=False"),
         (lambda model: timm_lamb(model, grad_averaging=False), built("lamb"), "with grad_averaging=False"),
         (
             lambda model: torch.optim.Adam(param_groups(model, weight_decay=0.1)),

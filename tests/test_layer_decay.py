@@ -8,8 +8,52 @@ from torch import nn
 
 import zoo
 from largebatch.config import OptimConfig, ParallelConfig, TrainConfig, check
-from largebatch.optim import build_optimizer, init_state
+from largebatch.optim import Lamb, build_optimizer, init_state
 from largebatch.parallel.sharded_lamb import ShardedLamb
+
+
+@pytest.fixture
+def alone():
+    """A process group of one process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def averaged(model):
+    from timm.utils import ModelEmaV3
+
+    return ModelEmaV3(model)
+
+
+DDP = nn.parallel.DistributedDataParallel
+WRAPPERS = {
+    "compile": lambda model: torch.compile(model, backend="eager"),
+    "ddp": DDP,
+    "compiled ddp": lambda model: torch.compile(DDP(model), backend="eager"),
+    "ddp of a compiled model": lambda model: DDP(torch.compile(model, backend="eager")),
+    "data parallel": nn.DataParallel,
+    "average of torch": torch.optim.swa_utils.AveragedModel,
+    "average of timm": averaged,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", ["vit_nano32", "timm/convnext_tiny", "timm/swin_tiny_patch4_window7_224"])
+def test_a_wrapped_model_has_the_groups_of_the_plain_one(alone, name, wrapper):
+    model = zoo.create_model(name, num_classes=3, img_size=64 if "swin" not in name else 224)
+    wrapped = WRAPPERS[wrapper](model)
+    same = dict(zip(wrapped.parameters(), model.parameters(), strict=True))  # averages are copies
+    makers = [getattr(Lamb, preset) for preset in ("paper", "colossal", "nvlamb", "lambc")]
+    options = dict(lr=0.1, weight_decay=0.05)
+    makers += [lambda m: build_optimizer(m, **options, layer_decay=0.7)]
+    makers += [lambda m: build_optimizer(m, **options, name="muon")]
+    for make in makers:
+        ours, plain = make(wrapped).param_groups, make(model).param_groups
+        for one, other in zip(ours, plain, strict=True):
+            assert [id(same[p]) for p in one["params"]] == [id(p) for p in other["params"]]
+            assert one | {"params": 0} == other | {"params": 0}
+        assert len(plain) > 1 or make == Lamb.colossal
 
 
 def timms(model: nn.Module, **options) -> dict[str, tuple[float, float]]:
@@ -23,6 +67,17 @@ def timms(model: nn.Module, **options) -> dict[str, tuple[float, float]]:
 def by_name(model: nn.Module, groups) -> dict[str, tuple[float, float]]:
     of = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
     return {name: of[id(p)] for name, p in model.named_parameters()}
+
+
+def test_the_last_norm_is_where_the_factors_are_not_those_of_beit():
+    """The rule of BEiT's code, written out: embeddings are layer 0, block i is i + 1, all else is the last layer."""
+    with torch.device("meta"):
+        model = zoo.create_model("vit_b32")
+    found = by_name(model, build_optimizer(model, lr=1.0, weight_decay=0.0, layer_decay=0.5, impl="eager").param_groups)
+    for name, (scale, _) in found.items():
+        block = int(name.split(".")[1]) + 1 if name.startswith("blocks.") else 13
+        layer = 0 if name.startswith(("cls_token", "pos_embed", "patch_embed")) else block
+        assert scale == (0.5 if name.startswith("norm.") else 0.5 ** (13 - layer)), name
 
 
 @pytest.mark.parametrize(

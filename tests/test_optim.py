@@ -24,6 +24,7 @@ from largebatch.native.compile import compile_library
 from largebatch.optim import (
     Lamb,
     Lars,
+    Muon,
     build_optimizer,
     clip_gradients,
     gradient_norm,
@@ -689,6 +690,19 @@ def test_a_preset_is_one_call(preset):
     assert ours.param_groups == theirs.param_groups and ours.defaults == theirs.defaults
     decayed, *_ = getattr(Lamb, preset)(model, 0.02, weight_decay=0.3, max_trust_ratio=2.0).param_groups
     assert (decayed["lr"], decayed["weight_decay"], decayed["max_trust_ratio"]) == (0.02, 0.3, 2.0)
+
+
+def test_a_model_or_its_parameters_in_the_place_of_the_other():
+    for model in (Net(), nn.Sequential(nn.Linear(2, 2))):
+        remedies = {Lamb: "call Lamb.paper", Lars: "give Lars model.parameters", Muon: "call .*build_optimizer"}
+        for make, remedy in remedies.items():
+            with pytest.raises(TypeError, match=f"expected parameters, got the model {type(model).__name__}: {remedy}"):
+                make(model)
+        sgd = functools.partial(build_optimizer, lr=0.1, weight_decay=0.1, name="sgd")
+        for make in (Lamb.paper, Lamb.colossal, sgd):
+            for given in (model.parameters(), [*model.parameters()], [{"params": [*model.parameters()]}]):
+                with pytest.raises(TypeError, match="give the model, not its parameters, got (generator|list)"):
+                    make(given)
 
 
 def test_options_may_stand_in_the_order_of_torch():

@@ -209,7 +209,7 @@ def _call(name: str, tensors: tuple[Tensor, ...], qkv: Tensor, scale: float) -> 
     kinds = {(shape, torch.bfloat16) for shape in half} | {((batch, heads, tokens), torch.float32)}
     for t in tensors:
         if ((*t.shape,), t.dtype) not in kinds or t.device.type != "cpu" or not t.is_contiguous() or t.is_neg():
-            raise ValueError(f"attention.cpp got {t.dtype} of shape {(*t.shape,)} on {t.device}, expected one of {kinds}.")
+            raise ValueError(f"attention.cpp got {t.dtype} of shape {(*t.shape,)} on {t.device}, expected {kinds}.")
     addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
     shape, threads = ctypes.byref(_Shape(batch, tokens, heads, dim)), torch.get_num_threads()
     getattr(load_library(SOURCE, *FLAGS), name)(*addresses, shape, ctypes.c_float(scale), threads)

@@ -36,7 +36,7 @@ from largebatch.native import lamb as cpp_lamb
 from largebatch.native.copies import to_device
 from largebatch.native.lamb import DTYPES, as_kernels_read, same_kind
 from largebatch.optim.presets import options_of
-from largebatch.optim.states import adopted
+from largebatch.optim.states import adopted, require_parameters
 from largebatch.optim.weight_copies import WeightCopies
 
 logger = logging.getLogger(__name__)
@@ -318,6 +318,7 @@ class Lamb(Optimizer):
         impl: str = "auto",
         max_grad_norm: float | None = None,
     ) -> None:
+        require_parameters(params, "call Lamb.paper(model), or Lamb(model.parameters()) to adapt all alike")
         if max_grad_norm is not None:
             raise ValueError(
                 f"max_grad_norm is {max_grad_norm}, and Lamb does not clip: leave it out, and call "

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from largebatch.optim.states import adopted
+from largebatch.optim.states import adopted, require_parameters
 
 
 class Lars(Optimizer):
@@ -54,6 +54,7 @@ class Lars(Optimizer):
         nesterov: bool = False,
         adapt: bool = True,
     ) -> None:
+        require_parameters(params, "give Lars model.parameters(), or the groups of largebatch.optim.param_groups")
         options = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
         super().__init__(params, options | dict(trust_coefficient=trust_coefficient, eps=eps, adapt=adapt))
 

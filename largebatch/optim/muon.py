@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.optim.lamb import STATE, Lamb
-from largebatch.optim.states import adam_state, adopted
+from largebatch.optim.presets import owner
+from largebatch.optim.states import adam_state, adopted, require_parameters
 
 KINDS: dict[str, Callable[..., Optimizer]] = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW, "lamb": Lamb}
 STATES = {"muon": ("momentum_buffer",), "adamw": STATE, "lamb": STATE}  # of a parameter
@@ -48,6 +49,7 @@ class Muon(Optimizer):
     _parts: dict[str, Optimizer] | None = None  # a class default: copies skip the constructor
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float = 1e-3) -> None:
+        require_parameters(params, "call largebatch.optim.build_optimizer with this model and name='muon'")
         super().__init__(params, dict(lr=lr))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -125,6 +127,7 @@ def hidden_matrices(model: nn.Module) -> set[Tensor]:
 
     The classifier is what timm's `default_cfg` names so; in a model without one it is the last linear layer.
     """
+    model = owner(model, "default_cfg")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     named = getattr(model, "default_cfg", {}).get("classifier") or list(layers)[-1:]
     classifiers = {named} if isinstance(named, str) else set(named)

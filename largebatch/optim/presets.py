@@ -34,15 +34,32 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
-    """Return the factor of each parameter's learning rate, by name: layer_decay to the number of layers above its own.
+def owner(model: nn.Module, attribute: str) -> nn.Module:
+    """Return what has an attribute, of which the names of its parameters tell: the model, or the one that it wraps.
 
-    The head is the last layer, with factor 1 (BEiT, arXiv:2106.08254; timm's `param_groups_layer_decay` is the same).
+    A wrapper, such as DistributedDataParallel or what torch.compile returns, has one module and no parameters of its
+    own. If nothing has the attribute, that is the model.
+    """
+    inner = model
+    while not (attribute in vars(inner) or hasattr(type(inner), attribute)):  # wrappers may pass `hasattr` on
+        modules = [*inner.children()]
+        if len(modules) != 1 or any(True for _ in inner.parameters(recurse=False)):
+            return model
+        (inner,) = modules
+    return inner
+
+
+def layer_scales(model: nn.Module, layer_decay: float) -> dict[nn.Parameter, float]:
+    """Return the factor of each parameter's learning rate: layer_decay to the number of layers above its own.
+
+    The head is the last layer, with factor 1, and the factors are those of timm's `param_groups_layer_decay`. In the
+    code of BEiT (arXiv:2106.08254) a ViT's last norm has the head's factor; here it has that of the last block.
     ValueError for a model that does not tell its layers, as timm's tell by `group_matcher`, or for a factor outside of
     (0, 1].
     """
     if not 0 < layer_decay <= 1:
         raise ValueError(f"layer_decay must be a number above 0 and at most 1, got {layer_decay}")
+    model = owner(model, "group_matcher")
     matcher: Any = getattr(model, "group_matcher", None)
     if matcher is None:
         raise ValueError(
@@ -53,7 +70,7 @@ def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
 
     layers: dict[str, int] = group_parameters(model, matcher(coarse=False), reverse=True)
     last = max(layers.values())
-    return {name: layer_decay ** (last - layer) for name, layer in layers.items()}
+    return {p: layer_decay ** (last - layers[name]) for name, p in model.named_parameters()}
 
 
 def param_groups(
@@ -71,13 +88,16 @@ def param_groups(
     one does not renumber a saved state. With `layer_decay` each layer has these two groups, with its factor of the
     learning rate as the option `lr_scale`; the engine multiplies by it.
     """
-    names: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"names choose the groups: give the model, not its parameters, got {type(model).__name__}")
     scales = None if layer_decay is None else layer_scales(model, layer_decay)
+    model = owner(model, "no_weight_decay")
+    names: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
     groups: dict[tuple[float, bool], list[nn.Parameter]] = defaultdict(list)
     for name, p in model.named_parameters():
         listed = any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
         out = exclude and (p.ndim <= 1 or name.endswith(".bias") or listed)
-        groups[1.0 if scales is None else scales[name], out].append(p)
+        groups[1.0 if scales is None else scales[p], out].append(p)
     return [
         {"params": params, "weight_decay": 0.0 if out else weight_decay}
         | ({"adapt": adapt_excluded} if out and adapt_excluded is not None else {})

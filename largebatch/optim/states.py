@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 # Options of other optimizers that change what their moments are, with the value that ours have.
@@ -25,6 +25,12 @@ def momentum_state(p: Tensor, group: Mapping[str, Any]) -> Tensor:
     if group["dampening"]:  # torch does not dampen the first gradient, which no initial buffer can express
         raise ValueError(f"SGD with dampening={group['dampening']} has no initial state; set dampening to 0")
     return torch.zeros_like(p)
+
+
+def require_parameters(params: Any, instead: str) -> None:
+    """Raise TypeError for a model in the place of its parameters; some models can be iterated over."""
+    if isinstance(params, nn.Module):
+        raise TypeError(f"expected parameters, got the model {type(params).__name__}: {instead}")
 
 
 def adopted(
