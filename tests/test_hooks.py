@@ -765,17 +765,39 @@ def test_the_noise_scale_is_drawn_and_told_where_there_is_one(tmp_path, caplog):
     assert read(tmp_path / "steps.csv")[0]["noise_scale"] == "3400"
 
 
-def test_averages_of_the_noise_scale_weigh_rows_alike_then_forget():
-    """The mean of the first rows; then each new one has the weight 1 / HORIZON. A scale needs a positive |G|^2."""
+def test_the_noise_scale_is_that_of_the_paper_averaged_by_a_plain_loop():
+    """McCandlish et al. 2018, appendix A.1, of norms that drift: a mean of 30 rows, then a moving one."""
+    draw, averages, seen, mean = random.Random(0), noise_scale.Averages(), [], [0.0, 0.0]
+    for row in range(1, 201):
+        small, big = 32, 1024
+        g_small, g_big = (1 + row / 50) * draw.uniform(2.0, 3.0), (1 + row / 100) * draw.uniform(0.5, 1.0)
+        g_2 = (big * g_big - small * g_small) / (big - small)
+        s = (g_small - g_big) / (1 / small - 1 / big)
+        seen.append((g_2, s))
+        if row <= 30:
+            mean = [math.fsum(pair[k] for pair in seen) / row for k in (0, 1)]
+        else:
+            mean = [29 / 30 * old + new / 30 for old, new in zip(mean, (g_2, s))]
+        found = averages.add(*noise_scale.estimates(g_small, g_big, small=small, large=big))
+        assert (found["grad_square"], found["grad_variance"]) == pytest.approx(tuple(mean), rel=1e-12)
+        assert found["noise_scale"] == pytest.approx(mean[1] / mean[0], rel=1e-12)
+    assert math.isnan(averages.add(-1e6, 1.0)["noise_scale"])  # |G|^2 cannot be told from noise
+
+
+@pytest.mark.parametrize("scales, batches", (((1e9,) * 33, [(30, 16), (31, 32), (32, 40)]), ((7.0,) * 40, [])))
+def test_a_batch_follows_the_noise_scale_from_the_thirtieth_row_on(scales, batches):
+    """It doubles at each row while it is smaller, up to the largest batch."""
+    state = SimpleNamespace(phases=((0, 8),), images=0, step=0)
+    comm = SimpleNamespace(rank=1, broadcast_object=lambda value, name: value)
+    plan = SimpleNamespace(global_batch_size=40, num_images=10**6)
+    trainer = SimpleNamespace(state=state, comm=comm, plan=plan)
+    trainer.change_phases = lambda phases: vars(state).update(phases=phases)
     averages = noise_scale.Averages()
-    for number in range(1, noise_scale.HORIZON + 1):
-        row = averages.add(float(number), 2.0 * number)
-        assert row["grad_square"] == pytest.approx((number + 1) / 2, rel=1e-6)
-        assert row["noise_scale"] == pytest.approx(2.0, rel=1e-6)
-    before = row["grad_square"]
-    row = averages.add(before + noise_scale.HORIZON, 0.0)
-    assert row["grad_square"] == pytest.approx(before + 1, rel=1e-6)
-    assert math.isnan(averages.add(-1e6, 1.0)["noise_scale"])
+    for row, scale in enumerate(scales, start=1):
+        state.images = row
+        averages.add(1.0, scale)
+        noise_ramp.follow_noise(trainer, averages)
+    assert list(state.phases[1:]) == batches
 
 
 def test_the_batch_in_the_picture_grows_with_a_ramp_and_not_with_a_short_last_step():
