@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from largebatch import graphs
 from largebatch.benchmark import measure, model
 from largebatch.benchmark.__main__ import main
-from largebatch.benchmark.ceiling import Ceiling, datasheet_flops, mfu
+from largebatch.benchmark.ceiling import Ceiling, mfu
 from largebatch.benchmark.measure import Contender, Report, Result, compare
 from largebatch.benchmark.model import config_of, training_flops
 from largebatch.build import build_objective
@@ -121,24 +121,6 @@ def test_utilisation_is_of_the_datasheet_and_of_a_product():
         "a matrix product; executed, without the layers that stochastic depth skips: 200000 GFLOP/s, 20.0 % of the "
         "1000000 GFLOP/s of the datasheet, 25.0 % of the 800000 GFLOP/s of a matrix product"
     )
-
-
-@pytest.mark.parametrize(
-    "name, tflops",
-    [
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),  # a part of one
-        ("NVIDIA L40", None),  # neither an L4 nor an L40S
-    ],
-)
-def test_a_datasheet_is_found_by_the_name_of_the_device(name, tflops):
-    assert datasheet_flops(name) == (tflops and tflops * 1e12)
 
 
 def test_a_gpu_is_timed_by_its_own_clock(monkeypatch):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from largebatch.benchmark.ceiling import DATASHEETS
+from largebatch.benchmark.ceiling import datasheet_flops
 from largebatch.benchmark.model import training_flops
 from largebatch.build import build_objective
 from largebatch.build.images import build_augment
@@ -725,9 +725,9 @@ def test_every_constant_has_a_source_and_devices_are_those_of_the_datasheets():
         assert constants.ASSUMED in one.source or "https://" in one.source or "largebatch/" in one.source or (
             "docs/" in one.source or "bytes per parameter" in one.source
         )
-    for name in ("A100", "H100", "H200"):
-        assert constants.DEVICES[name.lower()].peak == 1e12 * DATASHEETS[name]
-    assert constants.BETWEEN.keys() == constants.DEVICES.keys()
+    assert {name for name in constants.NAMED.values() if name} == constants.DEVICES.keys() - {"cpu"}
+    for name, device in constants.DEVICES.items():
+        assert cluster_of(16, name).between.name in constants.LINKS and 0.8 < device.product / device.peak <= 1
 
 
 def test_predictions_for_200_gpus_do_not_read_the_published_hours(monkeypatch):
@@ -837,7 +837,7 @@ def test_a_calibration_of_something_else_is_refused(title, sentence, tmp_path, c
     (
         ("NVIDIA H100 80GB HBM3, 26 CPU cores", "a100", "measured on NVIDIA H100 80GB HBM3"),
         ("AMD EPYC, 2 cores, threads per rank: 2", "h100", "is for h100: give --gpu cpu, or leave --calibrate out."),
-        ("NVIDIA A100-SXM4-40GB", "cpu", "is for cpu: give --gpu a100, or leave --calibrate out."),
+        ("NVIDIA A100-SXM4-40GB", "cpu", "is for cpu: give --gpu a100_40gb, or leave --calibrate out."),
     ),
 )
 def test_a_calibration_of_another_device_is_refused(hardware, gpu, sentence, tmp_path, capsys):
@@ -938,13 +938,59 @@ def test_steps_as_planned_leave_the_hours_as_planned():
     assert rest / 2 < slower < rest and note == "2.00 × the plan"  # evaluations have a part that does not grow
 
 
-@pytest.mark.parametrize(
-    "name, found",
-    (("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("Tesla V100-SXM2-32GB", "v100")),
-)
-def test_devices_are_known_by_the_names_of_torch(name, found):
-    device = constants.device_named(name)
-    assert device is not None and device.name == found
+# Names as nvidia-smi prints them -> the device, its TFLOP/s by the datasheet, and the GiB that nvidia-smi shows.
+PRINTED: dict[str, tuple[str, float, float] | None] = {
+    "Tesla V100-SXM2-16GB": ("v100_16gb", 125, 16),
+    "Tesla V100-SXM2-32GB": ("v100", 125, 32),
+    "Tesla V100S-PCIE-32GB": None,
+    "Tesla T4": None,
+    "NVIDIA A10": None,
+    "NVIDIA A30": ("a30", 165, 24),
+    "NVIDIA A40": None,
+    "NVIDIA A100-SXM4-40GB": ("a100_40gb", 312, 40),
+    "NVIDIA A100-PCIE-40GB": ("a100_40gb", 312, 40),
+    "NVIDIA A100-SXM4-80GB": ("a100", 312, 80),
+    "NVIDIA A100 80GB PCIe": ("a100_pcie", 312, 80),
+    "NVIDIA A100-SXM-64GB": None,
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
+    "NVIDIA H100 80GB HBM3": ("h100", 989, 79.6),
+    "NVIDIA H100 80GB HBM3 MIG 3g.40gb": None,
+    "NVIDIA H100 PCIe": ("h100_pcie", 756, 79.6),
+    "NVIDIA H100 NVL": ("h100_nvl", 835, 93.6),
+    "NVIDIA H200": ("h200", 989, 140.4),
+    "NVIDIA H200 NVL": ("h200_nvl", 835, 140.4),
+    "NVIDIA GH200 480GB": ("gh200", 989, 95.6),
+    "NVIDIA B200": ("b200", 2250, 179.1),
+    "NVIDIA GB200": None,
+    "NVIDIA L4": ("l4", 121, 22.5),
+    "NVIDIA L40": None,
+    "NVIDIA L40S": ("l40s", 362, 45.0),
+    "NVIDIA GeForce RTX 3090": ("rtx3090", 71, 24),
+    "NVIDIA GeForce RTX 3090 Ti": None,
+    "NVIDIA GeForce RTX 4090": ("rtx4090", 165.2, 24),
+    "NVIDIA GeForce RTX 4090 D": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA RTX A6000": None,
+    "AMD EPYC 7B13": None,
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_devices_are_known_by_the_names_that_are_printed(name):
+    """By those of a benchmark's table as well; the datasheet of an unknown one is unknown, too."""
+    device, expected = constants.device_named(f"{name}, 16 CPU cores"), PRINTED[name]
+    assert device == constants.device_named(name)
+    if expected is None:
+        assert device is None and datasheet_flops(name) is None
+        return
+    assert device and (device.name, device.peak) == (expected[0], expected[1] * 1e12)
+    assert datasheet_flops(name) == device.peak
+    assert 0.97 < device.memory / 2**30 / expected[2] < 1  # torch shows less than nvidia-smi
+
+
+def test_steps_of_an_unknown_gpu_are_not_predicted_as_those_of_a_cpu():
+    case = "vit_nano32 at 64 px, bf16, 64 = 1 ranks × 8 micro-batch × 8 passes"
+    assert predicted(steps(case, hardware="NVIDIA A100-SXM4-40GB MIG 1g.5gb, 16 CPU cores")) is None
 
 
 def steps(*cases: str, hardware: str, seconds: float = 0.5, command: str = "--data resident") -> list[Measured]:

@@ -4,27 +4,13 @@ Published utilisations (MFU) are of the datasheet's rate, and goals are set in i
 processors lower their clock under such a load; the measured product shows how far code can come. So reports have both.
 """
 
-import re
 from dataclasses import dataclass
 
 import torch
 
 from largebatch.benchmark.measure import Span
+from largebatch.plan.constants import device_named
 from largebatch.precision import DTYPES, computes
-
-# Dense products of bf16 or fp16, in TFLOP/s, by a word or two of the name that torch gives to the device.
-DATASHEETS = {
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H200 NVL": 835,
-    "GH200": 989,
-    "H200": 989,
-    "H100": 989,
-    "A100": 312,
-    "A30": 165,
-    "L40S": 362,
-    "L4": 121,
-}
 
 
 @dataclass(frozen=True)
@@ -47,9 +33,8 @@ def measure_ceiling(device: torch.device, precision: str) -> Ceiling:
 
 def datasheet_flops(name: str) -> float | None:
     """Return FLOP/s of bf16 and fp16 of a GPU by its name; None for an unknown one and for a part of one (MIG)."""
-    if re.search(r"\bMIG\b", name):
-        return None
-    return next((1e12 * rate for words, rate in DATASHEETS.items() if re.search(rf"\b{words}\b", name)), None)
+    device = device_named(name)
+    return device.peak if device else None
 
 
 def matmul_flops(device: torch.device, precision: str) -> float:

@@ -23,6 +23,7 @@ MODEL = re.compile(
 )
 CORES = re.compile(r"cores per rank: ([\d.]+)")
 RESIDENT = re.compile(r"--data[ =]resident\b")
+MEMORY = re.compile(r"_\d+gb$")
 PLAIN = re.compile(r"--plain\b")
 THREADS = re.compile(r"threads per rank: (\d+)")
 
@@ -123,7 +124,7 @@ def _check_device(path: Path, measured: Measured, cluster: Cluster) -> None:
     """Refuse a table of another device; what is not known may be the right one."""
     found, planned = device_named(measured.hardware), cluster.device
     name = "cpu" if measured.cores else found.name if found else planned.name
-    if name.partition("_")[0] != planned.name.partition("_")[0]:  # a100 and a100_40gb compute alike
+    if MEMORY.sub("", name) != MEMORY.sub("", planned.name):  # a100 and a100_40gb compute alike
         raise ValueError(
             f"--calibrate is {path}, measured on {measured.hardware}, and the plan is for {planned.name}: "
             f"give --gpu {name}, or leave --calibrate out."
@@ -149,8 +150,11 @@ def joined(paths: Sequence[Path], *, option: str) -> list[Measured]:
 def predicted(tables: Sequence[Measured]) -> list[float] | None:
     """Return the time of each table's steps or passes, if the first is as it was measured.
 
-    The ranks of each table are on one host. None if one of the tables is not of a model that can be counted.
+    The ranks of each table are on one host. None if one of the tables is not of a model that can be counted, or of a
+    GPU that is not known.
     """
+    if not all(table.cores or device_named(table.hardware) for table in tables):
+        return None
     steps = [_step(table.match, table) for table in tables if table.match]
     if len(steps) < len(tables):
         return None
@@ -172,7 +176,7 @@ def _as_run(step: Step, table: Measured) -> Step:
 def _step(match: re.Match[str], table: Measured) -> Step:
     """Return the step of a table, from counted kernels alone; passes alone are a step without anything else."""
     config, ranks = _config(match, table.command), 1 if match.re is MODEL else int(match["ranks"])
-    device = find_device("cpu") if table.cores else device_named(table.hardware) or find_device("cpu")
+    device = device_named(table.hardware) or find_device("cpu")
     cluster = cluster_of(ranks, device.name, per_host=ranks, cores_per_rank=table.cores)
     counted = trace(config, device=device.kind)
     if match.re is MODEL:

@@ -63,7 +63,7 @@ def cluster_of(
         device=device,
         per_host=per_host,
         inside=inside,
-        between=find_link(network or constants.BETWEEN[device.name]),
+        between=find_link(network or constants.PORTS.get(device.inside, "ethernet10")),
         cores_per_rank=cores,
     )
 
