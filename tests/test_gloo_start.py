@@ -5,6 +5,8 @@ import re
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from horovod.runner.common.util.hosts import SlotInfo
 from recordings import recorded
 
-from largebatch.comm import gloo_address, gloo_start
+from largebatch.comm import gloo_address, gloo_server, gloo_start
 from largebatch.comm.gloo_address import GlooAddress, refuse_unreachable, store_address
 from largebatch.comm.gloo_server import AddressServer
 from largebatch.comm.gloo_start import first_host, prepare
@@ -182,6 +184,62 @@ def test_the_server_of_addresses_closes_its_port():
     started.stop()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=20)
+
+
+SERVE = """
+import sys, threading, time
+from largebatch.comm import gloo_server
+
+gloo_server.REQUEST_S = 1000.0
+server = gloo_server.AddressServer("127.0.0.1", [])
+print(server.port, flush=True)
+while sum("process_request" in thread.name for thread in threading.enumerate()) < 3:
+    time.sleep(0.01)
+server.stop()
+print("stopped")
+"""
+STRANGERS = {
+    "silence": lambda send: None,
+    "half a line": lambda send: send(b"GET /"),
+    "headers without an end": lambda send: send(b"GET / HTTP/1.0\r\nA: "),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_stranger_who_stays_connected_does_not_hold_the_end(stranger):
+    """The process ends while the stranger goes on: each read alone would last until the stranger's next byte."""
+    command, limit = [sys.executable, "-c", SERVE], time.monotonic() + 60
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        port = int(process.stdout.readline())
+        connections = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(3)]
+        for connection in connections:
+            STRANGERS[stranger](connection.sendall)
+        while process.poll() is None:
+            for connection in connections:
+                with suppress(OSError):
+                    connection.sendall(b"a")
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
+            if time.monotonic() > limit:
+                process.kill()
+        assert process.returncode == 0 and process.stdout.read() == "stopped\n"
+
+
+def test_a_request_has_a_limit_as_a_whole(server, monkeypatch):
+    monkeypatch.setattr(gloo_server, "REQUEST_S", 0.5)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as stranger:
+        stranger.sendall(b"GET /")
+        stranger.settimeout(0.05)
+        for _ in range(1000):  # the limit of Horovod's own, of each read, begins anew with each byte
+            try:
+                stranger.sendall(b"a")
+                assert stranger.recv(1) == b""
+                return
+            except TimeoutError:
+                continue
+            except (BrokenPipeError, ConnectionResetError):
+                return
+        pytest.fail("the request goes on")
 
 
 @pytest.mark.parametrize(

@@ -492,8 +492,8 @@ class Communicator:
         with self._watchdog.waiting("shutdown"):
             hvd.shutdown()
         Communicator.in_this_process = "ended"
-        self._watchdog.stop()
         self._rendezvous.close()
+        self._watchdog.stop()
 
     def _give_up(self, mark: Mark) -> None:
         """End the run, because this rank waited too long for the others, or worked too long without progress."""

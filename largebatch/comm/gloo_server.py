@@ -10,12 +10,15 @@ import socket
 import socketserver
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from http import HTTPStatus
 from typing import Any
 
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+REQUEST_S = 10.0  # for a whole request and its answer, of a few hundred bytes
 
 
 class AddressServer:
@@ -46,7 +49,7 @@ class AddressServer:
         return int(self._server.server_address[1])
 
     def stop(self) -> None:
-        """End the thread and close the port."""
+        """End the thread and close the port. Requests under way are left to themselves."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -54,6 +57,9 @@ class AddressServer:
 
 class _Server(RendezvousHTTPServer):
     secret = ""
+    # Nobody waits for the thread of a request: a stranger can make it last.
+    daemon_threads = True
+    block_on_close = False
 
     def server_bind(self) -> None:
         """Listen without a look-up of the host's name, which may take long."""
@@ -62,7 +68,21 @@ class _Server(RendezvousHTTPServer):
 
 
 class _Handler(RendezvousHandler):
-    """Passes requests with the secret on to Horovod."""
+    """Passes requests with the secret on to Horovod, and ends each after REQUEST_S. (Horovod limits single reads.)"""
+
+    def setup(self) -> None:
+        super().setup()
+        self._limit = threading.Timer(REQUEST_S, self._hang_up)
+        self._limit.daemon = True
+        self._limit.start()
+
+    def finish(self) -> None:
+        self._limit.cancel()
+        super().finish()
+
+    def _hang_up(self) -> None:
+        with suppress(OSError):  # the other side has
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:
         if self._is_admitted():
