@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import random
 import shutil
 import statistics
 import struct
@@ -50,7 +51,7 @@ from largebatch.config import (
 )
 from largebatch.data.order import Plan
 from largebatch.engine import Hook, Trainer, TrainState
-from largebatch.hooks import Guards, curves, noise_scale, sinks, starts, tables
+from largebatch.hooks import Guards, curves, noise_ramp, noise_scale, sinks, starts, tables
 from largebatch.hooks.checkpointing import Writer
 from largebatch.hooks.profile import Profile
 from largebatch.hooks.sinks import PLAIN_LINES
