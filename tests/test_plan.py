@@ -737,6 +737,28 @@ def test_predictions_for_200_gpus_do_not_read_the_published_hours(monkeypatch):
     assert validation.root(lambda x: x - 3.0) == pytest.approx(3.0, rel=1e-5)
 
 
+def test_the_ranges_of_a_plan_are_those_of_its_own_errors(tmp_path, capsys):
+    """A time that is not calibrated is told with the errors of all rows on GPUs that were not, either."""
+    took: dict[str, list[float]] = {"img/s": [], "h": []}  # images per second are those of steps
+    groups = (validation.nemo, validation.deit, validation.small, validation.benchmarks)
+    for row in (row for group in groups for row in group()):
+        if row.given == "counted":
+            took[row.unit].append(1 + row.error if row.unit == "img/s" else 1 / (1 + row.error))
+    assert constants.STEPS_TOOK == pytest.approx((min(took["img/s"]), max(took["img/s"])), rel=0.01)
+    assert constants.RUNS_TOOK == pytest.approx((min(took["img/s"]), max(took["h"])), rel=0.01)
+    assert main([*TINY, "--gpus", "8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    for part, (least, most) in (("step", constants.STEPS_TOOK), ("run", constants.RUNS_TOOK)):
+        assert told["expected"][part] == pytest.approx([least * told[part]["total"], most * told[part]["total"]])
+    assert main([*TINY, "--gpus", "8"]) == 0
+    output = capsys.readouterr().out
+    assert output.count(" without a calibration: published ") == 2
+    title = "training step, vit_nano32 at 64 px, bf16, 64 = 1 ranks × 8 micro-batch × 8 passes"
+    file = table(tmp_path / "step.csv", title, seconds=1.0, images=64)
+    assert main([*TINY, "--gpus", "1", "--json", "--calibrate", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out)["expected"] is None
+
+
 def test_a_speed_reproduces_the_run_it_is_from():
     cluster = cluster_of(4, "a100")
     speed = validation.speed_of(b32(), cluster, hours=14.58)
@@ -882,8 +904,18 @@ def planned(config: TrainConfig, *, memory: float = 80 * 2**30, ranks: int = 4) 
 def test_training_is_told_hours_and_memory_and_refused_if_it_cannot_fit():
     told = planned(small("vit_nano32")).lines(A100)
     assert len(told) == 2 and "h for the whole run" in told[0] and "GiB on each rank" in told[1]
-    with pytest.raises(ValueError, match="--data.micro_batch_size is 8, which needs .* give at most 0"):
-        planned(small("vit_nano32"), memory=2**20).lines(A100)
+    for config, memory, remedy in (
+        (small("vit_nano32"), 2**20, "give --model.grad_checkpointing true"),
+        (small("vit_nano32", checkpointing=True), 2**20, "take a smaller model"),
+        (small("timm/efficientvit_m0"), 2**20, "give --model.grad_checkpointing true"),
+    ):
+        with pytest.raises(ValueError, match=f"--data.micro_batch_size is 8, which needs .* has 0.0: {remedy}.$"):
+            planned(config, memory=memory).lines(A100)
+    much = replace(b32(), data=replace(b32().data, micro_batch_size=4096, global_batch_size=4096 * 4))
+    with pytest.raises(ValueError, match=r": give at most (\d+), or give --model.grad_checkpointing true.$") as refused:
+        planned(much, memory=16 * 2**30).lines(A100)
+    most = int(str(refused.value).split("at most ")[1].split(",")[0])
+    assert planned(replace(much, data=replace(much.data, micro_batch_size=most)), memory=16 * 2**30).lines(A100)
     assert outlook(small("vit_nano32"), "another GPU", 2**20, ranks=4, per_host=4, num_images=1000) is None
 
 

@@ -14,7 +14,7 @@ from largebatch.config import TrainConfig
 from largebatch.engine import Hook, StepOutput, Trainer
 from largebatch.plan.constants import device_named
 from largebatch.plan.memory import Memory, largest_micro_batch, of_rank
-from largebatch.plan.planning import cluster_of
+from largebatch.plan.planning import cluster_of, otherwise
 from largebatch.plan.run import HOUR, RAMP, Run, num_steps, run_of
 from largebatch.plan.step import Cluster, Speed, Step, step_of
 from largebatch.plan.trace import Pass, trace
@@ -74,10 +74,13 @@ class Outlook:
         certain = needed.total - needed.communication - needed.runtime - needed.inputs
         most = largest_micro_batch(self.config, self.counted, self.cluster.device, ranks=self.cluster.ranks)
         if certain > capacity:
+            remedies = [f"give at most {most}"] if most else []
+            if not self.config.model.grad_checkpointing and otherwise(self.config, self.cluster):
+                remedies.append("give --model.grad_checkpointing true")
             raise ValueError(
                 f"--data.micro_batch_size is {self.config.data.micro_batch_size}, which needs {certain / GIB:.1f} GiB "
-                f"on each rank, and {name} has {capacity / GIB:.1f}: give at most {most}, or "
-                "--model.grad_checkpointing true."
+                f"on each rank, and {name} has {capacity / GIB:.1f}: "
+                f"{', or '.join(remedies) or 'take a smaller model'}."
             )
         room = f"{needed.total / GIB:.1f} of {capacity / GIB:.1f} GiB on each rank; micro-batches of up to {most} fit"
         hours: list[str] = []

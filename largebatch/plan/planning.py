@@ -113,7 +113,7 @@ def make_plan(
     if config.parallel.shape().size > 1:  # with the sentences of training
         check_cuts(config.parallel, meta_model(config, cluster.device.kind), batch_size=config.data.micro_batch_size)
     counted = trace(config, device=cluster.device.kind)
-    other = _otherwise(config, cluster)
+    other = otherwise(config, cluster)
     step = step_of(config, counted, cluster, speed)
     run = run_of(config, counted, cluster, step, speed, num_images=num_images)
     return Plan(
@@ -136,7 +136,7 @@ def make_plan(
     )
 
 
-def _otherwise(config: TrainConfig, cluster: Cluster) -> Pass | None:
+def otherwise(config: TrainConfig, cluster: Cluster) -> Pass | None:
     """Return the pass with activation checkpointing, or without it if the config has it; None: the model has none."""
     model = replace(config.model, grad_checkpointing=not config.model.grad_checkpointing)
     try:

@@ -10,8 +10,19 @@ from largebatch.plan.memory import by_block
 from largebatch.plan.planning import Plan
 from largebatch.plan.run import HOUR, RAMP
 from largebatch.plan.search import Candidate
+from largebatch.plan.step import Speed
 
 GIB = 2**30
+
+TOOK = "published {} took {:.2g} to {:.2g} × the prediction (docs/planner.md)"
+
+
+def ranges(plan: Plan) -> dict[str, list[float]]:
+    """Return the range of a step and of the run by the errors of published ones; empty for a measured speed."""
+    if plan.speed != Speed() or plan.cluster.device.kind != "cuda":
+        return {}
+    pairs = (("step", plan.step.seconds, constants.STEPS_TOOK), ("run", plan.run.seconds, constants.RUNS_TOOK))
+    return {name: [seconds * took[0], seconds * took[1]] for name, seconds, took in pairs}
 
 
 def lines(plan: Plan, *, price: float | None, watts: float | None) -> Iterator[str]:
@@ -66,6 +77,10 @@ def _step(plan: Plan) -> Iterator[str]:
     yield f"step: {1e3 * step.seconds:.1f} ms, {images / step.seconds:,.0f} images/s"
     for name, seconds in asdict(step).items():
         yield f"  {name:15}{1e3 * seconds:9.1f} ms{100 * seconds / step.seconds:7.1f} %"
+    if found := ranges(plan):
+        low, high = (1e3 * seconds for seconds in found["step"])
+        took = TOOK.format("steps", *constants.STEPS_TOOK)
+        yield f"  expect {low:.0f} to {high:.0f} ms without a calibration: {took}"
     flops = images * plan.counted.flops / plan.counted.images / step.seconds / plan.cluster.ranks
     share = 100 * flops / plan.cluster.device.peak
     yield f"  {flops / 1e12:.1f} TFLOP/s per GPU, {share:.1f} % of the datasheet"
@@ -76,6 +91,10 @@ def _run(plan: Plan, *, price: float | None, watts: float | None) -> Iterator[st
     yield f"run: {run.seconds / HOUR:.2f} h, {ranks * run.seconds / HOUR:,.1f} GPU-hours"
     for name, seconds in asdict(run).items():
         yield f"  {name:15}{seconds / HOUR:9.3f} h{100 * seconds / run.seconds:7.1f} %"
+    if found := ranges(plan):
+        low, high = (seconds / HOUR for seconds in found["run"])
+        took = TOOK.format("runs", *constants.RUNS_TOOK)
+        yield f"  expect {low:.2f} to {high:.2f} h without a calibration: {took}"
     if price is not None:
         yield f"  price: {price * ranks * failures.seconds / HOUR:,.2f}, failures included"
     if watts is not None:
@@ -124,6 +143,7 @@ def as_json(plan: Plan, *, price: float | None, watts: float | None) -> str:
         and {"memory": plan.other.total, "largest_micro_batch": plan.other_largest},
         "step": asdict(plan.step) | {"total": plan.step.seconds},
         "run": asdict(plan.run) | {"total": plan.run.seconds},
+        "expected": ranges(plan) or None,
         "gpu_hours": gpu_hours,
         "price": None if price is None else price * gpu_hours,
         "kwh": None if watts is None else watts * gpu_hours / 1e3,
