@@ -11,7 +11,7 @@ import torch
 from largebatch.comm import Communicator, preflight, session
 from largebatch.comm.placement import check_placement
 from largebatch.comm.shared_memory import remove_leftovers
-from largebatch.config import TrainConfig, options, without_effect
+from largebatch.config import TrainConfig, dropping, options, without_effect
 from largebatch.precision import choose_precision, computes
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,12 @@ def doubtful(config: TrainConfig, device: torch.device, *, data_size: int) -> It
             f"very slow, and auto would be {choose_precision(device)}."
         )
     yield from without_effect(config)
+    shape = config.parallel.shape()
+    if shape.size > 1 and (rates := dropping(config)):
+        yield (
+            f"{', '.join(rates)} and --parallel {shape}: ranks that share a model may draw other masks than a rank "
+            "with a whole one, so a run that is shared otherwise has other numbers; those of this run repeat."
+        )
     # No error: an elastic run may go on with one rank. With offload the state still moves to the host.
     if config.parallel.zero and data_size == 1 and not config.parallel.offload:
         yield (

@@ -620,6 +620,19 @@ def test_what_may_differ(tmp_path):
     load(path, make_parts(), config=config)
 
 
+@pytest.mark.parametrize("rate, sentences", [(0.1, 1), (0.0, 0)])
+def test_a_model_that_is_shared_otherwise_may_draw_other_masks(tmp_path, caplog, rate, sentences):
+    whole = changed(model={"drop_path_rate": rate})
+    shared = replace(whole, parallel=replace(whole.parallel, pipeline=2))
+    path = save(tmp_path, 1, config_text=dump(whole))
+    load(path, make_parts(), config=whole)
+    assert not caplog.records
+    load(path, make_parts(), config=shared)
+    told = "--model.drop_path_rate 0.1: the model was whole and is now pipeline 2, "
+    told += "so the run may go on with other masks"
+    assert [record.getMessage() for record in caplog.records] == [told] * sentences
+
+
 def test_a_ramp_by_noise_keeps_the_rows_at_which_it_decides(tmp_path):
     config = changed(schedule={"batch_ramp": "1024@0,noise"})
     path = save(tmp_path, 1, config_text=dump(config))

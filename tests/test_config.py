@@ -518,6 +518,19 @@ def test_zero_on_one_data_rank_is_reported():
     assert [*doubtful(in_host_memory, torch.device("cpu"), data_size=1)] == []  # offload needs it
 
 
+CUTS = ("--parallel.pipeline 2", "--parallel.sequence 2", "--parallel.tensor.mode 1d --parallel.tensor.size 2")
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("option", ["drop_path_rate", "proj_drop_rate", "pos_drop_rate", "attn_drop_rate", "drop_rate"])
+def test_ranks_that_share_a_model_are_said_to_draw_other_masks(cut, option):
+    small = ["--run.precision", "fp32", f"--model.{option}", "0.1"]
+    (said,) = doubtful(parse(*small, *cut.split()), torch.device("cpu"), data_size=1)
+    assert said.startswith(f"--model.{option} 0.1 and --parallel ") and "may draw other masks" in said
+    assert [*doubtful(parse(*small), torch.device("cpu"), data_size=2)] == []
+    assert [*doubtful(parse("--run.precision", "fp32", *cut.split()), torch.device("cpu"), data_size=2)] == []
+
+
 def test_every_option_of_augmentation_arrives():
     section = c.AugmentConfig(
         reprob=0.25, remode="const", mixup_alpha=0.2, cutmix_alpha=0.3, mixup_switch_prob=0.4, label_smoothing=0.1

@@ -38,7 +38,7 @@ MAY_DIFFER = {  # options that do not change the numbers of a run that goes on
     "data.allow_incomplete",
     "data.eval_batch_size",
 }
-MAY_DIFFER_SECTIONS = ("horovod.", "log.", "checkpoint.", "parallel.")
+MAY_DIFFER_SECTIONS = ("horovod.", "log.", "checkpoint.", "parallel.")  # the last changes masks: `check_config` warns
 
 
 def resume(config: TrainConfig, trainer: Trainer, *, last_step: int | None = None) -> bool:
@@ -151,6 +151,9 @@ def check_config(text: str, config: TrainConfig, *, path: Path, same_images: boo
             f"that run, or another --run.folder to start a new one, with --init-from {path.parent.parent} from its "
             "weights."
         )
+    was, now = (str(one.parallel.shape()) or "whole" for one in (saved, config))
+    if was != now and (rates := ", ".join(configs.dropping(config))):
+        logger.warning("%s: the model was %s and is now %s, so the run may go on with other masks", rates, was, now)
 
 
 def may_differ(option: str, config: TrainConfig) -> bool:

@@ -14,7 +14,7 @@ words.py      what to give instead of an option that does not exist
 """
 
 from largebatch.config import ramp
-from largebatch.config.checks import check, without_effect
+from largebatch.config.checks import check, dropping, without_effect
 from largebatch.config.cli import (
     apply,
     differences,
@@ -77,6 +77,7 @@ __all__ = [
     "apply",
     "check",
     "differences",
+    "dropping",
     "dump",
     "duration_images",
     "duration_seconds",

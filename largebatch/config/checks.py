@@ -12,6 +12,13 @@ from largebatch.config.durations import NEVER, duration_images, duration_seconds
 from largebatch.config.parallel import ParallelConfig
 from largebatch.config.sections import AugmentConfig, DataConfig, OptimConfig, TrainConfig
 
+DROPS = ("pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_rate", "drop_path_rate")
+
+
+def dropping(config: TrainConfig) -> list[str]:
+    """Return the options with which a pass drops at random, with their rates."""
+    return [f"--model.{option} {getattr(config.model, option)}" for option in DROPS if getattr(config.model, option)]
+
 
 def without_effect(config: TrainConfig) -> list[str]:
     """Return a sentence for each option that is set and changes nothing."""
@@ -98,7 +105,7 @@ def check(config: TrainConfig) -> None:
     for option, value, minimum in at_least:
         if value is not None and value < minimum:
             raise ValueError(f"--{option} is {value}: expected at least {minimum}.")
-    for option in ("pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_rate", "drop_path_rate"):
+    for option in DROPS:
         if not 0 <= getattr(c.model, option) < 1:
             raise ValueError(f"--model.{option} is {getattr(c.model, option)}: expected 0 <= rate < 1.")
     _check_data(c.data)
