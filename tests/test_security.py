@@ -100,6 +100,7 @@ def run(tmp_path, monkeypatch):
     Path("run/steps.csv").write_text("step\n2\n")
     config = train.read(["--recipe", "notes.py:recipe", "--run.folder", "run"])
     Path("harm").unlink()  # it was named on the command line
+    Path("notes.py").write_text(f"{NOTES}\n")  # a file runs once, until it changes
     Path("run/config.yaml").write_text(dump(config))
     return Path("run")
 
@@ -160,7 +161,7 @@ JSON = {  # a file of JSON that others may have written -> how it is read
     "starts.jsonl": lambda file: read_starts(file.parent),
     ".lock": lambda file: run_lock._read(file),
     "real.json": lambda file: imagenet_real._read(str(file), num_classes=10),
-    "classes.json": lambda file: class_names(SimpleNamespace(class_names=(), files=[str(file)])),
+    "classes.json": lambda file: class_names(SimpleNamespace(names=(), class_names=(), files=[str(file)])),
     whole.PLANS[0]: lambda file: list(whole._recorded([str(file.parent)], "train")),
 }
 

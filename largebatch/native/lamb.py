@@ -109,7 +109,7 @@ def check_row(row: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -
             and t.layout is torch.strided
             and t.is_contiguous()
             and not t.is_neg()
-            and (t.data_ptr() or not size)
+            and (t.data_ptr() or not size or t.is_meta)
             and (t.storage_offset() + size) * t.itemsize <= t.untyped_storage().nbytes()
         ):
             continue

@@ -34,7 +34,7 @@ def load(name: str) -> TrainConfig:
     if not function:
         raise ValueError(f"--recipe is {name}: expected {file}:FUNCTION, a function that returns a TrainConfig.")
     try:
-        make = getattr(_run(file, Path(file).read_bytes()), function, None)
+        make = getattr(_run(Path(file).resolve(), Path(file).read_bytes()), function, None)
         config = make() if callable(make) else None
     except Exception as error:
         raise ValueError(f"--recipe is {name}: {_place(error, file)}: {type(error).__name__}: {error}") from None
@@ -49,24 +49,25 @@ def run(name: str) -> None:
     """Run the file of a recipe for the models that it registers; ValueError, with the line, for a mistake in it."""
     file, _ = _parts(name)
     try:
-        _run(file, Path(file).read_bytes())
+        _run(Path(file).resolve(), Path(file).read_bytes())
     except Exception as error:
         raise ValueError(f"--recipe is {name}: {_place(error, file)}: {type(error).__name__}: {error}") from None
 
 
 @functools.cache
-def _run(file: str, content: bytes) -> ModuleType:
+def _run(path: Path, content: bytes) -> ModuleType:
     """Run a file as a module that dataclasses, pickle and timm's `register_model` find; once, until it changes."""
-    module = ModuleType(f"recipe_{Path(file).stem}")
-    module.__file__ = file
+    module = ModuleType(f"recipe_{path.stem}")
+    module.__file__ = str(path)
     sys.modules[module.__name__] = module
-    exec(compile(content, file, "exec"), module.__dict__)
+    exec(compile(content, path, "exec"), module.__dict__)
     return module
 
 
 def _place(error: Exception, file: str) -> str:
     """Return file and line of a mistake: the last line of the user's file on the way to it."""
+    here = str(Path(file).resolve())
     if isinstance(error, SyntaxError):
-        return f"{error.filename or file}, line {error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(sys.exc_info()[2]) if frame.filename == file]
+        return f"{file if error.filename in (None, here) else error.filename}, line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(sys.exc_info()[2]) if frame.filename == here]
     return f"{file}, line {lines[-1]}" if lines else file
