@@ -36,6 +36,7 @@ from torch import nn
 import zoo._torchvision  # noqa: F401
 from zoo import hub, timm_models, vit, volo
 from zoo.model import ZooModel
+from zoo.norm import norms_in_float32
 from zoo.vit import set_fused_attn
 from zoo.weights import check_description, listed, load_weights, named_weights, save_weights, write_weights
 
@@ -134,7 +135,7 @@ def create_model(
         raise ValueError(f"num_classes of {name} is {num_classes}, expected 1 or more, or 0 for features")
     options: dict[str, Any] = rates | {"outlook_drop_path": outlook_drop_path, "drop_path_fixed": drop_path_fixed}
     options |= {"global_pool": global_pool, "weight_init": weight_init, "residual": residual}
-    model = build(img_size=img_size, num_classes=num_classes, **_used(name, build, options))
+    model = norms_in_float32(build(img_size=img_size, num_classes=num_classes, **_used(name, build, options)))
     if grad_checkpointing:
         try:
             cast(ZooModel, model).set_grad_checkpointing()

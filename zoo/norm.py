@@ -1,10 +1,13 @@
-"""Layer norm of activations in half precision that computes in float32, on CPUs as on GPUs."""
+"""Layer norm of activations in half precision that computes in float32, on CPUs as on GPUs.
+
+Other norms of torch (group, batch, instance, RMS) add up in float32 on CPUs, too.
+"""
 
 from typing import Any
 
 import torch
 from timm.layers import LayerNorm
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Float32Norm(LayerNorm):
@@ -37,3 +40,17 @@ class _Norm(torch.autograd.Function):
             grad, precise, weight.shape, mean, rstd, weight, bias, [True, True, True]
         )
         return dx.to(x.dtype), d_weight, d_bias, None
+
+
+def norms_in_float32(model: nn.Module) -> nn.Module:
+    """Give layer norms of others float32 on CPUs, as autocast does on GPUs; return the model."""
+    for layer in model.modules():
+        if isinstance(layer, nn.LayerNorm) and not isinstance(layer, Float32Norm):
+            layer.register_forward_pre_hook(_in_type_of_weight)
+    return model
+
+
+def _in_type_of_weight(layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Cast what a norm on a CPU reads."""
+    x, *others = inputs
+    return (x if layer.weight is None or x.device.type != "cpu" else x.to(layer.weight.dtype), *others)
