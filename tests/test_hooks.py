@@ -805,7 +805,10 @@ def test_the_batch_in_the_picture_grows_with_a_ramp_and_not_with_a_short_last_st
     """Steps of 8, 8, 16, 16, 16 and 4 images, with rows of all but the first."""
     images = enumerate((8, 16, 32, 48, 64, 68), start=1)
     rows = [{"step": float(step), "epoch": step / 2, "images": float(seen)} for step, seen in images]
-    assert [row["batch"] for row in curves._batches(rows[1:])] == [8, 16, 16, 16, 16]
+    assert [row["batch"] for row in curves.batches(rows[1:])] == [8, 16, 16, 16, 16]
+    assert curves.whole_steps(rows[1:]) == rows[1:-1] and curves.whole_steps(rows[1:-1]) == rows[1:-1]
+    assert curves.whole_steps(rows[:1]) == rows[:1]
+    assert [row["epoch"] for row in curves.at_middles(rows[1::2])] == [0.5, 1.5, 2.5]
 
 
 def test_no_text_of_the_picture_lies_on_another_or_outside(tmp_path_factory, monkeypatch):

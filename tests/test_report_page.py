@@ -110,7 +110,7 @@ def one(tmp_path_factory) -> Path:
     losses = [10.0 - k / 100 if k < 30 else 0.1 for k in range(len(index))]
     answers = {k: Answer((int(index.label[k]) + (k < 30)) % 10, 0.9, loss) for k, loss in enumerate(losses)}
     predictions.write(folder / predictions.PREDICTIONS, index, answers)
-    assert main([str(folder)]) == 0
+    assert main([str(folder), "--pictures"]) == 0
     return folder
 
 
@@ -119,7 +119,7 @@ def two(one, tmp_path_factory) -> Path:
     """The folder of a page about two runs."""
     other = make_run(tmp_path_factory.mktemp("other") / "two", lr=0.01, trust=False)
     folder = other.parent / "both"
-    assert main([str(one), str(other), "--output", str(folder)]) == 0
+    assert main([str(one), str(other), "--output", str(folder), "--pictures"]) == 0
     return folder
 
 
@@ -130,7 +130,8 @@ def test_a_page_has_all_of_a_run(one):
     for words in (
         "60.00 % after epoch 6, best: 90.00 % after epoch 4",
         "531 img/s",
-        "peak memory 1.50 GiB on rank 0",
+        "peak memory one vit_b32",
+        "1.50 GiB on rank 0",
         "stopped early after step 20: SIGTERM reached 1 of 4 ranks",
         "resumed after step 20: 4 ranks on n1, n2 by mpirun",
         "resumed after step 40 (the start before was killed): 2 ranks on n1, n2 by mpirun",
@@ -139,6 +140,27 @@ def test_a_page_has_all_of_a_run(one):
         "global_batch_size: 16",
     ):
         assert words in found.text, words
+
+
+def test_what_a_short_last_step_and_an_empty_table_would_suggest_is_left_out(tmp_path):
+    """Rows of 16 images, and a last one of 3; nothing was skipped; means stand in the middle of their epochs."""
+    run = panels.read_run(make_run(tmp_path / "run", num_steps=19), "run", "#000000")
+    last = run.steps[-1] | {"step": 20.0, "epoch": 1.92, "images": 307.0, "grad_norm": 9.0, "noise_scale": 50.0}
+    epochs = [row | {"epoch": end} for row, end in zip(run.epochs * 2, (1.0, 1.92))]
+    found = {panel.key: panel for panel in panels.panels([replace(run, steps=[*run.steps, last], epochs=epochs)])}
+    assert "skipped" not in found and found["stall"].least == 10.0 and found["hours"].lines[0].points[-1][0] == 1.92
+    for key in ("grad_norm", "images_per_s", "trust"):
+        assert all(line.points[-1][0] == 1.9 for line in found[key].lines)
+    means = next(line for line in found["loss"].lines if line.label == "training, mean")
+    assert [x for x, _ in means.points] == pytest.approx([0.5, 1.46])
+    scale, batch = found["noise_scale"].lines
+    assert scale.points == [(1.92, 50.0)] and batch.label == "global batch" and batch.points[-1] == (1.92, 16.0)
+
+
+def test_pictures_are_written_if_they_are_asked_for(tmp_path, capsys):
+    folder = make_run(tmp_path / "run")
+    assert main([str(folder)]) == 0 and capsys.readouterr().out == f"{folder}/report.html\n"
+    assert not list(folder.glob("*.png"))
 
 
 def test_the_page_needs_nothing_else(one, two):

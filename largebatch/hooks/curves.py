@@ -40,10 +40,10 @@ def draw_curves(folder: Path, *, title: str) -> None:
     )
     figure = Figure(figsize=(WIDTH, HEIGHT * len(rows)), dpi=120)
     panels = _add_panels(figure, rows)
-    averaged = _has(epochs, "ema_top1")
+    averaged, whole = _has(epochs, "ema_top1"), whole_steps(steps)
     lines: Lines = [
-        ("training, single steps", steps, "loss", THIN),
-        ("training, mean", epochs, "train_loss", BLUE),
+        ("training, single steps", whole, "loss", THIN),
+        ("training, mean", at_middles(epochs), "train_loss", BLUE),
         ("held out", epochs, "eval_loss", RED),
         ("held out, averaged weights", epochs, "ema_loss", GREEN),
     ]
@@ -55,14 +55,14 @@ def draw_curves(folder: Path, *, title: str) -> None:
     ]
     _draw(panels["accuracy"], "held-out accuracy (%)", lines if averaged else lines[:-1])
     _draw(panels["lr"], "learning rate", [("", steps, "lr", BLUE)])
-    _draw(panels["grad_norm"], "gradient norm before clipping", [("", steps, "grad_norm", BLUE | {"linewidth": 1.0})])
+    _draw(panels["grad_norm"], "gradient norm before clipping", [("", whole, "grad_norm", BLUE | {"linewidth": 1.0})])
     _log_scale(panels["grad_norm"])
     if "trust" in panels:
-        lines = [("", steps, column, style) for column, style in zip(TRUST, (THIN, BLUE | {"linewidth": 1.0}, THIN))]
+        lines = [("", whole, column, style) for column, style in zip(TRUST, (THIN, BLUE | {"linewidth": 1.0}, THIN))]
         _draw(panels["trust"], "trust ratios: smallest, median, largest", lines)
         _log_scale(panels["trust"])
     if NOISE[2] in panels:
-        lines = [("gradient noise scale", steps, NOISE[2], BLUE), ("global batch", _batches(steps), "batch", PALE)]
+        lines = [("gradient noise scale", steps, NOISE[2], BLUE), ("global batch", batches(steps), "batch", PALE)]
         _draw(panels[NOISE[2]], "largest useful batch (images)", lines)
         _log_scale(panels[NOISE[2]])
     if MAP in panels:
@@ -102,7 +102,21 @@ def _add_panels(figure: Any, rows: list[list[str]]) -> dict[str, Any]:
     return panels
 
 
-def _batches(rows: list[Row]) -> list[Row]:
+def at_middles(rows: list[Row]) -> list[Row]:
+    """Return rows about the time since the row before at the middle of that time, where their means belong."""
+    begins = [0.0, *(row["epoch"] for row in rows)]
+    return [row | {"epoch": (begin + row["epoch"]) / 2} for begin, row in zip(begins, rows)]
+
+
+def whole_steps(rows: list[Row]) -> list[Row]:
+    """Return the rows without that of the run's last step if it is short: its norm and its rate are of fewer images."""
+    if len(rows) < 2 or rows[-1]["step"] <= rows[-2]["step"]:
+        return rows
+    mean = (rows[-1]["images"] - rows[-2]["images"]) / (rows[-1]["step"] - rows[-2]["step"])
+    return rows if mean > 0.999 * batches(rows[:-1])[-1]["batch"] else rows[:-1]
+
+
+def batches(rows: list[Row]) -> list[Row]:
     """Return the global batch at each row: the mean since the row before, without the run's last step, which is short.
 
     It never shrinks. Between two phases of a batch ramp it is between their batches.

@@ -1,10 +1,10 @@
 """Reports on runs.
 
-    python -m largebatch.report RUN [RUN ...] [--output FOLDER]
+    python -m largebatch.report RUN [RUN ...] [--output FOLDER] [--pictures]
     python -m largebatch.report diff RUN_A RUN_B
 
-The first writes report.html, one page with all curves, the history, the options and the errors of the runs, and its
-diagrams as report_*.png: into the folder of a single run, or into --output.
+The first writes report.html, one page with all curves, the history, the options and the errors of the runs: into the
+folder of a single run, or into --output. With --pictures its diagrams lie beside it as report_*.png, for slides.
 
 diff names the options and versions in which two runs differ, the first step that took other images or gave other
 numbers, and the first tensor that differs in the checkpoints of the same step. Times are not compared. Exit codes: 0
@@ -35,14 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(words: Sequence[str]) -> int:
-    """Write the page and the pictures of runs."""
+    """Write the page of runs, and the pictures if they are asked for."""
     from largebatch.report.page import write_page
     from largebatch.report.panels import panels, read_runs
-    from largebatch.report.pictures import write_pictures
 
     parser = _parser("python -m largebatch.report")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder for the page and its pictures")
+    parser.add_argument("--pictures", action="store_true", help="write the diagrams as PNG files, too")
     args = parser.parse_args(words)
     if len(args.runs) > 1 and args.output is None:
         raise ValueError(f"There are {len(args.runs)} runs: give --output FOLDER for their page.")
@@ -51,8 +51,13 @@ def report(words: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     shown = panels(runs)
     write_page(folder / PAGE, runs, shown)
-    pictures = write_pictures(folder, runs, shown)
-    print(f"{folder / PAGE}, and {len(pictures)} pictures beside it: {folder}/report_*.png")
+    if args.pictures:
+        from largebatch.report.pictures import write_pictures
+
+        pictures = write_pictures(folder, runs, shown)
+        print(f"{folder / PAGE}, and {len(pictures)} pictures beside it: {folder}/report_*.png")
+    else:
+        print(folder / PAGE)
     return 0
 
 

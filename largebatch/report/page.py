@@ -27,10 +27,10 @@ h1 { font-size: 1.5em; margin: 0 0 .3em; overflow-wrap: anywhere; } h2 { font-si
 figure { margin: 0; padding: 10px 12px; background: var(--card); border: 1px solid var(--line); border-radius: 8px;
   min-width: 0; }
 figure > svg { display: block; width: 100%; height: auto; }
-figure.wide { overflow-x: auto; margin-top: 14px; } figure.wide > svg { min-width: 560px; max-width: 900px; }
+figure.wide { overflow-x: auto; margin-top: 14px; } figure.wide > svg { min-width: 420px; max-width: 660px; }
 figcaption { font-weight: 600; font-size: .92em; margin-bottom: 4px; }
 svg text { fill: var(--soft); font: 11px system-ui, sans-serif; } svg text.small { font-size: 8px; }
-@media (max-width: 560px) { svg text { font-size: 14px; } body { padding: 10px; } }
+@media (max-width: 560px) { svg text { font-size: 14px; } body { padding: 10px; } td { min-width: 9em; } }
 svg .grid { stroke: var(--line); stroke-width: 1; } svg .mark { stroke-dasharray: 2 3; stroke-width: 1.6; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; list-style: none; margin: 4px 0 0; padding: 0;
   font-size: .82em; }
@@ -82,14 +82,22 @@ def _results(runs: Sequence[Run]) -> str:
         (
             _dot(run) + _text(run.name),
             _text(f"{run.config.model.name} at {run.config.model.img_size} px, recipe {run.config.recipe or 'none'}"),
+            _text(_data(run)),
             _text(summary.accuracy(run.epochs)),
             _text(summary.duration(run.starts, run.steps)),
             _text(summary.speed(run.steps, None)),
-            _text(summary.memory(run.steps)),
+            _text(summary.memory(run.steps).removeprefix("peak memory ")),
         )
         for run in runs
     ]
-    return _table(("run", "model", "held-out top-1", "time", "speed", "memory"), rows)
+    return _table(("run", "model", "data", "held-out top-1", "time", "speed", "peak memory"), rows)
+
+
+def _data(run: Run) -> str:
+    images = round(run.steps[-1]["images"] / run.steps[-1]["epoch"]) if run.steps else 0
+    classes = f" of {run.config.model.num_classes} classes" * bool(run.config.model.num_classes)
+    size = f": {images:,} training images{classes}" if images else ""
+    return f"{run.config.data.path}{size}"
 
 
 def _layers(run: Run) -> str:
@@ -100,7 +108,8 @@ def _layers(run: Run) -> str:
     rows = run.layers[::-1][::every][::-1]  # with the newest
     values = [[row.get(name, math.nan) for row in rows] for name in names]
     title = f"trust ratio of each tensor by epoch: {run.name}"
-    return svg.heat_map(names, [f"{row['epoch']:.3g}" for row in rows], values, title=_text(title))
+    epochs = [f"{row['epoch']:.{int(row['epoch'] < 3)}f}" for row in rows]
+    return svg.heat_map(names, epochs, values, title=_text(title))
 
 
 def _history(run: Run, *, named: bool) -> str:
@@ -138,7 +147,7 @@ def _predictions(run: Run, *, named: bool) -> str:
     of = f" of {run.name}" if named else ""
     if not rows:
         command = f"python -m largebatch.validate {run.folder} --predictions {run.folder / predictions.PREDICTIONS}"
-        return f'<h2>Errors{_text(of)}</h2><p class="soft">To see them: {_text(command)}</p>'
+        return f'<p class="soft">With the answers{_text(of)} a page has a confusion matrix: {_text(command)}</p>'
     names, counts = predictions.confusion(rows)
     worst = predictions.worst(rows, WORST)
     wrong = sum(row.prediction != row.label for row in rows)

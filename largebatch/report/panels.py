@@ -3,15 +3,17 @@
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from largebatch import config
 from largebatch.config import TrainConfig
+from largebatch.hooks import curves
 from largebatch.hooks.ratio_map import by_kind, tensors
 from largebatch.hooks.starts import Start, read_starts
 from largebatch.hooks.tables import EPOCHS, LAYERS, STEPS, TRUST, Row, read_rows
 
+OF_A_STEP = ("loss", "grad_norm", "images_per_s", *TRUST)  # a short last step has others
 # Colours that differ on a light and on a dark page, also for most who see colours otherwise (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
@@ -48,6 +50,8 @@ class Panel:
     title: str
     lines: list[Line]
     log: bool = False
+    least: float = 0.0
+    """to which the axis reaches at least: small shares look small"""
     marks: list[tuple[float, str, str]] = field(default_factory=list)
 
 
@@ -86,7 +90,6 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
             [("trust_median", "median"), ("trust_min", "smallest"), ("trust_max", "largest")],
             True,
         ),
-        "noise_scale": ("largest useful batch: gradient noise scale (images)", [("noise_scale", "")], True),
         "images_per_s": ("throughput (images per second)", [("images_per_s", "")], False),
         "stall": ("time that rank 0 waited for images (%)", [("stall", "")], False),
         "memory_gib": ("peak memory of rank 0 (GiB)", [("memory_gib", "")], False),
@@ -104,16 +107,19 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
         ),
         *(Panel(key, title, _lines(runs, "steps", columns), log) for key, (title, columns, log) in steps.items()),
     ]
-    shown = [panel for panel in found if any(line.points for line in panel.lines)]
-    return [Panel(panel.key, panel.title, panel.lines, panel.log, marks) for panel in shown]
+    if any(math.isfinite(row.get("noise_scale", math.nan)) for run in runs for row in run.steps):
+        lines = _lines(runs, "steps", [("noise_scale", "gradient noise scale"), ("batch", "global batch")])
+        found.insert(5, Panel("noise_scale", "largest useful batch (images)", lines, True))
+    shown = [panel for panel in found if any(y for line in panel.lines for _, y in line.points)]  # not zeros alone
+    return [replace(panel, marks=marks, least=10.0 * (panel.key == "stall")) for panel in shown]
 
 
 def _lines(runs: Sequence[Run], table: str, columns: list[tuple[str, str]], *, style: int = 0) -> list[Line]:
     """Return a line for each run and column. A single run has a colour for each column."""
     lines = []
     for run in runs:
-        rows = getattr(run, table)
         for number, (column, what) in enumerate(columns):
+            rows = _rows(run, table, column)
             points = [(row["epoch"], _value(run, row, column)) for row in rows]
             points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
             label = what if len(runs) == 1 else f"{run.name}{', ' * bool(what)}{what}"
@@ -121,6 +127,15 @@ def _lines(runs: Sequence[Run], table: str, columns: list[tuple[str, str]], *, s
             if points:
                 lines.append(Line(label, colour, points, style or (0 if len(runs) == 1 else min(number, 2))))
     return lines
+
+
+def _rows(run: Run, table: str, column: str) -> list[Row]:
+    if column == "batch":
+        return curves.batches(run.steps)
+    if column == "train_loss":
+        return curves.at_middles(run.epochs)
+    rows: list[Row] = getattr(run, table)
+    return curves.whole_steps(rows) if column in OF_A_STEP else rows
 
 
 def _value(run: Run, row: Row, column: str) -> float:

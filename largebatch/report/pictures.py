@@ -28,6 +28,8 @@ def write_pictures(folder: Path, runs: Sequence[Run], panels: Sequence[Panel]) -
             axes.axvline(epoch, color=colour, linestyle=(0, (1, 3)), linewidth=1.0)
         if panel.log:
             axes.set_yscale("log")
+        elif axes.get_ylim()[1] < panel.least:
+            axes.set_ylim(0, panel.least)
         axes.set_title(panel.title, loc="left", fontsize=10)
         axes.set_xlabel("epoch")
         axes.grid(color="#e6e6e6", linewidth=0.7)

@@ -36,7 +36,7 @@ class Scale:
         xs, ys = [x for x, _ in points] or [0.0], [y for _, y in points] or [1.0]
         self.log = panel.log
         self.x_low, self.x_high = min(0.0, *xs, 0.0), max(*xs, 1e-9)
-        low, high = (math.log10(min(ys)), math.log10(max(ys))) if panel.log else (min(ys), max(ys))
+        low, high = (math.log10(min(ys)), math.log10(max(ys))) if panel.log else (min(ys), max(*ys, panel.least))
         if not panel.log and 0 < low < 0.5 * high or 0 < low == high:
             low = 0.0
         room = 0.04 * (high - low) or (0.5 if panel.log else abs(high) / 10 or 1.0)
