@@ -321,8 +321,7 @@ class Communicator:
 
     def broadcast_model(self, model: nn.Module) -> None:
         """Make parameters and buffers equal to rank 0's (see `broadcast_tensors`), also those that are never saved."""
-        buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_contiguous()}
-        self.broadcast_tensors({**dict(model.named_parameters()), **buffers}, name="state/model")
+        self.broadcast_tensors({**dict(model.named_parameters()), **dict(model.named_buffers())}, name="state/model")
 
     # -- the step ----------------------------------------------------------------------------------------------
 

