@@ -31,7 +31,7 @@ SHAPES: dict[str, Callable[[float, float], float]] = {
     "linear": lambda progress, power: 1.0 - progress,
     "cosine": lambda progress, power: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "poly": lambda progress, power: (1.0 - progress) ** power,
-    "constant": lambda progress, power: 1.0,
+    "constant": lambda progress, power: 1.0,  # until the cooldown
 }
 
 
@@ -55,7 +55,8 @@ def make_schedule(
         warmup_steps: steps of linear warm-up.
         start: factor at step 0 when there is a warm-up; 1 / (warmup_steps + 1) unless given.
         floor: factor at the end of the decay and during the cooldown.
-        cooldown_steps: steps at the floor at the end of the run.
+        cooldown_steps: steps at the floor at the end of the run; after a constant rate, steps of linear decay to it
+            (warm-up, stable, decay).
         prefix: the decay begins when the warm-up ends; if false it is computed from step 0 and the warm-up
             replaces its beginning (the published VOLO runs; timm's default).
         power: exponent of poly.
@@ -70,7 +71,7 @@ def make_schedule(
     _check_warmup(start, floor, warmup_steps)
     shape = SHAPES[name]
     warmup = _in_epochs(warmup_steps, steps_per_epoch)
-    end = _in_epochs(total_steps - cooldown_steps, steps_per_epoch)
+    end, last = (_in_epochs(steps, steps_per_epoch) for steps in (total_steps - cooldown_steps, total_steps))
     first = 1.0 / (warmup + 1.0) if start is None else start
     offset = warmup if prefix else 0.0
 
@@ -79,8 +80,10 @@ def make_schedule(
         time = math.floor(step / steps_per_epoch) if steps_per_epoch else step
         if time < warmup:
             return first + (1.0 - first) * time / warmup
+        if time >= end and name == "constant":
+            return floor + (1.0 - floor) * max(0.0, (last - time) / (last - end)) if cooldown_steps else 1.0
         if time >= end:
-            return 1.0 if name == "constant" and not cooldown_steps else floor
+            return floor
         return floor + (1.0 - floor) * shape((time - offset) / (end - offset), power)
 
     return factor

@@ -74,7 +74,7 @@ TABLES = {
     ),
     "constant with cooldown": (
         dict(name="constant", total_steps=6, floor=0.1, cooldown_steps=2),
-        [(0, 1.0), (3, 1.0), (4, 0.1), (6, 0.1)],
+        [(0, 1.0), (3, 1.0), (4, 1.0), (5, 0.55), (6, 0.1), (99, 0.1)],
     ),
     "warm-up to the end": (
         dict(name="linear", total_steps=2, warmup_steps=2),
@@ -145,6 +145,20 @@ def test_equals_timm_cosine(prefix, epochs):
     for step in range(total * unit):
         theirs.step(step // unit)
         assert ours(step) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12), f"step {step}"
+
+
+@pytest.mark.parametrize("unit", [None, 3.0])
+def test_a_constant_rate_and_a_cooldown_are_warm_up_stable_decay(unit):
+    """The formula of that schedule with a linear decay, written out for 4, 10 and 6 steps or epochs."""
+    steps = 1 if unit is None else 3
+    schedule = make_schedule(
+        "constant", total_steps=20 * steps, warmup_steps=4 * steps, start=0.0, floor=0.1, cooldown_steps=6 * steps,
+        steps_per_epoch=unit,
+    )  # fmt: skip
+    for step in range(22 * steps):
+        t = step // steps
+        expected = t / 4 if t < 4 else 1.0 if t < 14 else 1 - 0.9 * (t - 14) / 6 if t < 20 else 0.1
+        assert schedule(step) == pytest.approx(expected, abs=1e-12)
 
 
 def test_same_rate_at_the_same_fraction_of_data():

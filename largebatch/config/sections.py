@@ -211,7 +211,7 @@ class ScheduleConfig:
     floor: float = 0.0
     """lowest learning rate of the decay as a fraction of the peak"""
     cooldown: str = "0 epochs"
-    """time at the lowest learning rate, at the end of the run"""
+    """time at the lowest learning rate, at the end of the run; after a constant one, time of linear decay to it"""
     prefix: bool = True
     """true: the decay begins after the warm-up, at the peak; false: the decay begins with the run, and the warm-up
     replaces its first part"""
