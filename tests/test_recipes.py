@@ -3,12 +3,14 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import zoo
 from largebatch import build, validate
 from largebatch.config import TrainConfig, accumulation_passes, check, dump
+from largebatch.data import randaugment
 from largebatch.data.order import Plan
 from largebatch.parallel.replica import check as check_replica
 from largebatch.recipes import RECIPES, choose
@@ -90,9 +92,15 @@ def test_a_recipe_of_the_field(name):
     assert config.recipe == name and augment.label_smoothing == (0.1 if "_224" in name else 0)
     deit = name.startswith("deit3")
     assert (data.crop_pct, data.scale) == ((1.0, (0.08, 1.0)) if deit else (0.875, (0.05, 1.0)))
-    # RandAugment: that of DeiT's fine-tuning; 2 operations of magnitude 10, or 15 (medium2)
-    policies = {"deit3": "rand-m9-mstd0.5-inc1", "plain": "rand-m10-n2", "augreg": "rand-m15-n2"}
+    # RandAugment: that of DeiT's fine-tuning; 2 operations of magnitude 10, or 15 (medium2), which are always applied
+    policies = {"deit3": "rand-m9-mstd0.5-inc1", "plain": "rand-m10-n2-p1", "augreg": "rand-m15-mmax15-n2-p1"}
     assert augment.auto_augment == policies[name.partition("_")[0]]
+    if not deit:
+        magnitude = 15 if name.startswith("augreg") else 10
+        drawn = randaugment.draw(randaugment.parse(augment.auto_augment), 0, np.zeros(500, int), np.arange(500))
+        angles = drawn.arguments[drawn.codes == randaugment.CODES["rotate"]]
+        assert drawn.codes.shape == (500, 2) and drawn.codes.all()
+        assert np.abs(angles) == pytest.approx(magnitude / 10 * 30)  # RandAugment's formula: its scale is no limit
     assert accumulation_passes(
         global_batch_size=data.global_batch_size, micro_batch_size=data.micro_batch_size, num_ranks=8
     )

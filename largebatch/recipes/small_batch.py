@@ -134,7 +134,7 @@ def deit3_l16_224() -> TrainConfig:
 
 
 def _big_vision(
-    recipe: str, model: ModelConfig, *, batch: int, epochs: int, randaugment: int, mixup: float
+    recipe: str, model: ModelConfig, *, batch: int, epochs: int, randaugment: str, mixup: float
 ) -> TrainConfig:
     """The settings that both configs of google-research/big_vision share.
 
@@ -153,7 +153,7 @@ def _big_vision(
             mean=(0.5, 0.5, 0.5),
             std=(0.5, 0.5, 0.5),
         ),
-        augment=AugmentConfig(auto_augment=f"rand-m{randaugment}-n2", mixup_alpha=mixup),
+        augment=AugmentConfig(auto_augment=f"rand-{randaugment}-n2-p1", mixup_alpha=mixup),
         optim=OptimConfig(name="adamw", lr=1e-3, weight_decay=0.1, clip_norm=1.0),
         schedule=ScheduleConfig(name="cosine", warmup="10000 steps"),
         run=RunConfig(duration=f"{epochs} epochs", precision="bf16"),
@@ -162,7 +162,7 @@ def _big_vision(
 
 def _plain(recipe: str, model: str) -> TrainConfig:
     config = ModelConfig(name=model, global_pool="avg", weight_init="jax")
-    return _big_vision(recipe, config, batch=1024, epochs=90, randaugment=10, mixup=0.2)
+    return _big_vision(recipe, config, batch=1024, epochs=90, randaugment="m10", mixup=0.2)
 
 
 def plain_s16() -> TrainConfig:
@@ -194,7 +194,7 @@ def plain_l32() -> TrainConfig:
 
 def _augreg(recipe: str, model: str) -> TrainConfig:
     config = ModelConfig(name=model, weight_init="jax")
-    return _big_vision(recipe, config, batch=4096, epochs=300, randaugment=15, mixup=0.5)
+    return _big_vision(recipe, config, batch=4096, epochs=300, randaugment="m15-mmax15", mixup=0.5)
 
 
 def augreg_b16() -> TrainConfig:
