@@ -561,6 +561,16 @@ def test_a_gpu_compiles_for_any_number_of_lists(monkeypatch):
     lamb.compiled.cache_clear()
 
 
+def test_all_ranks_compile_lamb_to_the_same_sums(monkeypatch):
+    """Inductor knows the option: torch refuses others before it compiles."""
+    given, true = {}, torch.compile
+    monkeypatch.setattr(torch, "compile", lambda code, **options: given.update(options) or true(code, **options))
+    assert callable(lamb.compiled.__wrapped__(()))
+    assert given["options"] == {"deterministic": True}
+    with pytest.raises(RuntimeError, match="Unexpected optimization option deterministik"):
+        true(lamb.lamb_list_, options={"deterministik": True})
+
+
 def test_deepcopy():
     params = make_params(torch.float32, shapes=((4, 3), (5,)))
     optimizer = Lamb(params, 0.02, weight_decay=0.1, impl="eager")

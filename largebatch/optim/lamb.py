@@ -218,9 +218,10 @@ def compiled(alike: tuple[Any, ...]) -> Callable[..., Any]:
 
     Each kind of list gets its own copy of the code, because torch compiles one function for at most 8 kinds, and
     freezing a model part by part soon makes more. fullgraph turns torch's silent return to eager into an error.
+    deterministic: otherwise each rank may choose another order of the sums by its own timings, and the ratios differ.
     """
     own = types.FunctionType(lamb_list_.__code__.replace(), globals(), lamb_list_.__name__, lamb_list_.__defaults__)
-    return torch.compile(own, dynamic=False, fullgraph=True)
+    return torch.compile(own, dynamic=False, fullgraph=True, options={"deterministic": True})
 
 
 def lamb_compiled_(
