@@ -206,6 +206,7 @@ def test_nothing_to_erase():
     assert torch.equal(erase(images, boxes=boxes, noise=torch.zeros(0)), images)
     top, bottom, left, right = draw_boxes(500, (1, 1), 1.0, generator=generator).T
     assert not ((bottom - top) * (right - left)).any()  # no box is smaller than one pixel
+    assert not draw_boxes(200, (1, 1000), 1.0, generator=generator).any()  # each would be two rows or more
 
 
 def timms_boxes(count, size):
@@ -235,6 +236,12 @@ def test_boxes_have_timms_distribution():
         assert stats.ks_2samp(ours[:, column], theirs[:, column]).pvalue > 1e-3, column
     areas = [columns[:, 0] * columns[:, 1] / (size[0] * size[1]) for columns in (ours, theirs)]
     assert stats.ks_2samp(*areas).pvalue > 1e-3 and 0.015 < areas[0].min() and areas[0].max() < 0.345
+    aspects = [np.log(columns[:, 0] / columns[:, 1]) for columns in (ours, theirs)]
+    assert stats.ks_2samp(*aspects).pvalue > 1e-3
+    assert np.exp([aspects[0].min(), aspects[0].max()]) == pytest.approx([0.3, 1 / 0.3], rel=0.1)
+    small = ours[:, 0] * ours[:, 1] < 0.1 * size[0] * size[1]  # all of them fit, so nothing is drawn again
+    logs = np.log(ours[small, 0] / ours[small, 1])
+    assert stats.kstest(logs, stats.uniform(np.log(0.3), 2 * np.log(1 / 0.3)).cdf).statistic < 0.04
 
 
 def test_noise_is_normal():

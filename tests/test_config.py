@@ -111,6 +111,10 @@ def test_betas_of_an_earlier_version(tmp_path):
         ("1e3 images", 1000),
         ("50 %", 320),
         ("0.5 epochs", 50),
+        ("0.333 epochs", 34),  # begun images count
+        ("0.01 steps", 1),
+        ("33.3 %", 214),
+        ("0.07 epochs", 7),  # 7.000000000000001 in binary
         ("0 epochs", 0),
     ],
 )

@@ -196,6 +196,10 @@ def test_magnitudes_are_normal_and_cut():
     assert stats.binomtest(int((angles < 0).sum()), len(angles), 0.5).pvalue > 1e-3
     factors = ops.arguments[ops.codes == CODES["color"]]
     assert factors.min() == pytest.approx(0.1) and 1.89 < factors.max() <= 1.9
+    low = drawn("rand-m1-mstd1-inc1", 60_000)
+    angles, bits = (low.arguments[low.codes == CODES[name]] for name in ("rotate", "posterize"))
+    assert stats.binomtest(int((angles == 0).sum()), len(angles), stats.norm.cdf(-1)).pvalue > 1e-3  # none below 0
+    assert bits.max() == 4
     beyond = drawn("rand-m30-mmax40-mstd3-inc1")
     assert np.abs(beyond.arguments[beyond.codes == CODES["rotate"]]).max() > 100
 
