@@ -1,6 +1,8 @@
 """Lamb's state from elsewhere: exchanged between two steps, of another model, of another optimizer."""
 
 import copy
+import functools
+import io
 import os
 import random
 import subprocess
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 import zoo  # noqa: F401  lets timm be imported beside torch's CPU build
 from largebatch.optim import Lamb, build_optimizer, init_state, param_groups
@@ -283,6 +286,68 @@ def test_a_state_that_means_something_else_is_refused(theirs, ours, sentence):
         optimizer.load_state_dict(saved.state_dict())
     assert not any(optimizer.state.values())
     go_on(model, optimizer, range(2))  # "begin without a state"
+
+
+SCHEDULERS = {
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=12),  # which moves betas, too
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step),
+    "in turn": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, 1, 3), lr_scheduler.CosineAnnealingLR(optimizer, 5)], [3]
+    ),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("ours", [lamb_as_adamw, built("lars")])
+def test_a_program_with_a_scheduler_goes_on_from_its_file(ours, scheduler):
+    """What is saved and loaded with weights_only takes the steps of the uninterrupted program; Lamb's are AdamW's."""
+
+    def start(make):
+        model, optimizer = trained(make, steps=0)
+        schedule = SCHEDULERS[scheduler](optimizer)
+        return model, optimizer, schedule
+
+    def some(model, optimizer, schedule, steps):
+        for step in steps:
+            go_on(model, optimizer, [step])
+            schedule.step()
+
+    model, optimizer, schedule = start(ours)
+    some(model, optimizer, schedule, range(4))
+    file = io.BytesIO()
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    torch.save({name: part.state_dict() for name, part in parts.items()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again, loaded, other = start(ours)
+    again.load_state_dict(saved["model"])
+    loaded.load_state_dict(saved["optimizer"])
+    other.load_state_dict(saved["schedule"])
+    programs = [(model, optimizer, schedule), (again, loaded, other)]
+    if ours is lamb_as_adamw:
+        programs.append(start(lambda model: torch.optim.AdamW(param_groups(model, weight_decay=0.1), eps=1e-6)))
+        some(*programs[-1], range(4))
+    for program in programs:
+        some(*program, range(4, 6))
+    for program in programs[1:]:
+        for p, q in zip(model.parameters(), program[0].parameters()):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+def test_a_group_that_is_added_later_takes_the_steps_that_adamw_takes():
+    """With options and a key of its own, which a state dict keeps."""
+    options = {"lr": 0.02, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    found = []
+    for make in (torch.optim.AdamW, functools.partial(Lamb, adapt=False)):
+        model, optimizer = trained(lambda model: make(model.parameters(), **options))
+        torch.manual_seed(1)
+        head = nn.Linear(3, 2).double()
+        optimizer.add_param_group({"params": head.parameters(), "lr": 0.03, "weight_decay": 0.2, "part": "head"})
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        go_on(nn.Sequential(model, head), optimizer, [3, 4])
+        assert optimizer.param_groups[1]["part"] == "head"
+        found.append([*model.parameters(), *head.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
 
 
 def test_moments_of_adam_without_decay_are_taken():

@@ -774,6 +774,16 @@ def test_lamb_refuses():
         Lamb(make_params(), 1e-3, True)  # in timm's order
     with pytest.raises(ValueError, match="max_trust_ratio must be a number above 0, got 0"):
         Lamb([{"params": make_params(), "max_trust_ratio": 0}])
+    for given in ({"lr": "1e-3"}, {"lr": None}, {"norm_range": None}, {"norm_range": (1.0,)}, {"eps": "0"}):
+        with pytest.raises(ValueError, match=f"Lamb's {[*given][0]} must be .*, got "):
+            Lamb(make_params(), **given)
+    for maker in (Lamb, Lars):
+        with pytest.raises(ValueError, match="maximize must be left out, and the loss negated, got True"):
+            maker([{"params": make_params(), "maximize": True}])
+    optimizer = Lamb(make_params())
+    with pytest.raises(ValueError, match="float32 or float64 parameters"):
+        optimizer.add_param_group({"params": [torch.ones(2).half()]})
+    assert len(optimizer.param_groups) == 1
     with pytest.raises(ValueError, match="got torch.float16 .* use autocast"):
         Lamb([nn.Parameter(torch.ones(2).half())])
     with pytest.raises(ValueError, match="contiguous .* strides \\(1, 3\\)"):

@@ -24,6 +24,7 @@ import subprocess
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -364,6 +365,7 @@ class Lamb(Optimizer):
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
             if p.dtype not in DTYPES or not p.is_contiguous():
+                self.param_groups.pop()
                 raise ValueError(
                     f"Lamb needs contiguous float32 or float64 parameters, got {p.dtype} of shape "
                     f"{tuple(p.shape)} and strides {p.stride()}; use autocast for half precision and "
@@ -482,17 +484,22 @@ def flat(tensors: Tensors) -> Tensors:
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise a ValueError for an option of a Lamb group that is out of range."""
-    low, high = options["norm_range"]
-    betas = options["betas"]
-    is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    number: dict[str, Any] = {
+        name: value if isinstance(value, (Real, Tensor)) else math.nan for name, value in options.items()
+    }
+    betas, norms = (
+        [*pair] if isinstance(pair, (tuple, list)) and len(pair) == 2 else [math.nan, math.nan]
+        for pair in (options["betas"], options["norm_range"])
+    )
     rules = {
-        "lr": (options["lr"] >= 0, "a number >= 0"),
-        "betas": (is_pair and all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)"),
-        "eps": (options["eps"] >= 0, "a number >= 0"),
-        "weight_decay": (options["weight_decay"] >= 0, "a number >= 0"),
-        "norm_range": (0 <= low <= high, "two numbers with 0 <= low <= high"),
-        "max_trust_ratio": (options["max_trust_ratio"] > 0, "a number above 0"),
+        "lr": (number["lr"] >= 0, "a number >= 0"),
+        "betas": (all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)"),
+        "eps": (number["eps"] >= 0, "a number >= 0"),
+        "weight_decay": (number["weight_decay"] >= 0, "a number >= 0"),
+        "norm_range": (0 <= norms[0] <= norms[1], "two numbers with 0 <= low <= high"),
+        "max_trust_ratio": (number["max_trust_ratio"] > 0, "a number above 0"),
         "impl": (options["impl"] in IMPLS, f"one of {', '.join(IMPLS)}"),
+        "maximize": (not options.get("maximize"), "left out, and the loss negated"),
     }
     for name, (holds, expected) in rules.items():
         if not holds:

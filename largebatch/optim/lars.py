@@ -132,6 +132,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         "weight_decay": (options["weight_decay"] >= 0, "a number >= 0"),
         "trust_coefficient": (options["trust_coefficient"] > 0, "a number above 0"),
         "eps": (options["eps"] >= 0, "a number >= 0"),
+        "maximize": (not options.get("maximize"), "left out, and the loss negated"),
         "nesterov": (options["momentum"] > 0 or not options["nesterov"], "false without momentum"),
     }
     for name, (holds, expected) in rules.items():

@@ -45,7 +45,7 @@ def adopted(
     step of the group becomes one of each parameter. keys: what the state of a parameter of a group has; shape: that of
     its moments. Raises ValueError for any other state.
     """
-    state, groups, numbers = dict(loaded["state"]), [], itertools.count()
+    state, groups, numbers = loaded["state"].copy(), [], itertools.count()  # torch's, for parameters without a state
     for own, saved in zip(optimizer.param_groups, loaded["param_groups"]):
         _check_moments(saved)
         merged, needed = own | saved, keys(own)
