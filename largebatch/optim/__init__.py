@@ -10,7 +10,7 @@
     lars           LARS
     look_sam       Look-LayerSAM, over any of them
     muon           torch's Muon for matrices, with AdamW or LAMB for the rest
-    states         the states of torch's optimizers before their first step
+    states         states before the first step, and before they are loaded
     apex_lamb      NVIDIA's FusedLAMB made safe for Horovod
 """
 
