@@ -3,6 +3,7 @@
 import logging
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +40,27 @@ def test_weights_that_cannot_be_read():
     config = TrainConfig(model=ModelConfig(name="vit_nano32", weights=__file__))
     with pytest.raises(ValueError, match=f"^--init-from is {__file__}: {__file__} is not known as a weights file"):
         build.build_model(config, torch.device("cpu"), weights=__file__)
+
+
+@pytest.mark.parametrize("theirs", ["timm/test_resnet", "timm/test_vit"])
+def test_weights_of_another_model_of_timm_name_the_option_that_takes_them(tmp_path, theirs):
+    file = str(tmp_path / "theirs.pt")
+    torch.save(create_model(theirs, num_classes=10).state_dict(), file)
+    config = TrainConfig(model=ModelConfig(name="vit_nano32", weights=file, num_classes=10))
+    with pytest.raises(ValueError, match="does not fit vit_nano32: .*; for weights .* timm give --model timm/NAME.$"):
+        build.build_model(config, torch.device("cpu"), weights=file)
+    named = replace(config, model=replace(config.model, name=theirs))
+    build.build_model(named, torch.device("cpu"), weights=file)
+
+
+def test_what_is_missing_from_weights_of_this_model_names_no_other(tmp_path):
+    file = str(tmp_path / "part.pt")
+    part = create_model("vit_nano32", num_classes=10).state_dict()
+    del part["norm.weight"]
+    torch.save(part, file)
+    config = TrainConfig(model=ModelConfig(name="vit_nano32", weights=file, num_classes=10))
+    with pytest.raises(ValueError, match="does not fit vit_nano32: missing norm.weight.$"):
+        build.build_model(config, torch.device("cpu"), weights=file)
 
 
 @pytest.mark.parametrize(

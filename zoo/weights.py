@@ -50,6 +50,10 @@ class Gone(ValueError):
     """There is no such file, or not any more: a run removes its older checkpoints."""
 
 
+class OtherModel(ValueError):
+    """Most tensors of a file are not those of the model, nor those of another one of the zoo."""
+
+
 def load_weights(
     model: nn.Module,
     path: str | Path,
@@ -272,6 +276,8 @@ def _replace_heads(
             changes[f"rows of {head} brought into the order of the model's classes"] = logging.INFO
             weights = weights | {name: weights[name][[*rows]] for name in (weight, bias)}
             continue
+        if not allowed and not found:
+            continue  # `_check_fit` names what is missing
         if not allowed:
             raise ValueError(f"{path} has a head of {found} classes, the model one of {wanted}: set its num_classes")
         other = ", whose names are others," if found == wanted else ""
@@ -362,7 +368,9 @@ def _check_fit(weights: Tensors, target: Tensors, *, path: str | Path) -> None:
     }
     if any(problems.values()):
         reason = "; ".join(f"{kind} {listed(names)}" for kind, names in problems.items() if names)
-        raise ValueError(f"{path} does not fit {recognise(target) or 'the model'}: {reason}")
+        others = len(problems["unexpected"]) + len(problems["wrong shape"]) > len(weights) / 2
+        kind = OtherModel if others else ValueError
+        raise kind(f"{path} does not fit {recognise(target) or 'the model'}: {reason}")
 
 
 def check_description(model: nn.Module, path: Path, content: Tensors, told: str) -> None:

@@ -23,7 +23,7 @@ from largebatch.trials import first_cause
 from zoo import create_model
 from zoo.linear import read_copies
 from zoo.volo import fuse_outlook
-from zoo.weights import Gone
+from zoo.weights import Gone, OtherModel
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,8 @@ def build_model(
     except ValueError as error:
         if not config.model.weights or isinstance(error, Gone):
             raise
-        raise ValueError(f"--init-from is {config.model.weights}: {error}.") from error
+        other = "; for weights of another model of timm give --model timm/NAME" * isinstance(error, OtherModel)
+        raise ValueError(f"--init-from is {config.model.weights}: {error}{other}.") from error
     return choose_attention(model, device)
 
 
