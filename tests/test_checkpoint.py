@@ -675,6 +675,25 @@ def test_too_little_space_is_seen_before_writing(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000001"]
 
 
+@pytest.mark.parametrize("largest", [100, 12_000], ids=["weights", "state"])
+@pytest.mark.parametrize("free, said", [(10**9, "writing failed: "), (0, "writing failed, and the disk is full: ")])
+def test_the_disk_is_called_full_only_if_it_is(tmp_path, monkeypatch, largest, free, said):
+    """A limit of the size of a file fails the writes of safetensors, for the weights, and of torch, for the rest."""
+    save(tmp_path, 1)
+    usage, limits = shutil.disk_usage(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    left = iter([10**9, free])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=next(left)))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            save(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == (errno.EIO if free else errno.ENOSPC)
+    assert caught.value.strerror.startswith(said) and "\n" not in caught.value.strerror
+    assert valid_steps(tmp_path) == [1]
+
+
 @pytest.mark.parametrize("failing", range(6))
 def test_a_failing_fsync(tmp_path, monkeypatch, failing):
     """The disk fills up where delayed writes show it; the fifth is the folder's, after the rename."""

@@ -42,7 +42,7 @@ from safetensors import SafetensorError, safe_open
 from largebatch.bit_sums import bit_sums, digest
 from largebatch.checkpoint.snapshot import AVERAGE, DESCRIPTION, STATE, WEIGHTS, Snapshot, sums_of
 from zoo import hub, write_weights
-from zoo.weights import SUFFIXES
+from zoo.weights import SUFFIXES, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,9 @@ def _write(folder: Path, snapshot: Snapshot) -> None:
             (folder / DESCRIPTION).write_text(snapshot.description, encoding="ascii")
         torch.save(snapshot.state, folder / STATE)
     except (SafetensorError, RuntimeError) as error:  # how the two libraries report a failed write
-        raise OSError(errno.EIO, f"writing failed, is the disk full? ({error})") from error
+        full = ", and the disk is full" if shutil.disk_usage(folder).free < SPARE_BYTES else ""
+        code = errno.ENOSPC if full else errno.EIO
+        raise OSError(code, f"writing failed{full}: {reason_of(error)}") from error
     parts: dict[str, dict[str, Any]] = {}
     for name in (*snapshot.weights, *([DESCRIPTION] if snapshot.description else []), STATE):
         _sync(folder / name)
