@@ -13,7 +13,7 @@
     shared_memory.py  the shared memory that killed jobs left behind
     stop_points.py    the point of a step or an evaluation at which all ranks leave
     signals.py        the signals that tell a run to end
-    parents.py        the launcher of this process, and whether it is gone
+    parents.py        the launcher of this process, and whether it is gone; ends stopped ranks without it
     terminal.py       the terminal at which a person watches, also behind a launcher
     stopped.py        the exceptions that all ranks raise together
     launcher.py       the launcher that started this process; the one table of launchers' variables

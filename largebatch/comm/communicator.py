@@ -13,6 +13,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +35,7 @@ from largebatch.comm.driver import accept_cpu
 from largebatch.comm.home import set_missing_home
 from largebatch.comm.hvd import hvd
 from largebatch.comm.mistakes import WAIT_S, Mistake, report_mistakes
+from largebatch.comm.parents import Process, end_stopped, this_process
 from largebatch.comm.polling import finish
 from largebatch.comm.reduction import Compression, Reduction, parameters_of
 from largebatch.comm.replicas import (
@@ -65,6 +67,7 @@ T = TypeVar("T")
 
 # Ranks that give up began to wait within a step of each other; this gives each the time to report it.
 GRACE_S = 3
+LOOK_S = 0.1  # between two looks whether MPI's launcher is there
 BEAT_S = 5.0  # rank 0 tells the others this often that it goes on with a long piece of work
 PIECE = 2**30  # bytes in one message: MPI counts them in 31 bits
 LIBRARIES = ("site-packages", "dist-packages")  # folders of programs that are not the user's own
@@ -110,6 +113,8 @@ class Communicator:
         self._rendezvous = gloo_start.prepare(launch, os.environ, mpi=mpi)
         self.stall_limit_s = stall_limit(os.environ)  # 0: no limit
         self.hang_limit_s = horovod.hang_limit_s  # 0: no limit
+        self._parent = os.getppid()
+        self._processes: list[Process | None] = []  # of all ranks
         self._watchdog = Watchdog(
             self.stall_limit_s, self.hang_limit_s, self._give_up, start_limit_s=start_limit_s
         )
@@ -132,6 +137,8 @@ class Communicator:
         self._shared = 0  # the batches that `micro_batches` has shared since the last `wrap`
         self._refuse_mismatch(launch)
         self.num_cores = self._share_cores()
+        if hvd.mpi_enabled():
+            threading.Thread(target=self._watch_launcher, name="largebatch-launcher", daemon=True).start()
         if "OMP_NUM_THREADS" not in os.environ:  # torch of each rank would use all cores of the host
             torch.set_num_threads(max(1, int(self.num_cores)))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compiler_processes(self.num_cores)))
@@ -139,8 +146,19 @@ class Communicator:
     def _share_cores(self) -> float:
         """Return how many cores' worth of time this rank has, as all ranks of its host share its cores."""
         host = socket.gethostname()
-        all_cores = self.allgather_object((host, self.cores), name="cores")
-        return share_of_cores(self.cores, [cores for theirs, cores in all_cores if theirs == host])
+        everyone = self.allgather_object((host, self.cores, this_process()), name="cores")
+        self._processes = [process for _, _, process in everyone]
+        return share_of_cores(self.cores, [cores for theirs, cores, _ in everyone if theirs == host])
+
+    def _watch_launcher(self) -> None:
+        """If MPI's launcher is gone, end the ranks of this host that are stopped: MPI ends this one in a second."""
+        while Communicator.in_this_process == "open":
+            time.sleep(LOOK_S)
+            self._end_stopped_without_launcher()
+
+    def _end_stopped_without_launcher(self) -> None:
+        if os.getppid() != self._parent:  # else the launcher ends them
+            end_stopped(self._processes)
 
     def _refuse_mismatch(self, launch: launcher.Launch) -> None:
         """Raise RuntimeError, on all ranks that Horovod sees, if one has another place than its launcher announced."""
@@ -471,6 +489,7 @@ class Communicator:
             from mpi4py import MPI
 
             MPI.COMM_WORLD.Abort(code)
+        self._end_stopped_without_launcher()
         os._exit(code)  # under Gloo the other ranks see the lost connection, and the launcher ends them
 
     def stop_points(self, requests: Callable[[], Sequence[bool]]) -> StopPoints:

@@ -1,15 +1,50 @@
-"""The processes that started this one, and whether they are still there.
+"""The processes that started this one, whether they are still there, and the ranks that cannot end without them.
 
 A launcher that is killed may leave its ranks behind: horovodrun becomes a shell that waits for mpirun, and a signal to
-that shell ends it alone. The ranks would train on, and nobody could stop them.
+that shell ends it alone. The ranks would train on, and nobody could stop them. A rank that is stopped, as by SIGSTOP,
+does not notice that its launcher is gone, and obeys nothing but SIGKILL.
 """
 
 import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from largebatch.comm.launcher import recognise
 
 SHELL_OF_HOROVODRUN = (b"-c", b"mpirun ")  # the second word, and how the third begins
+BOOT, NUMBERING = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process for ever: its number may be another's on another host, in another container, or later."""
+
+    place: tuple[str, str]  # the boot of the host, and the space of process numbers
+    pid: int
+    began: bytes
+
+
+def this_process() -> Process | None:
+    """Return what tells this process from all others; None if the system does not."""
+    fields = _stat(os.getpid())
+    try:
+        return Process((BOOT.read_text(), os.readlink(NUMBERING)), os.getpid(), fields[19])
+    except (OSError, IndexError):
+        return None
+
+
+def end_stopped(processes: Iterable[Process | None]) -> None:
+    """Send SIGKILL to those of the processes that are here and stopped."""
+    here = this_process()
+    for process in processes:
+        if here and process and process.place == here.place:
+            state, *_, began = _stat(process.pid)[:20] or [b"", b""]
+            if state == b"T" and began == process.began:
+                with suppress(OSError):
+                    os.kill(process.pid, signal.SIGKILL)
 
 
 class Parents:
@@ -40,10 +75,16 @@ class Parents:
 
 def _parent_of(pid: int) -> int | None:
     """Return the parent of a process; None if the system does not tell."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Return what the system tells of a process, from its state on; nothing if there is no such process."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return []
 
 
 def _is_shell_of_horovodrun(pid: int) -> bool:

@@ -132,6 +132,33 @@ def test_ranks_whose_horovodrun_is_killed(tmp_path):
     assert re.search("because the launcher of [12] of 2 ranks is gone; the same command resumes", text), text
 
 
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo", "torchrun"])
+def test_a_rank_that_is_stopped_ends_without_its_launcher(tmp_path, launcher):
+    """It obeys nothing but SIGKILL. Under torchrun the other rank first waits for it, as long as it may."""
+    folder, output = tmp_path / "run", tmp_path / "output"
+    command = training(folder, "--horovod.stall_limit_s", "4", faults="is_slow")
+    with started([*LAUNCHERS[launcher](2), "python", *command], output) as process:
+        wait_for(lambda: len(rows(folder, "steps.csv")) >= 2 or process.poll() is not None, output)
+        pids = [int(pid) for pid in re.findall(r"rank \d cpu \(pid (\d+)\)", output.read_text())]
+        assert len(pids) == 2, output.read_text()
+        try:
+            os.kill(pids[1], signal.SIGSTOP)
+            process.kill()
+            process.wait(WAIT_S)
+            wait_for(lambda: not any(map(still_runs, pids)), output)
+        finally:
+            for pid in filter(still_runs, pids):
+                os.kill(pid, signal.SIGKILL)
+
+
+def still_runs(pid: int) -> bool:
+    """A process that nobody has waited for has ended, too."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
 def test_before_the_end_of_the_job(tmp_path):
     """With a margin so long that the end is near at once; Slurm's own time is far away, and the option wins."""
     faults = "tells_its_end,has_a_long_margin,is_slow"
