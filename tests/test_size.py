@@ -1,11 +1,10 @@
-"""The size of the package only falls: each figure has a limit, the one that the commit before this one reached.
+"""The size of the package only falls: each figure has a limit, what it was when the limit was set.
 
 A commit that needs more raises a limit, and says by how much, for what, and what it removed instead. One that removes
 something lowers it. `python -m pytest -n 0 -s tests/test_size.py` prints all figures.
 """
 
 import ast
-import dataclasses
 from collections import Counter
 from pathlib import Path
 
@@ -15,7 +14,58 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted(path for package in ("largebatch", "zoo") for path in (ROOT / package).rglob("*.py"))
 CLASSES = {"Trainer": "largebatch/engine.py", "Communicator": "largebatch/comm/communicator.py"}
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
-LIMITS: dict[str, int] = {}
+LIMITS = {
+    "options of training": 118,
+    "words of docstrings": 66_123,
+    "lines": 37_490,
+    "files": 251,
+    "methods of Trainer": 26,
+    "fields of Trainer": 27,
+    "methods of Communicator": 40,
+    "fields of Communicator": 0,
+    "lines in largebatch": 3_285,
+    "lines in largebatch/benchmark": 1_969,
+    "lines in largebatch/build": 1_019,
+    "lines in largebatch/checkpoint": 752,
+    "lines in largebatch/comm": 4_007,
+    "lines in largebatch/config": 2_080,
+    "lines in largebatch/data": 4_306,
+    "lines in largebatch/doctor": 2_284,
+    "lines in largebatch/export": 341,
+    "lines in largebatch/files": 448,
+    "lines in largebatch/hooks": 2_303,
+    "lines in largebatch/native": 548,
+    "lines in largebatch/optim": 1_994,
+    "lines in largebatch/pack": 913,
+    "lines in largebatch/parallel": 2_346,
+    "lines in largebatch/plan": 2_956,
+    "lines in largebatch/predict": 151,
+    "lines in largebatch/recipes": 1_026,
+    "lines in largebatch/report": 1_122,
+    "lines in largebatch/reproduce": 1_193,
+    "lines in zoo": 2_447,
+    "files in largebatch": 22,
+    "files in largebatch/benchmark": 13,
+    "files in largebatch/build": 4,
+    "files in largebatch/checkpoint": 4,
+    "files in largebatch/comm": 29,
+    "files in largebatch/config": 12,
+    "files in largebatch/data": 22,
+    "files in largebatch/doctor": 11,
+    "files in largebatch/export": 4,
+    "files in largebatch/files": 8,
+    "files in largebatch/hooks": 19,
+    "files in largebatch/native": 5,
+    "files in largebatch/optim": 13,
+    "files in largebatch/pack": 10,
+    "files in largebatch/parallel": 14,
+    "files in largebatch/plan": 16,
+    "files in largebatch/predict": 2,
+    "files in largebatch/recipes": 9,
+    "files in largebatch/report": 9,
+    "files in largebatch/reproduce": 11,
+    "files in zoo": 14,
+}
 
 
 def figures() -> dict[str, int]:
@@ -40,3 +90,9 @@ def figures() -> dict[str, int]:
 def documented(path: Path) -> list[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     kinds = (ast.Module, ast.ClassDef, *FUNCTION)
     return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+
+
+def test_nothing_grows_beyond_its_limit():
+    found = figures()
+    print(*(f"{name}: {number:,} of {LIMITS.get(name, 0):,}" for name, number in found.items()), sep="\n")
+    assert {name: number for name, number in found.items() if number > LIMITS.get(name, 0)} == {}

@@ -262,7 +262,8 @@ def test_a_head_for_other_classes_is_initialised_anew(tmp_path, caplog, num_clas
     assert torch.equal(model.blocks[1].mlp.fc2.weight, small_vit().blocks[1].mlp.fc2.weight)
     assert 0.01 < model.head.weight.std() < 0.03 and torch.count_nonzero(model.head.bias) == 0
     assert model.head.weight.requires_grad
-    why = f"has a head of {num_classes} classes, the model one of 5" if num_classes else "missing head.weight, head.bias"
+    head = f"has a head of {num_classes} classes, the model one of 5"
+    why = head if num_classes else "missing head.weight, head.bias"
     with pytest.raises(ValueError, match=why):
         load_weights(model, tmp_path / "weights.safetensors", new_heads=False)
 
