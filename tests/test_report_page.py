@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
+from PIL import Image
 
 from largebatch.config import OptimConfig, RunConfig, TrainConfig, dump
 from largebatch.data.sources import open_source
@@ -203,6 +205,28 @@ def test_the_answers_come_back_and_the_worst_are_first(one):
     assert len(re.findall(r'src="data:image/jpeg', (one / "report.html").read_text())) == page.WORST
     many = [replace(row, label=row.label + 10 * (k % 5), label_name=f"{k % 5}") for k, row in enumerate(rows)]
     assert len(predictions.confusion(many)[0]) == predictions.MOST_CLASSES
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_names_that_are_not_utf_8_come_back_and_are_shown(tmp_path, gone):
+    images = tmp_path / "images"
+    for name in ("a", os.fsdecode(b"caf\xe9")):
+        for split in ("train", "val"):
+            (images / split / name).mkdir(parents=True)
+            Image.new("RGB", (40, 40)).save(images / split / name / os.fsdecode(b"\xff.png"), "PNG")
+    index = open_source(str(images), split="validation", cache=str(tmp_path / "cache"))
+    folder = make_run(tmp_path / "run", num_steps=1)
+    text = (folder / "config.yaml").read_text().replace("path: digits", f"path: {images}")
+    (folder / "config.yaml").write_text(text)
+    predictions.write(folder / predictions.PREDICTIONS, index, {0: Answer(1, 0.5, 2.0), 1: Answer(1, 0.5, 0.1)})
+    rows = predictions.read(folder / predictions.PREDICTIONS)
+    assert [row.where for row in rows] == [index.where(0), index.where(1)]
+    assert [os.fsencode(row.label_name) for row in rows] == [b"a", b"caf\xe9"]
+    if gone:
+        shutil.rmtree(images)
+    assert main([str(folder)]) == 0
+    shown = (folder / "report.html").read_text(encoding="utf-8")
+    assert "a, taken for caf\\udce9" in shown and "\\udcff.png" in shown and ("data:image/jpeg" in shown) != gone
 
 
 def test_without_the_data_the_worst_images_are_named(one, tmp_path):

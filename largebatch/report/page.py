@@ -70,7 +70,8 @@ def write_page(file: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> None
     head += f"<title>{_text(title)}</title><style>{STYLE}</style>"
     body = "\n".join(filter(None, parts))
     with atomic_file(file) as out:
-        out.write(f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'.encode())
+        text = f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
+        out.write(text.encode("utf-8", "backslashreplace"))  # a file name is bytes, which need not be UTF-8
 
 
 def _configuration(run: Run) -> str:

@@ -58,14 +58,14 @@ def write(path: Path, index: Index, answers: Mapping[int, Answer]) -> None:
     writer.writeheader()
     writer.writerows(map(asdict, rows))
     with atomic_file(path) as file:
-        file.write(text.getvalue().encode())
+        file.write(text.getvalue().encode("utf-8", "surrogateescape"))
 
 
 def read(path: Path) -> list[Prediction]:
     """Return the rows of a table; none if there is no table. Raises ValueError if the file is another one."""
     if not path.is_file():
         return []
-    with open(path, newline="") as file:
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
         reader = csv.DictReader(file)
         if reader.fieldnames != [field.name for field in fields(Prediction)]:
             raise ValueError(f"{path} is not a table of predictions: make it with validate --predictions {path}.")
