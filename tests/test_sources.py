@@ -307,7 +307,7 @@ def test_a_photo_of_a_hundred_megapixels_is_no_attack(image_folder, tmp_path):
 
 
 def test_the_folder_of_one_split(image_folder, tmp_path):
-    with pytest.raises(ValueError, match=f"It looks like one split: give --data {image_folder}, the folder around it."):
+    with pytest.raises(ValueError, match=f"It looks like one split: give {image_folder}, the folder around it."):
         sources.open_source(str(image_folder / "train"), split="train", cache=str(tmp_path / "cache"))
 
 
@@ -413,7 +413,7 @@ def test_wrong_folders_say_what_was_looked_for(tmp_path, image_folder):
         for call in (lambda: sources.open_source(path, split="train", cache=cache), lambda: pack.run([path, cache])):
             with pytest.raises(ValueError, match=f"^{path} {said}.*: expected "):
                 call()
-    with pytest.raises(ValueError, match=f"Its folder images has one: give --data {image_folder}."):
+    with pytest.raises(ValueError, match=f"Its folder images has one: give {image_folder}."):
         sources.open_source(str(tmp_path), split="train", cache=cache)
     (tmp_path / "hollow" / "train" / "n01").mkdir(parents=True)
     with pytest.raises(ValueError, match="train holds no images: looked for <class>/"):
@@ -599,7 +599,7 @@ def test_a_test_folder_holds_images_out_if_there_is_no_other(image_folder, tmp_p
     assert len(sources.open_source(str(image_folder), split="validation")) == 3, "not those of the test"
     write(image_folder / "validation" / "n01" / "a.jpg", picture(60))
     assert len(sources.open_source(str(image_folder), split="validation")) == 1
-    with pytest.raises(ValueError, match=f"It looks like one split: give --data {image_folder}, the folder around it."):
+    with pytest.raises(ValueError, match=f"It looks like one split: give {image_folder}, the folder around it."):
         sources.open_source(str(image_folder / "test"), split="train")
 
 

@@ -83,7 +83,8 @@ def open_source(
     folder, index = open_everything(path, split=split, cache=cache, progress=progress)
     reason = whole.why_incomplete(index, folder=folder, split=split)
     if reason and not allow_incomplete:
-        raise ValueError(f"{reason}; to use the images that are there, set --data.allow_incomplete true.")
+        cure = "to train or validate with the images that are there, set --data.allow_incomplete true"
+        raise ValueError(f"{reason}; {cure}.")
     if reason:
         logger.warning("%s; this goes on with the %d %s images that are there.", reason, len(index), split)
     file = Path(listed).expanduser() if listed else folder / quarantine.NAME
@@ -359,10 +360,10 @@ def _is_image(name: str) -> bool:
 def _other_folder_hint(folder: Path) -> str:
     """Return the advice to somebody who named the folder of one split, or one that holds the folder of the data."""
     if folder.name in _SPLIT_FOLDERS:
-        return f" It looks like one split: give --data {folder.parent}, the folder around it."
+        return f" It looks like one split: give {folder.parent}, the folder around it."
     inside = [] if available_splits(str(folder)) else _class_names(folder)
     data = next((folder / name for name in inside if available_splits(str(folder / name))), None)
-    return f" Its folder {data.name} has one: give --data {data}." if data else ""
+    return f" Its folder {data.name} has one: give {data}." if data else ""
 
 
 def available_splits(path: str) -> list[str]:
