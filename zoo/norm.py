@@ -43,7 +43,7 @@ class _Norm(torch.autograd.Function):
 
 
 def norms_in_float32(model: nn.Module) -> nn.Module:
-    """Give layer norms of others float32 on CPUs, as autocast does on GPUs; return the model."""
+    """Give layer norms of others float32 on every device, as autocast does on GPUs alone; return the model."""
     for layer in model.modules():
         if isinstance(layer, nn.LayerNorm) and not isinstance(layer, Float32Norm):
             layer.register_forward_pre_hook(_in_type_of_weight)
@@ -51,6 +51,5 @@ def norms_in_float32(model: nn.Module) -> nn.Module:
 
 
 def _in_type_of_weight(layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Cast what a norm on a CPU reads."""
     x, *others = inputs
-    return (x if layer.weight is None or x.device.type != "cpu" else x.to(layer.weight.dtype), *others)
+    return (x if layer.weight is None else x.to(layer.weight.dtype), *others)
