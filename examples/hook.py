@@ -8,7 +8,7 @@ The command takes every option of `python -m largebatch.train`. largebatch/engin
 import sys
 
 import largebatch
-from largebatch.comm.mistakes import report_mistakes
+from largebatch.ranks.mistakes import report_mistakes
 from largebatch.train import read
 
 PATIENCE = 2  # evaluations

@@ -13,14 +13,14 @@ from largebatch.imports import explain_import
 __version__ = "0.1.0"
 
 EXPORTS = {
-    "Communicator": "largebatch.comm",
+    "Communicator": "largebatch.ranks",
     "Hook": "largebatch.engine",
     "Lamb": "largebatch.optim",
     "TrainConfig": "largebatch.config",
     "Trainer": "largebatch.engine",
     "build_trainer": "largebatch.train",
     "param_groups": "largebatch.optim",
-    "session": "largebatch.comm",
+    "session": "largebatch.ranks",
 }
 
 __all__ = ["__version__", *EXPORTS]  # noqa: PLE0604

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 
 from largebatch import __version__
-from largebatch.comm.mistakes import report_mistakes
 from largebatch.config import Answer
 from largebatch.config.completion import SHELLS, script
 from largebatch.imports import explain_import
+from largebatch.ranks.mistakes import report_mistakes
 
 PROGRAMS = {
     "train": "train a model, or go on with a run",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from largebatch.comm import Communicator
+from largebatch.ranks import Communicator
 
 
 @dataclass(eq=False)

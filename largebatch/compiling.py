@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from largebatch.batch_norm import BatchNormStatistics
-from largebatch.comm import Communicator
 from largebatch.config import TrainConfig
 from largebatch.losses import Objective
 from largebatch.optim import can_compile
 from largebatch.precision import autocast
+from largebatch.ranks import Communicator
 from largebatch.trials import first_cause, first_line, micro_batch
 from zoo.blocks import blocks_of, compile_blocks
 

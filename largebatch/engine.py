@@ -2,8 +2,8 @@
 
 A step is one optimizer update on the global batch: gradient accumulation sums over this rank's numbered micro-batches
 and Horovod sums over the ranks, so that any number of ranks computes the same update. Training, fine-tuning and
-benchmarks share this one step. The engine knows neither recipes nor files: `build` gives it finished parts, and hooks
-do the rest.
+benchmarks share this one step. The engine knows neither recipes nor files: `assembly` gives it finished parts, and
+hooks do the rest.
 """
 
 import itertools
@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from largebatch.augment import Augment, Augmented, seed_draws, seed_for
-from largebatch.comm import Communicator
 from largebatch.data.order import Plan
 from largebatch.evaluation import evaluate
 from largebatch.kept import Kept
@@ -28,6 +27,7 @@ from largebatch.losses import Objective
 from largebatch.native.copies import to_host
 from largebatch.optim import LookSam, clip_gradients
 from largebatch.precision import autocast
+from largebatch.ranks import Communicator
 from largebatch.replica import Replica
 
 # The smoothed training loss (hooks/divergence.py): now, its lowest value, and the last step before it rose.
@@ -83,7 +83,7 @@ class Batches(Sized, Iterable[Any], Protocol):
 
 @dataclass(kw_only=True)
 class Trainer:
-    """The parts of a run and the loop over them. `build.build_trainer` makes one from a config."""
+    """The parts of a run and the loop over them. `assembly.build_trainer` makes one from a config."""
 
     comm: Communicator
     model: nn.Module

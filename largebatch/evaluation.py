@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from largebatch.comm import Communicator, Stopped
 from largebatch.precision import at_least_float32, autocast
+from largebatch.ranks import Communicator, Stopped
 
 logger = logging.getLogger(__name__)
 

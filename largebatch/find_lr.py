@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from largebatch import hooks
-from largebatch.build import Images, build_trainer, peak_lr
-from largebatch.comm import Communicator, StoppedEarly
-from largebatch.comm.signals import Signals
+from largebatch.assembly import Images, build_trainer, peak_lr
 from largebatch.config import NEVER, ScheduleConfig, TrainConfig
 from largebatch.engine import Hook, StepOutput, Trainer
 from largebatch.files import atomic_file
 from largebatch.hooks import curves
+from largebatch.ranks import Communicator, StoppedEarly
+from largebatch.ranks.signals import Signals
 
 if TYPE_CHECKING:
     import torch

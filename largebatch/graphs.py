@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from largebatch.comm import Communicator
 from largebatch.config import TrainConfig
 from largebatch.losses import Objective
 from largebatch.precision import autocast
+from largebatch.ranks import Communicator
 from largebatch.trials import first_cause, first_line, micro_batch
 from zoo.segments import segments_of
 

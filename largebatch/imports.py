@@ -63,7 +63,7 @@ def _files_of(error: BaseException) -> set[str]:
 def _remedy_for(package: str) -> str:
     from shlex import quote
 
-    from largebatch.installer import SCRIPT, install_command, installed_from
+    from largebatch.process.installer import SCRIPT, install_command, installed_from
 
     activate = SCRIPT.parents[1] / ".venv" / "bin" / "activate"
     if activate.exists() and sys.prefix != str(activate.parents[1]):

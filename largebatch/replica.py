@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from largebatch.augment import Augmented
 from largebatch.batch_norm import BatchNormStatistics
-from largebatch.comm import Communicator
 from largebatch.graphs import Graphs
 from largebatch.losses import Objective
 from largebatch.optim import WeightCopies, gradient_norm
+from largebatch.ranks import Communicator
 
 ForwardBackward = Callable[[Augmented, float], Tensor]  # `Trainer.forward_backward`
 

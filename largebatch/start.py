@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from largebatch.comm import Communicator, preflight, session
-from largebatch.comm.placement import check_placement
-from largebatch.comm.shared_memory import remove_leftovers
 from largebatch.config import TrainConfig, dropping, options, without_effect
 from largebatch.precision import choose_precision, computes
+from largebatch.process.shared_memory import remove_leftovers
+from largebatch.ranks import Communicator, preflight, session
+from largebatch.ranks.placement import check_placement
 
 logger = logging.getLogger(__name__)
 

@@ -21,18 +21,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Other imports take seconds, in which a signal may come. So they are in functions, which run when signals are heard.
-from largebatch.comm.garbage import no_searches, search_new_objects, spare_imports
-from largebatch.comm.signals import Signals
-from largebatch.comm.stopped import StoppedEarly
+from largebatch.process.garbage import no_searches, search_new_objects, spare_imports
+from largebatch.ranks.signals import Signals
+from largebatch.ranks.stopped import StoppedEarly
 
 if TYPE_CHECKING:
     import torch
 
-    from largebatch.build import Images
-    from largebatch.comm import Communicator
+    from largebatch.assembly import Images
     from largebatch.config import TrainConfig, Unsized
     from largebatch.engine import Trainer
     from largebatch.plan.beforehand import Outlook
+    from largebatch.ranks import Communicator
 
 logger = logging.getLogger("largebatch.train")
 
@@ -64,7 +64,7 @@ OPTIONS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command line, by default that of this process."""
     with Signals(nothing_to_lose=True) as signals, no_searches():
-        from largebatch.comm.mistakes import report_mistakes
+        from largebatch.ranks.mistakes import report_mistakes
 
         argv = sys.argv[1:] if argv is None else argv
         with report_mistakes():
@@ -111,8 +111,8 @@ def run_folder(config: "TrainConfig", comm: "Communicator") -> Iterator[None]:
     Raises Stopped on all ranks, before anything in the folder is changed, if another job holds it. A run that is
     refused leaves no folder behind.
     """
-    from largebatch.comm import Stopped
     from largebatch.files import refuse_links_of_others, run_lock
+    from largebatch.ranks import Stopped
 
     folder = Path(config.folder)
     with ExitStack() as held:
@@ -165,8 +165,8 @@ def start_log(config: "TrainConfig", comm: "Communicator") -> None:
     If a person watches, rank 0 writes straight to the terminal, where launchers would tag each line. Other packages
     are heard if they warn.
     """
-    from largebatch.comm.terminal import watched_terminal
     from largebatch.files.names import Formatter
+    from largebatch.process.terminal import watched_terminal
 
     terminal = watched_terminal() if comm.rank == 0 else None
     screen = logging.StreamHandler(terminal)
@@ -193,7 +193,7 @@ def build_trainer(config: "TrainConfig", comm: "Communicator", signals: Signals 
     This job holds the run folder until the session ends. The log goes to stderr and to log.txt in the folder.
     signals: with `Signals`, a signal ends `fit` with a checkpoint; without, it ends the process.
     """
-    from largebatch.comm import Stopped
+    from largebatch.ranks import Stopped
 
     size = config.parallel.shape().size
     if comm.model_size != size:
@@ -214,7 +214,7 @@ def prepare(
     config: "TrainConfig", comm: "Communicator", signals: Signals | None
 ) -> "tuple[TrainConfig, Trainer]":
     """Build the trainer of a run whose folder is open, and write its config.yaml; return the whole config as well."""
-    from largebatch import build
+    from largebatch import assembly
     from largebatch.config import dump
     from largebatch.plan.beforehand import Correction
 
@@ -223,7 +223,7 @@ def prepare(
             refuse_lost_checkpoints(Path(config.folder))
     config, device, images = prepare_images(config, comm)
     plan = foretell(config, comm, device, num_images=len(images.train))
-    trainer = build.build_trainer(config, comm, signals, device=device, images=images)
+    trainer = assembly.build_trainer(config, comm, signals, device=device, images=images)
     trainer.hooks = [Correction(plan), *trainer.hooks]
     with comm.together("writing config.yaml"):
         if comm.rank == 0:
@@ -332,16 +332,16 @@ def read_images(
     If the recipe depends on the number of images, rank 0 chooses it for all ranks, by the same command line, whose
     options every rank has compared.
     """
-    from largebatch import build
+    from largebatch import assembly
     from largebatch.config import Unsized
     from largebatch.start import resolve, warn_of_doubtful
 
-    build.check_model(config, comm)
+    assembly.check_model(config, comm)
     unsized = config if isinstance(config, Unsized) else None
     if not unsized:
-        build.check_batch(config, comm)
-    names = comm.from_rank_0(lambda: build.classes_of_run(config), phase="reading the classes of the run")
-    train = build.open_data(config, comm, "train", with_maps=not unsized and config.data.token_labels, names=names)
+        assembly.check_batch(config, comm)
+    names = comm.from_rank_0(lambda: assembly.classes_of_run(config), phase="reading the classes of the run")
+    train = assembly.open_data(config, comm, "train", with_maps=not unsized and config.data.token_labels, names=names)
     if unsized:
         config = comm.from_rank_0(lambda: resolve(sized(unsized, len(train)), device), phase="choosing a recipe")
         logger.info("%d training images of %d classes: %s", len(train), train.num_classes, size_line(config))
@@ -349,8 +349,8 @@ def read_images(
         with comm.together("choosing a recipe"):
             if config.data.token_labels:
                 train.check_maps(train.num_classes)
-    config = build.with_classes(config, train)
-    return config, build.Images(train, build.open_held_out(config, comm, train))
+    config = assembly.with_classes(config, train)
+    return config, assembly.Images(train, assembly.open_held_out(config, comm, train))
 
 
 def foretell(

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.augment import Augmented
-from largebatch.comm import Communicator
 from largebatch.config import TrainConfig
+from largebatch.ranks import Communicator
 
 
 def first_cause(comm: Communicator, cause: str, *, name: str) -> str:

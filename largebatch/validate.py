@@ -28,18 +28,18 @@ from typing import TYPE_CHECKING, Any, Sequence
 
 # Other imports take seconds, which a mistake on the command line need not wait for. So they are in functions.
 from largebatch.arguments import expanded
-from largebatch.comm.garbage import no_searches, search_new_objects, spare_imports
-from largebatch.comm.mistakes import report_mistakes
 from largebatch.config import ModelConfig, Page, TrainConfig, parse
 from largebatch.config.parallel import ParallelConfig
 from largebatch.files import atomic_file
+from largebatch.process.garbage import no_searches, search_new_objects, spare_imports
+from largebatch.ranks.mistakes import report_mistakes
 from largebatch.recipes import RECIPES, find
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from largebatch.comm import Communicator
     from largebatch.data.index import Index
+    from largebatch.ranks import Communicator
     from largebatch.report.predictions import Answer
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
     If config.model.weights is empty, the weights are those of the newest checkpoint in the run folder. Rank 0 prints
     the results and writes the table.
     """
-    from largebatch.build import build_model, open_data
+    from largebatch.assembly import build_model, open_data
     from largebatch.report.predictions import write as write_predictions
     from largebatch.start import set_up
 
@@ -258,7 +258,7 @@ def count_classes(config: TrainConfig, path: str) -> int:
     """Return the number of classes of the weights of a model."""
     import torch
 
-    from largebatch.build import build_model
+    from largebatch.assembly import build_model
     from zoo.weights import count_classes as count
 
     config = replace(config, model=replace(config.model, num_classes=1000))
@@ -283,7 +283,7 @@ def evaluate_weights(
     """
     import torch
 
-    from largebatch.build import build_eval_loader, model_geometry
+    from largebatch.assembly import build_eval_loader, model_geometry
     from largebatch.evaluation import COUNTS, LISTED_COUNTS, count_batch, count_listed, tally, tally_fitting
 
     device = next(model.parameters()).device

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What:     binds a rank to the cores and the memory of the NUMA node nearest its GPU, and to the network adapter
-#           nearest the GPU, then becomes the command. largebatch/comm/bind.py explains how.
+#           nearest the GPU, then becomes the command. largebatch/launch/bind.py explains how.
 # Hardware: any. Without GPUs, or without NUMA, the ranks of a host share its cores evenly; with fewer cores than
 #           ranks nothing is bound. Memory is bound if numactl is installed (sudo apt-get install numactl).
 # Time:     0.1 s, plus the time of nvidia-smi.
@@ -19,4 +19,4 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${VENV:-$ROOT/.venv}/bin/python
 [ -x "$python" ] || python=python3              # bind.py needs only Python's standard library
-exec "$python" -I "$ROOT/largebatch/comm/bind.py" "$@"
+exec "$python" -I "$ROOT/largebatch/launch/bind.py" "$@"

@@ -162,7 +162,7 @@ ask_gpus() { { nvidia-smi "--query-gpu=$1" --format=csv,noheader 2>/dev/null || 
 has_gpu() { { nvidia-smi -L 2>/dev/null || true; } | grep -q '^GPU'; }
 
 # Sets CUDA, the version that torch and DALI are built for; empty: that of the torch that pip finds by itself. Programs
-# of CUDA 12 run with drivers from 525 on, those of CUDA 13 from 580 (comm/driver.py has the same numbers). GPUs that
+# of CUDA 12 run with drivers from 525 on, those of CUDA 13 from 580 (launch/driver.py has the same numbers). GPUs that
 # need driver 570 need more than CUDA 12.6, and those before Turing (7.5) at most 12.6. Horovod's kernels need an nvcc of
 # the same major version.
 choose_cuda() {

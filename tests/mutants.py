@@ -18,6 +18,7 @@ and removes the folder. It does so, too, when this process is killed; so nothing
 """
 
 import argparse
+import ast
 import compileall
 import ctypes
 import importlib
@@ -56,8 +57,9 @@ SUBREAPER, PARENTS_DEATH = 36, 1  # of prctl(2)
 
 @dataclass(frozen=True)
 class Mutant:
-    """A break: `text`, which occurs once in `file`, becomes something else, and `tests` fail.
+    """A break: `text`, which occurs once in `function` of `file`, becomes something else, and `tests` fail.
 
+    function: "Class.method" or "function"; "": the whole file, as in C++ and for what no function holds.
     ranks: how many to start by mpirun, for tests/mpi/ranks; 1: no launcher. hang: that they never end counts as failed.
     needs: a package that these tests need, beside those of every installation.
     """
@@ -67,6 +69,7 @@ class Mutant:
     becomes: str
     breaks: str
     tests: tuple[str, ...]
+    function: str = ""
     ranks: int = 1
     hang: bool = False
     limit_s: float = LIMIT_S
@@ -79,10 +82,27 @@ class Mutant:
 
     def apply(self, source: str) -> str:
         """The broken file. ValueError unless the text occurs exactly once."""
-        count = source.count(self.text)
+        before, part, after = within(source, self.function)
+        count = part.count(self.text)
         if count != 1:
-            raise ValueError(f"{self.file}: the text to break occurs {count} times, expected once: {self.text!r}")
-        return source.replace(self.text, self.becomes)
+            where = f"{self.file} {self.function}".strip()
+            raise ValueError(f"{where}: the text to break occurs {count} times, expected once: {self.text!r}")
+        return before + part.replace(self.text, self.becomes) + after
+
+
+def within(source: str, function: str) -> tuple[str, str, str]:
+    """Return the source before, of and after a function with its decorators; an empty part if there is none."""
+    if not function:
+        return "", source, ""
+    nodes: list[ast.AST] = [ast.parse(source)]
+    for name in function.split("."):
+        nodes = [inner for node in nodes for inner in ast.iter_child_nodes(node) if getattr(inner, "name", "") == name]
+    lines = source.splitlines(keepends=True)
+    for node in nodes:
+        assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
+        return "".join(lines[:first]), "".join(lines[first : node.end_lineno]), "".join(lines[node.end_lineno :])
+    return source, "", ""
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from largebatch import graphs
+from largebatch.assembly import build_objective
 from largebatch.benchmark import measure, model
 from largebatch.benchmark.__main__ import main
 from largebatch.benchmark.ceiling import Ceiling, mfu
 from largebatch.benchmark.measure import Contender, Report, Result, compare
 from largebatch.benchmark.model import config_of, training_flops
-from largebatch.build import build_objective
 from zoo import create_model, set_fused_attn
 
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from largebatch.comm import bind
-from largebatch.comm.bind import LOCAL_RANK, Binding, Machine, local_rank, numbers, plan, ranges, share, visible_gpus
-from largebatch.comm.launcher import LAUNCHERS, counts
+from largebatch.launch import bind
+from largebatch.launch.bind import LOCAL_RANK, Binding, Machine, local_rank, numbers, plan, ranges, share, visible_gpus
+from largebatch.launch.launcher import LAUNCHERS, counts
 
 ROOT = Path(__file__).parents[1]
 BIND = str(ROOT / "mpi_scripts" / "bind.sh")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from largebatch.comm import buckets
-from largebatch.comm.buckets import PARTS, SMALLEST
-from largebatch.comm.sending import Unchanged
+from largebatch.ranks import buckets
+from largebatch.ranks.buckets import PARTS, SMALLEST
+from largebatch.ranks.sending import Unchanged
 from zoo import create_model
 
 

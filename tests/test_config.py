@@ -7,12 +7,12 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 import torch
 
-from largebatch import build
+from largebatch import assembly
 from largebatch import config as c
-from largebatch.comm import Stopped
 from largebatch.config.cli import read_text
 from largebatch.config.horovod import HorovodConfig, told_the_longest
 from largebatch.config.values import types_of, with_value
+from largebatch.ranks import Stopped
 from largebatch.recipes import RECIPES, choose
 from largebatch.start import doubtful
 from largebatch.train import OPTIONS as TRAINING
@@ -166,9 +166,9 @@ def test_a_batch_that_does_not_divide_names_the_nearest(ranks, batch, micro, wor
 
 
 def test_a_batch_larger_than_the_data_is_reported(caplog):
-    build.warn_of_large_batch(1437, 1437)
+    assembly.warn_of_large_batch(1437, 1437)
     assert not caplog.messages
-    build.warn_of_large_batch(32768, 1437)
+    assembly.warn_of_large_batch(32768, 1437)
     assert "there are 1437 training images: a step sees each image 22.8 times. For an update" in caplog.messages[0]
 
 
@@ -541,7 +541,7 @@ def test_every_option_of_augmentation_arrives():
     )
     loss = c.LossConfig(dense_weight=0.5, ground_truth="intended")
     model = c.ModelConfig(num_classes=7, img_size=64)
-    augment = build.build_augment(c.TrainConfig(model=model, augment=section, loss=loss))
+    augment = assembly.build_augment(c.TrainConfig(model=model, augment=section, loss=loss))
     assert vars(augment) == {
         "num_classes": 7,
         "mixup_alpha": 0.2,
@@ -567,7 +567,7 @@ def test_every_option_of_augmentation_arrives():
 )
 def test_every_option_of_the_optimizer_arrives(name, options):
     section = c.OptimConfig(name=name, lr=0.5, weight_decay=0.25, **options)
-    optimizer = build.build_optimizer(c.TrainConfig(optim=section), torch.nn.Linear(2, 2), impl=None)
+    optimizer = assembly.build_optimizer(c.TrainConfig(optim=section), torch.nn.Linear(2, 2), impl=None)
     assert optimizer.param_groups[0].items() >= ({"lr": 0.5, "weight_decay": 0.25} | options).items()
 
 
@@ -621,14 +621,14 @@ def test_gradients_do_not_go_through_the_memory_of_the_host():
 def test_the_implementation_of_lamb_is_the_users():
     able, cpu = [True, True], torch.device("cpu")
     comm = SimpleNamespace(rank=0, allgather_object=lambda value, *, name: able)
-    assert [build.lamb_impl(comm, cpu, impl) for impl in ("eager", "compile")] == ["eager", "compile"]
+    assert [assembly.lamb_impl(comm, cpu, impl) for impl in ("eager", "compile")] == ["eager", "compile"]
     able[1] = False
-    assert build.lamb_impl(comm, cpu, "eager") == "eager"
+    assert assembly.lamb_impl(comm, cpu, "eager") == "eager"
     with pytest.raises(Stopped, match="^--optim.impl is compile, and rank 1 has no compiler for cpu: install g.., or"):
-        build.lamb_impl(comm, cpu, "compile")
+        assembly.lamb_impl(comm, cpu, "compile")
     with pytest.raises(ValueError, match="impl='eager' has no effect on sgd"):
         sgd = c.TrainConfig(optim=c.OptimConfig(name="sgd", impl="eager"))
-        build.build_optimizer(sgd, torch.nn.Linear(2, 2), impl=sgd.optim.impl)
+        assembly.build_optimizer(sgd, torch.nn.Linear(2, 2), impl=sgd.optim.impl)
 
 
 def test_kernels_of_triton_are_used_on_all_ranks_or_on_none(monkeypatch, caplog):
@@ -636,15 +636,15 @@ def test_kernels_of_triton_are_used_on_all_ranks_or_on_none(monkeypatch, caplog)
     found = {"build/fused_lamb": ["", ""], "build/can_compile": [True, True]}
     comms = [SimpleNamespace(rank=rank, allgather_object=lambda value, *, name: found[name]) for rank in (0, 1)]
     cuda = torch.device("cuda")
-    monkeypatch.setattr(build.replica, "can_compile", lambda device_type: True)
-    monkeypatch.setattr(build.replica, "why_not_fused", lambda device, trial: "")
-    assert [build.lamb_impl(comm, cuda, "triton") for comm in comms] == ["triton"] * 2 and not caplog.messages
+    monkeypatch.setattr(assembly.replica, "can_compile", lambda device_type: True)
+    monkeypatch.setattr(assembly.replica, "why_not_fused", lambda device, trial: "")
+    assert [assembly.lamb_impl(comm, cuda, "triton") for comm in comms] == ["triton"] * 2 and not caplog.messages
     found["build/fused_lamb"] = ["", "cannot run the kernels (no gcc)"]
-    assert [build.lamb_impl(comm, cuda, "triton") for comm in comms] == ["compile"] * 2
+    assert [assembly.lamb_impl(comm, cuda, "triton") for comm in comms] == ["compile"] * 2
     warning = "--optim.impl triton is not used: rank 1 cannot run the kernels (no gcc); LAMB runs as by default"
     assert caplog.messages == [warning]
     found["build/can_compile"] = [True, False]
-    assert [build.lamb_impl(comm, cuda, "triton") for comm in comms] == ["eager"] * 2
+    assert [assembly.lamb_impl(comm, cuda, "triton") for comm in comms] == ["eager"] * 2
 
 
 def test_outlook_attention_in_triton_is_used_on_all_ranks_or_on_none(caplog):
@@ -652,21 +652,21 @@ def test_outlook_attention_in_triton_is_used_on_all_ranks_or_on_none(caplog):
     found = ["", ""]
     comms = [SimpleNamespace(rank=rank, allgather_object=lambda value, *, name: found) for rank in (0, 1)]
     cuda = torch.device("cuda")
-    assert [build.fuses_outlook(comm, cuda) for comm in comms] == [True, True] and not caplog.messages
+    assert [assembly.fuses_outlook(comm, cuda) for comm in comms] == [True, True] and not caplog.messages
     found[1] = "cannot run the kernels (no Triton)"
-    assert [build.fuses_outlook(comm, cuda) for comm in comms] == [False, False]
+    assert [assembly.fuses_outlook(comm, cuda) for comm in comms] == [False, False]
     warning = "--model.outlook triton is not used: rank 1 cannot run the kernels (no Triton); outlook attention runs "
     assert caplog.messages == [f"{warning}as by default"]
     alone = SimpleNamespace(rank=0, allgather_object=lambda value, *, name: [value])
     caplog.clear()
-    assert not build.fuses_outlook(alone, torch.device("cpu"))
+    assert not assembly.fuses_outlook(alone, torch.device("cpu"))
     assert "rank 0 computes on a device of type cpu, and the kernels are for GPUs" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("able, impl", [([True, True], "compile"), ([True, False], "eager"), ([False, True], "eager")])
 def test_lamb_is_compiled_on_all_ranks_or_on_none(able, impl):
     comm = SimpleNamespace(rank=0, allgather_object=lambda value, *, name: able)
-    assert build.lamb_impl(comm, torch.device("cpu")) == impl
+    assert assembly.lamb_impl(comm, torch.device("cpu")) == impl
 
 
 def test_unknown_key_in_yaml(tmp_path):

@@ -20,11 +20,11 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from test_driver import write_driver
 
-from largebatch.comm import driver
 from largebatch.doctor import __main__ as command_line
 from largebatch.doctor import gpu, installation, launches, machine
 from largebatch.doctor.installation import Requirement
 from largebatch.doctor.result import Result, run
+from largebatch.launch import driver
 
 ROOT = Path(__file__).parents[1]
 

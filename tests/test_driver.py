@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from largebatch.comm import driver
-from largebatch.comm.communicator import Communicator
-from largebatch.comm.driver import Driver, accept_cpu, find_driver
+from largebatch.launch import driver
+from largebatch.launch.driver import Driver, accept_cpu, find_driver
 from largebatch.pack import token_labels
+from largebatch.ranks.communicator import Communicator
 
 VERSION_LINE = "NVRM version: NVIDIA UNIX {} {}  {}  Sat Aug 19 23:15:15 UTC 2023\nGCC version:  gcc version 12.2.0\n"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from largebatch import build, validate
+from largebatch import assembly, validate
 from largebatch.config import OptimConfig, TrainConfig
 from largebatch.data.order import Plan
 from largebatch.hooks.ema import Ema, check_half_life, lerp_, share
@@ -80,7 +80,7 @@ def test_the_option(tmp_path):
     plan = Plan(num_samples=100, global_batch_size=16, micro_batch_size=8, num_images=1000, seed=0)
 
     def average(text: str) -> Ema | None:
-        return build.build_ema(TrainConfig(optim=OptimConfig(ema_half_life=text)), plan, nn.Linear(2, 2))
+        return assembly.build_ema(TrainConfig(optim=OptimConfig(ema_half_life=text)), plan, nn.Linear(2, 2))
 
     assert average("") is None
     assert average("10 %").half_life_images == average("1 epoch").half_life_images == 100

@@ -14,11 +14,11 @@ import pytest
 from horovod.runner.common.util.hosts import SlotInfo
 from recordings import recorded
 
-from largebatch.comm import gloo_address, gloo_server, gloo_start
-from largebatch.comm.gloo_address import GlooAddress, refuse_unreachable, store_address
-from largebatch.comm.gloo_server import AddressServer
-from largebatch.comm.gloo_start import first_host, prepare
-from largebatch.comm.launcher import Launch, recognise
+from largebatch.launch import gloo_address, gloo_server, gloo_start
+from largebatch.launch.gloo_address import GlooAddress, refuse_unreachable, store_address
+from largebatch.launch.gloo_server import AddressServer
+from largebatch.launch.gloo_start import first_host, prepare
+from largebatch.launch.launcher import Launch, recognise
 
 ROOT = Path(__file__).parents[1]
 OPEN_MPI, MPICH = "Open MPI v4.1.8, package: ...", "MPICH Version:      5.0.2 ..."
@@ -188,7 +188,7 @@ def test_the_server_of_addresses_closes_its_port():
 
 SERVE = """
 import sys, threading, time
-from largebatch.comm import gloo_server
+from largebatch.launch import gloo_server
 
 gloo_server.REQUEST_S = 1000.0
 server = gloo_server.AddressServer("127.0.0.1", [])
@@ -271,7 +271,7 @@ def test_all_ranks_hear_that_rank_0_cannot_listen():
         gloo_start.find_server(rendezvous.store)
 
 
-ALONE = "import sys; from largebatch.comm import gloo_start; from largebatch.comm.launcher import Launch"
+ALONE = "import sys; from largebatch.launch import gloo_start; from largebatch.launch.launcher import Launch"
 JOIN = (
     "launch = Launch('torchrun', int(sys.argv[1]), 2); gloo_start.JOIN_LIMIT_S = 3\n"
     "env = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': sys.argv[2]}\n"

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import zoo
 from largebatch import graphs
+from largebatch.assembly.replica import build_replica
 from largebatch.augment import Augmented
 from largebatch.benchmark.solo import Solo
-from largebatch.build.replica import build_replica
 from largebatch.config import TrainConfig, apply
 from largebatch.graphs import Graphs, graph_passes
 from largebatch.hooks import Ema, recompute

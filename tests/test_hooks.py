@@ -37,8 +37,7 @@ from matplotlib.text import Text
 from torch.profiler import record_function
 
 from largebatch import checkpoint, hooks, train
-from largebatch.build.images import hint_at_weights
-from largebatch.comm import Stopped
+from largebatch.assembly.images import hint_at_weights
 from largebatch.config import (
     AugmentConfig,
     CheckpointConfig,
@@ -55,6 +54,7 @@ from largebatch.hooks import Guards, curves, noise_ramp, noise_scale, sinks, sta
 from largebatch.hooks.checkpointing import Writer
 from largebatch.hooks.profile import Profile
 from largebatch.hooks.sinks import PLAIN_LINES
+from largebatch.ranks import Stopped
 from largebatch.train import refuse_lost_checkpoints
 from zoo import hub
 
@@ -251,7 +251,7 @@ class Closed(hooks.Sink):
 def main(folder: Path) -> dict[str, Any]:
     from parts import small_trainer
 
-    from largebatch.comm import Communicator, Stopped
+    from largebatch.ranks import Communicator, Stopped
 
     comm = Communicator()
     log = io.StringIO()

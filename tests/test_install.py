@@ -17,8 +17,8 @@ import pytest
 import torch
 from test_driver import write_driver
 
-from largebatch.comm.driver import Driver
 from largebatch.doctor import installation
+from largebatch.launch.driver import Driver
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [*sorted((ROOT / "mpi_scripts").glob("*.sh")), ROOT / "tests/cluster/install.sh", ROOT / ".ci" / "run"]
@@ -219,7 +219,7 @@ def test_a_host_with_infiniband_is_told_of_its_own_mpi(plan, tmp_path):
 
 
 def test_the_training_names_the_cuda_that_is_installed(plan):
-    """A driver's CUDA stands in install.sh and in comm/driver.py."""
+    """A driver's CUDA stands in install.sh and in launch/driver.py."""
     for driver in ("525.60.13", "569.99", "570.86", "579.1", "580.65.06"):
         cuda = Driver(driver, 1).cuda
         assert f"driver: {driver}; CUDA: {cuda}\n" in plan(driver).stdout
@@ -314,7 +314,6 @@ def test_the_whole_set_up_in_a_folder_with_a_space(tmp_path):
     """With spaces in all its folders, and an empty cache, so that Horovod is built; two ranks then train."""
     tree = tmp_path / "it's my projects é"
     shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "build"))
-    shutil.copytree(ROOT / "largebatch" / "build", tree / "largebatch" / "build")
     for name in ("a home", "a tmp"):
         (tmp_path / name).mkdir()
     given = {"HOME": tmp_path / "a home", "TMPDIR": tmp_path / "a tmp", "WHEEL_CACHE": tmp_path / "a cache"}

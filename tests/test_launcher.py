@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from recordings import FOLDER, recorded
 
-from largebatch.comm.launcher import Launch, counts, mismatch, recognise
+from largebatch.launch.launcher import Launch, counts, mismatch, recognise
 
 TWO = [(0, 2, 0, 2), (1, 2, 1, 2)]
 THREE = [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
@@ -152,7 +152,10 @@ def test_numbers_for_each_host(text, expected):
     assert counts(text) == expected
 
 
-@pytest.mark.parametrize("file", ["comm.launcher", "comm.gloo_start", "comm.cores", "comm.preflight", "doctor.machine"])
+BARE = ["launch.launcher", "launch.gloo_start", "launch.cores", "ranks.preflight", "doctor.machine"]
+
+
+@pytest.mark.parametrize("file", BARE)
 def test_files_that_need_only_the_standard_library(file):
     """Packing, the doctor and the command line import these before, or without, Horovod and torch."""
     program = f"import sys, largebatch.{file}; print({{'horovod', 'torch', 'numpy'}} & set(sys.modules))"

@@ -10,7 +10,7 @@ from test_config import parse
 from test_optim import relative
 from torch import Tensor, nn
 
-from largebatch.build import build_sam
+from largebatch.assembly import build_sam
 from largebatch.data.stream import Batch
 from largebatch.data.token_labels import TokenLabels
 from largebatch.kept import Kept

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from largebatch import build
+from largebatch import assembly
 from largebatch.config import ModelConfig, TrainConfig
 from largebatch.config.parallel import ParallelConfig
 from largebatch.data.order import Plan
@@ -33,13 +33,13 @@ COMM = SimpleNamespace(rank=0, together=lambda phase: nullcontext())
 )
 def test_a_model_that_cannot_be(options, sentence):
     with pytest.raises(ValueError, match=sentence):
-        build.check_model(TrainConfig(model=ModelConfig(**options)), COMM)
+        assembly.check_model(TrainConfig(model=ModelConfig(**options)), COMM)
 
 
 def test_weights_that_cannot_be_read():
     config = TrainConfig(model=ModelConfig(name="vit_nano32", weights=__file__))
     with pytest.raises(ValueError, match=f"^--init-from is {__file__}: {__file__} is not known as a weights file"):
-        build.build_model(config, torch.device("cpu"), weights=__file__)
+        assembly.build_model(config, torch.device("cpu"), weights=__file__)
 
 
 @pytest.mark.parametrize("theirs", ["timm/test_resnet", "timm/test_vit"])
@@ -48,9 +48,9 @@ def test_weights_of_another_model_of_timm_name_the_option_that_takes_them(tmp_pa
     torch.save(create_model(theirs, num_classes=10).state_dict(), file)
     config = TrainConfig(model=ModelConfig(name="vit_nano32", weights=file, num_classes=10))
     with pytest.raises(ValueError, match="does not fit vit_nano32: .*; for weights .* timm give --model timm/NAME.$"):
-        build.build_model(config, torch.device("cpu"), weights=file)
+        assembly.build_model(config, torch.device("cpu"), weights=file)
     named = replace(config, model=replace(config.model, name=theirs))
-    build.build_model(named, torch.device("cpu"), weights=file)
+    assembly.build_model(named, torch.device("cpu"), weights=file)
 
 
 def test_what_is_missing_from_weights_of_this_model_names_no_other(tmp_path):
@@ -60,7 +60,7 @@ def test_what_is_missing_from_weights_of_this_model_names_no_other(tmp_path):
     torch.save(part, file)
     config = TrainConfig(model=ModelConfig(name="vit_nano32", weights=file, num_classes=10))
     with pytest.raises(ValueError, match="does not fit vit_nano32: missing norm.weight.$"):
-        build.build_model(config, torch.device("cpu"), weights=file)
+        assembly.build_model(config, torch.device("cpu"), weights=file)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_is_missing_from_weights_of_this_model_names_no_other(tmp_path):
 def test_the_noise_scale_is_left_out_with_a_sentence(batch, parallel, sentence, caplog):
     caplog.set_level(logging.INFO)
     plan = Plan(num_samples=9, global_batch_size=batch, micro_batch_size=4, num_images=90, seed=0)
-    assert (build.build_noise_scale(TrainConfig(parallel=parallel), plan) is None) is bool(sentence)
+    assert (assembly.build_noise_scale(TrainConfig(parallel=parallel), plan) is None) is bool(sentence)
     assert re.search(f"^{sentence and 'no gradient noise scale: '}{sentence}", caplog.messages[0] if sentence else "")
 
 
@@ -108,13 +108,13 @@ def test_a_micro_batch_of_one_image_is_refused_where_torch_would(name, img_size)
         sees = f"In this run {lone} micro-batch has one image, of which the batch norm .* of {name} at {img_size} px"
         refused = fails and lone
         with pytest.raises(ValueError, match=f"{sees} .* set {remedy}.$") if refused else nullcontext():
-            build.refuse_lone_image(config, plan)
+            assembly.refuse_lone_image(config, plan)
 
 
 def test_batch_norm_over_few_images_is_warned_of(caplog):
     caplog.set_level(logging.WARNING)
-    build.warn_of_few_statistics(create_model("vit_nano32", img_size=32), 1)
-    build.warn_of_few_statistics(create_model("timm/test_resnet"), 16)
+    assembly.warn_of_few_statistics(create_model("vit_nano32", img_size=32), 1)
+    assembly.warn_of_few_statistics(create_model("timm/test_resnet"), 16)
     assert not caplog.text
-    build.warn_of_few_statistics(create_model("timm/test_resnet"), 8)
+    assembly.warn_of_few_statistics(create_model("timm/test_resnet"), 8)
     assert "--data.micro_batch_size is 8, and the model has batch norm" in caplog.text

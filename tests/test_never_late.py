@@ -19,10 +19,9 @@ from waits import Waits
 
 import zoo
 from largebatch import engine
+from largebatch.assembly.trainer import build_hooks
 from largebatch.augment import Augment
 from largebatch.batch_norm import BatchNormStatistics
-from largebatch.build.trainer import build_hooks
-from largebatch.comm import reduction
 from largebatch.config import parse
 from largebatch.config.parallel import ParallelConfig
 from largebatch.data import randaugment, randaugment_ops
@@ -39,6 +38,7 @@ from largebatch.parallel.cuts import UNCUT
 from largebatch.parallel.mesh import Axis
 from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
 from largebatch.parallel.state_sharding import Sharding
+from largebatch.ranks import reduction
 from largebatch.recipes import choose
 from largebatch.replica import Replica
 from zoo.volo import STRUCTURES, VOLO
@@ -46,7 +46,7 @@ from zoo.volo import STRUCTURES, VOLO
 META = torch.device("meta")
 CLASSES, SIDE, GLOBAL_BATCH = 10, 64, 16
 # The step's only wait: it has to know whether the gradient is finite.
-READS = {"largebatch/comm/reduction.py: apply"}
+READS = {"largebatch/ranks/reduction.py: apply"}
 
 
 class Alone(test_engine.Alone):

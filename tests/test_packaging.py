@@ -16,8 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import largebatch
-from largebatch import installer
-from largebatch.installer import install_command
+from largebatch.process import installer
+from largebatch.process.installer import install_command
 
 ROOT = Path(__file__).parents[1]
 CONFIG = configparser.ConfigParser()
@@ -25,7 +25,7 @@ CONFIG.read(ROOT / "setup.cfg")
 LISTS = {"core": CONFIG["options"]["install_requires"], **CONFIG["options.extras_require"]}
 INSTALLED = ("core", "train", "test")  # by install.sh
 VERSIONS = ("3.11", "3.12", "3.13")
-MADE = shutil.ignore_patterns(".git", ".venv*", "runs", "shared", "*.egg-info", "__pycache__", ".*_cache")
+MADE = shutil.ignore_patterns(".git", ".venv*", "build", "runs", "shared", "*.egg-info", "__pycache__", ".*_cache")
 
 
 def requirements(name: str) -> dict[str, Requirement]:
@@ -148,7 +148,6 @@ def archives(tmp_path_factory) -> tuple[Path, Path]:
     """The source distribution of a copy of this tree, and the wheel that is built from it."""
     folder = tmp_path_factory.mktemp("archives")
     shutil.copytree(ROOT, folder / "tree", ignore=MADE, symlinks=True)
-    shutil.rmtree(folder / "tree" / "build", ignore_errors=True)  # largebatch/build is a package
     for kind, tree in (("sdist", "tree"), ("wheel", f"largebatch-{largebatch.__version__}")):
         program = f"from setuptools import build_meta; build_meta.build_{kind}({str(folder)!r})"
         done = subprocess.run([sys.executable, "-c", program], cwd=folder / tree, capture_output=True, text=True)

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from largebatch.comm.parents import Parents, Process, end_stopped, this_process
+from largebatch.launch.parents import Parents, Process, end_stopped, this_process
 
 LAUNCHED = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
 PROGRAM = """
 import time
-from largebatch.comm.parents import Parents
+from largebatch.launch.parents import Parents
 parents, end = Parents(), time.monotonic() + 60
 print(parents.gone(), flush=True)
 while not parents.gone() and time.monotonic() < end:
@@ -52,7 +52,7 @@ def test_a_parent_that_is_gone_is_missed_if_it_is_a_launcher(monkeypatch, launch
 
 TELLS = """
 import sys
-from largebatch.comm.parents import this_process
+from largebatch.launch.parents import this_process
 print(repr(this_process()), flush=True)
 sys.stdin.read()
 """

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from largebatch.comm.cores import Cores, expand
-from largebatch.comm.placement import FILLED, SCARCE, Place, by_host, filled_gpus, shared_gpus, short_of_cores
+from largebatch.launch.cores import Cores, expand
+from largebatch.ranks.placement import FILLED, SCARCE, Place, by_host, filled_gpus, shared_gpus, short_of_cores
 
 
 def place(host: str, allowed: str = "0-15", *, device: str = "cpu", uuid: str = "", **changes) -> Place:

@@ -17,12 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from largebatch.assembly import build_objective
+from largebatch.assembly.images import build_augment
+from largebatch.assembly.replica import build_optimizer, build_sam
 from largebatch.benchmark.ceiling import datasheet_flops
 from largebatch.benchmark.model import training_flops
-from largebatch.build import build_objective
-from largebatch.build.images import build_augment
-from largebatch.build.replica import build_optimizer, build_sam
-from largebatch.comm.buckets import buckets
 from largebatch.config import ModelConfig, ParallelConfig, TensorConfig, TrainConfig, accumulation_passes, dump
 from largebatch.config.horovod import CPU_CYCLE_TIME_MS, CPU_FUSION_BYTES
 from largebatch.data.token_labels import TokenLabels
@@ -59,6 +58,7 @@ from largebatch.plan.step import (
 from largebatch.plan.text import search_json, search_lines
 from largebatch.plan.trace import Kernel, Pass, _Counter, trace
 from largebatch.precision import autocast
+from largebatch.ranks.buckets import buckets
 from largebatch.recipes import RECIPES
 from zoo import create_model
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from largebatch.comm import preflight
-from largebatch.comm.preflight import RankReport, disagreement, name_ranks, report_rank
-from largebatch.comm.stopped import Stopped
 from largebatch.config import TrainConfig, options
+from largebatch.ranks import preflight
+from largebatch.ranks.preflight import RankReport, disagreement, name_ranks, report_rank
+from largebatch.ranks.stopped import Stopped
 
 ROOT = Path(__file__).parents[1]
 
@@ -128,7 +128,7 @@ def test_the_digest_is_of_all_our_sources(tmp_path, change):
     """It covers the files that are imported, wherever they lie, and changes with an old or an additional file."""
 
     def digest(root: Path) -> str:
-        program = "from largebatch.comm.preflight import sources_digest; print(sources_digest())"
+        program = "from largebatch.ranks.preflight import sources_digest; print(sources_digest())"
         return subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True).stdout
 
     for package in ("largebatch", "zoo"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from largebatch.comm.cores import (
+from largebatch.launch.cores import (
     Cores,
     compact,
     cores_of_process,
@@ -153,7 +153,7 @@ def test_the_quota_of_a_real_control_group():
         (group / "cpu.cfs_quota_us").write_text("150000")
         program = (
             "import os, sys; open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
-            "from largebatch.comm.cores import cores_of_process, share_of_cores\n"
+            "from largebatch.launch.cores import cores_of_process, share_of_cores\n"
             "mine = cores_of_process(); print(mine.quotas, share_of_cores(mine, [mine]))"
         )
         command = [sys.executable, "-c", program, str(group)]

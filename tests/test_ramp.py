@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from largebatch import build
+from largebatch import assembly
 from largebatch import config as configs
 from largebatch.config import TrainConfig, ramp
 from largebatch.data.order import Plan
@@ -38,15 +38,15 @@ def config_of(text: str, **options: Any) -> TrainConfig:
 
 
 def plan_of(config: TrainConfig, num_samples: int = IMAGENET) -> Plan:
-    return build.build_plan(config, Index(num_samples))
+    return assembly.build_plan(config, Index(num_samples))
 
 
 def rates(config: TrainConfig, plan: Plan) -> Any:
     """The learning rate as a function of the step."""
     parts: dict[str, Any] = {
-        "base_lr": build.peak_lr(config),
-        "scaling": build.batch_scaling(config),
-        "schedule": build.build_schedule(config, plan),
+        "base_lr": assembly.peak_lr(config),
+        "scaling": assembly.batch_scaling(config),
+        "schedule": assembly.build_schedule(config, plan),
         "plan": plan,
     }
     return lambda step: Trainer.lr(SimpleNamespace(state=TrainState(step=step), **parts))
@@ -100,9 +100,9 @@ def test_the_rate_of_one_phase_is_the_plain_one_to_the_bit(stairs):
     options = {"schedule_scaling": "sqrt", "schedule_reference_batch_size": 4096, "schedule_stairs": stairs}
     plain, one = config_of("", **options), config_of("32768@0", **options)
     of_plain, of_one = (rates(config, plan_of(config)) for config in (plain, one))
-    schedule = build.build_schedule(plain, plan_of(plain))
+    schedule = assembly.build_schedule(plain, plan_of(plain))
     for step in range(plan_of(plain).num_steps):
-        assert of_one(step) == of_plain(step) == build.peak_lr(plain) * schedule(step)
+        assert of_one(step) == of_plain(step) == assembly.peak_lr(plain) * schedule(step)
 
 
 @pytest.mark.parametrize("stairs", ["true", "false"])

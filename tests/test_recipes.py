@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zoo
-from largebatch import build, validate
+from largebatch import assembly, validate
 from largebatch.config import TrainConfig, accumulation_passes, check, dump
 from largebatch.data import randaugment
 from largebatch.data.order import Plan
@@ -38,8 +38,8 @@ def learning_rates(config: TrainConfig) -> list[float]:
     batch = config.data.global_batch_size
     epochs = int(config.run.duration.split()[0])
     plan = Plan(IMAGENET, batch, config.data.micro_batch_size, epochs * IMAGENET, seed=0)
-    schedule = build.build_schedule(config, plan)
-    peak = build.peak_lr(config)
+    schedule = assembly.build_schedule(config, plan)
+    peak = assembly.peak_lr(config)
     return [peak * schedule(round((epoch + 0.5) * IMAGENET / batch)) for epoch in range(epochs)]
 
 
@@ -86,7 +86,7 @@ def test_a_recipe_of_the_field(name):
     config = RECIPES[name]()
     check(config)
     data, model, augment, optim = config.data, config.model, config.augment, config.optim
-    settings = (optim.name, build.peak_lr(config), optim.weight_decay, optim.clip_norm)
+    settings = (optim.name, assembly.peak_lr(config), optim.weight_decay, optim.clip_norm)
     mixing = (model.drop_path_rate, augment.mixup_alpha, augment.cutmix_alpha, int(config.run.duration.split()[0]))
     assert (data.global_batch_size, *settings, model.img_size, *mixing, model.name) == SMALL_BATCH[name]
     assert config.recipe == name and augment.label_smoothing == (0.1 if "_224" in name else 0)
@@ -121,11 +121,11 @@ def test_the_rate_of_plain_vits():
     """A warm-up of 10,000 steps, which are 8 epochs at 1,024, then a cosine to 0; decay is 1e-4 at the peak."""
     config = RECIPES["plain_s16"]()
     plan = Plan(IMAGENET, 1024, 128, 90 * IMAGENET, seed=0)
-    schedule = build.build_schedule(config, plan)
+    schedule = assembly.build_schedule(config, plan)
     assert schedule(10_000) == 1.0 and schedule(9_999) == pytest.approx(10_000 / 10_001)
     middle = 10_000 + (plan.num_steps - 10_000) / 2
     assert schedule(round(middle)) == pytest.approx(0.5, abs=1e-4) and schedule(plan.num_steps) == 0
-    assert build.peak_lr(config) * config.optim.weight_decay == pytest.approx(1e-4)
+    assert assembly.peak_lr(config) * config.optim.weight_decay == pytest.approx(1e-4)
 
 
 @pytest.mark.parametrize("name", ["deit3_s16", "deit3_b16", "plain_s16"])
@@ -143,7 +143,7 @@ def test_the_rate_follows_the_batch():
     base = RECIPES["volo_d5"]()
     # The published command has this batch: its learning rate is 1e-4 there, and 2.75e-4 by the published rule.
     config = replace(base, data=replace(base.data, global_batch_size=352))
-    assert build.peak_lr(config) == pytest.approx(build.peak_lr(base) * 352 / 1024) == 2.75e-4
+    assert assembly.peak_lr(config) == pytest.approx(assembly.peak_lr(base) * 352 / 1024) == 2.75e-4
 
 
 def test_large_batches_keep_what_is_not_the_optimizer():
@@ -152,7 +152,7 @@ def test_large_batches_keep_what_is_not_the_optimizer():
         check(ours)
         assert ours.data.global_batch_size == 32768 and ours.optim.name == "lamb"
         assert (ours.model, ours.augment, ours.loss) == (base.model, base.augment, base.loss)
-        assert build.peak_lr(ours) == pytest.approx(3e-3 * math.sqrt(32768 / 2048))
+        assert assembly.peak_lr(ours) == pytest.approx(3e-3 * math.sqrt(32768 / 2048))
 
 
 def test_which_recipe_fine_tunes():

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from largebatch.benchmark.solo import Solo
-from largebatch.build import (
+from largebatch.assembly import (
     Images,
     assemble,
     build_eval_loader,
@@ -26,6 +25,7 @@ from largebatch.build import (
     build_replica,
     open_train_loader,
 )
+from largebatch.benchmark.solo import Solo
 from largebatch.config import load
 from largebatch.data import archives
 from largebatch.data.sources import open_source

@@ -7,10 +7,10 @@ import pytest
 import torch
 from test_benchmark import run_benchmarks
 
+from largebatch.assembly import build_augment
 from largebatch.benchmark import resident, step
 from largebatch.benchmark.solo import Solo
 from largebatch.benchmark.unreduced import unreduced
-from largebatch.build import build_augment
 from largebatch.config import TrainConfig, apply, options
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import os
 import socket
 import time
 
-from largebatch.comm import shared_memory
+from largebatch.process import shared_memory
 
 
 def test_only_files_of_ours_that_nobody_has_mapped_are_removed(tmp_path, monkeypatch):

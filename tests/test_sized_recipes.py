@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import zoo
-from largebatch import build
+from largebatch import assembly
 from largebatch import config as configs
 from largebatch import recipes, train
 from largebatch.config import TrainConfig, Unsized, check, dump, parse
@@ -88,9 +88,9 @@ def test_fine_tuning_is_the_vit_papers(images, epochs, batch):
     o = config.optim
     assert (o.name, o.momentum, o.lr, o.weight_decay, o.clip_norm) == ("sgd", None, 0.03, 0.0, 1.0)  # momentum: 0.9
     assert (config.run.duration, config.data.global_batch_size) == (f"{epochs} epochs", batch)
-    assert build.peak_lr(config) == pytest.approx(0.03 * batch / 512)
+    assert assembly.peak_lr(config) == pytest.approx(0.03 * batch / 512)
     plan = Plan(images, batch, config.data.micro_batch_size, epochs * images, seed=0)
-    schedule, steps = build.build_schedule(config, plan), plan.num_steps
+    schedule, steps = assembly.build_schedule(config, plan), plan.num_steps
     assert steps == pytest.approx(20_000, rel=1e-3) or images < IMAGENET
     warmup = steps // 40  # 500 steps on ImageNet
     middle = warmup + (steps - warmup) // 2
@@ -101,7 +101,7 @@ def test_training_from_scratch_is_deit_iiis():
     config = chosen("--data", "/own", "--model", "vit_s16", images=50_000)
     check(config)
     assert (config.optim.name, config.optim.preset, config.optim.weight_decay) == ("lamb", "paper", 0.02)
-    assert build.peak_lr(config) == pytest.approx(3e-3 * math.sqrt(1024 / 2048))
+    assert assembly.peak_lr(config) == pytest.approx(3e-3 * math.sqrt(1024 / 2048))
     assert (config.augment.mixup_alpha, config.augment.cutmix_alpha) == (0.8, 1.0)
     assert math.floor(IMAGENET / 32768) == sized.UPDATES
 

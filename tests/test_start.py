@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from largebatch import start, train, validate
-from largebatch.comm import Stopped, mistakes
 from largebatch.config import Answer, RunConfig, TrainConfig
+from largebatch.ranks import Stopped, mistakes
 
 
 def said(monkeypatch, capsys, **environment: str) -> tuple[str, list[float]]:
@@ -69,7 +69,7 @@ def test_python_searches_no_garbage_while_a_run_begins(monkeypatch):
 def test_a_rank_does_not_load_what_only_rank_0_needs_or_nobody():
     """Hundreds of ranks would read thousands of files at once, from a file system that all hosts share."""
     root = Path(start.__file__).parents[1]
-    modules = "train, largebatch.validate, largebatch.build, largebatch.data.dali, horovod.torch"
+    modules = "train, largebatch.validate, largebatch.assembly, largebatch.data.dali, horovod.torch"
     loaded = f"import sys, largebatch.{modules}; print(*sys.modules)"
     command, environment = [sys.executable, "-c", loaded], os.environ | {"PYTHONPATH": str(root)}
     output = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, check=True, timeout=120).stdout

@@ -7,9 +7,9 @@ from datetime import datetime
 
 import pytest
 
-from largebatch.comm.signals import SIGNALS, Signals
 from largebatch.config import RunConfig, TrainConfig, check
 from largebatch.hooks.stop_early import MARGIN_S, SLURM_END, StopEarly, end_time
+from largebatch.ranks.signals import SIGNALS, Signals
 
 
 def wait_for(condition, limit_s: float = 10):

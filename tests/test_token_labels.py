@@ -20,7 +20,7 @@ from scipy import stats
 from torch import nn
 from torch._dynamo.utils import counters
 
-from largebatch import augment, build, config, losses
+from largebatch import assembly, augment, config, losses
 from largebatch.augment import Augment, Augmented, draw_mix_box, one_hot
 from largebatch.data import index_file, label_maps, records, token_labels
 from largebatch.data.dali import TrainLoader
@@ -530,9 +530,9 @@ def test_settings_that_do_not_fit_are_refused(options, words):
 def test_a_model_without_token_logits_is_refused():
     c = config.TrainConfig(loss=config.LossConfig(dense_weight=0.5))
     with pytest.raises(ValueError, match="vit_b32 has no token logits"):
-        build.build_objective(c, nn.Linear(2, 2))
-    assert build.build_objective(config.TrainConfig(), nn.Linear(2, 2)) is losses.classification
-    objective = build.build_objective(c, Tokens())
+        assembly.build_objective(c, nn.Linear(2, 2))
+    assert assembly.build_objective(config.TrainConfig(), nn.Linear(2, 2)) is losses.classification
+    objective = assembly.build_objective(c, Tokens())
     assert objective == losses.TokenLabeling(cls_weight=c.loss.cls_weight, dense_weight=0.5)
     batch = Augmented(torch.randn(2, 3, 64, 64), torch.eye(CLASSES)[:2])
     assert objective(Tokens(), batch).isfinite()

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from largebatch.comm.watchdog import Mark, Watchdog
+from largebatch.ranks.watchdog import Mark, Watchdog
 
 
 def test_a_wait_that_is_too_long_is_reported_once_with_its_name():

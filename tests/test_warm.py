@@ -99,7 +99,7 @@ def test_options_of_the_interpreter_and_other_sources_are_for_the_real_one(tmp_p
 
 
 def test_it_has_imported_what_takes_long():
-    process = start("-c", "import sys; print('horovod.torch' in sys.modules, 'largebatch.build' in sys.modules)")
+    process = start("-c", "import sys; print('horovod.torch' in sys.modules, 'largebatch.assembly' in sys.modules)")
     assert process.communicate(timeout=60)[0] == "True True\n"
 
 

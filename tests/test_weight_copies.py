@@ -12,7 +12,7 @@ import torch
 from test_engine import BATCH, Alone, make_trainer
 from torch import Tensor, nn
 
-from largebatch import build
+from largebatch import assembly
 from largebatch.benchmark import resident
 from largebatch.benchmark.solo import Solo
 from largebatch.engine import Hook
@@ -240,11 +240,11 @@ def test_a_change_within_a_pass():
 )  # fmt: skip
 def test_which_runs_have_copies(monkeypatch, options, expected):
     """Those of a whole model, of which `Lamb` in Triton updates all, under autocast to bfloat16, and not compiled."""
-    monkeypatch.setattr(build.replica, "lamb_impl", lambda comm, device, wanted: wanted)
-    monkeypatch.setattr(build.replica, "compile_model", lambda *parts: None)
+    monkeypatch.setattr(assembly.replica, "lamb_impl", lambda comm, device, wanted: wanted)
+    monkeypatch.setattr(assembly.replica, "compile_model", lambda *parts: None)
     base = "--model vit_nano32 --img-size 32 --run.precision bf16 --optim.impl triton --horovod.hang_limit_s 0 "
     config = resident.read_config((base + options).split())
-    replica = build.build_replica(config, Solo(), torch.device("cpu"), passes=1)
+    replica = assembly.build_replica(config, Solo(), torch.device("cpu"), passes=1)
     assert len(replica.copies._layers) == expected
     if expected:
         assert replica.optimizer.copies is replica.copies is replica.model.head.copies

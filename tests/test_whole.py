@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from test_pack import encoded
 
-from largebatch import build, pack
+from largebatch import assembly, pack
 from largebatch.benchmark import loader
 from largebatch.config import DataConfig, TrainConfig
 from largebatch.data import records, sources, whole
@@ -225,9 +225,9 @@ def test_the_option_arrives_and_the_benchmark_only_warns(plain, caplog):
     data = DataConfig(path=str(plain), allow_incomplete=True)
     config = TrainConfig(data=data)
     config = replace(config, model=replace(config.model, num_classes=2))
-    assert len(build.open_data(config, comm, "train")) == 14
+    assert len(assembly.open_data(config, comm, "train")) == 14
     with pytest.raises(ValueError, match="set --data.allow_incomplete true"):
-        build.open_data(replace(config, data=replace(data, allow_incomplete=False)), comm, "train")
+        assembly.open_data(replace(config, data=replace(data, allow_incomplete=False)), comm, "train")
     parser = argparse.ArgumentParser()
     loader.add_options(parser)
     caplog.clear()

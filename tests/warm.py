@@ -47,7 +47,7 @@ LAUNCHERS = ("horovodrun", "torchrun")  # written in Python: to import what they
 IMPORTED = (  # zoo comes before timm, which it makes importable
     "zoo cloudpickle horovod.torch horovod.runner.http.http_server matplotlib.pyplot mpi4py nvidia.dali.fn "
     "nvidia.dali.plugin.pytorch psutil pytest rich.progress scipy.ndimage sklearn.datasets timm torch "
-    "torch._dynamo torch.distributed torch.utils.tensorboard largebatch.benchmark.step largebatch.build "
+    "torch._dynamo torch.distributed torch.utils.tensorboard largebatch.benchmark.step largebatch.assembly "
     "largebatch.data.sources largebatch.parallel.replica largebatch.parallel.rendezvous largebatch.recipes "
     "largebatch.train largebatch.validate"
 ).split()

@@ -7,18 +7,6 @@
 A model is timm's, or has timm's interface; model.py says what this interface is. Its `default_cfg` tells how to prepare
 its images. The dict `MODELS` lists all models; nothing registers itself. `zoo._torchvision` must be imported before
 timm.
-
-    model.py           the interface of a model: ZooModel, TokenLabelingModel
-    vit.py             the ViTs, by timm's class
-    volo.py            VOLO
-    outlook_triton.py  its outlook attention on a GPU
-    norm.py            layer norm of bfloat16 in float32
-    linear.py          linear layers that read a copy of their weight in bfloat16
-    blocks.py          compile their blocks one by one
-    timm_models.py     any classifier of timm
-    weights.py         read and write weights
-    hub.py             config.json beside weights, by which timm and the zoo know the model; weights of runs and the hub
-    teacher.py         logits for each place of an image
 """
 
 import difflib

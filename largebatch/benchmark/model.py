@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from largebatch.assembly import build_objective
 from largebatch.augment import Augmented, MixBox, draw_mix_box, one_hot
 from largebatch.benchmark.ceiling import measure_ceiling, mfu
 from largebatch.benchmark.measure import (
@@ -31,7 +32,6 @@ from largebatch.benchmark.measure import (
     compare,
     set_up_device,
 )
-from largebatch.build import build_objective
 from largebatch.compiling import compile_passes
 from largebatch.config import ModelConfig, TrainConfig
 from largebatch.graphs import Graphs, can_capture

@@ -22,12 +22,12 @@ from torch.optim import SGD
 
 from largebatch.augment import Augmented
 from largebatch.benchmark.measure import Contender, Report, Round, compare
-from largebatch.comm import Communicator, session
 from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.losses import classification
 from largebatch.parallel.rendezvous import start_torch_distributed
 from largebatch.parallel.replica import ParallelReplica
 from largebatch.precision import DTYPES, autocast, choose_precision
+from largebatch.ranks import Communicator, session
 from zoo import create_model, set_fused_attn
 
 NUM_CLASSES = 1000

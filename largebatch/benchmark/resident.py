@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from largebatch.build import build_ema, build_replica, count_passes, put_together
-from largebatch.comm import Communicator
+from largebatch.assembly import build_ema, build_replica, count_passes, put_together
 from largebatch.config import TrainConfig, apply, duration_images, given_options
 from largebatch.config.cli import for_optimizer
 from largebatch.data.order import Plan
 from largebatch.data.token_labels import TokenLabels
 from largebatch.engine import Trainer
+from largebatch.ranks import Communicator
 from largebatch.recipes import RECIPES, find
 from largebatch.recipes.quickstart import quickstart
 
@@ -50,7 +50,7 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
 
 
 def build_resident(config: TrainConfig, comm: Communicator, *, device: torch.device) -> Trainer:
-    """Build a trainer as `build.build_trainer` does, without images, evaluation, log and checkpoints."""
+    """Build a trainer as `assembly.build_trainer` does, without images, evaluation, log and checkpoints."""
     replica = build_replica(config, comm, device, passes=count_passes(config, comm))
     size = config.data.global_batch_size
     images = duration_images(config.run.duration, option="--run.duration", num_samples=NUM_SAMPLES, batch_size=size)

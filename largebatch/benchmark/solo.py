@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.benchmark.unreduced import unreduced
-from largebatch.comm import Communicator, Stopped
-from largebatch.comm.cores import cores_of_process, share_of_cores
-from largebatch.comm.watchdog import Watchdog
 from largebatch.config import Shape
+from largebatch.launch.cores import cores_of_process, share_of_cores
+from largebatch.ranks import Communicator, Stopped
+from largebatch.ranks.watchdog import Watchdog
 
 
 class Solo(Communicator):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from largebatch.assembly import build_objective, build_trainer, divides, open_images, with_classes
 from largebatch.augment import Augmented
 from largebatch.benchmark import resident
 from largebatch.benchmark.ceiling import measure_ceiling, mfu
@@ -29,15 +30,14 @@ from largebatch.benchmark.measure import Contender, Report, Round, Span, compare
 from largebatch.benchmark.model import timms, training_flops
 from largebatch.benchmark.solo import alone
 from largebatch.benchmark.unreduced import Unreduced
-from largebatch.build import build_objective, build_trainer, divides, open_images, with_classes
-from largebatch.comm import Communicator
-from largebatch.comm.launcher import recognise
-from largebatch.comm.mistakes import report_mistakes
 from largebatch.config import TrainConfig, parse
 from largebatch.engine import Trainer
 from largebatch.hooks import Ema
+from largebatch.launch.launcher import recognise
 from largebatch.losses import Objective
 from largebatch.precision import autocast
+from largebatch.ranks import Communicator
+from largebatch.ranks.mistakes import report_mistakes
 from largebatch.recipes import choose
 from largebatch.start import set_up, start_ranks
 from zoo.model import ZooModel

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from largebatch.comm import Communicator
-from largebatch.comm.reduction import Step
+from largebatch.ranks import Communicator
+from largebatch.ranks.reduction import Step
 
 
 class Unreduced:

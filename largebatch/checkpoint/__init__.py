@@ -1,9 +1,4 @@
-"""Checkpoints that a kill, a full disk or a bad block cannot take away.
-
-    snapshot.py    copies all that a checkpoint holds to host memory, so that training goes on while it is written
-    store.py       the files: writes a snapshot, finds the newest valid checkpoint, removes old ones
-    resume.py      brings a run to a checkpoint; refuses one that was made with other options
-"""
+"""Checkpoints that a kill, a full disk or a bad block cannot take away."""
 
 from largebatch.checkpoint.resume import MAY_DIFFER, check_config, load, may_differ, resume
 from largebatch.checkpoint.snapshot import HostMemory, Snapshot, num_bytes, take_snapshot

@@ -1,17 +1,4 @@
-"""The options of a run.
-
-sections.py   every option: dataclasses with default, unit and meaning
-horovod.py    the options of Horovod, and the environment variables they become
-parallel.py   the options of a model that several ranks share, and the sizes of its axes
-checks.py     which values are allowed, and which options fit together
-ramp.py       a batch ramp as phases
-durations.py  "5 epochs" as images, a global batch as passes, times, ranges of steps
-cli.py        command line and YAML: parse, dump, load, compare
-values.py     texts as values of a type
-help.py       the texts of --help: short, a section, a word, all
-completion.py words for the tab key, for bash, zsh and fish
-words.py      what to give instead of an option that does not exist
-"""
+"""The options of a run."""
 
 from largebatch.config import ramp
 from largebatch.config.checks import check, dropping, without_effect

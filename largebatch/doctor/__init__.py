@@ -11,17 +11,7 @@ processes, under each launcher, must reduce a tensor to the exact sum. With --ho
 hosts in the same order: each host alone, then every pair, then all together. The exit code is 0 only if every
 check passes. --print shows the commands that start a job on the hosts, and runs none of them.
 
-    installation.py   packages, Horovod and the torch it was built for, launchers, compiler
-    machine.py        names, limits and variables of this host and shell; GPUs
-    gpu.py            a GPU at work, its driver, locked memory
-    launches.py       two real processes; if they fail, the variable that is to blame
-    hosts.py          several hosts before MPI is used: ssh, clocks, data, versions, interfaces
-    network.py        messages between every two hosts, sums over all hosts
-    exchange.py       the program that the ranks run for network.py
-    commands.py       the mpirun, horovodrun, srun and sbatch commands for several hosts
-    result.py         the result of a check, and the function that runs programs for it
-
 Everything that touches Horovod or MPI runs in a child process: a wrong library does not raise an exception, it
 kills the process, and one broken check must not affect the next. For the same reason the doctor imports only
-files of largebatch that need neither Horovod nor torch: launcher.py, home.py and driver.py of comm.
+files of largebatch that need neither Horovod nor torch: those of launch and process.
 """

@@ -5,9 +5,9 @@ import resource
 import sys
 from pathlib import Path
 
-from largebatch.comm.driver import OLDEST_DRIVER, Driver, find_driver
 from largebatch.doctor.result import REINSTALL, Output, Result, run
-from largebatch.installer import install_command
+from largebatch.launch.driver import OLDEST_DRIVER, Driver, find_driver
+from largebatch.process.installer import install_command
 
 GIB = 2**30
 ADAPTERS = Path("/sys/class/infiniband")

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from largebatch.doctor.result import INSTALL, Result
-from largebatch.installer import install_command
+from largebatch.process.installer import install_command
 
 MAX_SKEW_S = 1.0  # tolerated difference in the log lines of two hosts and in a checkpoint's age
 NO_FOLDER, NO_INTERPRETER = 91, 92  # exit codes of the remote script

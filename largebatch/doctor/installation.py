@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from largebatch.doctor.result import INSTALL, REINSTALL, Output, Result, run
-from largebatch.installer import SCRIPT, install_command
+from largebatch.process.installer import SCRIPT, install_command
 
 MODULES = (
     "torch",

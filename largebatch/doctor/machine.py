@@ -6,10 +6,10 @@ import shutil
 import socket
 from pathlib import Path
 
-from largebatch.comm.home import has_name
-from largebatch.comm.launcher import LAUNCHERS, SRUN
 from largebatch.doctor.result import Result, run
-from largebatch.installer import install_command
+from largebatch.launch.home import has_name
+from largebatch.launch.launcher import LAUNCHERS, SRUN
+from largebatch.process.installer import install_command
 
 # With more than 1 in one of these, a program without a launcher refuses to run. Slurm's has a check of its own below.
 LAUNCHER_SIZES = tuple(launcher.size for launcher in LAUNCHERS if launcher is not SRUN)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from largebatch.files.names import on_screen
-from largebatch.installer import install_command
+from largebatch.process.installer import install_command
 
 INSTALL, REINSTALL = install_command(), install_command("--force")
 

@@ -1,4 +1,4 @@
-"""The hooks that watch a run. `build` lets them run in this order, for these reasons:
+"""The hooks that watch a run. `assembly` lets them run in this order, for these reasons:
 
     Guards          guards.py          counts skipped steps; if it gives the run up, no other hook runs (origin.py finds
                                        the images with which such a step began)

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from largebatch import checkpoint
-from largebatch.comm import Communicator, Stopped
-from largebatch.comm.background import in_background
 from largebatch.engine import Hook, Trainer
 from largebatch.hooks import starts
+from largebatch.process.background import in_background
+from largebatch.ranks import Communicator, Stopped
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ import math
 from collections.abc import Callable
 
 from largebatch import checkpoint
-from largebatch.comm import Stopped
 from largebatch.config import TrainConfig
 from largebatch.engine import Hook, Smoothed, StepOutput, Trainer
+from largebatch.ranks import Stopped
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ import math
 
 import torch
 
-from largebatch.comm import Stopped
 from largebatch.engine import Hook, StepOutput, Trainer
 from largebatch.hooks.origin import Where, find_origin
+from largebatch.ranks import Stopped
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from largebatch.augment import Augmented, seed_draws, seed_for
-from largebatch.comm import Communicator, Stopped
-from largebatch.comm.replicas import Difference, differences
 from largebatch.engine import Hook, Trainer
 from largebatch.precision import autocast
+from largebatch.ranks import Communicator, Stopped
+from largebatch.ranks.replicas import Difference, differences
 
 
 class RecomputeCheck(Hook):

@@ -7,8 +7,8 @@ ranks compare a sum of the bits of each tensor. On hosts with different processo
 set --run.check_replicas "".
 """
 
-from largebatch.comm.replicas import check_replicas, named_tensors
 from largebatch.engine import Hook, Trainer
+from largebatch.ranks.replicas import check_replicas, named_tensors
 
 
 class ReplicaCheck(Hook):

@@ -21,8 +21,6 @@ from concurrent import futures
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from largebatch.comm.background import in_background
-from largebatch.comm.terminal import watched_terminal
 from largebatch.engine import Trainer
 from largebatch.hooks.curves import draw_curves
 from largebatch.hooks.tables import (
@@ -38,6 +36,8 @@ from largebatch.hooks.tables import (
     Row,
     Table,
 )
+from largebatch.process.background import in_background
+from largebatch.process.terminal import watched_terminal
 
 if TYPE_CHECKING:
     from rich.console import Console

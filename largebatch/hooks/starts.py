@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from largebatch.comm import Communicator
+    from largebatch.ranks import Communicator
 
 STARTS = "starts.jsonl"
 GIT_S = 10.0  # longest wait for git, which may be slow on a file system that many share

@@ -2,9 +2,9 @@
 
 SIGUSR1, SIGTERM or SIGINT may reach any rank at any moment, and different ranks at different moments; the launcher may
 be gone, or the job's end be near. Before the first step is done there is nothing to lose, and the signal itself ends
-the process with exit code 75 (`comm.signals`). Later the ranks agree on a point (`comm.stop_points`) before a pass of a
-step or a batch of an evaluation, and all leave there. A step that is not complete is dropped; an evaluation that is not
-complete is made when the run is resumed. Then the last checkpoint is written, as at the end of a run.
+the process with exit code 75 (`ranks.signals`). Later the ranks agree on a point (`ranks.stop_points`) before a pass of
+a step or a batch of an evaluation, and all leave there. A step that is not complete is dropped; an evaluation that is
+not complete is made when the run is resumed. Then the last checkpoint is written, as at the end of a run.
 
 So from a signal to the checkpoint pass less than a second and the pass or batch under way on the slowest rank. The
 process ends with exit code 75, and the same command line resumes the run. mpirun and horovodrun end with 75, too;
@@ -19,11 +19,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from largebatch.comm import Communicator
-from largebatch.comm.signals import SIGNALS, Signals
-from largebatch.comm.stop_points import StopPoints
 from largebatch.config import epoch_seconds
 from largebatch.engine import Hook, StepOutput, Trainer
+from largebatch.ranks import Communicator
+from largebatch.ranks.signals import SIGNALS, Signals
+from largebatch.ranks.stop_points import StopPoints
 
 logger = logging.getLogger(__name__)
 

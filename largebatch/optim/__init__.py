@@ -1,18 +1,4 @@
-"""Optimizers for large batches.
-
-    factory        builds the optimizer of a run, ours or torch's; clips gradients; sets initial states
-    presets        the published readings of LAMB, as parameter groups and options
-    lamb           LAMB: formulas, implementations and the optimizer
-    lamb_triton    LAMB on a GPU in three launches
-    fused_check    whether these give the numbers of LAMB's specification on a device
-    weight_copies  weights in bfloat16, which LAMB's kernels write and the next passes read
-    triton_check   a kernel that shows whether Triton can compile for a GPU here
-    lars           LARS
-    look_sam       Look-LayerSAM, over any of them
-    muon           torch's Muon for matrices, with AdamW or LAMB for the rest
-    states         states before the first step, and before they are loaded
-    apex_lamb      NVIDIA's FusedLAMB made safe for Horovod
-"""
+"""Optimizers for large batches."""
 
 from largebatch.optim.factory import (
     adapted_ratios,

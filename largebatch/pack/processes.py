@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 
-from largebatch.comm.launcher import HOROVODRUN, MPI_LAUNCHERS, TORCHRUN
+from largebatch.launch.launcher import HOROVODRUN, MPI_LAUNCHERS, TORCHRUN
 
 LOCAL_SIZES = tuple(launcher.local_size for launcher in MPI_LAUNCHERS)
 

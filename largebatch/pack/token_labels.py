@@ -26,13 +26,13 @@ import numpy as np
 import torch
 
 from largebatch.arguments import Parser
-from largebatch.comm.driver import accept_cpu
-from largebatch.comm.launcher import MPI_LAUNCHERS, SRUN
 from largebatch.data import records, sources
 from largebatch.data.dali import EvalLoader
 from largebatch.data.index import Index
 from largebatch.data.label_maps import encode_map
 from largebatch.files import atomic_file
+from largebatch.launch.driver import accept_cpu
+from largebatch.launch.launcher import MPI_LAUNCHERS, SRUN
 from largebatch.pack import output
 from largebatch.pack.processes import World, mpi_world
 from zoo.teacher import build_teacher, dense_logits, input_size

@@ -13,8 +13,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from largebatch.comm import Communicator
-from largebatch.comm.gloo_address import (
+from largebatch.launch.gloo_address import (
     LOOPBACK,
     GlooAddress,
     card_address,
@@ -24,8 +23,9 @@ from largebatch.comm.gloo_address import (
     own_address,
     refuse_unreachable,
 )
-from largebatch.comm.gloo_server import serve_store
+from largebatch.launch.gloo_server import serve_store
 from largebatch.parallel import mesh
+from largebatch.ranks import Communicator
 
 
 def start_torch_distributed(comm: Communicator, device: torch.device) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.augment import Augmented
-from largebatch.comm import Communicator
 from largebatch.config.parallel import ParallelConfig
 from largebatch.losses import Objective, TokenLabeling
 from largebatch.optim import Lamb
@@ -31,6 +30,7 @@ from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
 from largebatch.parallel.state_sharding import Sharding, state_bytes
 from largebatch.parallel.tensor import layouts, num_blocks
 from largebatch.precision import autocast
+from largebatch.ranks import Communicator
 from largebatch.replica import ForwardBackward, Replica
 from zoo.vit import VisionTransformer
 from zoo.volo import VOLO

@@ -4,12 +4,12 @@ import math
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
-from largebatch.comm.buckets import buckets
 from largebatch.config import ParallelConfig, TrainConfig, accumulation_passes
 from largebatch.plan import constants
 from largebatch.plan.constants import Device, Link
 from largebatch.plan.memory import share_of
 from largebatch.plan.trace import Pass
+from largebatch.ranks.buckets import buckets
 from zoo import vit, volo
 
 

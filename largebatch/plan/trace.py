@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from largebatch.assembly import build_objective
 from largebatch.augment import Augmented
-from largebatch.build import build_objective
 from largebatch.config import TrainConfig
 from largebatch.native.attention import native_layers
 from largebatch.optim.muon import hidden_matrices

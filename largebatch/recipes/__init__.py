@@ -1,14 +1,4 @@
-"""Published runs by name. A recipe is a function that returns a complete `TrainConfig`.
-
-    quickstart  any model on handwritten digits, in minutes on two CPU cores
-    sized       any model on any images: from random weights, or fine-tuned
-    vit         ViT-B/32, B/16 and L/32 on ImageNet with LAMB at batch 32,768, and S/16 at 4,096
-    small_batch what others train at 1,024 to 4,096: DeiT III, and the plain ViTs of big_vision
-    cifar       ViT-B/16 on CIFAR-10 with LAMB
-    hybrid      ranks that share a model: ViT-B/16 on CIFAR-10, and a ViT of 6.45 billion parameters
-    volo        VOLO-D1 to D5 on ImageNet with token labels, and their fine-tunings
-    user_file   recipes from a user's file: --recipe my.py:function
-"""
+"""Published runs by name. A recipe is a function that returns a complete `TrainConfig`."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence

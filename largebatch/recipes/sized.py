@@ -3,7 +3,7 @@
     scratch   from random weights, with LAMB: the settings of DeiT III, scaled to the data
     finetune  from other weights, with SGD: the settings of the ViT paper, scaled to the data
 
-`build` knows the number of images when they are open; until then the batch is the largest that the recipe takes. No
+`assembly` knows the number of images when they are open; until then the batch is the largest that the recipe takes. No
 number depends on the ranks: so the micro-batch is an eighth of the batch, for eight ranks, and 64 at most; if that is
 below the 16 that batch norm needs, up to a quarter, for four ranks.
 """

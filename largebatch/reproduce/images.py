@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 from torch.nn import functional
 
+from largebatch.assembly import model_geometry
 from largebatch.benchmark.resident import Batch
-from largebatch.build import model_geometry
 from largebatch.config import TrainConfig
 from largebatch.data import order
 from largebatch.data.index import Index

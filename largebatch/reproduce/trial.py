@@ -1,6 +1,6 @@
 """One trial: the run that `largebatch.train` would make of its config on one rank, with images from memory.
 
-The trainer, the plan, the schedule, the optimizer and the augmentation are those of every run, put together by `build`.
+The trainer, the plan, the schedule, the optimizer and the augmentation are those of every run, assembled by `assembly`.
 """
 
 import functools
@@ -10,13 +10,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from largebatch.assembly import build_replica, check_model, count_passes, put_together
 from largebatch.benchmark.solo import Solo
-from largebatch.build import build_replica, check_model, count_passes, put_together
-from largebatch.comm import Stopped
 from largebatch.config import TrainConfig, duration_images
 from largebatch.data.order import Plan
 from largebatch.data.sources import open_source
 from largebatch.engine import Hook, StepOutput, Trainer
+from largebatch.ranks import Stopped
 from largebatch.reproduce.experiment import SEARCH_SHARE
 from largebatch.reproduce.images import Pixels, Preparation, evaluation_batches, training_batches
 from largebatch.reproduce.results import Result

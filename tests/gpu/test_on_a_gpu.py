@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from largebatch.augment import Augment, Augmented
 from largebatch.benchmark.solo import Solo
-from largebatch.comm import reduction
 from largebatch.data import randaugment, randaugment_ops
 from largebatch.graphs import Graphs, graph_passes
 from largebatch.hooks.ema import lerp_
@@ -33,6 +32,7 @@ from largebatch.optim import (
     scale_gradients,
     why_not_fused,
 )
+from largebatch.ranks import reduction
 from zoo.linear import read_copies
 from zoo.volo import OutlookAttention, fuse_outlook
 

@@ -5,7 +5,7 @@ All of them put as many ranks to a replica, since Horovod is told of it when it 
 
 import sys
 
-from largebatch.comm.signals import Signals
+from largebatch.ranks.signals import Signals
 from largebatch.start import start_ranks
 from largebatch.train import read, run_folder, train
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from largebatch.comm import session
 from largebatch.config.horovod import HorovodConfig
+from largebatch.ranks import session
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ def late_at_the_start() -> None:
 
 def waits_for_ever() -> None:
     """Rank 0 waits in a barrier that rank 1 does not reach, and tells when it has heard a signal."""
-    from largebatch.comm import signals as listening
+    from largebatch.ranks import signals as listening
 
     listening.ONCE_S = 0.0
     with listening.Signals() as signals, session() as comm:
@@ -306,7 +306,7 @@ def wait_for_agreement(*, signal_to: int, rank: int) -> None:
     """Send SIGUSR1 to one rank, and wait, on each rank, until all have agreed where to stop."""
     import gc
 
-    from largebatch.comm.stop_points import StopPoints
+    from largebatch.ranks.stop_points import StopPoints
 
     (points,) = [one for one in gc.get_objects() if isinstance(one, StopPoints)]
     if not points._decided.is_set():
@@ -359,8 +359,8 @@ def before_step(act: Callable) -> None:
 
 def is_told_to_end_when_done() -> None:
     """SIGTERM comes to each rank when Horovod has ended."""
-    from largebatch.comm import Communicator
-    from largebatch.comm.signals import Signals
+    from largebatch.ranks import Communicator
+    from largebatch.ranks.signals import Signals
 
     listening: list[Signals] = []
     listen, shut_down = Signals._listen, Communicator.shutdown
@@ -509,7 +509,7 @@ def writes_slowly() -> None:
 
 
 def cannot_build_on_rank_1() -> None:
-    from largebatch.build import replica
+    from largebatch.assembly import replica
 
     whole = replica.build_model
 
@@ -528,7 +528,7 @@ def has_no_compiler_on_rank_1() -> None:
 
 def shares_a_gpu() -> None:
     """Planted identities, as a machine for tests has no GPUs."""
-    from largebatch.comm import placement
+    from largebatch.ranks import placement
 
     placement.gpu_uuid = lambda device: "GPU-1"
 

@@ -17,8 +17,8 @@ from PIL import Image
 from torch.utils.data import TensorDataset, default_collate
 
 import zoo
-from largebatch.comm import Communicator
 from largebatch.files.run_lock import hold
+from largebatch.ranks import Communicator
 
 # The packages of this tree, from any folder. Ranks of plain Horovod wait busily, and torch would use all cores in each.
 FOUND = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

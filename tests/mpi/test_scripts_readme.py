@@ -91,7 +91,7 @@ def test_ranks_are_bound_to_disjoint_parts():
     allowed = os.sched_getaffinity(0)
     if len(allowed) == 1:
         pytest.skip("one core: there is nothing to bind")
-    from largebatch.comm.bind import numbers
+    from largebatch.launch.bind import numbers
 
     first, second = (set(numbers(text)) for text in lists)
     assert first | second == allowed and not first & second

@@ -26,8 +26,8 @@ LIMIT_S = 240.0
 # A rank writes the name of the terminal that it finds into a file.
 LOOK = """
 import os, sys
-from largebatch.comm.launcher import recognise
-from largebatch.comm.terminal import watched_terminal
+from largebatch.launch.launcher import recognise
+from largebatch.process.terminal import watched_terminal
 terminal = watched_terminal()
 found = os.ttyname(terminal.fileno()) if terminal else "none"
 print(found, file=open(f"{sys.argv[1]}/{recognise(os.environ).rank}", "w"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from largebatch.comm.gloo_address import own_address
+from largebatch.launch.gloo_address import own_address
 from largebatch.parallel.rendezvous import address_here
 
 

@@ -73,10 +73,10 @@ class Injector:
 def plant(injector: Injector) -> None:
     """Put the injector before each phase, and let the curves be drawn after each evaluation, at once."""
     from largebatch import engine, evaluation, start
-    from largebatch.build import images
-    from largebatch.comm import Communicator
+    from largebatch.assembly import images
     from largebatch.data.dali import TrainLoader
     from largebatch.hooks import Checkpoint, sinks
+    from largebatch.ranks import Communicator
 
     def before(owner: Any, name: str, phase: str) -> None:
         whole = getattr(owner, name)
@@ -109,7 +109,7 @@ def plant(injector: Injector) -> None:
 
 def main(argv: list[str]) -> None:
     from largebatch import train
-    from largebatch.comm.launcher import recognise
+    from largebatch.launch.launcher import recognise
 
     if text := os.environ.get(VARIABLE):
         folder = Path(argv[argv.index("--run.folder") + 1])

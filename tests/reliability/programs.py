@@ -14,15 +14,16 @@ from pathlib import Path
 import torch
 
 from largebatch import hooks, train
-from largebatch.build import build_trainer
-from largebatch.build import trainer as parts
-from largebatch.comm import Communicator, Stopped, background, session
-from largebatch.comm.replicas import check_replicas, named_tensors
+from largebatch.assembly import build_trainer
+from largebatch.assembly import trainer as parts
 from largebatch.engine import Trainer
 from largebatch.hooks import sinks
 from largebatch.hooks.recompute import check_gradient
 from largebatch.hooks.sinks import Sink
 from largebatch.hooks.tables import Row
+from largebatch.process import background
+from largebatch.ranks import Communicator, Stopped, session
+from largebatch.ranks.replicas import check_replicas, named_tensors
 from largebatch.start import start_ranks
 from largebatch.train import read
 

@@ -92,7 +92,7 @@ def rank() -> str:
 @pytest.fixture(scope="session")
 def comm():
     """One communicator for all tests of a launch."""
-    from largebatch.comm import Communicator
+    from largebatch.ranks import Communicator
 
     communicator = Communicator(deterministic=True)
     LIVE.append(communicator)
@@ -103,7 +103,7 @@ def comm():
 @pytest.fixture(autouse=True)
 def buckets_as_in_large_models(monkeypatch):
     """Else all gradients of a small model would be one."""
-    from largebatch.comm import buckets
+    from largebatch.ranks import buckets
 
     monkeypatch.setattr(buckets, "SMALLEST", 1)
 

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from largebatch import checkpoint
 from largebatch.augment import Augment, seed_for
-from largebatch.comm import Communicator
 from largebatch.config import RunConfig, TrainConfig, dump
 from largebatch.data.order import MicroBatch, Plan
 from largebatch.data.stream import Batch
 from largebatch.engine import Trainer, TrainState
 from largebatch.losses import classification
 from largebatch.optim import LookSam, build_optimizer, init_state
+from largebatch.ranks import Communicator
 from largebatch.replica import Replica
 from zoo.vit import VisionTransformer
 

@@ -14,13 +14,13 @@ import torch
 from parts import small_model
 from PIL import Image
 
-from largebatch import build
-from largebatch.comm import Stopped, communicator
+from largebatch import assembly
 from largebatch.config import DataConfig, ModelConfig, TrainConfig
 from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.order import Plan
 from largebatch.data.sources import open_source
 from largebatch.engine import evaluate
+from largebatch.ranks import Stopped, communicator
 
 GEOMETRY = {"img_size": 8, "mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bilinear", "num_threads": 1}
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def test_only_rank_0_looks_at_each_image(comm, tmp_path, noted_calls):
         comm.barrier(name="written")
         for _ in ("built", "kept"):
             noted_calls.clear()
-            index = build.open_data(config, comm, "train")
+            index = assembly.open_data(config, comm, "train")
             found.append(list(noted_calls))
             assert len(index) == count
     _, _, *known, built, kept = found  # the first two also import
@@ -174,9 +174,9 @@ def test_a_missing_shard_stops_all_ranks_unless_it_is_meant(comm, own_copy):
     Path(own_copy[1]).unlink()
     config = config_for(Path("."))
     with pytest.raises(Stopped, match="^[^,]* lacks 1 of the 4 train .*train-00001-of-.*--data.allow_incomplete"):
-        build.open_data(config, comm, "train")
+        assembly.open_data(config, comm, "train")
     allowed = replace(config, data=replace(config.data, allow_incomplete=True))
-    assert len(build.open_data(allowed, comm, "train")) < 1437
+    assert len(assembly.open_data(allowed, comm, "train")) < 1437
 
 
 @pytest.mark.parametrize("harm", ["missing", "longer"])
@@ -185,12 +185,12 @@ def test_a_host_with_other_files_stops_all_ranks(comm, own_copy, harm):
     if comm.rank == comm.size - 1 > 0:
         path.unlink() if harm == "missing" else path.write_bytes(path.read_bytes() + b"0")
     if comm.size == 1:
-        assert len(build.open_data(config, comm, "train")) == 1437
+        assert len(assembly.open_data(config, comm, "train")) == 1437
         return
     reason = "cannot be read here: No such file" if harm == "missing" else "has [0-9,]+ bytes here, and [0-9,]+ on the "
     last = f"rank {comm.size - 1} of {comm.size}"
     with pytest.raises(Stopped, match=f"^{last}, .*{path}.* {reason}.*the data of all hosts"):
-        build.open_data(config, comm, "train")
+        assembly.open_data(config, comm, "train")
 
 
 def test_a_host_with_a_copy_looks_at_its_files_alone(comm, tmp_path, noted_calls, monkeypatch):
@@ -202,6 +202,6 @@ def test_a_host_with_a_copy_looks_at_its_files_alone(comm, tmp_path, noted_calls
     monkeypatch.chdir(tmp_path)
     for folder, calls_for_each in ((shared / "copy", 0), (Path("copy"), 1)):
         noted_calls.clear()
-        assert len(build.open_data(config_for(folder, num_classes=2), comm, "train")) == 300
+        assert len(assembly.open_data(config_for(folder, num_classes=2), comm, "train")) == 300
         if comm.rank:
             assert calls_for_each <= len(noted_calls) / 300 < calls_for_each + 0.5

@@ -18,11 +18,11 @@ from parts import (
 from torch import Tensor, nn
 
 from largebatch.augment import Augment, Augmented, seed_for
-from largebatch.comm import Stopped
 from largebatch.config import accumulation_passes
 from largebatch.data.order import Plan
 from largebatch.losses import classification
 from largebatch.optim import build_optimizer
+from largebatch.ranks import Stopped
 
 MICRO = 4
 BOUND = {torch.float64: 1e-12, torch.float32: 5e-6}  # of ||difference|| / ||gradient||, per tensor

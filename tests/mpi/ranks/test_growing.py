@@ -8,13 +8,13 @@ import torch
 from parts import OddModel, replicas_agree, serial_run, small_trainer
 
 from largebatch import checkpoint, hooks
-from largebatch.comm import Communicator
 from largebatch.config import RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
 from largebatch.engine import Hook, Trainer
 from largebatch.hooks import noise_ramp
 from largebatch.hooks.noise_scale import NoiseScale
 from largebatch.hooks.tables import Row
+from largebatch.ranks import Communicator
 
 MICRO = 4
 PHASES = ((0, 8), (16, 20), (56, 36))  # 2, 5 and 9 micro-batches: on three ranks, one has none at first

@@ -12,12 +12,12 @@ from parts import CLASSES, OPTIONAL, TIED, TWICE, OddModel, begun, images, repli
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from largebatch.comm import buckets
 from largebatch.config import ModelConfig, TrainConfig
 from largebatch.optim import build_optimizer
 from largebatch.plan.planning import cluster_of
 from largebatch.plan.step import Speed, backward_of
 from largebatch.plan.trace import trace
+from largebatch.ranks import buckets
 from zoo import create_model
 
 

@@ -18,11 +18,11 @@ from parts import (
 from torch import nn
 
 from largebatch.augment import Augment, seed_for
-from largebatch.comm import Stopped
 from largebatch.data.order import Plan
 from largebatch.engine import Trainer
 from largebatch.hooks import Guards
 from largebatch.losses import classification
+from largebatch.ranks import Stopped
 from zoo import volo
 
 DROPOUT = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.1, "attn_drop_rate": 0.1, "drop_path_rate": 0.1}

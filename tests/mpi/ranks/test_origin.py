@@ -10,9 +10,9 @@ import torch
 from parts import plan_for, replicas_agree, small_model, small_trainer
 from torch import nn
 
-from largebatch.comm import Stopped
 from largebatch.engine import Hook
 from largebatch.hooks import Guards
+from largebatch.ranks import Stopped
 
 HOST = os.uname().nodename
 

@@ -7,10 +7,10 @@ import torch
 from parts import CLASSES, plan_for, replicas_agree, small_trainer
 from torch import nn
 
-from largebatch.comm import Stopped
 from largebatch.engine import Hook
 from largebatch.hooks import RecomputeCheck
 from largebatch.hooks.recompute import check_gradient
+from largebatch.ranks import Stopped
 
 FAULTS = 100
 

@@ -11,11 +11,11 @@ import torch
 from parts import OddModel, images, plan_for, replicas_agree, small_model, small_trainer
 from torch import nn
 
-from largebatch.comm import Stopped
-from largebatch.comm.replicas import check_replicas, is_due, named_tensors
 from largebatch.engine import Hook
 from largebatch.hooks import ReplicaCheck
 from largebatch.optim import Lamb
+from largebatch.ranks import Stopped
+from largebatch.ranks.replicas import check_replicas, is_due, named_tensors
 
 FLIPS = 100
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element: its bits

@@ -10,10 +10,10 @@ import torch
 from parts import CLASSES, OddModel, plan_for, small_trainer
 
 from largebatch import checkpoint
-from largebatch.comm import Communicator, Stopped
 from largebatch.config import ModelConfig, RunConfig, TrainConfig, dump
 from largebatch.engine import Hook, Trainer
 from largebatch.hooks import Checkpoint, Divergence, ReplicaCheck, divergence, in_turn, replicas
+from largebatch.ranks import Communicator, Stopped
 from zoo.weights import named_weights
 
 STEPS, EVERY, RISES_AFTER = 22, 5, 12

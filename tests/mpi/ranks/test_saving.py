@@ -11,9 +11,9 @@ from parts import plan_for, small_trainer
 
 from largebatch import checkpoint
 from largebatch.checkpoint import store
-from largebatch.comm import Stopped
 from largebatch.engine import Hook
 from largebatch.hooks import checkpointing
+from largebatch.ranks import Stopped
 from zoo.weights import named_weights, read_weights
 
 

@@ -14,12 +14,12 @@ from torch import nn
 
 from largebatch import checkpoint
 from largebatch.benchmark.unreduced import Unreduced
-from largebatch.comm import Stopped
 from largebatch.config import RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
 from largebatch.engine import Hook
 from largebatch.hooks.ema import Ema
 from largebatch.optim import PRESETS, Lamb, Lars, Muon, build_optimizer, init_state
+from largebatch.ranks import Stopped
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

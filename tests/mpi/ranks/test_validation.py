@@ -11,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-from largebatch import build, evaluation, validate
+from largebatch import assembly, evaluation, validate
 from largebatch.checkpoint import store
-from largebatch.comm import Stopped
+from largebatch.ranks import Stopped
 from zoo import create_model, hub, save_weights, vit
 
 CLASSES, IMAGES, SIDE = 6, 41, 64
@@ -183,7 +183,7 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_no_failure(comm, folder,
         if comm.rank == 0:
             for step in (1, 2):
                 write_checkpoint(run, step, weights)
-    real = build.open_data
+    real = assembly.open_data
 
     def rotate(*args, **options):
         with comm.together("rotating"):
@@ -193,7 +193,7 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_no_failure(comm, folder,
                     shutil.rmtree(run / "checkpoints" / f"{step:08d}")
         return real(*args, **options)
 
-    monkeypatch.setattr(build, "open_data", rotate)
+    monkeypatch.setattr(assembly, "open_data", rotate)
     rows = validated(comm, folder, *(["--all"] if every else []), weights=f"../run{every}")
     assert [Path(row.weights).parent.name for row in rows] == ["00000002" if every else "00000003"]
     if comm.rank == 0:

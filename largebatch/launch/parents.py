@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from largebatch.comm.launcher import recognise
+from largebatch.launch.launcher import recognise
 
 SHELL_OF_HOROVODRUN = (b"-c", b"mpirun ")  # the second word, and how the third begins
 BOOT, NUMBERING = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")

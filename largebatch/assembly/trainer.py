@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from largebatch import checkpoint, hooks
-from largebatch.build.images import (
+from largebatch.assembly.images import (
     Images,
     build_augment,
     build_eval_loader,
@@ -28,9 +28,7 @@ from largebatch.build.images import (
     warn_of_large_batch,
     with_classes,
 )
-from largebatch.build.replica import batch_scaling, build_objective, build_replica, build_sam, peak_lr
-from largebatch.comm import Communicator
-from largebatch.comm.signals import Signals
+from largebatch.assembly.replica import batch_scaling, build_objective, build_replica, build_sam, peak_lr
 from largebatch.config import NEVER, TrainConfig, dump, duration_seconds, options, profiled_steps, ramp
 from largebatch.data.order import Plan
 from largebatch.engine import Batches, Hook, Trainer, TrainState
@@ -38,6 +36,8 @@ from largebatch.hooks.ema import Ema, check_half_life
 from largebatch.hooks.profile import Profile
 from largebatch.hooks.stop_early import StopEarly, end_time
 from largebatch.optim import init_state
+from largebatch.ranks import Communicator
+from largebatch.ranks.signals import Signals
 from largebatch.replica import Replica
 from largebatch.schedules import Schedule, make_schedule
 from largebatch.start import set_up

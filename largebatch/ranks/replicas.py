@@ -18,10 +18,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from largebatch.bit_sums import bit_sums, digest
-from largebatch.comm.hvd import hvd
-from largebatch.comm.mistakes import Mistake
-from largebatch.comm.polling import finish
-from largebatch.comm.stopped import Stopped
+from largebatch.ranks.hvd import hvd
+from largebatch.ranks.mistakes import Mistake
+from largebatch.ranks.polling import finish
+from largebatch.ranks.stopped import Stopped
 
 DIGEST = 2**26  # the square of a smaller number, times the number of ranks, fits into 63 bits
 PLAIN = {type(None), bool, int, float, str}

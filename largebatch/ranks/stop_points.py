@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from largebatch.comm.hvd import hvd
-from largebatch.comm.watchdog import Watchdog
+from largebatch.ranks.hvd import hvd
+from largebatch.ranks.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from largebatch import checkpoint, optim
-from largebatch.comm import Communicator, Stopped
 from largebatch.compiling import compile_model
 from largebatch.config import TrainConfig
 from largebatch.graphs import graph_passes
@@ -17,6 +16,7 @@ from largebatch.losses import Objective, TokenLabeling, classification
 from largebatch.native.attention import choose_attention, describe_attention, outlook_difference
 from largebatch.optim import can_compile, why_not_fused
 from largebatch.precision import DTYPES
+from largebatch.ranks import Communicator, Stopped
 from largebatch.replica import Replica
 from largebatch.schedules import scale_lr
 from largebatch.trials import first_cause

@@ -1,14 +1,10 @@
 """From a config to a run that can start: the only place that assembles the parts.
 
-    images.py       checks of model and batch; files, plan, loaders, augmentation
-    replica.py      model, objective and optimizer of this rank, and the code that computes them
-    trainer.py      build_trainer: sets up the rank, opens the images, builds replica, hooks and trainer, and resumes
-
 Every rank builds the same from the config and the seed; then all get the state of rank 0, fresh or resumed. Work that
 can fail on one rank alone (files, memory, a GPU) is done inside `comm.together`, so that all ranks stop with the cause.
 """
 
-from largebatch.build.images import (
+from largebatch.assembly.images import (
     Images,
     build_augment,
     build_eval_loader,
@@ -27,7 +23,7 @@ from largebatch.build.images import (
     warn_of_large_batch,
     with_classes,
 )
-from largebatch.build.replica import (
+from largebatch.assembly.replica import (
     batch_scaling,
     build_model,
     build_objective,
@@ -40,7 +36,7 @@ from largebatch.build.replica import (
     lamb_impl,
     peak_lr,
 )
-from largebatch.build.trainer import (
+from largebatch.assembly.trainer import (
     assemble,
     build_ema,
     build_noise_scale,

@@ -25,15 +25,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from largebatch.comm.buckets import buckets
-from largebatch.comm.fp16 import Fp16
-from largebatch.comm.hvd import hvd
-from largebatch.comm.mistakes import Mistake
-from largebatch.comm.polling import finish
-from largebatch.comm.replicas import Votes
-from largebatch.comm.sending import Unchanged
-from largebatch.comm.watchdog import Watchdog
 from largebatch.native.copies import to_host
+from largebatch.ranks.buckets import buckets
+from largebatch.ranks.fp16 import Fp16
+from largebatch.ranks.hvd import hvd
+from largebatch.ranks.mistakes import Mistake
+from largebatch.ranks.polling import finish
+from largebatch.ranks.replicas import Votes
+from largebatch.ranks.sending import Unchanged
+from largebatch.ranks.watchdog import Watchdog
 
 Compression = Literal["none", "fp16"]
 

@@ -8,7 +8,7 @@ import time
 
 from torch import Tensor
 
-from largebatch.comm.hvd import hvd
+from largebatch.ranks.hvd import hvd
 
 MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 200e-6  # between two polls; each pause is twice the one before
 

@@ -13,7 +13,7 @@ inside this range:
 import torch
 from torch import Tensor
 
-from largebatch.comm.sending import Unchanged
+from largebatch.ranks.sending import Unchanged
 
 
 class Fp16(Unchanged):

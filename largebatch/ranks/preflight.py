@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.comm.stopped import Stopped
-from largebatch.installer import install_command
+from largebatch.process.installer import install_command
+from largebatch.ranks.stopped import Stopped
 
 if TYPE_CHECKING:
-    from largebatch.comm.communicator import Communicator
+    from largebatch.ranks.communicator import Communicator
 
 PACKAGES = ("torch", "horovod", "timm", "numpy", "torchvision", "safetensors", "pillow")
 DALI = ("nvidia-dali-cuda120", "nvidia-dali-cuda130")  # one of them, by the CUDA of torch

@@ -28,17 +28,23 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from largebatch.comm import gloo_start, launcher, reduction
-from largebatch.comm.background import in_background
-from largebatch.comm.cores import compiler_processes, cores_of_process, share_of_cores, yields
-from largebatch.comm.driver import accept_cpu
-from largebatch.comm.home import set_missing_home
-from largebatch.comm.hvd import hvd
-from largebatch.comm.mistakes import WAIT_S, Mistake, report_mistakes
-from largebatch.comm.parents import Process, end_stopped, this_process
-from largebatch.comm.polling import finish
-from largebatch.comm.reduction import Compression, Reduction, parameters_of
-from largebatch.comm.replicas import (
+from largebatch.config.horovod import HorovodConfig, stall_limit, told_the_longest
+from largebatch.config.parallel import WHOLE, Shape
+from largebatch.files import Damaged
+from largebatch.files.names import on_screen
+from largebatch.launch import gloo_start, launcher
+from largebatch.launch.cores import compiler_processes, cores_of_process, share_of_cores, yields
+from largebatch.launch.driver import accept_cpu
+from largebatch.launch.home import set_missing_home
+from largebatch.launch.parents import Process, end_stopped, this_process
+from largebatch.process.background import in_background
+from largebatch.process.installer import foreign_gpu, install_command
+from largebatch.ranks import reduction
+from largebatch.ranks.hvd import hvd
+from largebatch.ranks.mistakes import WAIT_S, Mistake, report_mistakes
+from largebatch.ranks.polling import finish
+from largebatch.ranks.reduction import Compression, Reduction, parameters_of
+from largebatch.ranks.replicas import (
     REMEDY,
     average_statistics,
     check_replicas,
@@ -50,14 +56,9 @@ from largebatch.comm.replicas import (
     refuse_unlike,
     share,
 )
-from largebatch.comm.stop_points import StopPoints
-from largebatch.comm.stopped import Stopped
-from largebatch.comm.watchdog import Mark, Watchdog
-from largebatch.config.horovod import HorovodConfig, stall_limit, told_the_longest
-from largebatch.config.parallel import WHOLE, Shape
-from largebatch.files import Damaged
-from largebatch.files.names import on_screen
-from largebatch.installer import foreign_gpu, install_command
+from largebatch.ranks.stop_points import StopPoints
+from largebatch.ranks.stopped import Stopped
+from largebatch.ranks.watchdog import Mark, Watchdog
 
 if TYPE_CHECKING:
     from largebatch.config import TrainConfig

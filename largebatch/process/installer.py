@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-SCRIPT = Path(__file__).parents[1] / "mpi_scripts" / "install.sh"
+SCRIPT = Path(__file__).parents[2] / "mpi_scripts" / "install.sh"
 MARKER = Path(sys.prefix) / "largebatch-installed"  # install.sh notes there what it has installed
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from largebatch.comm.gloo_address import (
+from largebatch.launch.gloo_address import (
     LOOPBACK,
     GlooAddress,
     gloo_address,
@@ -26,7 +26,7 @@ from largebatch.comm.gloo_address import (
     refuse_unreachable,
     store_address,
 )
-from largebatch.comm.launcher import GLOO_RENDEZVOUS, Launch, is_slurm_pmix, read_number
+from largebatch.launch.launcher import GLOO_RENDEZVOUS, Launch, is_slurm_pmix, read_number
 
 # Gloo's controller sends 2 (n - 1) messages one after the other before each reduction: 6 to 20 ms with 200 ranks.
 MOST_RANKS = 32
@@ -46,7 +46,7 @@ class Rendezvous:
         """Start a server of addresses for these ranks; return the variables with which Horovod finds it."""
         from horovod.runner.common.util.hosts import SlotInfo
 
-        from largebatch.comm.gloo_server import AddressServer
+        from largebatch.launch.gloo_server import AddressServer
 
         self._server = AddressServer(address, [SlotInfo(**asdict(slot)) for slot in slots])
         return dict(zip(GLOO_RENDEZVOUS, (self._server.host, str(self._server.port))))
@@ -241,7 +241,7 @@ def _open_store(host: str, port: int, serves: bool, launch: Launch, environment:
 
 
 def _serve_store(address: str, port: int, limit: timedelta) -> Any:
-    from largebatch.comm.gloo_server import serve_store
+    from largebatch.launch.gloo_server import serve_store
 
     try:
         return serve_store(address, port, limit=limit)

@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from largebatch.installer import install_command
+from largebatch.process.installer import install_command
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from largebatch.comm import cores
-from largebatch.comm.cores import Cores, compact, share_of_cores
-from largebatch.comm.preflight import SHOWN, name_ranks
-from largebatch.comm.stopped import Stopped
+from largebatch.launch import cores
+from largebatch.launch.cores import Cores, compact, share_of_cores
+from largebatch.ranks.preflight import SHOWN, name_ranks
+from largebatch.ranks.stopped import Stopped
 
 if TYPE_CHECKING:
-    from largebatch.comm.communicator import Communicator
+    from largebatch.ranks.communicator import Communicator
 
 logger = logging.getLogger(__name__)
 

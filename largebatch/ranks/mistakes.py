@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from largebatch.comm.launcher import is_rank_0, recognise
 from largebatch.config import Answer
 from largebatch.files.names import on_screen
+from largebatch.launch.launcher import is_rank_0, recognise
 
 WAIT_S = 10.0  # long enough for rank 0 to print its sentence and for the launcher to end the other ranks
 

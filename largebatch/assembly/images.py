@@ -11,11 +11,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch import checkpoint
+from largebatch.assembly.replica import batch_scaling, peak_lr
 from largebatch.augment import Augment
 from largebatch.batch_norm import batch_norms
-from largebatch.build.replica import batch_scaling, peak_lr
-from largebatch.comm import Communicator
-from largebatch.comm.cores import loader_threads
 from largebatch.config import (
     NEVER,
     DataConfig,
@@ -29,6 +27,8 @@ from largebatch.data.order import Plan
 from largebatch.data.randaugment import parse as parse_policy
 from largebatch.data.token_labels import CELL
 from largebatch.hooks.starts import count as count_of
+from largebatch.launch.cores import loader_threads
+from largebatch.ranks import Communicator
 from zoo import create_model, hub
 from zoo.volo import outlookers
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from largebatch.comm.launcher import is_rank_0
-from largebatch.comm.parents import Parents
-from largebatch.comm.stopped import StoppedEarly
+from largebatch.launch.launcher import is_rank_0
+from largebatch.launch.parents import Parents
+from largebatch.ranks.stopped import StoppedEarly
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 ONCE_S = 2.0

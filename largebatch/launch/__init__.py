@@ -1,0 +1,1 @@
+"""What starts ranks: launchers, hosts, cores, drivers. Standard library only."""

@@ -1,0 +1,1 @@
+"""What concerns this process and its host alone. Standard library only."""

@@ -1,0 +1,27 @@
+"""The ranks of a run: what they exchange, and how they stop together. Only this folder imports Horovod.
+
+The names below are loaded when first used, so files that need only the standard library can be imported without
+Horovod and torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from largebatch.ranks.communicator import Communicator, session
+    from largebatch.ranks.stopped import Stopped, StoppedEarly
+
+EXPORTS = {
+    "Communicator": "largebatch.ranks.communicator",
+    "Stopped": "largebatch.ranks.stopped",
+    "StoppedEarly": "largebatch.ranks.stopped",
+    "session": "largebatch.ranks.communicator",
+}
+
+__all__ = ["Communicator", "Stopped", "StoppedEarly", "session"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(EXPORTS[name]), name)
