@@ -17,9 +17,9 @@ from torch import Tensor
 from largebatch.data.token_labels import TokenLabels
 from largebatch.data.token_labels import targets as token_targets
 from largebatch.native.copies import to_device
+from zoo.model import MixBox
 
 TEACHERS_SHARE = {"none": (1.0, 1.0), "published": (0.5, 0.9), "intended": (0.9, 0.5)}  # if right, if wrong
-MixBox = tuple[int, int, int, int]  # first row and column, last row and column plus one, in output cells
 
 
 class Augmented(NamedTuple):

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from largebatch.agreement import first_cause, first_line, micro_batch
 from largebatch.batch_norm import BatchNormStatistics
 from largebatch.config import TrainConfig
 from largebatch.losses import Objective
 from largebatch.optim import can_compile
 from largebatch.precision import autocast
 from largebatch.ranks import Communicator
-from largebatch.trials import first_cause, first_line, micro_batch
 from zoo.blocks import blocks_of, compile_blocks
 
 logger = logging.getLogger(__name__)

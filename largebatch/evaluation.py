@@ -72,18 +72,13 @@ def evaluate(
     """
     totals = tally(model, batches, device=device, precision=precision)
     sums = dict(zip(COUNTS, comm.allreduce(totals, name="evaluate").tolist()))
+    return means(sums) | {"images": sums["images"] / comm.model_size}  # each rank of a replica counts its images
+
+
+def means(sums: dict[str, float]) -> dict[str, float]:
+    """Return top1 and top5 in percent and the mean loss, from the sums of `COUNTS`."""
     images = sums["images"]
-    return {
-        "top1": 100 * sums["top1"] / images,
-        "top5": 100 * sums["top5"] / images,
-        "loss": sums["loss"] / images,
-        "images": images / comm.model_size,  # each rank of a replica has counted its images
-    }
-
-
-def count_batch(logits: Tensor, batch: Any) -> Tensor:
-    """Call `count_correct` for the labels of a batch."""
-    return count_correct(logits, batch.labels)
+    return {"top1": 100 * sums["top1"] / images, "top5": 100 * sums["top5"] / images, "loss": sums["loss"] / images}
 
 
 @torch.inference_mode()
@@ -93,7 +88,7 @@ def tally(
     *,
     device: torch.device,
     precision: str,
-    count: Callable[[Tensor, Any], Tensor] = count_batch,
+    count: Callable[[Tensor, Any], Tensor] = lambda logits, batch: count_correct(logits, batch.labels),
     num_counts: int = len(COUNTS),
 ) -> Tensor:
     """Add up `count(logits, batch)`, (num_counts,), over the batches of this rank: float64, on the host."""

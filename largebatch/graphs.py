@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from largebatch.agreement import first_cause, first_line, micro_batch
 from largebatch.config import TrainConfig
 from largebatch.losses import Objective
 from largebatch.precision import autocast
 from largebatch.ranks import Communicator
-from largebatch.trials import first_cause, first_line, micro_batch
 from zoo.segments import segments_of
 
 logger = logging.getLogger(__name__)

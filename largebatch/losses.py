@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from largebatch.augment import Augmented, MixBox
+from largebatch.augment import Augmented
 from largebatch.precision import at_least_float32
+from zoo.model import MixBox
 
 Objective = Callable[[nn.Module, Augmented], Tensor]
 

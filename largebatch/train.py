@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Other imports take seconds, in which a signal may come. So they are in functions, which run when signals are heard.
-from largebatch.process.garbage import no_searches, search_new_objects, spare_imports
+from largebatch.process.garbage import gc_disabled, gc_freeze, gc_resume
 from largebatch.ranks.signals import Signals
 from largebatch.ranks.stopped import StoppedEarly
 
@@ -63,7 +63,7 @@ OPTIONS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command line, by default that of this process."""
-    with Signals(nothing_to_lose=True) as signals, no_searches():
+    with Signals(nothing_to_lose=True) as signals, gc_disabled():
         from largebatch.ranks.mistakes import report_mistakes
 
         argv = sys.argv[1:] if argv is None else argv
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from largebatch.start import start_ranks
 
         with start_ranks(config) as comm:
-            spare_imports()
+            gc_freeze()
             signals.end = comm.abort
             comm.before_shutdown(signals.all_ranks_are_done)
             comm.progress("start")
@@ -290,7 +290,7 @@ def search(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", sig
                 "initial state, so choose another --run.folder, or leave --run.find_lr out to resume."
             )
     config, device, images = prepare_images(config, comm)
-    search_new_objects()
+    gc_resume()
     find_lr(config, comm, signals, device=device, images=images)
 
 
@@ -315,7 +315,7 @@ def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", sign
     with comm.together("writing starts.jsonl"):
         if comm.rank == 0:
             starts.write_start(folder, replace(start, step=trainer.state.step))
-    search_new_objects()
+    gc_resume()
     reason = trainer.fit(max_steps=config.run.max_steps)
     if comm.rank == 0:
         tell_end(config, trainer, reason)

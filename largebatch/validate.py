@@ -31,7 +31,7 @@ from largebatch.arguments import expanded
 from largebatch.config import ModelConfig, Page, TrainConfig, parse
 from largebatch.config.parallel import ParallelConfig
 from largebatch.files import atomic_file
-from largebatch.process.garbage import no_searches, search_new_objects, spare_imports
+from largebatch.process.garbage import gc_disabled, gc_freeze, gc_resume
 from largebatch.ranks.mistakes import report_mistakes
 from largebatch.recipes import RECIPES, find
 
@@ -110,8 +110,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from largebatch.start import start_ranks
 
-    with no_searches(), start_ranks(config) as comm:
-        spare_imports()
+    with gc_disabled(), start_ranks(config) as comm:
+        gc_freeze()
         comm.progress("start")
         validate(config, comm, flags)
 
@@ -191,7 +191,7 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
     with comm.together("building"):
         model = build_model(config, device, weights=None).to(device)
     rows = []
-    search_new_objects()
+    gc_resume()
     for path in load_each(paths, model, comm, lambda: choice()[0]):
         comm.started()
         answers: dict[int, Answer] | None = {} if flags.predictions else None
@@ -284,12 +284,12 @@ def evaluate_weights(
     import torch
 
     from largebatch.assembly import build_eval_loader, model_geometry
-    from largebatch.evaluation import COUNTS, LISTED_COUNTS, count_batch, count_listed, tally, tally_fitting
+    from largebatch.evaluation import COUNTS, LISTED_COUNTS, count_correct, count_listed, tally, tally_fitting
 
     device = next(model.parameters()).device
 
     def count(logits: Tensor, batch: Any) -> Tensor:
-        counts = count_batch(logits, batch)
+        counts = count_correct(logits, batch.labels)
         if answers is not None:
             answers.update(zip(batch.samples.tolist(), answer(logits, batch.labels)))
         if listed is None:
@@ -320,23 +320,19 @@ def evaluate_weights(
         img_size=config.model.img_size,
         crop_pct=geometry.crop_pct,
         interpolation=geometry.interpolation,
-        **figures(dict(zip(names, comm.allreduce(totals, name="validate/totals").tolist()))),
+        **_figures(dict(zip(names, comm.allreduce(totals, name="validate/totals").tolist()))),
         ranks=comm.size,
         eval_batch_size=batch_size,
     )
 
 
-def figures(sums: dict[str, float]) -> dict[str, Any]:
+def _figures(sums: dict[str, float]) -> dict[str, Any]:
     """Return the figures of a Row, per cent and means, from the sums over all images."""
-    images, real_images = sums["images"], sums.get("real_images", 0)
-    return {
-        "images": round(images),
-        "top1": 100 * sums["top1"] / images,
-        "top5": 100 * sums["top5"] / images,
-        "loss": sums["loss"] / images,
-        "real_top1": 100 * sums["real_top1"] / real_images if real_images else None,
-        "real_top5": 100 * sums["real_top5"] / real_images if real_images else None,
-    }
+    from largebatch.evaluation import means
+
+    count = sums.get("real_images")
+    real = {name: 100 * sums[name] / count if count else None for name in ("real_top1", "real_top5")}
+    return {"images": round(sums["images"])} | means(sums) | real
 
 
 def answer(logits: Tensor, labels: Tensor) -> list[Answer]:

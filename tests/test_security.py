@@ -14,7 +14,7 @@ from largebatch.benchmark import resident
 from largebatch.checkpoint import why_invalid
 from largebatch.checkpoint.resume import check_config
 from largebatch.config import dump, load, parse
-from largebatch.data import imagenet_real, whole
+from largebatch.data import imagenet_real, shard_check
 from largebatch.data.sources import class_names
 from largebatch.export.folder import card
 from largebatch.files import run_lock
@@ -162,7 +162,7 @@ JSON = {  # a file of JSON that others may have written -> how it is read
     ".lock": lambda file: run_lock._read(file),
     "real.json": lambda file: imagenet_real._read(str(file), num_classes=10),
     "classes.json": lambda file: class_names(SimpleNamespace(names=(), class_names=(), files=[str(file)])),
-    whole.PLANS[0]: lambda file: list(whole._recorded([str(file.parent)], "train")),
+    shard_check.PLANS[0]: lambda file: list(shard_check._recorded([str(file.parent)], "train")),
 }
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from largebatch import checkpoint, optim
+from largebatch.agreement import first_cause
 from largebatch.compiling import compile_model
 from largebatch.config import TrainConfig
 from largebatch.graphs import graph_passes
@@ -19,7 +20,6 @@ from largebatch.precision import DTYPES
 from largebatch.ranks import Communicator, Stopped
 from largebatch.replica import Replica
 from largebatch.schedules import scale_lr
-from largebatch.trials import first_cause
 from zoo import create_model
 from zoo.linear import read_copies
 from zoo.volo import fuse_outlook
@@ -119,15 +119,6 @@ def why_not_everywhere(
     return first_cause(comm, why_not_fused(device, trial), name=name)
 
 
-def find_weights(path: str, comm: Communicator, *, average: bool = False, every: bool = False) -> list[str]:
-    """Call `checkpoint.find_weights` on rank 0 and give all ranks its files: a run may add files while ranks look."""
-    found: list[str] = []
-    with comm.together("looking for weights"):
-        if comm.rank == 0:
-            found = [str(file) for file in checkpoint.find_weights(path, average=average, every=every)]
-    return comm.broadcast_object(found, name="build/weights")
-
-
 def build_model(
     config: TrainConfig, device: torch.device, *, weights: str | None, names: Sequence[str] = ()
 ) -> nn.Module:
@@ -152,8 +143,12 @@ def build_first_model(
 ) -> nn.Module:
     """Build the model with its first weights, on every rank; other ones, if a run has removed these meanwhile."""
     place, weights = config.model.weights, None
+
+    def find() -> str:  # on rank 0, because a run may add files while ranks look
+        return str(checkpoint.find_weights(place)[0])
+
     while True:
-        before, weights = weights, find_weights(place, comm)[0] if place else None
+        before, weights = weights, comm.from_rank_0(find, phase="looking for weights") if place else None
         model = None
         with comm.together("building"):
             try:

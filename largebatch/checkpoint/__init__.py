@@ -18,25 +18,7 @@ from largebatch.checkpoint.store import (
 )
 
 __all__ = [
-    "BEST",
-    "FOLDER",
-    "MAY_DIFFER",
-    "HostMemory",
-    "Snapshot",
-    "check_config",
-    "check_space",
-    "checkpoints",
-    "discard_after",
-    "find_weights",
-    "is_checkpoint",
-    "latest",
-    "load",
-    "may_differ",
-    "newest_weights",
-    "num_bytes",
-    "read_state",
-    "resume",
-    "save",
-    "take_snapshot",
-    "why_invalid",
-]
+    "BEST", "FOLDER", "MAY_DIFFER", "HostMemory", "Snapshot", "check_config", "check_space", "checkpoints",
+    "discard_after", "find_weights", "is_checkpoint", "latest", "load", "may_differ", "newest_weights", "num_bytes",
+    "read_state", "resume", "save", "take_snapshot", "why_invalid",
+]  # fmt: skip

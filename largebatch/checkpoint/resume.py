@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 
 from largebatch import config as configs
 from largebatch.bit_sums import digest
-from largebatch.checkpoint.snapshot import AVERAGE, STATE, WEIGHTS, sums_of
+from largebatch.checkpoint.snapshot import STATE, sums_of
 from largebatch.checkpoint.store import latest, read_state, recorded_sums
 from largebatch.config import TrainConfig
 from largebatch.engine import Trainer, TrainState
 from zoo import load_weights, named_weights
+from zoo.hub import AVERAGE, WEIGHTS
 
 logger = logging.getLogger(__name__)
 

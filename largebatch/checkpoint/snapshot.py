@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from largebatch.bit_sums import bit_sums
 from largebatch.engine import TrainState
 from zoo import named_weights
+from zoo.hub import AVERAGE, WEIGHTS
 
-WEIGHTS, AVERAGE, STATE = "model.safetensors", "model_ema.safetensors", "state.pt"
-DESCRIPTION = "config.json"  # the name that timm and its models' hub give it
+STATE = "state.pt"
 
 
 class HostMemory:

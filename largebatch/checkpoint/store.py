@@ -40,15 +40,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from largebatch.bit_sums import bit_sums, digest
-from largebatch.checkpoint.snapshot import AVERAGE, DESCRIPTION, STATE, WEIGHTS, Snapshot, sums_of
+from largebatch.checkpoint.snapshot import STATE, Snapshot, sums_of
 from zoo import hub, write_weights
+from zoo.hub import AVERAGE
+from zoo.hub import CONFIG as DESCRIPTION
+from zoo.hub import MANIFEST, WEIGHTS
 from zoo.weights import SUFFIXES, reason_of
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 BEST = "best"
-MANIFEST = "manifest.json"
 PARTS = (WEIGHTS, AVERAGE, DESCRIPTION, STATE)
 OPTIONAL = (AVERAGE, DESCRIPTION)  # older checkpoints have no description
 UNFINISHED = ".tmp"

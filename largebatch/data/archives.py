@@ -7,8 +7,8 @@
     cifar-10-batches-py           the python version, which also has the names of the images
     cifar-10-{binary,python}.tar.gz
 
-A tar is scanned once; after that, each image takes one read at its offset. Images of ImageNet come in the order of
-their class and name, as from an image folder. CIFAR-10 becomes PNG, which keeps every pixel.
+A tar is scanned once; after that, each image takes one read at its offset. CIFAR-10 becomes PNG, which keeps every
+pixel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ def named(names: Sequence[str]) -> Callable[[int], Mapping[str, Values]]:
 
 
 def imagenet_splits(folder: Path) -> list[str]:
-    """Return the splits whose tar is in `folder`."""
     return [split for split, name in TARS.items() if (folder / name).is_file()]
 
 
@@ -132,7 +131,6 @@ def _validation_rows(folder: Path, path: Path, names: Sequence[str]) -> list[tup
 
 
 def _validation_wnids(folder: Path) -> list[str]:
-    """Return the class of each validation image."""
     ids = [int(line) for line in _devkit(folder, GROUND_TRUTH).split()]
     wnids = {number: wnid for number, wnid, _ in _synsets(folder)}
     return [wnids[number] for number in ids]
@@ -173,7 +171,6 @@ def is_cifar10(path: Path) -> bool:
 
 
 def cifar10_files(path: Path, split: str) -> list[Path]:
-    """Return the files that hold a split."""
     if path.is_file():
         return [path]
     suffix = ".bin" if (path / "data_batch_1.bin").is_file() else ""
@@ -259,7 +256,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _empty_array(kind: None, shape: tuple[int, ...], code: bytes) -> np.ndarray:
-    """Return an array that the pickle then fills: its size is that of the bytes that are there."""
+    """Return an empty array, which the pickle then fills with as many bytes as it holds."""
     if shape != (0,):
         raise pickle.UnpicklingError(f"it asks for an array of shape {shape} before its pixels")
     return np.empty(0, dtype=np.int8)
@@ -276,7 +273,7 @@ def _read_small(path: Path) -> bytes:
 
 
 def _refuse_large(name: str, size: int) -> None:
-    """Raise ValueError for a file much larger than any that is read whole, before it fills the memory."""
+    """Raise ValueError before a file fills the memory that is much larger than the published one."""
     if size > LARGEST:
         raise ValueError(f"{name} has {size:,} bytes, and the published file less than {LARGEST:,}.")
 

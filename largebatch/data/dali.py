@@ -1,12 +1,9 @@
 """The loaders for training and evaluation: they take sample numbers and give normalised tensors.
 
-`order` decides the order, the crop window and the flip of every sample, the `Index` says where its bytes lie, and
-`randaugment` draws its operations. A loader says what is done to an image; a `Stream` runs it, with DALI.
-
-On a GPU, DALI decodes whole images, and crops, resizes and normalises them there; RandAugment's operations run in torch
-on batches of bytes, and are normalised after them. On a CPU, DALI only decodes, and of the image only the window;
-`num_threads` threads of ours do the rest, RandAugment with Pillow. DALI's resize on a CPU takes twice as long as its
-decoder, and six times as long as torch's kernel for bytes, which is also closer to PIL.
+A loader says what is done to an image; a `Stream` runs it, with DALI. On a GPU, DALI decodes whole images, and crops,
+resizes and normalises them there; torch runs RandAugment's operations on batches of bytes. On a CPU, DALI decodes the
+window of an image, and `num_threads` threads of ours do the rest, with torch's kernel for bytes and Pillow: faster than
+DALI's resize there, and closer to PIL (benchmark/NOTES.md).
 """
 
 import contextlib
@@ -69,13 +66,14 @@ class CentreCrops:
 class TrainLoader(Iterator[Batch]):
     """The micro-batches of shard `shard` of `num_shards`, from step `start_step` to the end of the plan.
 
-    Batches come step by step, in the order of `plan.micro_batches(step, shard, num_shards)`. Each image is cut to its
-    random window, resized to `img_size` square with antialiasing, flipped at random, augmented as
-    `policy` draws, and normalised with `mean` and `std` (of RGB in [0, 1]). `scale`, `ratio` and `hflip` are those of a
-    random resized crop. With `padding`, a window of the image's own size is moved by up to that many pixels instead.
-    `interpolation` may be "random": bilinear or bicubic, drawn for each sample. `num_threads` threads decode, and on a
-    CPU as many more resize. `preadv` reads, as os.preadv does. With `token_label_axes` (see `token_labels.place`) the
-    label maps are read, too; then every image must have one.
+    Each image is cut to its random window, resized to `img_size` square with antialiasing, flipped at random, augmented
+    as
+    `policy` draws, and normalised with `mean` and `std` (of RGB in [0, 1]). With `padding`, a window of the image's own
+    size
+    is moved by up to that many pixels instead. `interpolation` may be "random": bilinear or bicubic, drawn for each
+    sample.
+    `num_threads` threads decode, and on a CPU as many more resize. `preadv` reads, as os.preadv does. With
+    `token_label_axes` (see `token_labels.place`) the label maps are read, too; then every image must have one.
     """
 
     def __init__(
@@ -112,12 +110,13 @@ class TrainLoader(Iterator[Batch]):
             self._crops = functools.partial(order.draw, scale=scale, ratio=ratio, hflip=hflip)
         else:
             self._crops = functools.partial(order.draw_padded, padding=padding, hflip=hflip)
+        on_gpu, on_cpu = ("corners", "sizes", "filters", "flips"), () if padding is not None else ("corners", "sizes")
         steps = range(start_step, plan.num_steps)
         self._stream = Stream(
             index,
             (job for step in steps for job in plan.micro_batches(step, shard, num_shards)),
             self,
-            graph_inputs=_train_inputs(on_cpu=self._on_cpu, padded=padding is not None),
+            graph_inputs=on_cpu if self._on_cpu else on_gpu,
             finishes=self._on_cpu,
             img_size=img_size,
             max_batch_size=plan.micro_batch_size,
@@ -128,7 +127,6 @@ class TrainLoader(Iterator[Batch]):
         )
 
     def encode(self, job: MicroBatch) -> Encoded[Crops]:
-        """Draw windows, filters, flips, operations and the placement of label maps; reserve memory for the bytes."""
         seed, (epochs, samples) = self._plan.seed, self._plan.samples(job.start, job.stop)
         shape = {"width": self._index.width[samples], "height": self._index.height[samples]}
         draws = self._crops(seed, epochs, samples, **shape)
@@ -160,7 +158,6 @@ class TrainLoader(Iterator[Batch]):
         return _bytes(images, mirror=flips) if self._policy else self._normalise(images, mirror=flips)
 
     def finish(self, image: np.ndarray, out: np.ndarray, arrays: Crops, k: int) -> None:
-        """Cut, resize, flip, augment and normalise one image on a CPU."""
         if self._padding is not None:
             image = pixels.window(image, *arrays.corners[k].tolist(), *arrays.sizes[k].tolist())
         resized, flip = pixels.resize(image, self._size, FILTERS[arrays.filters[k]]), arrays.flips[k]
@@ -177,7 +174,6 @@ class TrainLoader(Iterator[Batch]):
         return next(self._stream)
 
     def close(self) -> None:
-        """End the threads and free the pipeline; safe to call twice."""
         self._stream.close()
 
 
@@ -215,7 +211,6 @@ class EvalLoader:
         self._paused: Stream | None = None  # between two iterations
 
     def encode(self, job: MicroBatch) -> Encoded[CentreCrops]:
-        """Compute the centre crops; reserve memory for the bytes."""
         samples = np.arange(job.start, job.stop, dtype=np.int64)
         width, height = self._index.width[samples], self._index.height[samples]
         sizes, corners = order.centre_geometry(width, height, img_size=self._img_size, crop_pct=self._crop_pct)
@@ -231,14 +226,12 @@ class EvalLoader:
         return self._normalise(_slice(images, corners, (self._img_size, self._img_size)))
 
     def finish(self, image: np.ndarray, out: np.ndarray, arrays: CentreCrops, k: int) -> None:
-        """Resize, cut and normalise one image on a CPU."""
         height, width = arrays.sizes[k]
         resized = pixels.resize(image, (int(height), int(width)), self._interpolation)
         x, y = arrays.corners[k].tolist()
         self._to_floats(pixels.window(resized, x, y, self._img_size, self._img_size), out)
 
     def augment(self, images: torch.Tensor, batch: Encoded[CentreCrops]) -> torch.Tensor:
-        """Return the images unchanged: evaluation augments nothing."""
         return images
 
     def __len__(self) -> int:
@@ -250,21 +243,7 @@ class EvalLoader:
         stream, self._paused = self._paused, None
         if stream:
             stream.resume(iter(self._jobs))
-        else:
-            stream = self._open_stream()
-        with contextlib.ExitStack() as failure:
-            failure.callback(stream.close)  # also if the consumer stops early
-            for job in self._jobs:
-                batch = next(stream)
-                if job is self._jobs[-1]:  # before it is handed out: the consumer may know that it is the last
-                    failure.pop_all()
-                    stream.pause()
-                    self.close()
-                    self._paused = stream
-                yield batch
-
-    def _open_stream(self) -> Stream:
-        return Stream(
+        stream = stream or Stream(
             self._index,
             iter(self._jobs),
             self,
@@ -276,6 +255,16 @@ class EvalLoader:
             num_threads=self._num_threads,
             preadv=os.preadv,
         )
+        with contextlib.ExitStack() as failure:
+            failure.callback(stream.close)  # also if the consumer stops early
+            for job in self._jobs:
+                batch = next(stream)
+                if job is self._jobs[-1]:  # before it is handed out: the consumer may know that it is the last
+                    failure.pop_all()
+                    stream.pause()
+                    self.close()
+                    self._paused = stream
+                yield batch
 
     def close(self) -> None:
         """Free the pipeline; safe to call twice. The next iteration builds another one."""
@@ -290,13 +279,6 @@ class EvalLoader:
 def _finishes_on_cpu(device: torch.device) -> bool:
     """Tell whether threads of ours finish the images (with `pixels`); otherwise DALI's graph does."""
     return device.type == "cpu"
-
-
-def _train_inputs(*, on_cpu: bool, padded: bool) -> tuple[str, ...]:
-    """The names of the `Crops` that the graph takes. On a CPU it needs at most the window, to decode only that."""
-    if not on_cpu:
-        return "corners", "sizes", "filters", "flips"
-    return () if padded else ("corners", "sizes")
 
 
 def _decode(jpegs: Any, device: torch.device, index: Index) -> Any:
@@ -330,7 +312,7 @@ def _slice(images: Any, corners: Any, sizes: Any) -> Any:
 
 
 def _filters(interpolation: str) -> Callable[[int, np.ndarray, np.ndarray], np.ndarray]:
-    """Return a function of seed, epochs and samples that gives DALI's number of each sample's filter."""
+    """Return a function of seed, epochs and samples: DALI's number of each sample's filter."""
     if interpolation == "random":
         either = np.array([INTERPOLATIONS[name].value for name in ("bilinear", "bicubic")], dtype=np.int32)
         return lambda *place: either[order.draw_bicubic(*place).astype(np.int32)]

@@ -42,6 +42,6 @@ class _Decoder:
         self._pipe.build()
 
     def decode(self, data: bytes) -> None:
-        """Decode one image; RuntimeError if that fails."""
+        """Raise RuntimeError if the image cannot be decoded."""
         self._next = np.frombuffer(data, dtype=np.uint8)
         self._pipe.run()

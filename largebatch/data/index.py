@@ -1,11 +1,8 @@
 """The index of a data set: where the bytes of every image lie, its size and its label.
 
-Per image it holds the file, the offset and length of the encoded bytes (not of the record around them), the label,
-and the size from the image's header, because crop windows are drawn before anything is decoded. The same arrays
-describe TFRecords and a folder of image files (offset 0), so the code that reads images knows only one kind of source.
-
-An image that cannot be read has its row, too, with the size 0 x 0. So `quarantine` can say what is wrong with it, or
-leave it out. `scan` builds an index, `index_file` saves and loads it.
+The same arrays describe TFRecords and a folder of image files (offset 0), so the code that reads images knows one kind
+of source. An image that cannot be read has its row, too, with the size 0 x 0: `quarantine` says what is wrong with it,
+or leaves it out. `scan` builds an index, `index_file` saves and loads it.
 """
 
 from __future__ import annotations
@@ -81,7 +78,6 @@ class Index:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """Images per file."""
         return tuple(np.bincount(self.file, minlength=len(self.files)).tolist())
 
     @property
@@ -101,7 +97,6 @@ class Index:
         return sample - int(np.searchsorted(self.file, file)) + int(before.sum())
 
     def without(self, samples: Sequence[int]) -> Index:
-        """Return the same index without these samples."""
         kept = np.ones(len(self), dtype=bool)
         kept[np.asarray(samples, dtype=np.int64)] = False
         columns = {name: getattr(self, name)[kept] for name in (*COLUMNS, *self._map_columns)}

@@ -22,7 +22,6 @@ NAMES = ("utf-8", "surrogateescape")  # a file name is bytes, which need not be 
 
 
 def save(index: Index, path: str | Path) -> None:
-    """Write the index as .npz, atomically."""
     assert not index.names, "these are a model's, and the index is of its images"
     arrays = {field.name: getattr(index, field.name) for field in dataclasses.fields(index) if field.name != "names"}
     for name in ("files", "class_names"):  # as bytes: an array of strings would be as wide as its longest

@@ -96,7 +96,6 @@ class Plan:
 
     @functools.cached_property
     def _phases(self) -> list[Phase]:
-        """The phases with the first step of each."""
         found = [Phase(0, 0, self.global_batch_size)]
         for start, batch_size in self.phases:
             before = found[-1]
@@ -126,7 +125,6 @@ class Plan:
 
     @functools.cached_property
     def num_steps(self) -> int:
-        """Steps of the whole run."""
         last = [phase for phase in self._phases if phase.start < self.num_images][-1]
         return last.step + math.ceil((self.num_images - last.start) / last.batch_size)
 

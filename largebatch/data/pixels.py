@@ -32,7 +32,7 @@ def window(image: np.ndarray, x: int, y: int, width: int, height: int) -> np.nda
 class Normalise:
     """Normalises bytes to floats: an image (H, W, 3) to (3, H, W) if called, a batch (n, 3, H, W) with `batch`.
 
-    It uses NumPy for one image, because torch would start a team of threads in each of ours.
+    NumPy does it for one image, because torch would start a team of threads in each of ours.
     """
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
@@ -45,7 +45,6 @@ class Normalise:
         np.multiply(out, self._scale, out=out)
 
     def batch(self, images: torch.Tensor) -> torch.Tensor:
-        """Normalise a batch on its device; the host does not wait for it."""
         if images.device not in self._sent:
             both = map(torch.from_numpy, (self._mean, self._scale))
             self._sent[images.device] = to_device(*both, device=images.device)

@@ -120,7 +120,7 @@ def _entry(index: Index, sample: int, reason: str, *, folder: Path, split: str) 
 
 
 def _sha256(path: str, offset: int, length: int) -> str:
-    """Return the digest of the bytes, or '' if they cannot be read."""
+    """Return the digest of the bytes, or "" if they cannot be read."""
     try:
         return hashlib.sha256(read_span(path, offset, length)).hexdigest()
     except OSError:
@@ -131,7 +131,6 @@ def _sha256(path: str, offset: int, length: int) -> str:
 
 
 def save(path: Path, entries: Sequence[Entry]) -> None:
-    """Write the list, sorted."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(field.name for field in dataclasses.fields(Entry))

@@ -108,8 +108,6 @@ class RandAugment:
     increasing: bool = False
 
     def draw(self, seed: int, epochs: np.ndarray, samples: np.ndarray) -> Operations:
-        """Draw the operations of each sample."""
-
         def u(number: int) -> np.ndarray:  # (n, k)
             draws = [uniform(seed, epochs, samples, FIRST_DRAW + _DRAWS * k + number) for k in range(self.num_ops)]
             return np.stack(draws, axis=-1)
@@ -134,7 +132,6 @@ class AutoAugment:
     sub_policies: tuple[tuple[tuple[str, float, int], ...], ...]
 
     def draw(self, seed: int, epochs: np.ndarray, samples: np.ndarray) -> Operations:
-        """The operations of each sample."""
         table = self.sub_policies
         codes = np.array([[CODES[name] for name, _, _ in steps] for steps in table])
         probs = np.array([[prob for _, prob, _ in steps] for steps in table])

@@ -1,9 +1,7 @@
 """Apply RandAugment's operations to bytes: with Pillow on a CPU, with torch to a batch on a GPU; the results are equal.
 
-`randaugment` draws the operations. Pillow is the library that the field trains with, and it releases the interpreter,
-so that threads run in parallel. On a GPU, all samples of a batch that drew one operation go through it together. The
-arithmetic there equals Pillow's to the last bit, in its order and its types, because equalize or posterize after a
-rotation would magnify a difference of one grey level. torchvision's operators on tensors are not equal to that degree.
+`randaugment` draws the operations. The arithmetic on a GPU equals Pillow's to the last bit, because equalize or
+posterize after a rotation would magnify a difference of one grey level. torchvision's operators on tensors differ.
 """
 
 from __future__ import annotations

@@ -179,7 +179,6 @@ def _make_index(
 
 
 def _map_columns(offset: np.ndarray | None = None, *others: np.ndarray) -> dict[str, Any]:
-    """The fields of an index about label maps; {} if there are no maps."""
     if offset is None or not offset.any():
         return {}
     *shape, classes = others

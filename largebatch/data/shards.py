@@ -17,7 +17,6 @@ from largebatch.data.records import IMAGE, LABEL, Values
 
 
 def no_others(k: int) -> Mapping[str, Values]:
-    """Return no features."""
     return {}
 
 
@@ -37,7 +36,7 @@ class Images:
 
 
 def shard_images(shard: int, *, count: int, num_shards: int) -> range:
-    """Return the numbers of the images, of `count` in all, that a shard holds."""
+    """Return the numbers of a shard's images, of `count` in all."""
     return range(count * shard // num_shards, count * (shard + 1) // num_shards)
 
 

@@ -38,7 +38,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from largebatch.data import archives, index_file, quarantine, whole
+from largebatch.data import archives, index_file, quarantine, shard_check
 from largebatch.data.index import Index
 from largebatch.data.scan import index_images, index_shards
 from largebatch.data.shards import Images, write_split
@@ -81,7 +81,7 @@ def open_source(
     its name; also if shards are missing, empty or doubled or have lost records, unless `allow_incomplete`.
     """
     folder, index = open_everything(path, split=split, cache=cache, progress=progress)
-    reason = whole.why_incomplete(index, folder=folder, split=split)
+    reason = shard_check.why_incomplete(index, folder=folder, split=split)
     if reason and not allow_incomplete:
         cure = "to train or validate with the images that are there, set --data.allow_incomplete true"
         raise ValueError(f"{reason}; {cure}.")
@@ -136,7 +136,6 @@ def number_classes(index: Index, *, num_classes: int, names: Sequence[str] = ())
 
 
 def write_class_names(folder: Path, names: Sequence[str]) -> None:
-    """Write classes.json beside shards, if the names are known."""
     if names:
         with atomic_file(folder / CLASSES) as file:
             file.write(json.dumps(list(names), indent=0).encode() + b"\n")
@@ -152,15 +151,16 @@ def find_folder(path: str, *, split: str, cache: str = "", progress: Progress = 
         raise ValueError(f"split is {split!r}, expected train or validation.")
     root = _root(cache)
     folder = Path(path).expanduser()
+    write = functools.partial(_write, source=path, progress=progress)
     if path == "digits":
-        folder = written_once(root / "digits-v2", _write_digits)
+        folder = written_once(root / "digits-v2", functools.partial(write, digits, {"train": 4, "validation": 1}))
     elif path == "synthetic":
-        write = functools.partial(_write_synthetic, split=split, progress=progress)
-        folder = written_once(root / f"synthetic-v2-{split}", write)
+        shards = {split: _SYNTHETIC_SHARDS[split]}
+        folder = written_once(root / f"synthetic-v2-{split}", functools.partial(write, synthetic, shards))
     elif archives.is_cifar10(folder):
-        key = archives.cifar10_key(folder)
-        write = functools.partial(_write_cifar10, source=folder, progress=progress)
-        folder = written_once(root / f"cifar10-v2-{key}", write)
+        images = functools.partial(archives.cifar10, folder)
+        write = functools.partial(write, images, {"train": 40, "validation": 8})
+        folder = written_once(root / f"cifar10-v2-{archives.cifar10_key(folder)}", write)
     if not folder.is_dir():
         raise ValueError(
             f"{why_no_folder(path)}: expected digits, synthetic, CIFAR-10's files, or a folder of TFRecords, "
@@ -169,8 +169,19 @@ def find_folder(path: str, *, split: str, cache: str = "", progress: Progress = 
     return folder.resolve()  # an index has one place, whatever links lead to the folder
 
 
+def _write(
+    images: Callable[[str], Images], shards: dict[str, int], folder: Path, *, source: str, progress: Progress
+) -> None:
+    """Write splits as TFRecords into `folder`; shards: how many of each split, at most."""
+    for split, most in shards.items():
+        logger.info("writing the %s split of %s as TFRecords into the cache, once", split, source)
+        here, num_threads = images(split), min(8, os.cpu_count() or 1)
+        for _ in write_split(folder, split, here, num_shards=min(most, len(here.labels)), num_threads=num_threads):
+            progress()
+        write_class_names(folder, here.classes)
+
+
 def why_no_folder(path: str) -> str:
-    """Return what is wrong with a path that is no folder."""
     if "://" in path:
         return f"{path} is an address, and only folders are read; copy or mount the data, and give that folder"
     return f"{path} is a file" if Path(path).expanduser().exists() else f"There is no folder {path}"
@@ -305,7 +316,7 @@ def _entries_of_classes(place: Path, names: Sequence[str]) -> Iterator[tuple[int
 
 
 def _entries(folder: Path | str) -> list[os.DirEntry]:
-    """Return what a folder holds, in the order of the names, without folders that are hidden or a system's own."""
+    """Return a folder's entries, sorted by name, without hidden folders and those of a system."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         return [e for e in entries if not e.is_dir() or not (e.name in JUNK or e.name.startswith("."))]
@@ -314,7 +325,7 @@ def _entries(folder: Path | str) -> list[os.DirEntry]:
 
 
 def _entries_below(folder: Path | str, around: frozenset[tuple[int, int]] = frozenset()) -> Iterator[os.DirEntry]:
-    """Yield all but the folders in a folder and in those below."""
+    """Yield all files in a folder and in the folders below."""
     status = os.stat(folder)
     here = (status.st_dev, status.st_ino)
     if here in around:
@@ -347,7 +358,7 @@ def _warn_of_rest(place: Path, entries: Sequence[os.DirEntry], why: str) -> None
 
 
 def _warn_of_compressed(place: Path, split: str) -> None:
-    """Warn of shards that nobody has unpacked, beside those that are read."""
+    """Warn of packed shards beside those that are read."""
     here = [entry for entry in _entries(place) if entry.name.lower().endswith(COMPRESSED)]
     shards = [e for e in here if place.name in SPLITS[split] or any(name in e.name for name in SPLITS[split])]
     _warn_of_rest(place, shards, "shards are read only as they are")
@@ -358,7 +369,7 @@ def _is_image(name: str) -> bool:
 
 
 def _other_folder_hint(folder: Path) -> str:
-    """Return the advice to somebody who named the folder of one split, or one that holds the folder of the data."""
+    """Advise a user who named the folder of one split, or one that holds the folder of the data."""
     if folder.name in _SPLIT_FOLDERS:
         return f" It looks like one split: give {folder.parent}, the folder around it."
     inside = [] if available_splits(str(folder)) else _class_names(folder)
@@ -367,7 +378,6 @@ def _other_folder_hint(folder: Path) -> str:
 
 
 def available_splits(path: str) -> list[str]:
-    """Return the splits that `open_source` would find."""
     folder = Path(path).expanduser()
     if path in BUILT_IN or archives.is_cifar10(folder):
         return list(SPLITS)
@@ -413,26 +423,6 @@ def digits(split: str) -> Images:
     return Images(data.target[chosen].tolist(), encoded, classes=[str(digit) for digit in range(10)])
 
 
-def _write_digits(folder: Path) -> None:
-    for split, num_shards in (("train", 4), ("validation", 1)):
-        for _ in write_split(folder, split, digits(split), num_shards=num_shards):
-            pass
-    write_class_names(folder, digits("train").classes)
-
-
-# -- CIFAR-10 -------------------------------------------------------------------------------------------------
-
-
-def _write_cifar10(folder: Path, *, source: Path, progress: Progress) -> None:
-    logger.info("writing %s as TFRecords into the cache, once", source)
-    for split, num_shards in (("train", 40), ("validation", 8)):
-        images = archives.cifar10(source, split)
-        num_shards = min(num_shards, len(images.labels))
-        for _ in write_split(folder, split, images, num_shards=num_shards, num_threads=os.cpu_count() or 1):
-            progress()
-    write_class_names(folder, archives.CIFAR_CLASSES)
-
-
 # -- synthetic -----------------------------------------------------------------------------------------------
 
 
@@ -466,11 +456,3 @@ def synthetic(split: str) -> Images:
         return _jpeg(Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)), quality=95)
 
     return Images(list(range(_SYNTHETIC_CLASSES)) * _SYNTHETIC_IMAGES[split], encoded)
-
-
-def _write_synthetic(folder: Path, *, split: str, progress: Progress) -> None:
-    logger.info("generating the %s split of the synthetic images, once", split)
-    images, num_threads = synthetic(split), min(8, os.cpu_count() or 1)
-    num_shards = min(_SYNTHETIC_SHARDS[split], len(images.labels))
-    for _ in write_split(folder, split, images, num_shards=num_shards, num_threads=num_threads):
-        progress()

@@ -223,7 +223,6 @@ class Stream(Iterator[Batch]):
         self._end_threads()
 
     def resume(self, jobs: Iterator[MicroBatch]) -> None:
-        """Go on with other jobs in the pipeline of a stream that was paused."""
         assert self._pipe is not None
         self._pipe.reset()
         self._end = None
@@ -244,9 +243,8 @@ class Stream(Iterator[Batch]):
 
 
 def reached(stream: torch.cuda.Stream | None) -> Callable[[], bool]:
-    """Return a function that tells if the stream has come to this point, where it waits for DALI; None: a CPU has.
-
-    The host may run any number of batches ahead of a GPU.
+    """Return a function that tells if the stream has come to this point; None: a CPU has. The host may run far ahead of
+    a GPU.
     """
     if stream is None:
         return lambda: True
@@ -310,7 +308,6 @@ class _ReadAhead(Iterator[Encoded[Any]]):
         return batch
 
     def close(self) -> None:
-        """End the threads; safe to call twice."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
 
@@ -323,7 +320,6 @@ class _Finishers:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="largebatch-resize")
 
     def start(self, batch: Encoded[Any], images: Any) -> _Decoded:
-        """Begin to finish a batch."""
         count, side = len(batch.samples), self._img_size
         out = torch.from_numpy(self._memory.take(4 * 3 * count * side * side)).view(torch.float32)
         out = out.view(count, 3, side, side)
@@ -337,7 +333,6 @@ class _Finishers:
         return _Decoded(batch, out, [self._threads.submit(finish, part) for part in parts])
 
     def close(self) -> None:
-        """End the threads; safe to call twice."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
@@ -356,7 +351,6 @@ def _explain(error: RuntimeError, batches: Iterable[Encoded[Any]], index: Index)
 
 
 def _data_folder(index: Index) -> Path:
-    """Return the folder that a user gives to --data."""
     folder = Path(index.folder)
     splits = {name for names in SPLITS.values() for name in names}
     return folder.parent if folder.name in splits else folder

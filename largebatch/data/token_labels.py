@@ -1,18 +1,15 @@
 """Token labels: a teacher's predictions for the cells of an image, cut to the part that the network sees.
 
 A label map (`label_maps`) holds, for each cell of a grid over the image's centre square, the teacher's highest scores
-and their classes.
-
-One affine function per sample maps a point of the network's input to a point of the map. It is composed on the host in
-float64 from crop, flip and warp (`place`). The rest is done on the device for a whole batch at once (`targets`): the
-weight of each cell of the map in each cell of the output, times the map. For a crop inside the map and without a warp
-these are the weights of ROI-align as published (torchvision's, aligned=False on coordinates shifted by half a cell,
-adaptive sampling), except that crops of less than one cell are not enlarged.
+and their classes. One affine function per sample maps a point of the network's input to a point of the map; `place`
+composes it on the host in float64 from crop, flip and warp. `targets` does the rest on the device: the weight of each
+cell of the map in each cell of the output, times the map. For a crop inside the map and without a warp these are the
+weights of ROI-align as published (torchvision's, aligned=False on coordinates shifted by half a cell, adaptive
+sampling), except that crops of less than one cell are not enlarged.
 
 The published code treats the map as one of the full image; this one knows that the teacher saw only the centre square.
-Points that it did not see, outside of the square or empty after a warp, do not count. An output cell without any other
-points has no target: its row is zero and adds nothing to a cross entropy. (Scores of zero would be a uniform target
-over all classes, for a fourth of a typical photograph.)
+Points outside of the square, or empty after a warp, do not count. An output cell without other points has no target:
+its row is zero. (Scores of zero would be a uniform target over all classes, for a fourth of a typical photograph.)
 """
 
 from __future__ import annotations

@@ -7,14 +7,6 @@ from largebatch.files.locks import locked, no_progress
 from largebatch.files.owners import distrust, refuse_links_of_others
 
 __all__ = [
-    "Damaged",
-    "atomic_file",
-    "cache_folder",
-    "distrust",
-    "locked",
-    "no_progress",
-    "refuse_links_of_others",
-    "safe_cache",
-    "temporary_cache",
-    "written_once",
-]
+    "Damaged", "atomic_file", "cache_folder", "distrust", "locked", "no_progress", "refuse_links_of_others",
+    "safe_cache", "temporary_cache", "written_once",
+]  # fmt: skip

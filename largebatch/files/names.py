@@ -17,15 +17,14 @@ def on_screen(text: str) -> str:
     return "\n".join([lines[0], *(line if line[:1] in ("", " ") else f"    {line}" for line in lines[1:])])
 
 
-def listed(names: Collection[str]) -> str:
-    """Return the first names, and how many more there are."""
-    shown = ", ".join(printable(name) for name in [*names][:SHOWN])
-    return shown + (f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else "")
+def listed(names: Collection[str], count: int | None = None) -> str:
+    """Return the first names, and how many more there are, of `count` in all."""
+    shown, count = ", ".join(printable(name) for name in [*names][:SHOWN]), count or len(names)
+    return shown + (f" and {count - SHOWN:,} more" if count > SHOWN else "")
 
 
 class Formatter(logging.Formatter):
     """Writes records `on_screen`."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the record without its traceback."""
         return on_screen(super().formatMessage(record))

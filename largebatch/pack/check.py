@@ -2,14 +2,13 @@
 
     python -m largebatch.pack check shards/
 
-All images of a folder of TFRecords or images are decoded, by Pillow and by DALI, which decodes in training, and the bad
-ones are listed in quarantine.csv in that folder. From then on training, validation and packing leave them out. A record
-with a wrong CRC may be among them. So may one with a wrong length: its entry has all bytes up to the next record that
-is found, which may be several records. If the folder cannot be written, `--out FILE` tells where the list goes, and
-`--data.quarantine FILE` tells the training where it is.
+Pillow and DALI decode all images of a folder, and quarantine.csv in that folder lists the bad ones: training,
+validation and packing leave them out. An entry may be a record with a wrong CRC; one with a wrong length has all bytes
+up to the next record that is found, which may be several records. If the folder cannot be written, give `--out FILE`
+here and `--data.quarantine FILE` to the training.
 
-The exit status is 1 if an image is bad, or if the data are not whole. If all images are good, an old list is removed.
-If all of a split are bad, none of them is listed: the fault is not that of an image.
+The exit status is 1 if an image is bad or the data are not complete. If all images are good, an old list is removed. If
+all of a split are bad, none is listed: the fault is not in the images.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from largebatch.arguments import Parser
-from largebatch.data import quarantine, sources, whole
+from largebatch.data import quarantine, shard_check, sources
 from largebatch.files.names import printable
 from largebatch.pack.processes import cores_per_process
 from largebatch.pack.progress import show_progress
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the sub-command; return its exit status."""
     parser = Parser(
         prog="python -m largebatch.pack check",
         description="Decodes all images, lists the bad ones, and says if shards are missing or have lost records.",
@@ -66,7 +64,7 @@ def _check_split(data: str, split: str, *, num_threads: int) -> tuple[Path, list
     found.sort(key=dataclasses.astuple)
     if len(found) == len(index):  # a list of them would leave nothing
         return folder, [], f"None of the {split} images can be decoded, so none is listed. {_line(folder, found[0])}"
-    incomplete = whole.why_incomplete(index, folder=folder, split=split)
+    incomplete = shard_check.why_incomplete(index, folder=folder, split=split)
     return folder, found, incomplete and f"{incomplete}."
 
 

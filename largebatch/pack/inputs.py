@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from largebatch.data import archives, quarantine, records, sources, whole
+from largebatch.data import archives, quarantine, records, shard_check, sources
 from largebatch.data.imagenet_real import image_names
 from largebatch.data.shards import Images
 
@@ -26,7 +26,6 @@ SIZES = ("image/height", "image/width")  # features of published records, which 
 
 
 def splits(source: str) -> list[str]:
-    """Return the splits of a source; if it has none, `train`, so that opening it reports the files it looked for."""
     tars = archives.imagenet_splits(Path(source).expanduser())
     return tars or sources.available_splits(source) or ["train"]
 
@@ -60,7 +59,7 @@ def open_images(source: str, split: str) -> Images:
 def _image_folder(folder: Path, split: str) -> Images:
     """Return the images of a split that are not in quarantine."""
     files, labels, classes = sources.find_images(folder, split)
-    if split == "train" and (reason := whole.empty_classes(labels, classes, folder=folder)):
+    if split == "train" and (reason := shard_check.empty_classes(labels, classes, folder=folder)):
         raise ValueError(f"{reason}.")
     listed_in = folder / quarantine.NAME
     entries = quarantine.load(listed_in) if listed_in.is_file() else []
@@ -113,7 +112,6 @@ def _as_jpegs(images: Images, *, where: str, remedy: str = "") -> Images:
 
 
 def shuffled(images: Images, seed: int) -> Images:
-    """Return the same images in an order that depends on the seed alone."""
     words = np.random.Philox(key=[seed, 0]).random_raw(len(images.labels))
     order = np.argsort(words, kind="stable").tolist()
     labels = [images.labels[k] for k in order]

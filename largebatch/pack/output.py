@@ -1,7 +1,7 @@
 """The folder that shards are written into: its plan, by which an interrupted command goes on, and its last touches.
 
-A plan is a small JSON file that tells how the shards are made. The same command finds the same plan and keeps the
-shards that are complete; another command is refused, because its shards would not fit to those.
+A plan is a small JSON file. The same command finds the same plan and keeps the complete shards; another command is
+refused, because its shards would not fit to those.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from largebatch.pack.processes import World
 def begin(file: Path, plan: Mapping[str, Any], *, has_shards: Callable[[], bool], world: World) -> None:
     """Write the plan into `file`: rank 0 first, so that the others find it.
 
-    Raise ValueError if the folder has shards that were made by another plan. So does a rank that sees other images
-    than rank 0.
+    Raise ValueError if another plan made the folder's shards, or if this rank sees other images than rank 0.
     """
     if world.rank == 0:
         _begin(file, plan, has_shards)

@@ -8,22 +8,19 @@
     mpirun -np 8 python -m largebatch.pack tars/ shards/     # the processes share the shards
 
 The shards look like the published ImageNet records: they are named train-00000-of-01024, their labels count from 1 in
-the sorted order of the class names, and a fixed seed shuffles the training images. Beside the two published features a
-record has `image/filename`, if its image comes from a file. Records that are packed again keep all their features.
-JPEG files are copied byte for byte. Other files than RGB or grey JPEGs (ImageNet has a PNG and 22 CMYK files under JPEG
-names) are stored as RGB JPEGs; CIFAR-10 becomes PNG, which loses nothing. Tars are not unpacked. Tiny shards gain
-nothing: the default size gives ImageNet its published 1,024 and 128 shards.
+the sorted order of the class names, and a fixed seed shuffles the training images. A record also has `image/filename`,
+if its image comes from a file; records that are packed again keep all their features. RGB and grey JPEG files are
+copied byte for byte, others (ImageNet has a PNG and 22 CMYK files under JPEG names) become RGB JPEGs; CIFAR-10 becomes
+PNG, which loses nothing. The default size gives ImageNet its published 1,024 and 128 shards.
 
---shorter-side N shrinks images whose shorter side is longer: bicubic, as a JPEG of quality 90. With 256, the synthetic
-images shrink from 105 to 29 kB each, and ImageNet would need 37 GB. It is a copy for training: random crops are cut
-from fewer pixels, so small ones are enlarged more. Pixels of an evaluation change: those of the synthetic images, which
-have much grain, by 3.5 of 255 levels on average at 224 px and a crop_pct of 0.875, which resizes to 256, too; by 4.7 at
-0.9, and by 5.9 at 384 px. So compare with published accuracies on images of the full size. packing.json has the side.
+--shorter-side N shrinks images whose shorter side is longer: bicubic, as a JPEG of quality 90. It is a copy for
+training: random crops are cut from fewer pixels, and the pixels of an evaluation change (benchmark/NOTES.md). So
+compare
+with published accuracies on images of the full size. packing.json has the side.
 
-The same command goes on with a packing that was interrupted: packing.json in the folder tells how the shards are made,
-complete shards are kept, and the bytes are those of an uninterrupted packing. Every image is decoded before it is
-packed; a bad image stops the packing, and the message names it.
-classes.json has the names of the classes, if they are known; they go into the checkpoints.
+The same command goes on with a packing that was interrupted: packing.json tells how the shards are made, complete
+shards are kept, and the bytes are those of an uninterrupted packing. Every image is decoded first; a bad image stops
+the packing, and the message names it. classes.json has the names of the classes, which go into the checkpoints.
 """
 
 from __future__ import annotations
@@ -46,7 +43,6 @@ PLAN = "packing.json"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line; return its exit status."""
     parser = Parser(
         prog="python -m largebatch.pack",
         description="Packs images into TFRecord shards. If it is interrupted, the same command goes on.",
@@ -141,7 +137,6 @@ def pack(
 def _write_share(
     folder: Path, split: str, images: Images, *, num_shards: int, num_threads: int, world: World
 ) -> None:
-    """Write the shards of this process."""
     count = len(images.labels)
     mine = range(world.rank, num_shards, world.size)
     sizes = [len(shard_images(shard, count=count, num_shards=num_shards)) for shard in mine]

@@ -60,6 +60,6 @@ def _refuse_without_mpi(environment: Mapping[str, str]) -> None:
 
 
 def cores_per_process() -> int:
-    """The number of cores of this host, divided by the number of processes that the launcher started on it."""
+    """Return this host's cores, divided by the processes that the launcher started on it."""
     of_host = next((os.environ[name] for name in LOCAL_SIZES if name in os.environ), "1")
     return max(1, len(os.sched_getaffinity(0)) // int(of_host))

@@ -4,12 +4,11 @@
     python -m largebatch.pack token-labels shards/ labelled/ --teacher dm_nfnet_f6    # timm's name, or the zoo's
     mpirun -np 8 python -m largebatch.pack token-labels ...                           # processes share the shards
 
-New shards are written, under the names of the old ones and with the same records in the same order, except for records
-in quarantine. Held-out shards are copied. If it is interrupted, the same command goes on: token_labels.json in the
-folder tells how the shards are made, and complete shards are kept.
-
-A teacher sees the centre square of each image (crop 1.0), scaled to the teacher's own image size. The five highest
-logits of each place are kept.
+New shards have the names of the old ones and the same records in the same order, without those in quarantine. Held-out
+shards are copied. The same command goes on with an interrupted one: token_labels.json tells how the shards are made,
+and
+complete shards are kept. A teacher sees the centre square of each image (crop 1.0), scaled to its own image size; the
+five highest logits of each place are kept.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ Maps = Callable[[Index], Iterator[tuple[np.ndarray, np.ndarray]]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the sub-command; return its exit status."""
     parser = Parser(
         prog="python -m largebatch.pack token-labels", description=(__doc__ or "").partition("\n\n")[0]
     )

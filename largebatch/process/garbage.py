@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_searches() -> Iterator[None]:
-    """Prevent searches from here to `search_new_objects`, or to the end of the block; then they are as before."""
+def gc_disabled() -> Iterator[None]:
+    """Prevent searches from here to `gc_resume`, or to the end of the block; then they are as before."""
     searched = gc.isenabled()
     gc.disable()
     try:
@@ -24,12 +24,12 @@ def no_searches() -> Iterator[None]:
             gc.disable()
 
 
-def spare_imports() -> None:
+def gc_freeze() -> None:
     """Let no search visit the objects that there are now: imports, which are hardly garbage."""
     gc.freeze()
 
 
-def search_new_objects() -> None:
+def gc_resume() -> None:
     """Search once more, then only among objects that are made from now on."""
     gc.collect()  # or a copy of the model, on which compilation was tried, would keep its memory for good
     gc.freeze()

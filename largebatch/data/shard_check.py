@@ -1,8 +1,8 @@
-"""Tells if data are whole: no shard is missing, empty or doubled, no record is lost, and no class is without images.
+"""Tells if data are complete: no shard is missing, empty or doubled, no record is lost, and each class has images.
 
-The evidence is in three places. The names of the shards announce their number (train-00000-of-00004). The file that
-`largebatch.pack` leaves beside them has the number of their images. And two shards with the same bytes are one shard
-twice. A set without such names and without that file cannot be checked for lost records.
+The names of the shards announce their number (train-00000-of-00004), the file that `largebatch.pack` leaves beside them
+has the number of their images, and two shards with the same bytes are one shard twice. Without such names and that file
+lost records cannot be noticed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import numpy as np
 from largebatch.data.index import Index
 from largebatch.data.records import length_at, read_span
 from largebatch.data.shards import shard_images
+from largebatch.files.names import SHOWN, listed
 
 PLANS = ("packing.json", "token_labels.json")  # of `largebatch.pack` and of its token-labels
 COMPARED_BYTES = 2**16  # at each end of two shards, before all of their bytes
-NAMED = 3  # shards in a message
 
 
 class Recorded(NamedTuple):
@@ -39,33 +39,33 @@ class Recorded(NamedTuple):
 
 
 def why_incomplete(index: Index, *, folder: Path, split: str) -> str:
-    """Return the first reason why the shards or classes of a split are not whole, and the cure; "" if they are.
+    """Return the first reason why the shards or classes of a split are not complete, and the cure; "" if they are.
 
     `index` has all records, those in quarantine included; `folder` holds the data.
     """
     if index.class_names:
         return empty_classes(index.label, index.class_names, folder=folder) if split == "train" else ""
+    return next(filter(None, _faults(index, folder, split)), "")
+
+
+def _faults(index: Index, folder: Path, split: str) -> Iterator[str]:
     places = list(dict.fromkeys((os.path.dirname(index.files[0]), str(folder))))
     recorded = next(_recorded(places, split), None)
-    checks = (
-        lambda: _missing(index.files, split),
-        lambda: _doubled(index),
-        lambda: _too_many(index.files, split),
-        lambda: _lost(index, recorded, split) if recorded else _empty(index, split),
-    )
-    return next(filter(None, (check() for check in checks)), "")
+    series = _series(index.files)
+    yield from (one.missing(split) for one in series)
+    yield _doubled(index)
+    yield from (one.spare(split) for one in series)
+    yield _lost(index, recorded, split) if recorded else _empty(index, split)
 
 
 def empty_classes(labels: Sequence[int] | np.ndarray, names: Sequence[str], *, folder: Path) -> str:
-    """Return the reason why training images of an image folder are not whole; "" if each class has some."""
-    counts = np.bincount(labels, minlength=len(names))
-    empty = [name for name, count in zip(names, counts) if not count]
-    if not empty:
-        return ""
-    return (
-        f"{folder} has no training images of {len(empty)} of its {len(names)} classes ({_list(empty, len(empty))}): "
+    """Return the reason why training images of an image folder are not complete; "" if each class has some."""
+    empty = [name for name, count in zip(names, np.bincount(labels, minlength=len(names))) if not count]
+    clause = (
+        f"{folder} has no training images of {len(empty)} of its {len(names)} classes ({listed(empty)}): "
         "copy them, or remove the folders that are no classes"
     )
+    return clause if empty else ""
 
 
 # -- the names ---------------------------------------------------------------------------------------------------
@@ -73,28 +73,45 @@ def empty_classes(labels: Sequence[int] | np.ndarray, names: Sequence[str], *, f
 
 @dataclass
 class Series:
-    """Numbered shards that announce the same number of shards, and the names that this makes one expect."""
+    """Shards whose names announce the same number of shards."""
 
     beginning: str
     announced: str
     suffix: str
-    paths: list[Path] = field(default_factory=list)
-    digits: list[str] = field(default_factory=list)
-
-    @property
-    def numbers(self) -> list[int]:
-        """The number of each shard."""
-        return [int(number) for number in self.digits]
+    shards: list[tuple[Path, str]] = field(default_factory=list)
+    """each with the digits of its number"""
 
     @property
     def expected(self) -> range:
-        """The numbers that the shards should have. Some series count from 1."""
-        first = int(int(self.announced) in self.numbers and 0 not in self.numbers)
+        """The numbers of a complete series; some series count from 1."""
+        numbers = {int(digits) for _, digits in self.shards}
+        first = int(int(self.announced) in numbers and 0 not in numbers)
         return range(first, first + int(self.announced))
 
-    def name(self, number: int) -> str:
-        """Return the name of a shard of this series."""
-        return f"{self.beginning}{number:0{min(map(len, self.digits))}}-of-{self.announced}{self.suffix}"
+    def missing(self, split: str) -> str:
+        """Return a clause about the shards that are not there, or ""."""
+        there, expected = {int(digits) for _, digits in self.shards}, self.expected
+        count, width = len(expected) - len(there.intersection(expected)), min(len(digits) for _, digits in self.shards)
+        absent = itertools.islice((number for number in expected if number not in there), SHOWN)
+        names = [f"{self.beginning}{number:0{width}}-of-{self.announced}{self.suffix}" for number in absent]
+        clause = (
+            f"{self.shards[0][0].parent} lacks {count} of the {len(expected)} {split} shards that their names "
+            f"announce ({listed(names, count)}): copy what is missing"
+        )
+        return clause if count else ""
+
+    def spare(self, split: str) -> str:
+        """Return a clause about shards of a number that is not announced or is there already, or ""."""
+        expected, seen, spare = self.expected, set(), []
+        for path, digits in self.shards:
+            if int(digits) not in expected or int(digits) in seen:
+                spare.append(path.name)
+            seen.add(int(digits))
+        clause = (
+            f"{self.shards[0][0].parent} has {len(self.shards)} {split} shards where their names announce "
+            f"{len(expected)} ({listed(spare)}): remove what does not belong there"
+        )
+        return clause if spare else ""
 
 
 def _series(files: Sequence[str]) -> list[Series]:
@@ -102,43 +119,8 @@ def _series(files: Sequence[str]) -> list[Series]:
     for path in map(Path, files):
         if match := re.fullmatch(r"(.*?)(\d+)-of-(\d+)(\.[^.]*)?", path.name):
             series = found.setdefault((match[1], match[3]), Series(match[1], match[3], match[4] or ""))
-            series.paths.append(path)
-            series.digits.append(match[2])
+            series.shards.append((path, match[2]))
     return list(found.values())
-
-
-def _missing(files: Sequence[str], split: str) -> str:
-    for series in _series(files):
-        there, expected = set(series.numbers), series.expected
-        count = len(expected) - len(there.intersection(expected))
-        if count:
-            absent = itertools.islice((number for number in expected if number not in there), NAMED)
-            return (
-                f"{series.paths[0].parent} lacks {count} of the {len(expected)} {split} shards that their names "
-                f"announce ({_list([series.name(number) for number in absent], count)}): copy what is missing"
-            )
-    return ""
-
-
-def _too_many(files: Sequence[str], split: str) -> str:
-    for series in _series(files):
-        numbers, expected = series.numbers, series.expected
-        spare = [
-            path.name
-            for k, (number, path) in enumerate(zip(numbers, series.paths))
-            if number not in expected or number in numbers[:k]
-        ]
-        if spare:
-            return (
-                f"{series.paths[0].parent} has {len(numbers)} {split} shards where their names announce "
-                f"{len(expected)} ({_list(spare, len(spare))}): remove what does not belong there"
-            )
-    return ""
-
-
-def _list(names: Sequence[str], count: int) -> str:
-    shown = list(names[:NAMED])
-    return ", ".join(shown) + (f" and {count - len(shown)} more" if count > len(shown) else "")
 
 
 # -- the records -------------------------------------------------------------------------------------------------
@@ -182,12 +164,12 @@ def _lost(index: Index, recorded: Recorded, split: str) -> str:
     which = [f"{os.path.basename(index.files[k])} has {sizes[k]:,} of {expected[k]:,}" for k in wrong]
     return (
         f"{Path(index.files[0]).parent} has {counted:,} {split} images, and {recorded.name} says {recorded.images:,}"
-        f"{f' ({_list(which, len(which))})' if which else ''}: copy the shards again"
+        f"{f' ({listed(which)})' if which else ''}: copy the shards again"
     )
 
 
 def _files_with_gaps(index: Index) -> set[int]:
-    """Return the numbers of the files that have a gap: an unreadable row without a record's length before it."""
+    """Return the numbers of the files with a gap: an unreadable row without a record's length before it."""
     gaps = set()
     for k in np.flatnonzero(index.width == 0).tolist():
         number, offset = int(index.file[k]), int(index.offset[k])
@@ -199,12 +181,11 @@ def _files_with_gaps(index: Index) -> set[int]:
 def _empty(index: Index, split: str) -> str:
     sizes = index.shard_sizes
     empty = [os.path.basename(path) for path, size in zip(index.files, sizes) if not size]
-    if not empty:
-        return ""
-    return (
+    clause = (
         f"{Path(index.files[0]).parent} has {len(empty)} of {len(sizes)} {split} shards without a record "
-        f"({_list(empty, len(empty))}): copy what is empty again"
+        f"({listed(empty)}): copy what is empty again"
     )
+    return clause if empty else ""
 
 
 def _doubled(index: Index) -> str:
@@ -226,6 +207,5 @@ def _doubled(index: Index) -> str:
 
 
 def _ends(path: str, size: int) -> tuple[bytes, ...]:
-    """Return the first and the last bytes of a file, as digests."""
     count = min(size, COMPARED_BYTES)
     return tuple(hashlib.sha256(read_span(path, offset, count)).digest() for offset in (0, size - count))

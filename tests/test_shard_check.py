@@ -18,7 +18,7 @@ from test_pack import encoded
 from largebatch import assembly, pack
 from largebatch.benchmark import loader
 from largebatch.config import DataConfig, TrainConfig
-from largebatch.data import records, sources, whole
+from largebatch.data import records, shard_check, sources
 from largebatch.data.records import IMAGE, LABEL
 from largebatch.pack import packing, token_labels
 
@@ -165,7 +165,7 @@ def test_many_missing_shards_are_counted(plain):
     for k in range(1, 4):
         shard(plain, k).unlink()
     shard(plain, 0).rename(plain / "train-00005-of-01024")
-    with pytest.raises(ValueError, match="lacks 1023 of .* .train-00000-of-01024, .*2-of-01024 and 1020 more."):
+    with pytest.raises(ValueError, match="lacks 1023 of .* .train-00000-of-01024, .*2-of-01024 and 1,020 more."):
         opened(plain)
 
 
@@ -209,7 +209,7 @@ def test_a_damaged_packing_json_is_named(packed):
     (packed / "packing.json").write_bytes((packed / "packing.json").read_bytes()[:-9])
     with pytest.raises(ValueError, match=f"{packed}/packing.json is damaged .*: copy it again, or remove it"):
         opened(packed)
-    assert whole.PLANS == (packing.PLAN, token_labels.PLAN)
+    assert shard_check.PLANS == (packing.PLAN, token_labels.PLAN)
 
 
 def test_the_option_arrives_and_the_benchmark_only_warns(plain, caplog):
