@@ -11,9 +11,9 @@ from largebatch.ranks import Communicator
 
 
 def first_cause(comm: Communicator, cause: str, *, name: str) -> str:
-    """Return which rank cannot use something, and why; empty: all can. All ranks call it, and get the same.
+    """Return which rank cannot use something, and why, the same on all ranks; "" if all can. Collective.
 
-    cause: why this rank cannot, as the end of a sentence that begins with its name; empty: it can.
+    cause: why this rank cannot, as the end of a sentence that begins with its name.
     """
     causes = comm.allgather_object(cause, name=name)
     return next((f"rank {rank} {cause}" for rank, cause in enumerate(causes) if cause), "")
@@ -22,7 +22,7 @@ def first_cause(comm: Communicator, cause: str, *, name: str) -> str:
 def micro_batch(
     config: TrainConfig, model: nn.Module, device: torch.device, make: Callable[..., Tensor] = torch.zeros
 ) -> Augmented:
-    """Return a micro-batch in the shapes of training. make: how its pixels are made; by default they are zero."""
+    """Return a micro-batch in the shapes of training. make: how its pixels are made."""
     count, side = config.data.micro_batch_size, config.model.img_size
     images = make(count, 3, side, side, device=device)
     targets = make(count, getattr(model, "num_classes"), device=device)
@@ -30,7 +30,7 @@ def micro_batch(
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type and the first line of the error that began: torch wraps those of a compiler."""
+    """Return the type and the first line of the innermost error: torch wraps those of a compiler."""
     while inner := getattr(error, "inner_exception", None) or error.__cause__:
         error = inner
     lines = str(error).strip().splitlines()

@@ -1,8 +1,7 @@
 """Augmentation of one numbered micro-batch, on its device: random erasing, soft targets, mixup, cutmix and MixToken.
 
-The arithmetic is in pure functions that take the draw as an argument; `Augment` only draws. Its draws depend on the
-generator alone, and the generator on (seed, step, number of the micro-batch). So the number of ranks decides which
-process computes a micro-batch, but not its result. Draws are made on the CPU, so they are the same for a GPU.
+Pure functions take the draw as an argument; `Augment` draws, from a generator that depends on (seed, step, number of
+the micro-batch) alone. So the number of ranks does not change a result. Draws are made on the CPU, the same for a GPU.
 """
 
 import hashlib
@@ -36,10 +35,10 @@ class Augmented(NamedTuple):
 
 
 def seed_for(seed: int, step: int, number: int, *, purpose: str = "augment") -> int:
-    """Return the seed, in [0, 2**63), of all draws for one micro-batch: a hash of the run's seed and its place.
+    """Return the seed, in [0, 2**63), of all draws for one micro-batch.
 
-    It is a hash, not a sum, so neighbouring places share nothing, and seed 1 at step 0 is not seed 0 at step 1.
-    purpose: a name of at most 16 bytes for the kind of draw, so that augmentation and dropout are independent.
+    It is a hash, not a sum: seed 1 at step 0 is not seed 0 at step 1. purpose: at most 16 bytes; augmentation and
+    dropout draw independently.
     """
     place = struct.pack("<qqq", seed, step, number)
     digest = hashlib.blake2b(place, digest_size=8, person=purpose.encode()).digest()
@@ -47,11 +46,7 @@ def seed_for(seed: int, step: int, number: int, *, purpose: str = "augment") -> 
 
 
 def seed_draws(seed: int, device: torch.device) -> None:
-    """Seed what a model draws on the host and on its device.
-
-    `torch.manual_seed` does the same for all kinds of devices, and takes 0.2 to 0.3 ms where there is no GPU: for each
-    kind that is not in use it keeps the stack of the caller.
-    """
+    """Seed a model's draws on the host and its device: `torch.manual_seed` without the devices that are not in use."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -70,9 +65,8 @@ def one_hot(labels: Tensor, num_classes: int, *, smoothing: float = 0.0) -> Tens
 def mixup(images: Tensor, targets: Tensor, *, lam: float, partners: Tensor) -> tuple[Tensor, Tensor]:
     """Mix each sample i with sample partners[i]: lam of the first and 1 - lam of the second.
 
-    Images (B, 3, H, W), targets (B, K), partners int64 (B,) with values in [0, B). As cross entropy is linear
-    in its target, its value here is lam * CE(label) + (1 - lam) * CE(partner's label), the form in which
-    mixup is published (https://arxiv.org/abs/1710.09412).
+    Images (B, 3, H, W), targets (B, K), partners int64 (B,) in [0, B). As cross entropy is linear in its target, this
+    is the published form, lam * CE(label) + (1 - lam) * CE(partner's label) (https://arxiv.org/abs/1710.09412).
     """
     return _blend(images, lam, partners), _blend(targets, lam, partners)
 
@@ -95,10 +89,10 @@ class Box(NamedTuple):
 
 
 def cutmix(images: Tensor, targets: Tensor, *, box: Box, partners: Tensor) -> tuple[Tensor, Tensor]:
-    """Put the box of sample partners[i] into each sample i; targets mix as the areas do.
-
-    Images (B, 3, H, W), targets (B, K), partners int64 (B,) with values in [0, B)
+    """Put the box of sample partners[i] into each sample i; targets mix as the areas do
     (https://arxiv.org/abs/1905.04899).
+
+    Images (B, 3, H, W), targets (B, K), partners int64 (B,) in [0, B).
     """
     mixed, inside = images.clone(), (..., slice(box.top, box.bottom), slice(box.left, box.right))
     mixed[inside] = images[inside][partners]
@@ -111,8 +105,7 @@ def draw_cutmix(
 ) -> tuple[Box, Tensor]:
     """Draw one box for images of `size` (H, W), and partners as for mixup.
 
-    The box has the share 1 - lambda of the area, lambda ~ Beta(alpha, alpha), and its centre anywhere; it is clipped to
-    the image.
+    The box has the share 1 - lambda of the area, lambda ~ Beta(alpha, alpha), any centre, and is clipped to the image.
     """
     lam, partners = draw_mixup(num_images, alpha, generator=generator)
     edges: list[int] = []
@@ -129,8 +122,8 @@ ATTEMPTS = 10
 def draw_boxes(num_images: int, size: tuple[int, int], prob: float, *, generator: torch.Generator) -> Tensor:
     """Draw boxes to erase, int64 (num_images, 4) as top, bottom, left, right; each with probability `prob`, or empty.
 
-    The area is uniform and the aspect ratio log-uniform. The box is the first of ten attempts that is smaller than
-    the image, `size` (H, W), or else empty. The generator is a CPU one.
+    The area is uniform, the aspect ratio log-uniform. Of ten attempts the first that is smaller than the image, `size`
+    (H, W), is taken. The generator is a CPU one.
     """
     u = torch.rand(num_images, 1 + 4 * ATTEMPTS, dtype=torch.float64, generator=generator).numpy()
     area, aspect, down, along = u[:, 1:].reshape(num_images, 4, ATTEMPTS).swapaxes(0, 1)
@@ -166,7 +159,7 @@ def erase(images: Tensor, *, boxes: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def draw_noise(boxes: Tensor, num_channels: int, *, generator: torch.Generator) -> Tensor:
-    """Draw the normal numbers with which `erase` fills the boxes, from a CPU generator, only as many as needed."""
+    """Draw the normal numbers that `erase` needs, from a CPU generator."""
     pixels = (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2])
     return torch.randn(num_channels * int(pixels.sum()), generator=generator)
 
@@ -187,8 +180,7 @@ def draw_mix_box(grid: int, *, generator: torch.Generator) -> MixBox:
 def smooth(targets: Tensor, smoothing: float) -> Tensor:
     """Spread a share `smoothing` of probabilities (..., K) evenly, in place; rows of zeros stay zero.
 
-    They add up to 1. The published code keeps 1 - smoothing + smoothing / K of the teacher's, so that its targets add
-    up to 1 + smoothing / K.
+    They add up to 1; those of the published code add up to 1 + smoothing / K.
     """
     even = targets.sum(dim=-1, keepdim=True) * (smoothing / targets.shape[-1])
     return targets.mul_(1.0 - smoothing).add_(even)
@@ -209,13 +201,13 @@ class Augment:
     """Erasing, labels -> soft targets, then mixup or cutmix. The 32K recipe has mixup alone (alpha 0.2, no smoothing).
 
     mixup_alpha, cutmix_alpha: parameters of the Beta distributions, 0 for none; with both, cutmix has probability
-    `switch_prob` and mixup the rest. label_smoothing: in [0, 1). erase_prob: probability of random erasing, with
-    normal noise (erase_mode pixel) or with 0, the mean (const: CutOut).
+    `switch_prob` and mixup the rest. erase_prob: probability of random erasing, with normal noise (erase_mode pixel) or
+    with 0, the mean (const: CutOut).
 
-    If token labels come with the images, the targets are a teacher's. The target of an image is the teacher's over the
-    whole crop (as in ReLabel), mixed with the label by the rule `ground_truth` (`with_ground_truth`), or the label
-    alone if the teacher saw nothing of the crop. grid: output cells along each side for which there are token targets,
-    0: none. mix_token: draw a box among them (`draw_mix_box`), instead of mixup and cutmix.
+    Token labels are a teacher's. The target of an image is then the teacher's over the whole crop (as in ReLabel),
+    mixed with the label by the rule `ground_truth` (`with_ground_truth`), or the label alone if the teacher saw nothing
+    of the crop. grid: output cells along each side for which there are token targets, 0: none. mix_token: draw a box
+    among them (`draw_mix_box`), instead of mixup and cutmix.
     """
 
     def __init__(
@@ -279,7 +271,7 @@ class Augment:
         return Augmented(images, targets, taught)
 
     def _taught(self, own: Tensor, labels: Tensor, token_labels: TokenLabels) -> tuple[Tensor, Tensor | None]:
-        """Return a teacher's targets (B, K), in place of the label's `own`, and (B, N, K); without a grid None."""
+        """Return targets (B, K), a teacher's in place of the label's `own`, and (B, N, K); None without a grid."""
         grids = [1, self.grid] if self.grid else [1]
         taught, seen = token_targets(token_labels, num_classes=self.num_classes, grids=grids)
         taught = smooth(taught, self.label_smoothing)
@@ -287,7 +279,6 @@ class Augment:
         return torch.where(seen[:, :1], shared, own), taught[:, 1:] if self.grid else None
 
     def _cuts(self, generator: torch.Generator) -> bool:
-        """Decide if this micro-batch gets cutmix; draws only if there is a choice."""
         if self.mixup_alpha and self.cutmix_alpha:
             return float(torch.rand((), generator=generator)) < self.switch_prob
         return self.cutmix_alpha > 0

@@ -1,12 +1,9 @@
 """Running statistics of batch normalisation that do not depend on the rank that computes a micro-batch.
 
-Left to torch, each rank would follow the micro-batches that it happens to see, and a checkpoint would hold those of
-rank 0. Here
-
     statistics = statistics + momentum (mean over all micro-batches of the step - statistics)
 
-once per step, and every rank always holds the same numbers, so nothing has to be agreed on before an evaluation or a
-checkpoint. With one rank and one pass per step this is what torch does.
+once per step. Every rank always holds the same numbers, so an evaluation or a checkpoint needs no agreement. With one
+rank and one pass per step this is what torch does.
 """
 
 from collections.abc import Iterator
@@ -37,7 +34,7 @@ class _Layer:
     def forward(self, images: Tensor) -> Tensor:
         """Call the module; in training, torch takes the plain mean over the micro-batches of this step.
 
-        Without a momentum, torch would do so by itself, but it would wait for a GPU to read its count there.
+        torch does so by itself without a momentum, but then waits for a GPU to read its count.
         """
         if self.module.training:
             self.passes += 1
@@ -45,7 +42,6 @@ class _Layer:
         return type(self.module).forward(self.module, images)
 
     def begin_step(self) -> None:
-        """Go back to the statistics of the last step."""
         assert self.module.num_batches_tracked is not None
         for kept, buffer in zip(self.kept, self.buffers):
             buffer.copy_(kept)
@@ -56,8 +52,7 @@ class _Layer:
 class BatchNormStatistics:
     """Applies momentum once per step instead of once per micro-batch, in every layer that has running statistics.
 
-    A step costs one small allreduce; a model without such layers costs nothing. num_batches_tracked is 0 after each
-    step.
+    A step costs one small allreduce; a model without such layers costs nothing.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
@@ -67,10 +62,7 @@ class BatchNormStatistics:
 
     @contextmanager
     def over_steps(self) -> Iterator[None]:
-        """Let torch take plain means inside the block, and give the modules their momentum back after it.
-
-        The statistics of a resumed run are already in the buffers.
-        """
+        """Let torch take plain means inside the block, and give the modules their momentum back after it."""
         for module in self.modules:
             assert module.momentum is not None
             layer = _Layer(module, module.momentum, [])
@@ -88,7 +80,7 @@ class BatchNormStatistics:
 
     @torch.no_grad()
     def take_up(self) -> None:
-        """Take the buffers, to which a checkpoint may have been loaded, as the statistics of the last step."""
+        """Take the buffers, perhaps from a checkpoint, as the statistics of the last step."""
         for layer in self.layers:
             layer.kept = [buffer.clone() for buffer in layer.buffers]
             layer.begin_step()
@@ -111,7 +103,7 @@ class BatchNormStatistics:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Restore all buffers of the model at the end of the block: passes inside it count for no statistics."""
+        """Restore all buffers of the model after the block: its passes count for no statistics."""
         saved = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         passes = [layer.passes for layer in self.layers]
         try:

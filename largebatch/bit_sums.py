@@ -28,13 +28,12 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 
 def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the sums of these tensors, (N), on the device of the first."""
+    """Return the sum of each tensor, (N), on the device of the first."""
     sums = [bit_sum(tensor) for tensor in tensors]
     return torch.stack([one.to(sums[0].device) for one in sums]) if sums else torch.zeros(0, dtype=torch.int64)
 
 
 def digest(sums: Tensor) -> str:
-    """Return a text that differs if one of the sums does."""
     return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=32).hexdigest()
 
 

@@ -1,8 +1,7 @@
 """Compile the passes of a model before the first step, or go on without a compiler, on all ranks alike.
 
-torch compiles at the first call. So a compiler that is missing, or a model that it cannot compile, would end a job in
-its first step. Therefore each rank first runs one pass of a compiled copy of the model. Its graphs are those of the
-first step, which finds them ready. The copy leaves the model as it is: its gradients, statistics and draws are gone.
+torch compiles at the first call, so a missing compiler would end a job in its first step. Therefore each rank first
+runs one pass of a compiled copy of the model, whose graphs the first step finds ready.
 """
 
 import copy
@@ -31,9 +30,9 @@ def compile_model(
 ) -> None:
     """Let torch compile the forward and backward pass as --run.compile says; names and state_dict stay as they are.
 
-    Every rank calls it, with the model on its device. If one rank cannot compile, rank 0 warns, and all ranks compute
-    without a compiler. The compiled backward pass is one piece to autograd: it hands out all gradients at its end, and
-    only then Horovod's hooks run. With "blocks" the same holds for each block by itself.
+    Every rank calls it, with the model on its device. If one rank cannot compile, rank 0 warns, and all compute without
+    a compiler. A compiled backward pass hands out all gradients at its end, and only then Horovod's hooks run; with
+    "blocks", each block by itself.
     """
     wanted = config.run.compile
     given = f"--run.compile {str(wanted).lower()}"
@@ -57,7 +56,6 @@ def compile_model(
 
 
 def compile_passes(model: nn.Module) -> None:
-    """Let torch compile the methods that an objective calls."""
     model.compile()
     if hasattr(model, "forward_train"):  # the objective calls it by name, so model.compile() does not reach it
         setattr(model, "forward_train", torch.compile(getattr(model, "forward_train")))
@@ -67,7 +65,7 @@ def compile_passes(model: nn.Module) -> None:
 
 
 def lacks_compiler(device: torch.device) -> str:
-    """Return what a compiler for the device needs and this rank lacks, as the end of a sentence; empty: nothing."""
+    """Return what a compiler for the device needs and this rank lacks, as the end of a sentence; else ""."""
     header = Path(sysconfig.get_path("include"), "Python.h")
     if can_compile(device.type) and (device.type != "cpu" or header.exists()):
         return ""
@@ -76,7 +74,7 @@ def lacks_compiler(device: torch.device) -> str:
 
 
 def why_not(try_out: Callable[[], None]) -> str:
-    """Return why this rank cannot compute what it compiles in `try_out`, as the end of a sentence; empty: it can."""
+    """Return why this rank cannot compute what `try_out` compiles, as the end of a sentence; "" if it can."""
     try:
         try_out()
     except Exception as error:  # of torch, of the compiler that it calls, of the driver; a lack of memory
@@ -92,7 +90,7 @@ def _try_out(
     comm: Communicator,
     change: Callable[[nn.Module], object],
 ) -> None:
-    """Compute a pass forward and backward of a changed copy of the model, as the first step will."""
+    """Compute a pass forward and backward of a changed copy of the model."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         trial = copy.deepcopy(model).train()
         change(trial)

@@ -1,8 +1,7 @@
 """Evaluation: the counts of a batch, their sums over batches and ranks, and smaller batches if memory is short.
 
-Counts do not depend on the batch size; it only decides how much is computed at once. So if one rank runs out of
-memory, all begin again with batches of half the size, and the result is, to the last bit, the one that
-`--data.eval_batch_size` of that size gives.
+Counts do not depend on the batch size. So if one rank runs out of memory, all begin again with half of it, and the
+result is, to the last bit, the one that `--data.eval_batch_size` of that size gives.
 """
 
 import logging
@@ -28,14 +27,11 @@ OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED"
 
 
 def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the counts that an evaluation adds up over batches and ranks: float64 (4,), in the order of `COUNTS`.
+    """Return the counts of a batch: float64 (4,), in the order of `COUNTS`, of logits (B, K) and labels int64 (B,).
 
-    Number of images, right within the first 1, right within the first 5, and summed cross entropy, of logits
-    (B, K) and labels int64 (B,). float64 holds the counts exactly, and keeps the order of adding from showing
-    in any printed digit of the loss.
-
-    Classes of equal logits rank by their number, the lower first: half-precision logits do tie, and no
-    library's top-k promises an order. A sample with a NaN among its logits is wrong, and makes the loss NaN.
+    float64 holds the counts exactly, and keeps the order of adding from showing in any printed digit of the loss.
+    Classes of equal logits rank by their number, the lower first: half-precision logits do tie, and no library's top-k
+    promises an order. A sample with a NaN among its logits is wrong, and makes the loss NaN.
     """
     logits = at_least_float32(logits)
     own = logits.gather(1, labels[:, None])
@@ -50,8 +46,8 @@ def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
 def count_listed(logits: Tensor, listed: Tensor) -> Tensor:
     """Return the counts if an image may show several classes, or none that counts: float64 (3,), as `LISTED_COUNTS`.
 
-    listed: int64 (B, L), each row the classes of an image, filled up with -1. Number of images that have one, and of
-    those for which one is among the first 1, and the first 5, of logits (B, K). Ties and NaN as in `count_correct`.
+    listed: int64 (B, L), each row the classes of an image, filled up with -1. An image is right if one of its classes
+    is among the first 1, or the first 5, of logits (B, K). Ties and NaN as in `count_correct`.
     """
     first = at_least_float32(logits).sort(dim=1, descending=True, stable=True).indices[:, :5]
     valid = ~logits.isnan().any(dim=1, keepdim=True)
@@ -118,10 +114,9 @@ def tally_fitting(
 ) -> tuple[Tensor, int]:
     """Tally this rank's batches; return the totals and the size that fitted: `batch_size`, or a half, a quarter, ...
 
-    open_batches(size) cuts all `num_images` into batches of that size, deals them out in turn and gives those of this
-    rank. A rank that ran out of memory cannot go on alone: the others would wait for it at the end, and Horovod takes a
-    long wait for a stall. So the ranks ask one another every few batches. Raises Stopped, on all ranks, if memory does
-    not suffice for one image at a time.
+    open_batches(size) cuts all `num_images` into batches of that size and gives those of this rank. A rank that ran out
+    of memory cannot go on alone: the others would wait for it. So the ranks ask one another every few batches. Raises
+    Stopped, on all ranks, if memory does not suffice for one image at a time.
     """
     batch_size = min(batch_size, num_images)
     while True:
@@ -170,6 +165,5 @@ def _any_failed(comm: Communicator, failed: bool) -> bool:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether torch or Python reports by this error that memory is short, on a GPU or a CPU."""
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return known or any(words in str(error) for words in OUT_OF_MEMORY)

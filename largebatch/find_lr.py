@@ -1,9 +1,8 @@
 """The search for a learning rate: --run.find_lr true trains a few steps, at a rate that grows from step to step.
 
-It is the range test of arXiv:1506.01186 (section 3.3), on all ranks and at the global batch that will be used. The rate
-grows from LOWEST to HIGHEST by a constant factor; the loss falls, and rises when the rate is too high. All ranks
-see the same loss, so they stop at the same step. The program then ends. It saves no weights: the same command without
-the option begins with the same bits as if nobody had searched.
+It is the range test of arXiv:1506.01186 (section 3.3), on all ranks and at the run's global batch. The rate grows from
+LOWEST to HIGHEST by a constant factor; the loss falls, and rises when the rate is too high. All ranks see the same
+loss, so they stop at the same step. The program then ends and saves no weights.
 """
 
 import logging
@@ -37,7 +36,7 @@ TABLE, PICTURE = "find_lr.csv", "find_lr.png"
 
 
 def rate(step: float) -> float:
-    """Return the learning rate of a step, from 0: it grows by a constant factor."""
+    """Return the learning rate of a step, from 0."""
     return LOWEST * (HIGHEST / LOWEST) ** (step / (STEPS - 1))
 
 
@@ -61,7 +60,7 @@ def has_diverged(losses: Sequence[float]) -> bool:
 def fit_lines(rates: Sequence[float], losses: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """Fit a line to the losses around each rate; return its height and its slope per decade, both (len(rates),).
 
-    The weights are a normal distribution over the logarithm of the rate. So, unlike a moving average, it has no delay.
+    The weights are a normal distribution over the logarithm of the rate, which has no delay.
     """
     x, y = np.log10(np.asarray(rates)), np.minimum(losses, 2 * losses[0])  # the last losses may be huge
     weights = np.exp(-0.5 * ((x[:, None] - x) / WIDTH) ** 2)
@@ -93,12 +92,11 @@ class Search(Hook):
         self.diverged = False
 
     def points(self) -> tuple[list[float], list[float]]:
-        """Return the rate of each update, and the loss after it, which the next step computed; all of them finite."""
+        """Return the rate of each update, and the finite loss after it, which the next step computed."""
         pairs = [pair for pair in zip(self.rates, self.losses[1:]) if math.isfinite(pair[1])]
         return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
-        """Take the mean loss of the global batch."""
         total = trainer.comm.allreduce(output.loss_sum.double().cpu(), name="find_lr/loss")
         self.rates.append(rate(trainer.state.step - 1))
         self.losses.append(float(total) / trainer.comm.size)
@@ -110,7 +108,7 @@ class Search(Hook):
 def find_lr(
     config: TrainConfig, comm: Communicator, signals: Signals | None, *, device: "torch.device", images: Images
 ) -> None:
-    """Search from the initial state of a run; log the suggestion, and write the table and the picture into its folder.
+    """Search from the initial state of a run; write the suggestion, the table and the picture.
 
     All ranks raise StoppedEarly if a signal ends the search.
     """
@@ -139,7 +137,6 @@ def ramped(config: TrainConfig) -> TrainConfig:
 
 
 def tell(config: TrainConfig, rates: Sequence[float], losses: Sequence[float]) -> None:
-    """Write the table and the picture, and log the suggestion."""
     folder, found = Path(config.folder), suggest(rates, losses)
     curve = fit_lines(rates, losses)[0] if len(rates) > 1 else losses
     with atomic_file(folder / TABLE) as file:
@@ -156,14 +153,12 @@ def tell(config: TrainConfig, rates: Sequence[float], losses: Sequence[float]) -
 
 
 def batch_and_optimizer(config: TrainConfig) -> str:
-    """Name what the suggestion holds for."""
     return f"{config.optim.name} at a global batch of {config.data.global_batch_size}"
 
 
 def draw(
     path: Path, rates: Sequence[float], losses: Sequence[float], curve: Any, found: float | None, *, title: str
 ) -> None:
-    """Draw the losses of single steps, the smoothed loss, and the suggestion."""
     from matplotlib.figure import Figure  # takes half a second to import, and only rank 0 needs it
 
     figure = Figure(figsize=(7.0, 4.4), dpi=120, layout="constrained")

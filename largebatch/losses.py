@@ -1,8 +1,8 @@
 """Losses and objectives.
 
-An objective is called with (model, batch) and returns the loss, the *sum* over the samples of the batch. The engine
-knows nothing but this, and divides by the images of the whole global batch, so micro-batches of unequal size weigh
-right. Every loss is computed in at least float32, whatever the model ran in.
+An objective is called with (model, batch) and returns the loss, the *sum* over the samples of the batch: the engine
+divides by the images of the global batch, so micro-batches of unequal size weigh right. Every loss is computed in at
+least float32.
 """
 
 from collections.abc import Callable
@@ -20,16 +20,12 @@ Objective = Callable[[nn.Module, Augmented], Tensor]
 
 
 def soft_target_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of logits (B, K) against probabilities (B, K), summed over the B samples, in nats.
-
-    Half-precision logits become float32 first; float64 stays float64.
-    """
+    """Return the cross entropy of logits (B, K) against probabilities (B, K), summed over the B samples, in nats."""
     logits = at_least_float32(logits)
     return F.cross_entropy(logits, targets.to(logits.dtype), reduction="sum")
 
 
 def classification(model: nn.Module, batch: Augmented) -> Tensor:
-    """The objective of image classification: soft-target cross entropy of the model's logits, summed."""
     return soft_target_cross_entropy(model(batch.images), batch.targets)
 
 
@@ -39,17 +35,16 @@ class TokenLabeling:
 
         cls_weight · CE(class logits, class target) + dense_weight · mean over the N output cells of CE(token)
 
-    for a model whose forward_train(images, mix_box=...) returns class logits (B, K) and token logits (B, N, K). With a
-    mix box, class logits are those of mixed images, so their targets are mixed by the box's share of the cells; token
-    logits come back un-mixed. Without token targets each cell has its image's.
-    Published weights: 1 and 0.5 (VOLO), 1 and 1 (LV-ViT).
+    The model's forward_train(images, mix_box=...) returns class logits (B, K) and token logits (B, N, K). With a mix
+    box, class logits are of mixed images, so their targets are mixed by the box's share of the cells; token logits come
+    back un-mixed. Without token targets each cell has its image's. Published weights: 1 and 0.5 (VOLO), 1 and 1
+    (LV-ViT).
     """
 
     cls_weight: float
     dense_weight: float
 
     def __call__(self, model: nn.Module, batch: Augmented) -> Tensor:
-        """Return the loss, 0-d."""
         forward_train: Callable[..., tuple[Tensor, Tensor]] = getattr(model, "forward_train")
         logits, token_logits = forward_train(batch.images, mix_box=batch.mix_box)
         loss = soft_target_cross_entropy(logits, mixed_targets(batch.targets, batch.mix_box, token_logits.shape[1]))

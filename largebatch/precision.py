@@ -15,7 +15,6 @@ def autocast(device: torch.device, precision: str, *, cache: bool = True) -> tor
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
-    """Return half-precision logits as float32, and others as they are."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -30,7 +29,6 @@ def computes(device: torch.device, precision: str) -> bool:
 
 
 def choose_precision(device: torch.device) -> str:
-    """Return bf16 if the processor computes it, else fp16 on a GPU and fp32 on a CPU."""
     if computes(device, "bf16"):
         return "bf16"
     return "fp16" if device.type == "cuda" else "fp32"

@@ -1,24 +1,20 @@
 r"""Learning-rate schedules: pure functions from the optimizer step to a factor of the peak learning rate.
 
-A schedule has no state: the engine writes `group["lr"] = peak * factor(step)` at the top of every step, so
-a resumed run needs one integer and a curve can be tabulated without training. Durations arrive here in
-optimizer steps only; the configuration converts epochs, images and fractions. In a batch ramp all of them are
-counted in steps like the first, so a larger step begins at a fraction of one, and the curve keeps its place in
-the epochs.
+The engine writes `group["lr"] = peak * factor(step)` at the top of every step, so a resumed run needs one integer.
+Durations arrive here in optimizer steps only. In a batch ramp they are counted in steps like the first: a larger step
+begins at a fraction of one, and the curve keeps its place in the epochs.
 
     factor
       1 |        ______ peak
         |      /        \            linear, cosine, poly or constant between warm-up and cooldown
         |    /             \
-  start |  /                  \
-  floor |                        \__________
+  start |  /                  \   floor |                        \__________
         +--|-----|----------------|----------|--> step
            0     warmup_steps     end        total_steps        end = total_steps - cooldown_steps
 
-Without a `start` the warm-up is (step + 1) / (warmup_steps + 1): the first step already has a rate above
-zero, and the step after the warm-up has the full one. Together with linear decay, which is
-(end - step) / (end - warmup_steps), that is the schedule of the published 32K run; it moved once per epoch
-(`steps_per_epoch`).
+Without a `start` the warm-up is (step + 1) / (warmup_steps + 1): the first step has a rate above zero, and the step
+after the warm-up has the full one. With linear decay, (end - step) / (end - warmup_steps), that is the schedule of the
+published 32K run; it moved once per epoch (`steps_per_epoch`).
 """
 
 import math
@@ -106,7 +102,7 @@ def scale_lr(lr: float, *, batch_size: int, reference_batch_size: int, rule: str
 
 
 def _in_epochs(steps: int, steps_per_epoch: float | None) -> float:
-    """Convert a duration to the unit that the schedule counts: steps, or epochs when it moves once per epoch."""
+    """Convert a duration to the unit that the schedule counts: steps, or epochs if it moves once per epoch."""
     if steps_per_epoch is None:
         return float(steps)
     epochs = steps / steps_per_epoch

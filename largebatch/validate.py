@@ -1,14 +1,12 @@
 """Exact top-1 and top-5 of a run or of a zoo model; every held-out image is counted once, with any number of ranks.
 
-python -m largebatch.validate RUN [--ema] [--section.option value ...]
-python -m largebatch.validate RUN/checkpoints/best
-horovodrun -np 4 python -m largebatch.validate --model vit_b16 --init-from FILE --data FOLDER
+    python -m largebatch.validate RUN [--ema] [--section.option value ...]
+    python -m largebatch.validate RUN/checkpoints/best
+    horovodrun -np 4 python -m largebatch.validate --model vit_b16 --init-from FILE --data FOLDER
 
-Each model has its own crop, filter, mean and standard deviation (`default_cfg`); a crop_pct above 1 pads the image. A
-batch that does not fit into memory is halved.
-
---init-from takes a weights file, or a run folder, whose newest weights are used. If a file holds plain and averaged
-weights, the plain ones are used. FLAGS has the options that are not those of a run.
+Each model has its own crop, filter, mean and standard deviation (`default_cfg`); a crop_pct above 1 pads the image. If
+a
+file holds plain and averaged weights, the plain ones are used.
 """
 
 from __future__ import annotations
@@ -117,10 +115,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
-    """The config and the flags of a command line.
+    """Return the config and the flags of a command line.
 
-    If the first word is a run folder, or one of its checkpoints, the config is the one of the run, with the options of
-    the command line on top; model.weights is then that checkpoint, or empty, unless it is given, too.
+    If the first word is a run folder, or one of its checkpoints, the config is the run's, with the options of the
+    command line on top; model.weights is then that checkpoint, or empty, unless it is given, too.
     """
     flags, words = _take_flags(argv)
     run = Path(expanded(words.pop(0))) if words and not words[0].startswith("-") else None
@@ -171,10 +169,9 @@ def defaults(given: Mapping[str, Any], *, argv: Sequence[str] = ()) -> TrainConf
 
 
 def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]:
-    """Evaluate config.model on the held-out images of config.data, with each set of weights that the flags choose.
+    """Evaluate config.model on the held-out images, with each set of weights that the flags choose.
 
-    If config.model.weights is empty, the weights are those of the newest checkpoint in the run folder. Rank 0 prints
-    the results and writes the table.
+    If config.model.weights is empty, the newest checkpoint in the run folder has the weights. Rank 0 prints and writes.
     """
     from largebatch.assembly import build_model, open_data
     from largebatch.report.predictions import write as write_predictions
@@ -210,7 +207,7 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
 
 
 def choose(config: TrainConfig, flags: Flags) -> tuple[list[str], int, tuple[str, ...]]:
-    """Return the weights files to validate, the number of the model's classes, and their names, if these are known."""
+    """Return the weights files to validate, the number of the model's classes, and their names, if known."""
     from largebatch.checkpoint import find_weights
     from zoo.hub import TRIES, label_names
     from zoo.weights import Gone
@@ -228,9 +225,10 @@ def choose(config: TrainConfig, flags: Flags) -> tuple[list[str], int, tuple[str
 def load_each(
     paths: Sequence[str], model: nn.Module, comm: Communicator, again: Callable[[], list[str]]
 ) -> Iterator[str]:
-    """Load one file after the other on all ranks, and yield its path. A run may have removed it since it was chosen.
+    """Load one file after the other on all ranks, and yield its path.
 
-    Then it is left out, if there are several. A single one is replaced by the one that `again` chooses, if another.
+    A run may have removed a file since it was chosen. Then it is left out, if there are several; a single one is
+    replaced by the one that `again` chooses, if another.
     """
     from zoo import load_weights
     from zoo.weights import Gone
@@ -255,7 +253,6 @@ def load_each(
 
 
 def count_classes(config: TrainConfig, path: str) -> int:
-    """Return the number of classes of the weights of a model."""
     import torch
 
     from largebatch.assembly import build_model
@@ -277,9 +274,7 @@ def evaluate_weights(
     listed: Tensor | None,
     answers: dict[int, Answer] | None = None,
 ) -> Row:
-    """Evaluate a model that already holds the weights of `path`.
-
-    answers: is filled with the answer to each image of this rank.
+    """Evaluate a model that holds the weights of `path`. answers: is filled with the answer to each image of this rank.
     """
     import torch
 
@@ -336,7 +331,7 @@ def _figures(sums: dict[str, float]) -> dict[str, Any]:
 
 
 def answer(logits: Tensor, labels: Tensor) -> list[Answer]:
-    """Return the answer to each image; classes of equal logits rank by their number, as in `count_correct`."""
+    """Return the answer to each image; equal logits rank as in `count_correct`."""
     import torch.nn.functional as F
 
     from largebatch.precision import at_least_float32

@@ -43,13 +43,10 @@ MAY_DIFFER_SECTIONS = ("horovod.", "log.", "checkpoint.", "parallel.")  # the la
 
 
 def resume(config: TrainConfig, trainer: Trainer, *, last_step: int | None = None) -> bool:
-    """Bring `trainer` to the newest valid checkpoint in the run folder of `config`; False if there is none.
+    """Bring `trainer` to the newest valid checkpoint of its run, up to `last_step`; return whether there is one.
 
-    last_step: that of the newest checkpoint that may be taken; None: any may.
-
-    Call it on every rank, with the optimizer's state created (`optim.init_state`). Rank 0 reads, and the others get its
-    state, the average of the weights included if the run has one. Raises comm.Stopped, on every rank, if the checkpoint
-    was made with other options.
+    Every rank calls it, with the optimizer's state created (`optim.init_state`). Rank 0 reads, and the others get its
+    state. Raises Stopped, on every rank, if the checkpoint was made with other options.
     """
     comm = trainer.comm
     model, optimizer = trainer.replica.empty_whole()
@@ -102,8 +99,8 @@ def load(
 ) -> TrainState:
     """Load a checkpoint that `latest` found; return the state it was saved with.
 
-    images: the digest of the present training images. Raises ValueError, and loads nothing, if the checkpoint was made
-    with other options than `config` that change the numbers. Another data.path is refused only if its images differ.
+    images: the digest of the present training images; another data.path is refused only if they differ. Raises
+    ValueError, and loads nothing, if `config` differs in options that change the numbers.
     """
     content = read_state(path)
     if config is not None:
@@ -120,9 +117,8 @@ def load(
 
 
 def check_loaded(path: Path, name: str, content: Mapping[str, Any], sums: dict[str, str]) -> None:
-    """Raise ValueError if the tensors that were loaded from a file are not those that were trained.
-
-    sums: the digests of the checkpoint; older ones have none.
+    """Raise ValueError if the tensors loaded from a file are not those that were trained, by `sums`, which old files
+    lack.
     """
     if name in sums and digest(sums_of(content)) != sums[name]:
         raise ValueError(
@@ -132,10 +128,7 @@ def check_loaded(path: Path, name: str, content: Mapping[str, Any], sums: dict[s
 
 
 def check_config(text: str, config: TrainConfig, *, path: Path, same_images: bool = False) -> None:
-    """Raise ValueError, with options and both values, if a checkpoint's YAML `text` is another run than `config`.
-
-    same_images: the training images are the same, wherever they are.
-    """
+    """Raise ValueError, with options and both values, if a checkpoint's YAML `text` is another run than `config`."""
     try:
         saved = configs.load_text(text, place="state.pt")
     except ValueError as error:
@@ -158,7 +151,7 @@ def check_config(text: str, config: TrainConfig, *, path: Path, same_images: boo
 
 
 def may_differ(option: str, config: TrainConfig) -> bool:
-    """Return whether a run of this config goes on with the same numbers if an option differs."""
+    """Return whether a run goes on with the same numbers if an option differs."""
     if option == "log.every" and configs.ramp.by_noise(config):  # the batch is decided at rows
         return False
     return option in MAY_DIFFER or option.startswith(MAY_DIFFER_SECTIONS)

@@ -1,8 +1,7 @@
 """A copy in host memory of all that a checkpoint holds, so that training goes on while the copy is written.
 
-The copies go into buffers that are kept from one snapshot to the next, because the first copy into new memory takes
-several times as long as the next ones. For tensors on a GPU the buffers are pinned, and a copy only joins the queue of
-the GPU: the step does not wait for it, the thread that writes does.
+The buffers are kept from one snapshot to the next, because the first copy into new memory takes several times as long.
+For tensors on a GPU they are pinned: the step does not wait for the copy, the thread that writes does.
 """
 
 import platform
@@ -31,7 +30,7 @@ class HostMemory:
     def copy(self, value: Any, *place: Any) -> Any:
         """Copy nested dictionaries, lists and tuples of tensors and plain values. place: where `value` was found.
 
-        A copy of a tensor on a GPU is complete when the current stream has done what it was given so far.
+        A copy from a GPU is complete when the current stream has done its present work.
         """
         if isinstance(value, Tensor):
             return self._copy_tensor(value.detach(), place)
@@ -60,12 +59,10 @@ class Snapshot:
     sums: dict[str, Tensor] = field(default_factory=dict)  # by the name of the file: of the tensors that were copied
 
     def wait(self) -> None:
-        """Wait until the tensors are complete."""
         if self.copied is not None:
             self.copied.synchronize()
 
     def num_bytes(self) -> int:
-        """Return the bytes of all tensors."""
         return num_bytes([self.weights, self.state])
 
 
@@ -80,10 +77,7 @@ def take_snapshot(
     memory: HostMemory | None = None,
     description: str = "",
 ) -> Snapshot:
-    """Return a snapshot, copied into `memory`.
-
-    Without `memory` nothing is copied: the caller must not change the model and the optimizer until it is written.
-    """
+    """Return a snapshot, copied into `memory`; without it, one of the tensors in training, which must not change."""
     weights = {WEIGHTS: named_weights(model)} | ({} if average is None else {AVERAGE: named_weights(average)})
     content = {
         "optimizer": optimizer.state_dict(),
@@ -104,7 +98,7 @@ def take_snapshot(
 
 
 def sums_of(content: Mapping[str, Any]) -> Tensor:
-    """Return the sums of the bits of a file's tensors, by which a later copy of them is compared."""
+    """Return the sums of the bits of a file's tensors, to compare with a later copy."""
     return bit_sums(_tensors([content[name] for name in sorted(content)]))
 
 
@@ -114,7 +108,6 @@ def num_bytes(value: Any) -> int:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """List the tensors in nested dictionaries, lists and tuples."""
     if isinstance(value, Tensor):
         return [value]
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()

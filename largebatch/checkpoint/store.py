@@ -9,16 +9,15 @@
             manifest.json         the step, and of these the size, SHA-256 and sums of the bits: written last
         00000200/
         best                      a link to the checkpoint of the best evaluation, which is kept beside the newest
-        00000300.tmp/             one being written, or what a kill left of it; the next save removes it if it can
+        00000300.tmp/             an unfinished one; the next save removes it
 
-A folder without the suffix is complete: it is written under the other name, every file is on the disk before the
-manifest is, and only then it is renamed. The digests show any later damage before a tensor is loaded, and the next
-older checkpoint is taken then. A bit that flips on the way to the file would be part of its digest. So the sums of the
-tensors in training are compared with those of the file before it counts, and again with those that are loaded. Only
-rank 0 reads and writes. Of the data only the step is in here: the plan of the run is a pure function of it.
+A folder without the suffix is complete: every file is on the disk before the manifest is, and only then the folder gets
+its name. The digests show later damage before a tensor is loaded, and the next older checkpoint is taken. A bit that
+flips on the way to the file would be part of its digest, so the sums of the tensors in training are compared with those
+of the file, and again with the tensors that are loaded. Only rank 0 reads and writes.
 
-`save` may run in a thread. This process remembers the digests of files that it has written or read, so a save does not
-read the older checkpoints again; `latest` and `why_invalid` always read.
+`save` may run in a thread. This process remembers the digests of the files that it has read or written, so a save does
+not read older checkpoints again; `latest` and `why_invalid` always read.
 """
 
 import errno
@@ -61,11 +60,11 @@ SPARE_BYTES = 2**20  # names, headers and scalars beside the tensors
 
 
 def save(folder: str | Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
-    """Write the checkpoint of a snapshot into run folder `folder`, which must exist; keep the `keep` newest valid ones
-    and the best one. While the training loss is above its lowest, the newest one from before that rise is kept, too.
+    """Write a snapshot into run folder `folder`, which must exist, and return the checkpoint's path.
 
-    Returns its path. A valid checkpoint of this state is not written again. Raises OSError if it cannot be written; the
-    older ones are then untouched.
+    The `keep` newest valid checkpoints and the best one are kept; while the training loss is above its lowest, also the
+    newest one from before that rise. A valid checkpoint of this state is not written again. Raises OSError if it cannot
+    be written; the older ones are then untouched.
     """
     assert keep >= 2, keep
     snapshot.wait()
@@ -94,12 +93,10 @@ def save(folder: str | Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
 
 
 def latest(folder: str | Path, *, last_step: int | None = None) -> Path | None:
-    """Return the newest valid checkpoint of run folder `folder`, None if it has none; warn of newer, damaged ones.
+    """Return the newest valid checkpoint of run folder `folder`, up to `last_step`, or None; warn of newer, damaged
+    ones.
 
-    last_step: leave out the checkpoints of later steps.
-
-    Raises ValueError if all are damaged: starting over in this folder would overwrite checkpoints that may still be
-    recoverable.
+    Raises ValueError if all are damaged: a new start in this folder would overwrite what may still be recoverable.
     """
     paths = [path for path in checkpoints(folder) if last_step is None or int(path.name) <= last_step]
     for path in _valid(paths):
@@ -116,7 +113,7 @@ def latest(folder: str | Path, *, last_step: int | None = None) -> Path | None:
 def newest_weights(folder: str | Path, *, average: bool = False) -> Path:
     """Return the weights file (average: the averaged one) of the newest valid checkpoint; ValueError without one.
 
-    folder: that of a run, or of one of its checkpoints, such as RUN/checkpoints/best.
+    folder: a run folder, or one of its checkpoints, such as RUN/checkpoints/best.
     """
     path = latest(folder)
     if is_checkpoint(folder):
@@ -129,7 +126,6 @@ def newest_weights(folder: str | Path, *, average: bool = False) -> Path:
 
 
 def _valid(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield the valid checkpoints; warn of the others."""
     for path in paths:
         reason = why_invalid(path)
         if reason is None:
@@ -139,10 +135,10 @@ def _valid(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def find_weights(path: str | Path, *, average: bool = False, every: bool = False) -> list[Path]:
-    """Return a weights file itself, that of a checkpoint or an exported folder, or of a run's newest valid checkpoint.
+    """Return a weights file itself, or that of a checkpoint, an exported folder or a run's newest valid checkpoint.
 
-    every: the weights of all valid checkpoints of a run folder, oldest first, or all weights files in another folder,
-    in alphabetical order. average: the averages of a run folder. Raises ValueError if there are none.
+    every: the weights of all valid checkpoints of a run, oldest first, or all weights files of another folder, sorted.
+    average: the averages of a run folder. Raises ValueError if there are none.
     """
     path = Path(path)
     if not every or is_checkpoint(path):
@@ -175,7 +171,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """List every complete checkpoint of run folder `folder`, newest first, damaged ones included."""
+    """List the complete checkpoints of run folder `folder`, newest first, damaged ones included."""
     found = [path for path in (Path(folder) / FOLDER).glob("*") if re.fullmatch(r"\d{8,}", path.name)]
     return sorted(found, key=lambda path: int(path.name), reverse=True)
 
@@ -183,7 +179,7 @@ def checkpoints(folder: str | Path) -> list[Path]:
 def why_invalid(path: Path, *, sha256: Callable[[Path], str] | None = None) -> str | None:
     """Return the reason why a checkpoint cannot be used, or None.
 
-    sha256: returns that of a file; by default it is computed from every byte, and the tensors are compared as well.
+    sha256: returns a file's digest; by default it is computed from every byte, and the tensors are compared as well.
     """
     try:
         text = (path / MANIFEST).read_text(encoding="ascii")
@@ -209,7 +205,7 @@ def why_invalid(path: Path, *, sha256: Callable[[Path], str] | None = None) -> s
 
 
 def _make(root: Path) -> None:
-    """Make the folder of the checkpoints, but not the run folder: if that was removed, the run has lost its tables."""
+    """Make the folder of the checkpoints, but not the run folder: without it the run has lost its tables."""
     try:
         root.mkdir(exist_ok=True)
     except FileNotFoundError:
@@ -218,7 +214,6 @@ def _make(root: Path) -> None:
 
 
 def _write(folder: Path, snapshot: Snapshot) -> None:
-    """Write a complete checkpoint into `folder`; it is on the disk when this returns."""
     folder.mkdir()
     try:
         for name, weights in snapshot.weights.items():
@@ -256,7 +251,7 @@ def _digest_in(path: Path) -> str:
 
 
 def recorded_sums(path: Path) -> dict[str, str]:
-    """Return the digests of the sums of a valid checkpoint, by the name of the file; older ones have none."""
+    """Return the digests of a valid checkpoint's tensors, by file name; older checkpoints have none."""
     parts = json.loads((path / MANIFEST).read_text(encoding="ascii"))["parts"]
     return {name: part["sums"] for name, part in parts.items() if "sums" in part}
 
@@ -271,7 +266,7 @@ def _manifest(parts: dict[str, dict[str, Any]], *, step: int) -> str:
 
 
 def _parts(recorded: Collection[str]) -> list[str]:
-    """List the files that a checkpoint must have whose manifest has these names."""
+    """List the files that a checkpoint with this manifest must have."""
     return [name for name in PARTS if name not in OPTIONAL or name in recorded]
 
 
@@ -288,7 +283,6 @@ def _sha256(path: Path) -> str:
 
 
 def _remembered_sha256(path: Path) -> str:
-    """Return the digest of a file, which is read only if it changed since this process read it."""
     found = path.stat()
     num_bytes, changed_ns, sha256 = _digests.get(path, (-1, -1, ""))
     return sha256 if (num_bytes, changed_ns) == (found.st_size, found.st_mtime_ns) else _sha256(path)
@@ -310,17 +304,14 @@ def _sync(path: Path) -> None:
 
 
 def check_space(root: Path, num_bytes: int) -> None:
-    """Raise OSError before anything is written, if tensors of so many bytes cannot fit."""
+    """Raise OSError if tensors of `num_bytes` do not fit on the disk."""
     needed, free = num_bytes + SPARE_BYTES, shutil.disk_usage(root).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{root} has {free / 1e9:.3g} GB free, a checkpoint needs {needed / 1e9:.3g} GB")
 
 
 def _link_best(root: Path, state: dict[str, Any]) -> None:
-    """Let `best` name the checkpoint that a state calls the best, if it is there.
-
-    A process that was killed between a save and its link is healed by the next save.
-    """
+    """Let `best` name the checkpoint that a state calls the best. After a kill the next save does it."""
     if not state.get("best"):
         return
     link, name = root / BEST, f"{state['best'][2]:08d}"
@@ -340,10 +331,10 @@ def _target(link: Path) -> str:
 
 
 def discard_after(folder: str | Path, step: int, best: tuple[str, float, int] | None) -> tuple[str, float, int] | None:
-    """Remove the checkpoints of run folder `folder` that are newer than `step`.
+    """Remove the checkpoints of a run that are newer than `step`.
 
-    best: what the state of that step calls the best evaluation. Returns it if its checkpoint is still there; if not,
-    None, and no checkpoint is called the best any more.
+    Returns `best`, the best evaluation by the state of that step, if its checkpoint is still there; else None, and no
+    checkpoint is called the best any more.
     """
     root = Path(folder) / FOLDER
     for path in checkpoints(folder):
@@ -356,10 +347,7 @@ def discard_after(folder: str | Path, step: int, best: tuple[str, float, int] | 
 
 
 def _keep_newest(written: Path, keep: int, *, sound_step: int | None) -> None:
-    """Remove all but the best and the `keep` newest valid checkpoints, if there are that many.
-
-    sound_step: the newest valid one up to this step is kept as well.
-    """
+    """Remove all but the best, the `keep` newest valid checkpoints, and the newest valid one up to `sound_step`."""
     paths = checkpoints(written.parent.parent)
     valid: list[Path] = []
     if len(paths) > keep:  # else there is nothing to remove
@@ -389,14 +377,13 @@ def _remove(path: Path) -> None:
 
 
 def _unused(path: Path) -> Path:
-    """Return the name of an unfinished folder that nothing has: path.tmp, path.1.tmp, path.2.tmp, ..."""
+    """Return the first free name of an unfinished folder: path.tmp, path.1.tmp, path.2.tmp, ..."""
     suffixes = itertools.chain([""], (f".{number}" for number in itertools.count(1)))
     names = (path.with_name(f"{path.name}{suffix}{UNFINISHED}") for suffix in suffixes)
     return next(name for name in names if not os.path.lexists(name))
 
 
 def _clean(root: Path) -> None:
-    """Remove the unfinished folders of saves that were killed."""
     for path in root.glob("*" + UNFINISHED):
         _discard(path)
 
@@ -413,11 +400,9 @@ def _discard(path: Path) -> None:
 
 @functools.cache
 def _warn_of_link(link: Path, reason: str) -> None:
-    """Warn once."""
     logger.warning("%s cannot be made (%s): the best checkpoint is not kept; the run goes on", link, reason)
 
 
 @functools.cache
 def _warn_of_leftover(path: Path, reason: str) -> None:
-    """Warn once."""
     logger.warning("%s cannot be removed (%s): it stays, and the run goes on; remove it by hand", path, reason)

@@ -67,12 +67,9 @@ class TrainLoader(Iterator[Batch]):
     """The micro-batches of shard `shard` of `num_shards`, from step `start_step` to the end of the plan.
 
     Each image is cut to its random window, resized to `img_size` square with antialiasing, flipped at random, augmented
-    as
-    `policy` draws, and normalised with `mean` and `std` (of RGB in [0, 1]). With `padding`, a window of the image's own
-    size
-    is moved by up to that many pixels instead. `interpolation` may be "random": bilinear or bicubic, drawn for each
-    sample.
-    `num_threads` threads decode, and on a CPU as many more resize. `preadv` reads, as os.preadv does. With
+    as `policy` draws, and normalised with `mean` and `std` (of RGB in [0, 1]). With `padding`, a window of the image's
+    own size is moved by up to that many pixels instead. `interpolation` may be "random": bilinear or bicubic, drawn for
+    each sample. `num_threads` threads decode, and on a CPU as many more resize. `preadv` reads, as os.preadv does. With
     `token_label_axes` (see `token_labels.place`) the label maps are read, too; then every image must have one.
     """
 
@@ -180,10 +177,9 @@ class TrainLoader(Iterator[Batch]):
 class EvalLoader:
     """Every sample once over all shards, in the order of the index. It can be iterated several times.
 
-    To build a pipeline takes seconds on a GPU. So it is built when it is first needed, and kept until `close`.
-    Shard r of R takes the batches r, r + R, ... of `batch_size` consecutive samples. `Batch.number` is the number of
-    the batch, and `Batch.step` is 0. Images are cut as by timm's evaluation transform (`order.centre_geometry`).
-    `len(loader)` is the number of batches of this shard; it may differ by one between shards.
+    The pipeline, which takes seconds to build on a GPU, is built when it is first needed, and kept until `close`. Shard
+    r of R takes the batches r, r + R, ... of `batch_size` consecutive samples. `Batch.number` is the number of the
+    batch, and `Batch.step` is 0. Images are cut as by timm's evaluation transform (`order.centre_geometry`).
     """
 
     def __init__(
@@ -284,9 +280,8 @@ def _finishes_on_cpu(device: torch.device) -> bool:
 def _decode(jpegs: Any, device: torch.device, index: Index) -> Any:
     """Decode whole images: on a GPU, or, in the same graph, on a CPU.
 
-    A GPU's JPEG unit decodes nothing but whole images. DALI's `image_slice` would go on without a message on its CPU
-    threads: nvJPEG 12 cannot do both, a window and fancy upsampling. nvJPEG 13 in nvidia-dali-cuda130 can, but not with
-    that unit, and needs a driver of CUDA 13, which many clusters lack; nvidia-dali-cuda120 runs with theirs, too.
+    A GPU's JPEG unit decodes whole images only, and nvJPEG 12 cannot do both a window and fancy upsampling: DALI's
+    `image_slice` would use its CPU threads without a message. nvJPEG 13 needs a driver of CUDA 13.
     """
     width, height = (int(np.percentile(sizes, USUAL_SIZE)) for sizes in (index.width, index.height))
     return fn.decoders.image(

@@ -1,6 +1,4 @@
-"""ReaL labels: for each held-out image of ImageNet, all classes that people see in it.
-
-They are from https://arxiv.org/abs/2006.07159.
+"""ReaL labels (https://arxiv.org/abs/2006.07159): all classes that people see in each held-out image of ImageNet.
 
 The published file, real.json, is a list of 50,000 lists of zero-based classes, for ILSVRC2012_val_00000001 to
 ILSVRC2012_val_00050000 in this order. 3,163 lists are empty: their images do not count. An image is found by its name,
@@ -29,7 +27,7 @@ NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.\w+")
 def real_labels(path: str, index: Index) -> np.ndarray:
     """Return the classes of each image of `index`, one row per image, filled up with -1: int64 (N, L).
 
-    Reads every record once for its name. Raise ValueError if the file is not such a list, or has no image of that name.
+    Reads every record once for its name. ValueError if the file is no such list, or has no image of that name.
     """
     lists = _read(path, num_classes=index.num_classes)
     order: Sequence[int] = range(index.num_classes)

@@ -25,8 +25,8 @@ MAP_COLUMNS = ("map_offset", "map_shape")  # of each label map, if there are any
 def label_base(low: int, high: int, *, num_classes: int, name: str, highest: str) -> int:
     """Return 0 if labels from `low` to `high` count `num_classes` classes from 0, and 1 if they count from 1.
 
-    Raises ValueError, naming the data `name` and the place of the highest label, if the labels fit neither, or could be
-    either: 1 to num_classes - 1.
+    Raises ValueError, with the data's `name` and the place of the highest label, if they fit neither or could be
+    either.
     """
     if (low == 0 and high < num_classes) or (low == 1 and high == num_classes):
         return low
@@ -44,14 +44,14 @@ class Index:
     """The place, size and label of each of N images. Samples are in the order of the files and inside each file.
 
     Per image: the number of its file, width and height (int32), offset and length of its encoded bytes, label (int64).
-    Labels are zero-based after `number_labels` has subtracted `label_base`; `label_range` holds the lowest and highest
-    label in the files. Per file: size and modification time when the index was built. `class_names` are known for image
-    folders only. `names` are those of a model's classes, if `by_names` has numbered the labels by them. `left_out`
-    (M, 2) holds file and offset of the images that `without` removed. An image that could not be read is 0 pixels wide
-    and spans its record or file; its label means nothing.
+    Labels are zero-based after `number_labels` has subtracted `label_base`; `label_range` has the lowest and highest
+    label in the files. Per file: size and modification time. `class_names` are known for image folders only; `names`
+    are those of a model's classes, if `by_names` has numbered the labels by them. `left_out` (M, 2) holds file and
+    offset of the images that `without` removed. An image that could not be read is 0 pixels wide and spans its record
+    or file.
 
-    If records have label maps (`label_maps`): the offset of each (int64, 0 for an image without one), its shape k, h, w
-    (int32, (N, 3)), and the highest class in any map, plus one. Otherwise these arrays are empty and the number is 0.
+    Of label maps (`label_maps`), if there are any: the offset of each (int64, 0 for an image without one), its shape k,
+    h, w (int32, (N, 3)), and the highest class in any map, plus one.
     """
 
     files: tuple[str, ...]
@@ -82,12 +82,10 @@ class Index:
 
     @property
     def folder(self) -> str:
-        """The folder of the shards, or the one around the class folders."""
         shared = os.path.commonpath([os.path.dirname(path) for path in (self.files[0], self.files[-1])])
         return os.path.dirname(shared) if self.class_names and self.label[0] == self.label[-1] else shared
 
     def where(self, sample: int) -> str:
-        """Return file and record of a sample, for messages."""
         return f"{self.files[self.file[sample]]}, record {self.record(sample)} (at byte {self.offset[sample]})"
 
     def record(self, sample: int) -> int:
@@ -137,7 +135,6 @@ class Index:
         return start, stop
 
     def moved(self, old: str, new: str) -> Index:
-        """Return the same index for files that lie in the folder `new`, not in `old`."""
         files = tuple(os.path.join(new, os.path.relpath(path, old)) for path in self.files)
         return dataclasses.replace(self, files=files) if old != new else self
 
@@ -149,11 +146,10 @@ class Index:
         return digest.hexdigest()[:16]
 
     def number_labels(self, *, num_classes: int = 0, like: Index | None = None) -> Index:
-        """Return the same index with zero-based labels. Raises ValueError if they do not fit `num_classes`.
+        """Return the same index with zero-based labels; ValueError if they do not fit `num_classes`. 0: they decide.
 
-        With num_classes=0, the labels decide how many classes there are. Labels of records may count from 0 or from 1,
-        and the lowest and highest label of the data set decide which. `like` is the training split if it is known: its
-        labels decide, because a small held-out split may lack the first class.
+        Labels of records may count from 0 or from 1; the range of the training split, `like`, decides if it is known,
+        because a small held-out split may lack the first class.
         """
         low, high = (like or self).label_range
         num_classes = num_classes or (high if low else high + 1)
@@ -183,7 +179,7 @@ class Index:
             )
 
     def by_names(self, own: Sequence[str], names: Sequence[str]) -> Index:
-        """Return the same index with labels that number `names`, those of a model's classes; now they number `own`.
+        """Return the same index with labels that number `names`, a model's classes; now they number `own`.
 
         Raises ValueError if the model does not know a class that has images, or has two of that name.
         """
@@ -204,10 +200,9 @@ class Index:
         )
 
     def for_classes(self, num_classes: int) -> Index:
-        """Return the same index for a model with `num_classes` outputs. Raises ValueError if its labels do not fit.
+        """Return the same index for a model with `num_classes` outputs; 0: as many as the images have, two or more.
 
-        With num_classes=0, the model has those of the images: the class folders, or the labels from 0 or 1 to the
-        highest. These must be two or more.
+        Raises ValueError if its labels do not fit.
         """
         named = len(self.class_names)
         index = self if named else self.number_labels(num_classes=num_classes)

@@ -52,7 +52,6 @@ def load(path: str | Path) -> Index:
 
 
 def why_damaged(index: Index) -> str:
-    """Return the reason why the index contradicts itself, or "" if it does not."""
     if len({len(getattr(index, name)) for name in COLUMNS}) != 1 or not len(index.file):
         return "its columns have different lengths or are empty"
     if (len(index.map_offset), len(index.map_shape)) not in ((0, 0), (len(index), len(index))):
@@ -71,7 +70,7 @@ def why_damaged(index: Index) -> str:
 
 
 def why_stale(index: Index, files: Sequence[str], class_names: Sequence[str] = ()) -> str:
-    """Return the reason why the index does not describe `files` and their classes as they are now, or "" if it does."""
+    """Return the reason why the index does not describe `files` and their classes as they are now, or ""."""
     if tuple(files) != index.files:
         listed, there = next((a, b) for a, b in zip_longest(index.files, files, fillvalue="none") if a != b)
         return f"of {len(index.files)} files that it lists and {len(files)} that are there, {listed} and {there} differ"
@@ -88,15 +87,15 @@ def why_stale(index: Index, files: Sequence[str], class_names: Sequence[str] = (
 
 
 def file_numbers(index: Index) -> list[int]:
-    """Return the inode numbers of some of the files; other files, on whatever host, hardly have the same ones."""
+    """Return the inode numbers of some of the files, which other files hardly have."""
     return [os.stat(path).st_ino for path in index.files[:: max(1, len(index.files) // SOME)]]
 
 
 def why_other_files(index: Index, numbers: Sequence[int]) -> str:
     """Return the reason why the files on this host are not those of the index, or "" if they are.
 
-    numbers: those of `file_numbers` on the host that has made the index. If they are the same, both hosts see one file
-    system, and it gets no more calls. A copy has the same sizes, and may have other times.
+    numbers: `file_numbers` of the host that made the index. If they are the same, both hosts see one file system. A
+    copy has the same sizes, and may have other times.
     """
     try:
         if file_numbers(index) == numbers:

@@ -1,12 +1,10 @@
 """The order of the samples, and the crop, flip and resizing filter of each: pure functions of (seed, epoch, position).
 
-The order is decided here and not in the image library, so that it is the same for any number of shards, on CPU and
-GPU, and after a resume: the data position of a run is one integer. A run is one endless stream of epoch permutations,
-cut into global batches, which are cut into numbered micro-batches. Shard r of R takes the numbers r, r + R, r + 2R, ...
-Another R changes who computes a micro-batch, never its content.
-
-Only the raw words of a counter-based bit generator and integer mixing are used. NumPy guarantees the raw words, while
-the methods of its Generator may change between versions.
+So they are the same for any number of shards, on CPU and GPU, and after a resume: the data position of a run is one
+integer. A run is one endless stream of epoch permutations, cut into global batches, which are cut into numbered
+micro-batches. Shard r of R takes the numbers r, r + R, r + 2R, ...: R changes who computes a micro-batch, never its
+content. Only the raw words of a counter-based bit generator and integer mixing are used, which NumPy guarantees; the
+methods of its Generator may change between versions.
 """
 
 from __future__ import annotations
@@ -48,11 +46,10 @@ class Plan:
     """The plan of a run: how it cuts the endless stream of epoch permutations into batches.
 
     `num_images` is the length of the whole run; only its last global batch may be short. With `shuffle_window` W > 0
-    the files (with `shard_sizes` samples, numbered in this order) are permuted, and samples are mixed only inside W
-    consecutive files, which keeps reads sequential on slow storage. 0 mixes all samples of an epoch.
-
-    `phases` are those of a batch ramp: the first stream position of each, and its global batch, `global_batch_size` at
-    most. The first begins at 0, and each is a whole number of steps. Without them it is `global_batch_size` throughout.
+    the files (with `shard_sizes` samples) are permuted, and samples are mixed only inside W consecutive files, which
+    keeps reads sequential on slow storage. 0 mixes all samples of an epoch. `phases` are those of a batch ramp: the
+    first stream position of each, from 0, and its global batch, at most `global_batch_size`; each is a whole number of
+    steps.
     """
 
     num_samples: int
@@ -103,11 +100,10 @@ class Plan:
         return found[1:] or found
 
     def phase(self, step: int) -> Phase:
-        """Return the phase that a step belongs to; steps after the end of the run belong to the last one."""
+        """Return the phase of a step; later steps than the run's belong to the last one."""
         return self._phases[max(0, bisect.bisect_right(self._phases, step, key=lambda phase: phase.step) - 1)]
 
     def start(self, step: int) -> int:
-        """Return the stream position of the first image of a step."""
         phase = self.phase(step)
         return phase.start + (step - phase.step) * phase.batch_size
 
@@ -133,7 +129,7 @@ class Plan:
         return max(0, min(self.batch_size(step), self.num_images - self.start(step)))
 
     def micro_batches(self, step: int, shard: int, num_shards: int) -> list[MicroBatch]:
-        """Return the micro-batches of `step` for shard `shard` of `num_shards`; there may be none in a short step."""
+        """Return the micro-batches of a shard; in a short step it may have none."""
         assert step >= 0 and 0 <= shard < num_shards, (step, shard, num_shards)
         start = self.start(step)
         stop = start + self.window_images(step)
@@ -219,10 +215,10 @@ def draw(
     ratio: tuple[float, float],
     hflip: float,
 ) -> Draws:
-    """Draw the random resized crop and the flip of each sample. `width` and `height` are those of its stored image.
+    """Draw the random resized crop and the flip of each sample; `width` and `height` are those of its stored image.
 
-    The crop follows torchvision's RandomResizedCrop: area uniform in `scale`, aspect ratio log-uniform in `ratio`, up
-    to ten attempts, then the largest centre crop with an allowed ratio.
+    As torchvision's RandomResizedCrop: area uniform in `scale`, aspect ratio log-uniform in `ratio`, up to ten
+    attempts, then the largest centre crop with an allowed ratio.
     """
     width, height = np.asarray(width, dtype=np.int64), np.asarray(height, dtype=np.int64)
     attempts = np.arange(ATTEMPTS)[:, None]
@@ -280,9 +276,8 @@ def centre_geometry(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the crops of timm's evaluation: (height, width) to resize to and corners (x, y), both (n, 2).
 
-    The shorter side becomes floor(img_size / crop_pct), the aspect ratio is kept, then a square of side img_size is cut
-    from the centre. With crop_pct > 1 the square is larger than the image: corners are negative, and the outside is
-    black.
+    The shorter side becomes floor(img_size / crop_pct), the aspect ratio is kept, then a centred square of side
+    img_size is cut. With crop_pct > 1 corners are negative, and the outside is black.
     """
     width, height = np.asarray(width, dtype=np.int64), np.asarray(height, dtype=np.int64)
     short = math.floor(img_size / crop_pct)

@@ -1,8 +1,7 @@
 """Quarantine: images that cannot be decoded are found once by `find_bad`, listed, and left out of every training.
 
 The list is a CSV file, by default quarantine.csv in the data folder. An entry has the offset, the length and the
-SHA-256 of an image, or of its whole record if the image cannot be found in it. So a list whose files have changed is
-noticed, and all processes that read the same list and files leave out the same images.
+SHA-256 of an image, or of its record if the image cannot be found in it: so a list whose files have changed is noticed.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ class Entry:
 
 
 def find_bad(index: Index, *, folder: Path, split: str, num_threads: int) -> Iterator[tuple[int, list[Entry]]]:
-    """Decode every image of `index`, which describes `split` of the data folder `folder`.
-
-    After each task, yield the number of images done so far and the entries of the bad images that the task has found.
-    """
+    """Decode every image of `index`; after each task, yield the number of images done so far and the new entries."""
     sizes = index.shard_sizes
     firsts = np.cumsum((0, *sizes)).tolist()
 
@@ -159,8 +155,8 @@ def load(path: Path) -> list[Entry]:
 def leave_out(index: Index, entries: Sequence[Entry], *, folder: Path, split: str, listed_in: Path) -> Index:
     """Return `index` without the images that the entries of its split name.
 
-    Raise ValueError if the files have changed since, if no image is left, or if an image that is left could not be read
-    when it was indexed.
+    Raise ValueError if the files have changed since, if no image is left, or if an image that is left could not be
+    read.
     """
     listed = listed_spans(entries, folder=folder, split=split, listed_in=listed_in)
     numbers = {path: number for number, path in enumerate(index.files)} if listed else {}
@@ -199,14 +195,14 @@ def listed_spans(
 
 
 def _is_as_listed(path: str, entry: Entry) -> bool:
-    """Return whether the bytes are the same. An image file must not have grown either; a gap may also be at byte 0."""
+    """Return whether the bytes are the same. An image file must not have grown either; a gap may be at byte 0."""
     whole = entry.offset > 0 or not os.path.exists(path) or os.path.getsize(path) == entry.length
     whole = whole or length_at(path, entry.length) is not None
     return whole and _sha256(path, entry.offset, entry.length) == entry.sha256
 
 
 def _matching(index: Index, number: int, offset: int, length: int) -> list[int]:
-    """Return the samples of a file at a span: the same bytes, or one is the record of the other, or a gap around it."""
+    """Return the samples of a file at a span: the same bytes, a record of theirs, or a gap around them."""
     first, stop = np.searchsorted(index.file, [number, number + 1]).tolist()
     starts, ends = index.offset[first:stop], index.offset[first:stop] + index.length[first:stop]
     inside = (offset <= starts) & (ends <= offset + length)

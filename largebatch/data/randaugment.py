@@ -1,8 +1,6 @@
 """RandAugment and AutoAugment: draw the operations of each sample, as pure functions of (seed, epoch, sample).
 
-Each sample goes through up to k operations, one layer after the other. The draws are the arguments of Pillow's
-functions (a factor, a threshold, an angle), so `randaugment_ops` knows no policy, and a GPU uses the draws of a CPU.
-
+The draws are the arguments of Pillow's functions (a factor, a threshold, an angle), so a GPU uses the draws of a CPU.
 Two things differ from timm's RandAugment. Shears, shifts and rotations always resample bilinearly; timm draws bilinear
 or bicubic. An operation that keeps no bit of an image makes it black; timm with Pillow 13 ends in an error.
 """
@@ -97,7 +95,7 @@ class RandAugment:
     """Apply `num_ops` of the 15 operations, drawn independently, each with probability `prob`, as in timm.
 
     The strength is drawn from N(magnitude, magnitude_std) and clipped to 0 .. magnitude_max, on a scale of 10. With
-    `increasing`, more strength always changes an image more. RandAugment is https://arxiv.org/abs/1909.13719.
+    `increasing`, more strength always changes an image more (https://arxiv.org/abs/1909.13719).
     """
 
     magnitude: float = 10.0
@@ -124,9 +122,9 @@ class RandAugment:
 class AutoAugment:
     """Draw one of the sub-policies for each sample, and apply each of its operations with its own probability.
 
-    `sub_policies` hold operation, probability and strength from 0 to 9. Strengths have the meaning that they have in
-    torchvision: ten even steps over the ranges of https://arxiv.org/abs/1805.09501, with a random sign; blends go away
-    from 1; shifts are at most 150/331 of the side (not rounded to whole pixels).
+    `sub_policies` hold operation, probability and strength from 0 to 9, as torchvision's: ten even steps over the
+    ranges of https://arxiv.org/abs/1805.09501, with a random sign; blends go away from 1; shifts are at most 150/331 of
+    the side (not rounded to whole pixels).
     """
 
     sub_policies: tuple[tuple[tuple[str, float, int], ...], ...]
@@ -206,7 +204,7 @@ def parse(text: str) -> Policy | None:
 
 
 def draw(policy: Policy | None, seed: int, epochs: np.ndarray, samples: np.ndarray) -> Operations:
-    """Draw the operations of each (epoch, sample). Without a policy there are no layers, so the arrays are (n, 0)."""
+    """Draw the operations of each (epoch, sample); without a policy the arrays are (n, 0)."""
     if policy is None:
         no_layers = np.zeros((len(samples), 0))
         return _operations(no_layers.astype(np.int64), no_layers, no_layers, {})

@@ -26,7 +26,7 @@ class Memory:
     def take(self, size: int) -> np.ndarray:
         """Return an array of `size` bytes. Its memory is used again when the array, and every tensor of it, is gone.
 
-        A NumPy view of the array does not keep it, because it refers to the block behind the array.
+        A NumPy view does not keep it: it refers to the block behind the array.
         """
         try:
             block = self._free.popleft()
@@ -53,7 +53,7 @@ class Room:
 
 
 def room(index: Index, samples: np.ndarray, memory: Memory, *, with_maps: bool = False) -> Room:
-    """Reserve memory for the encoded bytes of samples, and for those of their label maps if `with_maps` is set."""
+    """Reserve memory for the encoded bytes of samples, and for their label maps."""
     starts, stops = index.spans(samples, with_maps=with_maps)
     ends = np.cumsum(stops - starts)
     buffer = memory.take(int(ends[-1]))

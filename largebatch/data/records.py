@@ -1,10 +1,9 @@
 """TFRecord files without TensorFlow: framing, check sums and the protobuf message inside.
 
 A record is framed as length (u64), masked CRC-32C of the length (u32), payload, masked CRC-32C of the payload (u32),
-all little-endian. The payload is a `tf.train.Example`. Its few protobuf messages are read and written by hand, because
-the place of the image's bytes in the file is needed, which a protobuf library does not tell. The field names are those
-of the published ImageNet records: `image/encoded`, `image/class/label` and `image/filename`, the file that the image
-comes from; or those of TensorFlow Datasets. Other fields are ignored.
+all little-endian. The payload is a `tf.train.Example`, read and written by hand because a protobuf library does not
+tell the place of the image's bytes. The field names are those of the published ImageNet records, `image/encoded`,
+`image/class/label` and `image/filename`, or of TensorFlow Datasets. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -44,17 +43,16 @@ def masked_crc(data: bytes) -> int:
 
 
 def frame(payload: bytes) -> bytes:
-    """Return one record as it is in the file: the payload with its length and CRCs."""
     head = struct.pack("<Q", len(payload))
     crcs = [struct.pack("<I", masked_crc(part)) for part in (head, payload)]
     return b"".join((head, crcs[0], payload, crcs[1]))
 
 
 def scan_records(path: str) -> Iterator[tuple[int, bytes, str]]:
-    """Yield the offset and the bytes of each payload, and its fault, which is "" if its CRC is right.
+    """Yield the offset and the bytes of each payload, and its fault, "" for a right CRC.
 
-    A record whose length cannot be trusted is a gap: its bytes, up to the next record that is found, come with their
-    own fault. Raises ValueError, naming file and record, if the file is cut off, has too many gaps, or has no records.
+    A record whose length cannot be trusted is a gap: its bytes, up to the next record, come with their own fault.
+    Raises ValueError, naming file and record, if the file is cut off, has too many gaps, or has no records.
     """
     with open(path, "rb") as file:
         for start, length, is_payload in _spans(file, path):
@@ -72,7 +70,7 @@ def scan_records(path: str) -> Iterator[tuple[int, bytes, str]]:
 
 
 def record_spans(path: str) -> list[tuple[int, int]]:
-    """Return offset and length of each payload, and of each gap, as `scan_records`; only the framing is read."""
+    """Return offset and length of each payload and gap; only the framing is read."""
     with open(path, "rb") as file:
         return [(start, length) for start, length, _ in _spans(file, path)]
 
@@ -132,7 +130,7 @@ def _find_record(file: BinaryIO, at: int, size: int) -> int:
 def _headers(block: bytes, *, longest: int) -> list[int]:
     """Return the places in `block` where a length of at most `longest` bytes is followed by its CRC.
 
-    Hardly any eight bytes of an image are such a length, so only few CRCs are computed.
+    Few eight bytes of an image are such a length, so few CRCs are computed.
     """
     if len(block) < 12:
         return []
@@ -154,7 +152,7 @@ def read_span(path: str | Path, offset: int, length: int) -> bytes:
 
 
 def write_records(path: str | Path, payloads: Iterable[bytes]) -> int:
-    """Write a TFRecord file, which appears under its name when it is complete. Returns the number of records."""
+    """Write a TFRecord file atomically; return the number of records."""
     number = 0
     with atomic_file(path) as file:
         for payload in payloads:
@@ -225,7 +223,7 @@ def feature_spans(data: bytes) -> dict[str, Span]:
 
 
 def bytes_spans(data: bytes, feature: Span) -> list[Span]:
-    """Return start and stop in `data` of each value of a bytes feature."""
+    """Return start and stop of each value of a bytes feature."""
     return [span for values in _children(data, feature, 1) for span in _children(data, values, 1)]
 
 

@@ -39,7 +39,7 @@ Rows = tuple[np.ndarray, ...]
 def index_shards(files: Sequence[str], progress: Callable[[], None] = no_progress) -> Index:
     """Scan TFRecord files or WebDataset tars. Raises ValueError if a file ends early or no record can be found in it.
 
-    Labels are those in the records; `Index.number_labels` makes them zero-based. progress: called after each file.
+    Labels are those in the records. progress: called after each file.
     """
     status = _status(files)  # before reading: a change in between makes the index stale
     tables = _parallel(scan_tar if files[0].endswith(TAR) else scan_shard, files, progress, unit="shards")
@@ -134,10 +134,7 @@ def find_image(payload: bytes) -> tuple[int, int, int]:
 
 
 def image_size(file: io.BytesIO | str) -> tuple[int, int]:
-    """Return width and height from the header, as stored: an EXIF orientation is not applied.
-
-    Raises ValueError with the reason if the image cannot be read.
-    """
+    """Return width and height from the header, as stored; ValueError with the reason if the image cannot be read."""
     try:
         with Image.open(file) as image:
             kind, size = image.format, image.size

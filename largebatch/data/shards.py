@@ -1,7 +1,5 @@
-"""Writes TFRecord shards. Each shard appears when it is complete, and its bytes depend on its images alone.
-
-So several processes can share the shards of a split, and a process that was interrupted writes only those that are
-missing.
+"""Writes TFRecord shards. Each shard appears when it is complete, and its bytes depend on its images alone: several
+processes can share the shards of a split, and an interrupted process writes only the missing ones.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ def no_others(k: int) -> Mapping[str, Values]:
 class Images:
     """Images that are not packed yet: `encoded(k)` returns the bytes of image k; `labels` are zero-based.
 
-    `others(k)` returns further features for the record of image k. `names` tell the images of one source from those of
-    another source. `classes` names the classes 0, 1, ..., if their names are known.
+    `others(k)` returns further features for the record of image k. `names` tell the images of one source from
+    another's. `classes` names the classes 0, 1, ..., if their names are known.
     """
 
     labels: Sequence[int]
@@ -55,8 +53,8 @@ def write_split(
 ) -> Iterator[int]:
     """Write <split>-00000-of-0000N ... into `folder`, or of these only the shards `mine`; keep those that are there.
 
-    Labels count from 1, as in the published ImageNet records. Each thread writes a shard of its own. Yields the number
-    of images done so far after each shard, so it must be iterated to the end.
+    Labels count from 1, as in the published ImageNet records. Yields the number of images done so far after each shard,
+    so it must be iterated to the end.
     """
     count = len(images.labels)
     assert 1 <= num_shards <= count, (num_shards, count)

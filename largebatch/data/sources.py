@@ -1,13 +1,10 @@
 """The sources that `--data` can name: digits, synthetic images, folders of shards or images, and CIFAR-10's files.
 
-`open_source` turns each of them into an `Index`. The two built-in sources are written once as JPEG TFRecords into the
-user's cache, so that training on them uses the same code as training on ImageNet. Everything that is written appears
-under its name only when it is complete, and the first of several processes does the work. The user's data folder is
-never written to.
+`open_source` turns each of them into an `Index`. The built-in sources and CIFAR-10 are written once as TFRecords into
+the user's cache, complete or not at all, by the first of several processes. The user's data folder is never written to.
 
     digits      scikit-learn's 1,797 handwritten digits of 8 x 8 pixels: 1,437 for training, 360 held out, 36
-                of each digit. Stored as grey JPEGs of 64 x 64 (bicubic, quality 95): enlarged 8 times,
-                nothing of them is lost.
+                of each digit. Stored as grey JPEGs of 64 x 64 (bicubic, quality 95), which lose nothing.
     synthetic   4,000 training images in 64 shards and 1,000 held out, of 1,000 classes, as heavy as ImageNet's
                 (about 500 x 375, 110 KB): cut from scikit-learn's two photographs, for measuring speed.
     TFRecords   train-* and validation-* in the folder itself or in its folders train and validation; a folder of
@@ -16,7 +13,7 @@ never written to.
                 KEY.jpg (or .png ...) beside KEY.cls or KEY.json.
     images      train/<class>/*.JPEG and validation/<class>/* (or val/, valid/, or else test/), and deeper folders:
                 sorted class names are the labels 0, 1, ...
-    CIFAR-10    the folder or tar.gz of its binary or python version; written once into the cache, too, as PNG.
+    CIFAR-10    the folder or tar.gz of its binary or python version, as PNG
 
 Images that quarantine.csv in the data folder lists are left out; `largebatch.pack check` writes this list. classes.json
 beside TFRecords names their classes; `largebatch.pack` writes it, and anybody may add it to published records.
@@ -74,11 +71,11 @@ def open_source(
 ) -> Index:
     """Return the index of one split of a source, without the images in quarantine.
 
-    The index is kept in `cache` (default: $XDG_CACHE_HOME or ~/.cache, folder largebatch) and built again when a
-    file of the source has changed. The label base of TFRecords is detected, from the training split if there is one;
-    `Index.for_classes` makes it certain. `listed` is the quarantine list, if it is not the one in the data folder.
-    Raise ValueError if there are no images, with the places that were searched, or if a file or image is damaged, with
-    its name; also if shards are missing, empty or doubled or have lost records, unless `allow_incomplete`.
+    The index is kept in `cache` (default: $XDG_CACHE_HOME or ~/.cache, folder largebatch) and built again when a file
+    has changed. Labels of TFRecords are numbered by those of the training split, if there is one; `Index.for_classes`
+    makes them certain. `listed` is the quarantine list, if it is not the one in the data folder. Raise ValueError if
+    there are no images, with the places that were searched, or if a file or image is damaged, with its name; also if
+    shards are missing, empty or doubled or have lost records, unless `allow_incomplete`.
     """
     folder, index = open_everything(path, split=split, cache=cache, progress=progress)
     reason = shard_check.why_incomplete(index, folder=folder, split=split)
@@ -100,14 +97,13 @@ def open_source(
 def open_everything(
     path: str, *, split: str, cache: str = "", progress: Progress = no_progress
 ) -> tuple[Path, Index]:
-    """Return the folder that holds the data, and its index, which includes images that cannot be read."""
+    """Return the folder that holds the data, and its index, with the images that cannot be read."""
     folder = find_folder(path, split=split, cache=cache, progress=progress)
     return folder, _open_folder(folder, split, _root(cache), progress)
 
 
 def class_names(index: Index) -> tuple[str, ...]:
-    """Return the names of the classes: of the model that numbers them, of their folders, or from classes.json beside
-    the shards; () if not known.
+    """Return the names of the classes: a model's, if it numbers them, the folders', or classes.json's; () if unknown.
     """
     if index.names or index.class_names:
         return index.names or index.class_names
@@ -125,9 +121,8 @@ def class_names(index: Index) -> tuple[str, ...]:
 
 
 def number_classes(index: Index, *, num_classes: int, names: Sequence[str] = ()) -> Index:
-    """Return the same index for a model with `num_classes` outputs, which have these names, if they are known.
-
-    Classes are compared by their names where both sides have them, and by their numbers otherwise.
+    """Return the same index for a model with `num_classes` outputs. Classes are compared by names if both sides have
+    them.
     """
     own = class_names(index)
     if not own or not names or num_classes not in (0, len(names)) or own == tuple(names):
@@ -146,7 +141,7 @@ def _root(cache: str) -> Path:
 
 
 def find_folder(path: str, *, split: str, cache: str = "", progress: Progress = no_progress) -> Path:
-    """Return the folder that holds the data; images that need it are first written there, into this host's cache."""
+    """Return the folder that holds the data; built-in images are first written into this host's cache."""
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, expected train or validation.")
     root = _root(cache)
@@ -210,10 +205,7 @@ def _cached_index(
     progress: Progress,
     class_names: Sequence[str] = (),
 ) -> Index:
-    """Return the index saved at `path` if it still describes `files`, else build one and save it there.
-
-    One process at a time builds; those that find a good index do not wait for each other.
-    """
+    """Return the index saved at `path` if it describes `files`, else build and save it, one process at a time."""
     index, _ = _saved_index(path, files, class_names)
     if index is not None:
         return index
@@ -244,10 +236,10 @@ def _find_shards(folder: Path, split: str) -> list[str]:
 
 
 def find_shards(folder: Path, split: str) -> list[str]:
-    """Return the sorted TFRecord files of a split in `folder` or its split folder; empty if there are none.
+    """Return the sorted TFRecord files of a split in `folder` or its split folder.
 
-    Their names start with the split and a dash, and end as published (train-00000-of-01024) or in .tfrecord(s), or are
-    those of TensorFlow Datasets (cifar10-train.tfrecord-00000-of-00001).
+    Their names are train-* without an ending (train-00000-of-01024) or with .tfrecord(s), or those of TensorFlow
+    Datasets (cifar10-train.tfrecord-00000-of-00001).
     """
     for place in (folder, *(folder / name for name in SPLITS[split])):
         for name in SPLITS[split]:
@@ -259,10 +251,7 @@ def find_shards(folder: Path, split: str) -> list[str]:
 
 
 def find_tars(folder: Path, split: str) -> list[str]:
-    """Return the sorted WebDataset tars of a split; empty if there are none.
-
-    They are all tars in its folder, or train.tar, train-0000.tar, imagenet1k-train-0000.tar and their like.
-    """
+    """Return the sorted WebDataset tars of a split: all in its folder, or train.tar, imagenet1k-train-0000.tar, ..."""
     for name in SPLITS[split]:
         numbered = re.compile(rf"(.*[-_.])?{name}([-_.]\d+(-of-\d+)?)\.tar|{name}\.tar")
         inside = [str(file) for file in (folder / name).glob("*.tar")]
@@ -272,9 +261,9 @@ def find_tars(folder: Path, split: str) -> list[str]:
 
 
 def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[str]]:
-    """Return the files, zero-based labels and class names of one split of an image folder, in sorted order.
+    """Return the files, labels and class names of one split of an image folder, in sorted order.
 
-    If there is a training split, its class folders number the classes of both splits.
+    The class folders of the training split, if there is one, number the classes of both splits.
     """
     place = _split_folder(folder, split)
     if place is None:
@@ -347,7 +336,7 @@ def _names_without_files(place: Path, lost: Sequence[os.DirEntry]) -> str:
 
 
 def _warn_of_rest(place: Path, entries: Sequence[os.DirEntry], why: str) -> None:
-    """Warn of files that are left out, except what a Mac and the like hide."""
+    """Warn of files that are left out, except a Mac's hidden ones and the like."""
     rest = [e for e in entries if not e.name.startswith(".") or e.name[1] != "_" and _is_image(e.name[1:])]
     if rest:
         endings = Counter(os.path.splitext(entry.name)[1].lower() or "without an ending" for entry in rest)
@@ -407,7 +396,7 @@ def _jpeg(image: Image.Image, *, quality: int) -> bytes:
 
 
 def digits(split: str) -> Images:
-    """Return one split of scikit-learn's digits; a fixed seed holds out 36 of each class and orders the images."""
+    """Return one split of scikit-learn's digits."""
     from sklearn.datasets import load_digits  # a slow import, needed only to write the images
 
     data = load_digits()
@@ -436,8 +425,7 @@ def _photographs() -> list[Image.Image]:
 def synthetic(split: str) -> Images:
     """Return one split of synthetic images: windows of two photographs, tinted by class, with grain.
 
-    A class has the same photograph and tint in both splits. Grain and JPEG quality are chosen so that an image has as
-    many bytes as one of ImageNet, because they decide how long decoding takes.
+    Grain and JPEG quality give an image as many bytes as one of ImageNet, because they decide how long decoding takes.
     """
     photographs = _photographs()
 

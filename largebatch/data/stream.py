@@ -51,8 +51,7 @@ Arrays = TypeVar("Arrays")  # a loader's own dataclass of arrays with one row pe
 class Batch:
     """One micro-batch: images float32 (B, 3, H, W) normalised and labels int64 (B,) on the loader's device.
 
-    `samples` int64 (B,) are the numbers of the images in the index, on the host. `token_labels` is None unless the
-    loader was asked for them.
+    `samples` int64 (B,), on the host, are the numbers of the images in the index.
     """
 
     images: torch.Tensor
@@ -65,10 +64,7 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Encoded(Generic[Arrays]):
-    """A batch before it is decoded: memory for the encoded bytes, and the loader's arrays.
-
-    `placement` and `warp` are those of `TokenLabels`.
-    """
+    """A batch before it is decoded: memory for its bytes, the loader's arrays, `TokenLabels`' placement and warp."""
 
     job: MicroBatch
     samples: np.ndarray
@@ -110,8 +106,8 @@ class Stream(Iterator[Batch]):
     """Runs one DALI pipeline over `jobs`, as `preparation` says.
 
     `graph_inputs` names the arrays that the graph takes beside the bytes. If `finishes` is set, the graph gives decoded
-    images, and threads call `preparation.finish` for each. Otherwise the graph gives whole batches, which go through
-    `preparation.augment`. `preadv` reads, as os.preadv does. `with_maps`: read label maps, too.
+    images, and threads call `preparation.finish` for each. Otherwise it gives whole batches for `preparation.augment`.
+    `preadv` reads, as os.preadv does. `with_maps`: read label maps, too.
     """
 
     def __init__(
@@ -170,7 +166,7 @@ class Stream(Iterator[Batch]):
         return pipe
 
     def _take(self) -> tuple:
-        """DALI's callback: the bytes and arrays of the next batch. Raises the error of a reading thread."""
+        """Give DALI the bytes and arrays of the next batch. Raises the error of a reading thread."""
         batch = next(self._ahead)
         self._inside.append(batch)  # because of no_copy, the bytes must live until DALI has used them
         return (batch.room.images, *(getattr(batch.arrays, name) for name in self._graph_inputs))
@@ -216,7 +212,7 @@ class Stream(Iterator[Batch]):
         return _Decoded(batch, self._preparation.augment(tensor, batch), [])
 
     def pause(self) -> None:
-        """End the threads and keep the pipeline; the batches of all jobs must have been taken."""
+        """End the threads and keep the pipeline, after the batches of all jobs have been taken."""
         assert self._pipe is not None and not self._inside and not self._decoded
         while self._end is None:  # DALI, too, must have seen that there are no more
             self._advance(self._pipe)
@@ -252,7 +248,7 @@ def reached(stream: torch.cuda.Stream | None) -> Callable[[], bool]:
 
 
 def labelled(encoded: Encoded[Any], images: torch.Tensor, index: Index, device: torch.device) -> Batch:
-    """Return a batch of finished images with their labels and label maps, which reach the device in one copy."""
+    """Return a batch of finished images with labels and label maps, which reach the device in one copy."""
     arrays = [index.label[encoded.samples]]
     if encoded.placement is not None:
         maps = decode_maps(encoded.room.maps, index.map_shape[0].tolist())
@@ -265,8 +261,8 @@ def labelled(encoded: Encoded[Any], images: torch.Tensor, index: Index, device: 
 class _ReadAhead(Iterator[Encoded[Any]]):
     """The batches of `jobs` with their bytes, in order. Threads read `num_batches` of them ahead.
 
-    They begin with `first` batches; then each batch that is taken makes room for two, until there are so many.
-    `read` fills views with the bytes of samples. An error in a thread is raised with the batch that it belongs to.
+    They begin with `first` batches; each batch that is taken makes room for two more. `read` fills views with the bytes
+    of samples. An error in a thread is raised with the batch that it belongs to.
     """
 
     def __init__(

@@ -54,8 +54,8 @@ def place(
     x goes right, y down. `width` and `height` are those of the stored images in pixels; `warp` comes from `warps`.
     After the warps come the flip, the crop, and the step from the image to its centre square, which the teacher saw.
 
-    "legacy_transposed" does what the published code does: it swaps the axes of the crop (its rows are taken from the
-    map's columns), after the flip, and treats the map as one of the full image.
+    "legacy_transposed" does what the published code does: it swaps the axes of the crop after the flip, and treats the
+    map as one of the full image.
     """
     w, h, flip = draws.width / np.float64(1), draws.height / np.float64(1), draws.flip
     placement = np.zeros((len(w), 2, 3))
@@ -74,8 +74,8 @@ def place(
 def warps(steps: np.ndarray) -> np.ndarray:
     """Return `TokenLabels.warp` for operations (n, S, 2, 3), in the order in which they are applied to the image.
 
-    Each maps points of the unit square after it to points before it. Their composition alone does not tell which points
-    are seen: content that one operation moves out of the image does not come back with the next.
+    Each maps points of the unit square after it to points before it. All are needed: content that one operation moves
+    out of the image does not come back with the next.
     """
     composed = [steps[:, -1]]
     for number in range(steps.shape[1] - 2, -1, -1):
@@ -96,9 +96,9 @@ def compose(outer: np.ndarray, inner: np.ndarray) -> np.ndarray:
 def targets(labels: TokenLabels, *, num_classes: int, grids: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the teacher's probabilities on grids of g x g cells over the network's input, for each g of `grids`.
 
-    They are float32 (B, N, num_classes), where N counts the cells of all grids, one grid after the other and row by
-    row; and bool (B, N): True if the teacher saw any part of the cell. Other rows are zero. As published, classes that
-    are not among the k kept in a cell of the map have the score 0 there, and softmax comes last.
+    They are float32 (B, N, num_classes), where N counts the cells of all grids, row by row; and bool (B, N): True if
+    the teacher saw any part of the cell. Other rows are zero. As published, classes that are not among the k kept in a
+    cell of the map have the score 0 there, and softmax comes last.
     """
     parts = [cell_weights(labels, grid=grid) for grid in grids]
     weights, seen = (torch.cat(part, dim=1) for part in zip(*parts))
@@ -112,9 +112,8 @@ def targets(labels: TokenLabels, *, num_classes: int, grids: Sequence[int]) -> t
 def cell_weights(labels: TokenLabels, *, grid: int) -> tuple[Tensor, Tensor]:
     """Return the weights float32 (B, grid², h * w) of the map's cells in the output cells, and a flag for the latter.
 
-    The weights of an output cell add up to 1 if its flag, bool (B, grid²), is set; otherwise all are 0. Each output
-    cell is sampled at as many points as ROI-align takes, about one for each cell of the map that it covers. Between the
-    centres of the map's cells the weights are interpolated.
+    The weights of an output cell add up to 1 if its flag, bool (B, grid²), is set; otherwise all are 0. Each cell is
+    sampled at as many points as ROI-align takes, about one for each cell of the map that it covers, by interpolation.
     """
     height, width = labels.ids.shape[2:]
     most = math.ceil(max(height, width) / grid)
@@ -133,8 +132,8 @@ def cell_weights(labels: TokenLabels, *, grid: int) -> tuple[Tensor, Tensor]:
 def _points(placement: Tensor, *, grid: int, most: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return points (x, y) of the input in each output cell, float64 (B, grid², P, 2), and flags bool (B, 1, P).
 
-    Points without the flag do not count. Along each axis of the input there are as many points as cells of the map in
-    an output cell, rounded up, and at most `most`. P is most² for every sample, so that nobody waits for the device.
+    Points without the flag do not count. Along each axis there are as many points as cells of the map in an output
+    cell, rounded up, and at most `most`. P is most² for every sample, so that nobody waits for the device.
     """
     across, down = placement[:, :, :2].abs().unbind(dim=1)
     number = (torch.maximum(across * size[0], down * size[1]) / grid).ceil().clamp(1, most)[:, :, None]  # (B, 2, 1)

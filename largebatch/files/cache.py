@@ -27,7 +27,7 @@ def cache_folder() -> Path:
 
 
 def temporary_cache() -> Path:
-    """Return the cache for users whose own cannot be used: a folder for each user id in the temporary folder."""
+    """Return the cache for users whose own cannot be used."""
     return Path(tempfile.gettempdir()) / f"largebatch-{os.geteuid()}"
 
 
@@ -36,7 +36,7 @@ def safe_cache(wanted: Path, part: str = "", *, read_only: bool = False) -> Path
     """Return the folder `part` of the cache `wanted`, made if it is missing.
 
     If this user cannot write to it, or other users can, say so and return the same part of `temporary_cache`. Raise
-    ValueError if that cannot be used either. read_only: this user need not be able to write to what is there.
+    ValueError if that cannot be used either. read_only: what is there need not be writable.
     """
     trouble, strangers = _make(wanted, part, read_only=read_only)
     if not trouble:
@@ -55,7 +55,7 @@ def safe_cache(wanted: Path, part: str = "", *, read_only: bool = False) -> Path
 def _make(folder: Path, part: str, *, read_only: bool = False) -> tuple[str, bool]:
     """Make a folder and a part of it, for this user alone.
 
-    Return why they cannot be used, as the rest of a sentence, and whether that is because of other users.
+    Return why they cannot be used, as the rest of a sentence, and whether other users are the reason.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -20,10 +20,8 @@ def no_progress() -> None:
 def locked(path: Path, progress: Callable[[], None] = no_progress) -> Iterator[Callable[[], None]]:
     """Hold the lock of `path`: one process at a time makes the file or folder, and the others wait and find it made.
 
-    Yields a function for the holder to call while it works: it calls `progress`, and so does each process that waits
-    when it sees it. So a process that waits makes progress exactly if the holder does.
-    The lock only saves work. On a file system without locks all processes may do the work, which is harmless if each of
-    them writes aside and renames.
+    Yields a function for the holder to call while it works: it calls `progress`, and so do the processes that wait. The
+    lock only saves work: without locks on a file system all processes may do the work, each aside, and rename.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.parent / f".{path.name}.lock", "a") as file:

@@ -12,7 +12,9 @@ def printable(text: str) -> str:
 
 
 def on_screen(text: str) -> str:
-    """Return a text that cannot command a terminal. Further lines are indented: none looks like another message."""
+    """Return a text that cannot command a terminal. Further lines are indented, so that none looks like another
+    message.
+    """
     lines = [printable(line) for line in text.expandtabs().split("\n")]
     return "\n".join([lines[0], *(line if line[:1] in ("", " ") else f"    {line}" for line in lines[1:])])
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def distrust(path: Path) -> str:
-    """Return why what lies in `path` may be somebody else's work, as the rest of a sentence; empty if it cannot be.
+    """Return why somebody else may have made what lies in `path`, as the rest of a sentence; "" if nobody can have.
 
-    `path` and what it may link to must belong to this user or to root, and nobody else may be allowed to write.
+    `path` and what it links to must belong to this user or to root, and nobody else may be allowed to write.
     """
     link, target = os.lstat(path), os.stat(path)
     strangers = sorted({one.st_uid for one in (link, target)} - {os.geteuid(), 0})
@@ -20,11 +20,9 @@ def distrust(path: Path) -> str:
 
 
 def refuse_links_of_others(folder: Path) -> None:
-    """Raise ValueError if a link in `folder`, or in a folder in it, belongs to neither this user nor root.
+    """Raise ValueError if `folder`, or a folder in it, has a link of another user, who would choose where our files go.
 
-    Also if something there is neither a file nor a folder: who opens a pipe waits for its other end.
-    What this user writes there would go where another one has chosen. Links of this user are followed: many keep
-    checkpoints on another disk.
+    Also for pipes and devices. Own links are followed: many keep checkpoints on another disk.
     """
     entries = list(os.scandir(folder))
     for entry in [*entries, *(inner for one in entries if one.is_dir() for inner in _entries(one.path))]:

@@ -1,8 +1,8 @@
 """One job per run folder: RUN/.lock names the job that holds it, and says that the job is alive.
 
-Two jobs in one folder would rotate each other's checkpoints. `flock` tells two jobs of one host apart at once, and the
-kernel releases it when the holder dies. On some network file systems it is missing, or ends at the host; so the holder
-also counts up a number in the file, and a job on another host watches that number before it takes over.
+Two jobs in one folder would rotate each other's checkpoints. `flock` tells jobs of one host apart, and the kernel
+releases it. On some network file systems it is missing, or ends at the host. So the holder also counts up a number in
+the file, and a job on another host watches that number before it takes over.
 """
 
 import errno
@@ -40,7 +40,6 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> "Holder":
-        """The holder that this process would be."""
         boot = Path("/proc/sys/kernel/random/boot_id")
         since = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         return cls(socket.gethostname(), os.getpid(), since, boot.read_text().strip() if boot.exists() else "")
@@ -48,10 +47,7 @@ class Holder:
 
 @contextmanager
 def hold(folder: str | Path) -> Iterator[None]:
-    """Hold the run folder until the block ends, or until this process does.
-
-    Raises ValueError if another job holds it, with its host, its process id and the time it began.
-    """
+    """Hold the run folder until the block ends, or this process does. ValueError names another job that holds it."""
     path = Path(folder) / NAME
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     mine, ended = Holder.this_process(), threading.Event()
@@ -133,7 +129,7 @@ def _count_up(descriptor: int, mine: Holder, ended: threading.Event, path: Path)
 def _read(path: Path) -> Holder | None:
     """Return the holder, or None if nobody has written, or a job was killed while it wrote.
 
-    The file is opened each time: a network file system then asks the server for the newest bytes.
+    The file is opened each time, so that a network file system asks its server.
     """
     try:
         return Holder(**json.loads(path.read_bytes()))

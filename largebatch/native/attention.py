@@ -1,12 +1,8 @@
 """The fastest way to compute attention on each device.
 
 GPUs use torch's fused kernel. CPUs use two matrix products around a softmax, except for a VOLO in bfloat16, which uses
-attention.cpp. That kernel never writes the map of attention weights to memory: a layer of D1 takes 7 ms, forward and
-backward, instead of 10 to 16 ms, with a third of the rounding error (batch 8, 224 px, two cores of an AMD EPYC with
-AVX-512 BF16, torch 2.13.0, 2026-11-22).
-
-On a GPU torch chooses among its back-ends by shape, type and dropout; `describe_attention` asks for its choice. Nobody
-has measured here that another choice is faster, so nothing is forced.
+attention.cpp: it never writes the map of attention weights to memory (benchmark/NOTES.md). On a GPU torch chooses among
+its back-ends by shape, type and dropout; `describe_attention` asks for its choice, and nothing is forced.
 """
 
 import ctypes
@@ -46,7 +42,7 @@ def choose_attention(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def native_layers(model: nn.Module) -> list[Attention]:
-    """List the layers that attention.cpp can compute: VOLO's, without dropout, with heads of a multiple of 16."""
+    """List VOLO's attention layers without dropout and with heads of a multiple of 16: attention.cpp computes these."""
     found = [module for module in model.modules() if isinstance(module, Attention) and not module.attn_drop.p]
     return [layer for layer in found if _is_known(layer.proj.in_features // layer.num_heads)]
 
@@ -93,7 +89,6 @@ def _with_gradients(
 
 @functools.cache
 def available() -> bool:
-    """Return whether this processor has dot products of bfloat16, and attention.cpp can be used here."""
     has_instructions = torch.cpu.get_capabilities().get("avx512_bf16", False)
     return has_instructions and can_load("VOLO's attention", SOURCE, *FLAGS)
 
@@ -113,7 +108,7 @@ def attend(qkv: Tensor, scale: float) -> Tensor:
 
 
 def describe_attention(model: nn.Module, images: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> str:
-    """Return the code that computes the attention layers of a model in training; empty: it has none that we know.
+    """Return the code that computes the model's attention in training, as a clause; "" if it has none that we know.
 
     images: their shape (B, 3, H, W); dtype: that of autocast, or float32.
     """
@@ -143,7 +138,7 @@ class Call(NamedTuple):
 
 
 def fused_calls(model: nn.Module, images: tuple[int, ...]) -> set[Call]:
-    """Return the different calls of a training pass, without computing it; the model stays as it is."""
+    """Return the different calls of a training pass, without computing it."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     shapes = {name: tensor.detach().to("meta") for name, tensor in tensors}
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _Calls() as calls:

@@ -1,7 +1,6 @@
 """Compiles the C++ sources of this package, once for each kind of processor, and keeps the libraries.
 
-The libraries are called through ctypes. So they are compiled without the headers of torch and Python, which takes a
-second or two.
+ctypes calls them, so they compile without the headers of torch and Python, in a second or two.
 """
 
 import contextlib
@@ -49,17 +48,13 @@ def load_library(source: Path, *flags: str) -> ctypes.CDLL:
 def _caches() -> list[Path]:
     """Return the caches to try: the host's own first, unless the user has chosen one.
 
-    Home folders are often of many hosts, on a file system without locks, where each rank would compile; and in some
-    temporary folders no library may be loaded.
+    Home folders often belong to many hosts and have no locks; some temporary folders allow no libraries.
     """
     return [cache_folder()] if os.environ.get("XDG_CACHE_HOME") else [temporary_cache(), cache_folder()]
 
 
 def compile_library(source: Path, flags: tuple[str, ...], folder: Path) -> Path:
-    """Return the library's file in `folder`. The first of several processes makes it; it appears when it is complete.
-
-    The compiler writes to a path, not to an open file, so this is not an `atomic_file`.
-    """
+    """Return the library's file in `folder`; the first of several processes makes it, complete or not at all."""
     compiler = [*shlex.split(os.environ.get("CXX", "g++")), *FLAGS, *flags]
     made_of = [source.read_text(), *compiler, platform.machine(), _processor()]
     path = folder / f"{source.stem}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
@@ -76,12 +71,12 @@ def compile_library(source: Path, flags: tuple[str, ...], folder: Path) -> Path:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether a library is there that nobody but this user and root can have written."""
+    """Return whether a library is there that only this user or root can have written."""
     return path.exists() and not distrust(path)
 
 
 def _processor() -> str:
-    """Return a text that tells processors apart for -march=native: nodes of different kinds may share a home folder."""
+    """Return a text for -march=native: different nodes may share a home folder."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     kinds = ("model name", "flags", "CPU implementer", "CPU part", "Features")
     return "".join(sorted({line for line in lines if line.startswith(kinds)}))

@@ -1,8 +1,7 @@
 """Copies between the host and a GPU that nobody waits for.
 
-A GPU reads ordinary memory of the host through the driver, and the thread that asked for the copy waits, often until
-the GPU has finished everything before. Page-locked memory it reads by itself. So all copies inside a training step go
-through `to_device`.
+The thread that asks for a copy from ordinary memory waits, often until the GPU has finished everything before. A GPU
+reads page-locked memory by itself. So all copies inside a training step go through `to_device`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +14,9 @@ ALIGN = 16  # bytes; each tensor begins at a multiple, as its type needs
 
 
 def to_device(*tensors: Tensor, device: torch.device) -> list[Tensor]:
-    """Return tensors of the host on `device`: in one copy, for which the host does not wait.
+    """Return tensors of the host on `device`, by one copy without waiting; for a CPU, the tensors themselves.
 
-    The given tensors may change afterwards; torch keeps the page-locked memory until the copy is done. For a CPU they
-    are returned as they are.
+    The given tensors may change afterwards.
     """
     if device.type == "cpu":
         return list(tensors)
@@ -45,8 +43,7 @@ def to_host(tensor: Tensor) -> Callable[[], Tensor]:
 def set_aside(tensor: Tensor) -> Callable[[], Tensor]:
     """Return a function that gives a tensor back later; until then a GPU has its memory for other things.
 
-    The copies to page-locked memory of the host and back are part of the GPU's queue, and the host waits for neither. A
-    tensor of the host is kept itself, so nobody may change it.
+    The host waits for neither copy. A tensor of the host is kept itself, so nobody may change it.
     """
     if tensor.device.type != "cuda":
         return lambda: tensor
@@ -56,7 +53,7 @@ def set_aside(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def pack(tensors: Sequence[Tensor], *, pinned: bool) -> Tensor:
-    """Copy the bytes of tensors of the host into one block, uint8, page-locked if `pinned` is set."""
+    """Copy the bytes of tensors of the host into one uint8 block."""
     *starts, end = _starts(tensors)
     block = torch.empty(max(end, ALIGN), dtype=torch.uint8, pin_memory=pinned)
     for start, tensor in zip(starts, tensors):
@@ -65,7 +62,7 @@ def pack(tensors: Sequence[Tensor], *, pinned: bool) -> Tensor:
 
 
 def unpack(block: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of a block in the types and shapes of the tensors that were packed into it."""
+    """Return views of a block in the types and shapes of the packed tensors."""
     spans = (block[start : start + tensor.nbytes] for start, tensor in zip(_starts(tensors), tensors))
     return [span.view(tensor.dtype).view(tensor.shape) for span, tensor in zip(spans, tensors)]
 

@@ -1,8 +1,4 @@
-"""LAMB's update and the norm of its gradients on CPUs: calls lamb.cpp.
-
-It is C++ because torch.compile took 10 s of each rank's start (3 s with a warm cache, 12 s if two ranks compile at
-once) and made a slower loop; compiling lamb.cpp takes a quarter of a second, once.
-"""
+"""LAMB's update and the norm of its gradients on CPUs: calls lamb.cpp (benchmark/NOTES.md: it beats torch.compile)."""
 
 import ctypes
 import threading
@@ -44,7 +40,6 @@ class _Tensors(ctypes.Structure):
 
 
 def available() -> bool:
-    """Return whether lamb.cpp can be used here; if not, a warning tells why."""
     return can_load("LAMB", SOURCE, *FLAGS)
 
 
@@ -60,10 +55,7 @@ def lamb_native_(tensors: Sequence[Tensors], scalars: Sequence[float], factor: f
 
 
 def moments_native_(rows: Sequence[Row], scalars: Sequence[float], factor: float) -> Tensor:
-    """Compute the first half of the update: write m, v and u of each row in place.
-
-    Return the sums of the squares of x and of u, (2, len(rows)).
-    """
+    """Write m, v and u of each row in place; return the sums of the squares of x and of u, (2, len(rows))."""
     squares = torch.empty(len(rows), 2, dtype=torch.float64, device="cpu")
     numbers = _numbers(rows[0][0].dtype, scalars, factor)
     _call("moments", rows, torch.get_num_threads(), *numbers, _address(squares))
@@ -71,10 +63,7 @@ def moments_native_(rows: Sequence[Row], scalars: Sequence[float], factor: float
 
 
 def norm_native(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients, which are of one dtype, float32 or float64: 0-d, of that dtype.
-
-    It is added up in double precision, a tensor at a time; torch's `get_total_norm` takes one thread for all of them.
-    """
+    """Return the norm of all gradients, 0-d, of their dtype, float32 or float64; added up in double precision."""
     whole = [as_kernels_read(g, gradients[0].dtype) for g in gradients]
     squares = torch.empty(len(whole), dtype=torch.float64, device="cpu")
     _call("squares", [(g, g) for g in whole], torch.get_num_threads(), _address(squares))  # of a row it reads g alone
@@ -97,7 +86,7 @@ def same_kind(row: Tensors) -> Tensors:
 def check_row(row: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> None:
     """Raise ValueError for tensors of a row that kernels, which get addresses alone, would read or write wrongly.
 
-    It is for each step, because a program can exchange data, storage and state between any two.
+    Each step calls it, because a program can exchange data, storage and state between any two.
     """
     shape, size = row[0].shape, row[0].numel()
     for t in row:
@@ -147,7 +136,7 @@ _kept = threading.local()
 
 
 def _scratch(example: Tensor, size: int) -> Tensor:
-    """Return memory of a tensor's dtype. It stays for the next step: new, it would cost a page fault for each 4 KiB."""
+    """Return memory of a tensor's dtype, kept for the next step: new memory costs a page fault for each 4 KiB."""
     memory = getattr(_kept, "memory", None)
     if memory is None or memory.dtype != example.dtype or memory.numel() < size:
         _kept.memory = memory = example.new_empty(size)
@@ -159,6 +148,5 @@ def _address(tensor: Tensor) -> ctypes.c_void_p:
 
 
 def _numbers(dtype: torch.dtype, scalars: Sequence[float], factor: float) -> tuple[Any, ctypes.c_double]:
-    """Return the scalars as an array of this dtype, and the factor."""
     kind = ctypes.c_float if dtype == torch.float32 else ctypes.c_double
     return (kind * len(scalars))(*scalars), ctypes.c_double(factor)

@@ -1,8 +1,7 @@
 """The sources that can be packed: image folders, ImageNet's tars, CIFAR-10's files, TFRecords, the built-in ones.
 
-Each of them becomes `Images`. JPEGs are kept byte for byte. Other files of an image folder or a tar become RGB JPEGs,
-so that the shards are like the published ones. Records keep their bytes. Every image is decoded when it is read, so
-that no bad image is packed.
+JPEGs and records keep their bytes. Other files of an image folder or a tar become RGB JPEGs. Every image is decoded
+when it is read, so that no bad image is packed.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ def splits(source: str) -> list[str]:
 def open_images(source: str, split: str) -> Images:
     """Return one split of a source, in the source's order, without the images in quarantine.
 
-    Raise ValueError with the files that were looked for, if there are none. Reading a bad image raises ValueError, too,
-    with its name.
+    Raise ValueError with the files that were looked for, if there are none. To read a bad image raises ValueError, too.
     """
     folder = Path(source).expanduser()
     if source not in sources.BUILT_IN and not folder.is_dir() and not archives.is_cifar10(folder):
@@ -57,7 +55,6 @@ def open_images(source: str, split: str) -> Images:
 
 
 def _image_folder(folder: Path, split: str) -> Images:
-    """Return the images of a split that are not in quarantine."""
     files, labels, classes = sources.find_images(folder, split)
     if split == "train" and (reason := shard_check.empty_classes(labels, classes, folder=folder)):
         raise ValueError(f"{reason}.")
@@ -119,8 +116,6 @@ def shuffled(images: Images, seed: int) -> Images:
 
 
 def shrunk(images: Images, side: int) -> Images:
-    """Return the same images with a shorter side of at most `side` pixels; those that are small keep their bytes."""
-
     def others(k: int) -> Mapping[str, records.Values]:
         return {name: values for name, values in images.others(k).items() if name not in SIZES}
 
@@ -144,10 +139,7 @@ def shrink(data: bytes, side: int) -> bytes:
 
 
 def as_jpeg(data: bytes, *, where: str, remedy: str = "") -> bytes:
-    """Return `data` itself if it is an RGB or grey JPEG, else the same image as an RGB JPEG.
-
-    ValueError, which ends with `remedy`, for a bad image.
-    """
+    """Return `data` itself if it is an RGB or grey JPEG, else the image as an RGB JPEG; ValueError for a bad one."""
     if fault := quarantine.image_fault(lambda: data):
         raise ValueError(f"{where} cannot be decoded ({fault}){remedy}")
     with Image.open(io.BytesIO(data)) as image:

@@ -15,8 +15,7 @@ PNG, which loses nothing. The default size gives ImageNet its published 1,024 an
 
 --shorter-side N shrinks images whose shorter side is longer: bicubic, as a JPEG of quality 90. It is a copy for
 training: random crops are cut from fewer pixels, and the pixels of an evaluation change (benchmark/NOTES.md). So
-compare
-with published accuracies on images of the full size. packing.json has the side.
+compare with published accuracies on images of the full size. packing.json has the side.
 
 The same command goes on with a packing that was interrupted: packing.json tells how the shards are made, complete
 shards are kept, and the bytes are those of an uninterrupted packing. Every image is decoded first; a bad image stops
@@ -108,8 +107,8 @@ def pack(
     """Write each split of `source` into the folder `out` and index it; return the number of images of each split.
 
     0 shards of a split stand for the default number, a `shorter_side` of 0 for images as they are. Shards that an
-    interrupted call has completed are kept. Raise ValueError if an image is bad, with its name, or if `out` has shards
-    that were made differently.
+    interrupted call has completed are kept. Raise ValueError with the name of a bad image, or if `out` has other
+    shards.
     """
     if shorter_side < 0:
         raise ValueError(f"--shorter-side is {shorter_side}: expected a number of pixels, or 0 for images as they are.")
@@ -157,10 +156,7 @@ def _number_of_shards(split: str, count: int, *, wanted: int) -> int:
 
 
 def _digest(images: Mapping[str, Images]) -> str:
-    """Return a digest of the names and labels of all images.
-
-    It does not cover their bytes: a bad image may be mended before the packing goes on.
-    """
+    """Return a digest of the names and labels of all images; bad bytes may be mended before the packing goes on."""
     digest = hashlib.sha256()
     for split, here in images.items():
         digest.update(repr((split, list(here.labels), list(here.names))).encode("utf-8", "surrogateescape"))

@@ -6,9 +6,8 @@
 
 New shards have the names of the old ones and the same records in the same order, without those in quarantine. Held-out
 shards are copied. The same command goes on with an interrupted one: token_labels.json tells how the shards are made,
-and
-complete shards are kept. A teacher sees the centre square of each image (crop 1.0), scaled to its own image size; the
-five highest logits of each place are kept.
+and complete shards are kept. A teacher sees the centre square of each image (crop 1.0), scaled to its own image size;
+the five highest logits of each place are kept.
 """
 
 from __future__ import annotations
@@ -109,8 +108,8 @@ def _device(kind: str) -> torch.device:
 def add_maps(source: str, out: str, maps: Maps, *, made_by: Mapping[str, str], world: World = World()) -> int:
     """Write the training shards of the folder `source` with `maps` into `out`; return the number of images.
 
-    The processes take turns: rank r of n writes shards r, r + n, ..., unless they are complete already. Raise
-    ValueError if `source` has no shards, or if `out` has shards that were made differently.
+    Rank r of n writes shards r, r + n, ..., unless they are complete already. Raise ValueError if `source` has no
+    shards, or if `out` has shards that were made differently.
     """
     folder, target = Path(source).expanduser(), Path(out).expanduser()
     if not sources.find_shards(folder, "train"):
@@ -159,7 +158,7 @@ def _features(shard: Index) -> Iterator[dict]:
 
 
 def _copy_held_out(folder: Path, target: Path) -> list[str]:
-    """Copy the held-out shards that are not there yet; return all of them."""
+    """Copy the missing held-out shards; return all of them."""
     held_out = sources.find_shards(folder, "validation")
     for path in held_out:
         copy = target / os.path.basename(path)

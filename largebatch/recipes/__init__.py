@@ -68,7 +68,7 @@ OF_RUN = (
 
 
 def choose(given: Mapping[str, Any], num_images: int | None = None, *, argv: Sequence[str] = ()) -> TrainConfig:
-    """The recipe to train, as `find` has it; ValueError also for a fine-tuning without weights to start from."""
+    """Return the recipe to train (`find`); ValueError also for a fine-tuning without weights to start from."""
     config = find(given, num_images, argv=argv)
     tunes = config.recipe == "finetune" or config.recipe in {recipe.__name__ for recipe in FINE_TUNING}
     if tunes and not given.get("model.weights"):
@@ -77,14 +77,14 @@ def choose(given: Mapping[str, Any], num_images: int | None = None, *, argv: Seq
 
 
 def find(given: Mapping[str, Any], num_images: int | None = None, *, argv: Sequence[str] = ()) -> TrainConfig:
-    """The recipe for the options that were given, by dotted name; the others are absent or None.
+    """Return the recipe for the options that were given, by dotted name; the others are absent or None.
 
-    A recipe that was named is taken. Without data it is the quick start. With a million images or more it is the
-    published recipe of the model: its fine-tuning for the image size, if there is one and there are weights to start
-    from. With fewer, and for a model that has none, it is finetune with weights and scratch without. The model is that
-    of the run whose weights are taken, or vit_b32, if none was given. num_images: training images; None: not known yet,
-    and taken to be many. argv: the command line; a user's file is run only if it is named there, since a config may be
-    somebody else's. ValueError for an unknown recipe or model.
+    A named recipe is taken. Without data it is the quick start. With a million images or more it is the published
+    recipe of the model: its fine-tuning for the image size, if there is one and there are weights. Otherwise it is
+    finetune with weights and scratch without. The model is the one of the run whose weights are taken, or vit_b32, if
+    none was given. num_images: training images; None: not known yet, and taken to be many. argv: the command line; a
+    user's file is run only if it is named there, since a config may be somebody else's. ValueError for an unknown
+    recipe or model.
     """
     name = given.get("recipe") or ""
     if user_file.is_one(name) and name in typed(argv, "recipe"):
@@ -150,7 +150,7 @@ def _by_size(given: Mapping[str, Any], model: str, num_images: int | None) -> st
 
 
 def run_of(weights: str | None) -> dict[str, Any]:
-    """Return the options of the run whose folder, or whose weights file, is named; empty if it is no run's."""
+    """Return the options of the run to which a folder or weights file belongs; empty if it belongs to none."""
     place = Path(weights or "")
     for file in (place / "config.yaml", *(folder / "config.yaml" for folder in place.parents[2:3])):
         if weights and file.is_file():
@@ -159,7 +159,6 @@ def run_of(weights: str | None) -> dict[str, Any]:
 
 
 def _like_run(config: TrainConfig, run: Mapping[str, Any]) -> TrainConfig:
-    """Return the config with the model, the image size and the pixels of a run."""
     for name in OF_RUN:
         if name in run:
             config = with_value(config, name, run[name])

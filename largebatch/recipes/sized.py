@@ -3,9 +3,9 @@
     scratch   from random weights, with LAMB: the settings of DeiT III, scaled to the data
     finetune  from other weights, with SGD: the settings of the ViT paper, scaled to the data
 
-`assembly` knows the number of images when they are open; until then the batch is the largest that the recipe takes. No
-number depends on the ranks: so the micro-batch is an eighth of the batch, for eight ranks, and 64 at most; if that is
-below the 16 that batch norm needs, up to a quarter, for four ranks.
+Until the images are open and counted, the batch is the largest that the recipe takes. No number depends on the ranks:
+so the micro-batch is an eighth of the batch, for eight ranks, and 64 at most; if that is below the 16 that batch norm
+needs, up to a quarter, for four ranks.
 """
 
 import math
@@ -75,10 +75,7 @@ def finetune(
 
 
 def batch_for(num_images: int, *, updates: int, largest: int) -> int:
-    """Return the largest power of two that leaves so many updates in an epoch; without images, the largest allowed.
-
-    Few images get 64, but no batch has more images than there are.
-    """
+    """Return the largest power of two with `updates` in an epoch; at least 64, and not more images than there are."""
     if not num_images:
         return largest
     wanted = min(max(num_images // updates, SMALLEST), num_images, largest)
@@ -92,5 +89,4 @@ def micro_batch_for(batch_size: int) -> int:
 
 
 def folder_of(model: str) -> str:
-    """Return the run folder of a model, that of its published recipe if it has one."""
     return f"runs/{model.replace('/', '_')}"

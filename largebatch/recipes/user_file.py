@@ -1,7 +1,7 @@
 """Recipes from a user's file: `--recipe my.py:function`, whose function returns a `TrainConfig`.
 
-The config that it returns is recorded in full, so a run goes on without the file: --config RUN/config.yaml. All ranks
-call the function, and compare every option before the first step.
+The config is recorded in full, so a run goes on without the file: --config RUN/config.yaml. All ranks call the
+function, and compare every option before the first step.
 """
 
 import functools
@@ -16,7 +16,6 @@ from largebatch.config import TrainConfig
 
 
 def is_one(name: str) -> bool:
-    """Return whether the name of a recipe names a file."""
     return bool(re.search(r"\.py(:|$)", name))
 
 
@@ -46,7 +45,7 @@ def load(name: str) -> TrainConfig:
 
 
 def run(name: str) -> None:
-    """Run the file of a recipe for the models that it registers; ValueError, with the line, for a mistake in it."""
+    """Run a recipe's file for the models that it registers; ValueError, with the line, for a mistake in it."""
     file, _ = _parts(name)
     try:
         _run(Path(file).resolve(), Path(file).read_bytes())
@@ -56,7 +55,7 @@ def run(name: str) -> None:
 
 @functools.cache
 def _run(path: Path, content: bytes) -> ModuleType:
-    """Run a file as a module that dataclasses, pickle and timm's `register_model` find; once, until it changes."""
+    """Run a file once, until it changes, as a module that dataclasses, pickle and timm's `register_model` find."""
     module = ModuleType(f"recipe_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
@@ -65,7 +64,7 @@ def _run(path: Path, content: bytes) -> ModuleType:
 
 
 def _place(error: Exception, file: str) -> str:
-    """Return file and line of a mistake: the last line of the user's file on the way to it."""
+    """Return file and line of a mistake: the last line of the user's file in the traceback."""
     here = str(Path(file).resolve())
     if isinstance(error, SyntaxError):
         return f"{file if error.filename in (None, here) else error.filename}, line {error.lineno}"
