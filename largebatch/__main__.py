@@ -4,7 +4,6 @@
 Python's library alone.
 """
 
-import difflib
 import importlib.metadata
 import platform
 import runpy
@@ -15,6 +14,7 @@ from largebatch import __version__
 from largebatch.config import Answer
 from largebatch.config.completion import SHELLS, script
 from largebatch.imports import explain_import
+from largebatch.nearest import nearest
 from largebatch.ranks.mistakes import report_mistakes
 
 PROGRAMS = {
@@ -56,8 +56,7 @@ def chosen(argv: Sequence[str]) -> str:
         raise ValueError(f"--completion is {rest[0]!r}: expected {', '.join(SHELLS)}.")
     if first.startswith("-"):
         raise ValueError(f"{first} stands before a program: expected one first, as in largebatch train {first} ...")
-    close = difflib.get_close_matches(first.lower(), PROGRAMS, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}?" if close else f"expected {', '.join(PROGRAMS)}."
+    hint = nearest(first.lower(), PROGRAMS, none=f"expected {', '.join(PROGRAMS)}.", cutoff=0.5)
     raise ValueError(f"There is no program {first!r}: {hint}")
 
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from largebatch.assembly import Images
     from largebatch.config import TrainConfig, Unsized
     from largebatch.engine import Trainer
-    from largebatch.plan.beforehand import Outlook
     from largebatch.ranks import Communicator
 
 logger = logging.getLogger("largebatch.train")
@@ -216,15 +215,15 @@ def prepare(
     """Build the trainer of a run whose folder is open, and write its config.yaml; return the whole config as well."""
     from largebatch import assembly
     from largebatch.config import dump
-    from largebatch.plan.beforehand import Correction
+    from largebatch.plan.forecast import forecast
 
     with comm.together("opening the run folder"):
         if comm.rank == 0:
             refuse_lost_checkpoints(Path(config.folder))
     config, device, images = prepare_images(config, comm)
-    plan = foretell(config, comm, device, num_images=len(images.train))
+    correction = forecast(config, comm, device, num_images=len(images.train))
     trainer = assembly.build_trainer(config, comm, signals, device=device, images=images)
-    trainer.hooks = [Correction(plan), *trainer.hooks]
+    trainer.hooks = [correction, *trainer.hooks]
     with comm.together("writing config.yaml"):
         if comm.rank == 0:
             if trainer.state.step:
@@ -302,6 +301,7 @@ def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", sign
     from largebatch import checkpoint
     from largebatch.config import typed
     from largebatch.hooks import starts
+    from largebatch.report.summary import log_end
 
     folder = Path(config.folder)
     start = starts.describe_start(comm, argv)
@@ -318,7 +318,7 @@ def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", sign
     gc_resume()
     reason = trainer.fit(max_steps=config.run.max_steps)
     if comm.rank == 0:
-        tell_end(config, trainer, reason)
+        log_end(config, trainer, reason)
     if reason:
         place = f"step {trainer.state.step} of {trainer.num_steps}"
         raise StoppedEarly(f"stopped after {place}, because {reason}; the same command resumes (exit code 75).")
@@ -353,30 +353,6 @@ def read_images(
     return config, assembly.Images(train, assembly.open_held_out(config, comm, train))
 
 
-def foretell(
-    config: "TrainConfig", comm: "Communicator", device: "torch.device", *, num_images: int
-) -> "Outlook | None":
-    """Log the expected hours and memory of a run on GPUs, and return the plan on rank 0; all stop if it cannot fit."""
-    if device.type != "cuda":
-        return None
-    import torch
-
-    from largebatch.plan.beforehand import outlook
-
-    plan = None
-    with comm.together("planning"):
-        if comm.rank == 0:
-            name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
-            sizes = {"ranks": comm.size, "per_host": comm.local_size, "num_images": num_images}
-            try:
-                plan = outlook(config, name, memory, **sizes)
-                for line in plan.lines(name) if plan else ():
-                    logger.info("%s", line)
-            except RuntimeError as error:  # a model that cannot be counted without its weights
-                logger.debug("no plan: %s", error)
-    return plan
-
-
 def size_line(config: "TrainConfig") -> str:
     """Describe what a recipe has taken from the number of images."""
     data, run = config.data, config.run
@@ -384,40 +360,6 @@ def size_line(config: "TrainConfig") -> str:
         f"recipe {config.recipe}, {config.model.img_size} px, global batch {data.global_batch_size} in micro-batches "
         f"of {data.micro_batch_size}, {run.duration}, {config.optim.name}; --recipe takes another one"
     )
-
-
-def tell_end(config: "TrainConfig", trainer: "Trainer", reason: str) -> None:
-    """Write down that this process ends, and log what came of the run. reason: of an early end.
-
-    The run has its last checkpoint: a full disk is no reason to fail now.
-    """
-    from largebatch.hooks import starts
-    from largebatch.report import summary
-
-    folder = Path(config.folder)
-    try:
-        starts.write_end(folder, step=trainer.state.step, reason=reason)
-        share = utilisation(config, trainer.device, ranks=trainer.comm.size)
-        logger.info("%s", summary.describe(folder, num_steps=trainer.num_steps, utilisation=share))
-    except OSError as error:
-        logger.warning("the end of the run cannot be told: %s", error)
-
-
-def utilisation(config: "TrainConfig", device: "torch.device", *, ranks: int) -> float | None:
-    """Return the share of the datasheets' FLOP/s that one image per second takes; None if that is not known."""
-    if device.type != "cuda" or config.run.precision == "fp32":
-        return None
-    import torch
-
-    from largebatch.benchmark.ceiling import datasheet_flops
-    from largebatch.benchmark.model import training_flops
-
-    limit = datasheet_flops(torch.cuda.get_device_name(device))
-    try:
-        return training_flops(config.model.name, config.model.img_size) / (limit * ranks) if limit else None
-    except (ValueError, RuntimeError) as error:  # a model whose FLOPs cannot be counted without its weights
-        logger.debug("no utilisation: %s", error)
-        return None
 
 
 def headline(config: "TrainConfig") -> str:

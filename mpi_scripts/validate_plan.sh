@@ -32,4 +32,4 @@ for round in ${ROUNDS:-1 2 3}; do
         "${command[@]}"
     done
 done
-exec python -m largebatch.plan validate --steps "$output"/*/"${cases[0]}"/step.csv "$output"/*/*/step.csv
+exec python -m largebatch.plan validate "$output"/*/"${cases[0]}"/step.csv "$output"/*/*/step.csv

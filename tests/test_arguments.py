@@ -16,7 +16,7 @@ from largebatch.plan import __main__ as plan
     [
         ("plan --gpus abc", "--gpus is 'abc': expected a whole number."),
         ("plan --epochs many", "--epochs is 'many': expected a number."),
-        ("plan validate --steps", "argument --steps: expected at least one argument; --help lists the options."),
+        ("plan validate", "the following arguments are required: TABLE; --help lists the options."),
         ("reproduce", "the following arguments are required: experiment; --help lists the options."),
         ("reproduce digits --epoch 3", "unrecognized arguments: --epoch 3; --help lists the options."),
         ("benchmark optimizer --threads two", "--threads is 'two': expected a whole number."),
@@ -90,7 +90,7 @@ def test_the_files_of_home(tmp_path, monkeypatch):
     [
         ("predict", "~/w.pt ~/a.png", ["weights", "images"]),
         ("export", "~/run ~/out", ["source", "target"]),
-        ("plan", "--picture ~/a.png --timeline ~/b.png --calibrate ~/c.csv", ["picture", "timeline", "calibrate"]),
+        ("plan", "--picture ~/a.png --calibrate ~/c.csv", ["picture", "calibrate"]),
         ("reproduce", "digits --data ~/c --output ~/out", ["data", "output"]),
     ],
 )

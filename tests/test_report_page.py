@@ -267,7 +267,7 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path):
 
 
 def test_the_block_at_the_end(tmp_path, one):
-    text = summary.describe(one, num_steps=60, utilisation=1e-4)
+    text = summary.describe(one, num_steps=60, mfu=1e-4)
     assert "    top-1      60.00 % after epoch 6, best: 90.00 % after epoch 4\n" in text
     told = "20.0 min on 2 ranks in 3 starts, 531 img/s, MFU 5.3 % of the datasheet, peak memory 1.50 GiB on rank 0"
     assert f"    time       {told}\n" in text

@@ -7,9 +7,10 @@ import pytest
 
 from largebatch.benchmark import scaling
 from largebatch.benchmark.__main__ import main
+from largebatch.plan.calibrate import read_measured
 
-COLUMNS = ["contender", "round", "seconds", "peak_mib", "benchmark", "images", "ranks", "command", "hardware"]
-COLUMNS += ["versions", "date"]
+COLUMNS = ["contender", "round", "seconds", "peak_mib", "benchmark", "images", "ranks", "cores", "model", "img_size"]
+COLUMNS += ["precision", "micro_batch", "data", "plain", "command", "hardware", "versions", "date"]
 
 
 def table(folder: Path, *, ranks: int, images: int, seconds: list[float]) -> str:
@@ -20,7 +21,8 @@ def table(folder: Path, *, ranks: int, images: int, seconds: list[float]) -> str
         writer.writerow(COLUMNS)
         for name, times in (("largebatch", seconds), ("timm + DDP", [10 * t for t in seconds])):
             for number, s in enumerate(times):
-                writer.writerow([name, number, s, 1, f"{ranks} ranks", images, ranks, "c", "h", "v", "2026-11-21"])
+                work = [images, ranks, "", "vit_nano32", 64, "bf16", images, "resident", False]
+                writer.writerow([name, number, s, 1, f"{ranks} ranks", *work, "c", "h", "v", "2026-11-21"])
     return str(folder / "step.csv")
 
 
@@ -41,14 +43,14 @@ def test_tables_are_joined_in_order_of_ranks(tmp_path, capsys):
 def test_the_same_batch_on_more_ranks_counts_alike(tmp_path):
     """Strong scaling: half the images per rank in half the time is perfect."""
     files = [table(tmp_path / str(n), ranks=n, images=128 // n, seconds=[4.0 / n]) for n in (1, 2)]
-    rows = [scaling.read(Path(file)) for file in files]
+    rows = [read_measured(Path(file), option="STEP.CSV") for file in files]
     assert scaling.Scaling(rows).efficiency(rows[1]) == 1.0
 
 
 def test_efficiency_is_relative_to_the_smallest_number_of_ranks(tmp_path):
     """Which need not be one."""
     files = [table(tmp_path / str(n), ranks=n, images=64, seconds=[seconds]) for n, seconds in ((2, 2.0), (8, 2.5))]
-    joined = scaling.Scaling([scaling.read(Path(file)) for file in files])
+    joined = scaling.Scaling([read_measured(Path(file), option="STEP.CSV") for file in files])
     assert [joined.efficiency(row) for row in joined.rows] == [1.0, 0.8]
 
 
@@ -60,9 +62,13 @@ def test_two_tables_of_one_number_of_ranks(tmp_path, capsys):
 
 
 def test_a_table_of_something_else(tmp_path, capsys):
-    (tmp_path / "model.csv").write_text("contender,round,seconds\nlargebatch,0,1\n")
-    with pytest.raises(ValueError, match="is not a table of training steps: make it with"):
-        scaling.read(tmp_path / "model.csv")
+    (tmp_path / "other.csv").write_text("contender,round,seconds\nlargebatch,0,1\n")
+    for file, sentence in (("other.csv", "which has no rows with benchmark, hardware"), ("none.csv", "No such file")):
+        with pytest.raises(SystemExit, match="^2$"):
+            main(["scaling", str(tmp_path / file)])
+        assert sentence in capsys.readouterr().err
+    step = Path(table(tmp_path / "passes", ranks=1, images=8, seconds=[1.0]))
+    step.write_text(step.read_text().replace("resident", ""))
     with pytest.raises(SystemExit, match="^2$"):
-        main(["scaling", str(tmp_path / "none.csv")])
-    assert "No such file" in capsys.readouterr().err
+        main(["scaling", str(step)])
+    assert "STEP.CSV is a table of '1 ranks': expected steps, of `largebatch.ben" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from largebatch.benchmark.measure import Span
-from largebatch.plan.constants import device_named
+from largebatch.devices import device_named
 from largebatch.precision import DTYPES, computes
 
 
@@ -27,14 +27,9 @@ def measure_ceiling(device: torch.device, precision: str) -> Ceiling:
     """Measure the product on `device`, and look up its datasheet."""
     datasheet = None
     if device.type == "cuda" and precision != "fp32":
-        datasheet = datasheet_flops(torch.cuda.get_device_name(device))
+        known = device_named(torch.cuda.get_device_name(device))
+        datasheet = known.peak if known else None
     return Ceiling(matmul_flops(device, precision), datasheet)
-
-
-def datasheet_flops(name: str) -> float | None:
-    """Return FLOP/s of bf16 and fp16 of a GPU by its name; None for an unknown one and for a part of one (MIG)."""
-    device = device_named(name)
-    return device.peak if device else None
 
 
 def matmul_flops(device: torch.device, precision: str) -> float:

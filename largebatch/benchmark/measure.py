@@ -17,7 +17,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,6 +213,8 @@ class Report:
     """cores that a rank had, if ranks may have shared them; 0: not known"""
     notes: Sequence[str] = ()
     """further findings, a line each"""
+    work: Mapping[str, Any] = field(default_factory=dict)
+    """columns of the CSV for programs that read it: the model, its passes, and where images come from"""
 
     def ratios(self, peer: Result) -> list[float]:
         """Our speed divided by that of `peer`, for each round."""
@@ -256,6 +258,8 @@ class Report:
             "benchmark": self.title,
             "images": self.images,
             "ranks": self.ranks,
+            "cores": "" if self.device.type != "cpu" else f"{self.cores or torch.get_num_threads():.3g}",
+            **self.work,
             "command": " ".join(["python -m largebatch.benchmark", *sys.argv[1:]]),
             "hardware": self.hardware,
             "versions": versions(),

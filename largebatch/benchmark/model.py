@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from largebatch.assembly import build_objective
 from largebatch.augment import Augmented, MixBox, draw_mix_box, one_hot
@@ -34,6 +33,7 @@ from largebatch.benchmark.measure import (
 )
 from largebatch.compiling import compile_passes
 from largebatch.config import ModelConfig, TrainConfig
+from largebatch.flops import training_flops
 from largebatch.graphs import Graphs, can_capture
 from largebatch.native.attention import choose_attention
 from largebatch.precision import DTYPES, autocast, choose_precision
@@ -114,7 +114,9 @@ def measure(
     ]
     title = f"{model} at {img_size} px, forward and backward, {options.precision}, batch {batch_size}"
     files = "model" if alone else f"model_{model}_{img_size}_{batch_size}"
-    return Report(files, title, results, device, images=images, notes=notes)
+    work = {"model": model, "img_size": img_size, "precision": options.precision, "micro_batch": batch_size}
+    work |= {"data": "", "plain": options.plain}
+    return Report(files, title, results, device, images=images, notes=notes, work=work)
 
 
 @contextmanager
@@ -232,22 +234,3 @@ def timm_name(model: str) -> str:
     if not TIMM_NAMES.get(model):
         raise ValueError(f"--vs timm: timm's name of {model} is not known here; use --vs none.")
     return TIMM_NAMES[model]
-
-
-# -- FLOPs ----------------------------------------------------------------------------------------------------------
-
-
-def training_flops(model: str, img_size: int, *, drop_path_rate: float = 0.0) -> float:
-    """Return FLOPs of one image forward and backward: three times those of the forward pass, without recomputation.
-
-    Only matrix products count, as usual for MFU; 26.5 GFLOP for ViT-B/32 at 224 px. drop_path_rate: leave out the work
-    that our stochastic depth at this rate saves on average; timm's, in ViTs, saves none.
-    """
-    with torch.device("meta"):
-        module = set_fused_attn(create_model(model, img_size=img_size, drop_path_rate=drop_path_rate), False).eval()
-        counter = FlopCounterMode(display=False)
-        with counter:
-            module(torch.empty(1, 3, img_size, img_size))
-    counts = {name.partition(".")[2]: sum(count.values()) for name, count in counter.get_flop_counts().items()}
-    blocks = [(name, block) for name, block in module.named_modules() if isinstance(block, volo.Block)]
-    return 3 * (counter.get_total_flops() - sum(block.drop_path * counts[name] for name, block in blocks))

@@ -27,11 +27,12 @@ from largebatch.augment import Augmented
 from largebatch.benchmark import resident
 from largebatch.benchmark.ceiling import measure_ceiling, mfu
 from largebatch.benchmark.measure import Contender, Report, Round, Span, compare
-from largebatch.benchmark.model import timms, training_flops
+from largebatch.benchmark.model import timms
 from largebatch.benchmark.solo import alone
 from largebatch.benchmark.unreduced import Unreduced
 from largebatch.config import TrainConfig, parse
 from largebatch.engine import Trainer
+from largebatch.flops import training_flops
 from largebatch.hooks import Ema
 from largebatch.launch.launcher import recognise
 from largebatch.losses import Objective
@@ -189,7 +190,11 @@ def measure(
         f"{feed.plan.global_batch_size} = {comm.size} ranks × {batch} micro-batch × {passes} passes"
     )
     cores = min(comm.num_cores, torch.get_num_threads())
-    return Report("step", title, results, feed.device, images=images, ranks=comm.size, cores=cores, notes=notes)
+    work = {"model": config.model.name, "img_size": config.model.img_size, "precision": config.run.precision}
+    work |= {"micro_batch": batch, "data": config.data.path, "plain": False}
+    return Report(
+        "step", title, results, feed.device, images=images, ranks=comm.size, cores=cores, notes=notes, work=work
+    )
 
 
 def contenders(

@@ -13,7 +13,7 @@ WORDS = {
     "report": "diff",
     "benchmark": "optimizer loader model step parallel scaling",
     "reproduce": "digits cifar10 --quick --data --optimizers --batches --epochs --rates --seeds --processes --output",
-    "plan": "validate --gpus --gpu --gpus-per-host --network --calibrate --search --json --picture --timeline",
+    "plan": "validate --gpus --gpu --gpus-per-host --network --calibrate --search --json --picture",
     "doctor": "--device --hosts --data --print --limit-s",
 }
 BASH = """\

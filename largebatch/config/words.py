@@ -1,7 +1,8 @@
 """Options that do not exist, and what to give instead: misspelt ones, and the words of timm, torchvision and others."""
 
-import difflib
 from collections.abc import Collection
+
+from largebatch.nearest import nearest
 
 INSTEAD = {  # our option: the words for it elsewhere
     "--optim.lr": "learning_rate base_lr",
@@ -47,10 +48,10 @@ def hint(name: str, known: Collection[str]) -> str:
         return WORDS[word]
     inside = [option for option in known if section and option.startswith(f"{section}.")]
     short = [option for option in known if "." not in option]
-    if section and not inside and (close := difflib.get_close_matches(name, known, n=1, cutoff=0.7)):
-        return f"did you mean --{close[0]}?"
+    if section and not inside and (found := nearest(name, known, cutoff=0.7, hint="--{}?")):
+        return found
     for options in (inside,) if inside else (short, known):
         ends = {option.replace("-", "_").rpartition(".")[2]: option for option in options}
-        if close := difflib.get_close_matches(word, ends, n=1, cutoff=0.6):
-            return f"did you mean --{ends[close[0]]}?"
+        if found := nearest(word, ends, hint="--{}?", shown=ends):
+            return found
     return "--help lists the options."

@@ -3,8 +3,8 @@
     python -m largebatch.plan --gpus 200 --gpu a100 --model vit_b32 --global-batch 32768 --epochs 300
     python -m largebatch.plan --gpus 64 --gpu h100 --recipe volo_d5 --price-per-gpu-hour 2.5
     python -m largebatch.plan RUN --gpus 64 --gpu h100                the options of a run, from its config.yaml
-    python -m largebatch.plan validate                                predictions beside published and measured runs
-    python -m largebatch.plan validate --steps A/step.csv B/step.csv  beside your own steps, predicted from the first
+    python -m largebatch.plan validate docs/planner.csv               predictions beside published and measured runs
+    python -m largebatch.plan validate A/step.csv B/step.csv          beside your own steps, predicted from the first
 
 Every option of largebatch.train may follow, such as --model.grad_checkpointing true. Nothing is computed and nothing is
 written but the pictures that are asked for. Neither Horovod nor DALI nor a GPU is needed.
@@ -13,19 +13,16 @@ written but the pictures that are asked for. Neither Horovod nor DALI nor a GPU 
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from largebatch.arguments import Parser, complain, expanded
 from largebatch.config import TrainConfig, parse
+from largebatch.devices import DEVICES
 from largebatch.plan import constants
 
 if TYPE_CHECKING:
-    from largebatch.plan.planning import Plan
     from largebatch.plan.step import Cluster, Speed
-
-TIMELINES = (8, 200, 10_000)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,23 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan(words: Sequence[str]) -> int:
     """Print a plan; return 1 if it does not fit into the device."""
-    run = expanded(words[0]) if words and not words[0].startswith("-") else ""
-    options, training = _parser().parse_known_args(words[bool(run) :])
-    _check(options)
-    config = read_config(run, options, training)
+    options, config, cluster = read(words)
 
     from largebatch.plan import text
     from largebatch.plan.calibrate import calibrated
-    from largebatch.plan.planning import cluster_of, make_plan
+    from largebatch.plan.planning import make_plan
     from largebatch.plan.step import Speed
 
-    cluster = cluster_of(
-        options.gpus,
-        options.gpu,
-        per_host=options.gpus_per_host,
-        network=options.network,
-        cores_per_rank=options.cores_per_rank,
-    )
     speed = calibrated(options.calibrate, config, cluster) if options.calibrate else Speed()
     if options.search:
         return _search(config, cluster, speed, json=options.json)
@@ -76,28 +63,48 @@ def plan(words: Sequence[str]) -> int:
     )
     cost = {"price": options.price_per_gpu_hour, "watts": options.watts_per_gpu}
     print(text.as_json(made, **cost) if options.json else "\n".join(text.lines(made, **cost)))
-    _draw(options, config, made)
+    if options.picture:
+        from largebatch.plan.picture import draw_scaling, over_gpus
+
+        where = f"{config.model.name} on {made.cluster.device.name}, global batch {config.data.global_batch_size}"
+        points = list(over_gpus(config, made, num_images=options.num_images))
+        title = f"{where}, or the nearest that is exact; predicted"
+        draw_scaling(options.picture, points, title=title, price=options.price_per_gpu_hour)
     return int(made.memory.total > cluster.device.memory)
 
 
 def validate(words: Sequence[str]) -> int:
     """Print predictions beside published and measured runs."""
     from largebatch.plan import validation
-    from largebatch.plan.calibrate import joined
 
-    parser = Parser(prog="python -m largebatch.plan validate", description=validation.__doc__)
-    parser.add_argument("--markdown", action="store_true", help="as in docs/planner.md")
-    parser.add_argument(
-        "--steps",
-        nargs="+",
-        type=Path,
-        metavar="CSV",
-        help="tables of `largebatch.benchmark model` or `step`, predicted from the first: mpi_scripts/validate_plan.sh",
+    parser = Parser(
+        prog="python -m largebatch.plan validate",
+        description=validation.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("tables", nargs="+", type=Path, metavar="TABLE", help="docs/planner.csv, or tables of steps")
+    parser.add_argument("--markdown", action="store_true", help="as in docs/planner.md")
     args = parser.parse_args(words)
-    found = validation.compared(joined(args.steps, option="--steps")) if args.steps else validation.rows()
-    print("\n".join(validation.lines(found, markdown=args.markdown)))
+    rows = validation.validated(args.tables, lambda words: read(words)[1:])
+    print("\n".join(validation.lines(rows, markdown=args.markdown)))
     return 0
+
+
+def read(words: Sequence[str]) -> tuple[argparse.Namespace, TrainConfig, "Cluster"]:
+    """Return the options of a plan, the config and the cluster that they ask for; ValueError for mistakes."""
+    from largebatch.plan.planning import cluster_of
+
+    run = expanded(words[0]) if words and not words[0].startswith("-") else ""
+    options, training = _parser().parse_known_args(words[bool(run) :])
+    _check(options)
+    cluster = cluster_of(
+        options.gpus,
+        options.gpu,
+        per_host=options.gpus_per_host,
+        network=options.network,
+        cores_per_rank=options.cores_per_rank,
+    )
+    return options, read_config(run, options, training), cluster
 
 
 def read_config(run: str, options: argparse.Namespace, training: Sequence[str]) -> TrainConfig:
@@ -131,7 +138,7 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}: expected more than 0.")
-    for name in ("price_per_gpu_hour", "watts_per_gpu", "jitter"):
+    for name in ("price_per_gpu_hour", "watts_per_gpu"):
         value = getattr(options, name)
         if value is not None and value < 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}: expected 0 or more.")
@@ -147,35 +154,6 @@ def _search(config: TrainConfig, cluster: "Cluster", speed: "Speed", *, json: bo
     return int(all(one.refused for one in found))
 
 
-def _draw(options: argparse.Namespace, config: TrainConfig, made: "Plan") -> None:
-    """Write the pictures that are asked for."""
-    from largebatch.plan.picture import draw_scaling, draw_timelines
-    from largebatch.plan.planning import over_gpus
-    from largebatch.plan.simulate import Disturbance, simulate
-    from largebatch.plan.step import backward_of
-
-    where = f"{config.model.name} on {made.cluster.device.name}, global batch {config.data.global_batch_size}"
-    if options.picture:
-        points = list(over_gpus(config, made, num_images=options.num_images))
-        title = f"{where}, or the nearest that is exact; predicted"
-        draw_scaling(options.picture, points, title=title, price=options.price_per_gpu_hour)
-    if options.timeline:
-        backward = backward_of(made.counted, made.cluster, made.config, made.speed)
-        steps = [
-            simulate(
-                backward,
-                replace(made.cluster, ranks=ranks),
-                compute=made.step.compute,
-                optimizer=made.step.optimizer,
-                disturbance=Disturbance(jitter=options.jitter),
-                seed=options.seed,
-            )
-            for ranks in TIMELINES
-        ]
-        images = made.config.data.micro_batch_size * made.passes
-        draw_timelines(options.timeline, steps, title=f"{config.model.name}, {images} images per rank, simulated")
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m largebatch.plan",
@@ -184,7 +162,7 @@ def _parser() -> Parser:
     )
     add = parser.add_argument
     add("--gpus", type=int, default=8, help="GPUs, one rank each (default: 8)")
-    add("--gpu", default="a100", metavar="NAME", help=f"{', '.join(constants.DEVICES)} (default: a100)")
+    add("--gpu", default="a100", metavar="NAME", help=f"{', '.join(DEVICES)} (default: a100)")
     add("--gpus-per-host", type=int, default=8, metavar="N", help="default: 8")
     add("--network", default="", metavar="NAME", help=f"between hosts: {', '.join(constants.LINKS)}")
     add("--cores-per-rank", type=float, default=0, metavar="N", help="CPU cores of a rank (16; --gpu cpu: 1)")
@@ -205,9 +183,6 @@ def _parser() -> Parser:
     add("--search", action="store_true", help="list the fastest meshes that fit, and why others are refused")
     add("--json", action="store_true", help="print JSON, in seconds and bytes")
     add("--picture", type=Path, metavar="PNG", help="hours and cost over 1 to 10,000 GPUs")
-    add("--timeline", type=Path, metavar="PNG", help="a simulated step at 8, 200 and 10,000 ranks")
-    add("--jitter", type=float, default=0.02, help="of a rank's time, for --timeline (default: 0.02, assumed)")
-    add("--seed", type=int, default=0, help="of the draws, for --timeline")
     return parser
 
 

@@ -1,6 +1,5 @@
 """The speed of a device on a model, from a table that `largebatch.benchmark model` or `step` has written."""
 
-import csv
 import re
 import statistics
 from collections.abc import Sequence
@@ -8,73 +7,89 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from largebatch.config import LossConfig, TrainConfig
-from largebatch.plan.constants import device_named, find_device
+from largebatch.devices import device_named, find_device, is_part
+from largebatch.files.table import read_table
 from largebatch.plan.planning import cluster_of
 from largebatch.plan.step import Cluster, Speed, Step, pass_seconds, precision_of, step_of
 from largebatch.plan.trace import trace
 from largebatch.recipes import RECIPES
 
-STEP = re.compile(
-    r"^training step, (?P<model>[\w./]+) at (?P<side>\d+) px, (?P<precision>\w+), "
-    r"(?P<batch>\d+) = (?P<ranks>\d+) ranks × (?P<micro>\d+) micro-batch × (?P<passes>\d+) pass"
-)
-MODEL = re.compile(
-    r"^(?P<model>[\w./]+) at (?P<side>\d+) px, forward and backward, (?P<precision>\w+), batch (?P<micro>\d+)"
-)
-CORES = re.compile(r"cores per rank: ([\d.]+)")
-RESIDENT = re.compile(r"--data[ =]resident\b")
+EXPECTED = "a table of `largebatch.benchmark model` or `step`, of this version"
+COLUMNS = ("contender", "seconds", "benchmark", "hardware", "command", "versions", "date")
+WORK = ("model", "img_size", "precision", "ranks", "micro_batch", "images", "cores", "data", "plain")
 MEMORY = re.compile(r"_\d+gb$")
-PLAIN = re.compile(r"--plain\b")
-THREADS = re.compile(r"threads per rank: (\d+)")
 
 
 @dataclass(frozen=True)
 class Measured:
     """The time of a step or of passes, as a table of a benchmark has it."""
 
-    title: str
-    hardware: str
-    command: str
-    date: str
     seconds: float
     """median of the rounds of the first contender, which is ours"""
+    model: str
+    img_size: int
+    precision: str
+    ranks: int
+    micro_batch: int
     images: int
     """of a rank in that time"""
+    hardware: str
+    cores: float = 0.0
+    """of a CPU that each rank computed with; 0: a GPU computed"""
+    data: str = ""
+    """where the images of steps came from; empty: passes alone were measured"""
+    plain: bool = False
+    """without dropout, with the cross entropy of the classes alone"""
+    benchmark: str = ""
+    command: str = ""
+    versions: str = ""
+    date: str = ""
 
     @property
-    def match(self) -> re.Match[str] | None:
-        """The title, taken apart; None: that of another benchmark."""
-        return STEP.match(self.title) or MODEL.match(self.title)
+    def passes(self) -> int:
+        """Passes of a rank in that time."""
+        return self.images // self.micro_batch
 
     @property
     def name(self) -> str:
         """A short name of the work."""
-        match = self.match
-        if not match:
-            return self.title
-        if match.re is MODEL:
-            return f"{match['model']}, passes of {match['micro']}"
-        ranks, passes = int(match["ranks"]), int(match["passes"])
-        return f"{match['model']}, {ranks} rank{'s' * (ranks > 1)} × {match['micro']}" + f" × {passes}" * (passes > 1)
+        if not self.data:
+            return f"{self.model}, passes of {self.micro_batch}"
+        several = f" × {self.passes}" * (self.passes > 1)
+        return f"{self.model}, {self.ranks} rank{'s' * (self.ranks > 1)} × {self.micro_batch}{several}"
 
     @property
-    def cores(self) -> float:
-        """Cores of a CPU that each rank computed with; 0: a GPU computed."""
-        found = CORES.search(self.hardware) or THREADS.search(self.hardware)
-        return float(found[1]) if found else 0.0
+    def config(self) -> TrainConfig:
+        """The recipe of the model as the benchmark runs it: steps are without dropout."""
+        config = RECIPES[self.model]() if self.model in RECIPES else TrainConfig()
+        model = replace(config.model, name=self.model, img_size=self.img_size, num_classes=1000)
+        if self.data or self.plain:
+            model = replace(model, pos_drop_rate=0.0, proj_drop_rate=0.0)
+        batch = self.ranks * self.images if self.data else self.micro_batch
+        return replace(
+            config,
+            model=model,
+            loss=LossConfig() if self.plain else config.loss,
+            data=replace(config.data, global_batch_size=batch, micro_batch_size=self.micro_batch),
+            run=replace(config.run, precision=self.precision),  # type: ignore[arg-type]  # one of its texts
+        )
 
 
 def read_measured(path: Path, *, option: str) -> Measured:
-    """Read a table; ValueError, one sentence, for a file that is none."""
-    rows = _rows(path, option)
-    first = [float(row["seconds"]) for row in rows if row["contender"] == rows[0]["contender"]]
+    """Read a table; ValueError, one sentence, for a file that is none of passes or steps."""
+    rows = read_table(path, COLUMNS, what=option, expected=EXPECTED)
+    first = rows[0]
+    if any(not first.get(name) for name in ("model", "precision", "micro_batch", "images")):
+        raise ValueError(f"{option} is {path}, a table of {first['benchmark']!r}: expected {EXPECTED}.")
     return Measured(
-        title=rows[0]["benchmark"],
-        hardware=rows[0]["hardware"],
-        command=rows[0].get("command", ""),
-        date=rows[0]["date"],
-        seconds=statistics.median(first),
-        images=int(rows[0]["images"]),
+        seconds=statistics.median(float(row["seconds"]) for row in rows if row["contender"] == first["contender"]),
+        img_size=int(first["img_size"]),
+        ranks=int(first["ranks"]),
+        micro_batch=int(first["micro_batch"]),
+        images=int(first["images"]),
+        cores=float(first["cores"] or 0),
+        plain=first["plain"] == "True",
+        **{name: first[name] for name in ("model", "precision", "data", *COLUMNS[2:])},
     )
 
 
@@ -84,34 +99,23 @@ def calibrated(path: Path, config: TrainConfig, cluster: Cluster) -> Speed:
     ValueError, one sentence, for a file that is no such table, and for another model, image size or device.
     """
     measured = read_measured(path, option="--calibrate")
-    match = measured.match
-    if not match:
-        raise ValueError(
-            f"--calibrate is {path}, which is a table of {measured.title!r}: expected one of `largebatch.benchmark "
-            "model` or `step`."
-        )
     wanted = (config.model.name, config.model.img_size)
-    if (match["model"], int(match["side"])) != wanted:
+    if (measured.model, measured.img_size) != wanted:
         raise ValueError(
-            f"--calibrate is {path}, measured with {match['model']} at {match['side']} px, and the plan is for "
+            f"--calibrate is {path}, measured with {measured.model} at {measured.img_size} px, and the plan is for "
             f"{wanted[0]} at {wanted[1]} px: measure that one, or leave --calibrate out."
         )
-    if match["precision"] != precision_of(config, cluster.device):
+    if measured.precision != precision_of(config, cluster.device):
         raise ValueError(
-            f"--calibrate is {path}, measured in {match['precision']}, and the plan is for "
-            f"{precision_of(config, cluster.device)}: set --run.precision {match['precision']}."
+            f"--calibrate is {path}, measured in {measured.precision}, and the plan is for "
+            f"{precision_of(config, cluster.device)}: set --run.precision {measured.precision}."
         )
     _check_device(path, measured, cluster)
-    config = replace(config, data=replace(config.data, micro_batch_size=int(match["micro"])))
+    data = replace(config.data, micro_batch_size=measured.micro_batch)
+    if measured.data:
+        data = replace(data, global_batch_size=measured.ranks * measured.images)
     on = replace(cluster, device=find_device("cpu").times(measured.cores)) if measured.cores else cluster
-    counted = trace(config, device=on.device.kind)
-    if match.re is MODEL:
-        compute = measured.images / counted.images * pass_seconds(counted, on.device, match["precision"])
-        factor = measured.seconds / compute
-    else:
-        config = replace(config, data=replace(config.data, global_batch_size=int(match["batch"])))
-        step = step_of(config, counted, replace(on, ranks=int(match["ranks"])))
-        factor = _factor(_as_run(step, measured), measured.seconds)
+    factor = _factor(_step(measured, replace(config, data=data), on), measured.seconds)
     if factor <= 0:
         raise ValueError(
             f"--calibrate is {path}, whose steps take {measured.seconds:.3g} s, less than their reduction: measure on "
@@ -121,27 +125,26 @@ def calibrated(path: Path, config: TrainConfig, cluster: Cluster) -> Speed:
 
 
 def _check_device(path: Path, measured: Measured, cluster: Cluster) -> None:
-    """Refuse a table of another device; what is not known may be the right one."""
+    """Refuse a table of another device or of a part of one; a device that is not known may be the right one."""
     found, planned = device_named(measured.hardware), cluster.device
     name = "cpu" if measured.cores else found.name if found else planned.name
-    if MEMORY.sub("", name) != MEMORY.sub("", planned.name):  # a100 and a100_40gb compute alike
-        raise ValueError(
-            f"--calibrate is {path}, measured on {measured.hardware}, and the plan is for {planned.name}: "
-            f"give --gpu {name}, or leave --calibrate out."
-        )
+    if is_part(measured.hardware):
+        advice = "measure on a whole one, or leave --calibrate out."
+    elif MEMORY.sub("", name) == MEMORY.sub("", planned.name):  # a100 and a100_40gb compute alike
+        return
+    else:
+        advice = f"give --gpu {name}, or leave --calibrate out."
+    raise ValueError(
+        f"--calibrate is {path}, measured on {measured.hardware}, and the plan is for {planned.name}: {advice}"
+    )
 
 
-def joined(paths: Sequence[Path], *, option: str) -> list[Measured]:
-    """Read tables, those of one title as one; ValueError, one sentence, for a file that is none of steps or passes."""
+def joined(paths: Sequence[Path]) -> list[Measured]:
+    """Read the tables of steps or passes; those with the same title count as one."""
     by_title: dict[str, list[Measured]] = {}
     for path in dict.fromkeys(paths):
-        table = read_measured(path, option=option)
-        if not table.match:
-            raise ValueError(
-                f"{option} is {path}, a table of {table.title!r}: expected one of `largebatch.benchmark model` or "
-                "`step`."
-            )
-        by_title.setdefault(table.title, []).append(table)
+        table = read_measured(path, option="TABLE")
+        by_title.setdefault(table.benchmark, []).append(table)
     return [
         replace(tables[0], seconds=statistics.median(table.seconds for table in tables)) for tables in by_title.values()
     ]
@@ -150,14 +153,15 @@ def joined(paths: Sequence[Path], *, option: str) -> list[Measured]:
 def predicted(tables: Sequence[Measured]) -> list[float] | None:
     """Return the time of each table's steps or passes, if the first is as it was measured.
 
-    The ranks of each table are on one host. None if one of the tables is not of a model that can be counted, or of a
-    GPU that is not known.
+    The ranks of each table are on one host. None if one of the GPUs is not known.
     """
-    if not all(table.cores or device_named(table.hardware) for table in tables):
-        return None
-    steps = [_step(table.match, table) for table in tables if table.match]
-    if len(steps) < len(tables):
-        return None
+    steps: list[Step] = []
+    for table in tables:
+        device = find_device("cpu") if table.cores else device_named(table.hardware)
+        if device is None:
+            return None
+        cluster = cluster_of(table.ranks, device.name, per_host=table.ranks, cores_per_rank=table.cores)
+        steps.append(_step(table, table.config, cluster))
     factor = max(0.01, _factor(steps[0], tables[0].seconds))
     return [replace(step, compute=factor * step.compute).seconds for step in steps]
 
@@ -167,47 +171,12 @@ def _factor(step: Step, seconds: float) -> float:
     return (seconds - step.exposed - step.optimizer - step.input) / step.compute
 
 
-def _as_run(step: Step, table: Measured) -> Step:
-    """Return a step with the time of its images, which cores that compute prepare themselves, unless they lie there."""
-    decodes = table.cores and not RESIDENT.search(table.command)
-    return step if decodes else replace(step, input=0.0)
-
-
-def _step(match: re.Match[str], table: Measured) -> Step:
+def _step(measured: Measured, config: TrainConfig, cluster: Cluster) -> Step:
     """Return the step of a table, from counted kernels alone; passes alone are a step without anything else."""
-    config, ranks = _config(match, table.command), 1 if match.re is MODEL else int(match["ranks"])
-    device = device_named(table.hardware) or find_device("cpu")
-    cluster = cluster_of(ranks, device.name, per_host=ranks, cores_per_rank=table.cores)
-    counted = trace(config, device=device.kind)
-    if match.re is MODEL:
-        passes = table.images / counted.images
-        return Step(passes * pass_seconds(counted, cluster.device, match["precision"]), 0.0, 0.0, 0.0)
-    return _as_run(step_of(config, counted, cluster), table)
-
-
-def _config(match: re.Match[str], command: str) -> TrainConfig:
-    """Return the recipe of a model as a benchmark runs it: without dropout, unless `model` has no --plain."""
-    name, side, precision = match["model"], int(match["side"]), match["precision"]
-    config = RECIPES[name]() if name in RECIPES else TrainConfig()
-    model = replace(config.model, name=name, img_size=side, num_classes=1000)
-    if match.re is STEP or PLAIN.search(command):
-        model = replace(model, pos_drop_rate=0.0, proj_drop_rate=0.0)
-    batch = int(match["micro"] if match.re is MODEL else match["batch"])
-    return replace(
-        config,
-        model=model,
-        loss=LossConfig() if PLAIN.search(command) else config.loss,
-        data=replace(config.data, global_batch_size=batch, micro_batch_size=int(match["micro"])),
-        run=replace(config.run, precision=precision),  # type: ignore[arg-type]  # one of its texts
-    )
-
-
-def _rows(path: Path, option: str) -> list[dict[str, str]]:
-    try:
-        with open(path, newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{option} is {path}, which cannot be read: {error}.") from None
-    if not rows or not {"benchmark", "contender", "seconds", "images", "hardware", "date"} <= rows[0].keys():
-        raise ValueError(f"{option} is {path}, which is no table of `largebatch.benchmark model` or `step`.")
-    return rows
+    counted = trace(config, device=cluster.device.kind)
+    if not measured.data:
+        passes = measured.images / counted.images
+        return Step(passes * pass_seconds(counted, cluster.device, measured.precision), 0.0, 0.0, 0.0)
+    step = step_of(config, counted, replace(cluster, ranks=measured.ranks))
+    # Cores that compute prepare the images themselves, unless these lie there.
+    return step if measured.cores and measured.data != "resident" else replace(step, input=0.0)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from largebatch.config import ParallelConfig, TrainConfig
+from largebatch.devices import Device
 from largebatch.plan import constants
-from largebatch.plan.constants import Device
 from largebatch.plan.trace import Pass
 
 MOMENTS = {"lamb": 2, "apex_lamb": 2, "adamw": 2, "sgd": 1, "lars": 1, "muon": 2}

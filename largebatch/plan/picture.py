@@ -1,12 +1,15 @@
-"""Pictures of a plan: hours and cost over the number of GPUs, and the timeline of a simulated step."""
+"""A picture of a plan: hours and cost over the number of GPUs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from largebatch.config import TrainConfig
 from largebatch.files import atomic_file
-from largebatch.plan.simulate import Timeline
+from largebatch.plan.planning import Plan, fitted, scaled
+from largebatch.plan.run import HOUR, run_of
+from largebatch.plan.step import step_of
 
 COLOURS = {"compute": "#2463a6", "exposed": "#c8442f", "optimizer": "#7a9a3a", "input": "#8a5fb0", "rest": "#999999"}
 
@@ -25,6 +28,24 @@ class Point:
         return sum(self.shares.values())
 
 
+def over_gpus(config: TrainConfig, plan: Plan, *, num_images: int, most: int = 10_000) -> Iterator[Point]:
+    """Yield the run at 1 to `most` GPUs, as many as can share the global batch."""
+    numbers = sorted({round(10 ** (power / 8)) for power in range(8 * math.ceil(math.log10(most)) + 1)})
+    for gpus in numbers:
+        cluster = replace(plan.cluster, ranks=gpus)
+        try:
+            at, _, _ = fitted(config, gpus)
+        except ValueError:  # no whole replica, or fewer images than GPUs
+            continue
+        counted = scaled(plan.counted, at.data.micro_batch_size)
+        step = step_of(at, counted, cluster, plan.speed)
+        run = run_of(at, counted, cluster, step, plan.speed, num_images=num_images)
+        share = run.training / step.seconds / HOUR
+        rest = (run.seconds - run.training) / HOUR
+        parts = {"compute": step.compute, "exposed": step.exposed, "optimizer": step.optimizer, "input": step.input}
+        yield Point(gpus, {**{name: seconds * share for name, seconds in parts.items()}, "rest": rest})
+
+
 def bend(points: Sequence[Point]) -> tuple[Point, str] | None:
     """Return the first point whose GPU-hours are twice the lowest, and the part that grew most; None if there is none.
 
@@ -40,7 +61,10 @@ def bend(points: Sequence[Point]) -> tuple[Point, str] | None:
 
 def draw_scaling(path: Path, points: Sequence[Point], *, title: str, price: float | None) -> None:
     """Write a PNG: hours by part, and GPU-hours or cost, over the number of GPUs."""
-    figure, (left, right) = _figure(2, (11, 4.8))
+    from matplotlib.figure import Figure  # takes half a second to import
+
+    figure = Figure(figsize=(11, 4.8), dpi=120, layout="constrained")
+    left, right = figure.subplots(1, 2)
     gpus = [point.gpus for point in points]
     bottom = [0.0] * len(points)
     for name, colour in COLOURS.items():
@@ -66,10 +90,13 @@ def draw_scaling(path: Path, points: Sequence[Point], *, title: str, price: floa
     for axes in (left, right):
         axes.set(xscale="log", xlabel="GPUs", xlim=(gpus[0], gpus[-1]))
         axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8, loc="lower left")
     left.yaxis.set_major_formatter("{x:,.5g}")
     figure.suptitle(title + "\n", fontsize=10)
-    _save(figure, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png")
 
 
 PARTS = {
@@ -86,62 +113,3 @@ REASONS = {
     "input": "by the wait for images",
     "rest": "by evaluations, checkpoints and the start",
 }
-
-
-def draw_timelines(path: Path, timelines: Sequence[Timeline], *, title: str) -> None:
-    """Write a PNG: what the slowest rank and the links do in a step, for each number of ranks."""
-    figure, panels = _figure(len(timelines), (10, 1.5 + 1.5 * len(timelines)), rows=True)
-    longest = max(timeline.seconds for timeline in timelines)
-    for axes, timeline in zip(panels, timelines):
-        for row, name, spans in _bars(timeline):
-            widths = [(1e3 * begins, 1e3 * (ends - begins)) for begins, ends in spans]
-            axes.broken_barh(widths, (row - 0.3, 0.6), color=BARS[name], linewidth=0, label=name)
-        axes.set_yticks([0, 1], ["slowest rank", "links"])
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1010 * longest)
-        note = f"{timeline.ranks:,} ranks: {1e3 * timeline.seconds:.1f} ms"
-        note += f", of these {1e3 * timeline.straggling:.1f} ms because one rank is slower"
-        axes.set_title(f"{note}, {1e3 * timeline.exposed:.1f} ms reduction", loc="left", fontsize=9)
-    panels[-1].set_xlabel("ms")
-    named = dict(zip(*reversed(panels[0].get_legend_handles_labels())))  # each name once
-    figure.legend(named.values(), named, frameon=False, fontsize=8, ncols=5, loc="outside lower center")
-    figure.suptitle(title, fontsize=10)
-    _save(figure, path)
-
-
-BARS = {
-    "forward, and all passes before the last": "#9dbbd9",
-    "last backward pass": "#2463a6",
-    "longer, because this rank is slower": "#8a5fb0",
-    "reduction": "#c8442f",
-    "optimizer": "#7a9a3a",
-}
-
-
-def _bars(timeline: Timeline) -> list[tuple[int, str, list[tuple[float, float]]]]:
-    """Return row, name and times of each kind of work."""
-    before, backward, slower, reduction, optimizer = BARS
-    return [
-        (0, before, [(0.0, timeline.backward)]),
-        (0, backward, [(timeline.backward, timeline.alone)]),
-        (0, slower, [(timeline.alone, timeline.slowest)]),
-        (0, reduction, [(timeline.slowest, timeline.reduced)]),
-        (1, reduction, [(message.begins, message.ends) for message in timeline.messages]),
-        (0, optimizer, [(timeline.reduced, timeline.seconds)]),
-    ]
-
-
-def _figure(panels: int, size: tuple[float, float], *, rows: bool = False) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # takes half a second to import
-
-    figure = Figure(figsize=size, dpi=120, layout="constrained")
-    grid = figure.subplots(panels if rows else 1, 1 if rows else panels, squeeze=False).flatten()
-    for axes in grid:
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure, grid
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png")

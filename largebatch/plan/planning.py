@@ -1,17 +1,16 @@
 """A plan: what a config needs on a cluster, put together from the counted pass."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from largebatch.config import TrainConfig, accumulation_passes, exact_batches, nearest_batches
+from largebatch.devices import find_device
 from largebatch.parallel.replica import check as check_cuts
 from largebatch.plan import constants
-from largebatch.plan.constants import find_device, find_link
+from largebatch.plan.constants import find_link
 from largebatch.plan.memory import Memory, largest_micro_batch, of_rank
-from largebatch.plan.picture import Point
-from largebatch.plan.run import HOUR, Failures, Input, Run, failures_of, input_of, run_of
+from largebatch.plan.run import Failures, Input, Run, failures_of, input_of, run_of
 from largebatch.plan.step import Cluster, Speed, Step, step_of
 from largebatch.plan.trace import Kernel, Pass, meta_model, trace
 
@@ -150,23 +149,3 @@ def scaled(counted: Pass, images: int) -> Pass:
     ratio = images / counted.images
     kernels = tuple(Kernel(ratio * kernel.flops, ratio * kernel.moved) for kernel in counted.kernels)
     return replace(counted, images=images, kernels=kernels)
-
-
-def over_gpus(
-    config: TrainConfig, plan: Plan, *, num_images: int, most: int = 10_000
-) -> Iterable[Point]:
-    """Yield the run at 1 to `most` GPUs, as many as can share the global batch."""
-    numbers = sorted({round(10 ** (power / 8)) for power in range(8 * math.ceil(math.log10(most)) + 1)})
-    for gpus in numbers:
-        cluster = replace(plan.cluster, ranks=gpus)
-        try:
-            at, _, _ = fitted(config, gpus)
-        except ValueError:  # no whole replica, or fewer images than GPUs
-            continue
-        counted = scaled(plan.counted, at.data.micro_batch_size)
-        step = step_of(at, counted, cluster, plan.speed)
-        run = run_of(at, counted, cluster, step, plan.speed, num_images=num_images)
-        share = run.training / step.seconds / HOUR
-        rest = (run.seconds - run.training) / HOUR
-        parts = {"compute": step.compute, "exposed": step.exposed, "optimizer": step.optimizer, "input": step.input}
-        yield Point(gpus, {**{name: seconds * share for name, seconds in parts.items()}, "rest": rest})

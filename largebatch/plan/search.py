@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from largebatch.config import ParallelConfig, TensorConfig, TrainConfig, check
+from largebatch.devices import WITHOUT_BF16
 from largebatch.parallel.replica import check as check_cuts
-from largebatch.plan.constants import WITHOUT_BF16
 from largebatch.plan.memory import largest_micro_batch, of_rank
 from largebatch.plan.planning import fitted, scaled
 from largebatch.plan.step import Cluster, Speed, Step, passes_of, precision_of, step_of

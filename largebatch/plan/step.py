@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 
 from largebatch.config import ParallelConfig, TrainConfig, accumulation_passes
+from largebatch.devices import Device
 from largebatch.plan import constants
-from largebatch.plan.constants import Device, Link
+from largebatch.plan.constants import Link
 from largebatch.plan.memory import share_of
 from largebatch.plan.trace import Pass
 from largebatch.ranks.buckets import buckets

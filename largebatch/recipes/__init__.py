@@ -1,6 +1,5 @@
 """Published runs by name. A recipe is a function that returns a complete `TrainConfig`."""
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from largebatch.config import TrainConfig, given_options, read_file, typed
 from largebatch.config.values import with_value
+from largebatch.nearest import nearest
 from largebatch.recipes import small_batch, user_file, volo
 from largebatch.recipes.cifar import cifar10
 from largebatch.recipes.hybrid import cifar10_hybrid, cifar10_pipeline, vit_6b16
@@ -105,8 +105,7 @@ def find(given: Mapping[str, Any], num_images: int | None = None, *, argv: Seque
     if name not in RECIPES and WHOLE <= given.keys():  # the config of a run whose recipe is not there, or not to be run
         return TrainConfig(recipe=name)
     if name not in RECIPES:
-        close = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}? " if close else ""
+        hint = nearest(name, RECIPES, cutoff=0.5, hint="{}? ")
         raise ValueError(
             f"There is no recipe {name!r}: {hint}--recipe takes {', '.join(RECIPES)}, or my.py:function for one of "
             "your own."
@@ -130,9 +129,10 @@ def check_model(model: str) -> None:
         return
     base = model.rpartition("_")[0]
     ours = [name for name, theirs in MODELS.items() if base and theirs.rpartition("_")[0] == base]
-    close = ours or difflib.get_close_matches(model, MODELS, n=1)
-    others = f", or timm/{model}" if ours else ""
-    hint = f"did you mean {close[0]}{others}?" if close else f"if it is timm's, give timm/{model}."
+    if ours:
+        hint = f"did you mean {ours[0]}, or timm/{model}?"
+    else:
+        hint = nearest(model, MODELS, none=f"if it is timm's, give timm/{model}.")
     raise ValueError(f"There is no model {model!r}: {hint} --model takes {', '.join(MODELS)}, or timm/NAME.")
 
 

@@ -1,13 +1,20 @@
 """The block at the end of a run: what came of it, where it is, and the commands that go on with it."""
 
+import logging
 import math
 import shlex
 import statistics
 from pathlib import Path
 
-from largebatch import config
-from largebatch.hooks.starts import Start, count, read_starts
+import torch
+
+from largebatch.config import TrainConfig, load
+from largebatch.engine import Trainer
+from largebatch.flops import utilisation
+from largebatch.hooks.starts import Start, count, read_starts, write_end
 from largebatch.hooks.tables import EPOCHS, STEPS, Row, read_rows
+
+logger = logging.getLogger(__name__)
 
 FILES = ("config.yaml", "log.txt", STEPS, EPOCHS, "curves.png")
 BEST = Path("checkpoints", "best")
@@ -19,23 +26,39 @@ COMMANDS = {
 }
 
 
-def describe(folder: Path, *, num_steps: int, utilisation: float | None = None) -> str:
+def log_end(config: TrainConfig, trainer: Trainer, reason: str) -> None:
+    """Write down that this process ends, and log what came of the run. reason: of an early end.
+
+    The run has its last checkpoint: a full disk is no reason to fail now.
+    """
+    folder, device, share = Path(config.folder), trainer.device, None
+    try:
+        write_end(folder, step=trainer.state.step, reason=reason)
+        if device.type == "cuda" and config.run.precision != "fp32":
+            gpu = torch.cuda.get_device_name(device)
+            share = utilisation(config.model.name, config.model.img_size, gpu=gpu, ranks=trainer.comm.size)
+        logger.info("%s", describe(folder, num_steps=trainer.num_steps, mfu=share))
+    except OSError as error:
+        logger.warning("the end of the run cannot be told: %s", error)
+
+
+def describe(folder: Path, *, num_steps: int, mfu: float | None = None) -> str:
     """Return the block for a run of `num_steps` steps.
 
-    utilisation: the share of the devices' FLOP/s that one image per second takes; None if it is not known.
+    mfu: the share of the devices' FLOP/s that one image per second takes; None if it is not known.
     """
     steps, epochs, starts = read_rows(folder / STEPS), read_rows(folder / EPOCHS), read_starts(folder)
     done = round(max([row["step"] for row in (*steps, *epochs)] + [start.last_step or 0 for start in starts]))
     lines = {
         "top-1": accuracy(epochs),
-        "time": ", ".join(filter(None, (duration(starts, steps), speed(steps, utilisation), memory(steps)))),
+        "time": ", ".join(filter(None, (duration(starts, steps), speed(steps, mfu), memory(steps)))),
         "files": f"{folder}: {', '.join(name for name in FILES if (folder / name).exists())}, checkpoints",
         "resume": f"{starts[-1].command}, on any number of ranks" if done < num_steps and starts else "",
     }
     best = folder / BEST if (folder / BEST).is_dir() else folder
     if best != folder:
         lines["weights"] = f"{best} is the checkpoint of the best evaluation; {folder} in its place, the newest"
-    model = config.load(str(folder / "config.yaml")).model.name
+    model = load(str(folder / "config.yaml")).model.name
     names = {"best": shlex.quote(str(best)), "run": shlex.quote(str(folder)), "model": model}
     lines |= {what: command.format(**names) for what, command in COMMANDS.items()}
     title = f"{folder}: {'complete, ' if done >= num_steps else ''}step {done} of {num_steps}"
@@ -69,13 +92,13 @@ def duration(starts: list[Start], steps: list[Row]) -> str:
     return f"{length} on {count(starts[-1].ranks, 'rank')}" + (f" in {len(starts)} starts" if len(starts) > 1 else "")
 
 
-def speed(steps: list[Row], utilisation: float | None) -> str:
-    """Return images per second, the median of all rows, and the utilisation at that rate."""
+def speed(steps: list[Row], mfu: float | None) -> str:
+    """Return images per second, the median of all rows, and the utilisation (MFU) at that rate."""
     rates = [row["images_per_s"] for row in steps if math.isfinite(row.get("images_per_s", math.nan))]
     if not rates:
         return ""
     rate = statistics.median(rates)
-    return f"{rate:.0f} img/s" + (f", MFU {100 * rate * utilisation:.1f} % of the datasheet" if utilisation else "")
+    return f"{rate:.0f} img/s" + (f", MFU {100 * rate * mfu:.1f} % of the datasheet" if mfu else "")
 
 
 def memory(steps: list[Row]) -> str:

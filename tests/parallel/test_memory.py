@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 from largebatch.augment import Augmented
 from largebatch.benchmark.parallel import CONFIGS
 from largebatch.config import ModelConfig, ParallelConfig
+from largebatch.devices import find_device
 from largebatch.losses import classification
 from largebatch.parallel.replica import ParallelReplica
-from largebatch.plan.constants import find_device
 from largebatch.plan.memory import of_rank
 from largebatch.plan.trace import trace
 from largebatch.recipes import RECIPES

@@ -1,5 +1,6 @@
-"""What a run is told of its hours and memory: at its start, and corrected by its first steps; the refusal of a run that
-cannot fit into its GPU.
+"""The hours and the memory that a run logs at its start, and corrects by its first steps.
+
+A run that cannot fit into its GPU is refused.
 """
 
 import datetime
@@ -11,18 +12,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from largebatch.config import TrainConfig
+from largebatch.devices import GIB, device_named
 from largebatch.engine import Hook, StepOutput, Trainer
-from largebatch.plan.constants import device_named
 from largebatch.plan.memory import Memory, largest_micro_batch, of_rank
 from largebatch.plan.planning import cluster_of, otherwise
 from largebatch.plan.run import HOUR, RAMP, Run, num_steps, run_of
 from largebatch.plan.step import Cluster, Speed, Step, step_of
 from largebatch.plan.trace import Pass, trace
+from largebatch.ranks import Communicator
 
 logger = logging.getLogger(__name__)
 clock = time.perf_counter
 
-GIB = 2**30
 UNMEASURED = 5
 """first steps, in which kernels are chosen and compiled, and the loader is ahead"""
 MEASURED = 20
@@ -32,7 +33,7 @@ SHORT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Forecast:
     """The plan of a run on the GPUs that it has."""
 
     config: TrainConfig
@@ -92,10 +93,30 @@ class Outlook:
         return [*hours, f"plan: {room}"]
 
 
-def outlook(
+def forecast(config: TrainConfig, comm: Communicator, device: torch.device, *, num_images: int) -> "Correction":
+    """Log the hours and the memory of a run on GPUs, and return the hook that corrects them.
+
+    All ranks stop if the run cannot fit.
+    """
+    found = None
+    with comm.together("planning"):
+        if comm.rank == 0 and device.type == "cuda":
+            name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
+            try:
+                found = forecast_on(
+                    config, name, memory, ranks=comm.size, per_host=comm.local_size, num_images=num_images
+                )
+                for line in found.lines(name) if found else ():
+                    logger.info("%s", line)
+            except RuntimeError as error:  # a model that cannot be counted without its weights
+                logger.debug("no plan: %s", error)
+    return Correction(found)
+
+
+def forecast_on(
     config: TrainConfig, name: str, memory: float, *, ranks: int, per_host: int, num_images: int
-) -> Outlook | None:
-    """Return the plan of a run; None for a GPU that is not known. name, memory: what torch calls it, and its bytes."""
+) -> Forecast | None:
+    """Return the forecast on a GPU; None for one that is not known. name: what torch calls it; memory: its bytes."""
     known = device_named(name)
     if known is None:
         return None
@@ -106,7 +127,7 @@ def outlook(
         step = step_of(config, counted, cluster)
     except ValueError:
         step = None
-    return Outlook(config, cluster, counted, num_images, step)
+    return Forecast(config, cluster, counted, num_images, step)
 
 
 def end(seconds: float) -> str:
@@ -120,8 +141,7 @@ class Correction(Hook):
     Rank 0 reads its own clock, and no rank communicates: all ranks take their steps at the same time.
     """
 
-    def __init__(self, plan: Outlook | None) -> None:
-        """plan: that of the start, if there is one."""
+    def __init__(self, plan: Forecast | None) -> None:
         self.plan = plan
         self.ends: list[float] = []
 
