@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from largebatch.agreement import first_cause, first_line, micro_batch
+from largebatch.augment import Augmented
 from largebatch.batch_norm import BatchNormStatistics
 from largebatch.config import TrainConfig
 from largebatch.losses import Objective
@@ -98,3 +98,28 @@ def _try_out(
             with autocast(device, config.run.precision):
                 loss = objective(trial, micro_batch(config, trial, device))
             loss.backward()
+
+
+def first_cause(comm: Communicator, cause: str, *, name: str) -> str:
+    """Return which rank cannot use something, and why; empty: all can. All ranks call it, and get the same.
+
+    cause: why this rank cannot, as the end of a sentence that begins with its name; empty: it can.
+    """
+    causes = comm.allgather_object(cause, name=name)
+    return next((f"rank {rank} {cause}" for rank, cause in enumerate(causes) if cause), "")
+
+
+def micro_batch(config: TrainConfig, model: nn.Module, device: torch.device) -> Augmented:
+    """Return a micro-batch of zeros in the shapes of training."""
+    count, side = config.data.micro_batch_size, config.model.img_size
+    images = torch.zeros(count, 3, side, side, device=device)
+    targets = torch.zeros(count, getattr(model, "num_classes"), device=device)
+    return Augmented(images, targets, mix_box=(0, 0, 1, 1) if config.augment.mix_token else None)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type and the first line of the error that began: torch wraps those of a compiler."""
+    while inner := getattr(error, "inner_exception", None) or error.__cause__:
+        error = inner
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

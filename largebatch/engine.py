@@ -230,16 +230,13 @@ class Trainer:
         Returns the reason if it stopped early, else "".
         """
         self.max_steps = max_steps
-        # A hook of a user may change weights past torch, by .data. Then no copy of them lasts from pass to pass.
-        own = all(type(hook).__module__.startswith("largebatch.") for hook in self.hooks)
-        with self.replica.statistics.over_steps(), self.replica.copies.over_steps(keep=own):
+        with self.replica.statistics.over_steps():
             self._each("before_fit")
             self._train()
             while self.rollback:
                 roll_back, self.rollback = self.rollback, None
                 roll_back(self)
                 self.replica.statistics.take_up()
-                self.replica.copies.forget()
                 self._each("after_rollback")
                 self._train()
             self._each("after_fit")

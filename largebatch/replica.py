@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 
 from largebatch.augment import Augmented
 from largebatch.batch_norm import BatchNormStatistics
-from largebatch.graphs import Graphs
 from largebatch.losses import Objective
-from largebatch.optim import WeightCopies, gradient_norm
+from largebatch.optim import gradient_norm
 from largebatch.ranks import Communicator
 
 ForwardBackward = Callable[[Augmented, float], Tensor]  # `Trainer.forward_backward`
@@ -26,8 +25,6 @@ class Replica:
     optimizer: Optimizer
     comm: Communicator
     statistics: BatchNormStatistics
-    graphs: Graphs | None = None  # of the model's passes, if the run computes by them
-    copies = WeightCopies()  # the weights in bfloat16 that passes read; here none
 
     # -- assembly ----------------------------------------------------------------------------------------------
 
@@ -37,7 +34,7 @@ class Replica:
 
     def adapt_objective(self, serial: Objective) -> Objective:
         """Return the objective of this copy, given the one of a whole model."""
-        return self.graphs.objective(serial) if self.graphs else serial
+        return serial
 
     def attach(self, model: nn.Module, optimizer: Optimizer, comm: Communicator) -> None:
         """Take the parts that all methods below work on; `optimizer` has been wrapped by `comm.wrap`."""
@@ -52,8 +49,7 @@ class Replica:
 
     def run_pass(self, batch: Augmented, weight: float, forward_backward: ForwardBackward) -> Tensor:
         """Add the gradients of a micro-batch's summed loss × `weight` to those there are; return that loss, 0-d."""
-        with self.copies.reading():
-            return forward_backward(batch, weight)
+        return forward_backward(batch, weight)
 
     def complete_gradients(self) -> None:
         """Add the summands of the gradients that other ranks of this copy hold, after the last pass."""

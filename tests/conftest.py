@@ -45,8 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.mkdir(f"{folder}/{name}")
     os.environ |= {"LARGEBATCH_TESTS": folder, "TMPDIR": f"{folder}/tmp"}
     keep_mpi_folder(f"{folder}/tmp", socket.gethostname())
-    if not NVIDIA.exists():  # Triton's kernels run in its interpreter, which is chosen when it is imported
-        os.environ["TRITON_INTERPRET"] = "1"
     # A cache outside of it may hold files that a killed run has left incomplete.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
     if SHARED_MEMORY.is_dir():

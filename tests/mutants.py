@@ -7,9 +7,6 @@ break is made in a copy of it, in a folder of its own under TMPDIR. All these te
 must pass. Then a break is killed if pytest says that a test failed. It is an error, of the catalogue or of this
 program, if pytest could not run the tests, or did not come to an end in time.
 
-Breaks of Triton's kernels are listed as not run where Triton cannot be imported. `.ci/run` shows how to install it for
-tests; then `PYTHONPATH=build/triton python -m tests.mutants -k test_fused` runs them in its interpreter, on CPUs.
-
 Importing torch, timm and DALI takes longer than most of these tests. So this process imports them once, and forks for
 each run; what it must not import is the product, which each run takes from its own copy.
 
@@ -61,7 +58,6 @@ class Mutant:
 
     function: "Class.method" or "function"; "": the whole file, as in C++ and for what no function holds.
     ranks: how many to start by mpirun, for tests/mpi/ranks; 1: no launcher. hang: that they never end counts as failed.
-    needs: a package that these tests need, beside those of every installation.
     """
 
     file: str
@@ -73,7 +69,6 @@ class Mutant:
     ranks: int = 1
     hang: bool = False
     limit_s: float = LIMIT_S
-    needs: str = ""
 
     @property
     def folder(self) -> str:
@@ -143,9 +138,6 @@ def main() -> int:
         parser.error(f"no break has {options.k!r} in its file, sentence or tests")
     if faults := [fault for mutant in mutants if (fault := fault_of(mutant))]:
         sys.exit("\n".join(faults))
-    mutants, left_out = can_run(mutants)
-    for mutant in left_out:
-        print(f"not run             {mutant.file}: {mutant.breaks}\n    there is no package {mutant.needs}", flush=True)
     began = time.monotonic()
     with guarded_folder() as base:
         signal.signal(signal.SIGTERM, _exit)
@@ -154,20 +146,11 @@ def main() -> int:
         verdicts = Counter(_report(*pair, red) for pair in judge(mutants, options.jobs, base, red))
     counts = ", ".join(f"{number} {folder}" for folder, number in Counter(mutant.folder for mutant in mutants).items())
     print(f"breaks by folder: {counts}")
-    not_run = f"; {len(left_out)} not run" if left_out else ""
     print(
         f"{verdicts['killed']} killed, {verdicts['survived']} survived, {verdicts['error']} errors "
-        f"of {len(mutants)} in {time.monotonic() - began:.0f} s{not_run}"
+        f"of {len(mutants)} in {time.monotonic() - began:.0f} s"
     )
     return 0 if mutants and verdicts["killed"] == len(mutants) else 1
-
-
-def can_run(mutants: Iterable[Mutant]) -> tuple[list[Mutant], list[Mutant]]:
-    """The breaks whose tests can run here, and the others."""
-    found: dict[bool, list[Mutant]] = {True: [], False: []}
-    for mutant in mutants:
-        found[not mutant.needs or importlib.util.find_spec(mutant.needs) is not None].append(mutant)
-    return found[True], found[False]
 
 
 def fault_of(mutant: Mutant) -> str:
@@ -189,8 +172,6 @@ def _exit(number: int, frame: Any) -> None:
 def prepare(base: Path) -> None:
     """Copy the tree, compiled, so that a run compiles what is broken alone; import what all runs need."""
     os.environ["OMP_NUM_THREADS"] = "1"  # runs share the cores
-    if not Path("/dev/nvidiactl").exists():  # conftest.py does the same, but torch imports Triton before
-        os.environ["TRITON_INTERPRET"] = "1"
     (base / "cache").mkdir()
     for name in TREE:
         _copy(ROOT / name, base / "tree" / name, "__pycache__")

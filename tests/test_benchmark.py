@@ -7,13 +7,11 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-import static_memory
 import torch
 from events import note_events
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from largebatch import graphs
 from largebatch.assembly import build_objective
 from largebatch.benchmark import measure, model
 from largebatch.benchmark.__main__ import main
@@ -182,20 +180,6 @@ def test_several_sizes_and_variants_in_one_command(tmp_path, monkeypatch, capsys
     printed = capsys.readouterr().out
     assert printed.count("the time of largebatch, blocks compiled (") == 4
     assert printed.count("the time of largebatch, compiled (") == 4 and "vit_nano32 at 64 px" in printed and compiled
-
-
-def test_a_variant_by_graphs_needs_a_gpu(tmp_path, monkeypatch, capsys):
-    """With a stand-in for the graphs it is a contender like the others."""
-    arguments = "model --model vit_nano32 --img-size 32 --batch-size 2 --variants eager graphs --vs none --rounds 1"
-    arguments += f" --precision fp32 --device cpu --threads {torch.get_num_threads()} --output {tmp_path}"
-    with pytest.raises(SystemExit) as end:
-        main(arguments.split())
-    assert end.value.code == 2 and "--variants graphs: the device is cpu, expected a GPU" in capsys.readouterr().err
-    monkeypatch.setattr(model, "can_capture", lambda device: True)
-    monkeypatch.setattr(graphs, "capture", static_memory.capture)
-    monkeypatch.setattr(model, "measure_ceiling", lambda device, precision: Ceiling(1e9))
-    main(arguments.split())
-    assert "the time of largebatch, CUDA graphs (" in capsys.readouterr().out
 
 
 def test_optimizer_and_model_need_hardly_more_than_torch_and_timm(tmp_path):

@@ -10,8 +10,10 @@ import torch
 from largebatch import assembly
 from largebatch import config as c
 from largebatch.config.cli import read_text
+from largebatch.config.help import all_options
 from largebatch.config.horovod import HorovodConfig, told_the_longest
 from largebatch.config.values import types_of, with_value
+from largebatch.config.words import GONE
 from largebatch.ranks import Stopped
 from largebatch.recipes import RECIPES, choose
 from largebatch.start import doubtful
@@ -196,27 +198,12 @@ IDLE = [
         "--schedule.prefix is false and --schedule.warmup '0 epochs': without a warm-up",
     ),
     (
-        ["--model.drop_path_fixed", "true", "--model.drop_path_rate", "0.1", "--data.micro_batch_size", "4"],
-        "--model.drop_path_fixed is true, --model.drop_path_rate 0.1 and --data.micro_batch_size 4, so no layer leaves",
-    ),
-    (
         ["--model.outlook_drop_path", "true"],
         "--model.outlook_drop_path is true and --model.drop_path_rate 0, so no path is dropped",
-    ),
-    (
-        ["--model.residual", "bf16", "--run.precision", "fp32"],
-        "--model.residual is bf16 and --run.precision fp32: the sums between layers are in bfloat16 only where",
     ),
     *[
         (["--parallel.tensor.mode", mode], f"--parallel.tensor.mode is {mode} and --parallel.tensor.size 1, so no matr")
         for mode in ("2d", "2.5d", "3d")
-    ],
-    *[
-        (["--optim.impl", "triton", *divided], f"--optim.impl is triton and {said}: LAMB of parts of tensors does not")
-        for said, divided in {
-            "--parallel tensor 2": ["--parallel.tensor.size", "2"],
-            "--parallel.zero 1": ["--parallel.zero", "1"],
-        }.items()
     ],
 ]
 
@@ -255,11 +242,6 @@ IDLE = [
         (["--parallel.pipeline", "2", "--run.precision", "fp16"], "would choose different loss scales; choose bf16"),
         (["--parallel.sequence", "2", "--run.compile", "true"], "torch.compile cannot compile the messages"),
         (["--parallel.sequence", "2", "--run.compile", "blocks"], "--run.compile is blocks and --parallel sequence 2"),
-        (["--run.graphs", "true", "--model", "volo_d1"], "--run.graphs is true and --model volo_d1: the host draws"),
-        (["--run.graphs", "true", "--run.compile", "blocks"], "--run.graphs is true and --run.compile blocks"),
-        (["--run.graphs", "true", "--model.grad_checkpointing", "true"], "graphs keep all activations"),
-        (["--run.graphs", "true", "--parallel.sequence", "2"], "--run.graphs is true and --parallel sequence 2"),
-        (["--run.graphs", "true", "--parallel.zero", "1"], "--run.graphs is true and --parallel.zero 1: graphs need"),
         (["--parallel.tensor.size", "2", "--optim.ema_half_life", "1 epochs"], "is no average of divided weights"),
         (["--parallel.sequence", "2", "--run.recompute", "5 steps"], "it needs a whole model on each rank"),
         (["--parallel.tensor.mode", "2d", "--parallel.tensor.size", "6"], "expects a square of ranks, such as 4 or 9"),
@@ -282,8 +264,6 @@ IDLE = [
         *IDLE,
         (["--model", "volo_d1", "--data", "/imagenet", "--schedule.warmup", "0 epochs"],
          "--schedule.prefix is false and --schedule.warmup '0 epochs'"),
-        (["--model", "volo_d1", "--data", "/imagenet", "--model.outlook", "triton", "--model.attn_drop_rate", "0.1"],
-         "--model.outlook is triton and --model.attn_drop_rate 0.1: its kernels have no dropout, so leave one of the "),
     ],
 )
 def test_a_mistake_is_one_sentence(argv, sentence):
@@ -618,6 +598,28 @@ def test_gradients_do_not_go_through_the_memory_of_the_host():
         HorovodConfig(torus_allreduce=True).apply({}, deterministic=False, on_gpus=False)
 
 
+@pytest.mark.parametrize(
+    "option, value", [("model.outlook", "triton"), ("run.graphs", "true"), ("model.residual", "bf16")]
+)
+def test_an_option_of_an_older_version_loads_with_its_default(tmp_path, option, value):
+    """Another value is refused in one sentence that says what to use."""
+    section, name = option.split(".")
+    default, instead = GONE[option]
+    whole = c.dump(c.TrainConfig())
+    for given, expected in ((default, None), (value, instead)):
+        file = tmp_path / "config.yaml"
+        file.write_text(whole.replace(f"{section}:\n", f"{section}:\n  {name}: '{given}'\n", 1))
+        if expected is None:
+            assert c.load(str(file)) == c.TrainConfig()
+        else:
+            with pytest.raises(ValueError, match=f"There is no option {option}; {expected}, and of an older run --"):
+                c.load(str(file))
+
+
+def test_no_option_is_offered_that_was_not_measured():
+    assert [name for name, one in all_options(c.TrainConfig()).items() if "not yet measured" in one.text.lower()] == []
+
+
 def test_the_implementation_of_lamb_is_the_users():
     able, cpu = [True, True], torch.device("cpu")
     comm = SimpleNamespace(rank=0, allgather_object=lambda value, *, name: able)
@@ -629,38 +631,6 @@ def test_the_implementation_of_lamb_is_the_users():
     with pytest.raises(ValueError, match="impl='eager' has no effect on sgd"):
         sgd = c.TrainConfig(optim=c.OptimConfig(name="sgd", impl="eager"))
         assembly.build_optimizer(sgd, torch.nn.Linear(2, 2), impl=sgd.optim.impl)
-
-
-def test_kernels_of_triton_are_used_on_all_ranks_or_on_none(monkeypatch, caplog):
-    """One warning, on rank 0, and the default on all."""
-    found = {"build/fused_lamb": ["", ""], "build/can_compile": [True, True]}
-    comms = [SimpleNamespace(rank=rank, allgather_object=lambda value, *, name: found[name]) for rank in (0, 1)]
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(assembly.replica, "can_compile", lambda device_type: True)
-    monkeypatch.setattr(assembly.replica, "why_not_fused", lambda device, trial: "")
-    assert [assembly.lamb_impl(comm, cuda, "triton") for comm in comms] == ["triton"] * 2 and not caplog.messages
-    found["build/fused_lamb"] = ["", "cannot run the kernels (no gcc)"]
-    assert [assembly.lamb_impl(comm, cuda, "triton") for comm in comms] == ["compile"] * 2
-    warning = "--optim.impl triton is not used: rank 1 cannot run the kernels (no gcc); LAMB runs as by default"
-    assert caplog.messages == [warning]
-    found["build/can_compile"] = [True, False]
-    assert [assembly.lamb_impl(comm, cuda, "triton") for comm in comms] == ["eager"] * 2
-
-
-def test_outlook_attention_in_triton_is_used_on_all_ranks_or_on_none(caplog):
-    """One warning, on rank 0. The ranks tell each other why they cannot."""
-    found = ["", ""]
-    comms = [SimpleNamespace(rank=rank, allgather_object=lambda value, *, name: found) for rank in (0, 1)]
-    cuda = torch.device("cuda")
-    assert [assembly.fuses_outlook(comm, cuda) for comm in comms] == [True, True] and not caplog.messages
-    found[1] = "cannot run the kernels (no Triton)"
-    assert [assembly.fuses_outlook(comm, cuda) for comm in comms] == [False, False]
-    warning = "--model.outlook triton is not used: rank 1 cannot run the kernels (no Triton); outlook attention runs "
-    assert caplog.messages == [f"{warning}as by default"]
-    alone = SimpleNamespace(rank=0, allgather_object=lambda value, *, name: [value])
-    caplog.clear()
-    assert not assembly.fuses_outlook(alone, torch.device("cpu"))
-    assert "rank 0 computes on a device of type cpu, and the kernels are for GPUs" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("able, impl", [([True, True], "compile"), ([True, False], "eager"), ([False, True], "eager")])

@@ -207,33 +207,6 @@ def test_a_model_without_checkpointing_is_planned_without_a_word_of_it(capsys):
     assert json.loads(capsys.readouterr().out)["other_checkpointing"] is None
 
 
-@pytest.mark.parametrize("checkpointing", (False, True))
-def test_a_residual_in_bfloat16_is_counted(checkpointing):
-    """With recomputation it is all that a block keeps."""
-    plain, config = (
-        small("vit_nano32", precision="bf16", checkpointing=checkpointing, residual=residual)
-        for residual in ("", "bf16")
-    )
-    kept, peak, _ = really(config)
-    counted = trace(config, device="cpu")
-    assert counted.activations == pytest.approx(kept, rel=0.01)
-    assert counted.peak == pytest.approx(peak, rel=0.03)
-    activation = 2 * 8 * 5 * 32  # bytes that a number of each token saves
-    if checkpointing:
-        assert counted.kept["blocks.1"] == trace(plain, device="cpu").kept["blocks.1"] - activation
-    large = replace(b32(), run=replace(b32().run, precision="bf16"))
-    large = replace(large, model=replace(large.model, grad_checkpointing=checkpointing))
-    for device in ("cpu", "cuda"):
-        half, whole = (
-            trace(replace(large, model=replace(large.model, residual=residual)), device=device, micro_batch_size=64)
-            for residual in ("bf16", "")
-        )
-        saved = whole.activations - half.activations
-        # The sum before each norm of 12 blocks; with recomputation the sum before each block. The head keeps the output
-        # of the last norm, which is no longer cast.
-        assert saved == pytest.approx((12 if checkpointing else 2 * 12) * 2 * 64 * 50 * 768, rel=0.02)
-
-
 def test_memory_counts_until_it_is_free():
     counter = _Counter(torch.nn.Linear(1, 1, device="meta"))
     with counter:

@@ -65,10 +65,8 @@ def create_model(
     attn_drop_rate: float = 0.0,
     drop_path_rate: float = 0.0,
     outlook_drop_path: bool = False,
-    drop_path_fixed: bool = False,
     global_pool: str = "",
     weight_init: str = "",
-    residual: str = "",
     grad_checkpointing: bool = False,
 ) -> nn.Module:
     """Build a model of the zoo: images (B, 3, img_size, img_size) -> logits (B, num_classes).
@@ -86,10 +84,8 @@ def create_model(
     The rates are timm's: drop_rate is before the head only; dropout as in the ViT paper, after the position
     embedding, the projections and the MLP, is pos_drop_rate and proj_drop_rate.
     outlook_drop_path: stochastic depth in VOLO's outlookers as well; the published models do not have it.
-    drop_path_fixed: in a layer of a VOLO, stochastic depth leaves out the same number of a batch's images every time.
     global_pool: "avg" for a ViT whose head acts on the mean of its tokens, as timm does it; "": the class token.
     weight_init: "jax" for timm's initialisation of that name of a ViT, with a head of zeros; "": timm's usual one.
-    residual: "bf16" for a ViT that keeps the sums between its layers in bfloat16 under bfloat16 autocast; "": float32.
     grad_checkpointing: keep only the blocks' inputs for the backward pass and compute the rest again, with the same
     random draws; `set_grad_checkpointing` of the model switches it later.
 
@@ -121,8 +117,8 @@ def create_model(
         raise ValueError(f"label_names of {name} are {len(label_names)}, expected one for each class: {num_classes}")
     if num_classes < 0:
         raise ValueError(f"num_classes of {name} is {num_classes}, expected 1 or more, or 0 for features")
-    options: dict[str, Any] = rates | {"outlook_drop_path": outlook_drop_path, "drop_path_fixed": drop_path_fixed}
-    options |= {"global_pool": global_pool, "weight_init": weight_init, "residual": residual}
+    options: dict[str, Any] = rates | {"outlook_drop_path": outlook_drop_path}
+    options |= {"global_pool": global_pool, "weight_init": weight_init}
     model = norms_in_float32(build(img_size=img_size, num_classes=num_classes, **_used(name, build, options)))
     if grad_checkpointing:
         try:

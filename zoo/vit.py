@@ -15,9 +15,6 @@ from timm import layers
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from zoo.linear import weight_of
-from zoo.norm import Float32Norm
-
 
 @dataclass(frozen=True)
 class Structure:
@@ -54,16 +51,14 @@ def build_vit(
     drop_path_rate: float,
     global_pool: str,
     weight_init: str,
-    residual: str,
 ) -> VisionTransformer:
     """Build the ViT `name`: images (B, 3, img_size, img_size) -> logits (B, num_classes)."""
     structure = STRUCTURES[name]
     _check_img_size(name, img_size)
-    options = (("global_pool", global_pool, "avg"), ("weight_init", weight_init, "jax"), ("residual", residual, "bf16"))
-    for option, value, known in options:
+    for option, value, known in (("global_pool", global_pool, "avg"), ("weight_init", weight_init, "jax")):
         if value not in ("", known):
             raise ValueError(f"{option} of {name} is {value!r}, expected {known!r} or nothing")
-    model = (Bfloat16Residual if residual else VisionTransformer)(
+    model = VisionTransformer(
         img_size=img_size,
         num_classes=num_classes,
         patch_size=structure.patch_size,
@@ -92,8 +87,6 @@ class PatchEmbed(layers.PatchEmbed):
     timm's bits.
     """
 
-    proj_reads_copy = True
-
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) of the model's size -> (B, N, C)"""
         if not self.training:
@@ -101,22 +94,7 @@ class PatchEmbed(layers.PatchEmbed):
         (rows, columns), (height, width) = self.grid_size, self.patch_size
         grid = x.unflatten(3, (columns, width)).unflatten(2, (rows, height))  # (B, 3, rows, P, columns, P)
         patches = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        return F.linear(patches, weight_of(self.proj).flatten(1), self.proj.bias)
-
-
-class Bfloat16Residual(VisionTransformer):
-    """timm's class with a residual in bfloat16 where autocast computes in bfloat16, and in float32 elsewhere.
-
-    All blocks add to the type of the tokens that they get.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(norm_layer=Float32Norm, **options)
-
-    def _pos_embed(self, x: Tensor) -> Tensor:
-        """Embedded patches (B, N, C) -> tokens (B, prefix + N, C) with their positions, which are float32 in timm."""
-        tokens = super()._pos_embed(x)
-        return tokens.to(x.dtype) if x.dtype == torch.bfloat16 else tokens
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
 def set_fused_attn(model: nn.Module, enabled: bool) -> nn.Module:

@@ -95,15 +95,11 @@ class _Outlook(torch.autograd.Function):
 
 
 class OutlookAttention(nn.Module):
-    """Mix the 3 × 3 pixels around every second pixel by weights that are predicted from its 2 × 2 mean.
-
-    fused, if given, is `outlook_triton.outlook`, which computes all between the linear layers, without dropout.
-    """
+    """Mix the 3 × 3 pixels around every second pixel by weights that are predicted from its 2 × 2 mean."""
 
     def __init__(self, dim: int, num_heads: int, *, attn_drop: float) -> None:
         super().__init__()
         self.num_heads, self.scale = num_heads, (dim // num_heads) ** -0.5
-        self.fused: Callable[[Tensor, Tensor, float], Tensor] | None = None
         self.v = nn.Linear(dim, dim, bias=False)
         self.attn = nn.Linear(dim, num_heads * 81)
         self.attn_drop = nn.Dropout(attn_drop)
@@ -113,9 +109,6 @@ class OutlookAttention(nn.Module):
         """(B, H, W, C) -> (B, H, W, C)"""
         values = self.v(x)
         cells = F.avg_pool2d(x.permute(0, 3, 1, 2), 2, ceil_mode=True).permute(0, 2, 3, 1)
-        if self.fused:
-            logits = F.linear(cells, self.attn.weight, self.attn.bias)
-            return self.proj(self.fused(logits, values, self.scale))
         weights = self.attn_drop(self._weights(cells)).to(values.dtype)
         return self.proj(_Outlook.apply(weights, values))
 
@@ -130,25 +123,6 @@ class OutlookAttention(nn.Module):
         bias = self.attn.bias.unflatten(0, shape).permute(2, 0, 1).flatten()
         logits = F.linear(cells, weight * self.scale, bias * self.scale).unflatten(-1, (9, -1))
         return logits.softmax(dim=-2).transpose(-2, -1).contiguous().unflatten(-2, shape[:2])
-
-
-def outlookers(model: nn.Module) -> list[OutlookAttention]:
-    """Return the outlook attentions of a model; other models than VOLO have none."""
-    return [module for module in model.modules() if isinstance(module, OutlookAttention)]
-
-
-def fuse_outlook(model: nn.Module) -> nn.Module:
-    """Let the kernels of outlook_triton.py compute a VOLO's outlook attention on a GPU; return the model.
-
-    ImportError without Triton, which comes with torch for CUDA; ValueError for dropout of attention, which they lack.
-    """
-    from zoo.outlook_triton import outlook
-
-    for layer in outlookers(model):
-        if layer.attn_drop.p:
-            raise ValueError(f"attn_drop_rate is {layer.attn_drop.p}: outlook attention in Triton has none, expected 0")
-        layer.fused = outlook
-    return model
 
 
 # -- blocks ---------------------------------------------------------------------------------------------------------
@@ -222,17 +196,14 @@ class Block(nn.Module):
     """A layer of attention and an MLP, each with its norm before it and a residual around it.
 
     Stochastic depth (https://arxiv.org/abs/1603.09382) with rate drop_path: samples that skip a layer are not computed
-    in it, which saves 6 % of the transformer blocks' work in D1 (rate 0.1), 47 % in D5 (0.75). Each sample is drawn by
-    itself, or with drop_path_fixed the same number of samples every time (see `kept_samples`).
+    in it, which saves 6 % of the transformer blocks' work in D1 (rate 0.1), 47 % in D5 (0.75).
     """
 
-    def __init__(
-        self, attn: nn.Module, dim: int, *, mlp_ratio: float, drop_path: float = 0.0, drop_path_fixed: bool = False
-    ) -> None:
+    def __init__(self, attn: nn.Module, dim: int, *, mlp_ratio: float, drop_path: float = 0.0) -> None:
         super().__init__()
         self.norm1, self.attn = Float32Norm(dim, eps=1e-5), attn
         self.norm2, self.mlp = Float32Norm(dim, eps=1e-5), Mlp(dim, int(dim * mlp_ratio))
-        self.drop_path, self.drop_path_fixed = drop_path, drop_path_fixed
+        self.drop_path = drop_path
         self.attend: Layer = attend  # blocks.py puts compiled functions here
         self.feed: Layer = feed
 
@@ -245,8 +216,6 @@ class Block(nn.Module):
         """x + layer(x) / (share of samples that take the layer) for these samples, and x for the others."""
         if not self.training or not self.drop_path:
             return x + layer(x)
-        if self.drop_path_fixed:
-            return _add_to_some(x, layer, kept=kept_samples(len(x), self.drop_path))
         taken, scale = torch.rand(len(x)) >= self.drop_path, 1 / (1 - self.drop_path)  # on the host
         if torch.compiler.is_compiling():  # it would make a graph for every number of samples
             kept = (taken * scale).to(x.device, x.dtype, non_blocking=True)
@@ -258,27 +227,6 @@ class Block(nn.Module):
         samples = _to_device(taken.nonzero()[:, 0], x.device)
         part = x.index_select(0, samples)  # the gradient of x[samples] sorts on a GPU, and takes one thread on a CPU
         return x.index_add(0, samples, layer(part).to(x.dtype), alpha=scale)
-
-
-def kept_samples(count: int, rate: float) -> int:
-    """Return how many of `count` samples take a layer under stochastic depth of this rate: 1 at least.
-
-    Every sample is among them with probability kept / count, and its layer's output is then scaled by count / kept. So
-    the expectation is exactly the layer's output, whatever the rounding, which makes the rate 1 - kept / count.
-    """
-    return max(round(count * (1 - rate)), 1)
-
-
-def _add_to_some(x: Tensor, layer: Callable[[Tensor], Tensor], *, kept: int) -> Tensor:
-    """x + layer(x) · (samples of x) / kept for `kept` samples that are drawn, and x for the others."""
-    if kept == len(x):
-        return x + layer(x)
-    samples = torch.randperm(len(x))[:kept].sort().values  # on the host
-    if torch.compiler.is_compiling():
-        samples = samples.to(x.device, non_blocking=True)
-    else:
-        samples = _to_device(samples, x.device)
-    return x.index_add(0, samples, layer(x.index_select(0, samples)).to(x.dtype), alpha=len(x) / kept)
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -351,7 +299,6 @@ class VOLO(nn.Module):
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         outlook_drop_path: bool = False,
-        drop_path_fixed: bool = False,
     ) -> None:
         super().__init__()
         s, (outer, inner) = structure, structure.dims
@@ -367,8 +314,7 @@ class VOLO(nn.Module):
             level, rate = int(stage > 0), next(ramp)
             attn = attention(s.dims[level], s.heads[level], attn_drop=attn_drop_rate)
             drop_path = rate if stage or outlook_drop_path else 0.0
-            options: dict[str, Any] = {"drop_path": drop_path, "drop_path_fixed": drop_path_fixed}
-            return Block(attn, s.dims[level], mlp_ratio=s.mlp_ratio, **options)
+            return Block(attn, s.dims[level], mlp_ratio=s.mlp_ratio, drop_path=drop_path)
 
         kinds = (OutlookAttention, Attention, Attention, Attention)
         stages = [
@@ -505,7 +451,6 @@ def build_volo(
     attn_drop_rate: float,
     drop_path_rate: float,
     outlook_drop_path: bool,
-    drop_path_fixed: bool,
 ) -> VOLO:
     """Build the VOLO `name`: images (B, 3, img_size, img_size) -> logits (B, num_classes)."""
     if img_size <= 0 or img_size % CELL:
@@ -520,7 +465,6 @@ def build_volo(
         attn_drop_rate=attn_drop_rate,
         drop_path_rate=drop_path_rate,
         outlook_drop_path=outlook_drop_path,
-        drop_path_fixed=drop_path_fixed,
     )
     cfg: Any = default_cfg(name, img_size=img_size, num_classes=num_classes)
     model.default_cfg = model.pretrained_cfg = cfg

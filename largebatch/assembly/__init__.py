@@ -31,7 +31,6 @@ from largebatch.assembly.replica import (
     build_replica,
     build_sam,
     divides,
-    fuses_outlook,
     lamb_impl,
     peak_lr,
 )
@@ -65,7 +64,6 @@ __all__ = [
     "classes_of_run",
     "count_passes",
     "divides",
-    "fuses_outlook",
     "lamb_impl",
     "model_geometry",
     "open_data",

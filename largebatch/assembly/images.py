@@ -30,7 +30,6 @@ from largebatch.hooks.starts import count as count_of
 from largebatch.launch.cores import loader_threads
 from largebatch.ranks import Communicator
 from zoo import create_model, hub
-from zoo.volo import outlookers
 
 if TYPE_CHECKING:
     from largebatch.data.dali import EvalLoader, TrainLoader
@@ -60,14 +59,9 @@ def check_model(config: TrainConfig, comm: Communicator) -> None:
         if comm.rank == 0 and weights and not Path(weights).exists() and not hub.is_reference(weights):
             raise ValueError(f"--init-from is {weights}: there is no such file or folder.")
         try:
-            model = create_model(**values)
+            create_model(**values)
         except ValueError as error:
             raise ValueError(_as_typed(str(error), values)) from error
-        if config.model.outlook != "plain" and not outlookers(model):
-            raise ValueError(
-                f"--model.outlook is {config.model.outlook}, and {config.model.name} has no outlook attention: leave "
-                "it out, or choose a model that has it, such as volo_d1."
-            )
 
 
 def _as_typed(mistake: str, options: Collection[str]) -> str:

@@ -9,20 +9,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from largebatch import checkpoint, optim
-from largebatch.agreement import first_cause
 from largebatch.compiling import compile_model
 from largebatch.config import TrainConfig
-from largebatch.graphs import graph_passes
 from largebatch.losses import Objective, TokenLabeling, classification
-from largebatch.native.attention import choose_attention, describe_attention, outlook_difference
-from largebatch.optim import can_compile, why_not_fused
+from largebatch.native.attention import choose_attention, describe_attention
+from largebatch.optim import can_compile
 from largebatch.precision import DTYPES
 from largebatch.ranks import Communicator, Stopped
 from largebatch.replica import Replica
 from largebatch.schedules import scale_lr
 from zoo import create_model
-from zoo.linear import read_copies
-from zoo.volo import fuse_outlook
 from zoo.weights import Gone, OtherModel
 
 logger = logging.getLogger(__name__)
@@ -42,11 +38,8 @@ def build_replica(
         from largebatch.parallel import rendezvous  # imported only by runs that need it
 
         rendezvous.start_torch_distributed(comm, device)
-    fused = config.model.outlook == "triton" and fuses_outlook(comm, device)
     model = build_first_model(config, device, comm, names)
     with comm.together("building"):
-        if fused:
-            fuse_outlook(model)
         log_attention(config, model, device, comm)
     # The ranks of a replica talk to each other while they divide the model, so a failure there happens on all of them.
     with comm.together("dividing"):
@@ -56,43 +49,21 @@ def build_replica(
         objective = build_objective(config, model)
     if config.run.compile:
         compile_model(config, model, objective, device, comm)
-    if config.run.graphs:
-        replica.graphs = graph_passes(config, model, objective, device, comm)
     with comm.together("building"):
         optimizer = replica.adapt_optimizer(make_optimizer(model))
         optimizer = comm.wrap(optimizer, model, passes=passes, compression=config.run.compression, watch=False)
-        if impl == "triton":
-            share_copies(config, replica, model, optimizer)
     with comm.together("dividing"):
         replica.attach(model, optimizer, comm)
     return replica
 
 
-def share_copies(config: TrainConfig, replica: Replica, model: nn.Module, optimizer: Optimizer) -> None:
-    """Let LAMB's kernels write the weights in bfloat16, and the layers of the model read them, if the run can use that.
-
-    Not in compiled code, nor in graphs: what these try out at the start has no copies.
-    """
-    plain = not config.run.compile and replica.graphs is None
-    if isinstance(optimizer, optim.Lamb) and config.run.precision == "bf16" and plain:
-        replica.copies = optimizer.copies = optim.WeightCopies(read_copies(model))
-
-
 def lamb_impl(comm: Communicator, device: torch.device, wanted: str | None = None) -> str:
     """Choose how LAMB runs: as wanted, or compiled if all ranks can: the two ways differ in the last bits of a weight.
 
-    All ranks raise Stopped if one cannot compile what is wanted. If one cannot use the kernels of "triton", all go on
-    without them.
+    All ranks raise Stopped if one cannot compile what is wanted.
     """
     if wanted == "eager":
         return wanted
-    if wanted == "triton":
-        cause = why_not_everywhere(comm, device, optim.fused_check.difference, name="build/fused_lamb")
-        if not cause:
-            return wanted
-        wanted = None
-        if comm.rank == 0:
-            logger.warning("--optim.impl triton is not used: %s; LAMB runs as by default", cause)
     able = comm.allgather_object(can_compile(device.type), name="build/can_compile")
     if wanted and not all(able):
         raise Stopped(
@@ -102,21 +73,6 @@ def lamb_impl(comm: Communicator, device: torch.device, wanted: str | None = Non
     if not all(able) and comm.rank == 0:
         logger.warning("no compiler on rank %d: LAMB runs eagerly, which is slower", able.index(False))
     return "compile" if all(able) else "eager"
-
-
-def fuses_outlook(comm: Communicator, device: torch.device) -> bool:
-    """Return whether all ranks can use the kernels of outlook attention; if one cannot, warn, and all go on without."""
-    cause = why_not_everywhere(comm, device, outlook_difference, name="build/fused_outlook")
-    if cause and comm.rank == 0:
-        logger.warning("--model.outlook triton is not used: %s; outlook attention runs as by default", cause)
-    return not cause
-
-
-def why_not_everywhere(
-    comm: Communicator, device: torch.device, trial: Callable[[torch.device], str], *, name: str
-) -> str:
-    """Return which rank cannot use Triton kernels, and why; empty: all can. All ranks call it, and get the same."""
-    return first_cause(comm, why_not_fused(device, trial), name=name)
 
 
 def build_model(

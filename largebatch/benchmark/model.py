@@ -34,14 +34,12 @@ from largebatch.benchmark.measure import (
 from largebatch.compiling import compile_passes
 from largebatch.config import ModelConfig, TrainConfig
 from largebatch.flops import training_flops
-from largebatch.graphs import Graphs, can_capture
 from largebatch.native.attention import choose_attention
 from largebatch.precision import DTYPES, autocast, choose_precision
 from largebatch.recipes import RECIPES
 from zoo import create_model, set_fused_attn, vit, volo
 from zoo.blocks import compile_blocks
 from zoo.model import ZooModel
-from zoo.volo import fuse_outlook
 
 TIMM_NAMES = {name: structure.timm_name for zoo in (vit, volo) for name, structure in zoo.STRUCTURES.items()}
 RATES = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
@@ -49,8 +47,6 @@ VARIANTS = {
     "eager": "largebatch",
     "compiled": "largebatch, compiled",
     "blocks": "largebatch, blocks compiled",
-    "outlook": "largebatch, outlook in Triton",
-    "graphs": "largebatch, CUDA graphs",
 }
 PASSES = 2  # per round; the second pass adds to gradients, as accumulation does
 
@@ -73,8 +69,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Reports:
     """Measure forward and backward passes of each combination of model, image size and batch."""
     device = set_up_device(options)
-    if "graphs" in options.variants and not can_capture(device):
-        raise ValueError(f"--variants graphs: the device is {device.type}, expected a GPU; leave the variant out.")
     if options.precision == "auto":
         options.precision = choose_precision(device)
     cases = list(itertools.product(options.model, options.img_size, options.batch_size))
@@ -98,16 +92,13 @@ def measure(
     if "timm-unfused" in options.vs:
         makers["timm, unfused attention"] = lambda: set_fused_attn(timms(config), False)
     opened = partial(_opened, config=config, batch_size=batch_size, precision=options.precision, device=device)
-    contenders = [
-        Contender(contender, partial(opened, make, by_graphs=contender == VARIANTS["graphs"]))
-        for contender, make in makers.items()
-    ]
+    contenders = [Contender(name, partial(opened, make)) for name, make in makers.items()]
     results = compare(contenders, device=device, rounds=options.rounds)
     images, ceiling = PASSES * batch_size, measure_ceiling(device, options.precision)
     flops = training_flops(model, img_size)
     executed = training_flops(model, img_size, drop_path_rate=config.model.drop_path_rate)
     # timm masks samples after a layer, and the model that is compiled as a whole does the same
-    saving = {VARIANTS[variant]: executed for variant in ("eager", "blocks", "outlook", "graphs")}
+    saving = {VARIANTS[variant]: executed for variant in ("eager", "blocks")}
     notes = [
         f"{name}: {mfu(images / median(seconds), flops, ceiling, executed=saving.get(name))}"
         for name, seconds in ((result.name, result.seconds) for result in results)
@@ -123,7 +114,6 @@ def measure(
 def _opened(
     make: Callable[[], nn.Module],
     *,
-    by_graphs: bool,
     config: TrainConfig,
     batch_size: int,
     precision: str,
@@ -133,8 +123,6 @@ def _opened(
     model = make().to(device).train()
     objective = build_objective(config, model)
     batch, draw_box = training_batch(config, batch_size, device), box_of(config)
-    if by_graphs:
-        objective = Graphs(model, batch.images, precision).objective(objective)
 
     def passes() -> None:
         for _ in range(PASSES):
@@ -191,8 +179,6 @@ def ours(config: TrainConfig, device: torch.device, *, variant: str, grad_checkp
     values = replace(config.model, grad_checkpointing=grad_checkpointing).arguments() | {"weights": None}
     model = create_model(**values)
     choose_attention(model, device)
-    if variant == "outlook":
-        fuse_outlook(model)
     if variant == "compiled":
         compile_passes(model)
     if variant == "blocks":

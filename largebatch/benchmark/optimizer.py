@@ -26,7 +26,7 @@ LR, WEIGHT_DECAY = 1e-3, 0.1
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--model", default="vit_b32", help="zoo model whose parameters are updated")
-    parser.add_argument("--impl", default="auto", help="auto, compile, triton, eager or plain (largebatch.optim.Lamb)")
+    parser.add_argument("--impl", default="auto", help="auto, compile, eager or plain (largebatch.optim.Lamb)")
     parser.add_argument("--vs", nargs="+", default=["timm", "torch"], choices=[*PEERS, "none"])
     parser.add_argument("--rounds", type=int, default=20, help="measured steps of each contender")
     add_device_options(parser)

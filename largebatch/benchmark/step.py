@@ -270,7 +270,7 @@ def ours(
             for hook in averages:
                 hook.after_train_step(trainer, output)
 
-    with trainer.replica.statistics.over_steps(), trainer.replica.copies.over_steps():
+    with trainer.replica.statistics.over_steps():
         yield step
 
 

@@ -29,12 +29,6 @@ def without_effect(config: TrainConfig) -> list[str]:
             "--model.outlook_drop_path is true and --model.drop_path_rate 0, so no path is dropped: set a rate above "
             "0, or leave it out."
         )
-    if model.residual and config.run.precision not in ("bf16", "auto"):
-        found.append(
-            f"--model.residual is {model.residual} and --run.precision {config.run.precision}: the sums between layers "
-            "are in bfloat16 only where the layers are, so set --run.precision bf16, or leave --model.residual out."
-        )
-    found += _unused_fixed_depth(config)
     if not schedule.prefix and not _warmup(config):
         found.append(
             f"--schedule.prefix is false and --schedule.warmup {schedule.warmup!r}: without a warm-up there is nothing "
@@ -47,28 +41,12 @@ def without_effect(config: TrainConfig) -> list[str]:
                 f"--optim.{option} is {value} and --optim.sam_rho null, so there is no Look-LayerSAM: set "
                 "--optim.sam_rho, such as 0.005, or leave it out."
             )
-    if config.optim.impl == "triton" and (ways := _divided(config.parallel)):
-        found.append(
-            f"--optim.impl is triton and {ways}: LAMB of parts of tensors does not use these kernels, so leave one of "
-            "the two out."
-        )
     if tensor.mode != "1d" and tensor.size == 1:
         found.append(
             f"--parallel.tensor.mode is {tensor.mode} and --parallel.tensor.size 1, so no matrix is cut: set the size "
             "to the number of ranks that share each matrix, or leave the mode out."
         )
     return found
-
-
-def _unused_fixed_depth(config: TrainConfig) -> list[str]:
-    """Return a sentence if every layer keeps all images, although stochastic depth is to leave out a fixed number."""
-    rate, size = config.model.drop_path_rate, config.data.micro_batch_size
-    if not config.model.drop_path_fixed or max(round(size * (1 - rate)), 1) < size:
-        return []
-    return [
-        f"--model.drop_path_fixed is true, --model.drop_path_rate {rate} and --data.micro_batch_size {size}, so no "
-        "layer leaves out an image: set a higher rate or a larger micro-batch, or leave the first out."
-    ]
 
 
 def _warmup(config: TrainConfig) -> int:
@@ -126,14 +104,8 @@ def check(config: TrainConfig) -> None:
         raise ValueError(
             "--checkpoint.best is ema_top1, and there are no averaged weights: set --optim.ema_half_life, or take top1."
         )
-    if c.model.outlook != "plain" and c.model.attn_drop_rate:
-        raise ValueError(
-            f"--model.outlook is {c.model.outlook} and --model.attn_drop_rate {c.model.attn_drop_rate}: its kernels "
-            "have no dropout, so leave one of the two out."
-        )
     _check_tokens(c)
     _check_sam(c)
-    _check_graphs(c)
     _check_parallel(c)
     _check_timm(c)
 
@@ -184,25 +156,6 @@ def _check_sam(config: TrainConfig) -> None:
             f"--optim.sam_rho is {rho} and {ways}: Look-LayerSAM needs whole tensors and their state on every rank, so "
             "leave one of the two out."
         )
-
-
-def _check_graphs(config: TrainConfig) -> None:
-    """Refuse CUDA graphs where the host decides within a pass, or where nobody has tried them."""
-    if not config.run.graphs:
-        return
-    name, compile_ = config.model.name, config.run.compile
-    if name.startswith("volo"):
-        raise ValueError(
-            f"--run.graphs is true and --model {name}: the host draws the samples and boxes of each pass of a VOLO, "
-            "and a graph would repeat the first ones; choose a ViT, or leave --run.graphs out."
-        )
-    for given, reason in (
-        (f"--run.compile {str(compile_).lower()}" if compile_ else "", "compiled passes were never captured"),
-        ("--model.grad_checkpointing true" if config.model.grad_checkpointing else "", "graphs keep all activations"),
-        (_divided(config.parallel), "graphs need a whole model and its optimizer on every rank"),
-    ):
-        if given:
-            raise ValueError(f"--run.graphs is true and {given}: {reason}, so leave one of the two out.")
 
 
 def _check_durations(config: TrainConfig) -> None:

@@ -176,6 +176,8 @@ def read_text(text: str, *, place: str) -> dict[str, Any]:
         raise ValueError(f"{place} holds no options: {EXPECTED}")
     known, found = types_of(TrainConfig), dict[str, Any]()
     for name, node in _flat("", root, place=place) if root else ():
+        if name in words.GONE and node.value == words.GONE[name][0]:
+            continue
         if name not in known:
             raise ValueError(unknown(name, known, place=f"{place}: There is no option {name}"))
         if name in found:

@@ -36,29 +36,19 @@ class ModelConfig:
     """stochastic depth rate of the last block; the rate of an earlier block is proportionally lower"""
     outlook_drop_path: bool = False
     """use stochastic depth in VOLO's outlookers as well; the published models do not"""
-    drop_path_fixed: bool = False
-    """stochastic depth of a VOLO leaves the same number of a micro-batch's images out of a layer in every pass, and
-    draws which: of 128 images at rate 0.1, 13; the default draws each image by itself"""
-    outlook: Literal["plain", "triton"] = "plain"
-    """code of VOLO's outlook attention; plain: torch's operations; triton: kernels of this project, on GPUs, not yet
-    measured"""
     global_pool: Literal["", "avg"] = ""
     """input of a ViT's head; empty: the class token; avg: the mean of the other tokens, as a teacher of token labels
     needs it"""
     weight_init: Literal["", "jax"] = ""
     """initialisation of a ViT; empty: timm's default; jax: the one that timm calls jax, with zeros in the head"""
-    residual: Literal["", "bf16"] = ""
-    """type of the sums between the layers of a ViT; empty: float32; bf16: bfloat16, with --run.precision bf16. It keeps
-    7 % less memory (ViT-B/32, micro-batch 64); errors are in benchmark/NOTES.md, and its speed on GPUs is not yet
-    measured"""
     grad_checkpointing: bool = False
     """activation checkpointing: compute the blocks again in the backward pass, with the same random numbers, and keep
     no activations of them; 1306 instead of 2313 MiB in all, 16 % slower (ViT-B/32, micro-batch 64, bf16, 2 CPU
     cores)"""
 
     def arguments(self) -> dict[str, Any]:
-        """Return the options that `zoo.create_model` takes: all but the code of an attention."""
-        return {name: value for name, value in asdict(self).items() if name != "outlook"}
+        """Return the options that `zoo.create_model` takes."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +165,9 @@ class OptimConfig:
     """number added to the divisor; null: 1e-6 for lamb and apex_lamb, 1e-8 for adamw and lars; an error for sgd"""
     clip_norm: float | None = 1.0
     """global norm to which the averaged gradient is clipped; null: no clipping"""
-    impl: Literal["compile", "triton", "eager"] | None = None
-    """code of lamb; compile: C++ on CPUs, torch.compile on GPUs; triton: kernels of this project in three launches, on
-    GPUs, not yet measured; eager: torch's operations, slower and without a compiler; null: compile, if all ranks can;
-    an error for other optimizers"""
+    impl: Literal["compile", "eager"] | None = None
+    """code of lamb; compile: C++ on CPUs, torch.compile on GPUs; eager: torch's operations, slower and without a
+    compiler; null: compile, if all ranks can; an error for other optimizers"""
     momentum: float | None = None
     """momentum of sgd, lars and muon; null: 0.9, for muon 0.95; an error for the other optimizers"""
     trust_coefficient: float | None = None
@@ -278,13 +267,8 @@ class RunConfig:
     compile: bool | Literal["blocks"] = False
     """true: compile the model: 8 % faster after 31 s of compiling (ViT-B/32, micro-batch 64, bf16, 2 CPU cores); the
     reduction no longer overlaps with the backward pass. blocks: compile each block of a ViT or a VOLO by itself, and
-    equal ones once, so that it still does; not yet measured on GPUs. With both, dropout draws other masks, which still
-    depend on the seed alone. A pass is tried first: if one rank cannot compile it, all compute without a compiler"""
-    graphs: bool = False
-    """compute the passes of a ViT on a GPU as CUDA graphs, which spare the host most of its launches; not yet measured.
-    Dropout draws as without them. The activations of a pass keep their memory during evaluations, too; micro-batches of
-    another size are computed without graphs. Passes are first compared with plain ones: if one rank computes other
-    gradients, or none, all compute without graphs"""
+    equal ones once, so that it still does. With both, dropout draws other masks, which still depend on the seed alone.
+    A pass is tried first: if one rank cannot compile it, all compute without a compiler"""
     compression: Literal["none", "fp16"] = "none"
     """type in which gradients are sent; fp16 halves the bytes, rounds the reduced gradient by 4e-4 (3 CPU ranks), and
     trains with a loss scale in every precision; a step whose gradients overflow in fp16 is skipped"""

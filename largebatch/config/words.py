@@ -37,12 +37,21 @@ SENTENCES = {  # what no single option does: the words for it elsewhere
         "resume resume_from resume_from_checkpoint auto_resume",
     "largebatch --version prints the versions.": "version",
 }  # fmt: skip
+# Options of older versions: the default in a config.yaml, which still loads, and what to use for another value.
+GONE = {
+    "model.drop_path_fixed": ("false", "--model.drop_path_rate draws each image by itself"),
+    "model.outlook": ("plain", "--run.compile blocks compiles the blocks of a VOLO"),
+    "model.residual": ("", "--model.grad_checkpointing true saves memory"),
+    "run.graphs": ("false", "--run.compile blocks saves launches"),
+}
 WORDS = {word: f"did you mean {option}?" for option, words in INSTEAD.items() for word in words.split()}
 WORDS |= {word: sentence for sentence, words in SENTENCES.items() for word in words.split()}
 
 
 def hint(name: str, known: Collection[str]) -> str:
     """Return what to give instead of an option that does not exist; known: those that do, without dashes."""
+    if name in GONE:
+        return f"{GONE[name][1]}, and of an older run --{name} loads with its default alone."
     section, _, word = name.replace("-", "_").rpartition(".")
     if word in WORDS:
         return WORDS[word]

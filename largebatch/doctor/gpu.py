@@ -25,8 +25,7 @@ at("product")
 ones = torch.ones(512, 512, device="cuda", dtype=torch.bfloat16)
 assert (ones @ ones).float().mean().item() == 512, "a product is wrong"
 at("Triton")
-from largebatch.optim import triton_check
-triton_check.check()
+assert torch.compile(torch.sin, fullgraph=True)(ones[0]).isfinite().all(), "compiled code is wrong"
 at("DALI")
 import numpy
 from PIL import Image

@@ -86,8 +86,7 @@ def gradients(trainer: Trainer, batch: Augmented) -> dict[str, Tensor]:
             loss = trainer.objective(trainer.model, batch)
         # Not `backward`, which would add to the gradients and start Horovod's reduction.
         found = torch.autograd.grad(trainer.scaler.scale(loss), parameters, allow_unused=True)
-    # Copies, since CUDA graphs give a gradient in memory that the next pass overwrites.
-    return {name: gradient.clone() for name, gradient in zip(names, found) if gradient is not None}
+    return {name: gradient for name, gradient in zip(names, found) if gradient is not None}
 
 
 @contextmanager

@@ -8,7 +8,6 @@ its back-ends by shape, type and dropout; `describe_attention` asks for its choi
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from largebatch.native.compile import can_load, load_library
 from zoo import set_fused_attn
-from zoo.volo import Attention, gather, scatter
+from zoo.volo import Attention
 
 SOURCE = Path(__file__).with_name("attention.cpp")
 FLAGS = ("-fopenmp",)  # resolves to the libgomp that torch has loaded, so both use the same threads
 MAX_DIM = 1024  # the largest dimension of a head
-TRIALS = ((torch.float32, 7, 6, 2, 32), (torch.bfloat16, 6, 5, 2, 32), (torch.float16, 4, 1, 3, 24))
-"""types, grids, heads and their width: to compile kernels takes seconds for each of these"""
-BOUND = 4e-6  # of a difference of float32, relative to the largest number of its tensor: roundings of exp and of sums
 
 
 def choose_attention(model: nn.Module, device: torch.device) -> nn.Module:
@@ -49,42 +45,6 @@ def native_layers(model: nn.Module) -> list[Attention]:
 
 def _is_known(dim: int) -> bool:
     return dim % 16 == 0 and dim <= MAX_DIM
-
-
-def outlook_difference(device: torch.device) -> str:
-    """Compute VOLO's outlook attention by Triton's kernels, and in float64. Return how they differ; empty: they agree.
-
-    On odd grids, with heads whose width is a power of two and others, in each type that a run may have.
-    """
-    from zoo.outlook_triton import outlook  # imports Triton, which is not everywhere
-
-    generator = torch.Generator().manual_seed(0)
-    for dtype, height, width, heads, dim in TRIALS:
-        values = torch.randn(2, height, width, heads * dim, generator=generator)
-        logits = 4 * torch.randn(2, -(-height // 2), -(-width // 2), heads * 81, generator=generator)
-        inputs = [tensor.to(dtype).to(device) for tensor in (logits, values, torch.randn_like(values))]
-        found = _with_gradients(outlook, dim**-0.5, *inputs)
-        expected = _with_gradients(plain_outlook, dim**-0.5, *(tensor.cpu().double() for tensor in inputs))
-        bound = max(BOUND, torch.finfo(dtype).eps)
-        for name, one, other in zip(("output", "gradient of logits", "gradient of values"), found, expected):
-            if not (one.cpu().double() - other).abs().max() <= bound * other.abs().max():
-                return f"gets other numbers from the kernels than from the formulas ({name}, {dtype})"
-    return ""
-
-
-def plain_outlook(logits: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Return what `zoo.outlook_triton.outlook` returns, by operations of torch on any device."""
-    heads = logits.shape[-1] // 81
-    weights = (scale * logits.unflatten(-1, (heads, 9, 9))).softmax(dim=-1)
-    return scatter(weights.view(-1, 9, 9) @ gather(values, heads), values.shape)
-
-
-def _with_gradients(
-    function: Callable[[Tensor, Tensor, float], Tensor], scale: float, logits: Tensor, values: Tensor, grad: Tensor
-) -> tuple[Tensor, ...]:
-    """Return the output of outlook attention, and the gradients of logits and values for a gradient of the output."""
-    out = function(logits.requires_grad_(), values.requires_grad_(), scale)
-    return out.detach(), *torch.autograd.grad(out, (logits, values), grad)
 
 
 @functools.cache

@@ -9,13 +9,11 @@ from largebatch.optim.factory import (
     scale_gradients,
     trust_summary,
 )
-from largebatch.optim.fused_check import why_not_fused
 from largebatch.optim.lamb import Lamb, can_compile
 from largebatch.optim.lars import Lars
 from largebatch.optim.look_sam import LookSam
 from largebatch.optim.muon import Muon
 from largebatch.optim.presets import PRESETS, Preset, param_groups
-from largebatch.optim.weight_copies import WeightCopies
 
 __all__ = [
     "PRESETS",
@@ -24,7 +22,6 @@ __all__ = [
     "LookSam",
     "Muon",
     "Preset",
-    "WeightCopies",
     "adapted_ratios",
     "build_optimizer",
     "can_compile",
@@ -34,5 +31,4 @@ __all__ = [
     "param_groups",
     "scale_gradients",
     "trust_summary",
-    "why_not_fused",
 ]

@@ -1,4 +1,4 @@
-"""LAMB for large batches: the formulas, five ways to compute them, and the optimizer.
+"""LAMB for large batches: the formulas, the ways to compute them, and the optimizer.
 
 One step for one parameter tensor x with gradient g (arXiv:1904.00962), at its t-th step:
 
@@ -38,12 +38,10 @@ from largebatch.native.copies import to_device
 from largebatch.native.lamb import DTYPES, as_kernels_read, same_kind
 from largebatch.optim.presets import options_of
 from largebatch.optim.states import adopted, require_parameters
-from largebatch.optim.weight_copies import WeightCopies
 
 logger = logging.getLogger(__name__)
 
-IMPLS = ("auto", "compile", "triton", "eager", "plain")
-CHUNK = 2**18  # elements per chunk of the eager path: 1 MiB in float32, which stays in cache
+IMPLS = ("auto", "compile", "eager", "plain")
 
 NATIVE = {("cpu", dtype, torch.strided) for dtype in DTYPES}  # gradients for lamb.cpp
 
@@ -136,36 +134,15 @@ def lamb_(
 
 
 def lamb_eager_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: Tensor, u: Tensor) -> Tensor:
-    """Do the same as `lamb_` without a compiler: in place and in chunks, so that all temporaries but u stay in cache.
-
-    u is scratch memory as long as x. It is a parameter because new memory per tensor would cost page faults.
-    """
-    x_square, u_square = moments_eager_((x, g, m, v, u), s, factor)
+    """Do the same as `lamb_` in place, without a compiler. u is scratch memory as long as x."""
+    ((x_square,), (u_square,)) = moments_foreach_([(x, g, m, v, u)], s, factor)
     ratio = trust_ratio(x_square, u_square, s).to(x.dtype)
-    chunk = _chunk(x)
-    for xc, uc in zip(x.split(chunk), u.split(chunk)):
-        xc.sub_(uc.mul_(s.lr * ratio))
+    x.sub_(u.mul_(s.lr * ratio))
     return ratio
 
 
-def moments_eager_(row: Row, s: Scalars, factor: Tensor) -> Tensor:
-    """Compute m, v and u, the first half of an update. Returns the sums of squares of x and u, (2,)."""
-    x, chunk, squares = row[0], _chunk(row[0]), []
-    work = x.new_empty(min(chunk, x.numel()))
-    for xc, gc, mc, vc, uc in zip(*(t.split(chunk) for t in row)):
-        w = work[: xc.numel()]
-        torch.mul(gc, factor, out=w)
-        mc.lerp_(w, s.new1)
-        vc.mul_(s.beta2).addcmul_(w, w, value=s.new2)
-        torch.sqrt(vc, out=w).mul_(s.root).add_(s.eps)
-        torch.div(mc, w, out=uc).add_(xc, alpha=s.weight_decay)
-        # Not x.dot(x), because its rounding depends on the processor and on the number of threads.
-        squares.append(torch.stack([torch.mul(t, t, out=w).sum() for t in (xc, uc)]))
-    return torch.stack(squares).sum(0, dtype=torch.float64)
-
-
 def moments_foreach_(rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tensor:
-    """Do the same as `moments_eager_` for many tensors in few kernels, for GPUs. Returns (2, len(rows))."""
+    """Compute m, v and u, the first half of an update. Returns the squares of |x| and |u|: (2, len(rows)), float64."""
     x, g, m, v, u = (list(column) for column in zip(*rows))
     torch._foreach_copy_(u, g)
     torch._foreach_mul_(u, factor)
@@ -179,12 +156,8 @@ def moments_foreach_(rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tensor:
     torch._foreach_reciprocal_(u)
     torch._foreach_mul_(u, m)
     torch._foreach_add_(u, x, alpha=s.weight_decay)
-    norms = [torch.stack(torch._foreach_norm(column, 2, torch.float64)) for column in (x, u)]
-    return torch.stack(norms).square()
-
-
-def _chunk(x: Tensor) -> int:
-    return CHUNK if x.device.type == "cpu" else max(x.numel(), 1)
+    squares = (torch._foreach_mul(column, column) for column in (x, u))
+    return torch.stack([torch.stack(torch._foreach_norm(some, 1, torch.float64)) for some in squares])  # their sums
 
 
 def lamb_list_(
@@ -196,19 +169,13 @@ def lamb_list_(
 
 @functools.cache
 def can_compile(device_type: str) -> bool:
-    """Tell whether LAMB can be compiled for this device: by a C++ compiler, or by Triton on a GPU; each is tried."""
+    """Tell whether LAMB can be compiled for this device: by a C++ compiler, or by torch on a GPU; each is tried."""
     if device_type == "cpu":
         return cpp_lamb.available()
-    from torch.utils._triton import has_triton
-
-    if not has_triton():  # which asks for no compiler
-        return False
     try:
-        from largebatch.optim import triton_check
-
-        triton_check.check()
+        torch.compile(torch.sin, fullgraph=True)(torch.zeros(1, device=device_type))
     except Exception as error:  # of Triton, of the compiler that it calls, of the driver
-        logger.warning("Triton cannot compile for this GPU: %s", (str(error).strip() or repr(error)).splitlines()[0])
+        logger.warning("torch.compile fails on this GPU: %s", (str(error).strip() or repr(error)).splitlines()[0])
         return False
     return True
 
@@ -261,19 +228,16 @@ def update(
 
 
 def moments(impl: str, rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tensor:
-    """Compute the first half of an update: m, v and u. Returns the sums of squares of x and u, (2, len(rows)), float64.
+    """Call `moments_foreach_`, or its equal in C++ on CPUs.
 
-    The caller may add up squares of several ranks before the second half, x - lr ratio u. On a GPU there is only one
-    implementation, so `impl` has no effect there.
+    The caller may add up squares of several ranks before the second half, x - lr ratio u.
     """
-    if factor.device.type != "cpu":
-        return moments_foreach_(rows, s, factor)
-    if impl == "compile" or impl == "auto" and can_compile("cpu"):
+    if factor.device.type == "cpu" and (impl == "compile" or impl == "auto" and can_compile("cpu")):
         try:
             return cpp_lamb.moments_native_(rows, s, float(factor))
         except (OSError, subprocess.CalledProcessError) as error:
             raise RuntimeError(NOT_COMPILED) from error
-    return torch.stack([moments_eager_(row, s, factor) for row in rows], 1)
+    return moments_foreach_(rows, s, factor)
 
 
 class Lamb(Optimizer):
@@ -291,8 +255,7 @@ class Lamb(Optimizer):
         adapt: multiply by the trust ratio; if False, the group takes Adam's steps, with decay.
         norm_range: phi clamps the norm of the parameter to this range.
         max_trust_ratio: upper bound of the ratio; 1 gives LAMBC.
-        impl: "compile", "triton" (on GPUs, see lamb_triton.py), "eager", "plain" (the specification), or "auto":
-            compile if a compiler is found.
+        impl: "compile", "eager", "plain" (the specification), or "auto": compile if a compiler is found.
         max_grad_norm: None, because Lamb does not clip; a number raises a ValueError, which names the way to clip.
 
     `trust_ratios` holds each parameter's ratio in the last step, as 0-d tensors, so nobody waits until they are read.
@@ -302,7 +265,6 @@ class Lamb(Optimizer):
     clip_factor: Tensor | None = None
     finite: Tensor | None = None  # 0-d; if it is False, the step changes nothing but its count (see `take_back`)
     can_skip = True  # whether a step looks at `finite`
-    copies = WeightCopies()  # those that "triton" writes; a run that has some puts them here
     trust_ratios: Mapping[Tensor, Tensor] = MappingProxyType({})
 
     def __init__(
@@ -382,18 +344,12 @@ class Lamb(Optimizer):
         factor, self.clip_factor = self.clip_factor, None
         finite, self.finite = self.finite, None
         ratios: dict[Tensor, Tensor] = {}
-        fused = defaultdict(list)  # by device and dtype, for Triton updates those of all groups at once
         for group in self.param_groups:
-            for (step, *kind), params in self._alike(group).items():
-                if group["impl"] == "triton":
-                    fused[tuple(kind)].append((params, scalars(group, step)))
-                    continue
+            for (step, _, _), params in self._alike(group).items():
                 scale = params[0].new_ones(()) if factor is None else factor.to(params[0])
                 tensors = [self._tensors(p) for p in params]
                 ratios |= zip(params, update(group["impl"], tensors, scalars(group, step), scale, finite))
                 increment_version(params)  # as torch does for what it changes in place
-        for parts in fused.values():
-            ratios |= self._update_fused(parts, factor, finite)
         self.trust_ratios = MappingProxyType(ratios)
         return loss
 
@@ -453,22 +409,6 @@ class Lamb(Optimizer):
                 state["step"] = int(state["step"]) + 1  # AdamW has a tensor
                 alike[state["step"], p.device, p.dtype].append(p)
         return alike
-
-    def _update_fused(
-        self, parts: Sequence[tuple[list[Tensor], Scalars]], factor: Tensor | None, finite: Tensor | None
-    ) -> dict[Tensor, Tensor]:
-        """Update the parameters of parts, all of one device and dtype, by `lamb_triton`. Returns their ratios."""
-        from largebatch.optim import lamb_triton  # where Triton is missing, nobody chooses it
-
-        params = [p for some, _ in parts for p in some]
-        scale = params[0].new_ones(()) if factor is None else factor.to(params[0])
-        whole = [([self._tensors(p) for p in some], s) for some, s in parts]
-        copies = [self.copies.valid(p) for p in params]
-        ratios = lamb_triton.lamb_fused_(whole, scale, finite, copies)
-        increment_version(params)
-        # Whatever `finite` is: the kernels wrote both or none, and the copy was that of its weight before.
-        self.copies.note(p for p, copy in zip(params, copies) if copy is not None)
-        return dict(zip(params, ratios))
 
     def _tensors(self, p: Tensor) -> Tensors:
         if p.grad is None or p.grad.layout is not torch.strided:

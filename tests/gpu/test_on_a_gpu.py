@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_graphs
 import test_never_late
 import torch
 from test_checkpoint import load, make_parts, save
@@ -15,26 +14,17 @@ from test_never_late import CLASSES, RUNS, label_maps, vit_with_cutmix
 from test_optim import COMPILE, Reference, make_params, relative, set_grads
 from torch import Tensor, nn
 
-from largebatch.augment import Augment, Augmented
-from largebatch.benchmark.solo import Solo
+from largebatch.augment import Augment
 from largebatch.data import randaugment, randaugment_ops
-from largebatch.graphs import Graphs, graph_passes
 from largebatch.hooks.ema import lerp_
-from largebatch.losses import classification
-from largebatch.native.attention import outlook_difference
 from largebatch.native.copies import pack, to_device, unpack
 from largebatch.optim import (
     Lamb,
-    WeightCopies,
     build_optimizer,
-    fused_check,
     init_state,
     scale_gradients,
-    why_not_fused,
 )
 from largebatch.ranks import reduction
-from zoo.linear import read_copies
-from zoo.volo import OutlookAttention, fuse_outlook
 
 CPU = torch.device("cpu")
 
@@ -74,54 +64,6 @@ def test_a_training_step_waits_once(gpu, run, monkeypatch):
         trainer.fit(max_steps=5)
     assert trainer.state.step == 5 and trainer.state.skipped == 0
     assert all(bool(parameter.isfinite().all()) for parameter in trainer.model.parameters())
-
-
-def test_lamb_in_triton_waits_for_nothing(gpu):
-    """Its numbers: tests/test_fused_lamb.py, on a GPU and in the interpreter."""
-    assert why_not_fused(gpu, fused_check.difference) == ""
-    params = [nn.Parameter(p.detach().to(gpu)) for p in make_params(torch.float32)]
-    optimizer = Lamb(params, impl="triton", weight_decay=0.1)
-    factor, finite = torch.tensor(0.5, device=gpu), torch.tensor(True, device=gpu)
-    for step in range(3):
-        for p in params:
-            p.grad = torch.ones_like(p)
-        with waiting(gpu, "error" if step else "default"):
-            optimizer.param_groups[0]["lr"] = 0.01 * step
-            optimizer.finite = finite
-            scale_gradients(optimizer, factor)
-            optimizer.step()
-    assert all(bool(p.isfinite().all()) for p in params)
-
-
-def test_copies_of_weights_have_the_bits_of_autocast(device):
-    """The host waits for nothing. On CPUs, whole models: tests/test_weight_copies.py."""
-    plain, x = nn.Linear(48, 32).to(device), torch.randn(4, 48, device=device)
-    ours = copy.deepcopy(plain)
-    copies = WeightCopies(read_copies(nn.Sequential(ours)))
-    with copies.over_steps():
-        for step in range(3):
-            found = []
-            for layer in (ours, plain):
-                with waiting(device, "error" if step else "default"), copies.reading():
-                    with torch.autocast(device.type, torch.bfloat16):
-                        y = layer(x)
-                    y.float().square().sum().backward()
-                    assert (copies.of(layer.weight) is not None) == (layer is ours)
-                    with torch.no_grad():
-                        layer.weight.add_(layer.weight.grad, alpha=-0.01)
-                found.append((y.detach(), layer.weight.grad.clone()))
-            assert all(torch.equal(one, other) for one, other in zip(*found))
-
-
-def test_outlook_attention_in_triton_waits_for_nothing(gpu):
-    """Its numbers: tests/test_fused_outlook.py, on a GPU and in the interpreter."""
-    assert why_not_fused(gpu, outlook_difference) == ""
-    layer = fuse_outlook(OutlookAttention(64, 2, attn_drop=0.0).to(gpu))
-    x = torch.randn(4, 7, 7, 64, device=gpu, requires_grad=True)
-    for step in range(3):
-        with waiting(gpu, "error" if step else "default"), torch.autocast("cuda", torch.bfloat16):
-            layer(x).float().square().sum().backward()
-    assert bool(x.grad.isfinite().all())
 
 
 def test_tensors_of_all_types_arrive(device):
@@ -273,95 +215,3 @@ def test_a_checkpoint_goes_to_another_device_and_back(device, tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(parts[0].parameters(), fresh[0].parameters()))
     one, other = (parts[1].state_dict()["state"], fresh[1].state_dict()["state"])
     assert all(torch.equal(one[i][key], other[i][key]) for i in one for key in ("exp_avg", "exp_avg_sq"))
-
-
-# -- CUDA graphs -------------------------------------------------------------------------------------------------------
-
-
-def batch_on(device: torch.device, number: int) -> Augmented:
-    images, targets, *_ = test_graphs.batch(number)
-    return Augmented(images.to(device), targets.to(device))
-
-
-@pytest.mark.parametrize("precision, bound", [("fp32", 1e-5), ("bf16", 1e-2)])
-def test_graphs_give_the_gradients_of_plain_passes(gpu, precision, bound):
-    """With dropout, from the same seeds: two steps of accumulated passes, each over images of its own."""
-    model = test_graphs.vit().to(gpu)
-    objective = Graphs(model, batch_on(gpu, 0).images, precision).objective(classification)
-    for numbers in ((1, 2), (3, 4, 5)):
-        batches = [batch_on(gpu, number) for number in numbers]
-        ours, theirs = (test_graphs.accumulate(model, each, batches, precision) for each in (objective, classification))
-        for one, other in zip(ours, theirs, strict=True):
-            assert float((one - other).norm()) <= bound * float(other.norm())
-
-
-def test_draws_of_graphs_are_a_function_of_the_seed(gpu):
-    """And those of the plain model; a capture leaves the random state as it was."""
-    model, images = test_graphs.vit().to(gpu), batch_on(gpu, 0).images
-    nn.init.normal_(model.head.weight)
-    drawn = torch.cuda.get_rng_state(gpu)
-    made = Graphs(model, images, "fp32")
-    assert torch.equal(torch.cuda.get_rng_state(gpu), drawn)
-    logits = []
-    for forward, seed in ((made, 1), (made, 2), (made, 1), (model, 1), (model, 2)):
-        torch.manual_seed(seed)
-        logits.append(forward(images).detach().clone())
-        torch.rand(7, device=gpu)
-    assert torch.equal(logits[0], logits[2]) and not torch.equal(logits[0], logits[1])
-    torch.testing.assert_close(logits[:2], logits[3:], rtol=1e-4, atol=1e-4)
-
-
-def test_a_trial_of_graphs_succeeds_and_leaves_everything_as_it_was(gpu, caplog):
-    model = test_graphs.vit(weight_init="jax").to(gpu)
-    before, drawn = copy.deepcopy(model.state_dict()), torch.cuda.get_rng_state(gpu)
-    stream = torch.cuda.current_stream(gpu)
-    config = test_graphs.config(precision="bf16")
-    made = graph_passes(config, model, classification, torch.device("cuda", gpu.index or 0), Solo())
-    assert isinstance(made, Graphs) and test_graphs.said(caplog) == []
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert torch.equal(torch.cuda.get_rng_state(gpu), drawn) and torch.cuda.current_stream(gpu) == stream
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-class Waits(nn.Module):
-    """A layer that no graph can capture."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (1 + 0 * x.sum().item())
-
-
-def test_after_a_capture_that_failed_plain_passes_go_on(gpu, caplog):
-    """On the stream from before, with draws, and memory that two streams use becomes free again."""
-    model = test_graphs.vit()
-    model.norm_pre = Waits()
-    model, stream = model.to(gpu), torch.cuda.current_stream(gpu)
-    assert graph_passes(test_graphs.config(), model, classification, gpu, Solo()) is None
-    (line,) = test_graphs.said(caplog)
-    assert line.startswith("--run.graphs true is not used: rank 0 cannot compute a pass by graphs (")
-    assert torch.cuda.current_stream(gpu) == stream
-    ours = test_graphs.accumulate(model, classification, [batch_on(gpu, 1), batch_on(gpu, 2)])
-    assert all(bool(gradient.isfinite().all()) for gradient in ours)
-    active, shared = torch.cuda.memory_stats(gpu)["active_bytes.all.current"], torch.empty(2**24, device=gpu)
-    shared.record_stream(torch.cuda.Stream())
-    del shared
-    torch.cuda.synchronize()
-    small = torch.empty(1, device=gpu)  # torch looks for memory that became free when it allocates
-    assert torch.cuda.memory_stats(gpu)["active_bytes.all.current"] - active <= 2**16 and small.numel() == 1
-
-
-def test_steps_by_graphs_wait_once_and_train(gpu, monkeypatch):
-    """As `test_a_training_step_waits_once`."""
-
-    def apply(self: Any, optimizer: Any, scaler: Any, grad_norm: Tensor) -> bool:
-        return reduction.apply(optimizer, scaler, grad_norm)
-
-    monkeypatch.setattr(test_never_late.Alone, "apply", apply)
-    trainer = vit_with_cutmix(gpu)
-    made = Graphs(trainer.model, torch.zeros(8, 3, 64, 64, device=gpu), "fp32")
-    trainer.objective, fits = made.objective(trainer.objective), []
-    monkeypatch.setattr(Graphs, "fit", lambda self, *these, fit=Graphs.fit: fits.append(fit(self, *these)) or fits[-1])
-    trainer.fit(max_steps=2)
-    with waiting(gpu, "error"):
-        trainer.fit(max_steps=5)
-    assert fits == [True] * 10 and trainer.state.skipped == 0
-    assert all(bool(parameter.isfinite().all()) for parameter in trainer.model.parameters())

@@ -50,9 +50,9 @@ def test_recomputed_blocks_give_the_same_reduced_gradient(comm, precision):
 # -- stochastic depth ---------------------------------------------------------------------------------------------
 
 
-def with_fixed_depth() -> nn.Sequential:
-    """A model with a VOLO's block of each kind, both with stochastic depth over a fixed number of images."""
-    options = {"mlp_ratio": 2.0, "drop_path": 0.5, "drop_path_fixed": True}
+def with_stochastic_depth() -> nn.Sequential:
+    """A model with a VOLO's block of each kind, both with stochastic depth."""
+    options = {"mlp_ratio": 2.0, "drop_path": 0.5}
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 2, stride=2),
@@ -71,22 +71,22 @@ class Turned(nn.Module):
         return x.permute(0, 2, 3, 1)
 
 
-def test_a_fixed_number_of_images_is_drawn_alike_on_any_number_of_ranks(comm):
+def test_images_that_skip_a_layer_are_drawn_alike_on_any_number_of_ranks(comm):
     """With a short step, and one whose last micro-batch has a single image."""
     plan = plan_for(comm, steps=3, left_over=5)
-    trainer = small_trainer(comm, plan, passes=PASSES, model=with_fixed_depth(), dtype=torch.float64)
+    trainer = small_trainer(comm, plan, passes=PASSES, model=with_stochastic_depth(), dtype=torch.float64)
     trainer.fit()
-    serial = serial_run(plan, with_fixed_depth().double())
+    serial = serial_run(plan, with_stochastic_depth().double())
     for ours, theirs in zip(trainer.model.parameters(), serial.parameters()):
         assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
 
 
-def test_a_run_with_a_fixed_number_of_images_resumes_with_the_same_bits(comm, tmp_path_factory):
+def test_a_run_with_stochastic_depth_resumes_with_the_same_bits(comm, tmp_path_factory):
     """From any step; rank 0 alone finds the checkpoint."""
     folder = tmp_path_factory.mktemp("resumed")
 
     def trainer() -> Trainer:
-        return small_trainer(comm, plan_for(comm, steps=4), passes=PASSES, model=with_fixed_depth())
+        return small_trainer(comm, plan_for(comm, steps=4), passes=PASSES, model=with_stochastic_depth())
 
     whole = trainer()
     whole.fit()
