@@ -7,6 +7,7 @@ the micro-batch) alone. So the number of ranks does not change a result. Draws a
 import hashlib
 import math
 import struct
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -197,6 +198,7 @@ def with_ground_truth(teacher: Tensor, own: Tensor, labels: Tensor, *, rule: str
     return torch.lerp(own, teacher, share.to(teacher.dtype))
 
 
+@dataclass
 class Augment:
     """Erasing, labels -> soft targets, then mixup or cutmix. The 32K recipe has mixup alone (alpha 0.2, no smoothing).
 
@@ -210,38 +212,32 @@ class Augment:
     among them (`draw_mix_box`), instead of mixup and cutmix.
     """
 
-    def __init__(
-        self,
-        num_classes: int,
-        *,
-        mixup_alpha: float = 0.0,
-        cutmix_alpha: float = 0.0,
-        switch_prob: float = 0.5,
-        label_smoothing: float = 0.0,
-        erase_prob: float = 0.0,
-        erase_mode: str = "pixel",
-        grid: int = 0,
-        ground_truth: Literal["none", "published", "intended"] = "none",
-        mix_token: bool = False,
-    ) -> None:
-        if num_classes < 1:
-            raise ValueError(f"num_classes is {num_classes}, expected 1 or more")
-        for name, alpha in (("mixup_alpha", mixup_alpha), ("cutmix_alpha", cutmix_alpha)):
-            if not 0.0 <= alpha < float("inf"):
-                raise ValueError(f"{name} is {alpha}, expected a number from 0 (none) up")
-        if not 0.0 <= label_smoothing < 1.0:
-            raise ValueError(f"label_smoothing is {label_smoothing}, expected 0 up to, not including, 1")
-        for name, prob in (("switch_prob", switch_prob), ("erase_prob", erase_prob)):
-            if not 0.0 <= prob <= 1.0:
-                raise ValueError(f"{name} is {prob}, expected a probability, 0 to 1")
-        if erase_mode not in ("pixel", "const"):
-            raise ValueError(f"erase_mode is {erase_mode!r}, expected pixel or const")
-        self.num_classes = num_classes
-        self.mixup_alpha, self.cutmix_alpha, self.switch_prob = mixup_alpha, cutmix_alpha, switch_prob
-        self.label_smoothing = label_smoothing
-        self.erase_prob, self.erase_mode = erase_prob, erase_mode
-        assert grid or not mix_token
-        self.grid, self.ground_truth, self.mix_token = grid, ground_truth, mix_token
+    num_classes: int
+    _: KW_ONLY
+    mixup_alpha: float = 0.0
+    cutmix_alpha: float = 0.0
+    switch_prob: float = 0.5
+    label_smoothing: float = 0.0
+    erase_prob: float = 0.0
+    erase_mode: str = "pixel"
+    grid: int = 0
+    ground_truth: Literal["none", "published", "intended"] = "none"
+    mix_token: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 1:
+            raise ValueError(f"num_classes is {self.num_classes}, expected 1 or more")
+        for name in ("mixup_alpha", "cutmix_alpha"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}, expected a number from 0 (none) up")
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing is {self.label_smoothing}, expected 0 up to, not including, 1")
+        for name in ("switch_prob", "erase_prob"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected a probability, 0 to 1")
+        if self.erase_mode not in ("pixel", "const"):
+            raise ValueError(f"erase_mode is {self.erase_mode!r}, expected pixel or const")
+        assert self.grid or not self.mix_token
 
     def __call__(
         self, images: Tensor, labels: Tensor, generator: torch.Generator, token_labels: TokenLabels | None = None

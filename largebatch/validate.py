@@ -148,11 +148,11 @@ def _take_flags(argv: Sequence[str]) -> tuple[Flags, list[str]]:
     """Split a command line into the flags and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.register("type", None, expanded)
-    parser.add_argument("--ema", action="store_true")
-    parser.add_argument("--all", action="store_true")
-    parser.add_argument("--real-labels", default="")
-    parser.add_argument("--csv", default="")
-    parser.add_argument("--predictions", default="")
+    for flag, _, value in (text.partition(" ") for text in FLAGS):
+        if value:
+            parser.add_argument(flag, default="")
+        else:
+            parser.add_argument(flag, action="store_true")
     try:
         flags, words = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:

@@ -85,7 +85,6 @@ def save(folder: str | Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
     except OSError:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    _rename_digests(unfinished, path)
     _link_best(root, snapshot.state["state"])
     smoothed = snapshot.state["state"].get("smoothed")
     _keep_newest(path, keep, sound_step=smoothed[2] if smoothed else None)
@@ -270,28 +269,23 @@ def _parts(recorded: Collection[str]) -> list[str]:
     return [name for name in PARTS if name not in OPTIONAL or name in recorded]
 
 
-# The size, the time of the last change and the SHA-256 of files that this process has read.
-_digests: dict[Path, tuple[int, int, str]] = {}
+# The SHA-256 of files that this process has read, by their device, inode, size and time of the last change.
+_digests: dict[tuple[int, ...], str] = {}
 
 
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
-        found = os.fstat(file.fileno())
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    _digests[path] = (found.st_size, found.st_mtime_ns, sha256)
-    return sha256
+        key = _identity(os.fstat(file.fileno()))
+        _digests[key] = hashlib.file_digest(file, "sha256").hexdigest()
+    return _digests[key]
 
 
 def _remembered_sha256(path: Path) -> str:
-    found = path.stat()
-    num_bytes, changed_ns, sha256 = _digests.get(path, (-1, -1, ""))
-    return sha256 if (num_bytes, changed_ns) == (found.st_size, found.st_mtime_ns) else _sha256(path)
+    return _digests.get(_identity(path.stat())) or _sha256(path)
 
 
-def _rename_digests(old: Path, new: Path) -> None:
-    for name in PARTS:
-        if old / name in _digests:
-            _digests[new / name] = _digests.pop(old / name)
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _sync(path: Path) -> None:
@@ -372,8 +366,6 @@ def _remove(path: Path) -> None:
         doomed = _unused(path.with_name(path.name + ".removed"))
         path.rename(doomed)
         _discard(doomed)
-        for name in PARTS:
-            _digests.pop(path / name, None)
 
 
 def _unused(path: Path) -> Path:

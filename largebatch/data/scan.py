@@ -65,16 +65,7 @@ def index_images(
     status = _status(files)
     chunks = [files[at : at + _CHUNK] for at in range(0, len(files), _CHUNK)]
 
-    def image_sizes(chunk: Sequence[str]) -> list[tuple[int, int]]:
-        sizes = []
-        for path in chunk:
-            size = (0, 0)
-            with contextlib.suppress(ValueError):
-                size = image_size(path)
-            sizes.append(size)
-        return sizes
-
-    sizes = _parallel(image_sizes, chunks, progress, unit="thousand images")
+    sizes = _parallel(lambda chunk: [*map(_size_or_zero, chunk)], chunks, progress, unit="thousand images")
     width, height = np.array([size for chunk in sizes for size in chunk], dtype=np.int64).T
     length = np.array([entry.st_size for entry in status], dtype=np.int64)
     rows = (np.zeros_like(length), length, np.asarray(labels, dtype=np.int64), width, height)
@@ -111,11 +102,8 @@ def scan_tar(path: str) -> Rows:
     rows = []
     with open(path, "rb") as file:
         for sample in scan_samples(path):
-            size = (0, 0)
-            with contextlib.suppress(ValueError):
-                if not sample.fault:
-                    file.seek(sample.offset)
-                    size = image_size(io.BytesIO(file.read(sample.length)))
+            file.seek(sample.offset)
+            size = (0, 0) if sample.fault else _size_or_zero(io.BytesIO(file.read(sample.length)))
             rows.append((sample.offset, sample.length, sample.label, *size))
     return (*np.array(rows, dtype=np.int64).reshape(-1, 5).T, *np.zeros((5, len(rows)), dtype=np.int64))
 
@@ -144,6 +132,13 @@ def image_size(file: io.BytesIO | str) -> tuple[int, int]:
     if kind not in FORMATS:
         raise ValueError(f"is a {kind} image, expected {', '.join(FORMATS)}: convert it first")
     return size
+
+
+def _size_or_zero(file: io.BytesIO | str) -> tuple[int, int]:
+    try:
+        return image_size(file)
+    except ValueError:
+        return 0, 0
 
 
 def _make_index(

@@ -2,7 +2,6 @@
 
 from largebatch.files.atomic import atomic_file, written_once
 from largebatch.files.cache import cache_folder, safe_cache, temporary_cache
-from largebatch.files.damaged import Damaged
 from largebatch.files.locks import locked, no_progress
 from largebatch.files.owners import distrust, refuse_links_of_others
 
@@ -10,3 +9,7 @@ __all__ = [
     "Damaged", "atomic_file", "cache_folder", "distrust", "locked", "no_progress", "refuse_links_of_others",
     "safe_cache", "temporary_cache", "written_once",
 ]  # fmt: skip
+
+
+class Damaged(ValueError):
+    """Raised if a file cannot be read or used; the message names it, the reason and the remedy, and is enough."""

@@ -31,12 +31,8 @@ class _Tensor(ctypes.Structure):
 class _Tensors(ctypes.Structure):
     """The struct Tensors of lamb.cpp."""
 
-    _fields_ = [
-        ("rows", ctypes.c_void_p),
-        ("order", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("threads", ctypes.c_int),
-    ]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("rows", "order")]
+    _fields_ += [("count", ctypes.c_int64), ("threads", ctypes.c_int)]
 
 
 def available() -> bool:
