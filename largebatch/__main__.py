@@ -4,7 +4,6 @@
 Python's library alone.
 """
 
-import importlib.metadata
 import platform
 import runpy
 import sys
@@ -15,6 +14,7 @@ from largebatch.config import Answer
 from largebatch.config.completion import SHELLS, script
 from largebatch.imports import explain_import
 from largebatch.nearest import nearest
+from largebatch.process.packages import versions
 from largebatch.ranks.mistakes import report_mistakes
 
 PROGRAMS = {
@@ -49,7 +49,8 @@ def chosen(argv: Sequence[str]) -> str:
     if first in ("", "-h", "--help", "help"):
         raise Answer(overview())
     if first == "--version":
-        raise Answer(versions())
+        ours = f"largebatch {__version__}, Python {platform.python_version()}"
+        raise Answer(", ".join([ours, *versions(PACKAGES)]))
     if first == "--completion" and rest[0] in SHELLS:
         raise Answer(script(rest[0], PROGRAMS))
     if first == "--completion":
@@ -70,17 +71,6 @@ def overview() -> str:
     command = "horovodrun -np 4 largebatch train --model vit_b32 --data FOLDER"
     module = "Each program is also a module: python -m largebatch.train."
     return "\n".join([about, "", f"  {command}", "", *lines, "", module])
-
-
-def versions() -> str:
-    """Return the versions of this package and of those that matter to a run, without importing them."""
-    found = [f"largebatch {__version__}", f"Python {platform.python_version()}"]
-    for name in PACKAGES:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ", ".join(found)
 
 
 if __name__ == "__main__":

@@ -161,17 +161,14 @@ class LogFile(logging.FileHandler):
 def start_log(config: "TrainConfig", comm: "Communicator") -> None:
     """Print what is logged with its time: all of it on rank 0, which writes it to log.txt, too; the others' warnings.
 
-    If a person watches, rank 0 writes straight to the terminal, where launchers would tag each line. Other packages
-    are heard if they warn.
+    Other packages are heard if they warn.
     """
     from largebatch.files.names import Formatter
-    from largebatch.process.terminal import watched_terminal
 
-    terminal = watched_terminal() if comm.rank == 0 else None
-    screen = logging.StreamHandler(terminal)
+    screen = logging.StreamHandler()
     who = f"rank {comm.rank}: " if comm.rank else ""
     whole = Formatter(f"%(asctime)s {who}%(message)s", TIME)
-    screen.setFormatter(Formatter("%(asctime)s %(message)s", "%H:%M:%S") if terminal else whole)
+    screen.setFormatter(Formatter("%(asctime)s %(message)s", "%H:%M:%S") if sys.stderr.isatty() else whole)
     handlers: list[logging.Handler] = [screen]
     if comm.rank == 0:
         handlers.append(LogFile(Path(config.folder) / LOG))

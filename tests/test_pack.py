@@ -20,7 +20,7 @@ from largebatch.data.dali import TrainLoader
 from largebatch.data.order import Plan
 from largebatch.data.records import FILENAME, IMAGE, LABEL
 from largebatch.pack import inputs
-from largebatch.pack.progress import show_progress
+from largebatch.process.progress import show_progress
 
 WNIDS = ["n01440764", "n01443537", "n01484850"]
 NUMBERS = {"n01440764": 7, "n01443537": 3, "n01484850": 9}  # ILSVRC2012_ID: in another order than the names

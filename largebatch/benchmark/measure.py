@@ -11,7 +11,6 @@ import csv
 import ctypes
 import datetime
 import gc
-import importlib.metadata
 import os
 import platform
 import statistics
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from largebatch.process.packages import versions as installed
 
 Round = Callable[[], None]
 PACKAGES = ("timm", "horovod", "nvidia-dali-cuda120", "nvidia-dali-cuda130", "apex")
@@ -180,17 +181,8 @@ def hardware(device: torch.device) -> str:
 
 
 def versions() -> str:
-    """Python, torch with the CUDA of its build, and the packages that matter to speed, where installed.
-
-    Only torch itself says which CUDA it was built for; none of the others is imported for it.
-    """
-    found = [f"python {platform.python_version()}", f"torch {torch.__version__}"]
-    for name in PACKAGES:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ", ".join(found)
+    """Return Python, torch with the CUDA of its build, and the packages that matter to speed, where installed."""
+    return ", ".join([f"python {platform.python_version()}", f"torch {torch.__version__}", *installed(PACKAGES)])
 
 
 # -- the report -----------------------------------------------------------------------------------------------------

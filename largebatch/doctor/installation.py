@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from largebatch.doctor.result import INSTALL, REINSTALL, Output, Result, run
 from largebatch.process.installer import SCRIPT, install_command
+from largebatch.process.packages import version_of
 
 MODULES = (
     "torch",
@@ -115,7 +116,7 @@ def required() -> Iterator[Requirement]:
 def _as_installed(requirement: Requirement) -> Requirement:
     """Return the requirement, or that of DALI for CUDA 13 where install.sh has chosen it for a torch of CUDA 13."""
     other = requirement._replace(name=requirement.name.replace("nvidia-dali-cuda120", "nvidia-dali-cuda130"))
-    return other if has(other.name) else requirement
+    return other if version_of(other.name) else requirement
 
 
 def check_versions() -> Result:
@@ -125,7 +126,7 @@ def check_versions() -> Result:
         requirements = list(required())
     except importlib.metadata.PackageNotFoundError:
         return Result(name, False, cause=f"this project is not installed for {sys.executable}", fix=INSTALL)
-    missing = [requirement for requirement in requirements if not has(requirement.name)]
+    missing = [requirement for requirement in requirements if not version_of(requirement.name)]
     if missing:
         names = [str(requirement) for requirement in missing]
         by_pip = f"{sys.executable} -m pip install {shlex.join(names)}"
@@ -137,14 +138,6 @@ def check_versions() -> Result:
             cause = f"{requirement} is needed, but {version} is installed"
             return Result(name, False, cause=cause, fix=f"{sys.executable} -m pip install '{requirement}'")
     return Result(name, True, f"{len(requirements)} packages are in the ranges that the metadata of largebatch allow")
-
-
-def has(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def importable(folder: Path) -> set[str]:

@@ -5,7 +5,7 @@
                    RUN/layers.csv     trust ratios, a row per evaluation
     Curves         RUN/curves.png     a picture of both tables
     TensorBoard    RUN/tensorboard/   the same numbers as event files
-    Progress       the terminal       a bar where a person watches, else lines
+    Progress       the terminal       a bar, and in a log lines
 
 Sinks are open on rank 0 only, so they cannot communicate.
 """
@@ -13,13 +13,11 @@ Sinks are open on rank 0 only, so they cannot communicate.
 import datetime
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
 
 from largebatch.engine import Trainer
 from largebatch.hooks.curves import draw_curves
@@ -37,11 +35,7 @@ from largebatch.hooks.tables import (
     Table,
 )
 from largebatch.process.background import in_background
-from largebatch.process.terminal import watched_terminal
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress as Bar
+from largebatch.process.progress import start_bar, stop_bar
 
 logger = logging.getLogger(__name__)
 
@@ -75,18 +69,16 @@ class Sink:
 
 
 class Progress(Sink):
-    """Shows a bar below the log on a terminal, and otherwise logs a line now and then; logs a line per evaluation.
-
-    Behind a launcher, rank 0 writes to the terminal of the launcher itself, whose pipes would split the bar into lines.
-    """
+    """Shows a bar below the log if stderr is a terminal, else logs a line now and then; logs a line per evaluation."""
 
     def open(self, trainer: Trainer) -> None:
         self.trainer, self.num_epochs = trainer, trainer.plan.num_images / trainer.plan.num_samples
         # The end of the first step of this process, which is no measure of the others: it compiles and fills caches.
         self.first: tuple[int, float] | None = None
         self.lines_done = -1
-        self.terminal = watched_terminal()
-        self.bar = _start_bar(self.terminal, trainer.last_step, done=trainer.state.step) if self.terminal else None
+        text = "step {task.completed}/{task.total}  {task.description}"
+        done = trainer.state.step
+        self.bar = start_bar(text, trainer.last_step, done=done) if sys.stderr.isatty() else None
 
     def advance(self, step: int) -> None:
         self.first = self.first or (step, time.perf_counter())
@@ -112,8 +104,8 @@ class Progress(Sink):
         logger.info("%s  %s  %s  lr %.3g%s", place, loss, accuracy, row["lr"], _rate(row))
 
     def close(self) -> None:
-        if self.bar and self.terminal:
-            _stop_bar(self.bar, self.terminal)
+        if self.bar:
+            stop_bar(self.bar)
 
     def left(self, row: Row) -> str:
         """Return the time to the last step at the pace since the first, including evaluations and checkpoints."""
@@ -223,9 +215,6 @@ class Curves(Sink):
         draw_curves(self.folder, title=self.title)
 
 
-# -- the bar on a terminal -------------------------------------------------------------------------------------
-
-
 def _rate(row: Row) -> str:
     return "" if math.isnan(row["images_per_s"]) else f"  {row['images_per_s']:.0f} img/s"
 
@@ -233,48 +222,3 @@ def _rate(row: Row) -> str:
 def _noise(row: Row) -> str:
     scale = row.get("noise_scale", math.nan)
     return "" if math.isnan(scale) else f"  noise scale {scale:,.0f}"
-
-
-def _start_bar(terminal: TextIO, last_step: int, *, done: int) -> "Bar":
-    """Draw the bar, and let the log appear above it.
-
-    rich replaces sys.stderr, but logging handlers still hold the old stream, so they get the new one.
-    """
-    from rich import progress
-
-    bar = progress.Progress(
-        progress.TextColumn("step {task.completed}/{task.total}"),
-        progress.BarColumn(),
-        progress.TextColumn("{task.description}"),
-        progress.TimeRemainingColumn(elapsed_when_finished=True),
-        console=_console(terminal),
-        transient=True,
-    )
-    bar.add_task("", total=last_step, completed=done)
-    bar.start()
-    bar.console.show_cursor(True)  # a run that is aborted would leave the cursor hidden
-    _redirect_log(terminal, sys.stderr)
-    return bar
-
-
-def _stop_bar(bar: "Bar", terminal: TextIO) -> None:
-    before = sys.stderr
-    bar.stop()
-    _redirect_log(before, terminal)
-
-
-def _console(terminal: TextIO) -> "Console":
-    """Return a console as wide as the terminal: rich asks the streams of this process, which may be pipes."""
-    from rich.console import Console, ConsoleDimensions
-
-    class Sized(Console):
-        size = property(lambda self: ConsoleDimensions(*os.get_terminal_size(terminal.fileno())))
-
-    return Sized(file=terminal) if terminal is not sys.stderr else Console(stderr=True)
-
-
-def _redirect_log(old: TextIO, new: TextIO) -> None:
-    """Give the new stream to every logging handler that writes to the old one."""
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.StreamHandler) and handler.stream is old:
-            handler.setStream(new)

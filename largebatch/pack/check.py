@@ -21,7 +21,7 @@ from largebatch.arguments import Parser
 from largebatch.data import quarantine, shard_check, sources
 from largebatch.files.names import printable
 from largebatch.pack.processes import cores_per_process
-from largebatch.pack.progress import show_progress
+from largebatch.process.progress import show_progress
 
 
 def main(argv: Sequence[str]) -> int:

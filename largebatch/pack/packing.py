@@ -35,7 +35,7 @@ from largebatch.data import sources
 from largebatch.data.shards import Images, shard_images, write_split
 from largebatch.pack import inputs, output
 from largebatch.pack.processes import World, cores_per_process, mpi_world
-from largebatch.pack.progress import show_progress
+from largebatch.process.progress import show_progress
 
 SHARD_IMAGES = {"train": 1252, "validation": 391}  # ceil(1,281,167 / 1024), ceil(50,000 / 128)
 PLAN = "packing.json"

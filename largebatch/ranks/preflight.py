@@ -7,7 +7,6 @@ ranks with different versions of a package can still read each other's report.
 """
 
 import hashlib
-import importlib.metadata
 import logging
 import os
 import platform
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.process.installer import install_command
+from largebatch.process.packages import version_of
 from largebatch.ranks.stopped import Stopped
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ class RankReport:
 def report_rank(options: Mapping[str, object]) -> RankReport:
     """Return the report of this process. options: every option of the config by its dotted name."""
     traits = {"Python": platform.python_version(), SOURCES: sources_digest()}
-    traits |= {package: installed_version(package) for package in PACKAGES}
-    found = [(package, installed_version(package)) for package in DALI]
-    traits["DALI"] = " and ".join(f"{version} ({name})" for name, version in found if version != "missing") or "missing"
+    traits |= {package: version_of(package) or "missing" for package in PACKAGES}
+    found = [(package, version_of(package)) for package in DALI]
+    traits["DALI"] = " and ".join(f"{version} ({name})" for name, version in found if version) or "missing"
     traits |= {f"--{name}": str(value) for name, value in options.items()}
     return RankReport(socket.gethostname(), traits | variables("HOROVOD_"), variables("NCCL_"))
 
@@ -86,14 +86,6 @@ def report_rank(options: Mapping[str, object]) -> RankReport:
 def variables(prefix: str) -> dict[str, str]:
     """Return the environment variables with this prefix that ranks should share."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefix) and not OWN.match(name)}
-
-
-def installed_version(package: str) -> str:
-    """Return the version in the metadata of a package, which is not imported."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
 
 
 def sources_digest() -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from largebatch.arguments import Parser, complain
 from largebatch.files import atomic_file
 from largebatch.files.run_lock import hold
-from largebatch.pack.progress import show_progress
+from largebatch.process.progress import show_progress
 from largebatch.reproduce.contenders import CONTENDERS
 from largebatch.reproduce.experiment import Experiment, Trial, cifar10, digits, quick
 from largebatch.reproduce.results import Journal
@@ -103,11 +103,13 @@ def write(experiment: Experiment, folder: Path, journal: Journal, *, seconds: fl
     import torch  # takes seconds to import
 
     from largebatch.benchmark.measure import hardware, versions
+    from largebatch.files.table import read_table
     from largebatch.reproduce import table
     from largebatch.reproduce.picture import draw
 
-    table.write_csv(folder / "results.csv", table.rows(journal))
-    cells = table.cells(table.read_csv(folder / "results.csv"))
+    results = folder / "results.csv"
+    table.write_csv(results, table.rows(journal))
+    cells = table.cells(read_table(results, table.COLUMNS, what="results.csv", expected="one of this program"))
     text = table.markdown(experiment, cells)
     with atomic_file(folder / "table.md") as file:
         file.write(f"{text}\n".encode())

@@ -102,12 +102,6 @@ def write_csv(path: Path, found: Sequence[Row]) -> None:
         file.write(text.getvalue().encode())
 
 
-def read_csv(path: Path) -> list[Row]:
-    """Read the rows back, as texts."""
-    with open(path, newline="") as file:
-        return [*csv.DictReader(file)]
-
-
 def cells(found: Sequence[Row]) -> list[Cell]:
     """Return the figures of each optimizer and batch, from the rows of the seeds."""
     groups: dict[tuple[str, int], list[Row]] = {}
