@@ -16,8 +16,8 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Communicator": "largebatch/ranks/
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 114,
-    "words of docstrings": 58_143,
-    "lines": 34_998,
+    "words of docstrings": 58_134,
+    "lines": 34_952,
     "files": 246,
     "methods of Trainer": 26,
     "fields of Trainer": 27,
@@ -26,9 +26,9 @@ LIMITS = {
     "lines in largebatch": 3_045,
     "lines in largebatch/assembly": 956,
     "lines in largebatch/benchmark": 1_888,
-    "lines in largebatch/checkpoint": 695,
+    "lines in largebatch/checkpoint": 691,
     "lines in largebatch/config": 2_016,
-    "lines in largebatch/data": 4_146,
+    "lines in largebatch/data": 4_104,
     "lines in largebatch/doctor": 2_266,
     "lines in largebatch/export": 336,
     "lines in largebatch/files": 444,

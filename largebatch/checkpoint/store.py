@@ -70,7 +70,8 @@ def save(folder: str | Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
     snapshot.wait()
     root = Path(folder) / FOLDER
     _make(root)
-    _clean(root)
+    for leftover in root.glob("*" + UNFINISHED):  # of saves that were killed
+        _discard(leftover)
     path = root / f"{snapshot.step:08d}"
     if path.exists() and why_invalid(path) is None and read_state(path)["state"] == snapshot.state["state"]:
         _link_best(root, snapshot.state["state"])
@@ -373,11 +374,6 @@ def _unused(path: Path) -> Path:
     suffixes = itertools.chain([""], (f".{number}" for number in itertools.count(1)))
     names = (path.with_name(f"{path.name}{suffix}{UNFINISHED}") for suffix in suffixes)
     return next(name for name in names if not os.path.lexists(name))
-
-
-def _clean(root: Path) -> None:
-    for path in root.glob("*" + UNFINISHED):
-        _discard(path)
 
 
 def _discard(path: Path) -> None:

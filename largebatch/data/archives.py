@@ -54,7 +54,7 @@ def imagenet(folder: Path, split: str) -> Images:
     """Return one split; its JPEGs keep their bytes. Raise ValueError if a file is missing or does not fit."""
     path = folder / TARS[split]
     try:
-        names = _train_classes(folder) if (folder / TARS["train"]).is_file() else _all_wnids(folder)
+        names = _class_names(folder)
         rows = sorted(_train_rows(path, names) if split == "train" else _validation_rows(folder, path, names))
     except (tarfile.TarError, EOFError) as error:
         raise ValueError(f"A tar in {folder} is damaged, copy it again: {error}.") from error
@@ -94,7 +94,9 @@ def _members(file: Any, name: str) -> list[Member]:
         return [(member.name, member.offset_data, member.size) for member in _files(tar, name)]
 
 
-def _train_classes(folder: Path) -> list[str]:
+def _class_names(folder: Path) -> list[str]:
+    if not (folder / TARS["train"]).is_file():
+        return sorted(wnid for _, wnid, children in _synsets(folder) if not children)
     with open(folder / TARS["train"], "rb") as file:
         return sorted(PurePosixPath(name).stem for name, _, _ in _members(file, file.name))
 
@@ -113,7 +115,9 @@ def _train_rows(path: Path, names: Sequence[str]) -> list[tuple[int, Member]]:
 
 
 def _validation_rows(folder: Path, path: Path, names: Sequence[str]) -> list[tuple[int, Member]]:
-    wnids = _validation_wnids(folder)
+    ids = [int(line) for line in _devkit(folder, GROUND_TRUTH).split()]
+    by_number = {number: wnid for number, wnid, _ in _synsets(folder)}
+    wnids = [by_number[number] for number in ids]
     labels = {name: label for label, name in enumerate(names)}
     with open(path, "rb") as file:
         members = _members(file, file.name)
@@ -128,16 +132,6 @@ def _validation_rows(folder: Path, path: Path, names: Sequence[str]) -> list[tup
     if sorted(numbers) != list(range(1, len(wnids) + 1)):
         raise ValueError(f"The images in {path} are not numbered from 1 to {len(wnids)}.")
     return [(labels[wnids[number - 1]], member) for number, member in zip(numbers, members)]
-
-
-def _validation_wnids(folder: Path) -> list[str]:
-    ids = [int(line) for line in _devkit(folder, GROUND_TRUTH).split()]
-    wnids = {number: wnid for number, wnid, _ in _synsets(folder)}
-    return [wnids[number] for number in ids]
-
-
-def _all_wnids(folder: Path) -> list[str]:
-    return sorted(wnid for _, wnid, children in _synsets(folder) if not children)
 
 
 def _synsets(folder: Path) -> list[tuple[int, str, int]]:
@@ -248,7 +242,7 @@ class _Unpickler(pickle.Unpickler):
             ("numpy", "dtype"): np.dtype,
             ("numpy.core.multiarray", "_reconstruct"): _empty_array,
             ("numpy._core.multiarray", "_reconstruct"): _empty_array,
-            ("_codecs", "encode"): _latin1,
+            ("_codecs", "encode"): lambda text, _: text.encode("latin1"),  # bytes that Python 3 wrote for Python 2
         }
         if (module, name) not in allowed:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch needs")
@@ -260,11 +254,6 @@ def _empty_array(kind: None, shape: tuple[int, ...], code: bytes) -> np.ndarray:
     if shape != (0,):
         raise pickle.UnpicklingError(f"it asks for an array of shape {shape} before its pixels")
     return np.empty(0, dtype=np.int8)
-
-
-def _latin1(text: str, encoding: str) -> bytes:
-    """Decode bytes that Python 3 wrote for Python 2."""
-    return text.encode("latin1")
 
 
 def _read_small(path: Path) -> bytes:

@@ -97,13 +97,10 @@ class Index:
     def without(self, samples: Sequence[int]) -> Index:
         kept = np.ones(len(self), dtype=bool)
         kept[np.asarray(samples, dtype=np.int64)] = False
-        columns = {name: getattr(self, name)[kept] for name in (*COLUMNS, *self._map_columns)}
+        names = COLUMNS + MAP_COLUMNS * bool(len(self.map_offset))
+        columns = {name: getattr(self, name)[kept] for name in names}
         removed = np.stack([self.file[~kept], self.offset[~kept]], axis=1).astype(np.int64)
         return dataclasses.replace(self, **columns, left_out=np.concatenate([self.left_out, removed]))
-
-    @property
-    def _map_columns(self) -> tuple[str, ...]:
-        return MAP_COLUMNS if len(self.map_offset) else ()
 
     def check_maps(self, num_classes: int) -> None:
         """Raise ValueError unless each image has a label map, all of one shape, with at most `num_classes` classes."""

@@ -141,15 +141,14 @@ class Plan:
         """Return epochs and sample numbers (int64) at the stream positions [start, stop), which may span epochs."""
         epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.num_samples)
         samples = np.empty_like(places)
-        for epoch in np.unique(epochs):
+        for epoch in np.unique(epochs).tolist():
+            if self.shuffle_window:
+                order = _windowed_order(self.seed, epoch, self.shard_sizes, self.shuffle_window)
+            else:
+                order = _epoch_order(self.seed, epoch, self.num_samples)
             chosen = epochs == epoch
-            samples[chosen] = self._order(int(epoch))[places[chosen]]
+            samples[chosen] = order[places[chosen]]
         return epochs, samples
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if self.shuffle_window:
-            return _windowed_order(self.seed, epoch, self.shard_sizes, self.shuffle_window)
-        return _epoch_order(self.seed, epoch, self.num_samples)
 
 
 @functools.lru_cache(maxsize=4)  # two epochs of the training plan and two of another one; each takes 8 bytes per sample

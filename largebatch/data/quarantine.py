@@ -83,12 +83,7 @@ def _faults(index: Index, number: int, first: int) -> Iterator[str]:
             yield sample.fault or image_fault(lambda: read_span(path, sample.offset, sample.length))
         return
     for _, payload, fault in scan_records(path):
-        yield fault or image_fault(lambda: _image(payload))
-
-
-def _image(payload: bytes) -> bytes:
-    start, stop, _ = find_image(payload)
-    return payload[start:stop]
+        yield fault or image_fault(lambda: payload[slice(*find_image(payload)[:2])])
 
 
 def image_fault(read: Callable[[], bytes]) -> str:

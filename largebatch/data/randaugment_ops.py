@@ -121,27 +121,18 @@ def _equalize(images: Tensor, _: Tensor) -> Tensor:
     return _by_table(images, torch.where(step > 0, spread, levels))
 
 
-def _invert(images: Tensor, _: Tensor) -> Tensor:
-    return 255 - images
-
-
-def _posterize(images: Tensor, bits: Tensor) -> Tensor:
-    masks = 256 - 2 ** (8 - bits.to(torch.int16))
-    return (images & masks.view(-1, 1, 1, 1)).to(torch.uint8)
-
-
-def _solarize(images: Tensor, thresholds: Tensor) -> Tensor:
-    return torch.where(images < thresholds.view(-1, 1, 1, 1), images, 255 - images)
+def _as_pixel(values: Tensor) -> Tensor:
+    return values.view(-1, 1, 1, 1)
 
 
 def _solarize_add(images: Tensor, addends: Tensor) -> Tensor:
-    brighter = (images + addends.to(torch.int16).view(-1, 1, 1, 1)).clamp(max=255).to(torch.uint8)
+    brighter = (images + _as_pixel(addends.to(torch.int16))).clamp(max=255).to(torch.uint8)
     return torch.where(images < ADD_BELOW, brighter, images)
 
 
 def _blend(images: Tensor, degenerate: Tensor, factors: Tensor) -> Tensor:
     """Blend from `degenerate` (factor 0) to the images (factor 1) and beyond. Truncates, as Pillow does."""
-    from_, factor = degenerate.float(), factors.float().view(-1, 1, 1, 1)
+    from_, factor = degenerate.float(), _as_pixel(factors.float())
     return ((images.float() - from_) * factor + from_).clamp(0, 255).to(torch.uint8)
 
 
@@ -151,17 +142,9 @@ def _grey(images: Tensor) -> Tensor:
     return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
 
 
-def _color(images: Tensor, factors: Tensor) -> Tensor:
-    return _blend(images, _grey(images), factors)
-
-
 def _contrast(images: Tensor, factors: Tensor) -> Tensor:
     sums, count = _grey(images).sum(dim=(1, 2, 3), keepdim=True), images[0, 0].numel()
     return _blend(images, (2 * sums + count) // (2 * count), factors)  # from the rounded mean
-
-
-def _brightness(images: Tensor, factors: Tensor) -> Tensor:
-    return _blend(images, torch.zeros_like(images), factors)
 
 
 def _sharpness(images: Tensor, factors: Tensor) -> Tensor:
@@ -199,13 +182,13 @@ def _warp(images: Tensor, affine: Tensor, fill: Tensor) -> Tensor:
 _TORCH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "autocontrast": _autocontrast,
     "equalize": _equalize,
-    "invert": _invert,
-    "posterize": _posterize,
-    "solarize": _solarize,
+    "invert": lambda images, _: 255 - images,
+    "posterize": lambda images, bits: (images & 256 - 2 ** (8 - _as_pixel(bits.to(torch.int16)))).to(torch.uint8),
+    "solarize": lambda images, thresholds: torch.where(images < _as_pixel(thresholds), images, 255 - images),
     "solarize_add": _solarize_add,
-    "color": _color,
+    "color": lambda images, factors: _blend(images, _grey(images), factors),
     "contrast": _contrast,
-    "brightness": _brightness,
+    "brightness": lambda images, factors: _blend(images, torch.zeros_like(images), factors),
     "sharpness": _sharpness,
 }
 

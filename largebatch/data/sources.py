@@ -415,19 +415,14 @@ def digits(split: str) -> Images:
 # -- synthetic -----------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _photographs() -> list[Image.Image]:
-    from sklearn.datasets import load_sample_images  # a slow import, needed only to write the images
-
-    return [Image.fromarray(pixels) for pixels in load_sample_images().images]
-
-
 def synthetic(split: str) -> Images:
     """Return one split of synthetic images: windows of two photographs, tinted by class, with grain.
 
     Grain and JPEG quality give an image as many bytes as one of ImageNet, because they decide how long decoding takes.
     """
-    photographs = _photographs()
+    from sklearn.datasets import load_sample_images  # a slow import, needed only to write the images
+
+    photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
 
     def encoded(k: int) -> bytes:
         label = k % _SYNTHETIC_CLASSES

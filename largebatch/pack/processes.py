@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from largebatch.launch.launcher import HOROVODRUN, MPI_LAUNCHERS, TORCHRUN
 
@@ -29,7 +29,7 @@ def mpi_world() -> Iterator[World]:
     names = [launcher.size for launcher in MPI_LAUNCHERS] + (["SLURM_NTASKS"] if "PMIX_RANK" in os.environ else [])
     announced = next((os.environ[name] for name in names if name in os.environ), "1")
     if announced == "1":
-        _refuse_without_mpi(os.environ)
+        _refuse_without_mpi()
         yield World()
         return
     from mpi4py import MPI  # the import starts MPI
@@ -48,13 +48,13 @@ def mpi_world() -> Iterator[World]:
         world.Abort(1)
 
 
-def _refuse_without_mpi(environment: Mapping[str, str]) -> None:
+def _refuse_without_mpi() -> None:
     """Raise ValueError if a launcher without MPI started several processes: each of them would pack everything."""
     for variables in (TORCHRUN, HOROVODRUN):
-        name = variables.size
-        if environment.get(name, "1") != "1":
+        name, number = variables.size, os.environ.get(variables.size, "1")
+        if number != "1":
             raise ValueError(
-                f"{name}={environment[name]} says that {variables.launcher} started several processes, but pack shares "
+                f"{name}={number} says that {variables.launcher} started several processes, but pack shares "
                 f"its work by MPI: start it with mpirun, or unset {name} to pack with one process."
             )
 
