@@ -54,9 +54,8 @@ def seed_draws(seed: int, device: torch.device) -> None:
 
 
 def one_hot(labels: Tensor, num_classes: int, *, smoothing: float = 0.0) -> Tensor:
-    """Turn labels int64 (B,) into probabilities float32 (B, K); spread `smoothing` evenly over all K classes.
-
-    The true class then gets 1 - smoothing + smoothing / K (https://arxiv.org/abs/1512.00567).
+    """Turn labels int64 (B,) into probabilities float32 (B, K); spread `smoothing` evenly over all K classes
+    (https://arxiv.org/abs/1512.00567).
     """
     even = smoothing / num_classes
     targets = torch.full((len(labels), num_classes), even, dtype=torch.float32, device=labels.device)
@@ -64,10 +63,9 @@ def one_hot(labels: Tensor, num_classes: int, *, smoothing: float = 0.0) -> Tens
 
 
 def mixup(images: Tensor, targets: Tensor, *, lam: float, partners: Tensor) -> tuple[Tensor, Tensor]:
-    """Mix each sample i with sample partners[i]: lam of the first and 1 - lam of the second.
+    """Mix images (B, 3, H, W) and targets (B, K): lam of each sample i and 1 - lam of sample partners[i], int64 (B,).
 
-    Images (B, 3, H, W), targets (B, K), partners int64 (B,) in [0, B). As cross entropy is linear in its target, this
-    is the published form, lam * CE(label) + (1 - lam) * CE(partner's label) (https://arxiv.org/abs/1710.09412).
+    As cross entropy is linear in its target, this is the published form (https://arxiv.org/abs/1710.09412).
     """
     return _blend(images, lam, partners), _blend(targets, lam, partners)
 
@@ -90,10 +88,9 @@ class Box(NamedTuple):
 
 
 def cutmix(images: Tensor, targets: Tensor, *, box: Box, partners: Tensor) -> tuple[Tensor, Tensor]:
-    """Put the box of sample partners[i] into each sample i; targets mix as the areas do
-    (https://arxiv.org/abs/1905.04899).
+    """Put the box of sample partners[i], int64 (B,), into each sample i; targets mix as the areas do.
 
-    Images (B, 3, H, W), targets (B, K), partners int64 (B,) in [0, B).
+    Images (B, 3, H, W), targets (B, K) (https://arxiv.org/abs/1905.04899).
     """
     mixed, inside = images.clone(), (..., slice(box.top, box.bottom), slice(box.left, box.right))
     mixed[inside] = images[inside][partners]
@@ -169,7 +166,7 @@ def draw_mix_box(grid: int, *, generator: torch.Generator) -> MixBox:
     """Draw MixToken's box among grid x grid output cells, from a CPU generator; it may be empty.
 
     As published: lambda ~ Beta(1, 1), sides of sqrt(1 - lambda) of the grid's, a random cell as the centre, clipped
-    at the border (https://arxiv.org/abs/2104.10858).
+    (https://arxiv.org/abs/2104.10858).
     """
     lam = float(torch.rand((), generator=generator, dtype=torch.float64))
     half = int(grid * math.sqrt(1.0 - lam)) // 2
@@ -188,10 +185,11 @@ def smooth(targets: Tensor, smoothing: float) -> Tensor:
 
 
 def with_ground_truth(teacher: Tensor, own: Tensor, labels: Tensor, *, rule: str) -> Tensor:
-    """Mix the class targets (B, K) of a teacher and of the labels int64 (B,): r teacher + (1 - r) own.
+    """Mix the class targets (B, K) of a teacher and of the labels int64 (B,): r teacher + (1 - r) own, r of
+    `TEACHERS_SHARE`.
 
-    r is from `TEACHERS_SHARE` and depends on whether the teacher's first class is the label. published: 0.5 if it is,
-    0.9 if not. intended: 0.9 if it is, 0.5 if not, so that a wrong teacher gets less, as the published code says.
+    published: r is 0.5 if the teacher's first class is the label, 0.9 if not. intended: 0.9 if it is, 0.5 if not, so
+    that a wrong teacher gets less, as the published code says.
     """
     right, wrong = TEACHERS_SHARE[rule]
     share = torch.where(teacher.argmax(dim=1, keepdim=True) == labels[:, None], right, wrong)
@@ -202,14 +200,11 @@ def with_ground_truth(teacher: Tensor, own: Tensor, labels: Tensor, *, rule: str
 class Augment:
     """Erasing, labels -> soft targets, then mixup or cutmix. The 32K recipe has mixup alone (alpha 0.2, no smoothing).
 
-    mixup_alpha, cutmix_alpha: parameters of the Beta distributions, 0 for none; with both, cutmix has probability
-    `switch_prob` and mixup the rest. erase_prob: probability of random erasing, with normal noise (erase_mode pixel) or
-    with 0, the mean (const: CutOut).
-
-    Token labels are a teacher's. The target of an image is then the teacher's over the whole crop (as in ReLabel),
-    mixed with the label by the rule `ground_truth` (`with_ground_truth`), or the label alone if the teacher saw nothing
-    of the crop. grid: output cells along each side for which there are token targets, 0: none. mix_token: draw a box
-    among them (`draw_mix_box`), instead of mixup and cutmix.
+    mixup_alpha, cutmix_alpha: of the Beta distributions, 0 for none; with both, cutmix has probability `switch_prob`.
+    erase_mode: pixel (normal noise) or const (0, the mean: CutOut). A teacher's token labels give an image its target
+    over the whole crop (as in ReLabel), mixed with the label by the rule `ground_truth` (`with_ground_truth`); the
+    label alone counts if the teacher saw nothing of the crop. grid: output cells along each side with token targets, 0:
+    none. mix_token: draw a box among them (`draw_mix_box`), instead of mixup and cutmix.
     """
 
     num_classes: int

@@ -87,7 +87,7 @@ class BatchNormStatistics:
 
     @torch.no_grad()
     def complete_step(self, *, applied: bool) -> None:
-        """Average over all micro-batches of all ranks. Skipped steps do not count."""
+        """Average over all micro-batches of all ranks; skipped steps do not count."""
         if not self.layers:
             return
         passes = self.layers[0].passes

@@ -15,8 +15,8 @@ STEP = -3372029247567499371  # odd, so that a product with it loses no bit; that
 def bit_sum(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's words, each times an odd number of its place, 0-d int64 modulo 2^64.
 
-    A flipped bit changes it. So do two flips and exchanged words, whose changes would cancel in a plain sum. A flip of
-    the highest bits is added at a lower place as well, since two odd numbers times 2^63 are equal modulo 2^64.
+    A flipped bit changes it, and so do two flips and exchanged words, which a plain sum would miss. Flips of the
+    highest bits are added at a lower place as well, since two odd numbers times 2^63 are equal modulo 2^64.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)

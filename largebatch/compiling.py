@@ -1,7 +1,7 @@
 """Compile the passes of a model before the first step, or go on without a compiler, on all ranks alike.
 
-torch compiles at the first call, so a missing compiler would end a job in its first step. Therefore each rank first
-runs one pass of a compiled copy of the model, whose graphs the first step finds ready.
+A missing compiler would end a job in its first step. Therefore each rank first runs one pass of a compiled copy of the
+model, whose graphs the first step finds ready.
 """
 
 import copy

@@ -72,7 +72,7 @@ def fit_lines(rates: Sequence[float], losses: Sequence[float]) -> tuple[np.ndarr
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> float | None:
     """Return the rate halfway, on a logarithmic scale, from the steepest fall of the loss to its lowest point.
 
-    None if the loss hardly falls. At the steepest fall the rate is low for a whole run, at the lowest point it is high.
+    None if the loss hardly falls. The first is low for a whole run, the second high.
     """
     if len(rates) < 2:
         return None

@@ -48,16 +48,13 @@ def make_schedule(
     Args:
         name: linear, cosine, poly or constant.
         total_steps: length of the run, warm-up and cooldown included; later steps keep the last value.
-        warmup_steps: steps of linear warm-up.
-        start: factor at step 0 when there is a warm-up; 1 / (warmup_steps + 1) unless given.
+        start: factor at step 0 of a warm-up; 1 / (warmup_steps + 1) unless given.
         floor: factor at the end of the decay and during the cooldown.
-        cooldown_steps: steps at the floor at the end of the run; after a constant rate, steps of linear decay to it
-            (warm-up, stable, decay).
-        prefix: the decay begins when the warm-up ends; if false it is computed from step 0 and the warm-up
-            replaces its beginning (the published VOLO runs; timm's default).
+        cooldown_steps: steps at the floor at the end; after a constant rate, steps of linear decay to it.
+        prefix: the decay begins when the warm-up ends; if false, at step 0, and the warm-up replaces its beginning (the
+            published VOLO runs; timm's default).
         power: exponent of poly.
-        steps_per_epoch: hold the factor during an epoch, at the value that a schedule counted in epochs has
-            at this one; may be fractional, as global batches straddle epochs.
+        steps_per_epoch: hold the factor during an epoch; may be fractional, as global batches straddle epochs.
 
     Raises:
         ValueError: an unknown name, a value out of range, or an option that this schedule would not use.

@@ -274,8 +274,7 @@ def evaluate_weights(
     listed: Tensor | None,
     answers: dict[int, Answer] | None = None,
 ) -> Row:
-    """Evaluate a model that holds the weights of `path`. answers: is filled with the answer to each image of this rank.
-    """
+    """Evaluate a model that holds the weights of `path`; fill `answers` with the answer to each image of this rank."""
     import torch
 
     from largebatch.assembly import build_eval_loader, model_geometry

@@ -202,7 +202,7 @@ def test_each_place_is_an_image_of_its_own(name, channels):
     """Also for heads with a norm; rows and columns are where they were."""
     model, images = tiny(name), torch.randn(2, 3, 160, 128)
     features, dense = model.forward_features(images), dense_logits(model, images)
-    rows, columns = ((2, 3) if channels == 1 else (1, 2))
+    rows, columns = (2, 3) if channels == 1 else (1, 2)
     assert (dense.shape[2], dense.shape[3]) == (features.shape[rows], features.shape[columns]) == (5, 4)
     alone = model.forward_head(features.narrow(rows, 3, 1).narrow(columns, 1, 1))
     torch.testing.assert_close(dense[:, :, 3, 1], alone, rtol=1e-5, atol=1e-6)

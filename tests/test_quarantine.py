@@ -276,7 +276,7 @@ def test_list_in_another_place(shards, capsys):
 
 def test_list_comes_back_as_it_was_saved(tmp_path):
     entries = [
-        quarantine.Entry("train", "a,b/\"c\".jpg", 3, 2**40, 7, "0" * 64, "it's, well: \"bad\""),
+        quarantine.Entry("train", 'a,b/"c".jpg', 3, 2**40, 7, "0" * 64, 'it\'s, well: "bad"'),
         quarantine.Entry("train", os.fsdecode(b"n\xff.jpg"), 0, 0, 0, "", "no"),
     ]
     quarantine.save(tmp_path / "list.csv", entries[::-1])

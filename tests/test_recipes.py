@@ -111,9 +111,7 @@ def test_the_rate_of_deit(name):
     """timm's cosine runs from epoch 0 to 1e-5; 5 epochs of warm-up from 1e-6 replace its beginning."""
     peak, epochs = SMALL_BATCH[name][2], SMALL_BATCH[name][9]
     expected = [1e-6 + epoch / 5 * (peak - 1e-6) for epoch in range(5)]
-    expected += [
-        1e-5 + 0.5 * (peak - 1e-5) * (1 + math.cos(math.pi * epoch / epochs)) for epoch in range(5, epochs)
-    ]
+    expected += [1e-5 + 0.5 * (peak - 1e-5) * (1 + math.cos(math.pi * epoch / epochs)) for epoch in range(5, epochs)]
     assert learning_rates(RECIPES[name]()) == pytest.approx(expected, rel=1e-9)
 
 

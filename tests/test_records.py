@@ -248,10 +248,7 @@ def test_dali_reads_our_files(tmp_path):
     lines = [f"{start - 12} {len(payload) + 16}" for start, payload, _ in records.scan_records(path)]
     with open(idx, "w") as file:
         file.write("\n".join(lines) + "\n")
-    features = {
-        IMAGE: tfrec.FixedLenFeature((), tfrec.string, ""),
-        LABEL: tfrec.FixedLenFeature([1], tfrec.int64, -1),
-    }
+    features = {IMAGE: tfrec.FixedLenFeature((), tfrec.string, ""), LABEL: tfrec.FixedLenFeature([1], tfrec.int64, -1)}
     with Pipeline(batch_size=3, num_threads=1, device_id=None, prefetch_queue_depth=1) as pipe:
         read = fn.readers.tfrecord(path=[path], index_path=[idx], features=features)
         pipe.set_outputs(read[IMAGE], read[LABEL])

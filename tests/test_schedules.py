@@ -22,10 +22,7 @@ TABLES = {
             (99, 0.0),
         ],
     ),
-    "linear without warm-up": (
-        dict(name="linear", total_steps=4),
-        [(0, 1.0), (1, 0.75), (3, 0.25), (4, 0.0)],
-    ),
+    "linear without warm-up": (dict(name="linear", total_steps=4), [(0, 1.0), (1, 0.75), (3, 0.25), (4, 0.0)]),
     "linear with start, floor and cooldown": (
         dict(name="linear", total_steps=10, warmup_steps=2, start=0.1, floor=0.2, cooldown_steps=4),
         [
@@ -42,44 +39,23 @@ TABLES = {
     ),
     "linear, not prefixed": (
         dict(name="linear", total_steps=10, warmup_steps=4, start=0.0, prefix=False),
-        [
-            (0, 0.0),
-            (2, 0.5),
-            (4, 0.6),  # decay counted from step 0, so the peak is never reached
-            (5, 0.5),
-            (9, 0.1),
-        ],
+        [(0, 0.0), (2, 0.5), (4, 0.6), (5, 0.5), (9, 0.1)],  # decay counted from step 0, so the peak is never reached
     ),
     "cosine": (
         dict(name="cosine", total_steps=8),
-        [
-            (0, 1.0),
-            (2, 0.5 + math.sqrt(2) / 4),  # a quarter
-            (4, 0.5),  # half
-            (6, 0.5 - math.sqrt(2) / 4),
-            (8, 0.0),
-        ],
+        [(0, 1.0), (2, 0.5 + math.sqrt(2) / 4), (4, 0.5), (6, 0.5 - math.sqrt(2) / 4), (8, 0.0)],  # a quarter  # half
     ),
     "cosine, prefixed, with floor": (
         dict(name="cosine", total_steps=6, warmup_steps=2, floor=0.1),
         [(0, 1 / 3), (1, 2 / 3), (2, 1.0), (4, 0.55), (6, 0.1)],  # 0.55: half way from 1 to 0.1
     ),
-    "poly": (
-        dict(name="poly", total_steps=4, power=2.0),
-        [(0, 1.0), (1, 0.5625), (2, 0.25), (3, 0.0625), (4, 0.0)],
-    ),
-    "constant": (
-        dict(name="constant", total_steps=6, warmup_steps=1),
-        [(0, 0.5), (1, 1.0), (5, 1.0), (6, 1.0)],
-    ),
+    "poly": (dict(name="poly", total_steps=4, power=2.0), [(0, 1.0), (1, 0.5625), (2, 0.25), (3, 0.0625), (4, 0.0)]),
+    "constant": (dict(name="constant", total_steps=6, warmup_steps=1), [(0, 0.5), (1, 1.0), (5, 1.0), (6, 1.0)]),
     "constant with cooldown": (
         dict(name="constant", total_steps=6, floor=0.1, cooldown_steps=2),
         [(0, 1.0), (3, 1.0), (4, 1.0), (5, 0.55), (6, 0.1), (99, 0.1)],
     ),
-    "warm-up to the end": (
-        dict(name="linear", total_steps=2, warmup_steps=2),
-        [(0, 1 / 3), (1, 2 / 3), (2, 0.0)],
-    ),
+    "warm-up to the end": (dict(name="linear", total_steps=2, warmup_steps=2), [(0, 1 / 3), (1, 2 / 3), (2, 0.0)]),
     "stairs": (
         dict(name="linear", total_steps=12, warmup_steps=6, steps_per_epoch=3.0),
         [

@@ -386,7 +386,7 @@ def test_records_of_tensorflow_datasets(image_folder, tmp_path, cache_home):
     assert sorted((read(packed, k), label) for k, label in enumerate(packed.label)) == sorted(
         (read(train, k), label) for k, label in enumerate(train.label)
     )
-    ((_, payload, _), *_) = records.scan_records(packed.files[0])
+    (_, payload, _), *_ = records.scan_records(packed.files[0])
     assert set(records.decode_example(payload)) == {"image/encoded", "image/class/label", "file_name"}
     (data / "cifar10-train.tfrecord-00001-of-00002").unlink()
     with pytest.raises(ValueError, match="lacks 1 of the 2 train shards .*cifar10-train.tfrecord-00001-of-00002"):

@@ -111,7 +111,8 @@ def test_faults_of_samples_are_named_and_can_be_left_out(folder, capsys):
         "has 0 images .* among the 1 files of the key 'd', expected one": [("d.cls", b"1")],
         "has 2 images .*, expected one": [("e.jpg", image), ("e.png", image), ("e.cls", b"1")],
         "no class: h.cls says '99999999999999999999', expected a number from 0 to 2147483647": [
-            ("h.jpg", image), ("h.cls", b"9" * 20),
+            ("h.jpg", image),
+            ("h.cls", b"9" * 20),
         ],
         "no class: i.json says '2147483648', expected a number": [("i.jpg", image), ("i.json", b"2147483648")],
         f"no class: j.cls says '{'1' * 40}', expected a number": [("j.jpg", image), ("j.cls", b"1" * 5000)],

@@ -136,8 +136,7 @@ def check_config(text: str, config: TrainConfig, *, path: Path, same_images: boo
     differing = [
         f"--{option} {was}, now {now}"
         for option, (was, now) in configs.differences(saved, config).items()
-        if not may_differ(option, config)
-        and not (option == "data.path" and same_images)
+        if not may_differ(option, config) and not (option == "data.path" and same_images)
     ]
     if differing:
         raise ValueError(

@@ -7,17 +7,14 @@
             config.json           the model, its image size, crop and class names, for timm and the zoo (zoo/hub.py)
             state.pt              optimizer, loss scaler, TrainState, config and versions; weights_only is enough
             manifest.json         the step, and of these the size, SHA-256 and sums of the bits: written last
-        00000200/
         best                      a link to the checkpoint of the best evaluation, which is kept beside the newest
         00000300.tmp/             an unfinished one; the next save removes it
 
-A folder without the suffix is complete: every file is on the disk before the manifest is, and only then the folder gets
-its name. The digests show later damage before a tensor is loaded, and the next older checkpoint is taken. A bit that
-flips on the way to the file would be part of its digest, so the sums of the tensors in training are compared with those
-of the file, and again with the tensors that are loaded. Only rank 0 reads and writes.
-
-`save` may run in a thread. This process remembers the digests of the files that it has read or written, so a save does
-not read older checkpoints again; `latest` and `why_invalid` always read.
+A folder without the suffix is complete: every file is on the disk before the manifest, and only then it is renamed. The
+digests show later damage before a tensor is loaded, and the next older checkpoint is taken. A bit that flips on the way
+to the file would be part of its digest, so sums of the tensors in training are compared with the file's, and again with
+those that are loaded. Only rank 0 reads and writes. `save` may run in a thread; it does not read again what this
+process has read or written, while `latest` and `why_invalid` always read.
 """
 
 import errno

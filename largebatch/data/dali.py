@@ -67,10 +67,10 @@ class TrainLoader(Iterator[Batch]):
     """The micro-batches of shard `shard` of `num_shards`, from step `start_step` to the end of the plan.
 
     Each image is cut to its random window, resized to `img_size` square with antialiasing, flipped at random, augmented
-    as `policy` draws, and normalised with `mean` and `std` (of RGB in [0, 1]). With `padding`, a window of the image's
-    own size is moved by up to that many pixels instead. `interpolation` may be "random": bilinear or bicubic, drawn for
-    each sample. `num_threads` threads decode, and on a CPU as many more resize. `preadv` reads, as os.preadv does. With
-    `token_label_axes` (see `token_labels.place`) the label maps are read, too; then every image must have one.
+    by `policy`, and normalised with `mean` and `std` (of RGB in [0, 1]). With `padding`, a window of the image's own
+    size is moved by up to that many pixels instead. `interpolation` may be "random": bilinear or bicubic for each
+    sample. `num_threads` threads decode, and on a CPU as many more resize. With `token_label_axes` (see
+    `token_labels.place`) the label maps are read, too; then every image must have one.
     """
 
     def __init__(

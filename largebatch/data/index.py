@@ -158,9 +158,7 @@ class Index:
                 f"{name} has labels that the training split has not, which run from {low} to {high}; the highest is in "
                 f"{self._highest()}."
             )
-        return dataclasses.replace(
-            self, label=label, label_base=base, label_range=(low, high), num_classes=num_classes
-        )
+        return dataclasses.replace(self, label=label, label_base=base, label_range=(low, high), num_classes=num_classes)
 
     def _highest(self) -> str:
         return self.where(int(self.label.argmax()))

@@ -71,9 +71,7 @@ class Plan:
                 f"{self.global_batch_size}: lower the first or raise the second."
             )
         if self.shuffle_window < 0 or self.seed < 0:
-            raise ValueError(
-                f"shuffle_window ({self.shuffle_window}) and seed ({self.seed}) must not be negative."
-            )
+            raise ValueError(f"shuffle_window ({self.shuffle_window}) and seed ({self.seed}) must not be negative.")
         if self.shuffle_window and sum(self.shard_sizes) != self.num_samples:
             raise ValueError(
                 f"shuffle_window needs shard_sizes that add up to num_samples: they add up to "

@@ -137,9 +137,7 @@ def load(path: Path) -> list[Entry]:
         try:
             for row in csv.DictReader(file, strict=True):
                 record, offset, length = (int(row[name]) for name in ("record", "offset", "length"))
-                entries.append(
-                    Entry(row["split"], row["file"], record, offset, length, row["sha256"], row["reason"])
-                )
+                entries.append(Entry(row["split"], row["file"], record, offset, length, row["sha256"], row["reason"]))
         except (KeyError, TypeError, ValueError, csv.Error) as error:
             raise ValueError(
                 f"{path}: entry {len(entries) + 1} is not as `largebatch.pack check` writes it ({error}): run it again."
@@ -172,9 +170,7 @@ def leave_out(index: Index, entries: Sequence[Entry], *, folder: Path, split: st
     return kept
 
 
-def listed_spans(
-    entries: Sequence[Entry], *, folder: Path, split: str, listed_in: Path
-) -> list[tuple[str, int, int]]:
+def listed_spans(entries: Sequence[Entry], *, folder: Path, split: str, listed_in: Path) -> list[tuple[str, int, int]]:
     """Return the file, offset and length of each entry of a split. Raise ValueError if those bytes have changed."""
     spans = []
     for entry in entries:

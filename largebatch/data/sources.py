@@ -94,17 +94,14 @@ def open_source(
     return kept
 
 
-def open_everything(
-    path: str, *, split: str, cache: str = "", progress: Progress = no_progress
-) -> tuple[Path, Index]:
+def open_everything(path: str, *, split: str, cache: str = "", progress: Progress = no_progress) -> tuple[Path, Index]:
     """Return the folder that holds the data, and its index, with the images that cannot be read."""
     folder = find_folder(path, split=split, cache=cache, progress=progress)
     return folder, _open_folder(folder, split, _root(cache), progress)
 
 
 def class_names(index: Index) -> tuple[str, ...]:
-    """Return the names of the classes: a model's, if it numbers them, the folders', or classes.json's; () if unknown.
-    """
+    """Return the names of the classes, from the model that numbers them, the folders or classes.json; () if unknown."""
     if index.names or index.class_names:
         return index.names or index.class_names
     folder = Path(index.files[0]).parent
@@ -199,11 +196,7 @@ def _open_folder(folder: Path, split: str, root: Path, progress: Progress) -> In
 
 
 def _cached_index(
-    path: Path,
-    files: Sequence[str],
-    build: Callable[..., Index],
-    progress: Progress,
-    class_names: Sequence[str] = (),
+    path: Path, files: Sequence[str], build: Callable[..., Index], progress: Progress, class_names: Sequence[str] = ()
 ) -> Index:
     """Return the index saved at `path` if it describes `files`, else build and save it, one process at a time."""
     index, _ = _saved_index(path, files, class_names)

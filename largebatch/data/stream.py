@@ -87,19 +87,18 @@ class Preparation(Protocol[Arrays]):
     """The loader's part: how sample numbers become float images."""
 
     def encode(self, job: MicroBatch) -> Encoded[Arrays]:
-        """Compute the arrays and reserve memory for the bytes. Called in a reading thread."""
+        """Compute the arrays and reserve memory for the bytes, in a reading thread."""
 
     def decode(self, jpegs: Any, *args: Any, **arrays: Any) -> Any:
         """Build the graph inside DALI: from the bytes and the named arrays to images."""
 
     def finish(self, image: np.ndarray, out: np.ndarray, arrays: Arrays, k: int) -> None:
-        """Write sample k of a batch to `out` (3, S, S) float32, from the graph's output (H, W, 3) uint8.
-
-        Called in a thread of ours, on CPUs only.
+        """Write sample k to `out` (3, S, S) float32, from the graph's output (H, W, 3) uint8, in a thread of ours; on
+        CPUs only.
         """
 
     def augment(self, images: torch.Tensor, batch: Encoded[Arrays]) -> torch.Tensor:
-        """Apply the last operations to a batch that the graph has finished, on its device."""
+        """Apply the last operations to a finished batch, on its device."""
 
 
 class Stream(Iterator[Batch]):

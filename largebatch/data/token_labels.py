@@ -1,15 +1,14 @@
 """Token labels: a teacher's predictions for the cells of an image, cut to the part that the network sees.
 
-A label map (`label_maps`) holds, for each cell of a grid over the image's centre square, the teacher's highest scores
-and their classes. One affine function per sample maps a point of the network's input to a point of the map; `place`
-composes it on the host in float64 from crop, flip and warp. `targets` does the rest on the device: the weight of each
-cell of the map in each cell of the output, times the map. For a crop inside the map and without a warp these are the
-weights of ROI-align as published (torchvision's, aligned=False on coordinates shifted by half a cell, adaptive
-sampling), except that crops of less than one cell are not enlarged.
+A label map (`label_maps`) covers the image's centre square. One affine function per sample maps a point of the
+network's input to a point of the map; `place` composes it on the host in float64 from crop, flip and warp. `targets`
+multiplies, on the device, the weight of each cell of the map in each cell of the output with the map. For a crop inside
+the map and without a warp these weights are ROI-align's as published (torchvision's, aligned=False on coordinates
+shifted by half a cell, adaptive sampling), except that crops of less than one cell are not enlarged.
 
 The published code treats the map as one of the full image; this one knows that the teacher saw only the centre square.
-Points outside of the square, or empty after a warp, do not count. An output cell without other points has no target:
-its row is zero. (Scores of zero would be a uniform target over all classes, for a fourth of a typical photograph.)
+Points outside, or empty after a warp, do not count, and an output cell without other points has no target, a row of
+zeros. (Scores of zero would be a uniform target over all classes, for a fourth of a typical photograph.)
 """
 
 from __future__ import annotations

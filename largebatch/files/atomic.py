@@ -16,10 +16,7 @@ from largebatch.files.locks import locked
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[io.BufferedWriter]:
-    """Open a file that appears at `path` when the block ends without an error, with its bytes on the disk.
-
-    Until then it has a temporary name, which starts with a dot, and `path` is what it was.
-    """
+    """Open a file that appears at `path`, with its bytes on the disk, when the block ends without an error."""
     temporary = Path(path).with_name(f".{Path(path).name}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "xb") as file:
@@ -36,7 +33,7 @@ def atomic_file(path: str | Path) -> Iterator[io.BufferedWriter]:
 
 
 def written_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Return `folder`; if it does not exist yet, `write` fills a temporary folder, which is then renamed to it."""
+    """Return `folder`; if it does not exist yet, `write` fills a temporary folder, which then gets this name."""
     if folder.is_dir():
         return folder
     with locked(folder):

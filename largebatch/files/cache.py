@@ -13,9 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Return the folder largebatch in $XDG_CACHE_HOME, or in ~/.cache if that is not set.
-
-    A user id without a name and without HOME has no home folder; it gets `temporary_cache`.
+    """Return the folder largebatch in $XDG_CACHE_HOME or ~/.cache; a user id without a home folder gets
+    `temporary_cache`.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not base:

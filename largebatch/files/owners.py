@@ -32,9 +32,7 @@ def refuse_links_of_others(folder: Path) -> None:
                 "remove it, or choose another --run.folder."
             )
         if os.path.exists(entry) and not (entry.is_file() or entry.is_dir()):
-            raise ValueError(
-                f"{entry.path} is neither a file nor a folder: remove it, or choose another --run.folder."
-            )
+            raise ValueError(f"{entry.path} is neither a file nor a folder: remove it, or choose another --run.folder.")
 
 
 def _entries(folder: str) -> list[os.DirEntry]:

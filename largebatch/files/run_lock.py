@@ -117,7 +117,8 @@ def _count_up(descriptor: int, mine: Holder, ended: threading.Event, path: Path)
             if now is not None and not _is_same(now, mine):
                 logger.critical(
                     "%s was taken over by %s while this process did not run; it ends, so that both do not write.",
-                    path.parent, _name(now),
+                    path.parent,
+                    _name(now),
                 )
                 os._exit(1)
             mine = replace(mine, count=mine.count + 1)

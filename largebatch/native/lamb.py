@@ -121,9 +121,7 @@ def _call(name: str, rows: Sequence[tuple[Tensor, ...]], num_threads: int, *argu
     function = getattr(load_library(SOURCE, *FLAGS), f"{name}_float{32 if single else 64}")
     sizes = [row[0].numel() for row in rows]
     order = (ctypes.c_int64 * len(rows))(*sorted(range(len(rows)), key=lambda k: -sizes[k]))
-    table = (_Tensor * len(rows))(
-        *(_Tensor(*(t.data_ptr() for t in row), size=size) for row, size in zip(rows, sizes))
-    )
+    table = (_Tensor * len(rows))(*(_Tensor(*(t.data_ptr() for t in row), size=size) for row, size in zip(rows, sizes)))
     tensors = _Tensors(ctypes.addressof(table), ctypes.addressof(order), len(rows), num_threads)
     function(ctypes.byref(tensors), *arguments)
 

@@ -36,9 +36,7 @@ def open_images(source: str, split: str) -> Images:
     """
     folder = Path(source).expanduser()
     if source not in sources.BUILT_IN and not folder.is_dir() and not archives.is_cifar10(folder):
-        raise ValueError(
-            f"{sources.why_no_folder(source)}: expected one with images, {', '.join(sources.BUILT_IN)}."
-        )
+        raise ValueError(f"{sources.why_no_folder(source)}: expected one with images, {', '.join(sources.BUILT_IN)}.")
     if source in sources.BUILT_IN:
         return {"digits": sources.digits, "synthetic": sources.synthetic}[source](split)
     if archives.is_cifar10(folder):

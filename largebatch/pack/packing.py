@@ -133,9 +133,7 @@ def pack(
     return counts
 
 
-def _write_share(
-    folder: Path, split: str, images: Images, *, num_shards: int, num_threads: int, world: World
-) -> None:
+def _write_share(folder: Path, split: str, images: Images, *, num_shards: int, num_threads: int, world: World) -> None:
     count = len(images.labels)
     mine = range(world.rank, num_shards, world.size)
     sizes = [len(shard_images(shard, count=count, num_shards=num_shards)) for shard in mine]

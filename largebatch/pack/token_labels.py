@@ -47,9 +47,7 @@ Maps = Callable[[Index], Iterator[tuple[np.ndarray, np.ndarray]]]
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(
-        prog="python -m largebatch.pack token-labels", description=(__doc__ or "").partition("\n\n")[0]
-    )
+    parser = Parser(prog="python -m largebatch.pack token-labels", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("source", help="folder of TFRecords")
     parser.add_argument("out", help="folder for the same records with label maps")
     one = parser.add_mutually_exclusive_group(required=True)
@@ -116,9 +114,7 @@ def add_maps(source: str, out: str, maps: Maps, *, made_by: Mapping[str, str], w
         raise ValueError(f"{source} has no TFRecords train-*: pack the images with `largebatch.pack` first.")
     index = sources.open_source(source, split="train")
     plan = {**made_by, "images": len(index), "digest": index.digest()}
-    output.begin(
-        target / PLAN, plan, has_shards=lambda: bool(sources.find_shards(target, "train")), world=world
-    )
+    output.begin(target / PLAN, plan, has_shards=lambda: bool(sources.find_shards(target, "train")), world=world)
     for number in range(world.rank, len(index.files), world.size):
         path = target / os.path.basename(index.files[number])
         if not path.exists():

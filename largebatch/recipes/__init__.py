@@ -114,7 +114,6 @@ def find(given: Mapping[str, Any], num_images: int | None = None, *, argv: Seque
 
 
 def depends_on_data(argv: Sequence[str]) -> bool:
-    """Return whether `choose` needs the number of images for a command line."""
     given = given_options(argv)
     name = given.get("recipe") or ""
     model = given.get("model.name") or run_of(given.get("model.weights")).get("model.name") or "vit_b32"
@@ -124,7 +123,7 @@ def depends_on_data(argv: Sequence[str]) -> bool:
 
 
 def check_model(model: str) -> None:
-    """Raise ValueError, with the nearest name, if the zoo has no such model; `zoo` itself checks those of timm."""
+    """Raise ValueError, with the nearest name, if the zoo has no such model; `zoo` checks those of timm."""
     if model in MODELS or model.startswith("timm/"):
         return
     base = model.rpartition("_")[0]

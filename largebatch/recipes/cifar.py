@@ -29,9 +29,7 @@ def cifar10() -> TrainConfig:
     """
     return TrainConfig(
         recipe="cifar10",
-        model=ModelConfig(
-            name="vit_b16", num_classes=10, pos_drop_rate=0.1, proj_drop_rate=0.1, weight_init="jax"
-        ),
+        model=ModelConfig(name="vit_b16", num_classes=10, pos_drop_rate=0.1, proj_drop_rate=0.1, weight_init="jax"),
         data=DataConfig(
             path="",
             global_batch_size=16384,  # = 4 ranks × 256 × 16 passes
