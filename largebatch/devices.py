@@ -14,8 +14,6 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, or the CPU of a rank."""
-
     name: str
     kind: str
     """cuda or cpu"""
@@ -115,7 +113,6 @@ WITHOUT_BF16 = ("v100", "v100_16gb")
 
 
 def find_device(name: str) -> Device:
-    """Return a device by name; ValueError, with the nearest name, for an unknown one."""
     return look_up(name, DEVICES, "--gpu")
 
 

@@ -61,7 +61,6 @@ OPTIONS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command line, by default that of this process."""
     with Signals(nothing_to_lose=True) as signals, gc_disabled():
         from largebatch.ranks.mistakes import report_mistakes
 
@@ -151,7 +150,6 @@ class LogFile(logging.FileHandler):
     failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Called for the exception of a write."""
         if not self.failed:
             self.failed = True  # this warning fails here as well
             error = sys.exception()

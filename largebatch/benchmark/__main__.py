@@ -23,7 +23,6 @@ BENCHMARKS = ("optimizer", "loader", "model", "step", "parallel", "scaling")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: this process's)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print((__doc__ or "").strip())

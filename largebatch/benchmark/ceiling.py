@@ -24,7 +24,6 @@ class Ceiling:
 
 
 def measure_ceiling(device: torch.device, precision: str) -> Ceiling:
-    """Measure the product on `device`, and look up its datasheet."""
     datasheet = None
     if device.type == "cuda" and precision != "fp32":
         known = device_named(torch.cuda.get_device_name(device))

@@ -14,11 +14,9 @@ import hashlib
 import itertools
 import multiprocessing
 import os
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +27,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from largebatch.benchmark.measure import Contender, Report, Result, Round, add_device_options, compare, set_up_device
+from largebatch.benchmark.measure import Contender, Report, Round, add_device_options, compare, set_up_device
 from largebatch.data.dali import TrainLoader
 from largebatch.data.index import COLUMNS, Index
 from largebatch.data.order import Plan
@@ -45,7 +43,6 @@ DELAY_S = 0.005
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     parser.add_argument("--data", default="synthetic", help="what largebatch.train's --data takes")
     parser.add_argument("--img-size", type=int, default=224, help="image side in pixels")
     parser.add_argument("--batch-size", type=int, default=64, help="images per batch")
@@ -59,7 +56,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Measure the loaders."""
     device = set_up_device(options)
     if device.type != "cpu":
         raise ValueError(f"--device is {device}, but this benchmark compares loaders on a CPU: use --device cpu.")
@@ -71,10 +67,9 @@ def run(options: argparse.Namespace) -> Report:
         )
     if options.auto_augment == "cifar10" and "timm" in options.vs:
         raise ValueError("--auto-augment is cifar10, a policy that timm does not have: add --vs none.")
-    watch = ThreadClock()
     late = f"largebatch, {1000 * DELAY_S:.0f} ms late"
     contenders = [
-        Contender("largebatch", partial(ours, options, index, watch=watch)),
+        Contender("largebatch", partial(ours, options, index)),
         Contender(late, partial(ours, options, index, preadv=late_preadv)),
     ]
     files, notes = list(index.files), []
@@ -91,28 +86,11 @@ def run(options: argparse.Namespace) -> Report:
         f"{options.img_size} px crops of {len(index)} JPEGs ({index.length.mean() / 1000:.0f} kB on average, "
         f"{len(index.files)} files), {options.interpolation}, batch {options.batch_size}, {options.num_threads} threads"
     ) + (f", {options.auto_augment}" if options.auto_augment else "")
-    notes += findings(results, watch, images=images, rounds=options.rounds)
+    own_rate = median(a / b for a, b in zip(results[0].seconds, results[1].seconds))
+    rate = images / median(results[0].seconds) / len(os.sched_getaffinity(0))
+    notes += [f"{1000 * DELAY_S:.0f} ms in every read: {100 * own_rate:.1f} % of its own rate"]
+    notes += [f"largebatch: {rate:.0f} img/s per core"]
     return Report("loader", title, results, device, images=images, notes=notes)
-
-
-def findings(results: list[Result], watch: "ThreadClock", *, images: int, rounds: int) -> list[str]:
-    """Further findings for the report, one per line."""
-    first, late = results[:2]
-    own_rate = median(a / b for a, b in zip(first.seconds, late.seconds))
-    cores, rate = len(os.sched_getaffinity(0)), images / median(first.seconds)
-    costs = {job: 1e6 * seconds / (images * rounds) for job, seconds in watch.measured(rounds).items()}
-    ours_alone = ", ".join(f"{job} {cost:.0f}" for job, cost in sorted(costs.items(), key=lambda item: -item[1]))
-    return [
-        f"{1000 * DELAY_S:.0f} ms in every read: {100 * own_rate:.1f} % of its own rate",
-        f"largebatch: {rate / cores:.0f} img/s per core",
-        f"CPU time per image in µs: {ours_alone}",
-        f"Python time per image: at most {python_cost(costs):.0f} µs (all threads without kernels of DALI or torch)",
-    ]
-
-
-def python_cost(costs: dict[str, float]) -> float:
-    """CPU time of the threads that run no kernels of DALI or torch."""
-    return costs.get("reading", 0.0) + costs.get("consumer and source", 0.0)
 
 
 def some(index: Index, most: int) -> Index:
@@ -137,66 +115,25 @@ def settle(files: Iterable[str]) -> None:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and its children, in seconds."""
+    """CPU time of all threads of this process and its children."""
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
-    return sum(sum(thread_seconds(pid).values()) for pid in pids if pid is not None)
-
-
-def thread_seconds(pid: int) -> dict[int, float]:
-    """CPU time of each thread of a process, in seconds."""
-    found = {}
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        try:
-            found[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
-        except FileNotFoundError:  # it has ended in the meantime
-            continue
-    return found
-
-
-class ThreadClock:
-    """CPU time of our loader's threads, by their job."""
-
-    def __init__(self) -> None:
-        self.rounds: list[Counter[str]] = []
-
-    @contextmanager
-    def timing(self) -> Iterator[None]:
-        """Measure a round."""
-        before = thread_seconds(os.getpid())
-        yield
-        after, spent = thread_seconds(os.getpid()), Counter[str]()
-        names = {thread.native_id: thread.name for thread in threading.enumerate()}
-        for thread, seconds in after.items():
-            job = self.job_of(thread, names.get(thread))
-            spent[job] += seconds - before.get(thread, 0.0)  # type: ignore[assignment]
-        self.rounds.append(spent)
-
-    @staticmethod
-    def job_of(thread: int, name: str | None) -> str:
-        """The job of a thread; Python does not know DALI's threads."""
-        if thread == os.getpid():
-            return "consumer and source"
-        known = {"largebatch-read": "reading", "largebatch-resize": "resize, flip, augment, normalise"}
-        return known.get((name or "").rpartition("_")[0], "DALI (decode)" if name is None else "other")
-
-    def measured(self, count: int) -> Counter[str]:
-        """Seconds in the last `count` rounds together."""
-        return sum(self.rounds[-count:], Counter())
+    spent = 0.0
+    for task in (task for pid in pids for task in Path(f"/proc/{pid}/task").glob("*")):
+        with suppress(FileNotFoundError):  # it has ended in the meantime
+            spent += int((task / "schedstat").read_text().split()[0]) / 1e9
+    return spent
 
 
 # -- ours -----------------------------------------------------------------------------------------------------------
 
 
 def late_preadv(descriptor: int, buffers: list, offset: int) -> int:
-    """os.preadv on storage with a delay."""
     time.sleep(DELAY_S)
     return os.preadv(descriptor, buffers, offset)
 
 
 @contextmanager
-def ours(
-    options: argparse.Namespace, index: Index, *, preadv: Any = os.preadv, watch: ThreadClock | None = None
-) -> Iterator[Round]:
+def ours(options: argparse.Namespace, index: Index, *, preadv: Any = os.preadv) -> Iterator[Round]:
     """The loader that training uses, in a run that never ends."""
     plan = Plan(len(index), options.batch_size, options.batch_size, 2**40, seed=0)
     loader = TrainLoader(
@@ -217,17 +154,10 @@ def ours(
         preadv=preadv,
     )
     with closing(loader):
-        take = partial(consume, loader, options.images // options.batch_size)
-
-        def timed() -> None:
-            with (watch or ThreadClock()).timing():
-                take()
-
-        yield timed
+        yield partial(consume, loader, options.images // options.batch_size)
 
 
 def consume(batches: Iterator[Any], count: int) -> None:
-    """Take `count` batches and do nothing with them."""
     for _ in range(count):
         next(batches)
 

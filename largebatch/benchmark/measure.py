@@ -40,8 +40,6 @@ class Contender:
 
 @dataclass
 class Result:
-    """The measurements of one contender."""
-
     name: str
     peak_bytes: int = 0
     """memory that it added at its peak, on this rank, in bytes"""
@@ -88,18 +86,16 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
 
 
 def set_up_device(options: argparse.Namespace) -> torch.device:
-    """Apply --threads, and return the device of --device."""
     torch.set_num_threads(options.threads)
     return torch.device(options.device)
 
 
 def print_line(text: str) -> None:
-    """Print a line of progress on stderr; results go to stdout."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_nothing(text: str) -> None:
-    """Print nothing, on all ranks but one."""
+    pass
 
 
 def now(device: torch.device) -> float:
@@ -117,7 +113,6 @@ class Span:
         self.began = self.ended = self._mark()
 
     def end(self) -> None:
-        """Let the stretch end now."""
         self.ended = self._mark()
 
     def seconds(self) -> float:
@@ -171,7 +166,6 @@ def _status_bytes(name: str) -> int:
 
 
 def hardware(device: torch.device) -> str:
-    """Describe the processor that computes."""
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, {cores} CPU cores"
@@ -181,7 +175,6 @@ def hardware(device: torch.device) -> str:
 
 
 def versions() -> str:
-    """Return Python, torch with the CUDA of its build, and the packages that matter to speed, where installed."""
     return ", ".join([f"python {platform.python_version()}", f"torch {torch.__version__}", *installed(PACKAGES)])
 
 
@@ -213,7 +206,6 @@ class Report:
         return [theirs / ours for ours, theirs in zip(self.results[0].seconds, peer.seconds)]
 
     def lines(self) -> list[str]:
-        """The table, the ratios and the notes."""
         rate = " img/s per rank" if self.images else ""
         width = max(len(result.name) for result in self.results) + 2
         rows = [f"{'':{width}}{'min':>10}{'median':>10}{'max':>10}{rate:>16}{'peak memory':>14}"]
@@ -233,19 +225,16 @@ class Report:
 
     @property
     def hardware(self) -> str:
-        """The processor that computed, and the share of it that a rank had."""
         share = f", cores per rank: {self.cores:.3g}" if self.cores and self.device.type == "cpu" else ""
         return hardware(self.device) + share
 
     def write(self, folder: Path) -> None:
-        """Print the table, and write the files into `folder`."""
         print("\n".join(self.lines()), flush=True)
         folder.mkdir(parents=True, exist_ok=True)
         self._write_csv(folder / f"{self.name}.csv")
         self._draw(folder / f"{self.name}.png")
 
     def _write_csv(self, path: Path) -> None:
-        """Write a row per contender and round; each row repeats the facts about the whole run."""
         same = {
             "benchmark": self.title,
             "images": self.images,
@@ -294,7 +283,6 @@ class Reports:
         self.reports = reports
 
     def write(self, folder: Path) -> None:
-        """Make the reports; print and write each."""
         for report in self.reports:
             report.write(folder)
 

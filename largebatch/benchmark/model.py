@@ -52,7 +52,6 @@ PASSES = 2  # per round; the second pass adds to gradients, as accumulation does
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     parser.add_argument("--model", nargs="+", default=["vit_b32"], help="zoo models; several lists are combined")
     parser.add_argument("--img-size", type=int, nargs="+", default=[224], help="image sides in pixels")
     sizes = "images per pass; default: the recipe's micro-batch on a GPU; on a CPU 32, and 8 for a VOLO"
@@ -67,7 +66,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Reports:
-    """Measure forward and backward passes of each combination of model, image size and batch."""
     device = set_up_device(options)
     if options.precision == "auto":
         options.precision = choose_precision(device)
@@ -211,12 +209,10 @@ class TimmsTokens(nn.Module):
         return self.model.head(token), cells  # type: ignore[operator]
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of the parameters without weight decay."""
         return {f"model.{name}" for name in cast(ZooModel, self.model).no_weight_decay()}
 
 
 def timm_name(model: str) -> str:
-    """Return timm's name of a model of the zoo."""
     if not TIMM_NAMES.get(model):
         raise ValueError(f"--vs timm: timm's name of {model} is not known here; use --vs none.")
     return TIMM_NAMES[model]

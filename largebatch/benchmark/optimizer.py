@@ -24,7 +24,6 @@ LR, WEIGHT_DECAY = 1e-3, 0.1
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     parser.add_argument("--model", default="vit_b32", help="zoo model whose parameters are updated")
     parser.add_argument("--impl", default="auto", help="auto, compile, eager or plain (largebatch.optim.Lamb)")
     parser.add_argument("--vs", nargs="+", default=["timm", "torch"], choices=[*PEERS, "none"])
@@ -33,7 +32,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Measure LAMB's step beside those of its peers."""
     device = set_up_device(options)
     makers: dict[str, Callable[[nn.Module], Round]] = {"largebatch": partial(ours, impl=options.impl)}
     makers |= {name: make for choice, (name, make) in PEERS.items() if choice in options.vs}
@@ -56,7 +54,6 @@ def _opened(model: str, device: torch.device, make: Callable[[nn.Module], Round]
 
 
 def ours(model: nn.Module, *, impl: str) -> Round:
-    """largebatch.optim.Lamb with the clip of the engine."""
     return _clipped(build_optimizer(model, lr=LR, weight_decay=WEIGHT_DECAY, impl=impl))
 
 
@@ -69,7 +66,6 @@ def _clipped(optimizer: Optimizer) -> Round:
 
 
 def timm_lamb(model: nn.Module) -> Round:
-    """timm's LAMB, which clips by itself."""
     from timm.optim import Lamb, param_groups_weight_decay
 
     without_decay = cast(ZooModel, model).no_weight_decay()

@@ -48,7 +48,6 @@ CONFIGS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     parser.add_argument("--model", default="vit_l32", help="ViT of the zoo")
     parser.add_argument("--depth", type=int, default=2, help="blocks that are left of it, 2 or more")
     parser.add_argument("--img-size", type=int, default=224, help="image side in pixels")

@@ -16,12 +16,10 @@ SAME = ("benchmark", "command", "hardware", "versions", "date")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     parser.add_argument("tables", nargs="+", type=Path, metavar="STEP.CSV", help="what `benchmark step` wrote")
 
 
 def run(options: argparse.Namespace) -> "Scaling":
-    """Read the tables. ValueError if one is not a table of steps, or if two have the same number of ranks."""
     rows = sorted((read_measured(path, option="STEP.CSV") for path in options.tables), key=lambda row: row.ranks)
     for one, other in zip(rows, rows[1:]):
         if one.ranks == other.ranks:
@@ -41,7 +39,6 @@ class Scaling:
     rows: Sequence[Measured]
 
     def rate(self, row: Measured) -> float:
-        """Images per second of all ranks."""
         return row.ranks * row.images / row.seconds
 
     def efficiency(self, row: Measured) -> float:

@@ -52,7 +52,6 @@ OFF = ", no reduction"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark; the options of largebatch.train may follow them."""
     parser.add_argument("--data", help="as in largebatch.train, or resident; default: synthetic")
     parser.add_argument("--vs", nargs="+", default=["timm"], choices=["timm", "none"])
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each contender")
@@ -116,7 +115,6 @@ class Feed:
         self.step += 1
 
     def close(self) -> None:
-        """End the loader."""
         self.loader.close()
 
 
@@ -143,8 +141,6 @@ class Stopwatch:
 
 
 class Seen(NamedTuple):
-    """The measurements of one contender on one rank."""
-
     peak_bytes: int
     seconds: list[float]
     shares: dict[str, float]
@@ -285,7 +281,6 @@ class Loss(nn.Module):
         self.model, self.objective = model, objective
 
     def forward(self, batch: Augmented) -> Tensor:
-        """Return the loss, 0-d."""
         return self.objective(self.model, batch)
 
 

@@ -74,7 +74,6 @@ def plan(words: Sequence[str]) -> int:
 
 
 def validate(words: Sequence[str]) -> int:
-    """Print predictions beside published and measured runs."""
     from largebatch.plan import validation
 
     parser = Parser(

@@ -47,12 +47,10 @@ class Measured:
 
     @property
     def passes(self) -> int:
-        """Passes of a rank in that time."""
         return self.images // self.micro_batch
 
     @property
     def name(self) -> str:
-        """A short name of the work."""
         if not self.data:
             return f"{self.model}, passes of {self.micro_batch}"
         several = f" × {self.passes}" * (self.passes > 1)
@@ -76,7 +74,6 @@ class Measured:
 
 
 def read_measured(path: Path, *, option: str) -> Measured:
-    """Read a table; ValueError, one sentence, for a file that is none of passes or steps."""
     rows = read_table(path, COLUMNS, what=option, expected=EXPECTED)
     first = rows[0]
     if any(not first.get(name) for name in ("model", "precision", "micro_batch", "images")):

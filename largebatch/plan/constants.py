@@ -51,8 +51,6 @@ PORTS = {"nvlink2": "hdr", "nvlink3": "hdr8", "nvlink4": "ndr8", "nvlink5": "ndr
 
 @dataclass(frozen=True)
 class Constant:
-    """A number with its source."""
-
     value: float
     source: str
 
@@ -102,7 +100,6 @@ RUNS_TOOK = (0.98, 5.35)
 
 
 def all_constants() -> Iterator[tuple[str, Constant]]:
-    """Yield the name and the value of each constant, in the order of this file."""
     for name, value in globals().items():
         for one in value.values() if isinstance(value, dict) else (value,):
             if isinstance(one, Constant):
@@ -110,5 +107,4 @@ def all_constants() -> Iterator[tuple[str, Constant]]:
 
 
 def find_link(name: str) -> Link:
-    """Return a link by name; ValueError, with the nearest name, for an unknown one."""
     return look_up(name, LINKS, "--network")

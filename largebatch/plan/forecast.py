@@ -45,11 +45,9 @@ class Forecast:
 
     @property
     def memory(self) -> Memory:
-        """The memory of a rank."""
         return of_rank(self.config, self.counted, self.cluster.device, ranks=self.cluster.ranks)
 
     def run(self, step: Step, speed: Speed = Speed()) -> Run:
-        """Return the time of the whole run with steps like this one."""
         return run_of(self.config, self.counted, self.cluster, step, speed, num_images=self.num_images)
 
     def rest(self, seconds: float, *, left: int) -> tuple[float, str]:
@@ -131,7 +129,6 @@ def forecast_on(
 
 
 def end(seconds: float) -> str:
-    """Return the time of day in so many seconds."""
     return f"{datetime.datetime.now() + datetime.timedelta(seconds=seconds):%Y-%m-%d %H:%M}"
 
 
@@ -146,7 +143,6 @@ class Correction(Hook):
         self.ends: list[float] = []
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
-        """Note the time; after some steps, log the correction."""
         if trainer.comm.rank or len(self.ends) > UNMEASURED + MEASURED:
             return
         self.ends.append(clock())
@@ -168,7 +164,6 @@ class Correction(Hook):
         return f"plan: a step takes {seconds:.3g} s, {hours}{self.memory(trainer.device)}"
 
     def memory(self, device: torch.device) -> str:
-        """Return the memory in use on a GPU beside the predicted one."""
         if device.type != "cuda":
             return ""
         free, capacity = torch.cuda.mem_get_info(device)

@@ -15,8 +15,6 @@ MOMENTS = {"lamb": 2, "apex_lamb": 2, "adamw": 2, "sgd": 1, "lars": 1, "muon": 2
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a rank at its peak."""
-
     weights: float
     gradients: float
     moments: float
@@ -34,7 +32,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The sum of all parts."""
         return sum(asdict(self).values())
 
 
@@ -124,7 +121,6 @@ def largest_micro_batch(config: TrainConfig, counted: Pass, device: Device, *, r
 
 
 def checkpoint_bytes(config: TrainConfig, counted: Pass) -> float:
-    """Return the bytes of a checkpoint: weights, moments, and the average if there is one."""
     models = 1 + bool(config.optim.ema_half_life)
     return (counted.weights + counted.buffers) * models + moments_bytes(config, counted)
 

@@ -71,7 +71,6 @@ class Uninitialised(TorchDispatchMode):
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in lists and tuples."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):

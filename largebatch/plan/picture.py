@@ -16,15 +16,12 @@ COLOURS = {"compute": "#2463a6", "exposed": "#c8442f", "optimizer": "#7a9a3a", "
 
 @dataclass(frozen=True)
 class Point:
-    """A run at one number of GPUs."""
-
     gpus: int
     shares: dict[str, float]
     """hours by part"""
 
     @property
     def hours(self) -> float:
-        """The whole run."""
         return sum(self.shares.values())
 
 
@@ -60,7 +57,6 @@ def bend(points: Sequence[Point]) -> tuple[Point, str] | None:
 
 
 def draw_scaling(path: Path, points: Sequence[Point], *, title: str, price: float | None) -> None:
-    """Write a PNG: hours by part, and GPU-hours or cost, over the number of GPUs."""
     from matplotlib.figure import Figure  # takes half a second to import
 
     figure = Figure(figsize=(11, 4.8), dpi=120, layout="constrained")

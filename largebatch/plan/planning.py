@@ -17,8 +17,6 @@ from largebatch.plan.trace import Kernel, Pass, meta_model, trace
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on a cluster, as predicted."""
-
     config: TrainConfig
     """with a batch that can be made"""
     cluster: Cluster

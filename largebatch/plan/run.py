@@ -28,14 +28,11 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """The whole run."""
         return sum(asdict(self).values())
 
 
 @dataclass(frozen=True)
 class Input:
-    """The images that a run needs."""
-
     images_per_s: float
     bytes_per_s: float
     cores_per_rank: float
@@ -44,8 +41,6 @@ class Input:
 
 @dataclass(frozen=True)
 class Failures:
-    """The run on hosts that fail."""
-
     mtbf: float
     """mean time between failures of the job"""
     interval: float
@@ -55,7 +50,6 @@ class Failures:
 
 
 def num_steps(config: TrainConfig, num_images: int) -> int:
-    """Return the steps of a run."""
     batch = config.data.global_batch_size
     whole = duration_images(config.run.duration, option="run.duration", num_samples=num_images, batch_size=batch)
     steps = math.ceil(whole / batch)
@@ -77,7 +71,6 @@ def run_of(config: TrainConfig, counted: Pass, cluster: Cluster, step: Step, spe
 
 
 def _count(config: TrainConfig, every: str, option: str, steps: int, num_images: int, seconds: float) -> int:
-    """Return how often something happens in a run that takes so many seconds."""
     if every == NEVER:
         return 0
     if wanted := duration_seconds(every):

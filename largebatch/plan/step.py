@@ -16,8 +16,6 @@ from zoo import vit, volo
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks of a job and the links between them."""
-
     ranks: int
     device: Device
     per_host: int
@@ -27,7 +25,6 @@ class Cluster:
 
     @property
     def hosts(self) -> int:
-        """Number of hosts."""
         return math.ceil(self.ranks / self.per_host)
 
 
@@ -53,8 +50,6 @@ class Backward:
 
 @dataclass(frozen=True)
 class Step:
-    """The time of one step, by part."""
-
     compute: float
     exposed: float
     """reduction that the backward pass does not hide"""
@@ -64,7 +59,6 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
         return sum(asdict(self).values())
 
 
@@ -85,7 +79,6 @@ def pass_seconds(counted: Pass, device: Device, precision: str, speed: Speed = S
 
 
 def backward_of(counted: Pass, cluster: Cluster, config: TrainConfig, speed: Speed) -> Backward:
-    """Return the last backward pass of a step."""
     times = kernel_seconds(counted, cluster.device, precision_of(config, cluster.device))
     total = pass_seconds(counted, cluster.device, precision_of(config, cluster.device), speed)
     stretch = total / sum(times)
@@ -135,7 +128,6 @@ def negotiation_seconds(cluster: Cluster) -> float:
 
 
 def cycle_seconds(cluster: Cluster) -> float:
-    """Return the time between two looks of Horovod at the gradients."""
     return constants.CYCLE_S[cluster.device.kind].value
 
 

@@ -26,7 +26,6 @@ def ranges(plan: Plan) -> dict[str, list[float]]:
 
 
 def lines(plan: Plan, *, price: float | None, watts: float | None) -> Iterator[str]:
-    """Yield the table."""
     yield from _batch(plan)
     yield ""
     yield from _memory(plan)
@@ -124,7 +123,6 @@ def _sources(plan: Plan) -> Iterator[str]:
 
 
 def as_json(plan: Plan, *, price: float | None, watts: float | None) -> str:
-    """Return the plan as JSON, in seconds and bytes."""
     data, gpu_hours = plan.config.data, plan.cluster.ranks * plan.failures.seconds / HOUR
     found: dict[str, Any] = {
         "model": plan.config.model.name,
@@ -195,7 +193,6 @@ def search_json(candidates: Sequence[Candidate]) -> str:
 
 
 def name_of(candidate: Candidate) -> str:
-    """Return the name of a mesh, which need not be possible."""
     parallel, tensor = candidate.parallel, candidate.parallel.tensor
     sizes = {"pipeline": parallel.pipeline, "sequence": parallel.sequence, f"tensor {tensor.mode}": tensor.size}
     mesh = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "data parallel alone"

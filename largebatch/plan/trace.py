@@ -43,8 +43,6 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of one parameter."""
-
     name: str
     size: int
     """bytes"""
@@ -80,12 +78,10 @@ class Pass:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the pass, recomputation included."""
         return sum(kernel.flops for kernel in self.kernels)
 
     @property
     def activations(self) -> int:
-        """Activations at the end of the forward pass."""
         return sum(self.kept.values())
 
 
@@ -205,7 +201,6 @@ class _Counter(TorchDispatchMode):
             handle.remove()
 
     def end_forward(self) -> None:
-        """Note that the backward pass begins."""
         self._note("head and loss")
         self.forward_kernels = len(self.kernels)
 
@@ -329,7 +324,6 @@ class _Casts(TorchFunctionMode):
         self._kept: list[Tensor] | None = []
 
     def end_forward(self) -> None:
-        """Note that the backward pass begins."""
         self.size = sum(_bytes(cast) for cast in self._kept or ())
         self._kept = None
 

@@ -45,7 +45,6 @@ class Row:
 
     @property
     def error(self) -> float:
-        """The prediction's error, as a share of the figure."""
         return self.predicted / self.published - 1
 
 
@@ -72,7 +71,6 @@ def published(cells: Sequence[Cells], read: Read) -> Iterator[Row]:
 
 
 def predict(row: Cells, read: Read, speed: Speed) -> float:
-    """Return the prediction of a figure."""
     config, cluster = read(row["options"].split())
     one = counted(config, cluster)
     if row["figure"] == "memory":
@@ -124,7 +122,6 @@ def compared(paths: Sequence[Path]) -> Iterator[Row]:
 
 
 def lines(found: Iterable[Row], *, markdown: bool = False) -> Iterator[str]:
-    """Yield the table of rows, and their sources."""
     head = ("", "run", "published or measured", "predicted", "error", "given")
     widths = (2, 44, 22, 11, 8, 28)
     found = list(found)
