@@ -67,7 +67,7 @@ def plan(words: Sequence[str]) -> int:
         from largebatch.plan.picture import draw_scaling, over_gpus
 
         where = f"{config.model.name} on {made.cluster.device.name}, global batch {config.data.global_batch_size}"
-        points = list(over_gpus(config, made, num_images=options.num_images))
+        points = over_gpus(config, made, num_images=options.num_images)
         title = f"{where}, or the nearest that is exact; predicted"
         draw_scaling(options.picture, points, title=title, price=options.price_per_gpu_hour)
     return int(made.memory.total > cluster.device.memory)

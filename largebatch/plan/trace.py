@@ -27,9 +27,11 @@ from largebatch.augment import Augmented
 from largebatch.config import TrainConfig
 from largebatch.native.attention import native_layers
 from largebatch.optim.muon import hidden_matrices
-from largebatch.plan.meta import META, Uninitialised, call, tensors_in
 from largebatch.precision import DTYPES
 from zoo import create_model, set_fused_attn, volo
+
+
+META = torch.device("meta")
 
 
 class Kernel(NamedTuple):
@@ -149,7 +151,7 @@ def _trace(config: TrainConfig, *, device: str, micro_batch_size: int) -> Pass:
 def meta_model(config: TrainConfig, device: str) -> nn.Module:
     """Build the model on the meta device, with the attention that it would have on the device."""
     options = config.model.arguments() | {"weights": None, "num_classes": config.model.num_classes or 1000}
-    with META, Uninitialised():
+    with META, _Uninitialised():
         model = create_model(**options).train()
     return set_fused_attn(model, device == "cuda")
 
@@ -160,6 +162,15 @@ def _inputs(config: TrainConfig, images: int) -> Augmented:
     if not config.loss.dense_weight:
         return Augmented(pixels, targets)
     return Augmented(pixels, targets, torch.empty(images, (side // volo.CELL) ** 2, classes, device=META))
+
+
+class _Uninitialised(TorchDispatchMode):
+    """Leaves out operations that write into a tensor, which would be most of the time in which a model is built."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and isinstance(args[0], Tensor) and args[0].device == META:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 # -- counting -------------------------------------------------------------------------------------------------------
@@ -215,7 +226,7 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = list(tensors_in((args, tuple(kwargs.values()))))
-        out = call(func, args, kwargs, inputs)
+        out = func(*args, **kwargs)
         outputs = list(tensors_in(out))
         read = {tensor.untyped_storage()._cdata for tensor in inputs}
         is_view = outputs and all(tensor.untyped_storage()._cdata in read for tensor in outputs)
@@ -281,6 +292,14 @@ class _Widths(torch.autograd.graph.saved_tensors_hooks):
 
 
 EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided}
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for branch in tree:
+            yield from tensors_in(branch)
 
 
 def _bytes(tensor: Tensor) -> int:
