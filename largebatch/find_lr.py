@@ -19,6 +19,7 @@ from largebatch.assembly import Images, build_trainer, peak_lr
 from largebatch.config import NEVER, ScheduleConfig, TrainConfig
 from largebatch.engine import Hook, StepOutput, Trainer
 from largebatch.files import atomic_file
+from largebatch.files.table import write_table
 from largebatch.hooks import curves
 from largebatch.ranks import Communicator, StoppedEarly
 from largebatch.ranks.signals import Signals
@@ -139,9 +140,9 @@ def ramped(config: TrainConfig) -> TrainConfig:
 def tell(config: TrainConfig, rates: Sequence[float], losses: Sequence[float]) -> None:
     folder, found = Path(config.folder), suggest(rates, losses)
     curve = fit_lines(rates, losses)[0] if len(rates) > 1 else losses
-    with atomic_file(folder / TABLE) as file:
-        table = [("lr", "loss", "smoothed"), *((f"{n:.9g}" for n in row) for row in zip(rates, losses, curve))]
-        file.write("".join(",".join(line) + "\n" for line in table).encode())
+    columns = ["lr", "loss", "smoothed"]
+    rows = (dict(zip(columns, (f"{number:.9g}" for number in row))) for row in zip(rates, losses, curve))
+    write_table(folder / TABLE, columns, rows)
     draw(folder / PICTURE, rates, losses, curve, found, title=f"{config.model.name}, {batch_and_optimizer(config)}")
     place = f"{folder / TABLE} and {PICTURE} have the curve"
     if found is None:

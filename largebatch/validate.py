@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
-import io
 import itertools
 import logging
 import sys
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Sequence
 from largebatch.arguments import expanded
 from largebatch.config import ModelConfig, Page, TrainConfig, parse
 from largebatch.config.parallel import ParallelConfig
-from largebatch.files import atomic_file
+from largebatch.files.table import write_table
 from largebatch.process.garbage import gc_disabled, gc_freeze, gc_resume
 from largebatch.ranks.mistakes import report_mistakes
 from largebatch.recipes import RECIPES, find
@@ -202,7 +201,8 @@ def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]
                     write_predictions(Path(flags.predictions), held_out, merged)
                 print(rows[-1], flush=True)
                 if flags.csv:
-                    _write_table(flags.csv, table + [asdict(row) for row in rows])
+                    columns = [field.name for field in fields(Row)]
+                    write_table(flags.csv, columns, table + [asdict(row) for row in rows])
     return rows
 
 
@@ -366,15 +366,6 @@ def _read_table(path: str) -> list[dict[str, Any]]:
     if reader.fieldnames != [field.name for field in fields(Row)]:
         raise ValueError(f"{path} is not a table of validations: expected one, or the name of a new file, for --csv.")
     return rows
-
-
-def _write_table(path: str, rows: Sequence[dict[str, Any]]) -> None:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    with atomic_file(path) as file:
-        file.write(text.getvalue().encode())
 
 
 if __name__ == "__main__":

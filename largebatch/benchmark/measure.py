@@ -7,7 +7,6 @@ alone to measure the memory that it adds, and all run together once to warm up.
 """
 
 import argparse
-import csv
 import ctypes
 import datetime
 import gc
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from largebatch.files.table import write_table
 from largebatch.process.packages import versions as installed
 
 Round = Callable[[], None]
@@ -247,13 +247,12 @@ class Report:
             "date": str(datetime.date.today()),
         }
         columns = ["contender", "round", "seconds", "peak_mib", *same]
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            for result in self.results:
-                for number, seconds in enumerate(result.seconds):
-                    row = {"contender": result.name, "round": number, "seconds": f"{seconds:.6g}"}
-                    writer.writerow(row | {"peak_mib": round(result.peak_bytes / 2**20)} | same)
+        rows = []
+        for result in self.results:
+            for number, seconds in enumerate(result.seconds):
+                row = {"contender": result.name, "round": number, "seconds": f"{seconds:.6g}"}
+                rows.append(row | {"peak_mib": round(result.peak_bytes / 2**20)} | same)
+        write_table(path, columns, rows)
 
     def _draw(self, path: Path) -> None:
         """Draw every round as a dot and the median as a bar from zero, so that lengths can be compared."""

@@ -158,7 +158,7 @@ def find_weights(path: str | Path, *, average: bool = False, every: bool = False
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Return whether a folder is a complete checkpoint, or a link to one; it may be damaged."""
+    """Return whether a folder is a complete checkpoint, perhaps damaged, or a link to one."""
     return Path(path, MANIFEST).is_file()
 
 

@@ -22,7 +22,7 @@ from largebatch.data.index import Index
 from largebatch.data.records import length_at, read_span, scan_records
 from largebatch.data.scan import TAR, find_image, image_size
 from largebatch.data.tars import scan_samples
-from largebatch.files import atomic_file
+from largebatch.files.table import write_table
 
 NAME = "quarantine.csv"
 IMAGES_PER_TASK = 256  # for image files; a shard is always one task
@@ -122,12 +122,8 @@ def _sha256(path: str, offset: int, length: int) -> str:
 
 
 def save(path: Path, entries: Sequence[Entry]) -> None:
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(field.name for field in dataclasses.fields(Entry))
-    writer.writerows(dataclasses.astuple(entry) for entry in sorted(entries, key=dataclasses.astuple))
-    with atomic_file(path) as file:
-        file.write(text.getvalue().encode("utf-8", "surrogateescape"))
+    rows = map(dataclasses.asdict, sorted(entries, key=dataclasses.astuple))
+    write_table(path, [field.name for field in dataclasses.fields(Entry)], rows)
 
 
 def load(path: Path) -> list[Entry]:

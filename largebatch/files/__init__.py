@@ -12,4 +12,4 @@ __all__ = [
 
 
 class Damaged(ValueError):
-    """Raised if a file cannot be read or used; the message names it, the reason and the remedy, and is enough."""
+    """Raised if a file cannot be read or used; the message names it, the reason and the remedy."""

@@ -13,7 +13,7 @@ POLL_S = 0.1  # between two tries of a process that waits
 
 
 def no_progress() -> None:
-    """Note nothing: for callers that do not watch the progress of a long piece of work."""
+    """Do nothing, for callers that do not watch the progress."""
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def locked(path: Path, progress: Callable[[], None] = no_progress) -> Iterator[C
 
 
 def _wait(file: int, progress: Callable[[], None]) -> None:
-    """Take the lock, and call `progress` whenever its holder has gone on. OSError if there are no locks here."""
+    """Take the lock, and call `progress` whenever its holder has gone on. OSError without locks."""
     seen = os.fstat(file).st_mtime_ns
     while True:
         try:

@@ -26,7 +26,5 @@ def listed(names: Collection[str], count: int | None = None) -> str:
 
 
 class Formatter(logging.Formatter):
-    """Writes records `on_screen`."""
-
     def formatMessage(self, record: logging.LogRecord) -> str:
         return on_screen(super().formatMessage(record))

@@ -1,16 +1,20 @@
 """Tables of figures in CSV files."""
 
 import csv
-from collections.abc import Collection
+import io
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from largebatch.files.atomic import atomic_file
 
 Row = dict[str, str]
 
 
 def read_table(path: Path, columns: Collection[str], *, what: str, expected: str) -> list[Row]:
-    """Return the rows of a CSV file, as texts. ValueError, one sentence, for a file that is no such table.
+    """Return the rows of a CSV file, as texts; ValueError, one sentence, for a file that is no such table.
 
-    what: how the file was given, such as the option's name. expected: what makes such tables.
+    what: how the file was given. expected: what makes such tables.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -21,3 +25,13 @@ def read_table(path: Path, columns: Collection[str], *, what: str, expected: str
     if missing:
         raise ValueError(f"{what} is {path}, which has no rows with {', '.join(missing)}: expected {expected}.")
     return rows
+
+
+def write_table(path: str | Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a CSV file atomically; cells with file names need not be UTF-8."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    with atomic_file(path) as file:
+        file.write(text.getvalue().encode("utf-8", "surrogateescape"))

@@ -17,7 +17,7 @@ from PIL import Image
 from largebatch.config import TrainConfig
 from largebatch.data.index import Index
 from largebatch.data.sources import class_names, open_source
-from largebatch.files import atomic_file
+from largebatch.files.table import write_table
 
 PREDICTIONS = "predictions.csv"
 MOST_CLASSES = 20  # of a matrix that can be read
@@ -53,12 +53,7 @@ def write(path: Path, index: Index, answers: Mapping[int, Answer]) -> None:
     for sample, answer in sorted(answers.items()):
         label, where = int(index.label[sample]), index.where(sample)
         rows.append(Prediction(sample, label, *answer, names[label], names[answer.prediction], where))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(Prediction)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(map(asdict, rows))
-    with atomic_file(path) as file:
-        file.write(text.getvalue().encode("utf-8", "surrogateescape"))
+    write_table(path, [field.name for field in fields(Prediction)], map(asdict, rows))
 
 
 def read(path: Path) -> list[Prediction]:

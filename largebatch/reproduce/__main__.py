@@ -103,12 +103,12 @@ def write(experiment: Experiment, folder: Path, journal: Journal, *, seconds: fl
     import torch  # takes seconds to import
 
     from largebatch.benchmark.measure import hardware, versions
-    from largebatch.files.table import read_table
+    from largebatch.files.table import read_table, write_table
     from largebatch.reproduce import table
     from largebatch.reproduce.picture import draw
 
     results = folder / "results.csv"
-    table.write_csv(results, table.rows(journal))
+    write_table(results, table.COLUMNS, table.rows(journal))
     cells = table.cells(read_table(results, table.COLUMNS, what="results.csv", expected="one of this program"))
     text = table.markdown(experiment, cells)
     with atomic_file(folder / "table.md") as file:

@@ -4,15 +4,11 @@ Neither has times, so the same command writes the same bytes. All figures of the
 from the rows of the CSV.
 """
 
-import csv
-import io
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from largebatch.files import atomic_file
 from largebatch.reproduce.contenders import CONTENDERS
 from largebatch.reproduce.experiment import Experiment, Trial
 from largebatch.reproduce.results import Journal
@@ -90,16 +86,6 @@ def row(journal: Journal, trial: Trial, chosen: bool) -> Row:
         "target": experiment.target,
         "steps_to_target": "" if reached is None else reached,
     }
-
-
-def write_csv(path: Path, found: Sequence[Row]) -> None:
-    """Write the rows."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(found)
-    with atomic_file(path) as file:
-        file.write(text.getvalue().encode())
 
 
 def cells(found: Sequence[Row]) -> list[Cell]:
