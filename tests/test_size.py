@@ -17,7 +17,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 114,
     "words of docstrings": 57_061,
-    "lines": 34_640,
+    "lines": 34_639,
     "files": 245,
     "methods of Trainer": 26,
     "fields of Trainer": 27,
@@ -38,7 +38,7 @@ LIMITS = {
     "lines in largebatch/optim": 1_382,
     "lines in largebatch/pack": 816,
     "lines in largebatch/parallel": 2_333,
-    "lines in largebatch/plan": 2_278,
+    "lines in largebatch/plan": 2_277,
     "lines in largebatch/predict": 148,
     "lines in largebatch/process": 283,
     "lines in largebatch/ranks": 2_299,

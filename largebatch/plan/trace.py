@@ -30,7 +30,6 @@ from largebatch.optim.muon import hidden_matrices
 from largebatch.precision import DTYPES
 from zoo import create_model, set_fused_attn, volo
 
-
 META = torch.device("meta")
 
 
