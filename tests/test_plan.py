@@ -665,7 +665,7 @@ def rows() -> list[validation.Row]:
 
 def test_the_published_table_of_errors_is_what_the_plan_predicts(rows):
     """docs/planner.md, to its last digit; README names some of them."""
-    printed = [line for line in validation.lines(rows, markdown=True) if line.startswith("| ")]
+    printed = [line for line in validation.lines(rows) if line.startswith("| ")]
     written = PUBLISHED.with_suffix(".md").read_text().splitlines()
     assert printed == [line for line in written if line in printed] and len(printed) == 1 + len(rows) > 50
 
@@ -988,7 +988,7 @@ def test_own_steps_are_validated_by_the_first_of_them(tmp_path, capsys):
     first, second, third = files
     assert main(["validate", first, first, second, third]) == 0
     output = capsys.readouterr().out
-    (row,) = [line for line in output.splitlines() if line.startswith("c ")]
+    (row,) = [line for line in output.splitlines() if line.startswith("| c ")]
     assert "vit_nano32, 4 ranks × 8" in row and " 2 s " in row and "from vit_nano32, 2 ranks × 8" in row
     loader = table(tmp_path / "loader.csv", replace(PASSES, model="", benchmark="loader"))
     assert main(["validate", first, str(loader)]) == 2

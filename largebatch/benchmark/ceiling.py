@@ -15,8 +15,6 @@ from largebatch.precision import DTYPES, computes
 
 @dataclass(frozen=True)
 class Ceiling:
-    """FLOP/s of one device, or of the threads of one rank."""
-
     product: float
     """measured with a large matrix product"""
     datasheet: float | None = None

@@ -32,8 +32,6 @@ PACKAGES = ("timm", "horovod", "nvidia-dali-cuda120", "nvidia-dali-cuda130", "ap
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do the work. `open` prepares it and gives the function that runs one round."""
-
     name: str
     open: Callable[[], AbstractContextManager[Round]]
 

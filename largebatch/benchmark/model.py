@@ -185,7 +185,6 @@ def ours(config: TrainConfig, device: torch.device, *, variant: str, grad_checkp
 
 
 def timms(config: TrainConfig) -> nn.Module:
-    """Build the same model from timm, as timm's training script would make it."""
     import timm
 
     c = config.model

@@ -84,7 +84,6 @@ def muon(model: nn.Module) -> Round:
 
 
 def apex_lamb(model: nn.Module) -> Round:
-    """NVIDIA apex's FusedLAMB, which clips by itself."""
     try:
         from apex.optimizers import FusedLAMB
     except ImportError:

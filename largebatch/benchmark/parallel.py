@@ -57,7 +57,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Report | None:
-    """Count, then measure; the report on rank 0."""
     with session() as comm:
         device = comm.device()
         if options.precision == "auto":
@@ -139,7 +138,6 @@ def opened(
 
 
 def shortened(options: argparse.Namespace, depth: int) -> Any:
-    """The model with only its first blocks, on the meta device."""
     with torch.device("meta"):
         model: Any = create_model(options.model, img_size=options.img_size, num_classes=NUM_CLASSES)
     if len(getattr(model, "blocks", ())) < depth:

@@ -5,11 +5,11 @@ is images per second and rank, relative to the run with the fewest ranks.
 """
 
 import argparse
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from largebatch.files.table import write_table
 from largebatch.plan.calibrate import Measured, predicted, read_measured
 
 SAME = ("benchmark", "command", "hardware", "versions", "date")
@@ -45,6 +45,10 @@ class Scaling:
         """Images per second and rank, relative to the smallest number of ranks."""
         return self.rate(row) / row.ranks * self.rows[0].ranks / self.rate(self.rows[0])
 
+    def figures(self, row: Measured) -> dict[str, str]:
+        figures = {"seconds": row.seconds, "images_per_s": self.rate(row), "efficiency": self.efficiency(row)}
+        return {name: f"{figure:.6g}" for name, figure in figures.items()}
+
     def write(self, folder: Path) -> None:
         """Print the table, and write scaling.csv and scaling.png into `folder`.
 
@@ -58,12 +62,8 @@ class Scaling:
             print(f"{measured}{plan:>18}")
         print(self.rows[-1].hardware, self.rows[-1].versions, self.rows[-1].date, sep="; ")
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "scaling.csv", "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["ranks", "seconds", "images_per_s", "efficiency", *SAME])
-            for row in self.rows:
-                figures = [f"{x:.6g}" for x in (row.seconds, self.rate(row), self.efficiency(row))]
-                writer.writerow([row.ranks, *figures, *(getattr(row, name) for name in SAME)])
+        rows = [{name: getattr(row, name) for name in ("ranks", *SAME)} | self.figures(row) for row in self.rows]
+        write_table(folder / "scaling.csv", ("ranks", "seconds", "images_per_s", "efficiency", *SAME), rows)
         self._draw(folder / "scaling.png")
 
     def _draw(self, path: Path) -> None:

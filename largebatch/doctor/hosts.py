@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from typing import IO
 
 from largebatch.doctor.result import INSTALL, Result
 from largebatch.process.installer import install_command
+from largebatch.process.majority import of_most
 
 MAX_SKEW_S = 1.0  # tolerated difference in the log lines of two hosts and in a checkpoint's age
 NO_FOLDER, NO_INTERPRETER = 91, 92  # exit codes of the remote script
@@ -357,7 +357,7 @@ def check_clocks(answers: list[Answer]) -> Result:
 def odd_ones(answers: list[Answer], values: list) -> tuple[Answer, list[Answer]]:
     """Return one host with the most common value (the first host's in a tie), and the hosts with other values."""
     keys = [json.dumps(value, sort_keys=True) for value in values]
-    usual = Counter(keys).most_common(1)[0][0]
+    usual = of_most(keys)
     odd = [answer for answer, key in zip(answers, keys) if key != usual]
     return answers[keys.index(usual)], odd
 

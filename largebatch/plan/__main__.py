@@ -82,10 +82,8 @@ def validate(words: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("tables", nargs="+", type=Path, metavar="TABLE", help="docs/planner.csv, or tables of steps")
-    parser.add_argument("--markdown", action="store_true", help="as in docs/planner.md")
-    args = parser.parse_args(words)
-    rows = validation.validated(args.tables, lambda words: read(words)[1:])
-    print("\n".join(validation.lines(rows, markdown=args.markdown)))
+    rows = validation.validated(parser.parse_args(words).tables, lambda words: read(words)[1:])
+    print("\n".join(validation.lines(rows)))
     return 0
 
 

@@ -18,8 +18,6 @@ RAMP = (
 
 @dataclass(frozen=True)
 class Run:
-    """The time of a run without failures, by part."""
-
     start: float
     training: float
     evaluations: float
@@ -100,7 +98,6 @@ def stall_seconds(config: TrainConfig, counted: Pass, *, between: float) -> floa
 
 
 def input_of(config: TrainConfig, cluster: Cluster, step: Step) -> Input:
-    """Return the images that the steps of a run consume."""
     rate = config.data.global_batch_size / step.seconds
     per_rank = rate / config.parallel.shape().data_size(cluster.ranks)
     return Input(rate, rate * constants.IMAGE_BYTES.value, per_rank / constants.DECODED_PER_CORE.value)

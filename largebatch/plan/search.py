@@ -57,7 +57,6 @@ def search(config: TrainConfig, cluster: Cluster, speed: Speed = Speed()) -> lis
 
 
 def _meshes(cluster: Cluster) -> Iterator[ParallelConfig]:
-    """Yield every mesh whose matrices are cut within a host."""
     sizes = [2**k for k in range(int(math.log2(max(1, min(cluster.per_host, cluster.ranks)))) + 1)]
     for pipeline, sequence, size in itertools.product(sizes, sizes, sizes):
         if pipeline * sequence * size > cluster.ranks or sequence * size > cluster.per_host:

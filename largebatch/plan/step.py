@@ -66,7 +66,6 @@ class Step:
 
 
 def kernel_seconds(counted: Pass, device: Device, precision: str) -> list[float]:
-    """Return the time of each kernel: the longer of computing and moving its bytes."""
     rate, bandwidth = device.rate(precision), device.bandwidth * constants.BANDWIDTH_SHARE.value
     return [max(kernel.flops / rate, kernel.moved / bandwidth) for kernel in counted.kernels]
 
@@ -196,7 +195,6 @@ def stages_of(config: TrainConfig) -> list[tuple[int, int, int]]:
 
 
 def optimizer_seconds(counted: Pass, config: TrainConfig, cluster: Cluster) -> float:
-    """Return the time of clip and update, which move every parameter and its moments through the memory."""
     moved = {"adamw": constants.ADAMW_MOVED, "sgd": constants.SGD_MOVED, "lars": constants.SGD_MOVED}
     parameters = counted.weights / 4 * share_of(config.parallel, counted.whole).weights
     bandwidth = cluster.device.bandwidth * constants.BANDWIDTH_SHARE.value

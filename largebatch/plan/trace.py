@@ -176,8 +176,6 @@ class _Uninitialised(TorchDispatchMode):
 
 
 class _Counter(TorchDispatchMode):
-    """Counts operations, and the memory that lives."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.device = next(model.parameters()).device

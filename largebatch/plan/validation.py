@@ -58,7 +58,6 @@ def validated(paths: Sequence[Path], read: Read) -> list[Row]:
 
 
 def published(cells: Sequence[Cells], read: Read) -> Iterator[Row]:
-    """Yield the predictions of published figures."""
     runs = {row["run"]: row for row in cells}
     for row in cells:
         if row["from"] == ITSELF:
@@ -110,7 +109,6 @@ _counted = cache(lambda config, kind: trace(config, device=kind))
 
 
 def compared(paths: Sequence[Path]) -> Iterator[Row]:
-    """Yield the time of one's own passes and steps beside that which the first table predicts."""
     tables = joined(paths)
     found = predicted(tables)
     if found is None:
@@ -121,18 +119,13 @@ def compared(paths: Sequence[Path]) -> Iterator[Row]:
         yield Row("c", table.name, "s", table.seconds, seconds, f"from {first.name}", source)
 
 
-def lines(found: Iterable[Row], *, markdown: bool = False) -> Iterator[str]:
+def lines(found: Iterable[Row]) -> Iterator[str]:
     head = ("", "run", "published or measured", "predicted", "error", "given")
-    widths = (2, 44, 22, 11, 8, 28)
     found = list(found)
-    if markdown:
-        yield f"| {' | '.join(head)} |"
-        yield "|---|---|---|---|---|---|"
-    else:
-        yield " ".join(word.ljust(width) for word, width in zip(head, widths))
+    yield f"| {' | '.join(head)} |"
+    yield "|---|---|---|---|---|---|"
     for row in found:
         figures = f"{row.published:,.4g} {row.unit}", f"{row.predicted:,.4g}", f"{100 * row.error:+.0f} %"
-        cells = (row.group, row.what, *figures, row.given)
-        yield f"| {' | '.join(cells)} |" if markdown else " ".join(c.ljust(w) for c, w in zip(cells, widths)).rstrip()
+        yield f"| {' | '.join((row.group, row.what, *figures, row.given))} |"
     yield ""
     yield "sources: " + "; ".join(dict.fromkeys(f"({row.group}) {row.source}" for row in found))

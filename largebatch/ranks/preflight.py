@@ -12,13 +12,13 @@ import os
 import platform
 import re
 import socket
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.process.installer import install_command
+from largebatch.process.majority import of_most
 from largebatch.process.packages import version_of
 from largebatch.ranks.stopped import Stopped
 
@@ -133,7 +133,7 @@ def _missing(name: str) -> str:
 
 def _clause(name: str, values: Sequence[str], reports: Sequence[RankReport]) -> str:
     """Return a clause like "rank 2 on node7 has timm 1.0.30, the other 3 ranks 1.0.31"."""
-    usual = Counter(values).most_common(1)[0][0]  # the first of several, so the lowest rank's
+    usual = of_most(values)
     odd: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         if value != usual:

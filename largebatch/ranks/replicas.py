@@ -7,7 +7,6 @@ ranks compare a digest of these (`Votes`), and now and then a sum of the bits of
 
 import socket
 import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from largebatch.bit_sums import bit_sums, digest
+from largebatch.process.majority import of_most
 from largebatch.ranks.hvd import hvd
 from largebatch.ranks.mistakes import Mistake
 from largebatch.ranks.polling import finish
@@ -286,5 +286,5 @@ def differing(everyone: list[tuple[int, str, str]]) -> list[bool]:
 
     Of two equally frequent digests the one of the lowest rank counts.
     """
-    digests = {part: Counter(d for p, _, d in everyone if p == part) for part, _, _ in everyone}
-    return [digests[part].most_common(1)[0][0] != digest for part, _, digest in everyone]
+    usual = {part: of_most(digest for p, _, digest in everyone if p == part) for part, _, _ in everyone}
+    return [usual[part] != digest for part, _, digest in everyone]
