@@ -59,6 +59,8 @@ class BatchNormStatistics:
         self.model, self.modules = model, batch_norms(model)
         self.comm = comm
         self.layers: list[_Layer] = []  # empty outside `over_steps`
+        self.saved: list[tuple[Tensor, Tensor]] = []  # buffers of the model and their values, since `pause`
+        self.saved_passes: list[int] = []  # of each layer
 
     @contextmanager
     def over_steps(self) -> Iterator[None]:
@@ -88,6 +90,7 @@ class BatchNormStatistics:
     @torch.no_grad()
     def complete_step(self, *, applied: bool) -> None:
         """Average over all micro-batches of all ranks; skipped steps do not count."""
+        self._resume()
         if not self.layers:
             return
         passes = self.layers[0].passes
@@ -101,23 +104,22 @@ class BatchNormStatistics:
                     kept.lerp_(mean, layer.momentum)
             layer.begin_step()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Restore all buffers of the model after the block: its passes count for no statistics."""
-        saved = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        passes = [layer.passes for layer in self.layers]
-        try:
-            yield
-        finally:
-            for layer, count in zip(self.layers, passes):
-                layer.passes = count
-            with torch.no_grad():
-                for buffer, before in saved:
-                    buffer.copy_(before)
+    def pause(self) -> None:
+        """Let the passes from here to the end of the step count for no statistics; all buffers are restored then."""
+        self.saved = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        self.saved_passes = [layer.passes for layer in self.layers]
+
+    def _resume(self) -> None:
+        for layer, passes in zip(self.layers, self.saved_passes):
+            layer.passes = passes
+        for buffer, before in self.saved:
+            buffer.copy_(before)
+        self.saved, self.saved_passes = [], []
 
     @torch.no_grad()
     def drop_step(self) -> None:
         """Forget the micro-batches of a step that is not complete."""
+        self._resume()
         for layer in self.layers:
             layer.begin_step()
 

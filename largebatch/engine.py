@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,6 @@ from torch.profiler import record_function
 from largebatch.augment import Augment, Augmented, seed_draws, seed_for
 from largebatch.data.order import Plan
 from largebatch.evaluation import evaluate
-from largebatch.kept import Kept
 from largebatch.losses import Objective
 from largebatch.native.copies import to_host
 from largebatch.optim import LookSam, clip_gradients
@@ -119,32 +119,34 @@ class Trainer:
     @record_function("step")
     def train_step(self, batches: Iterator[Any]) -> StepOutput:
         """Do one optimizer step on the global batch: this rank's micro-batches, one reduction, one update."""
-        window_images, self.waited_s = self.plan.window_images(self.state.step), 0.0
-        self.comm.expect_passes(self.optimizer, self.plan.num_passes(self.state.step, self.comm.data_size))
+        images, ranks = self.plan.window_images(self.state.step), self.comm.data_size
+        self.comm.expect_passes(self.optimizer, self.plan.passes_in_phase(self.state.step, ranks))
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr() * group.get("lr_scale", 1.0)  # the scale is that of optim.layer_decay
-        # Losses are sums over samples. Scaled by data_size / images, the mean over ranks of the accumulated gradients
-        # is the gradient of the batch mean.
-        weight = self.comm.data_size / window_images
-        kept = Kept() if self.sam and self.sam.due(self.optimizer) else None
-        loss_sum, grad_norm = self.compute_gradient(kept.keeping(batches) if kept else batches, weight)
-        norm = self.sharpened(kept, weight, grad_norm) if self.sam else grad_norm  # that of the optimizer's gradient
+        # Losses are sums over samples. Scaled by ranks / images, the mean over ranks of the accumulated gradients is
+        # the gradient of the batch mean.
+        compute = partial(self.compute_gradient, ranks / images)
+        loss_sum, grad_norm = self.sam.gradient(self.optimizer, compute, batches) if self.sam else compute(batches)
+        norm = self.replica.gradient_norm() if self.sam else grad_norm  # of the gradient that the optimizer takes
         loss_on_host = to_host(loss_sum.double())  # before the optimizer's work, for which a later copy would wait
-        # LAMB multiplies by the clip factor while it reads the gradients.
-        clip_gradients(self.optimizer, norm, self.clip_norm)
+        clip_gradients(self.optimizer, norm, self.clip_norm)  # LAMB applies the factor while it reads the gradients
         # The step's only wait for the device: `apply` reads the norm. If it is not finite, the update is skipped.
         with record_function("optimizer step"):
             applied = self.comm.apply(self.optimizer, self.scaler, norm)
         if self.sam:
-            self.sam.complete_step(self.optimizer, refreshed=kept is not None, applied=applied)
-        self.replica.statistics.complete_step(applied=applied)
-        self.model.zero_grad(set_to_none=True)
-        # The schedule moves on even if the weights did not.
-        self.state.advance(window_images, applied=applied)
-        return StepOutput(loss_sum, loss_on_host, grad_norm, applied, window_images, self.waited_s)
+            self.sam.complete_step(self.optimizer, applied=applied)
+        self.replica.complete_step(applied=applied)
+        self.state.advance(images, applied=applied)  # the schedule moves on even if the weights did not
+        return StepOutput(loss_sum, loss_on_host, grad_norm, applied, images, self.waited_s)
 
-    def compute_gradient(self, batches: Iterator[Any], weight: float, *, again: bool = False) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of the global batch; return this rank's summed loss × `weight`, and the norm, 0-d."""
+    def compute_gradient(self, weight: float, batches: Iterator[Any], *, again: bool = False) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of the global batch; return this rank's summed loss × `weight`, and the norm, 0-d.
+
+        again: instead of the gradient that is there, of the same micro-batches at other weights.
+        """
+        if again:
+            self.scaler.update(self.scaler.get_scale())  # the same scale, but there is another gradient to unscale
+            self.replica.begin_again()
         loss_sum = torch.zeros((), device=self.device)  # read only when logged
         # GradScaler creates its scale on first use. In a short last step this rank may have no micro-batch, and
         # without a scale `unscale_` would fail.
@@ -156,26 +158,7 @@ class Trainer:
             self.comm.synchronize(self.optimizer)
         # From here on all ranks hold the same gradients, so what each decides by them is the same on all.
         self.scaler.unscale_(self.optimizer)
-        grad_norm = self.replica.gradient_norm()
-        return loss_sum, grad_norm
-
-    def sharpened(self, kept: Kept | None, weight: float, grad_norm: Tensor) -> Tensor:
-        """Replace the gradient by that of Look-LayerSAM, and return its norm, 0-d.
-
-        kept: the step's micro-batches, if the gradient at perturbed weights is due; None: a part of the last is reused.
-        """
-        assert self.sam is not None
-        if kept is None:
-            self.sam.reuse(self.optimizer)
-            return self.replica.gradient_norm()
-        if not torch.isfinite(grad_norm):  # the step will be skipped
-            return grad_norm
-        with self.sam.perturbed(self.optimizer), self.replica.statistics.paused():
-            self.model.zero_grad(set_to_none=True)
-            self.scaler.update(self.scaler.get_scale())  # the same scale, but there is another gradient to unscale
-            _, norm = self.compute_gradient(kept.again(), weight, again=True)
-        self.sam.keep(self.optimizer)
-        return norm
+        return loss_sum, self.replica.gradient_norm()
 
     def forward_backward(self, batch: Augmented, weight: float) -> Tensor:
         """Add the gradients of a micro-batch's summed loss × `weight` to those there are; return that loss, 0-d."""
@@ -192,8 +175,9 @@ class Trainer:
         again: for the second time in this step, at perturbed weights.
         """
         mine = self.plan.micro_batches(self.state.step, self.comm.data_rank, self.comm.data_size)
-        num_passes = len(self.plan.micro_batches(self.state.step, 0, self.comm.data_size))  # no rank has more
-        for number in range(num_passes):
+        if not again:
+            self.waited_s = 0.0
+        for number in range(self.plan.passes_in_step(self.state.step, self.comm.data_size)):
             self.pass_point(f"step {self.state.step + 1}, pass {number + 1}{' at perturbed weights' * again}")
             if number == len(mine):  # the last pass of a step may have fewer micro-batches than ranks
                 break
@@ -306,8 +290,7 @@ class Trainer:
     def drop_step(self) -> None:
         """Forget the passes of a step that is not complete. No rank has begun to reduce their gradients."""
         self.optimizer.zero_grad(set_to_none=True)  # which also forgets the passes
-        self.model.zero_grad(set_to_none=True)
-        self.replica.statistics.drop_step()
+        self.replica.drop_step()
 
     @property
     def num_steps(self) -> int:

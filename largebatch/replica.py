@@ -58,6 +58,21 @@ class Replica:
         """Return the norm of the whole gradient, 0-d."""
         return gradient_norm(self.optimizer)
 
+    def begin_again(self) -> None:
+        """Drop the gradients: those of the same micro-batches at other weights follow, and count for no statistics."""
+        self.model.zero_grad(set_to_none=True)
+        self.statistics.pause()
+
+    def complete_step(self, *, applied: bool) -> None:
+        """Drop the gradients, and average the statistics of batch norm, unless the step was skipped. A collective."""
+        self.statistics.complete_step(applied=applied)
+        self.model.zero_grad(set_to_none=True)
+
+    def drop_step(self) -> None:
+        """Forget the passes of a step that is not complete."""
+        self.statistics.drop_step()
+        self.model.zero_grad(set_to_none=True)
+
     def predictor(self, model: nn.Module) -> nn.Module:
         """Return a module that computes logits (B, K) of images (B, 3, H, W) on every rank, by a model like ours."""
         return model

@@ -1,6 +1,7 @@
 """Look-LayerSAM on its own: ten steps against the formulas, a state dict, and what it is refused with."""
 
 import io
+from collections.abc import Iterator
 from dataclasses import fields
 
 import numpy as np
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from largebatch.assembly import build_sam
 from largebatch.data.stream import Batch
 from largebatch.data.token_labels import TokenLabels
-from largebatch.kept import Kept
 from largebatch.optim import LookSam, build_optimizer, init_state
 from largebatch.optim.look_sam import AGE, DIRECTION
 
@@ -38,17 +38,17 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
 
 def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """What the engine does, in one pass."""
-    due = SAM.due(optimizer)
-    loss_of(model, step).backward()
-    if due:
-        with SAM.perturbed(optimizer):
-            model.zero_grad()
-            loss_of(model, step).backward()
-        SAM.keep(optimizer)
-    else:
-        SAM.reuse(optimizer)
+
+    def compute(batches: Iterator[int], *, again: bool = False) -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        (number,) = batches
+        loss = loss_of(model, number)
+        loss.backward()
+        return loss.detach(), torch.zeros(())
+
+    SAM.gradient(optimizer, compute, iter([step]))
     optimizer.step()
-    SAM.complete_step(optimizer, refreshed=due, applied=True)
+    SAM.complete_step(optimizer, applied=True)
     model.zero_grad()
 
 
@@ -139,24 +139,34 @@ def test_a_skipped_step_is_tried_again_and_the_cycle_begins_then():
     model, optimizer = make("sgd")
     SAM.begin(optimizer)
     ages = []
-    for refreshed, applied in ((True, False), (True, True), (False, True), (False, False), (True, True)):
-        assert SAM.due(optimizer) == refreshed
-        SAM.complete_step(optimizer, refreshed=refreshed, applied=applied)
+    for due, applied in ((True, False), (True, True), (False, True), (False, False), (True, True)):
+        assert SAM.due(optimizer) == due
+        SAM.complete_step(optimizer, applied=applied)
         ages.append(optimizer.param_groups[0][AGE])
     assert ages == [3, 1, 2, 3, 1]
 
 
 def test_batches_are_given_once_more_in_their_order():
+    _, optimizer = make("sgd")
+    SAM.begin(optimizer)
     maps = TokenLabels(*(torch.full((1,), float(value)) for value in range(3)))
     batches = [Batch(torch.ones(1), torch.zeros(1), 3, number, np.arange(2), maps) for number in (4, 5)]
-    kept = Kept()
-    taken = kept.keeping(iter(batches))
-    assert next(taken) is batches[0] and next(taken) is batches[1]
-    for given, again in zip(batches, kept.again(), strict=True):
+    taken: list[list[Batch]] = []
+
+    def compute(batches: Iterator[Batch], *, again: bool = False) -> tuple[Tensor, Tensor]:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            parameter.grad = torch.ones_like(parameter)
+        assert again == bool(taken)
+        taken.append(list(batches))
+        return torch.zeros(()), torch.ones(())
+
+    SAM.gradient(optimizer, compute, iter(batches))
+    first, second = taken
+    assert all(one is other for one, other in zip(batches, first, strict=True))
+    for given, again in zip(first, second, strict=True):
         assert type(again) is Batch and type(again.token_labels) is TokenLabels
         assert all(getattr(again, field.name) is getattr(given, field.name) for field in fields(Batch)[:5])
         assert all(one is other for one, other in zip(again.token_labels, maps))
-    assert not list(kept.again())
 
 
 def test_a_config_with_a_radius_has_it():

@@ -198,7 +198,7 @@ def test_a_step_at_moved_weights_waits_once_more(monkeypatch):
         trainer.fit(max_steps=1)
     with Waits() as found:
         trainer.fit(max_steps=2)
-    assert found.reads == READS | {"largebatch/engine.py: Trainer.sharpened"}
+    assert found.reads == READS | {"largebatch/optim/look_sam.py: LookSam.gradient"}
     assert found.copies <= COPIES
 
 

@@ -315,6 +315,6 @@ def test_a_ramp_of_one_phase_is_none():
 def test_passes_follow_the_phase():
     plan = Plan(100, 24, 4, 200, seed=0, phases=((0, 8), (16, 12), (40, 24)))
     assert [plan.batch_size(step) for step in (0, 1, 2, 3, 4, 99)] == [8, 8, 12, 12, 24, 24]
-    assert [plan.num_passes(step, 3) for step in (0, 2, 4)] == [1, 1, 2]
-    assert [plan.num_passes(step, 2) for step in (0, 2, 4)] == [1, 2, 3]
+    assert [plan.passes_in_phase(step, 3) for step in (0, 2, 4)] == [1, 1, 2]
+    assert [plan.passes_in_phase(step, 2) for step in (0, 2, 4)] == [1, 2, 3]
     assert [plan.time(step) for step in range(6)] == [0, 1, 2, 3.5, 5, 8]

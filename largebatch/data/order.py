@@ -113,9 +113,13 @@ class Plan:
         """Return the global batch of the phase of a step; only the last step of the run may have fewer images."""
         return self.phase(step).batch_size
 
-    def num_passes(self, step: int, num_shards: int) -> int:
-        """Return the most micro-batches that a shard has in a step of this phase."""
+    def passes_in_phase(self, step: int, num_shards: int) -> int:
+        """Return the most micro-batches that a shard has in a full step of the phase of `step`."""
         return math.ceil(math.ceil(self.batch_size(step) / self.micro_batch_size) / num_shards)
+
+    def passes_in_step(self, step: int, num_shards: int) -> int:
+        """Return the most micro-batches that a shard has in this step, which may be a short one."""
+        return len(self.micro_batches(step, 0, num_shards))
 
     @functools.cached_property
     def num_steps(self) -> int:

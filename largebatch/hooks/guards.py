@@ -45,7 +45,7 @@ class Guards(Hook):
 
         Either the model itself gave a gradient that is not finite, or the cast to fp16 for the allreduce did.
         """
-        if trainer.sam and math.isfinite(float(output.grad_norm)):
+        if math.isfinite(float(output.grad_norm)):  # that of the second gradient is not
             return "that at the weights which Look-LayerSAM has moved is not finite", "lower --optim.sam_rho"
         advice = "lower --optim.lr, or use --run.precision bf16 or fp32"
         mine = bool(torch.isfinite(output.loss_sum)), trainer.comm.peak_sent(trainer.optimizer)

@@ -83,7 +83,7 @@ class NoiseScale(Hook):
             return
         self.scale = trainer.scaler.scale(torch.ones((), device=trainer.device))
         # A single pass begins to reduce its gradients in place before it ends.
-        if len(plan.micro_batches(step, 0, trainer.comm.data_size)) == 1:
+        if plan.passes_in_step(step, trainer.comm.data_size) == 1:
             trainer.comm.measure_square(trainer.optimizer)
         else:
             self.waits = True

@@ -10,33 +10,20 @@ and the base optimizer takes its step from x with s instead of g. In the other s
 
     g + alpha |g| / |d| d
 
-Norms and products without an index are over all tensors together. They are added up in double precision. e_j is 0 if a
-norm is 0 or not finite; the kept part is left out as long as d is 0. Clipping comes after all this.
-
-SAM (arXiv:2010.01412) has e = rho g / |g|, LookSAM d and its reuse as above, and the layer-wise variant a ratio
-|x_j| / |g_j| for each layer. This file was written from restatements of the paper and from public code, not from the
-paper's text; the repository of its authors is empty. Those sources differ in four places, and here the first is done:
-
-    e_j         rho times ratio times g_j, which does not depend on the scale of the loss, as LARS does not. Others
-                divide by |g| over all tensors as well, which makes e longer the smaller the gradient is, and bound the
-                ratio; or they take no |x_j|, and move all tensors by the same length.
-    d           by product and norms of whole gradients, as in the paper's formulas. Others take them per tensor.
-    order       clip what the base optimizer gets. Others clip g and s.
-    start       the first step computes s. One of them takes no d in the first `every` steps.
-
-A layer is a tensor here, as in LAMB. So rho is relative, and not comparable with published values of SAM without
-ratios. The reuse gives d the length alpha |g|, however short d is; docs/optimizers.md shows what a large alpha does
-to a short run.
+Norms and products without an index are over all tensors together, in double precision. e_j is 0 if a norm is 0 or not
+finite; d is left out while it is 0. Clipping comes after all this. Where sources differ: docs/optimizers.md.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from largebatch.native.copies import set_aside
 
 DIRECTION = "sam_direction"  # key of a parameter's state: d, or g while the second gradient is computed
 AGE = "sam_age"  # option of each group: steps since d was computed; d is due when it is `every`
@@ -44,11 +31,7 @@ AGE = "sam_age"  # option of each group: steps since d was computed; d is due wh
 
 @dataclass(frozen=True)
 class LookSam:
-    """The arithmetic of Look-LayerSAM on the weights and gradients of an optimizer, which keeps its state.
-
-    So checkpoints, broadcasts and comparisons of the state hold its state, too. Each rank computes the same bits
-    from the same reduced gradient. Besides d, a second gradient needs a copy of the weights.
-    """
+    """The arithmetic of Look-LayerSAM. Its state is in that of the optimizer, so checkpoints and broadcasts have it."""
 
     rho: float
     every: int
@@ -63,38 +46,63 @@ class LookSam:
                     optimizer.state[p][DIRECTION] = torch.zeros_like(p)
 
     def due(self, optimizer: Optimizer) -> bool:
-        """Return whether the coming step computes a second gradient; the same on all ranks."""
+        """Return whether this step computes a second gradient; the same on all ranks."""
         return bool(optimizer.param_groups[0][AGE] >= self.every)
+
+    def gradient(
+        self, optimizer: Optimizer, compute: Callable[..., tuple[Tensor, Tensor]], batches: Iterator[Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Leave the gradient for the base optimizer in the parameters; return the loss and the norm of g.
+
+        compute: a closure that is given micro-batches, leaves their reduced gradient in the parameters and returns its
+        loss and norm; with again=True it is called once more in the step, for the same micro-batches at x + e.
+        """
+        if not self.due(optimizer):
+            loss, norm = compute(batches)
+            self.reuse(optimizer)
+            return loss, norm
+        recorded: list[Callable[[], Any]] = []
+        loss, norm = compute(_record(batches, recorded))
+        if torch.isfinite(norm):  # else the step will be skipped
+            with self.perturbed(optimizer):
+                compute((batch() for batch in recorded), again=True)
+            self.keep(optimizer)
+        return loss, norm
+
+    def complete_step(self, optimizer: Optimizer, *, applied: bool) -> None:
+        """Count the step. If it should have computed d and was skipped, the next one does."""
+        due = self.due(optimizer)
+        for group in optimizer.param_groups:
+            if not due:
+                group[AGE] += 1
+            elif applied:
+                group[AGE] = 1
 
     @contextmanager
     def perturbed(self, optimizer: Optimizer) -> Iterator[None]:
         """Move the weights by e for the time of the block, and keep g. At its end the weights have their bits again."""
-        params = _with_gradient(optimizer)
+        params, kept, gradients = _parts(optimizer)
         saved = [p.detach().clone() for p in params]
         with torch.no_grad():
-            for p, factor in zip(params, self._factors(params)):
-                _direction(optimizer, p).copy_(p.grad)
-                p.addcmul_(p.grad, factor)
+            for p, d, g, factor in zip(params, kept, gradients, self._factors(params, gradients)):
+                d.copy_(g)
+                p.addcmul_(g, factor)
         try:
             yield
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(params, saved)
 
-    def _factors(self, params: list[Any]) -> list[Tensor]:
+    def _factors(self, params: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         """Return rho |x_j| / |g_j|, 0-d, in the type of each tensor."""
-        norms = (torch._foreach_norm(tensors, 2, torch.float64) for tensors in (params, [p.grad for p in params]))
-        factors = []
-        for p, x_norm, g_norm in zip(params, *norms):
-            factor = self.rho * x_norm / g_norm
-            factors.append(torch.where(torch.isfinite(factor), factor, 0.0).to(p.dtype))
-        return factors
+        norms = (torch._foreach_norm(tensors, 2, torch.float64) for tensors in (params, gradients))
+        factors = [(p, self.rho * x_norm / g_norm) for p, x_norm, g_norm in zip(params, *norms)]
+        return [torch.where(torch.isfinite(factor), factor, 0.0).to(p.dtype) for p, factor in factors]
 
     @torch.no_grad()
     def keep(self, optimizer: Optimizer) -> None:
         """Compute d from g, which was kept, and the second gradient, which is in the parameters."""
-        params = _with_gradient(optimizer)
-        kept, gradients = [_direction(optimizer, p) for p in params], [p.grad for p in params]
+        _, kept, gradients = _parts(optimizer)
         product = torch.stack([torch.mul(s, g).sum(dtype=torch.float64) for s, g in zip(gradients, kept)]).sum()
         share = product / _norm(kept).square()
         for d, s in zip(kept, gradients):
@@ -103,33 +111,39 @@ class LookSam:
     @torch.no_grad()
     def reuse(self, optimizer: Optimizer) -> None:
         """Add the kept part to the gradient."""
-        params = _with_gradient(optimizer)
-        kept, gradients = [_direction(optimizer, p) for p in params], [p.grad for p in params]
+        _, kept, gradients = _parts(optimizer)
         length = _norm(kept)
         factor = torch.where(length > 0, self.alpha * _norm(gradients) / length, 0.0)
         for d, g in zip(kept, gradients):
             g.addcmul_(d, factor.to(g.dtype))
 
-    def complete_step(self, optimizer: Optimizer, *, refreshed: bool, applied: bool) -> None:
-        """Count the step. If it should have computed d and was skipped, the next one does."""
-        for group in optimizer.param_groups:
-            if not refreshed:
-                group[AGE] += 1
-            elif applied:
-                group[AGE] = 1
+
+def _record(batches: Iterator[Any], into: list[Callable[[], Any]]) -> Iterator[Any]:
+    for batch in batches:
+        into.append(_aside(batch))
+        yield batch
 
 
-def _with_gradient(optimizer: Optimizer) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+def _aside(value: Any) -> Callable[[], Any]:
+    """Set a batch aside, tensors of a GPU in the host's memory; return a function that gives it back."""
+    if isinstance(value, Tensor):
+        return set_aside(value)
+    if isinstance(value, tuple):  # a named one
+        items = [*map(_aside, value)]
+        return lambda: type(value)(*(item() for item in items))
+    if is_dataclass(value):
+        parts = {one.name: _aside(getattr(value, one.name)) for one in fields(value)}
+        kind: Any = type(value)
+        return lambda: kind(**{name: part() for name, part in parts.items()})
+    return lambda: value
 
 
-def _direction(optimizer: Optimizer, p: Tensor) -> Tensor:
-    """Return d of a parameter; zeros if it was unfrozen since the run began."""
-    state = optimizer.state[p]
-    if DIRECTION not in state:
-        state[DIRECTION] = torch.zeros_like(p)
-    found: Tensor = state[DIRECTION]
-    return found
+def _parts(optimizer: Optimizer) -> tuple[list[Any], list[Tensor], list[Tensor]]:
+    """Return the parameters that have a gradient, d of each, and the gradients; d of one just unfrozen is zeros."""
+    params: list[Any] = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    for p in (p for p in params if DIRECTION not in optimizer.state[p]):
+        optimizer.state[p][DIRECTION] = torch.zeros_like(p)
+    return params, [optimizer.state[p][DIRECTION] for p in params], [p.grad for p in params]
 
 
 def _norm(tensors: list[Tensor]) -> Tensor:
