@@ -13,7 +13,7 @@ from largebatch.optim.lamb import Lamb
 from largebatch.optim.lars import Lars
 from largebatch.optim.muon import SCALES, Muon, divided, hidden_matrices
 from largebatch.optim.presets import PRESETS, options_of, param_groups
-from largebatch.optim.states import adam_state, momentum_state
+from largebatch.optim.states import adam_state, init_params, momentum_state
 
 
 def gradient_norm(optimizer: Optimizer) -> Tensor:
@@ -74,17 +74,17 @@ def init_state(optimizer: Optimizer) -> None:
     takes such a step if there is no state: call this first, for AdamW, SGD and Lars, too; `Lamb` guards against it by
     itself. It knows the optimizers of `build_optimizer`.
     """
-    init_param = getattr(optimizer, "init_param", None)  # ours have it
-    if init_param is None and not isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):
+    if hasattr(optimizer, "init_param"):  # one of ours
+        init_params(optimizer)
+        return
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):
         known = ", ".join(DEFAULTS)
         raise ValueError(f"the initial state of {type(optimizer).__name__} is not known; use one of {known}")
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not p.requires_grad or optimizer.state.get(p):
                 continue
-            if init_param is not None:
-                init_param(p)
-            elif isinstance(optimizer, torch.optim.Adam):
+            if isinstance(optimizer, torch.optim.Adam):
                 optimizer.state[p].update(adam_state(p, group))
             elif group["momentum"]:
                 optimizer.state[p]["momentum_buffer"] = momentum_state(p, group)

@@ -31,13 +31,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.optim import Optimizer
 
 from largebatch.native import lamb as cpp_lamb
 from largebatch.native.copies import to_device
 from largebatch.native.lamb import DTYPES, as_kernels_read, same_kind
 from largebatch.optim.presets import options_of
-from largebatch.optim.states import adopted, require_parameters
+from largebatch.optim.states import Stateful, adopted, require_parameters, takes_closure
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +239,7 @@ def moments(impl: str, rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tenso
     return moments_foreach_(rows, s, factor)
 
 
-class Lamb(Optimizer):
+class Lamb(Stateful):
     """LAMB; the formulas are at the top of this file. All options can be set per parameter group.
 
     `Lamb.paper`, `colossal`, `nvlamb` and `lambc` build it for a model with the options of a preset.
@@ -334,13 +333,8 @@ class Lamb(Optimizer):
                     f"channels_last for inputs only"
                 )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns what the closure returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    @takes_closure
+    def step(self) -> None:
         factor, self.clip_factor = self.clip_factor, None
         finite, self.finite = self.finite, None
         ratios: dict[Tensor, Tensor] = {}
@@ -351,7 +345,6 @@ class Lamb(Optimizer):
                 ratios |= zip(params, update(group["impl"], tensors, scalars(group, step), scale, finite))
                 increment_version(params)  # as torch does for what it changes in place
         self.trust_ratios = MappingProxyType(ratios)
-        return loss
 
     def gradient_norm(self) -> Tensor | None:
         """Return the global norm of the gradients, 0-d, if it can be computed in C++, as the step is; else None.
@@ -370,19 +363,6 @@ class Lamb(Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     self.state[p]["step"] -= 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's; before the first step with moments of zero.
-
-        Horovod's `broadcast_optimizer_state` takes a step with gradients of zero if it finds no state, and that step
-        would decay the weights.
-        """
-        if not self.state:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.requires_grad:
-                        self.init_param(p)
-        return super().state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Check what `load_state_dict` loads: a state of this class, of timm's or apex's LAMB, or of AdamW."""

@@ -13,7 +13,7 @@ inside, which is the same as long as it does not change.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from largebatch.optim.states import adopted, require_parameters
+from largebatch.optim.states import adopted, require_parameters, takes_closure
 
 
 class Lars(Optimizer):
@@ -74,13 +74,8 @@ class Lars(Optimizer):
             state = adopted(self, state, lambda group: ("momentum_buffer",))
         super().__setstate__(state)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns what the closure returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    @takes_closure
+    def step(self) -> None:
         ratios: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -90,7 +85,6 @@ class Lars(Optimizer):
                 for p, g in zip(params, grads):
                     lars_(p, g, self.init_param(p)["momentum_buffer"], ratios[p], group)
         self.trust_ratios = MappingProxyType(ratios)
-        return loss
 
     def init_param(self, p: Tensor) -> dict[str, Any]:
         """Return the state of one parameter; if it has none, first set it to zeros."""

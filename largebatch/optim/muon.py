@@ -32,14 +32,14 @@ from torch.optim import Optimizer
 
 from largebatch.optim.lamb import STATE, Lamb
 from largebatch.optim.presets import owner
-from largebatch.optim.states import adam_state, adopted, require_parameters
+from largebatch.optim.states import Stateful, adam_state, adopted, require_parameters, takes_closure
 
 KINDS: dict[str, Callable[..., Optimizer]] = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW, "lamb": Lamb}
 STATES = {"muon": ("momentum_buffer",), "adamw": STATE, "lamb": STATE}  # of a parameter
 SCALES = {"adamw": "match_rms_adamw", "lamb": "original"}  # torch's names, by the optimizer of the other tensors
 
 
-class Muon(Optimizer):
+class Muon(Stateful):
     """Several optimizers as one. The option `kind` of a group names the one that steps it: muon, adamw or lamb.
 
     The other options of a group are those of that optimizer, which also says what it takes. So all of them are in the
@@ -71,16 +71,10 @@ class Muon(Optimizer):
         part.param_groups, part.state = groups, self.state
         return part
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns what the closure returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    @takes_closure
+    def step(self) -> None:
         for kind in dict.fromkeys(group["kind"] for group in self.param_groups):
             self._part(kind).step()
-        return loss
 
     @property
     def trust_ratios(self) -> Mapping[Tensor, Tensor]:
@@ -99,15 +93,6 @@ class Muon(Optimizer):
         elif not state:
             cast(Lamb, self._part("lamb")).init_param(p)
         return state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's; before the first step with moments of zero, for the reason of `Lamb.state_dict`."""
-        if not self.state:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.requires_grad:
-                        self.init_param(p)
-        return super().state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Check what `load_state_dict` loads: a state of this class, of the same optimizers."""

@@ -1,5 +1,6 @@
-"""The state of torch's own optimizers before their first step; and a saved state before it is loaded."""
+"""What our optimizers share: a step with a closure, the state before the first step, a saved state that is loaded."""
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,43 @@ from torch.optim import Optimizer
 
 # Options of other optimizers that change what their moments are, with the value that ours have.
 MOMENTS_OF = {"maximize": False, "grad_averaging": True, "dampening": 0}
+
+
+def takes_closure(step: Callable[[Any], None]) -> Callable[..., Any]:
+    """Turn a step without arguments into one as torch's: it may be given a closure, and returns what that returns."""
+
+    @functools.wraps(step)
+    @torch.no_grad()
+    def stepping(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        step(self)
+        return loss
+
+    return stepping
+
+
+def init_params(optimizer: Any) -> None:
+    """Call `init_param` for every trainable parameter of one of our optimizers that has no state."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad and not optimizer.state.get(p):
+                optimizer.init_param(p)
+
+
+class Stateful(Optimizer):
+    """An optimizer whose state_dict has moments of zero before the first step.
+
+    Horovod's `broadcast_optimizer_state` takes a step with gradients of zero if it finds no state, and that step would
+    decay the weights.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.state:
+            init_params(self)
+        return super().state_dict()
 
 
 def adam_state(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ Between the phases u needs as much memory as the parameters that this rank updat
 With adapt=False in every group and eps 1e-8 this is AdamW. That is how AdamW runs under ZeRO.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from largebatch.native.copies import to_device
 from largebatch.optim.lamb import Lamb, Scalars, Tensors, flat, moments, scalars, trust_ratio
+from largebatch.optim.states import takes_closure
 from largebatch.parallel import collectives
 from largebatch.parallel.state_sharding import Sharding
 
@@ -48,13 +49,9 @@ class ShardedLamb(Lamb):
     sharding: Sharding | None = None
     can_skip = False
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; a collective. Returns what the closure returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    @takes_closure
+    def step(self) -> None:
+        """Update every parameter that has a gradient; a collective."""
         sharding = self._known()
         factor, self.clip_factor = self.clip_factor, None
         squares = torch.zeros(2, sharding.count, dtype=torch.float64, device=sharding.home)
@@ -69,7 +66,6 @@ class ShardedLamb(Lamb):
             ratios |= self._second_phase(work, squares)
         sharding.gather(ratios)
         self.trust_ratios = MappingProxyType(ratios)
-        return loss
 
     def _first_phase(
         self, params: list[Tensor], s: Scalars, impl: str, factor: Tensor | None, squares: Tensor
