@@ -254,7 +254,9 @@ class Trainer:
             try:
                 output = self.train_step(batches)
             except LeftEarly:
-                self.drop_step()
+                # No rank has begun to reduce the gradients of this step.
+                self.optimizer.zero_grad(set_to_none=True)  # which also forgets the passes
+                self.replica.drop_step()
                 return
             self._each("after_train_step", output)
             if self.rollback:
@@ -287,11 +289,6 @@ class Trainer:
         if self.stop_reason:
             raise LeftEarly
 
-    def drop_step(self) -> None:
-        """Forget the passes of a step that is not complete. No rank has begun to reduce their gradients."""
-        self.optimizer.zero_grad(set_to_none=True)  # which also forgets the passes
-        self.replica.drop_step()
-
     @property
     def num_steps(self) -> int:
         """Steps of the whole run."""
@@ -312,16 +309,13 @@ class Trainer:
         """Passes over the training set so far."""
         return self.state.images / self.plan.num_samples
 
-    def due(self, interval_images: int) -> bool:
-        """Return whether the step just done passed a multiple of `interval_images`, or was the last of the run."""
-        return self._passes(self.state.step, self.state.images, interval_images)
+    def due(self, interval_images: int, *, ahead: bool = False) -> bool:
+        """Return whether the step just done passed a multiple of `interval_images`, or was the last of the run.
 
-    def due_next(self, interval_images: int) -> bool:
-        """Return what `due` will return after the coming step."""
-        images = self.state.images + self.plan.window_images(self.state.step)
-        return self._passes(self.state.step + 1, images, interval_images)
-
-    def _passes(self, step: int, images: int, interval_images: int) -> bool:
+        ahead: return what this will be after the coming step.
+        """
+        step = self.state.step + ahead
+        images = self.state.images + ahead * self.plan.window_images(self.state.step)
         before = images - self.plan.window_images(step - 1)
         return images // interval_images > before // interval_images or step == self.num_steps
 

@@ -207,7 +207,7 @@ def test_what_is_due_when(interval, steps):
     """After the step that passes a multiple, the one before a short last step included; and at the end."""
     trainer, due, foreseen = make_trainer(3 * BATCH + 4, eval_images=1), [], []
     for step in range(4):
-        foreseen += [step + 1] * trainer.due_next(interval)
+        foreseen += [step + 1] * trainer.due(interval, ahead=True)
         trainer.state.advance(trainer.plan.window_images(step), applied=True)
         due += [trainer.state.step] * trainer.due(interval)
     assert due == foreseen == steps
@@ -219,7 +219,7 @@ def test_what_is_due_when_in_a_batch_ramp(interval, steps):
     trainer, due, foreseen = make_trainer(52, eval_images=1), [], []
     trainer.change_phases(((0, 8), (16, BATCH)))
     for step in range(5):
-        foreseen += [step + 1] * trainer.due_next(interval)
+        foreseen += [step + 1] * trainer.due(interval, ahead=True)
         trainer.state.advance(trainer.plan.window_images(step), applied=True)
         due += [trainer.state.step] * trainer.due(interval)
     assert due == foreseen == steps

@@ -79,7 +79,7 @@ class NoiseScale(Hook):
         """Arrange for the first pass to be measured, unless the step is short or a single micro-batch."""
         plan, step = trainer.plan, trainer.state.step
         full = plan.window_images(step) == plan.batch_size(step) > plan.micro_batch_size
-        if not full or not trainer.due_next(self.every_images):
+        if not full or not trainer.due(self.every_images, ahead=True):
             return
         self.scale = trainer.scaler.scale(torch.ones((), device=trainer.device))
         # A single pass begins to reduce its gradients in place before it ends.

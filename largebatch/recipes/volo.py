@@ -16,9 +16,7 @@ DGX A100s. The table of settings in the account and the repository disagree:
     310, 40 epochs      are 300 and 30, and 10 of cooldown at the lowest rate.
     D4                  no command was published; 1e-3 is the table's, and an independent port's 2.5e-4 at batch 256.
     D4, D5 at 448 px    only the results were published; see the functions.
-    stochastic depth    the repository draws each image by itself, and so do these recipes. --model.drop_path_fixed true
-                        leaves out a fixed number of each micro-batch instead, as DINOv2 does; no result of VOLO with it
-                        was published.
+    stochastic depth    the repository draws each image by itself, and so do these recipes.
 
 In the account's text the learning rate follows the global batch, base x batch / 1,024; the repository's command line
 does not scale it. The original used apex's O1, which no longer exists; here it is bf16 autocast (--run.precision fp16
