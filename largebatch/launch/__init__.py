@@ -1,1 +1,1 @@
-"""What starts ranks: launchers, hosts, cores, drivers. Standard library only."""
+"""Starts ranks, with the standard library and Horovod's servers."""

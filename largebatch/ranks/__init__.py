@@ -1,4 +1,4 @@
-"""The ranks of a run: what they exchange, and how they stop together. Only this folder imports Horovod.
+"""The ranks of a run: what they exchange, and how they stop together. Only ranks and launch import Horovod.
 
 The names below are loaded when first used, so files that need only the standard library can be imported without
 Horovod and torch.
