@@ -72,7 +72,7 @@ def test_one_node(scripts_readme, tmp_path):
 def test_the_planner_is_validated_by_the_first_case(tmp_path):
     command = "mpi_scripts/validate_plan.sh 1:vit_nano32:2:1 2:vit_nano32:2:1"
     output = succeeds(command, OUTPUT=str(tmp_path), ROUNDS="1")
-    row = r"^c +vit_nano32, 2 ranks × 2 .*from vit_nano32, 1 rank × 2$"
+    row = r"^\| c \| vit_nano32, 2 ranks × 2 \| .* \| from vit_nano32, 1 rank × 2 \|$"
     assert len(re.findall(row, output, re.MULTILINE)) == 1, output
 
 
