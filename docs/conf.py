@@ -13,6 +13,7 @@ include_patterns = [
     "largebatch/benchmark/NOTES.md",
     "largebatch/parallel/README.md",
     "mpi_scripts/README.md",
+    "tests/NOTES.md",
     "tests/README.md",
     "tests/reliability/README.md",
     "zoo/README.md",
