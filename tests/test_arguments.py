@@ -44,7 +44,7 @@ HOME = "/home/of/nobody"
 @pytest.mark.parametrize(
     "read, options",
     [
-        (train.read, ["run.folder", "data.path", "model.weights", "data.quarantine", "horovod.timeline"]),
+        (train.read, ["run.folder", "data.path", "model.weights", "data.quarantine"]),
         (lambda argv: validate.read([*argv, "--init-from=w.pt"])[0], ["data.path", "run.folder"]),
         (lambda argv: plan.read_config("", plan._parser().parse_args([]), argv), ["data.path", "run.folder"]),
     ],

@@ -611,7 +611,7 @@ def test_what_may_differ(tmp_path):
     run = {"max_steps": 9, "folder": "elsewhere", "eval_every": "2 epochs", "max_skipped_steps": 3, "device": "cpu"}
     config = changed(
         run=run,
-        horovod={"fusion_threshold_mb": 64, "cycle_time_ms": 5.0},
+        horovod={"stall_limit_s": 64.0, "hang_limit_s": 5.0},
         model={"grad_checkpointing": True},
         data={"num_threads": 9, "eval_batch_size": 7},
         log={"tensorboard": False},

@@ -94,7 +94,7 @@ def check(config: TrainConfig) -> None:
     profiled_steps(c.run.profile_steps)
     if c.run.end_time is not None:
         epoch_seconds(c.run.end_time, option="--run.end_time")
-    c.horovod.check(deterministic=c.run.deterministic, device=c.run.device)
+    c.horovod.check()
     if (c.schedule.scaling == "none") == bool(c.schedule.reference_batch_size):
         raise ValueError(
             f"--schedule.scaling is {c.schedule.scaling} and --schedule.reference_batch_size is "

@@ -43,6 +43,12 @@ GONE = {
     "model.outlook": ("plain", "--run.compile blocks compiles the blocks of a VOLO"),
     "model.residual": ("", "--model.grad_checkpointing true saves memory"),
     "run.graphs": ("false", "--run.compile blocks saves launches"),
+    "horovod.reduction": ("average", "gradients are averaged, because clipping and LAMB need the whole gradient"),
+    "horovod.fusion_threshold_mb": ("null", "set HOROVOD_FUSION_THRESHOLD, in bytes"),
+    "horovod.cycle_time_ms": ("null", "set HOROVOD_CYCLE_TIME"),
+    "horovod.torus_allreduce": ("false", "set HOROVOD_TORUS_ALLREDUCE=1"),
+    "horovod.autotune": ("false", "set HOROVOD_AUTOTUNE=1"),
+    "horovod.timeline": ("", "set HOROVOD_TIMELINE to a file"),
 }
 WORDS = {word: f"did you mean {option}?" for option, words in INSTEAD.items() for word in words.split()}
 WORDS |= {word: sentence for sentence, words in SENTENCES.items() for word in words.split()}

@@ -89,8 +89,6 @@ def of_rank(config: TrainConfig, counted: Pass, device: Device, *, ranks: int, m
     patches = counted.kept.get("patch_embed", 0) * (config.parallel.sequence * config.parallel.pipeline - 1)
     activations = casts + (counted.activations - counted.casts + patches) * grows
     peak = casts + (counted.peak - counted.casts + patches) * grows
-    exchanges, fusion = ranks > 1, config.horovod.fusion_threshold_mb
-    fusion_bytes = constants.FUSION_BYTES[device.kind].value if fusion is None else fusion * 2**20
     parts = Memory(
         weights=parameters + counted.buffers,
         gradients=parameters,
@@ -99,7 +97,7 @@ def of_rank(config: TrainConfig, counted: Pass, device: Device, *, ranks: int, m
         inputs=2 * counted.inputs * scale,
         activations=activations,
         workspace=max(peak - activations, 0.0) + blocks_bytes(config.parallel, counted),
-        communication=exchanges * (fusion_bytes + on_gpu * constants.NCCL_BYTES.value),
+        communication=(ranks > 1) * (constants.FUSION_BYTES[device.kind].value + on_gpu * constants.NCCL_BYTES.value),
         runtime=on_gpu * (constants.CONTEXT_BYTES.value + constants.LOADER_BYTES.value),
     )
     if config.optim.sam_rho is not None:  # a copy of the weights while they are moved

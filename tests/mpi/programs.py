@@ -178,12 +178,11 @@ def holds_shared_memory() -> None:
 # -- Horovod's settings ----------------------------------------------------------------------------------------------
 
 
-def reduces_fifty(threshold_mb: str, timeline: str) -> None:
-    """Fifty reductions that wait for each other, with a timeline of them."""
+def reduces_fifty() -> None:
+    """Fifty reductions that wait for each other."""
     import horovod.torch as hvd
 
-    config = HorovodConfig(fusion_threshold_mb=int(threshold_mb), cycle_time_ms=200.0, timeline=timeline)
-    with session(horovod=config):
+    with session():
         handles = [hvd.allreduce_async(torch.ones(1000), name=f"gradient {k}", op=hvd.Sum) for k in range(50)]
         assert all(torch.equal(hvd.synchronize(handle), torch.full((1000,), 2.0)) for handle in handles)
 
@@ -191,7 +190,7 @@ def reduces_fifty(threshold_mb: str, timeline: str) -> None:
 def autotunes() -> None:
     import horovod.torch as hvd
 
-    with session(horovod=HorovodConfig(autotune=True)):
+    with session():
         for _ in range(100):
             assert torch.equal(hvd.allreduce(torch.ones(1000), name="gradient", op=hvd.Sum), torch.full((1000,), 2.0))
 
