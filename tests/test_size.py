@@ -15,9 +15,9 @@ FILES = sorted(path for package in ("largebatch", "zoo") for path in (ROOT / pac
 CLASSES = {"Trainer": "largebatch/engine.py", "Communicator": "largebatch/ranks/communicator.py"}
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
-    "options of training": 114,
-    "words of docstrings": 56_624,
-    "lines": 34_582,
+    "options of training": 108,
+    "words of docstrings": 56_603,
+    "lines": 34_496,
     "files": 245,
     "methods of Trainer": 22,
     "fields of Trainer": 27,
@@ -27,7 +27,7 @@ LIMITS = {
     "lines in largebatch/assembly": 956,
     "lines in largebatch/benchmark": 1_778,
     "lines in largebatch/checkpoint": 687,
-    "lines in largebatch/config": 2_016,
+    "lines in largebatch/config": 1_932,
     "lines in largebatch/data": 4_087,
     "lines in largebatch/doctor": 2_266,
     "lines in largebatch/export": 336,
@@ -38,7 +38,7 @@ LIMITS = {
     "lines in largebatch/optim": 1_393,
     "lines in largebatch/pack": 816,
     "lines in largebatch/parallel": 2_329,
-    "lines in largebatch/plan": 2_260,
+    "lines in largebatch/plan": 2_258,
     "lines in largebatch/predict": 148,
     "lines in largebatch/process": 295,
     "lines in largebatch/ranks": 2_299,
