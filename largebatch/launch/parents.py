@@ -7,6 +7,7 @@ does not notice that its launcher is gone, and obeys nothing but SIGKILL.
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from pathlib import Path
 
 from largebatch.launch.launcher import recognise
 
+OPEN_MPI = ("mpirun", "orte", "prte")  # how the names of its programs begin
+GRACE_S = 20
+END_IF_STILL_THERE = f'for n in $(seq {GRACE_S}); do sleep 1; kill -0 "$1" || exit 0; done; kill -KILL "$1"'
 SHELL_OF_HOROVODRUN = (b"-c", b"mpirun ")  # the second word, and how the third begins
 BOOT, NUMBERING = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
@@ -45,6 +49,22 @@ def end_stopped(processes: Iterable[Process | None]) -> None:
             if state == b"T" and began == process.began:
                 with suppress(OSError):
                     os.kill(process.pid, signal.SIGKILL)
+
+
+def end_hung_mpirun(pid: int) -> None:
+    """Send SIGKILL to `pid` in 20 seconds, if it is Open MPI's launcher, or its daemon, and is still there then.
+
+    mpirun hangs if it is stopped, or if anybody holds a connection to its port open, and then outlasts its ranks. This
+    rank ends meanwhile, so another process waits; it has its own session, since mpirun ends the groups of its ranks.
+    """
+    try:
+        name = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+    except OSError:  # no such process, or not ours
+        return
+    if name.startswith(OPEN_MPI):
+        none = subprocess.DEVNULL
+        command = ["/bin/sh", "-c", END_IF_STILL_THERE, "sh", str(pid)]
+        subprocess.Popen(command, stdin=none, stdout=none, stderr=none, start_new_session=True)
 
 
 class Parents:

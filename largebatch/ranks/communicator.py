@@ -36,7 +36,7 @@ from largebatch.launch import gloo_start, launcher
 from largebatch.launch.cores import compiler_processes, cores_of_process, share_of_cores, yields
 from largebatch.launch.driver import accept_cpu
 from largebatch.launch.home import set_missing_home
-from largebatch.launch.parents import Process, end_stopped, this_process
+from largebatch.launch.parents import Process, end_hung_mpirun, end_stopped, this_process
 from largebatch.process.background import in_background
 from largebatch.process.installer import foreign_gpu, install_command
 from largebatch.ranks import reduction
@@ -68,6 +68,7 @@ T = TypeVar("T")
 
 # Ranks that give up began to wait within a step of each other; this gives each the time to report it.
 GRACE_S = 3
+END_S = 10
 LOOK_S = 0.1  # between two looks whether MPI's launcher is there
 BEAT_S = 5.0  # rank 0 tells the others this often that it goes on with a long piece of work
 PIECE = 2**30  # bytes in one message: MPI counts them in 31 bits
@@ -482,8 +483,10 @@ class Communicator:
         """End every process of the run now."""
         sys.stdout.flush()
         sys.stderr.flush()
+        end_hung_mpirun(self._parent)
+        faulthandler.dump_traceback_later(END_S, exit=True)  # MPI's Abort hangs if mpirun does
         # Under Gloo the import of mpi4py.MPI would start MPI on this rank alone. A single rank has nobody else to end.
-        if hvd.mpi_enabled() and hvd.size() > 1:
+        if hvd.is_initialized() and hvd.mpi_enabled() and hvd.size() > 1:
             import mpi4py
 
             mpi4py.rc.initialize = False
@@ -532,10 +535,7 @@ class Communicator:
         faulthandler.dump_traceback()
         sys.stderr.flush()
         time.sleep(GRACE_S)
-        faulthandler.dump_traceback_later(GRACE_S, exit=True)  # in case `abort` hangs as well
-        if hvd.is_initialized():
-            self.abort(1)
-        os._exit(1)
+        self.abort(1)
 
 
 def _refuse_foreign_gpu(number: int) -> None:

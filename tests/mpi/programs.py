@@ -71,7 +71,7 @@ def cores(*options: str) -> None:
 
 
 def one_rank(what: str) -> None:
-    """Rank 1 "sleeps", "is stopped" or "is late" while the others wait for it."""
+    """Rank 1 "sleeps", "is stopped" or "is late" while the others wait for it, or "stops mpirun" before all end."""
     with session(horovod=HorovodConfig(stall_limit_s=4)) as comm:
         comm.barrier(name="begin")
         if comm.rank == 1 and what == "sleeps":
@@ -82,6 +82,8 @@ def one_rank(what: str) -> None:
             time.sleep(2)
         comm.allreduce(torch.ones(1), name="middle")
         print("done", flush=True)
+        if comm.rank == 1 and what == "stops mpirun":
+            os.kill(os.getppid(), signal.SIGSTOP)
 
 
 def late_at_the_start() -> None:

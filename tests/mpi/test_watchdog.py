@@ -1,5 +1,7 @@
 """Ranks that wait too long for one another, or that all hang alike, end the run and say where they were."""
 
+import signal
+
 import pytest
 from launch import launch
 from runs import SMALL, steps_saved
@@ -17,6 +19,12 @@ def test_a_rank_that_does_not_come_ends_all(launcher, what):
     assert code != 0 and "done" not in output, output
     assert "waited 4 s for the others (middle)" in output and "in allreduce" in output, output
     assert "rank 0 of 3" in output and "rank 2 of 3" in output and "rank 1 of 3" not in output, output
+
+
+@pytest.mark.cluster
+def test_an_mpirun_that_does_not_answer_is_ended_with_its_ranks():
+    code, output = launch([*PROGRAM, "stops mpirun"], ranks=2, timeout_s=100, environment=LIMIT, cold=True)
+    assert code == -signal.SIGKILL, output  # what the ranks said is lost: mpirun did not pass it on
 
 
 @pytest.mark.cluster
