@@ -16,8 +16,8 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Communicator": "largebatch/ranks/
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 108,
-    "words of docstrings": 56_603,
-    "lines": 34_496,
+    "words of docstrings": 56_666,
+    "lines": 34_516,
     "files": 245,
     "methods of Trainer": 22,
     "fields of Trainer": 27,
@@ -33,7 +33,7 @@ LIMITS = {
     "lines in largebatch/export": 336,
     "lines in largebatch/files": 451,
     "lines in largebatch/hooks": 2_246,
-    "lines in largebatch/launch": 1_457,
+    "lines in largebatch/launch": 1_477,
     "lines in largebatch/native": 471,
     "lines in largebatch/optim": 1_393,
     "lines in largebatch/pack": 816,
