@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from largebatch.augment import Augment, Augmented, seed_draws, seed_for
@@ -28,6 +27,7 @@ from largebatch.native.copies import to_host
 from largebatch.optim import LookSam, clip_gradients
 from largebatch.precision import autocast
 from largebatch.ranks import Communicator
+from largebatch.ranks.reduction import Reduced
 from largebatch.replica import Replica
 
 # The smoothed training loss (hooks/divergence.py): now, its lowest value, and the last step before it rose.
@@ -88,7 +88,7 @@ class Trainer:
     comm: Communicator
     model: nn.Module
     objective: Objective
-    optimizer: Optimizer  # wrapped by comm.wrap
+    optimizer: Reduced
     scaler: torch.amp.GradScaler
     base_lr: float
     schedule: Callable[[float], float]  # Plan.time of a step -> fraction of base_lr
@@ -120,7 +120,7 @@ class Trainer:
     def train_step(self, batches: Iterator[Any]) -> StepOutput:
         """Do one optimizer step on the global batch: this rank's micro-batches, one reduction, one update."""
         images, ranks = self.plan.window_images(self.state.step), self.comm.data_size
-        self.comm.expect_passes(self.optimizer, self.plan.passes_in_phase(self.state.step, ranks))
+        self.optimizer.expect_passes(self.plan.passes_in_phase(self.state.step, ranks))
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr() * group.get("lr_scale", 1.0)  # the scale is that of optim.layer_decay
         # Losses are sums over samples. Scaled by ranks / images, the mean over ranks of the accumulated gradients is
@@ -130,9 +130,9 @@ class Trainer:
         norm = self.replica.gradient_norm() if self.sam else grad_norm  # of the gradient that the optimizer takes
         loss_on_host = to_host(loss_sum.double())  # before the optimizer's work, for which a later copy would wait
         clip_gradients(self.optimizer, norm, self.clip_norm)  # LAMB applies the factor while it reads the gradients
-        # The step's only wait for the device: `apply` reads the norm. If it is not finite, the update is skipped.
+        # The step's only wait for the device: to read the norm. If it is not finite, the update is skipped.
         with record_function("optimizer step"):
-            applied = self.comm.apply(self.optimizer, self.scaler, norm)
+            applied = self.optimizer.step_if_finite(self.scaler, norm)
         if self.sam:
             self.sam.complete_step(self.optimizer, applied=applied)
         self.replica.complete_step(applied=applied)
@@ -155,7 +155,7 @@ class Trainer:
             loss_sum += self.replica.run_pass(batch, weight, self.forward_backward)
         self.replica.complete_gradients()
         with record_function("synchronize"):
-            self.comm.synchronize(self.optimizer)
+            self.optimizer.synchronize()
         # From here on all ranks hold the same gradients, so what each decides by them is the same on all.
         self.scaler.unscale_(self.optimizer)
         return loss_sum, self.replica.gradient_norm()

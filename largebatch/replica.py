@@ -14,6 +14,7 @@ from largebatch.batch_norm import BatchNormStatistics
 from largebatch.losses import Objective
 from largebatch.optim import gradient_norm
 from largebatch.ranks import Communicator
+from largebatch.ranks.reduction import Reduced
 
 ForwardBackward = Callable[[Augmented, float], Tensor]  # `Trainer.forward_backward`
 
@@ -22,7 +23,7 @@ class Replica:
     """A whole model on this rank."""
 
     model: nn.Module
-    optimizer: Optimizer
+    optimizer: Reduced
     comm: Communicator
     statistics: BatchNormStatistics
 
@@ -36,8 +37,8 @@ class Replica:
         """Return the objective of this copy, given the one of a whole model."""
         return serial
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, comm: Communicator) -> None:
-        """Take the parts that all methods below work on; `optimizer` has been wrapped by `comm.wrap`."""
+    def attach(self, model: nn.Module, optimizer: Reduced, comm: Communicator) -> None:
+        """Take the parts that all methods below work on."""
         self.model, self.optimizer, self.comm = model, optimizer, comm
         self.statistics = BatchNormStatistics(model, comm)
 

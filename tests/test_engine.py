@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 import zoo
 from largebatch import precision
 from largebatch.augment import Augment
+from largebatch.benchmark.solo import Solo
 from largebatch.data.order import Plan
 from largebatch.data.stream import Batch
 from largebatch.engine import Hook, StepOutput, Trainer
@@ -25,36 +25,11 @@ from zoo import volo
 CLASSES, BATCH = 3, 16
 
 
-class Alone:
-    """What a trainer asks a communicator for, of a rank that nobody shares the work with."""
-
-    rank = data_rank = 0
-    size = data_size = model_size = 1
-
-    def progress(self, phase: str = "") -> None:
-        pass
-
-    def allreduce(self, tensor: Tensor, *, name: str) -> Tensor:
-        return tensor
-
-    def allgather_object(self, value: Any, *, name: str) -> list[Any]:
-        return [value]
-
-    def expect_passes(self, optimizer: Any, passes: int) -> None:
-        pass
-
-    def synchronize(self, optimizer: Any) -> None:
-        pass
-
-    def apply(self, optimizer: Any, scaler: Any, grad_norm: Tensor) -> bool:
-        optimizer.step()
-        return True
-
-
 def make_trainer(num_images: int, *, eval_images: int, hooks: tuple[Hook, ...] = ()) -> Trainer:
     plan = Plan(num_samples=100, global_batch_size=BATCH, micro_batch_size=8, num_images=num_images, seed=0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, CLASSES))
-    comm, optimizer, replica = Alone(), torch.optim.SGD(model.parameters(), lr=0.1), Replica()
+    comm, replica = Solo(), Replica()
+    optimizer = comm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
     replica.attach(model, optimizer, comm)
 
     def batches(of: Plan, start: int):
@@ -119,7 +94,7 @@ def test_the_training_loss_is_the_mean_over_the_images_since_the_last_evaluation
 def test_the_layers_follow_the_schedule_each_at_its_part_of_the_rate():
     trainer = make_trainer(2 * BATCH, eval_images=0)
     trainer.optimizer.param_groups[0]["lr_scale"] = 0.25
-    trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    trainer.optimizer.param_groups.append(dict(trainer.optimizer.param_groups[0], params=[], lr_scale=1.0))
     trainer.schedule = lambda step: 1 / (1 + step)
     for step in (1, 2):
         trainer.fit(max_steps=step)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_engine
 import torch
 from torch import Tensor, nn
 from waits import Waits
@@ -22,6 +21,7 @@ from largebatch import engine
 from largebatch.assembly.trainer import build_hooks
 from largebatch.augment import Augment
 from largebatch.batch_norm import BatchNormStatistics
+from largebatch.benchmark.solo import Solo
 from largebatch.config import parse
 from largebatch.config.parallel import ParallelConfig
 from largebatch.data import randaugment, randaugment_ops
@@ -46,33 +46,18 @@ from zoo.volo import STRUCTURES, VOLO
 META = torch.device("meta")
 CLASSES, SIDE, GLOBAL_BATCH = 10, 64, 16
 # The step's only wait: it has to know whether the gradient is finite.
-READS = {"largebatch/ranks/reduction.py: apply"}
+READS = {"largebatch/ranks/reduction.py: Reduced.step_if_finite"}
 
 
-class Alone(test_engine.Alone):
-    """A communicator of one rank, with the product's decision to step."""
+class Alone(Solo):
+    """Refuses what Horovod would wait for the GPU with."""
 
-    def apply(self, optimizer: Any, scaler: Any, grad_norm: Tensor) -> bool:
-        return reduction.apply(optimizer, scaler, grad_norm)
-
-    def start_allreduce(self, tensor: Tensor, *, name: str) -> Tensor:
+    def start_allreduce(self, tensor: Tensor, *, name: str, among_data_ranks: bool = False) -> Any:
         assert tensor.device.type == "cpu", "Horovod would wait for the GPU"
         return tensor
 
-    def finish_allreduce(self, handle: Tensor) -> Tensor:
+    def finish_allreduce(self, handle: Any) -> Tensor:
         return handle
-
-    def together(self, phase: str) -> contextlib.nullcontext:
-        return contextlib.nullcontext()
-
-    def peak_sent(self, optimizer: Any) -> None:
-        pass
-
-    def measure_square(self, optimizer: Any) -> None:
-        pass
-
-    def square_sent(self, optimizer: Any) -> None:
-        pass
 
 
 def label_maps(count: int, *, layers: int, device: torch.device) -> TokenLabels:
@@ -99,8 +84,8 @@ def trainer_for(
     init_state(optimizer)
     if sam:
         sam.begin(optimizer)
-    optimizer.skip_synchronize = contextlib.nullcontext
     comm, replica = Alone(), Replica()
+    optimizer = comm.wrap(optimizer, model, passes=2)
     replica.attach(model, optimizer, comm)
 
     def open_batches(start: int) -> Iterator[Batch]:
@@ -288,12 +273,12 @@ def test_the_gpu_has_its_update_before_the_host_waits_for_the_norm(monkeypatch, 
     events: list[str] = []
     monkeypatch.setattr(reduction, "to_host", lambda tensor: lambda: events.append("read") or finite)
     model = nn.Linear(5, 3, device=META)
-    optimizer: Any = build_optimizer(model, lr=0.1, weight_decay=0.1)
-    optimizer.skip_synchronize = contextlib.nullcontext
+    optimizer = Solo().wrap(build_optimizer(model, lr=0.1, weight_decay=0.1), model)
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     optimizer.register_step_pre_hook(lambda *_: events.append("step"))
+    optimizer.synchronize()
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    assert reduction.apply(optimizer, scaler, torch.zeros((), device=META)) == finite
+    assert optimizer.step_if_finite(scaler, torch.zeros((), device=META)) == finite
     assert events == ["step", "read"]
     assert {state["step"] for state in optimizer.state.values()} == {int(finite)}

@@ -10,7 +10,6 @@ from test_benchmark import run_benchmarks
 from largebatch.assembly import build_augment
 from largebatch.benchmark import resident, step
 from largebatch.benchmark.solo import Solo
-from largebatch.benchmark.unreduced import unreduced
 from largebatch.config import TrainConfig, apply, options
 
 CPU = torch.device("cpu")
@@ -51,11 +50,13 @@ def test_a_step_of_the_only_rank_is_that_of_a_plain_loop():
         (plain.objective(plain.model, plain.prepare(batch)) / 4).backward()
         if number % 2 == 0:
             continue
+        plain.optimizer.synchronize()
         norm = torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 0.5)
         assert torch.allclose(norm, outputs[number // 2].grad_norm, rtol=1e-5) and norm > 0.5
         for group in plain.optimizer.param_groups:
             group["lr"] = plain.lr()
-        plain.optimizer.step()
+        with plain.optimizer.skip_synchronize():
+            plain.optimizer.step()
         plain.optimizer.zero_grad()
         for mean, parameter in zip(average, plain.model.parameters()):
             mean += share * (parameter.detach() - mean)
@@ -125,11 +126,12 @@ def test_the_only_rank_refuses_to_share_a_model():
         pass
 
 
-def test_an_unwrapped_optimizer_takes_the_step_of_a_wrapped_one():
+def test_the_only_rank_takes_a_step_if_its_gradient_is_finite():
     weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = unreduced(torch.optim.SGD([weight], lr=1.0))
-    weight.grad = torch.ones(2)
-    comm, scaler = Solo(), torch.amp.GradScaler("cpu", enabled=False)
-    comm.synchronize(optimizer)
-    assert comm.apply(optimizer, scaler, torch.tensor(math.nan)) is False and weight.tolist() == [1.0, 1.0]
-    assert comm.apply(optimizer, scaler, torch.tensor(1.0)) is True and weight.tolist() == [0.0, 0.0]
+    model = torch.nn.ParameterList([weight])
+    optimizer = Solo().wrap(torch.optim.SGD([weight], lr=1.0), model)
+    weight.sum().backward()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    optimizer.synchronize()
+    assert optimizer.step_if_finite(scaler, torch.tensor(math.nan)) is False and weight.tolist() == [1.0, 1.0]
+    assert optimizer.step_if_finite(scaler, torch.tensor(1.0)) is True and weight.tolist() == [0.0, 0.0]

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from largebatch.benchmark.unreduced import unreduced
 from largebatch.config import Shape
 from largebatch.launch.cores import cores_of_process, share_of_cores
 from largebatch.ranks import Communicator, Stopped
+from largebatch.ranks.reduction import Reduced, keep
+from largebatch.ranks.sending import Unchanged
 from largebatch.ranks.watchdog import Watchdog
 
 
@@ -38,7 +39,7 @@ class Solo(Communicator):
             raise ValueError(f"--run.device is cuda, and {socket.gethostname()} has no GPU that torch can use.")
         return torch.device("cpu" if kind == "cpu" or not torch.cuda.is_available() else "cuda:0")
 
-    def allreduce(self, tensor: Tensor, *, name: str) -> Tensor:
+    def allreduce(self, tensor: Tensor, *, name: str, among_data_ranks: bool = False) -> Tensor:
         """Return a copy."""
         return tensor.clone()
 
@@ -53,9 +54,11 @@ class Solo(Communicator):
     def broadcast_tensors(self, tensors: dict[str, Tensor], *, name: str) -> None:
         """Do nothing: there is nobody else."""
 
-    def wrap(self, optimizer: Optimizer, model: nn.Module, **_: Any) -> Optimizer:
-        """Return the optimizer itself, with the methods of a wrapped one."""
-        return unreduced(optimizer)
+    def wrap(self, optimizer: Optimizer, model: nn.Module, *, passes: int = 1, **_: Any) -> Reduced:
+        """Return the optimizer with the methods of a wrapped one."""
+        reduced = keep(optimizer)
+        reduced.take_over(optimizer, model, self, passes=passes, sending=Unchanged(), watch=False)
+        return reduced
 
 
 @contextmanager

@@ -13,7 +13,7 @@ the time by which a step is longer because ranks exchange gradients. Nothing wai
 import argparse
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple, cast
@@ -232,28 +232,15 @@ def exposed(reduced: list[list[float]], alone: list[list[float]]) -> float:
 # -- ours -----------------------------------------------------------------------------------------------------------
 
 
-class TimedCommunicator:
-    """A Communicator that takes the time of the optimizer's step, which it calls."""
-
-    def __init__(self, comm: Communicator, watch: Stopwatch, device: torch.device) -> None:
-        self._comm, self._watch, self._device = comm, watch, device
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def apply(self, *arguments: Any) -> bool:
-        """Time Communicator.apply: the optimizer's step, without the norm for the clip, which is computed before."""
-        with self._watch.timing(OPTIMIZER, self._device):
-            return self._comm.apply(*arguments)
-
-
 @contextmanager
 def ours(
     build: Callable[[Communicator], Trainer], comm: Communicator, feed: Feed, watch: Stopwatch
 ) -> Iterator[Round]:
     """The Trainer's own step, and the average of the weights if the run keeps one."""
     trainer = build(comm)
-    trainer.comm = TimedCommunicator(comm, watch, feed.device)  # type: ignore[assignment]
+    timed = ExitStack()
+    trainer.optimizer.register_step_pre_hook(lambda *_: timed.enter_context(watch.timing(OPTIMIZER, feed.device)))
+    trainer.optimizer.register_step_post_hook(lambda *_: timed.close())
     averages = [hook for hook in trainer.hooks if isinstance(hook, Ema)]
     for hook in averages:
         hook.before_fit(trainer)

@@ -1,13 +1,12 @@
 """A rank that trains by the trainer's own step, and keeps its gradients to itself."""
 
-from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.ranks import Communicator
-from largebatch.ranks.reduction import Step
+from largebatch.ranks.reduction import Reduced
 
 
 class Unreduced:
@@ -23,13 +22,8 @@ class Unreduced:
         """Return a copy: in a step, batch norm's statistics are reduced."""
         return tensor.clone()
 
-    def wrap(self, optimizer: Optimizer, model: nn.Module, **_: Any) -> Optimizer:
-        """Return the optimizer itself, with the methods of a wrapped one."""
-        return unreduced(optimizer)
-
-
-def unreduced(optimizer: Any) -> Optimizer:
-    """Give an optimizer the methods that a step calls on a wrapped one; they do nothing."""
-    optimizer.synchronize, optimizer.skip_synchronize = (lambda: None), nullcontext
-    optimizer.so_far = Step()
-    return optimizer
+    def wrap(self, optimizer: Optimizer, model: nn.Module, **options: Any) -> Reduced:
+        """Return a wrapped optimizer that sends nothing."""
+        reduced = self._comm.wrap(optimizer, model, **options)
+        reduced.sends = False
+        return reduced

@@ -31,6 +31,7 @@ from largebatch.parallel.state_sharding import Sharding, state_bytes
 from largebatch.parallel.tensor import layouts, num_blocks
 from largebatch.precision import autocast
 from largebatch.ranks import Communicator
+from largebatch.ranks.reduction import Reduced
 from largebatch.replica import ForwardBackward, Replica
 from zoo.vit import VisionTransformer
 from zoo.volo import VOLO
@@ -96,7 +97,7 @@ class ParallelReplica(Replica):
             return volo.token_labeling(self.mesh, cls_weight=serial.cls_weight, dense_weight=serial.dense_weight)
         return classification(self.mesh) if self.is_vit else serial
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, comm: Communicator) -> None:
+    def attach(self, model: nn.Module, optimizer: Reduced, comm: Communicator) -> None:
         """Take the parts, and tell the optimizer of which tensors its parameters are parts."""
         super().attach(model, optimizer, comm)
         self._device = next(model.parameters()).device

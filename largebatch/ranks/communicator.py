@@ -16,10 +16,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -39,23 +38,12 @@ from largebatch.launch.home import set_missing_home
 from largebatch.launch.parents import Process, end_hung_mpirun, end_stopped, this_process
 from largebatch.process.background import in_background
 from largebatch.process.installer import foreign_gpu, install_command
-from largebatch.ranks import reduction
-from largebatch.ranks.hvd import hvd
+from largebatch.ranks.fp16 import Fp16
+from largebatch.ranks.horovod import distribute, finish, hvd
 from largebatch.ranks.mistakes import WAIT_S, Mistake, report_mistakes
-from largebatch.ranks.polling import finish
-from largebatch.ranks.reduction import Compression, Reduction, parameters_of
-from largebatch.ranks.replicas import (
-    REMEDY,
-    average_statistics,
-    check_replicas,
-    digest_of_columns,
-    is_due,
-    length_of,
-    named_tensors,
-    part_of,
-    refuse_unlike,
-    share,
-)
+from largebatch.ranks.reduction import Compression, Reduced, parameters_of, refuse_irreducible
+from largebatch.ranks.replicas import digest_of_columns, length_of, part_of, share
+from largebatch.ranks.sending import Unchanged
 from largebatch.ranks.stop_points import StopPoints
 from largebatch.ranks.stopped import Stopped
 from largebatch.ranks.watchdog import Mark, Watchdog
@@ -132,11 +120,9 @@ class Communicator:
         self._data_set = data_sets[self.model_rank] if shape.size > 1 else hvd.global_process_set
         self.local_rank: int = hvd.local_rank()
         self.local_size: int = hvd.local_size()
-        self._reduction = Reduction(
-            self._data_set, self._watchdog, data_size=self.data_size, model_size=self.model_size
-        )
         self._closing: list[Callable[[], None]] = []
         self._shared = 0  # the batches that `micro_batches` has shared since the last `wrap`
+        self.columns = 0  # a digest of what it shared last
         self._refuse_mismatch(launch)
         self.num_cores = self._share_cores()
         if hvd.mpi_enabled():
@@ -226,20 +212,28 @@ class Communicator:
 
     # -- collectives -------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensor: Tensor, *, name: str) -> Tensor:
-        """Return the sum over ranks, a new tensor of the same shape."""
-        with self._watchdog.waiting(name):
-            return finish(hvd.allreduce_async(tensor, name=name, op=hvd.Sum))
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """Let the watchdog limit the time of a block, which waits for the other ranks in this collective."""
+        return self._watchdog.waiting(name)
 
-    def start_allreduce(self, tensor: Tensor, *, name: str) -> int:
+    def allreduce(self, tensor: Tensor, *, name: str, among_data_ranks: bool = False) -> Tensor:
+        """Return the sum over ranks, a new tensor of the same shape; over all, or those with the same part of a model.
+        """
+        with self._watchdog.waiting(name):
+            result: Tensor = finish(self.start_allreduce(tensor, name=name, among_data_ranks=among_data_ranks))
+        return result
+
+    def start_allreduce(self, tensor: Tensor, *, name: str, among_data_ranks: bool = False) -> int:
         """Begin an allreduce and return a handle for `finish_allreduce`; other collectives may come in between."""
-        handle: int = hvd.allreduce_async(tensor, name=name, op=hvd.Sum)
+        ranks = self._data_set if among_data_ranks else hvd.global_process_set
+        handle: int = hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=ranks)
         return handle
 
     def finish_allreduce(self, handle: int) -> Tensor:
         """Return the sum over ranks of the tensors given to `start_allreduce`."""
         with self._watchdog.waiting("an allreduce begun before"):
-            return finish(handle)
+            result: Tensor = finish(handle)
+        return result
 
     def broadcast_object(self, value: Any, *, name: str) -> Any:
         """Return rank 0's picklable value."""
@@ -353,7 +347,7 @@ class Communicator:
         passes: int = 1,
         compression: Compression = "none",
         watch: bool = True,
-    ) -> Optimizer:
+    ) -> Reduced:
         """Return an optimizer whose gradients are summed over `passes` and averaged over the data ranks.
 
         Every rank calls it, and gets rank 0's weights, buffers, options and optimizer state. In each step the ranks
@@ -361,29 +355,19 @@ class Communicator:
         state after 1, 2, 4, ... 1024 steps, then after each 1024. All ranks raise Stopped if something differs.
         watch: False for a caller that does all this by itself, as with a model that ranks share, where it is always
         False; the options are compared all the same.
-        This method and the others of the step are described in full in reduction.py.
+        compression: the type in which gradients are sent. With fp16, train with an enabled GradScaler: without one,
+        small gradients lose digits.
+        ValueError for parameters that cannot be reduced.
         """
         watch = watch and self.model_size == 1
-        wrapped: Any = self._reduction.wrap(optimizer, model, passes=passes, compression=compression)
-        wrapped.watch = partial(self._watch, wrapped, model if watch else None)
-        wrapped.steps_watched = self._shared = 0
+        refuse_irreducible(optimizer, model, passes)
+        sending = Fp16(self.data_size) if compression == "fp16" else Unchanged()
+        wrapped = distribute(optimizer, model, passes=passes, sending=sending, data_set=self._data_set)
+        wrapped.take_over(optimizer, model, self, passes=passes, sending=sending, watch=watch)
+        self._shared = 0
         if watch:
             share(self, model, wrapped)
         return wrapped
-
-    def _watch(self, optimizer: Any, model: nn.Module | None, *, alike: bool) -> None:
-        """Compare the ranks before each step. alike: whether options and columns are the same on all."""
-        if not alike and self.model_size == 1:
-            refuse_unlike(self, optimizer, self._reduction.columns)
-        if model is None or self.data_size == 1:
-            return
-        average_statistics(self, model)
-        if is_due(optimizer.steps_watched):
-            buffers = dict(model.named_buffers())  # a rank's own, such as a queue of its images
-            whole = named_tensors(model, optimizer)
-            tensors = {name: value for name, value in whole.items() if torch.is_tensor(value) and name not in buffers}
-            check_replicas(self, tensors, place=f"step {optimizer.steps_watched}", remedy=REMEDY)
-        optimizer.steps_watched += 1
 
     def micro_batches(self, *columns: Any, passes: int = 1) -> Iterator[tuple[Any, ...]]:
         """Return the parts of a global batch that this data rank computes, each with the weight of its mean loss.
@@ -405,7 +389,7 @@ class Communicator:
                 "of the same length, and at least one pass."
             )
         if self._shared < COMPARED or self._shared % COMPARED == 0:
-            self._reduction.columns = digest_of_columns(columns)
+            self.columns = digest_of_columns(columns)
         self._shared += 1
         return self._parts(columns, lengths[0], passes * self.data_size)
 
@@ -421,46 +405,6 @@ class Communicator:
                         torch.cuda.manual_seed(seed + part)
                     weight = (stop - start) * self.data_size / length
                     yield *(part_of(column, start, stop) for column in columns), weight
-
-    def expect_passes(self, optimizer: Optimizer, passes: int) -> None:
-        """Sum gradients over another number of passes from the next step on, on every rank."""
-        reduction.expect_passes(optimizer, passes)
-
-    def freeze(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        """Stop training parameters of a wrapped optimizer, on every rank between the same two steps."""
-        self._reduction.freeze(optimizer, parameters)
-
-    def unfreeze(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        """Train parameters of a wrapped optimizer from the next step on, on every rank between the same two steps."""
-        self._reduction.unfreeze(optimizer, parameters)
-
-    def synchronize(self, optimizer: Optimizer) -> None:
-        """Finish the reduction of this step; afterwards all ranks hold the same gradients."""
-        reduction.synchronize(optimizer)
-
-    def peak_sent(self, optimizer: Optimizer) -> float | None:
-        """Return the largest absolute value of this rank's last gradient before compression, None without it."""
-        return reduction.peak_sent(optimizer)
-
-    def measure_gradients(self, optimizer: Optimizer) -> None:
-        """Read each gradient before it is sent from now on, for `peak_sent`."""
-        reduction.measure_gradients(optimizer)
-
-    def measure_square(self, optimizer: Optimizer) -> None:
-        """Read each gradient of the coming reduction before it is sent, for `square_sent`."""
-        reduction.measure_square(optimizer)
-
-    def square_sent(self, optimizer: Optimizer) -> Tensor | None:
-        """Return the squared norm of this rank's gradient in the last step before compression, None without it."""
-        return reduction.square_sent(optimizer)
-
-    def sends_fp16(self, optimizer: Optimizer) -> bool:
-        """Return whether the gradients are sent in fp16."""
-        return reduction.sends_fp16(optimizer)
-
-    def apply(self, optimizer: Optimizer, scaler: torch.amp.GradScaler, grad_norm: Tensor) -> bool:
-        """Step with the reduced gradients unless their norm is not finite; return whether the step was taken."""
-        return reduction.apply(optimizer, scaler, grad_norm)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

@@ -18,9 +18,7 @@ from torch.optim import Optimizer
 
 from largebatch.bit_sums import bit_sums, digest
 from largebatch.process.majority import of_most
-from largebatch.ranks.hvd import hvd
 from largebatch.ranks.mistakes import Mistake
-from largebatch.ranks.polling import finish
 from largebatch.ranks.stopped import Stopped
 
 DIGEST = 2**26  # the square of a smaller number, times the number of ranks, fits into 63 bits
@@ -34,22 +32,23 @@ OFTEN = 1024  # steps; up to there the weights are compared after 1, 2, 4, ... s
 class Votes:
     """The sum over the ranks of what each sends in a step: which gradients it has, digests of what must be alike."""
 
-    def __init__(self, handle: int, size: int) -> None:
-        self.handle, self.size = handle, size
+    def __init__(self, comm: Any, handle: Any) -> None:
+        self.comm, self.handle = comm, handle
         self.alike = True
 
     @staticmethod
-    def begin(optimizer: Any, used: Tensor, columns: int, data_set: Any) -> "Votes":
+    def begin(comm: Any, optimizer: Optimizer, used: Tensor) -> "Votes":
         """Send a flag for each gradient, int64, and the digests of the param groups and of the columns."""
-        digests = [value for digest in (digest_of(numbers(optimizer)), columns) for value in (digest, digest**2)]
+        digests = [value for digest in (digest_of(numbers(optimizer)), comm.columns) for value in (digest, digest**2)]
         sent = torch.cat([torch.tensor(digests), used])
-        return Votes(hvd.allreduce_async(sent, name="votes", op=hvd.Sum, process_set=data_set), data_set.size())
+        return Votes(comm, comm.start_allreduce(sent, name="votes", among_data_ranks=True))
 
     def finish(self) -> list[int]:
         """Wait for the sum; return how many ranks have each gradient."""
-        *sums, _ = received = finish(self.handle).tolist()
+        *sums, _ = received = self.comm.finish_allreduce(self.handle).tolist()
         # Equal numbers, and only these, have a square of the sum that is so many times the sum of the squares.
-        self.alike = all(self.size * squares == total**2 for total, squares in (received[:2], received[2:4]))
+        size = self.comm.data_size
+        self.alike = all(size * squares == total**2 for total, squares in (received[:2], received[2:4]))
         return received[4:]
 
 
@@ -67,9 +66,9 @@ def digest_of(value: Any) -> int:
     return zlib.crc32(repr(value).encode()) % DIGEST
 
 
-def refuse_unlike(comm: Any, optimizer: Optimizer, columns: int) -> None:
+def refuse_unlike(comm: Any, optimizer: Optimizer) -> None:
     """Raise Stopped on all ranks, with what differs between rank 0 and the first rank that differs from it."""
-    (first, columns_of_0), *others = comm.allgather_object((numbers(optimizer), columns), name="votes/numbers")
+    (first, columns_of_0), *others = comm.allgather_object((numbers(optimizer), comm.columns), name="votes/numbers")
     for rank, (theirs, its_columns) in enumerate(others, start=1):
         for number, (group, other) in enumerate(zip(first, theirs)):
             for key in [key for key in group | other if repr(group.get(key)) != repr(other.get(key))]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from largebatch.ranks.hvd import hvd
+from largebatch.ranks.horovod import hvd
 from largebatch.ranks.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

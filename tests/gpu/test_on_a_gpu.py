@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_never_late
 import torch
 from test_checkpoint import load, make_parts, save
 from test_never_late import CLASSES, RUNS, label_maps, vit_with_cutmix
@@ -15,6 +14,7 @@ from test_optim import COMPILE, Reference, make_params, relative, set_grads
 from torch import Tensor, nn
 
 from largebatch.augment import Augment
+from largebatch.benchmark.solo import Solo
 from largebatch.data import randaugment, randaugment_ops
 from largebatch.hooks.ema import lerp_
 from largebatch.native.copies import pack, to_device, unpack
@@ -24,7 +24,7 @@ from largebatch.optim import (
     init_state,
     scale_gradients,
 )
-from largebatch.ranks import reduction
+from largebatch.ranks.reduction import Reduced
 
 CPU = torch.device("cpu")
 
@@ -53,11 +53,13 @@ def test_a_training_step_waits_once(gpu, run, monkeypatch):
     LAMB waits for an event, which is no error here; for other optimizers the norm is read outside of the block.
     """
 
-    def apply(self: Any, optimizer: Any, scaler: Any, grad_norm: Tensor) -> bool:
-        with waiting(gpu, "error" if hasattr(optimizer, "can_skip") else "default"):
-            return reduction.apply(optimizer, scaler, grad_norm)
+    step_if_finite = Reduced.step_if_finite
 
-    monkeypatch.setattr(test_never_late.Alone, "apply", apply)
+    def steps(optimizer: Any, scaler: Any, grad_norm: Tensor) -> bool:
+        with waiting(gpu, "error" if hasattr(optimizer, "can_skip") else "default"):
+            return step_if_finite(optimizer, scaler, grad_norm)
+
+    monkeypatch.setattr(Reduced, "step_if_finite", steps)
     trainer = RUNS[run](gpu)
     trainer.fit(max_steps=2)
     with waiting(gpu, "error"):
@@ -138,15 +140,15 @@ def test_lamb_takes_no_step_if_a_flag_on_its_device_says_so(device, impl):
 
 def test_a_gradient_that_is_not_finite_leaves_everything_as_it_is(device):
     model = nn.Linear(5, 3).to(device)
-    optimizer: Any = build_optimizer(model, lr=0.1, weight_decay=0.1)
-    optimizer.skip_synchronize = contextmanager(lambda: iter([None]))
+    optimizer = Solo().wrap(build_optimizer(model, lr=0.1, weight_decay=0.1), model)
     init_state(optimizer)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     for value, applied in ((1.0, True), (torch.inf, False), (torch.nan, False)):
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, value)
-        assert reduction.apply(optimizer, scaler, torch.tensor(value, device=device)) == applied
+        optimizer.synchronize()
+        assert optimizer.step_if_finite(scaler, torch.tensor(value, device=device)) == applied
         after = model.state_dict(), optimizer.state_dict()["state"]
         same = [torch.equal(old, after[0][name]) for name, old in before[0].items()]
         same += [torch.equal(old[k], after[1][i][k]) for i, old in before[1].items() for k in ("exp_avg", "exp_avg_sq")]

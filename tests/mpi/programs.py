@@ -96,7 +96,7 @@ def late_at_the_start() -> None:
         for name in ("first", "second"):
             comm.barrier(name=f"{name} step")
             model(torch.ones(1, 2)).sum().backward()
-            comm.synchronize(optimizer)
+            optimizer.synchronize()
             with optimizer.skip_synchronize():
                 optimizer.step()
             print(f"{name} step done", flush=True)
@@ -215,7 +215,7 @@ def reduces_among_data_ranks() -> None:
         optimizer = comm.wrap(Lamb(model.parameters()), model, passes=2)
         for _ in range(2):
             (model(torch.ones(1, 3)) * (1 + comm.rank)).sum().backward()
-        comm.synchronize(optimizer)
+        optimizer.synchronize()
         mean = 2 * sum(1 + rank for rank in range(4) if rank % 2 == comm.model_rank) / 2
         assert all(bool((parameter.grad == mean).all()) for parameter in model.parameters())
         total = comm.allreduce(torch.ones(1), name="all")

@@ -161,7 +161,7 @@ def test_the_other_snippets_run():
     seen = []
     names = {"torch": torch, "train": train, "BATCH": 4, "order": torch.Generator().manual_seed(0), "seen": seen}
     names |= {"default_collate": default_collate, "comm": SimpleNamespace(data_rank=0, data_size=1)}
-    vars(names["comm"]).update(_shared=0, _reduction=SimpleNamespace())
+    vars(names["comm"]).update(_shared=0)
     for method in (Communicator.micro_batches, Communicator._parts):
         setattr(names["comm"], method.__name__, functools.partial(method, names["comm"]))
     exec(loading + "        seen += labels.tolist()\n", names)

@@ -75,7 +75,7 @@ def seen_by_optimizer(trainer: Trainer, batches: Iterator[Batch]) -> tuple[list[
     """Gradients and their norm in one step of the trainer."""
     gradients: list[Tensor] = []
 
-    def keep(*_) -> None:  # Horovod's wrapper runs the hooks of step() twice
+    def keep(*_) -> None:
         gradients[:] = [parameter.grad.clone() for parameter in trainer.model.parameters()]
 
     handle = trainer.optimizer.register_step_pre_hook(keep)
@@ -86,8 +86,8 @@ def seen_by_optimizer(trainer: Trainer, batches: Iterator[Batch]) -> tuple[list[
 
 def begun(optimizer: Any) -> set[nn.Parameter]:
     """What Horovod has begun to reduce in this step."""
-    sent = [number for number, (handle, _) in optimizer._handles.items() if handle is not None]
-    return {parameter for number in sent for parameter in optimizer._groups[number]}
+    sent = [number for number, handle in optimizer.so_far.sent.items() if handle is not None]
+    return {parameter for number in sent for parameter in optimizer.buckets[number]}
 
 
 def images(samples: list[int], *, dtype: torch.dtype) -> Tensor:

@@ -136,7 +136,7 @@ def test_gradients_are_reduced_only_after_the_compiled_backward_pass(comm):
         images = torch.linspace(-1, 1, 4 * 3 * 8 * 8).view(4, 3, 8, 8).requires_grad_()
         images.register_hook(lambda _: handed_over.append(len(begun(optimizer))))  # their gradient is the last one
         model(images).square().sum().backward()
-        comm.synchronize(optimizer)
+        optimizer.synchronize()
         found.append([parameter.grad for parameter in model.parameters()])
         eager = model._compiled_call_impl is None
         assert (handed_over[0] > 15) if eager else (handed_over[0] == 0)

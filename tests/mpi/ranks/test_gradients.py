@@ -149,7 +149,7 @@ def test_a_batch_shared_in_a_loop_of_your_own_has_the_gradient_of_the_whole(comm
             seen += part
         everything = sum(comm.allgather_object(seen, name="micro_batches/seen"), [])
         assert sorted(everything) == samples
-        comm.synchronize(optimizer)
+        optimizer.synchronize()
         F.cross_entropy(reference(images(samples, dtype=torch.float64)), labels).backward()
         for ours, theirs in zip(model.parameters(), reference.parameters()):
             assert (ours.grad - theirs.grad).norm() <= 1e-12 * theirs.grad.norm()

@@ -53,7 +53,7 @@ def test_a_bucket_is_one_call_with_the_sums_of_single_tensors(comm, calls):
     for draw in range(2):
         own_loss(comm, alone, draw=draw).backward()
         own_loss(comm, model, draw=draw).backward()
-    comm.synchronize(optimizer)
+    optimizer.synchronize()
     sizes = [parameter.nbytes for parameter in model.parameters()][::-1]
     expected = [len(bucket) for bucket in buckets.buckets(sizes)]
     assert 8 < len(expected) < len(sizes) / 2 and sorted(calls) == sorted(expected) * (comm.size > 1)
@@ -76,7 +76,7 @@ def test_the_planner_has_the_bytes_that_horovod_is_given(comm, monkeypatch, comp
     model = create_model("vit_nano32", img_size=64, num_classes=10)
     optimizer = comm.wrap(plain_sgd(model), model, compression=compression)
     model(torch.zeros(2, 3, 64, 64)).square().sum().backward()
-    comm.synchronize(optimizer)
+    optimizer.synchronize()
     counted = trace(config, device="cpu", micro_batch_size=2)
     planned = backward_of(counted, cluster_of(2, "cpu"), config, Speed()).sizes
     assert sum(given) == sum(planned) * (comm.size > 1)
@@ -94,14 +94,14 @@ def test_buckets_are_reduced_while_the_backward_pass_goes_on(comm):
     own_loss(comm, model).backward()
     middle = shares[len(parameters) + len(parameters) // 2]
     assert (len(parameters) / 3 < middle < len(parameters)) if comm.size > 1 else not middle
-    comm.synchronize(optimizer)
+    optimizer.synchronize()
 
 
 def test_a_step_that_would_reduce_once_more_warns(comm):
     model = small_model()
     optimizer = comm.wrap(plain_sgd(model), model)
     own_loss(comm, model).backward()
-    comm.synchronize(optimizer)
+    optimizer.synchronize()
     with pytest.warns(UserWarning, match="step inside `with optimizer.skip_synchronize"):
         optimizer.step()
 
@@ -112,7 +112,7 @@ def test_gradients_of_two_types_share_a_bucket(comm, monkeypatch):
     optimizer = comm.wrap(plain_sgd(layers), layers)
     x = torch.full((2, 3), comm.rank + 1.0)
     (layers[0](x).sum() + layers[1](x.double()).sum()).backward()
-    comm.synchronize(optimizer)
+    optimizer.synchronize()
     for layer in layers:
         torch.testing.assert_close(layer.weight.grad, torch.full_like(layer.weight, comm.size + 1.0))
 
@@ -141,7 +141,7 @@ def test_what_a_rank_does_not_compute_counts_as_zero(comm, monkeypatch, used, wh
     for step in range(2):  # what is left of the first would break the second
         for layers in used:
             model(x, layers).backward()
-        comm.synchronize(optimizer)
+        optimizer.synchronize()
         everything = comm.allgather_object(used, name="used")
         for number, layer in enumerate(model.layers):
             counts = [sum(number in layers for layers in one) for one in everything]
@@ -160,13 +160,13 @@ def test_a_gradient_in_another_order_of_memory_is_refused(comm):
     model = small_model()
     optimizer = comm.wrap(plain_sgd(model), model)
     own_loss(comm, model).backward()
-    comm.synchronize(optimizer)
+    optimizer.synchronize()
     weight, bias = model[5].weight, model[5].bias
     expected, weight.grad, bias.grad = weight.grad.clone(), weight.grad.t().contiguous().t(), None
     with pytest.raises(ValueError, match="The gradient of 5.weight is not contiguous: give it the strides of"):
-        comm.synchronize(optimizer)
+        optimizer.synchronize()
     weight.grad = weight.grad.contiguous()
-    comm.synchronize(optimizer)
+    optimizer.synchronize()
     torch.testing.assert_close(weight.grad, expected)  # the average of equal ones
 
 
@@ -202,7 +202,7 @@ def test_layers_that_some_leave_out_are_trained_as_in_one_process(comm, monkeypa
 
     for step in range(4):
         if thawed and step in (1, 3):
-            (comm.freeze if step == 1 else comm.unfreeze)(optimizer, model[TWICE].parameters())
+            (optimizer.freeze if step == 1 else optimizer.unfreeze)(model[TWICE].parameters())
             reference[TWICE].requires_grad_(step == 3)
         for number in range(passes):
             compute(model, step, comm.rank, number)

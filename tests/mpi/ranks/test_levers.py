@@ -143,8 +143,8 @@ def reduced(comm, values: list[float], *, compression: str) -> tuple[torch.Tenso
     model = nn.Linear(3, 1, bias=False)
     optimizer = comm.wrap(torch.optim.SGD(model.parameters(), lr=1.0), model, passes=1, compression=compression)
     (values[comm.rank] * model.weight.sum()).backward()
-    comm.synchronize(optimizer)
-    return model.weight.grad, comm.peak_sent(optimizer)
+    optimizer.synchronize()
+    return model.weight.grad, optimizer.peak_sent()
 
 
 def test_the_sum_does_not_overflow_where_the_mean_fits(comm):

@@ -231,11 +231,11 @@ def test_a_resumed_run_goes_on_with_the_same_bits(comm, name, tmp_path_factory):
 def test_a_parameter_that_is_unfrozen_between_two_cycles_joins_them(comm):
     trainer = small_trainer(comm, plan_for(comm, steps=5), passes=2, sam=SAM)
     late = [trainer.model[0].weight]
-    comm.freeze(trainer.optimizer, late)
+    trainer.optimizer.freeze(late)
     frozen = late[0].detach().clone()
     trainer.fit(max_steps=2)
     assert torch.equal(late[0], frozen) and not trainer.optimizer.state[late[0]][DIRECTION].any()
-    comm.unfreeze(trainer.optimizer, late)
+    trainer.optimizer.unfreeze(late)
     trainer.fit()
     assert not torch.equal(late[0], frozen) and trainer.optimizer.state[late[0]][DIRECTION].any()
     assert replicas_agree(comm, trainer.model, "look_sam/unfrozen")

@@ -1,7 +1,9 @@
 """What surprises in Horovod, shown not to be reachable through our API. Run on two and three ranks."""
 
 import copy
+import io
 import math
+import pickle
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -20,6 +22,7 @@ from largebatch.engine import Hook
 from largebatch.hooks.ema import Ema
 from largebatch.optim import PRESETS, Lamb, Lars, Muon, build_optimizer, init_state
 from largebatch.ranks import Stopped
+from largebatch.ranks.reduction import Reduced
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
@@ -120,7 +123,7 @@ def test_zero_grad_takes_its_argument(comm, set_to_none):
     model(torch.ones(2, 3, 8, 8)).sum().backward()
     with pytest.raises(ValueError, match="would race with the reduction"):
         optimizer.zero_grad(set_to_none=set_to_none)
-    comm.synchronize(optimizer)
+    optimizer.synchronize()
     optimizer.zero_grad(set_to_none=set_to_none)
     gradients = [parameter.grad for parameter in model.parameters()]
     assert all(g is None if set_to_none else not g.any() for g in gradients)
@@ -189,7 +192,7 @@ def test_who_waits_for_a_rank_leaves_its_core_to_others(comm):
         "barrier": partial(comm.barrier, name="late"),
         "objects": partial(comm.allgather_object, comm.rank, name="late/objects"),
         "object": partial(comm.broadcast_object, comm.rank, name="late/object"),
-        "gradients": partial(comm.synchronize, optimizer),
+        "gradients": optimizer.synchronize,
     }
     for name, wait in waits.items():
         comm.barrier(name=f"late/before {name}")
@@ -273,10 +276,10 @@ def test_a_step_without_its_reduction_leaves_each_rank_its_own_gradient(comm):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     for trained, stepped, expected in ((own, optimizer, comm.rank + 1), (model, wrapped, (comm.size + 1) / 2)):
         ((comm.rank + 1) * sum(parameter.sum() for parameter in trained.parameters())).backward()
-        comm.synchronize(stepped)
+        stepped.synchronize()
         for parameter in trained.parameters():
             assert torch.allclose(parameter.grad, torch.full_like(parameter, expected))
-        assert comm.apply(stepped, scaler, torch.ones(()))
+        assert stepped.step_if_finite(scaler, torch.ones(()))
 
 
 def test_failures_of_setting_up_stop_all_ranks_with_the_cause(comm):
@@ -315,7 +318,7 @@ def test_a_pass_more_than_announced_is_one_sentence_whose_remedy_works(comm, pas
     with pytest.raises(ValueError, match=sentence):
         loss_of(model, passes).backward()
     with pytest.raises(ValueError, match="was changed or dropped between"):  # and nothing is left under way
-        comm.synchronize(optimizer)
+        optimizer.synchronize()
     model.zero_grad()
     optimizer, alone = comm.wrap(sgd(model), model, passes=passes + 1), sgd(reference)
     for number in range(passes + 1):
@@ -367,12 +370,12 @@ def test_gradients_are_not_touched_while_they_are_reduced(comm, spoil):
     optimizer, alone = comm.wrap(sgd(model), model), sgd(reference)
     loss_of(model).backward()
     SPOIL[spoil](model, optimizer)
-    with pytest.raises(ValueError, match="call comm.synchronize\\(optimizer\\) before you clip, unscale or change"):
+    with pytest.raises(ValueError, match="call optimizer.synchronize\\(\\) before you clip, unscale or change"):
         optimizer.step()
     model.zero_grad()
     loss_of(model).backward()
     loss_of(reference).backward()
-    comm.synchronize(optimizer)
+    optimizer.synchronize()
     for net, stepped in ((model, optimizer), (reference, alone)):
         SPOIL[spoil](net, stepped)
     with optimizer.skip_synchronize():
@@ -385,10 +388,10 @@ def test_a_step_without_its_reduction_is_refused(comm):
     model = small_model().double()
     optimizer = comm.wrap(sgd(model), model)
     loss_of(model).backward()
-    with pytest.raises(ValueError, match="gradients that are not reduced: call comm.synchronize"):
+    with pytest.raises(ValueError, match="gradients that are not reduced: call optimizer.synchronize"):
         with optimizer.skip_synchronize():
             optimizer.step()
-    comm.synchronize(optimizer)
+    optimizer.synchronize()
     with optimizer.skip_synchronize():
         optimizer.step()
 
@@ -425,15 +428,15 @@ def test_a_scaler_steps_as_in_one_process(comm):
     optimizer, alone = comm.wrap(sgd(model), model), sgd(reference)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     scaler.scale(loss_of(model)).backward()
-    with pytest.raises(ValueError, match="unscales gradients while they are being reduced: call comm.synchronize"):
+    with pytest.raises(ValueError, match="unscales gradients while they are being reduced: call optimizer.synchronize"):
         scaler.step(optimizer)
     scaler.update()
-    comm.synchronize(optimizer)
+    optimizer.synchronize()
     optimizer.zero_grad()
     for step in range(4):
         scale = math.inf if step == 1 and comm.rank == comm.size - 1 else 1.0
         (scaler.scale(loss_of(model, step)) * scale).backward()
-        comm.synchronize(optimizer)
+        optimizer.synchronize()
         with optimizer.skip_synchronize():
             scaler.step(optimizer)
         scaler.update()
@@ -474,6 +477,39 @@ def test_wrapping_keeps_hooks_state_and_defaults(comm):
     assert optimizer.param_groups[0]["lr"] == plains[1].param_groups[0]["lr"] == 0.05 / 8
 
 
+def test_users_treat_a_wrapped_optimizer_as_their_own(comm):
+    """A scheduler of it, hooks added to it, its state in a file, and copies, which reduce nothing."""
+    model, reference, called = small_model().double(), small_model().double(), []
+    optimizer, alone = comm.wrap(Lamb.paper(model, lr=0.05), model), Lamb.paper(reference, lr=0.05)
+    assert isinstance(optimizer, Lamb) and isinstance(optimizer, Reduced) and type(optimizer).__name__ == "Lamb"
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, alone)]
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    handle = optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    for step in range(4):
+        for net, stepped, scheduler in zip((model, reference), (optimizer, alone), schedulers):
+            loss_of(net, step).backward()
+            stepped.step()
+            stepped.zero_grad()
+            scheduler.step()
+        if step == 1:  # as a run that resumes
+            file = io.BytesIO()
+            torch.save([optimizer.state_dict(), schedulers[0].state_dict()], file)
+            file.seek(0)
+            for part, state in zip((optimizer, schedulers[0]), torch.load(file)):
+                part.load_state_dict(state)
+        if step == 2:
+            handle.remove()
+    assert called == ["before", "after"] * 3 + ["before"] and same(model, reference)
+    assert optimizer.param_groups[0]["lr"] == alone.param_groups[0]["lr"] == 0.05 / 16
+    for other in (copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))):
+        assert type(other[1]) is Lamb and other[1].param_groups[0]["params"][0] is [*other[0].parameters()][0]
+        loss_of(other[0], 5).backward()
+        other[1].step()
+    loss_of(reference, 5).backward()
+    alone.step()
+    assert same(other[0], reference) and not same(model, reference)
+
+
 class Needs(torch.optim.SGD):
     def __init__(self, params, rate):
         super().__init__(params, lr=rate)
@@ -484,7 +520,7 @@ REFUSED = {
     "no passes": (lambda comm, model, o: comm.wrap(sgd(model), model, passes=0), "passes=0: expected at least one"),
     "arguments": (lambda comm, model, o: comm.wrap(Needs(model.parameters(), 1), model), "Needs cannot be wrapped: "),
     "a group": (lambda comm, model, o: o.add_param_group({"params": []}), "added after comm.wrap.* add it before"),
-    "passes": (lambda comm, model, o: comm.expect_passes(o, 2), "number of passes was changed inside a step"),
+    "passes": (lambda comm, model, o: o.expect_passes(2), "number of passes was changed inside a step"),
     "state": (lambda comm, model, o: o.load_state_dict(o.state_dict()), "A state was loaded inside a step"),
 }
 
@@ -505,4 +541,4 @@ def test_a_sparse_gradient_is_refused(comm):
     optimizer = comm.wrap(sgd(model), model)
     with pytest.raises(ValueError, match="gradient of weight is not contiguous: .* leave sparse=True out"):
         model(torch.tensor([1])).sum().backward()
-    assert not optimizer._handles
+    assert not optimizer.so_far.sent

@@ -38,10 +38,10 @@ def train(comm, model, optimizer, steps, norm_of):
             samples = list(range(first, first + MICRO))
             labels = torch.tensor(samples) % CLASSES
             F.cross_entropy(model(images(samples, dtype=torch.float64)), labels).backward()
-        comm.synchronize(optimizer)
+        optimizer.synchronize()
         norm = norm_of(optimizer)
         clip_gradients(optimizer, norm, 0.5)
-        assert comm.apply(optimizer, torch.amp.GradScaler("cpu", enabled=False), norm)
+        assert optimizer.step_if_finite(torch.amp.GradScaler("cpu", enabled=False), norm)
         optimizer.zero_grad()
 
 
@@ -60,8 +60,8 @@ def test_as_whole_state_on_every_rank(comm, mesh, offload):
     numel = sum(p.numel() for p in model.parameters())
     assert state_bytes(plain) == 16 * numel and abs(state_bytes(optimizer) - 16 * numel / comm.size) <= 16
 
-    comm.freeze(optimizer, model[0].parameters())
-    comm.freeze(plain, reference[0].parameters())
+    optimizer.freeze(model[0].parameters())
+    plain.freeze(reference[0].parameters())
     for steps in (range(5), range(5, 10)):
         train(comm, model, optimizer, steps, lambda one: global_norm(one, sharding))
         train(comm, reference, plain, steps, gradient_norm)
@@ -73,5 +73,5 @@ def test_as_whole_state_on_every_rank(comm, mesh, offload):
                 assert (found[key] - expected[key]).norm() <= 1e-12 * expected[key].norm()
             if p.requires_grad:
                 torch.testing.assert_close(optimizer.trust_ratios[p], plain.trust_ratios[q], rtol=1e-12, atol=0)
-        comm.unfreeze(optimizer, model[0].parameters())
-        comm.unfreeze(plain, reference[0].parameters())
+        optimizer.unfreeze(model[0].parameters())
+        plain.unfreeze(reference[0].parameters())
