@@ -139,21 +139,18 @@ def draw_boxes(num_images: int, size: tuple[int, int], prob: float, *, generator
     return torch.from_numpy(boxes)
 
 
-def erase(images: Tensor, *, boxes: Tensor, noise: Tensor | None) -> Tensor:
-    """Fill the boxes (of `draw_boxes`, on the host) of images (B, 3, H, W) with `noise`, or with 0 if it is None.
+def erase(images: Tensor, *, boxes: Tensor, noise: Tensor) -> Tensor:
+    """Fill the boxes (of `draw_boxes`, on the host) of images (B, 3, H, W) with `noise`.
 
     noise: one number for each erased pixel and channel, image by image, channel by channel, row by row.
     """
     erased = torch.nonzero(boxes[:, 1] > boxes[:, 0])[:, 0]
-    drawn = [boxes[erased, :, None], erased] + ([] if noise is None else [noise])
-    edges, samples, *fill = to_device(*drawn, device=images.device)
+    edges, samples, fill = to_device(boxes[erased, :, None], erased, noise, device=images.device)
     rows, columns = (torch.arange(side, device=images.device) for side in images.shape[-2:])
     in_rows = (rows >= edges[:, 0]) & (rows < edges[:, 1])
     in_columns = (columns >= edges[:, 2]) & (columns < edges[:, 3])
     inside = (in_rows[:, :, None] & in_columns[:, None, :])[:, None].expand(-1, images.shape[1], -1, -1)
-    old = images[samples]
-    new = old.masked_scatter(inside, fill[0].to(images.dtype)) if fill else old.masked_fill(inside, 0.0)
-    return images.index_copy(0, samples, new)
+    return images.index_copy(0, samples, images[samples].masked_scatter(inside, fill.to(images.dtype)))
 
 
 def draw_noise(boxes: Tensor, num_channels: int, *, generator: torch.Generator) -> Tensor:
@@ -200,8 +197,8 @@ def with_ground_truth(teacher: Tensor, own: Tensor, labels: Tensor, *, rule: str
 class Augment:
     """Erasing, labels -> soft targets, then mixup or cutmix. The 32K recipe has mixup alone (alpha 0.2, no smoothing).
 
-    mixup_alpha, cutmix_alpha: of the Beta distributions, 0 for none; with both, cutmix has probability `switch_prob`.
-    erase_mode: pixel (normal noise) or const (0, the mean: CutOut). A teacher's token labels give an image its target
+    mixup_alpha, cutmix_alpha: of the Beta distributions, 0 for none; with both, each is as likely.
+    Erased pixels become normal noise. A teacher's token labels give an image its target
     over the whole crop (as in ReLabel), mixed with the label by the rule `ground_truth` (`with_ground_truth`); the
     label alone counts if the teacher saw nothing of the crop. grid: output cells along each side with token targets, 0:
     none. mix_token: draw a box among them (`draw_mix_box`), instead of mixup and cutmix.
@@ -211,10 +208,8 @@ class Augment:
     _: KW_ONLY
     mixup_alpha: float = 0.0
     cutmix_alpha: float = 0.0
-    switch_prob: float = 0.5
     label_smoothing: float = 0.0
     erase_prob: float = 0.0
-    erase_mode: str = "pixel"
     grid: int = 0
     ground_truth: Literal["none", "published", "intended"] = "none"
     mix_token: bool = False
@@ -227,11 +222,8 @@ class Augment:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected a number from 0 (none) up")
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ValueError(f"label_smoothing is {self.label_smoothing}, expected 0 up to, not including, 1")
-        for name in ("switch_prob", "erase_prob"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected a probability, 0 to 1")
-        if self.erase_mode not in ("pixel", "const"):
-            raise ValueError(f"erase_mode is {self.erase_mode!r}, expected pixel or const")
+        if not 0.0 <= self.erase_prob <= 1.0:
+            raise ValueError(f"erase_prob is {self.erase_prob}, expected a probability, 0 to 1")
         assert self.grid or not self.mix_token
 
     def __call__(
@@ -244,9 +236,7 @@ class Augment:
         size = images.shape[-2], images.shape[-1]
         if self.erase_prob:
             boxes = draw_boxes(len(images), size, self.erase_prob, generator=generator)
-            const = self.erase_mode == "const"
-            noise = None if const else draw_noise(boxes, images.shape[1], generator=generator)
-            images = erase(images, boxes=boxes, noise=noise)
+            images = erase(images, boxes=boxes, noise=draw_noise(boxes, images.shape[1], generator=generator))
         if self.mix_token:
             return Augmented(images, targets, taught, draw_mix_box(self.grid, generator=generator))
         if self._cuts(generator):
@@ -271,7 +261,7 @@ class Augment:
 
     def _cuts(self, generator: torch.Generator) -> bool:
         if self.mixup_alpha and self.cutmix_alpha:
-            return float(torch.rand((), generator=generator)) < self.switch_prob
+            return float(torch.rand((), generator=generator)) < 0.5
         return self.cutmix_alpha > 0
 
 

@@ -33,15 +33,14 @@ def classification(model: nn.Module, batch: Augmented) -> Tensor:
 class TokenLabeling:
     """The objective of token labelling (https://arxiv.org/abs/2104.10858), summed over the samples:
 
-        cls_weight · CE(class logits, class target) + dense_weight · mean over the N output cells of CE(token)
+        CE(class logits, class target) + dense_weight · mean over the N output cells of CE(token)
 
     The model's forward_train(images, mix_box=...) returns class logits (B, K) and token logits (B, N, K). With a mix
     box, class logits are of mixed images, so their targets are mixed by the box's share of the cells; token logits come
-    back un-mixed. Without token targets each cell has its image's. Published weights: 1 and 0.5 (VOLO), 1 and 1
-    (LV-ViT).
+    back un-mixed. Without token targets each cell has its image's. Published: 0.5
+    (VOLO), 1 (LV-ViT).
     """
 
-    cls_weight: float
     dense_weight: float
 
     def __call__(self, model: nn.Module, batch: Augmented) -> Tensor:
@@ -51,7 +50,7 @@ class TokenLabeling:
         log_probabilities = at_least_float32(token_logits).log_softmax(dim=2)
         token_targets = targets_of_tokens(batch, token_logits.shape[1]).to(log_probabilities.dtype)
         dense = -(token_targets * log_probabilities).sum() / token_logits.shape[1]
-        return self.cls_weight * loss + self.dense_weight * dense
+        return loss + self.dense_weight * dense
 
 
 def targets_of_tokens(batch: Augmented, num_tokens: int) -> Tensor:

@@ -6,7 +6,7 @@ begins at a fraction of one, and the curve keeps its place in the epochs.
 
     factor
       1 |        ______ peak
-        |      /        \            linear, cosine, poly or constant between warm-up and cooldown
+        |      /        \            linear, cosine or constant between warm-up and cooldown
         |    /             \
   start |  /                  \   floor |                        \__________
         +--|-----|----------------|----------|--> step
@@ -23,11 +23,10 @@ from collections.abc import Callable
 Schedule = Callable[[float], float]
 
 # Decay from 1 to 0 (or not at all) as the progress through the decay, a number in [0, 1], goes from 0 to 1.
-SHAPES: dict[str, Callable[[float, float], float]] = {
-    "linear": lambda progress, power: 1.0 - progress,
-    "cosine": lambda progress, power: 0.5 * (1.0 + math.cos(math.pi * progress)),
-    "poly": lambda progress, power: (1.0 - progress) ** power,
-    "constant": lambda progress, power: 1.0,  # until the cooldown
+SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "constant": lambda progress: 1.0,  # until the cooldown
 }
 
 
@@ -40,26 +39,24 @@ def make_schedule(
     floor: float = 0.0,
     cooldown_steps: int = 0,
     prefix: bool = True,
-    power: float = 1.0,
     steps_per_epoch: float | None = None,
 ) -> Schedule:
     """Return the factor of the peak learning rate as a function of the optimizer step (0, 1, ..., total_steps - 1).
 
     Args:
-        name: linear, cosine, poly or constant.
+        name: linear, cosine or constant.
         total_steps: length of the run, warm-up and cooldown included; later steps keep the last value.
         start: factor at step 0 of a warm-up; 1 / (warmup_steps + 1) unless given.
         floor: factor at the end of the decay and during the cooldown.
         cooldown_steps: steps at the floor at the end; after a constant rate, steps of linear decay to it.
         prefix: the decay begins when the warm-up ends; if false, at step 0, and the warm-up replaces its beginning (the
             published VOLO runs; timm's default).
-        power: exponent of poly.
         steps_per_epoch: hold the factor during an epoch; may be fractional, as global batches straddle epochs.
 
     Raises:
         ValueError: an unknown name, a value out of range, or an option that this schedule would not use.
     """
-    _check_shape(name, floor=floor, cooldown_steps=cooldown_steps, power=power)
+    _check_shape(name, floor=floor, cooldown_steps=cooldown_steps)
     _check_durations(total_steps, warmup_steps, cooldown_steps, steps_per_epoch)
     _check_warmup(start, floor, warmup_steps)
     shape = SHAPES[name]
@@ -77,7 +74,7 @@ def make_schedule(
             return floor + (1.0 - floor) * max(0.0, (last - time) / (last - end)) if cooldown_steps else 1.0
         if time >= end:
             return floor
-        return floor + (1.0 - floor) * shape((time - offset) / (end - offset), power)
+        return floor + (1.0 - floor) * shape((time - offset) / (end - offset))
 
     return factor
 
@@ -108,15 +105,11 @@ def _in_epochs(steps: int, steps_per_epoch: float | None) -> float:
     return float(round(epochs)) if whole else epochs
 
 
-def _check_shape(name: str, *, floor: float, cooldown_steps: int, power: float) -> None:
+def _check_shape(name: str, *, floor: float, cooldown_steps: int) -> None:
     if name not in SHAPES:
         raise ValueError(f"unknown schedule {name!r}; choose one of {', '.join(SHAPES)}")
-    if name != "poly" and power != 1.0:
-        raise ValueError(f"power={power} has no effect on a {name} schedule; remove it or choose poly")
     if name == "constant" and floor and not cooldown_steps:
         raise ValueError(f"floor={floor} has no effect on a constant schedule without cooldown_steps")
-    if power <= 0:
-        raise ValueError(f"power must be above 0, got {power}")
 
 
 def _check_durations(total: int, warmup: int, cooldown: int, steps_per_epoch: float | None) -> None:

@@ -615,7 +615,7 @@ def test_what_may_differ(tmp_path):
         model={"grad_checkpointing": True},
         data={"num_threads": 9, "eval_batch_size": 7},
         log={"tensorboard": False},
-        checkpoint={"keep": 5, "every": "2 epochs"},
+        checkpoint={"every": "2 epochs"},
     )
     load(path, make_parts(), config=config)
 

@@ -40,7 +40,6 @@ from largebatch import checkpoint, hooks, train
 from largebatch.assembly.images import hint_at_weights
 from largebatch.config import (
     AugmentConfig,
-    CheckpointConfig,
     DataConfig,
     ModelConfig,
     OptimConfig,
@@ -260,7 +259,7 @@ def main(folder: Path) -> dict[str, Any]:
 
     def build(name: str, *extra: Hook, sinks: tuple[hooks.Sink, ...] = (), lr: float = 0.001) -> Trainer:
         config = TrainConfig(
-            run=RunConfig(folder=str(folder / name)), optim=OptimConfig(lr=lr), checkpoint=CheckpointConfig(keep=3)
+            run=RunConfig(folder=str(folder / name)), optim=OptimConfig(lr=lr)
         )
         Path(config.folder).mkdir(exist_ok=True)
         plan = Plan(num_samples=48, global_batch_size=16, micro_batch_size=8, num_images=12 * 16, seed=1)

@@ -26,7 +26,6 @@ COMM = SimpleNamespace(rank=0, together=lambda phase: nullcontext())
         ({"name": "vit_b_32"}, "^There is no model 'vit_b_32': did you mean vit_b32.* the zoo has .*, and timm/NAME.$"),
         ({"name": "timm/resnt18"}, "^There is no model 'timm/resnt18': did you mean timm/resnet18 "),
         ({"name": "timm/test_vit", "img_size": 100}, "^--model.img_size 100 does not fit timm/test_vit: "),
-        ({"outlook_drop_path": True}, "^--model.outlook_drop_path of vit_b32 is True, and vit_b32 has no use for it:"),
         ({"weights": "nowhere.pt"}, "^--init-from is nowhere.pt: there is no such file or folder.$"),
     ],
 )

@@ -140,9 +140,9 @@ def volo_with_token_labels(device: torch.device, **options: Any) -> Trainer:
     few = replace(STRUCTURES["volo_d1"], depths=(1, 2, 1, 1))
     with device:
         model = VOLO(few, img_size=SIDE, num_classes=CLASSES, drop_path_rate=0.5)
-    options |= dict(grid=SIDE // CELL, ground_truth="published", erase_prob=0.5, erase_mode="const")
+    options |= dict(grid=SIDE // CELL, ground_truth="published", erase_prob=0.5)
     augment = Augment(CLASSES, **options)
-    return trainer_for(model, TokenLabeling(cls_weight=1.0, dense_weight=0.5), augment, device=device, taught=True)
+    return trainer_for(model, TokenLabeling(dense_weight=0.5), augment, device=device, taught=True)
 
 
 def compute_nothing(monkeypatch) -> None:

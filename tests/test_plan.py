@@ -537,8 +537,8 @@ def test_an_optimizer_moves_its_tensors_through_the_memory(vit, name, tensors):
 def test_a_second_gradient_every_few_steps_costs_its_share(vit):
     config = replace(b32(), data=replace(b32().data, global_batch_size=128, micro_batch_size=16))
     plain = step_of(config, vit, cluster_of(8, "a100"))
-    sam = replace(config, optim=replace(config.optim, sam_rho=0.1, sam_every=4))
-    assert step_of(sam, vit, cluster_of(8, "a100")).compute == pytest.approx(1.25 * plain.compute)
+    sam = replace(config, optim=replace(config.optim, sam_rho=0.1))
+    assert step_of(sam, vit, cluster_of(8, "a100")).compute == pytest.approx(1.2 * plain.compute)
     device = find_device("a100")
     more = of_rank(sam, vit, device, ranks=8).workspace - of_rank(config, vit, device, ranks=8).workspace
     assert more == vit.weights  # a copy

@@ -91,11 +91,11 @@ def write(path, images, maps):
     return index_shards([str(path)])
 
 
-def loader(index, *, axes, img_size=64, **changes):
+def loader(index, *, maps=True, img_size=64, **changes):
     plan = Plan(len(index), len(index), len(index), len(index), seed=3)
     options = {"mean": (0, 0, 0), "std": (1, 1, 1), "interpolation": "bilinear", "scale": (0.08, 1), "hflip": 0.5}
     options |= {"ratio": (3 / 4, 4 / 3), "device": torch.device("cpu"), "num_threads": 1} | changes
-    return closing(TrainLoader(index, plan, shard=0, num_shards=1, img_size=img_size, token_label_axes=axes, **options))
+    return closing(TrainLoader(index, plan, shard=0, num_shards=1, img_size=img_size, with_maps=maps, **options))
 
 
 def test_maps_come_out_of_the_loader_as_they_were(tmp_path):
@@ -105,14 +105,14 @@ def test_maps_come_out_of_the_loader_as_they_were(tmp_path):
     index_file.save(index, tmp_path / "index.npz")
     kept = index_file.load(tmp_path / "index.npz").without([3, 8])
     kept.check_maps(60_000 + CLASSES)
-    with loader(kept.number_labels(num_classes=CLASSES), axes="exact", img_size=16) as batches:
+    with loader(kept.number_labels(num_classes=CLASSES), img_size=16) as batches:
         batch = next(batches)
     numbers = np.delete(np.arange(24), [3, 8])[batch.samples]
     for name, part in (("scores", 0), ("ids", 1)):
         found = getattr(batch.token_labels, name).numpy()
         assert np.array_equal(found, np.stack([maps[k][part] for k in numbers]))
     assert batch.token_labels.ids.dtype == torch.int32 and batch.token_labels.scores.dtype == torch.float16
-    with loader(kept.number_labels(num_classes=CLASSES), axes=None, img_size=16) as batches:
+    with loader(kept.number_labels(num_classes=CLASSES), maps=False, img_size=16) as batches:
         again = next(batches)
     assert again.token_labels is None and torch.equal(again.images, batch.images)
 
@@ -123,7 +123,7 @@ def test_a_map_before_its_image_is_read_too(tmp_path):
     last = records.encode_example({records.IMAGE: [jpeg(30, 20)], records.LABEL: [1]})
     records.write_records(tmp_path / "train-a", [records.encode_example(label_maps.encode_map(*found)) + last])
     index = index_shards([str(tmp_path / "train-a")]).number_labels(num_classes=1)
-    with loader(index, axes="exact", img_size=16) as batches:
+    with loader(index, img_size=16) as batches:
         labels = next(batches).token_labels
     assert np.array_equal(labels.scores[0], found[0]) and np.array_equal(labels.ids[0], found[1])
 
@@ -161,17 +161,13 @@ def test_what_no_record_can_hold_is_refused():
 # -- geometry --------------------------------------------------------------------------------------------------------
 
 
-def published(maps, draws, sizes, *, grid, swapped):
-    """What the published code does: flip image and map, then a box in fractions, rows first, into an (x, y) ROI-align.
-
-    Not `swapped`: the box is given as it should have been.
-    """
+def published(maps, draws, sizes, *, grid):
+    """What the published code does, with rows and columns in their places: flip image and map, then ROI-align a box."""
     width, height = sizes.T.astype(float)
     flip = torch.from_numpy(draws.flip)
     left = np.where(draws.flip, width - draws.x - draws.width, draws.x)
     rows, columns = (draws.y / height, draws.height / height), (left / width, draws.width / width)
-    first, second = (rows, columns) if swapped else (columns, rows)
-    boxes = np.stack([first[0], second[0], first[0] + first[1], second[0] + second[1]], axis=1)
+    boxes = np.stack([columns[0], rows[0], columns[0] + columns[1], rows[0] + rows[1]], axis=1)
     maps = torch.where(flip[:, None, None, None], maps.flip(3), maps)
     numbers = torch.arange(len(maps), dtype=torch.float64)[:, None]
     boxes = torch.cat([numbers, torch.from_numpy(boxes) * maps.shape[3] - 0.5], dim=1)
@@ -180,21 +176,19 @@ def published(maps, draws, sizes, *, grid, swapped):
 
 
 @pytest.mark.parametrize("grid", [1, 4, 7, 12])
-@pytest.mark.parametrize("axes", ["exact", "legacy_transposed"])
 @pytest.mark.parametrize("whole", [False, True])
-def test_crops_equal_torchvisions_roi_align(grid, axes, whole):
-    """Flipped or not. With exact axes for square images, where the map shows all of the image."""
+def test_crops_equal_torchvisions_roi_align(grid, whole):
+    """Flipped or not, for square images, where the map shows all of the image."""
     rng = np.random.default_rng(grid)
     sizes = rng.integers(200, 500, (16, 2))
-    if axes == "exact":
-        sizes[:, 1] = sizes[:, 0]
+    sizes[:, 1] = sizes[:, 0]
     draws = random_draws(rng, sizes, whole=whole)
     ids, scores = batch_of_maps(rng, len(sizes), (5, 9, 9))
-    placement = place(draws, width=sizes[:, 0], height=sizes[:, 1], axes=axes)
+    placement = place(draws, width=sizes[:, 0], height=sizes[:, 1])
     ours, seen = sampled(TokenLabels(ids, scores, torch.from_numpy(placement)), grid)
-    reference = published(dense(ids, scores), draws, sizes, grid=grid, swapped=axes != "exact")
-    if axes == "exact":  # crop, then flip, is the same as flip, then crop of the mirrored window
-        assert draws.flip.any() and not draws.flip.all()
+    reference = published(dense(ids, scores), draws, sizes, grid=grid)
+    # crop, then flip, is the same as flip, then crop of the mirrored window
+    assert draws.flip.any() and not draws.flip.all()
     assert seen.all()
     torch.testing.assert_close(ours, reference, rtol=0, atol=1e-6 * float(reference.abs().max()))
 
@@ -308,7 +302,7 @@ def test_image_and_map_are_cut_alike_by_the_loader(tmp_path, policy):
         maps.append((coordinates(12, 18).transpose(2, 0, 1), np.tile(np.array([[[0]], [[1]]]), (1, 12, 18))))
         sizes.append((width, height))
     index = write(tmp_path / "train-a", images, maps).number_labels(num_classes=CLASSES)
-    with loader(index, axes="exact", img_size=96, policy=policy) as batches:
+    with loader(index, img_size=96, policy=policy) as batches:
         batch = next(batches)
     size = torch.tensor(sizes)[batch.samples].double()
     side = size.amin(dim=1, keepdim=True)
@@ -429,14 +423,14 @@ class Tokens(nn.Module):
         return self.forward_train(images)[0]
 
 
-def reference_loss(logits, token_logits, batch, *, cls_weight, dense_weight):
+def reference_loss(logits, token_logits, batch, *, dense_weight):
     """Sample by sample, cell by cell, in float64."""
     total, (count, cells, _) = 0.0, token_logits.shape
     row0, column0, row1, column1 = batch.mix_box or (0, 0, 0, 0)
     lam = 1 - (row1 - row0) * (column1 - column0) / cells
     for i in range(count):
         target = lam * batch.targets[i].double() + (1 - lam) * batch.targets[count - 1 - i].double()
-        total -= cls_weight * (target * logits[i].double().log_softmax(dim=0)).sum()
+        total -= (target * logits[i].double().log_softmax(dim=0)).sum()
         for n in range(cells):
             own = batch.targets[i] if batch.token_targets is None else batch.token_targets[i, n]
             total -= dense_weight / cells * (own.double() * token_logits[i, n].double().log_softmax(dim=0)).sum()
@@ -445,8 +439,8 @@ def reference_loss(logits, token_logits, batch, *, cls_weight, dense_weight):
 
 @pytest.mark.parametrize("mix_box", [None, (1, 0, 4, 2), (2, 2, 2, 2), (0, 0, 4, 4)])
 @pytest.mark.parametrize("taught", [False, True])
-@pytest.mark.parametrize("weights", [(1.0, 0.5), (0.25, 1.0)])
-def test_the_objective_by_loops(mix_box, taught, weights):
+@pytest.mark.parametrize("weight", [0.5, 1.0])
+def test_the_objective_by_loops(mix_box, taught, weight):
     torch.manual_seed(0)
     model = Tokens().double()
     images, labels = torch.randn(5, 3, 64, 64), torch.randint(CLASSES, (5,))
@@ -455,12 +449,11 @@ def test_the_objective_by_loops(mix_box, taught, weights):
     if taught:
         token_targets[2, 3:9] = 0
     batch = Augmented(images.double(), targets, token_targets, mix_box)
-    options = dict(zip(("cls_weight", "dense_weight"), weights))
-    expected = reference_loss(*model.forward_train(batch.images, mix_box), batch, **options)
-    torch.testing.assert_close(losses.TokenLabeling(**options)(model, batch), expected, rtol=1e-6, atol=0)
+    expected = reference_loss(*model.forward_train(batch.images, mix_box), batch, dense_weight=weight)
+    torch.testing.assert_close(losses.TokenLabeling(dense_weight=weight)(model, batch), expected, rtol=1e-6, atol=0)
     halves = batch._replace(images=images.bfloat16())
-    loss = losses.TokenLabeling(**options)(model.bfloat16(), halves)
-    reference = reference_loss(*model.forward_train(halves.images, mix_box), halves, **options)
+    loss = losses.TokenLabeling(dense_weight=weight)(model.bfloat16(), halves)
+    reference = reference_loss(*model.forward_train(halves.images, mix_box), halves, dense_weight=weight)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), reference, rtol=1e-5, atol=0)
 
@@ -468,14 +461,14 @@ def test_the_objective_by_loops(mix_box, taught, weights):
 def test_targets_of_another_grid_are_refused():
     batch = Augmented(torch.zeros(2, 3, 64, 64), torch.eye(CLASSES)[:2], torch.zeros(2, 9, CLASSES))
     with pytest.raises(ValueError, match="logits of 16 tokens, expected 9"):
-        losses.TokenLabeling(cls_weight=1, dense_weight=1)(Tokens(), batch)
+        losses.TokenLabeling(dense_weight=1)(Tokens(), batch)
 
 
 def test_200_steps_without_labels_are_finite_and_learn():
     """Each token has its image's target; boxes of all sizes, the last image of an odd batch its own partner."""
     torch.manual_seed(0)
     model, mix = Tokens(), Augment(CLASSES, label_smoothing=0.1, grid=4, mix_token=True)
-    objective = losses.TokenLabeling(cls_weight=1.0, dense_weight=0.5)
+    objective = losses.TokenLabeling(dense_weight=0.5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     history = []
     for step in range(200):
@@ -512,8 +505,6 @@ def test_boxes_of_all_kinds_share_the_graphs_of_a_compiled_model():
     "options, words",
     [
         (["--loss.ground_truth", "intended"], "needs --data.token_labels true"),
-        (["--data.token_label_axes", "legacy_transposed"], "needs --data.token_labels true"),
-        (["--loss.cls_weight", "0.5"], "so set both or neither"),
         (["--loss.dense_weight", "-1"], "expected at least 0"),
         (["--augment.mix_token", "true"], "so set --loss.dense_weight"),
         (["--augment.mix_token", "true", "--loss.dense_weight", "1", "--augment.mixup_alpha", "1"], "in pairs"),
@@ -533,6 +524,6 @@ def test_a_model_without_token_logits_is_refused():
         assembly.build_objective(c, nn.Linear(2, 2))
     assert assembly.build_objective(config.TrainConfig(), nn.Linear(2, 2)) is losses.classification
     objective = assembly.build_objective(c, Tokens())
-    assert objective == losses.TokenLabeling(cls_weight=c.loss.cls_weight, dense_weight=0.5)
+    assert objective == losses.TokenLabeling(dense_weight=0.5)
     batch = Augmented(torch.randn(2, 3, 64, 64), torch.eye(CLASSES)[:2])
     assert objective(Tokens(), batch).isfinite()

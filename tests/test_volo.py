@@ -223,7 +223,6 @@ def test_stochastic_depth_is_the_published_one():
 
     ramp = [0.1 * index / 17 for index in range(18)]
     assert rates(small(drop_path_rate=0.1)) == pytest.approx([0.0] * 4 + ramp[4:])
-    assert rates(small(drop_path_rate=0.1, outlook_drop_path=True)) == pytest.approx(ramp)
     assert rates(on_meta("volo_d5", drop_path_rate=0.75))[12] == pytest.approx(0.19, abs=0.005)
 
 
@@ -248,7 +247,7 @@ def test_what_is_skipped_is_as_if_it_were_computed_and_masked(rate):
 
 
 def test_recomputed_blocks_give_the_same_gradient():
-    options = {"drop_path_rate": 0.5, "attn_drop_rate": 0.1, "pos_drop_rate": 0.1, "outlook_drop_path": True}
+    options = {"drop_path_rate": 0.5, "attn_drop_rate": 0.1, "pos_drop_rate": 0.1}
     images, gradients = torch.randn(2, 3, 64, 64), []
     for again in (False, True):
         model = small(**options, grad_checkpointing=again).train()
@@ -299,7 +298,6 @@ def test_norms_over_bfloat16_have_the_gradients_of_float64():
         ("volo_d1", {"proj_drop_rate": 0.1}, "proj_drop_rate of volo_d1 is 0.1, and volo_d1 has no use for it"),
         ("volo_d1", {"weight_init": "jax"}, "weight_init of volo_d1 is 'jax'"),
         ("timm/resnet18", {"weight_init": "jax"}, "weight_init of timm/resnet18 is 'jax', and"),
-        ("vit_b32", {"outlook_drop_path": True}, "outlook_drop_path of vit_b32 is True"),
         ("vit_b32", {"global_pool": "max"}, "global_pool of vit_b32 is 'max', expected 'avg' or nothing"),
         ("volo_d1", {"img_size": 100}, "img_size 100 does not fit volo_d1: expected a multiple of 16"),
     ],

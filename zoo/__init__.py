@@ -64,7 +64,6 @@ def create_model(
     proj_drop_rate: float = 0.0,
     attn_drop_rate: float = 0.0,
     drop_path_rate: float = 0.0,
-    outlook_drop_path: bool = False,
     global_pool: str = "",
     weight_init: str = "",
     grad_checkpointing: bool = False,
@@ -83,7 +82,6 @@ def create_model(
     Without weights the model has 224 pixels and 1000 classes, and is initialised from torch's global random state.
     The rates are timm's: drop_rate is before the head only; dropout as in the ViT paper, after the position
     embedding, the projections and the MLP, is pos_drop_rate and proj_drop_rate.
-    outlook_drop_path: stochastic depth in VOLO's outlookers as well; the published models do not have it.
     global_pool: "avg" for a ViT whose head acts on the mean of its tokens, as timm does it; "": the class token.
     weight_init: "jax" for timm's initialisation of that name of a ViT, with a head of zeros; "": timm's usual one.
     grad_checkpointing: keep only the blocks' inputs for the backward pass and compute the rest again, with the same
@@ -117,8 +115,7 @@ def create_model(
         raise ValueError(f"label_names of {name} are {len(label_names)}, expected one for each class: {num_classes}")
     if num_classes < 0:
         raise ValueError(f"num_classes of {name} is {num_classes}, expected 1 or more, or 0 for features")
-    options: dict[str, Any] = rates | {"outlook_drop_path": outlook_drop_path}
-    options |= {"global_pool": global_pool, "weight_init": weight_init}
+    options: dict[str, Any] = rates | {"global_pool": global_pool, "weight_init": weight_init}
     model = norms_in_float32(build(img_size=img_size, num_classes=num_classes, **_used(name, build, options)))
     if grad_checkpointing:
         try:

@@ -298,7 +298,6 @@ class VOLO(nn.Module):
         pos_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
-        outlook_drop_path: bool = False,
     ) -> None:
         super().__init__()
         s, (outer, inner) = structure, structure.dims
@@ -313,7 +312,7 @@ class VOLO(nn.Module):
         def block(attention: type[nn.Module], stage: int) -> Block:
             level, rate = int(stage > 0), next(ramp)
             attn = attention(s.dims[level], s.heads[level], attn_drop=attn_drop_rate)
-            drop_path = rate if stage or outlook_drop_path else 0.0
+            drop_path = rate if stage else 0.0
             return Block(attn, s.dims[level], mlp_ratio=s.mlp_ratio, drop_path=drop_path)
 
         kinds = (OutlookAttention, Attention, Attention, Attention)
@@ -450,7 +449,6 @@ def build_volo(
     pos_drop_rate: float,
     attn_drop_rate: float,
     drop_path_rate: float,
-    outlook_drop_path: bool,
 ) -> VOLO:
     """Build the VOLO `name`: images (B, 3, img_size, img_size) -> logits (B, num_classes)."""
     if img_size <= 0 or img_size % CELL:
@@ -464,7 +462,6 @@ def build_volo(
         pos_drop_rate=pos_drop_rate,
         attn_drop_rate=attn_drop_rate,
         drop_path_rate=drop_path_rate,
-        outlook_drop_path=outlook_drop_path,
     )
     cfg: Any = default_cfg(name, img_size=img_size, num_classes=num_classes)
     model.default_cfg = model.pretrained_cfg = cfg

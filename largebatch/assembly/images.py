@@ -305,7 +305,7 @@ def open_train_loader(
         policy=parse_policy(config.augment.auto_augment),
         device=device,
         num_threads=data.num_threads or loader_threads(comm.num_cores),
-        token_label_axes=data.token_label_axes if data.token_labels else None,
+        with_maps=data.token_labels,
         start_step=start_step,
     )
 
@@ -351,10 +351,8 @@ def build_augment(config: TrainConfig) -> Augment:
         config.model.num_classes,
         mixup_alpha=a.mixup_alpha,
         cutmix_alpha=a.cutmix_alpha,
-        switch_prob=a.mixup_switch_prob,
         label_smoothing=a.label_smoothing,
         erase_prob=a.reprob,
-        erase_mode=a.remode,
         grid=config.model.img_size // CELL if config.loss.dense_weight else 0,
         ground_truth=config.loss.ground_truth,
         mix_token=a.mix_token,

@@ -140,7 +140,6 @@ def build_optimizer(config: TrainConfig, model: nn.Module, impl: str | None) -> 
         preset=o.preset,
         impl=impl,
         momentum=o.momentum,
-        trust_coefficient=o.trust_coefficient,
         rest=o.rest,
     )
 
@@ -150,7 +149,7 @@ def build_sam(config: TrainConfig, optimizer: Optimizer) -> optim.LookSam | None
     o = config.optim
     if o.sam_rho is None:
         return None
-    sam = optim.LookSam(rho=o.sam_rho, every=o.sam_every, alpha=o.sam_alpha)
+    sam = optim.LookSam(rho=o.sam_rho)
     sam.begin(optimizer)
     return sam
 
@@ -188,7 +187,7 @@ def build_objective(config: TrainConfig, model: nn.Module) -> Objective:
             f"--loss.dense_weight is {loss.dense_weight}: {config.model.name} has no token logits in training, "
             "expected a model that has them, such as volo_d1, or 0."
         )
-    return TokenLabeling(cls_weight=loss.cls_weight, dense_weight=loss.dense_weight)
+    return TokenLabeling(dense_weight=loss.dense_weight)
 
 
 def peak_lr(config: TrainConfig) -> float:

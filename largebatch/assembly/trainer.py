@@ -187,7 +187,6 @@ def build_schedule(config: TrainConfig, plan: Plan) -> Schedule:
         start=s.start,
         floor=s.floor,
         prefix=s.prefix,
-        power=s.power,
         steps_per_epoch=plan.num_samples / batch_size if s.stairs else None,
     )
 
@@ -224,7 +223,6 @@ def build_hooks(
         config.folder,
         every_images=0 if every_s else images("checkpoint.every"),
         every_s=every_s,
-        keep=config.checkpoint.keep,
         config_text=dump(config),
         description=description,
         best=config.checkpoint.best,

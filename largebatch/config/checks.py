@@ -12,7 +12,7 @@ from largebatch.config.durations import NEVER, duration_images, duration_seconds
 from largebatch.config.parallel import ParallelConfig
 from largebatch.config.sections import AugmentConfig, DataConfig, OptimConfig, TrainConfig
 
-DROPS = ("pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_rate", "drop_path_rate")
+DROPS = ("pos_drop_rate", "proj_drop_rate", "drop_rate", "drop_path_rate")
 
 
 def dropping(config: TrainConfig) -> list[str]:
@@ -22,25 +22,13 @@ def dropping(config: TrainConfig) -> list[str]:
 
 def without_effect(config: TrainConfig) -> list[str]:
     """Return a sentence for each option that is set and changes nothing."""
-    model, schedule, tensor = config.model, config.schedule, config.parallel.tensor
+    schedule, tensor = config.schedule, config.parallel.tensor
     found = []
-    if model.outlook_drop_path and not model.drop_path_rate:
-        found.append(
-            "--model.outlook_drop_path is true and --model.drop_path_rate 0, so no path is dropped: set a rate above "
-            "0, or leave it out."
-        )
     if not schedule.prefix and not _warmup(config):
         found.append(
             f"--schedule.prefix is false and --schedule.warmup {schedule.warmup!r}: without a warm-up there is nothing "
             "that it changes, so set --schedule.warmup, or leave it at true."
         )
-    for option in ("sam_every", "sam_alpha"):
-        value = getattr(config.optim, option)
-        if config.optim.sam_rho is None and value != getattr(OptimConfig(), option):
-            found.append(
-                f"--optim.{option} is {value} and --optim.sam_rho null, so there is no Look-LayerSAM: set "
-                "--optim.sam_rho, such as 0.005, or leave it out."
-            )
     if tensor.mode != "1d" and tensor.size == 1:
         found.append(
             f"--parallel.tensor.mode is {tensor.mode} and --parallel.tensor.size 1, so no matrix is cut: set the size "
@@ -70,15 +58,11 @@ def check(config: TrainConfig) -> None:
         ("data.crop_padding", c.data.crop_padding, 0),
         ("augment.mixup_alpha", c.augment.mixup_alpha, 0),
         ("loss.dense_weight", c.loss.dense_weight, 0),
-        ("loss.cls_weight", c.loss.cls_weight, 0),
         ("augment.cutmix_alpha", c.augment.cutmix_alpha, 0),
         ("optim.lr", c.optim.lr, 0),
-        ("optim.sam_every", c.optim.sam_every, 1),
-        ("optim.sam_alpha", c.optim.sam_alpha, 0),
         ("run.max_steps", c.run.max_steps, 0),
         ("run.seed", c.run.seed, 0),
         ("run.max_skipped_steps", c.run.max_skipped_steps, 1),
-        ("checkpoint.keep", c.checkpoint.keep, 2),
     ]
     for option, value, minimum in at_least:
         if value is not None and value < minimum:
@@ -250,13 +234,6 @@ def _check_tokens(config: TrainConfig) -> None:
             f"--loss.ground_truth is {loss.ground_truth}: it divides the target between label and teacher, so it needs "
             "--data.token_labels true."
         )
-    if data.token_label_axes != "exact" and not data.token_labels:
-        raise ValueError(f"--data.token_label_axes is {data.token_label_axes}: it needs --data.token_labels true.")
-    if loss.cls_weight != 1 and not loss.dense_weight:
-        raise ValueError(
-            f"--loss.cls_weight is {loss.cls_weight} and --loss.dense_weight 0: it weighs the class logits against the "
-            "token logits, so set both or neither."
-        )
     if augment.mix_token and not loss.dense_weight:
         raise ValueError(
             "--augment.mix_token is true and --loss.dense_weight 0: only the loss of the tokens learns from a pasted "
@@ -308,16 +285,3 @@ def _check_crop(data: DataConfig) -> None:
 def _check_augment(augment: AugmentConfig) -> None:
     if not 0 <= augment.reprob <= 1:
         raise ValueError(f"--augment.reprob is {augment.reprob}: expected a probability, 0 to 1.")
-    if augment.remode != "pixel" and not augment.reprob:
-        raise ValueError(f"--augment.remode is {augment.remode}, but nothing is erased: set --augment.reprob above 0.")
-    if not 0 < augment.mixup_switch_prob < 1:
-        raise ValueError(
-            f"--augment.mixup_switch_prob is {augment.mixup_switch_prob}: expected a probability between 0 and 1; for "
-            "mixup or cutmix alone, set the other's alpha to 0."
-        )
-    both = augment.mixup_alpha > 0 and augment.cutmix_alpha > 0
-    if augment.mixup_switch_prob != AugmentConfig().mixup_switch_prob and not both:
-        raise ValueError(
-            f"--augment.mixup_switch_prob is {augment.mixup_switch_prob}, but there is nothing to choose: set "
-            "--augment.mixup_alpha and --augment.cutmix_alpha both above 0, or leave it out."
-        )

@@ -28,14 +28,10 @@ class ModelConfig:
     """dropout rate after the position embedding"""
     proj_drop_rate: float = 0.0
     """dropout rate after the attention projection and in the MLP"""
-    attn_drop_rate: float = 0.0
-    """dropout rate of the attention weights"""
     drop_rate: float = 0.0
     """dropout rate before the classifier"""
     drop_path_rate: float = 0.0
     """stochastic depth rate of the last block; the rate of an earlier block is proportionally lower"""
-    outlook_drop_path: bool = False
-    """use stochastic depth in VOLO's outlookers as well; the published models do not"""
     global_pool: Literal["", "avg"] = ""
     """input of a ViT's head; empty: the class token; avg: the mean of the other tokens, as a teacher of token labels
     needs it"""
@@ -96,10 +92,6 @@ class DataConfig:
     many hosts share; 0: shuffle the whole set"""
     token_labels: bool = False
     """train on the label maps of a teacher; `python -m largebatch.pack token-labels` adds them to the records"""
-    token_label_axes: Literal["exact", "legacy_transposed"] = "exact"
-    """exact: a token gets the label that the teacher gave to the same place; legacy_transposed: the label maps are
-    cropped as in the published code: with rows and columns swapped, and as if the teacher had seen more than the centre
-    square"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +104,10 @@ class AugmentConfig:
     magnitude always changes more); cifar10: AutoAugment's policy for CIFAR-10; empty: no policy"""
     reprob: float = 0.0
     """probability of random erasing; 0: off"""
-    remode: Literal["pixel", "const"] = "pixel"
-    """new value of erased pixels; pixel: normal noise, drawn for each pixel; const: the mean (CutOut)"""
     mixup_alpha: float = 0.0
     """alpha of mixup's distribution, Beta(alpha, alpha); 0: off"""
     cutmix_alpha: float = 0.0
-    """alpha of cutmix's distribution, Beta(alpha, alpha); 0: off"""
-    mixup_switch_prob: float = 0.5
-    """probability that a micro-batch gets cutmix if both are on; otherwise it gets mixup"""
+    """alpha of cutmix's distribution, Beta(alpha, alpha); 0: off; with mixup a micro-batch gets either, at random"""
     label_smoothing: float = 0.0
     """share of the target that is spread over all classes"""
     mix_token: bool = False
@@ -131,9 +119,8 @@ class LossConfig:
     """The loss of class logits and token logits, for models that compute both in training."""
 
     dense_weight: float = 0.0
-    """weight of the mean cross entropy of the token logits; 0: class logits alone. Published: 0.5 (VOLO), 1 (LV-ViT)"""
-    cls_weight: float = 1.0
-    """weight of the cross entropy of the class logits, beside dense_weight"""
+    """weight of the mean cross entropy of the token logits, beside 1 of the class logits; 0: class logits alone.
+    Published: 0.5 (VOLO), 1 (LV-ViT)"""
     ground_truth: Literal["none", "published", "intended"] = "none"
     """share of the label in the class target, the rest is the teacher's: one share if the teacher is right, another if
     it is wrong: none: 0 and 0; published: 0.5 and 0.1; intended: 0.1 and 0.5, as the published code describes itself"""
@@ -170,18 +157,9 @@ class OptimConfig:
     compiler; null: compile, if all ranks can; an error for other optimizers"""
     momentum: float | None = None
     """momentum of sgd, lars and muon; null: 0.9, for muon 0.95; an error for the other optimizers"""
-    trust_coefficient: float | None = None
-    """length of a step of lars at learning rate 1, as a fraction of the norm of the weights; null: 1e-3; for lars
-    only"""
     sam_rho: float | None = None
-    """radius of Look-LayerSAM, which trains towards flat minima, such as 0.005: every sam_every steps the gradient is
+    """radius of Look-LayerSAM, which trains towards flat minima, such as 0.005: in every fifth step the gradient is
     taken where each tensor of weights has moved uphill by this fraction of its norm; null: off"""
-    sam_every: int = 5
-    """steps from one such gradient to the next; each costs as much as a step without its update. A part of it is used
-    again in the steps between; 1: in every step, as SAM does"""
-    sam_alpha: float = 0.1
-    """norm of that part, relative to that of the gradient. Published: 0.7, for runs of 300 epochs; with it a short run
-    learned nothing here (docs/optimizers.md)"""
     ema_half_life: str = ""
     """half-life of a moving average of the weights, such as "5 epochs"; the average is evaluated and saved beside the
     weights; empty: no average"""
@@ -191,7 +169,7 @@ class OptimConfig:
 class ScheduleConfig:
     """The learning rate over the run, as a function of the step."""
 
-    name: Literal["linear", "cosine", "poly", "constant"] = "cosine"
+    name: Literal["linear", "cosine", "constant"] = "cosine"
     """shape of the decay"""
     warmup: str = "0 epochs"
     """duration of the linear warm-up"""
@@ -204,8 +182,6 @@ class ScheduleConfig:
     prefix: bool = True
     """true: the decay begins after the warm-up, at the peak; false: the decay begins with the run, and the warm-up
     replaces its first part"""
-    power: float = 1.0
-    """exponent of the poly decay"""
     stairs: bool = False
     """keep the learning rate constant within each epoch"""
     scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -294,8 +270,6 @@ class CheckpointConfig:
     every: str = "1 epoch"
     """time between checkpoints, in epochs, steps, images, % of the run, seconds, minutes or hours; the last step always
     writes one"""
-    keep: int = 2
-    """number of checkpoints to keep, at least 2"""
     best: Literal["top1", "ema_top1", "loss", "none"] = "top1"
     """keep the best checkpoint, too, as RUN/checkpoints/best: that of the highest held-out top-1, of the highest top-1
     of the averaged weights, or of the lowest held-out loss; an evaluation that is better than all before it is saved

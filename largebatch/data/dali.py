@@ -24,7 +24,6 @@ from largebatch.data.order import MicroBatch, Plan
 from largebatch.data.randaugment import Operations, Policy
 from largebatch.data.randaugment_ops import fill_colour, with_pillow, with_torch
 from largebatch.data.stream import Batch, Encoded, Stream
-from largebatch.data.token_labels import Axes
 
 INTERPOLATIONS = {
     "bilinear": types.DALIInterpType.INTERP_LINEAR,
@@ -69,8 +68,8 @@ class TrainLoader(Iterator[Batch]):
     Each image is cut to its random window, resized to `img_size` square with antialiasing, flipped at random, augmented
     by `policy`, and normalised with `mean` and `std` (of RGB in [0, 1]). With `padding`, a window of the image's own
     size is moved by up to that many pixels instead. `interpolation` may be "random": bilinear or bicubic for each
-    sample. `num_threads` threads decode, and on a CPU as many more resize. With `token_label_axes` (see
-    `token_labels.place`) the label maps are read, too; then every image must have one.
+    sample. `num_threads` threads decode, and on a CPU as many more resize. with_maps: the label maps
+    are read, too; then every image must have one.
     """
 
     def __init__(
@@ -91,14 +90,14 @@ class TrainLoader(Iterator[Batch]):
         num_threads: int,
         padding: int | None = None,
         policy: Policy | None = None,
-        token_label_axes: Axes | None = None,
+        with_maps: bool = False,
         start_step: int = 0,
         preadv: Callable[[int, list, int], int] = os.preadv,
     ) -> None:
         if plan.num_samples != len(index):
             raise ValueError(f"The plan is for {plan.num_samples} samples, the index has {len(index)}.")
         self._index, self._plan, self._device, self._size = index, plan, device, (img_size, img_size)
-        self._padding, self._policy, self._axes, self._memory = padding, policy, token_label_axes, reader.Memory()
+        self._padding, self._policy, self._with_maps, self._memory = padding, policy, with_maps, reader.Memory()
         self._to_floats, self._fill = pixels.Normalise(mean, std), fill_colour(mean)
         self._normalise = functools.partial(_normalise, mean=mean, std=std)
         self._filters_of, self._on_cpu = _filters(interpolation), _finishes_on_cpu(device)
@@ -120,7 +119,7 @@ class TrainLoader(Iterator[Batch]):
             device=device,
             num_threads=num_threads,
             preadv=preadv,
-            with_maps=token_label_axes is not None,
+            with_maps=with_maps,
         )
 
     def encode(self, job: MicroBatch) -> Encoded[Crops]:
@@ -135,11 +134,11 @@ class TrainLoader(Iterator[Batch]):
             flips=draws.flip.astype(np.int32),
             operations=operations,
         )
-        room = reader.room(self._index, samples, self._memory, with_maps=self._axes is not None)
-        if self._axes is None:
+        room = reader.room(self._index, samples, self._memory, with_maps=self._with_maps)
+        if not self._with_maps:
             return Encoded(job, samples, room, crops)
         warp = token_labels.warps(operations.affine) if self._policy else None
-        placement = token_labels.place(draws, **shape, axes=self._axes, warp=warp)
+        placement = token_labels.place(draws, **shape, warp=warp)
         return Encoded(job, samples, room, crops, placement, warp)
 
     def decode(self, jpegs: Any, corners: Any = None, sizes: Any = None, filters: Any = None, flips: Any = None) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,6 @@ from torch import Tensor
 from largebatch.data.order import Draws
 
 CELL = 16  # pixels of the network's input per cell of its output, in each direction
-
-Axes = Literal["exact", "legacy_transposed"]
 
 
 class TokenLabels(NamedTuple):
@@ -46,27 +44,20 @@ class TokenLabels(NamedTuple):
 
 
 def place(
-    draws: Draws, *, width: np.ndarray, height: np.ndarray, axes: Axes = "exact", warp: np.ndarray | None = None
+    draws: Draws, *, width: np.ndarray, height: np.ndarray, warp: np.ndarray | None = None
 ) -> np.ndarray:
     """Return maps (n, 2, 3) float64 from points of the network's input to points of the map, both in the unit square.
 
     x goes right, y down. `width` and `height` are those of the stored images in pixels; `warp` comes from `warps`.
     After the warps come the flip, the crop, and the step from the image to its centre square, which the teacher saw.
-
-    "legacy_transposed" does what the published code does: it swaps the axes of the crop after the flip, and treats the
-    map as one of the full image.
+    The published code swaps the axes of the crop after the flip, and takes the map for one of the full image.
     """
     w, h, flip = draws.width / np.float64(1), draws.height / np.float64(1), draws.flip
     placement = np.zeros((len(w), 2, 3))
-    if axes == "exact":
-        side = np.minimum(width, height) / np.float64(1)
-        x, y = draws.x - (width - side) / 2, draws.y - (height - side) / 2
-        placement[:, 0, 0], placement[:, 0, 2] = np.where(flip, -w, w) / side, np.where(flip, x + w, x) / side
-        placement[:, 1, 1], placement[:, 1, 2] = h / side, y / side
-    else:
-        x, y, w, h = draws.x / width, draws.y / height, w / width, h / height
-        placement[:, 0, 0], placement[:, 0, 2] = np.where(flip, -h, h), np.where(flip, 1 - y, y)
-        placement[:, 1, 1], placement[:, 1, 2] = w, np.where(flip, 1 - x - w, x)
+    side = np.minimum(width, height) / np.float64(1)
+    x, y = draws.x - (width - side) / 2, draws.y - (height - side) / 2
+    placement[:, 0, 0], placement[:, 0, 2] = np.where(flip, -w, w) / side, np.where(flip, x + w, x) / side
+    placement[:, 1, 1], placement[:, 1, 2] = h / side, y / side
     return placement if warp is None else compose(placement, warp[:, -1])
 
 

@@ -40,7 +40,7 @@ class Checkpoint(Hook):
         *,
         every_images: int = 0,
         every_s: float = 0.0,
-        keep: int,
+        keep: int = 2,
         config_text: str,
         description: str = "",
         best: str = "none",

@@ -43,8 +43,8 @@ def window(num_steps: int) -> int:
 
 def uniform_loss(config: TrainConfig) -> float:
     """Return the loss of a model that gives all classes the same probability; the number of classes must be known."""
-    weights = config.loss.cls_weight + config.loss.dense_weight if config.loss.dense_weight else 1.0
-    return weights * math.log(max(2, config.model.num_classes))  # with a single class there is no way back
+    num_classes = max(2, config.model.num_classes)  # with a single class there is no way back
+    return (1.0 + config.loss.dense_weight) * math.log(num_classes)
 
 
 def way_back(lowest: float, uniform: float) -> float:

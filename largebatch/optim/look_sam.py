@@ -34,8 +34,8 @@ class LookSam:
     """The arithmetic of Look-LayerSAM. Its state is in that of the optimizer, so checkpoints and broadcasts have it."""
 
     rho: float
-    every: int
-    alpha: float
+    every: int = 5  # steps from one second gradient to the next; 1: in every step, as SAM does
+    alpha: float = 0.1  # norm of the part that is used again, relative to that of the gradient
 
     def begin(self, optimizer: Optimizer) -> None:
         """Create the state of a run at its beginning; the optimizer's own state is there already."""

@@ -94,7 +94,7 @@ class ParallelReplica(Replica):
         if not self.cuts_tensors:
             return serial
         if isinstance(serial, TokenLabeling):
-            return volo.token_labeling(self.mesh, cls_weight=serial.cls_weight, dense_weight=serial.dense_weight)
+            return volo.token_labeling(self.mesh, dense_weight=serial.dense_weight)
         return classification(self.mesh) if self.is_vit else serial
 
     def attach(self, model: nn.Module, optimizer: Reduced, comm: Communicator) -> None:

@@ -212,7 +212,7 @@ def check(model: nn.Module, size: int) -> None:
     blocks: Any = model.blocks
     if any(_rate(block.attn.attn_drop) for block in blocks):
         raise ValueError(
-            f"{option}, and the ring has no dropout between scores and values: set --model.attn_drop_rate 0."
+            f"{option}, and the ring has no dropout between scores and values: build the model without attn_drop_rate."
         )
 
 

@@ -82,7 +82,7 @@ def cut_block(block: Any, mesh: Mesh) -> None:
     mlp.fc1, mlp.fc2 = Linear(mlp.fc1, mesh, inwards=True), Linear(mlp.fc2, mesh, inwards=False)
 
 
-def token_labeling(mesh: Mesh, *, cls_weight: float, dense_weight: float) -> Callable[[Any, Augmented], Tensor]:
+def token_labeling(mesh: Mesh, *, dense_weight: float) -> Callable[[Any, Augmented], Tensor]:
     """The objective `losses.TokenLabeling` of a cut VOLO: no rank holds all classes' logits of the cells."""
 
     def objective(model: Any, batch: Augmented) -> Tensor:
@@ -92,7 +92,7 @@ def token_labeling(mesh: Mesh, *, cls_weight: float, dense_weight: float) -> Cal
         num_tokens = cells.shape[1]
         loss = cross_entropy(logits, mixed_targets(batch.targets, batch.mix_box, num_tokens), mesh)
         dense = cross_entropy(cells, targets_of_tokens(batch, num_tokens), mesh) / num_tokens
-        return cls_weight * loss + dense_weight * dense
+        return loss + dense_weight * dense
 
     return objective
 

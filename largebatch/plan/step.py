@@ -6,6 +6,7 @@ from itertools import accumulate
 
 from largebatch.config import ParallelConfig, TrainConfig, accumulation_passes
 from largebatch.devices import Device
+from largebatch.optim import LookSam
 from largebatch.plan import constants
 from largebatch.plan.constants import Link
 from largebatch.plan.memory import share_of
@@ -230,7 +231,7 @@ def step_of(config: TrainConfig, counted: Pass, cluster: Cluster, speed: Speed =
         overlaps=cluster.device.kind != "cpu" and parallel.shape().size == 1 and config.run.compile is not True,
     )
     if config.optim.sam_rho is not None:  # a second gradient every few steps
-        share = 1 + 1 / config.optim.sam_every
+        share = 1 + 1 / LookSam.every
         compute, exposed = compute * share, exposed * share
     optimizer = optimizer_seconds(counted, config, cluster)
     decoded = config.data.micro_batch_size * passes / (cluster.cores_per_rank * constants.DECODED_PER_CORE.value)

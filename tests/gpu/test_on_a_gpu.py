@@ -157,7 +157,7 @@ def test_a_gradient_that_is_not_finite_leaves_everything_as_it_is(device):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(mixup_alpha=0.2, erase_prob=0.5), dict(cutmix_alpha=1.0, erase_prob=1.0, erase_mode="const"),
+    [dict(mixup_alpha=0.2, erase_prob=0.5), dict(cutmix_alpha=1.0, erase_prob=1.0),
      dict(mixup_alpha=0.4, label_smoothing=0.1, grid=4, ground_truth="published")],
     ids=["mixup", "cutmix", "tokens"],
 )  # fmt: skip

@@ -45,9 +45,9 @@ def _compare(size, fused, again, parts):
     for model in (cut, serial):
         torch.manual_seed(3)
         model.set_grad_checkpointing(again)
-        objective = losses.TokenLabeling(cls_weight=1.0, dense_weight=0.5)
+        objective = losses.TokenLabeling(dense_weight=0.5)
         if model is cut and parts:
-            objective = volo.token_labeling(mesh, cls_weight=1.0, dense_weight=0.5)
+            objective = volo.token_labeling(mesh, dense_weight=0.5)
         loss = objective(model, batch)
         (loss / 6).backward()
         of_images = objective(model.eval(), SimpleNamespace(**{**vars(batch), "token_targets": None}))
