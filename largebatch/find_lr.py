@@ -18,11 +18,11 @@ from largebatch import hooks
 from largebatch.assembly import Images, build_trainer, peak_lr
 from largebatch.config import NEVER, ScheduleConfig, TrainConfig
 from largebatch.engine import Hook, StepOutput, Trainer
-from largebatch.files import atomic_file
 from largebatch.files.table import write_table
-from largebatch.hooks import curves
 from largebatch.ranks import Communicator, StoppedEarly
 from largebatch.ranks.signals import Signals
+from largebatch.report.draw import write_picture
+from largebatch.report.panels import COLOURS, Line, Panel
 
 if TYPE_CHECKING:
     import torch
@@ -160,19 +160,13 @@ def batch_and_optimizer(config: TrainConfig) -> str:
 def draw(
     path: Path, rates: Sequence[float], losses: Sequence[float], curve: Any, found: float | None, *, title: str
 ) -> None:
-    from matplotlib.figure import Figure  # takes half a second to import, and only rank 0 needs it
-
-    figure = Figure(figsize=(7.0, 4.4), dpi=120, layout="constrained")
-    axes: Any = figure.subplots()
-    axes.plot(rates, losses, label="single steps", **curves.THIN)
-    axes.plot(rates, curve, label="smoothed", **curves.BLUE)
-    if found is not None:
-        axes.axvline(found, label=f"suggestion: {found:.2g}", **curves.RED)
-    axes.set_xscale("log")
-    axes.set_ylim(top=min(max(losses, default=1.0), 1.5 * losses[0]) if losses else None)
-    axes.set(xlabel="learning rate", ylabel="loss after the step")
-    axes.grid(color="#e6e6e6", linewidth=0.7)
-    axes.legend(frameon=False)
-    axes.set_title(title, fontsize=12)
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png")
+    highest = 1.5 * losses[0] if losses else 0.0  # the last losses may be huge
+    lines = [
+        Line(label, COLOURS[0], [(x, y) for x, y in zip(rates, ys) if y <= highest], thin=bool(thin))
+        for label, ys, thin in (("single steps", losses, 1), ("smoothed", curve, 0))
+        if losses
+    ]
+    marks = [] if found is None else [(found, COLOURS[1])]
+    suggestion = "" if found is None else f"; suggestion (dotted): {found:.2g}"
+    title = f"loss after the step, {title}{suggestion}"
+    write_picture(path, Panel("find_lr", title, lines, marks=marks, across="learning rate"))

@@ -230,13 +230,13 @@ def prepare(
 def refuse_lost_checkpoints(folder: Path) -> None:
     """Raise ValueError if this run had a checkpoint and has none: it would begin anew, over its own tables."""
     from largebatch import checkpoint
-    from largebatch.hooks import starts
+    from largebatch.report import history
 
     if checkpoint.checkpoints(folder):
         return
-    step, best = starts.saved_step(folder), folder / checkpoint.FOLDER / checkpoint.BEST
+    step, best = history.saved_step(folder), folder / checkpoint.FOLDER / checkpoint.BEST
     if step or best.is_symlink():
-        sign = f"{starts.STARTS} says that step {step} was saved" if step else f"its link best names {best.readlink()}"
+        sign = f"{history.STARTS} says that step {step} was saved" if step else f"its link best names {best.readlink()}"
         raise ValueError(
             f"{best.parent} has no checkpoint, but {sign}: restore one to resume this run, or choose another "
             "--run.folder to train from the beginning."
@@ -295,11 +295,11 @@ def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", sign
     """
     from largebatch import checkpoint
     from largebatch.config import typed
-    from largebatch.hooks import starts
+    from largebatch.report import history
     from largebatch.report.summary import log_end
 
     folder = Path(config.folder)
-    start = starts.describe_start(comm, argv)
+    start = history.describe_start(comm, argv)
     logger.info("%s", start)
     if checkpoint.checkpoints(folder) and typed(argv, "config") and not typed(argv, "run.folder"):
         logger.warning("--config names the run folder %s: this run goes on; --run.folder starts another", folder)
@@ -309,7 +309,7 @@ def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", sign
         return
     with comm.together("writing starts.jsonl"):
         if comm.rank == 0:
-            starts.write_start(folder, replace(start, step=trainer.state.step))
+            history.write_start(folder, replace(start, step=trainer.state.step))
     gc_resume()
     reason = trainer.fit(max_steps=config.run.max_steps)
     if comm.rank == 0:

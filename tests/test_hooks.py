@@ -49,11 +49,12 @@ from largebatch.config import (
 )
 from largebatch.data.order import Plan
 from largebatch.engine import Hook, Trainer, TrainState
-from largebatch.hooks import Guards, curves, noise_ramp, noise_scale, sinks, starts, tables
+from largebatch.hooks import Guards, noise_ramp, noise_scale, sinks
 from largebatch.hooks.checkpointing import Writer
 from largebatch.hooks.profile import Profile
 from largebatch.hooks.sinks import PLAIN_LINES
 from largebatch.ranks import Stopped
+from largebatch.report import draw, history, panels, tables
 from largebatch.train import refuse_lost_checkpoints
 from zoo import hub
 
@@ -654,6 +655,15 @@ def share_of(path: Path, colour: str) -> float:
     return float((abs(imread(path)[..., :3] - wanted).max(axis=-1) < 0.05).mean())
 
 
+def pale(colour: str) -> str:
+    """A thin line on white."""
+    mixed = (draw.THIN * int(colour[place : place + 2], 16) + (1 - draw.THIN) * 255 for place in (1, 3, 5))
+    return "#" + "".join(f"{round(value):02x}" for value in mixed)
+
+
+TRAINING, HELD_OUT, AVERAGED = panels.COLOURS[:3]
+
+
 def test_the_picture_shows_the_curves(tmp_path):
     sink = hooks.Csv(tmp_path)
     sink.open(trainer_at(0))
@@ -670,8 +680,8 @@ def test_the_picture_shows_the_curves(tmp_path):
     sink.drawing.result()
     path = tmp_path / "curves.png"
     assert imread(path).shape[0] > 500 and imread(path).shape[1] > 800
-    for style in (curves.RED, curves.BLUE, curves.THIN, curves.PALE):
-        assert share_of(path, style["color"]) > 3e-4, style
+    for colour in (TRAINING, HELD_OUT, pale(TRAINING)):
+        assert share_of(path, colour) > 3e-4, colour
     assert 0.8 < share_of(path, "#ffffff") < 0.99
     drawn = path.stat().st_mtime_ns
     sink.write_epoch(epoch_row(30))
@@ -731,8 +741,8 @@ def test_averaged_weights_are_shown_where_there_are_some(tmp_path, caplog):
         for sink in (csv, line):
             sink.open(trainer_at(0))
             sink.write_epoch(row)
-        curves.draw_curves(tmp_path, title="a run")
-        assert (share_of(tmp_path / "curves.png", curves.GREEN["color"]) > 1e-4) is is_there
+        draw.draw_curves(tmp_path, title="a run")
+        assert (share_of(tmp_path / "curves.png", AVERAGED) > 1e-4) is is_there
         assert f"top-5 90.00 %{words}  lr" in caplog.messages[-1]
         assert read(tmp_path / "epochs.csv")[0]["ema_top1"] == ("72.5" if is_there else "")
 
@@ -744,8 +754,8 @@ def test_the_picture_shows_trust_ratios_where_there_are_some(tmp_path):
         sink.open(trainer_at(0))
         for step in range(1, 60):
             sink.write_step(step_row(step, loss=math.nan, grad_norm=math.nan, **values))
-        curves.draw_curves(tmp_path, title="a run")
-        shares.append(share_of(tmp_path / "curves.png", curves.THIN["color"]))
+        draw.draw_curves(tmp_path, title="a run")
+        shares.append(share_of(tmp_path / "curves.png", pale(TRAINING)))
     assert shares[1] > 2 * shares[0]  # smallest and largest, in the colour of single steps
 
 
@@ -759,9 +769,9 @@ def test_the_noise_scale_is_drawn_and_told_where_there_is_one(tmp_path, caplog):
             for step in range(1, 60):
                 each.write_step(step_row(step, trust_median=1.0, **values))
         assert caplog.messages[-1].partition("  noise scale ")[2].partition("  ")[0] == words
-        curves.draw_curves(tmp_path, title="a run")
+        draw.draw_curves(tmp_path, title="a run")
         heights.append(imread(tmp_path / "curves.png").shape[0])
-    assert heights[1] > 1.3 * heights[0] and share_of(tmp_path / "curves.png", curves.PALE["color"]) > 2e-4
+    assert heights[1] > 1.3 * heights[0] and share_of(tmp_path / "curves.png", HELD_OUT) > 2e-4
     assert read(tmp_path / "steps.csv")[0]["noise_scale"] == "3400"
 
 
@@ -804,10 +814,10 @@ def test_the_batch_in_the_picture_grows_with_a_ramp_and_not_with_a_short_last_st
     """Steps of 8, 8, 16, 16, 16 and 4 images, with rows of all but the first."""
     images = enumerate((8, 16, 32, 48, 64, 68), start=1)
     rows = [{"step": float(step), "epoch": step / 2, "images": float(seen)} for step, seen in images]
-    assert [row["batch"] for row in curves.batches(rows[1:])] == [8, 16, 16, 16, 16]
-    assert curves.whole_steps(rows[1:]) == rows[1:-1] and curves.whole_steps(rows[1:-1]) == rows[1:-1]
-    assert curves.whole_steps(rows[:1]) == rows[:1]
-    assert [row["epoch"] for row in curves.at_middles(rows[1::2])] == [0.5, 1.5, 2.5]
+    assert [row["batch"] for row in panels.batches(rows[1:])] == [8, 16, 16, 16, 16]
+    assert panels.whole_steps(rows[1:]) == rows[1:-1] and panels.whole_steps(rows[1:-1]) == rows[1:-1]
+    assert panels.whole_steps(rows[:1]) == rows[:1]
+    assert [row["epoch"] for row in panels.at_middles(rows[1::2])] == [0.5, 1.5, 2.5]
 
 
 def test_no_text_of_the_picture_lies_on_another_or_outside(tmp_path_factory, monkeypatch):
@@ -827,7 +837,7 @@ def test_no_text_of_the_picture_lies_on_another_or_outside(tmp_path_factory, mon
                     sink.write_epoch(epoch_row(step, ema_loss=0.25, ema_top1=72.5))
                     sink.write_layers({"step": step, "epoch": step / 5} | dict.fromkeys(names, 0.1 * step))
             sink.close()
-            curves.draw_curves(sink.folder, title="a model of a long name, a recipe of a user")
+            draw.draw_curves(sink.folder, title="a model of a long name, a recipe of a user")
     for figure in drawn:
         figure.draw_without_rendering()
         boxes = [(text.get_text(), text.get_window_extent().padded(-1)) for text in texts(figure)]
@@ -859,19 +869,19 @@ def test_rows_of_an_earlier_version(tmp_path):
     epochs = "step,epoch,images,lr,train_loss,eval_loss,top1,top5,images_per_s,skipped\n1,0.2,10,1,2,3,60,90,4,0\n"
     (tmp_path / "steps.csv").write_text(steps)
     (tmp_path / "epochs.csv").write_text(epochs)
-    curves.draw_curves(tmp_path, title="an old run")
+    draw.draw_curves(tmp_path, title="an old run")
     sink = hooks.Csv(tmp_path)
     sink.open(trainer_at(1))
     sink.write_step(step_row(2, trust_median=0.5))
     sink.write_epoch(epoch_row(2))
     rows = read(tmp_path / "steps.csv")
     assert [(row["loss"], row["trust_median"]) for row in rows] == [("2", ""), ("1", "0.5")]
-    curves.draw_curves(tmp_path, title="an old run, resumed")
+    draw.draw_curves(tmp_path, title="an old run, resumed")
 
 
 def test_a_picture_of_nothing(tmp_path):
-    curves.draw_curves(tmp_path, title="a run that has not begun")
-    assert share_of(tmp_path / "curves.png", curves.RED["color"]) == 0
+    draw.draw_curves(tmp_path, title="a run that has not begun")
+    assert share_of(tmp_path / "curves.png", HELD_OUT) == 0
 
 
 def test_a_run_without_evaluation_says_that_it_has_no_accuracy(tmp_path):
@@ -883,7 +893,7 @@ def test_a_run_without_evaluation_says_that_it_has_no_accuracy(tmp_path):
         sink.write_step(step_row(1))
         for row in epochs:
             sink.write_epoch(row)
-        curves.draw_curves(sink.folder, title="a run")
+        draw.draw_curves(sink.folder, title="a run")
         picture = imread(sink.folder / "curves.png")[..., :3]
         height, width, _ = picture.shape
         middle = picture[int(0.27 * height) : int(0.32 * height), int(0.74 * width) : int(0.82 * width)]
@@ -937,8 +947,8 @@ def test_a_start_writes_down_its_first_checkpoint_and_a_failed_save_none(tmp_pat
         writer.start(SimpleNamespace(step=step), began=0.0)
         while not writer.wait(1.0):
             pass
-    assert written == [3, 4] and starts.saved_step(tmp_path) == 3
-    assert (tmp_path / "starts.jsonl").read_text() == '{"saved": 3}\n' and starts.read_starts(tmp_path) == []
+    assert written == [3, 4] and history.saved_step(tmp_path) == 3
+    assert (tmp_path / "starts.jsonl").read_text() == '{"saved": 3}\n' and history.read_starts(tmp_path) == []
 
     def full(folder, snapshot, keep):
         raise OSError("no space")
@@ -948,7 +958,7 @@ def test_a_start_writes_down_its_first_checkpoint_and_a_failed_save_none(tmp_pat
     other.start(SimpleNamespace(step=3), began=0.0)
     while not other.wait(1.0):
         pass
-    assert starts.saved_step(tmp_path / "other") == 0
+    assert history.saved_step(tmp_path / "other") == 0
 
 
 @pytest.mark.parametrize("most, told", [(1, [1]), (3, [1, 2, 3]), (25, [1, 2, 4, 8, 16, 25])])

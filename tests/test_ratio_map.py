@@ -8,8 +8,9 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from largebatch.hooks import curves, tables
-from largebatch.hooks.ratio_map import by_kind, draw_map, tensors
+from largebatch.report import tables
+from largebatch.report.draw import CURVES, draw_curves, draw_map
+from largebatch.report.panels import by_kind, tensors
 
 NAMES = [f"blocks.{block}.{part}.weight" for block in range(3) for part in ("attn.qkv", "mlp.fc1")]
 NAMES = ["patch_embed.proj.weight", *NAMES, "head.weight"]
@@ -58,7 +59,7 @@ def test_the_picture_of_a_run_has_the_map(tmp_path, num_rows, shown):
         writer = csv.DictWriter(file, ["step", "epoch", *NAMES])
         writer.writeheader()
         writer.writerows(rows(num_rows))
-    curves.draw_curves(tmp_path, title="a run")
-    picture = imread(tmp_path / curves.CURVES)[..., :3]
+    draw_curves(tmp_path, title="a run")
+    picture = imread(tmp_path / CURVES)[..., :3]
     yellow = np.abs(picture - np.array([253, 231, 37]) / 255).max(axis=-1) < 0.05  # the highest ratio
     assert bool(yellow.mean() > 1e-3) is shown and (picture.shape[0] > 1000) is shown

@@ -12,9 +12,9 @@ from torch import nn
 from largebatch import checkpoint
 from largebatch.config import TrainConfig, dump
 from largebatch.engine import TrainState
-from largebatch.hooks.tables import STEP_COLUMNS, STEPS, Table
 from largebatch.optim import Lamb
 from largebatch.report.__main__ import main
+from largebatch.report.tables import STEP_COLUMNS, STEPS, Table
 
 VERSIONS = (
     "2026-11-23 10:00:00 Python 3.11.7, the sources of largebatch 0123abcd, torch 2.13.0+cpu, timm 1.0.31, "

@@ -18,10 +18,11 @@ from largebatch.data import imagenet_real, shard_check
 from largebatch.data.sources import class_names
 from largebatch.export.folder import card
 from largebatch.files import run_lock
-from largebatch.hooks.starts import read_starts
 from largebatch.plan import __main__ as plan
 from largebatch.recipes import depends_on_data
-from largebatch.report import diff, panels, summary
+from largebatch.report import diff, summary
+from largebatch.report.__main__ import report
+from largebatch.report.history import read_starts
 from zoo import create_model, hub, load_weights, save_weights
 
 ROOT = Path(__file__).parents[1]
@@ -124,7 +125,7 @@ READERS = {
     "plan": lambda run: planned("run"),
     "plan --config": lambda run: planned("", *FILE),
     "benchmark": lambda run: resident.read_config(FILE),
-    "report": lambda run: panels.read_run(run, "run", "red"),
+    "report": lambda run: report(["run"]),
     "report diff": lambda run: diff.compare_options(diff._config(run), diff._config(run)),
     "the end of a run": lambda run: summary.describe(run, num_steps=2),
     "export": lambda run: card(create_model(weights="run"), hub.find("run"), run, licence="mit"),

@@ -26,9 +26,9 @@ from largebatch.config import (
 from largebatch.data.order import Plan
 from largebatch.data.randaugment import parse as parse_policy
 from largebatch.data.token_labels import CELL
-from largebatch.hooks.starts import count as count_of
 from largebatch.launch.cores import loader_threads
 from largebatch.ranks import Communicator
+from largebatch.report.history import count as count_of
 from zoo import create_model, hub
 
 if TYPE_CHECKING:

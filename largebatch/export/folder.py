@@ -16,7 +16,7 @@ from largebatch import config as configs
 from largebatch.config import TrainConfig
 from largebatch.files import atomic_file
 from largebatch.files.names import printable
-from largebatch.hooks.tables import EPOCHS, read_rows
+from largebatch.report.tables import EPOCHS, read_rows
 from zoo import hub, save_weights
 
 CARD = "README.md"

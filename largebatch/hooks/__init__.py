@@ -13,8 +13,8 @@
     Profile         profile.py         starts to record after the hooks above, so the trace shows only steps
     Log             log.py             starts its clock last, so that no hook counts as training time
 
-Log computes rows of numbers and hands them to the sinks in sinks.py: a progress bar, CSV files (tables.py), TensorBoard
-and a picture (curves.py, with ratio_map.py), and to weights_and_biases.py. starts.py has the history of a run.
+Log computes rows of numbers and hands them to the sinks in sinks.py: a progress bar, CSV files, TensorBoard and a
+picture, and to weights_and_biases.py. largebatch/report has the tables, the history and the pictures of a run.
 """
 
 from largebatch.hooks.checkpointing import Checkpoint, in_turn

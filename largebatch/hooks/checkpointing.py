@@ -17,9 +17,9 @@ import torch
 
 from largebatch import checkpoint
 from largebatch.engine import Hook, Trainer
-from largebatch.hooks import starts
 from largebatch.process.background import in_background
 from largebatch.ranks import Communicator, Stopped
+from largebatch.report import history
 
 logger = logging.getLogger(__name__)
 
@@ -256,5 +256,5 @@ class Writer:
         """Write down, once, that this run has a checkpoint, so that it does not begin anew if all are lost."""
         if not self.recorded:
             with suppress(OSError):  # the checkpoint is what counts
-                starts.write_saved(Path(self.folder), step=step)
+                history.write_saved(Path(self.folder), step=step)
                 self.recorded = True

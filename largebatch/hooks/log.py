@@ -15,8 +15,8 @@ import torch
 from largebatch.engine import Hook, StepOutput, Trainer
 from largebatch.hooks.noise_scale import NoiseScale
 from largebatch.hooks.sinks import Sink
-from largebatch.hooks.tables import TRUST, Row
 from largebatch.optim import adapted_ratios, trust_summary
+from largebatch.report.tables import TRUST, Row
 
 logger = logging.getLogger(__name__)
 wall_clock = time.time  # seconds since the epoch

@@ -20,8 +20,10 @@ from concurrent import futures
 from pathlib import Path
 
 from largebatch.engine import Trainer
-from largebatch.hooks.curves import draw_curves
-from largebatch.hooks.tables import (
+from largebatch.process.background import in_background
+from largebatch.process.progress import start_bar, stop_bar
+from largebatch.report.draw import draw_curves
+from largebatch.report.tables import (
     EMA,
     EPOCH_COLUMNS,
     EPOCHS,
@@ -34,8 +36,6 @@ from largebatch.hooks.tables import (
     Row,
     Table,
 )
-from largebatch.process.background import in_background
-from largebatch.process.progress import start_bar, stop_bar
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from largebatch.engine import Trainer
 from largebatch.hooks.sinks import Sink
-from largebatch.hooks.tables import EMA, MEASURED, NOISE, TRUST, Row
+from largebatch.report.tables import EMA, MEASURED, NOISE, TRUST, Row
 
 PROJECT = "largebatch"  # unless WANDB_PROJECT is set
 

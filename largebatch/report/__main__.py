@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(words: Sequence[str]) -> int:
     """Write the page of runs, and the pictures if they are asked for."""
+    from largebatch.report.draw import write_pictures
     from largebatch.report.page import write_page
     from largebatch.report.panels import panels, read_runs
 
@@ -52,8 +53,6 @@ def report(words: Sequence[str]) -> int:
     shown = panels(runs)
     write_page(folder / PAGE, runs, shown)
     if args.pictures:
-        from largebatch.report.pictures import write_pictures
-
         pictures = write_pictures(folder, runs, shown)
         print(f"{folder / PAGE}, and {len(pictures)} pictures beside it: {folder}/report_*.png")
     else:

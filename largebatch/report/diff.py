@@ -14,7 +14,7 @@ from largebatch import checkpoint, config
 from largebatch.checkpoint.snapshot import AVERAGE, WEIGHTS
 from largebatch.config import TrainConfig
 from largebatch.data.order import Plan
-from largebatch.hooks.tables import EPOCHS, MEASURED, STEPS, Row, read_rows
+from largebatch.report.tables import EPOCHS, MEASURED, STEPS, Row, read_rows
 from zoo.weights import read_weights
 
 PLACES = ("run.folder",)  # options in which all runs differ

@@ -2,17 +2,25 @@
 
 import datetime
 import html
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from largebatch.config import differences, dump
+import torch
+
+from largebatch.config import differences, dump, options
 from largebatch.files import atomic_file
-from largebatch.report import predictions, summary, svg
-from largebatch.report.panels import Panel, Run, has_map, history, layer_names
+from largebatch.recipes import find
+from largebatch.report import predictions, summary
+from largebatch.report.draw import THIN, map_svg, panel_svg
+from largebatch.report.history import events
+from largebatch.report.panels import MAP, Panel, Run
+from zoo import create_model
 
 WORST = 24  # images
-MOST_COLUMNS = 60  # of a map of trust ratios
+DASHES = ("solid", "dashed", "dotted")
+CHOOSES = ("model.name", "model.weights", "data.path", "data.global_batch_size")  # a recipe
+FOUND = ("data.path", "model.num_classes", "model.weights", "run.folder", "run.precision")  # by each run
+MARKS = '<p class="soft">A dotted upright line: the run was stopped or resumed there.</p>'
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1b1f24; --soft: #59636e; --line: #d9dee4; --card: #f6f8fa; }
 @media (prefers-color-scheme: dark) {
@@ -27,16 +35,13 @@ h1 { font-size: 1.5em; margin: 0 0 .3em; overflow-wrap: anywhere; } h2 { font-si
 figure { margin: 0; padding: 10px 12px; background: var(--card); border: 1px solid var(--line); border-radius: 8px;
   min-width: 0; }
 figure > svg { display: block; width: 100%; height: auto; }
-figure.wide { overflow-x: auto; margin-top: 14px; } figure.wide > svg { min-width: 420px; max-width: 660px; }
 figcaption { font-weight: 600; font-size: .92em; margin-bottom: 4px; }
-svg text { fill: var(--soft); font: 11px system-ui, sans-serif; } svg text.small { font-size: 8px; }
-@media (max-width: 560px) { svg text { font-size: 14px; } body { padding: 10px; } td { min-width: 9em; } }
-svg .grid { stroke: var(--line); stroke-width: 1; } svg .mark { stroke-dasharray: 2 3; stroke-width: 1.6; }
+svg text { font-family: system-ui, sans-serif !important; }
+@media (max-width: 560px) { svg text { font-size: 14px !important; } body { padding: 10px; } }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; list-style: none; margin: 4px 0 0; padding: 0;
   font-size: .82em; }
-.legend svg { width: 26px; height: 8px; margin-right: 5px; vertical-align: middle; }
-.legend li { overflow-wrap: anywhere; }
-.shade { display: inline-block; width: 14px; height: 10px; margin-right: 5px; }
+.legend li, td { overflow-wrap: anywhere; }
+.legend i { display: inline-block; width: 26px; margin-right: 5px; vertical-align: middle; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9em; }
 td, th { padding: 4px 10px; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
@@ -58,8 +63,8 @@ def write_page(file: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> None
         f"<h1>{_text(title)}</h1>",
         f'<p class="soft">largebatch report, {_moment(datetime.datetime.now().timestamp())}</p>',
         _results(runs),
-        f'<h2>Curves</h2><div class="grid">{"".join(map(svg.draw, panels))}</div>',
-        *map(_layers, runs),
+        "<h2>Curves</h2>" + MARKS * any(panel.marks for panel in panels),
+        f'<div class="grid">{"".join([*map(_panel, panels), *map(_map, runs)])}</div>',
         "<h2>Starts and ends</h2>" + "".join(_history(run, named=len(runs) > 1) for run in runs),
         _differences(runs),
         *(_predictions(run, named=len(runs) > 1) for run in runs),
@@ -79,42 +84,71 @@ def _configuration(run: Run) -> str:
 
 
 def _results(runs: Sequence[Run]) -> str:
-    rows = [
-        (
-            _dot(run) + _text(run.name),
-            _text(f"{run.config.model.name} at {run.config.model.img_size} px, recipe {run.config.recipe or 'none'}"),
-            _text(_data(run)),
-            _text(summary.accuracy(run.epochs)),
-            _text(summary.duration(run.starts, run.steps)),
-            _text(summary.speed(run.steps, None)),
-            _text(summary.memory(run.steps).removeprefix("peak memory ")),
-        )
-        for run in runs
-    ]
-    return _table(("run", "model", "data", "held-out top-1", "time", "speed", "peak memory"), rows)
+    """Return a column for each run, so that a narrow window has room for the texts."""
+    rows = {
+        "model": [f"{run.config.model.name} at {run.config.model.img_size} px{_parameters(run)}" for run in runs],
+        "data": [_data(run) for run in runs],
+        "recipe": [f"{run.config.recipe or 'none'}{_changes(run)}" for run in runs],
+        "held-out top-1": [summary.accuracy(run.epochs) for run in runs],
+        "time": [summary.duration(run.starts, run.steps) for run in runs],
+        "speed": [summary.speed(run.steps, None) for run in runs],
+        "peak memory": [summary.memory(run.steps).removeprefix("peak memory ") for run in runs],
+    }
+    head = ("run", *(_dot(run) + _text(run.name) for run in runs))
+    return _table(head, [(what, *map(_text, of)) for what, of in rows.items()])
 
 
 def _data(run: Run) -> str:
-    images = round(run.steps[-1]["images"] / run.steps[-1]["epoch"]) if run.steps else 0
+    images = _num_images(run)
     classes = f" of {run.config.model.num_classes} classes" * bool(run.config.model.num_classes)
     size = f": {images:,} training images{classes}" if images else ""
     return f"{run.config.data.path}{size}"
 
 
-def _layers(run: Run) -> str:
-    if not has_map(run):
+def _num_images(run: Run) -> int:
+    return round(run.steps[-1]["images"] / run.steps[-1]["epoch"]) if run.steps and run.steps[-1]["epoch"] else 0
+
+
+def _parameters(run: Run) -> str:
+    """Return how many the model has; nothing for a model of a user's file, which is not run here."""
+    try:
+        with torch.device("meta"):
+            model = create_model(**run.config.model.arguments() | {"weights": None})
+    except (ValueError, RuntimeError):
         return ""
-    names = layer_names(run)
-    every = math.ceil(len(run.layers) / MOST_COLUMNS)
-    rows = run.layers[::-1][::every][::-1]  # with the newest
-    values = [[row.get(name, math.nan) for row in rows] for name in names]
-    title = f"trust ratio of each tensor by epoch: {run.name}"
-    epochs = [f"{row['epoch']:.{int(row['epoch'] < 3)}f}" for row in rows]
-    return svg.heat_map(names, epochs, values, title=_text(title))
+    return f", {sum(parameter.numel() for parameter in model.parameters()):,} parameters"
+
+
+def _changes(run: Run) -> str:
+    """Return the options that differ from the recipe; nothing for a recipe in a user's file, which is not run here."""
+    given = {name: value for name, value in options(run.config).items() if name in CHOOSES}
+    try:
+        found = differences(find(given | {"recipe": run.config.recipe}, _num_images(run)), run.config)
+    except ValueError:
+        return ""
+    shown = [f"--{name} {now}" for name, (_, now) in found.items() if name not in FOUND]
+    return f", with {' '.join(shown)}" if shown else ""
+
+
+def _panel(panel: Panel) -> str:
+    caption = f'<figcaption>{_text(panel.title)} <span class="soft">by epoch</span></figcaption>'
+    items = "".join(
+        f'<li><i style="border-top: {2 if line.thin else 3}px {DASHES[line.dash]} {line.colour}; '
+        f'opacity: {THIN if line.thin else 1}"></i>{_text(line.label)}</li>'
+        for line in panel.lines
+        if line.label
+    )
+    legend = f'<ul class="legend">{items}</ul>' if items else ""
+    return f'<figure id="{panel.key}">{caption}{panel_svg(panel)}{legend}</figure>'
+
+
+def _map(run: Run) -> str:
+    caption = f"<figcaption>{MAP}: {_text(run.name)}</figcaption>"
+    return f'<figure id="layers">{caption}{map_svg(run.layers)}</figure>' if run.layers else ""
 
 
 def _history(run: Run, *, named: bool) -> str:
-    rows = [(_moment(event.time), f"{event.step}", _text(event.text)) for event in history(run)]
+    rows = [(_moment(event.time), f"{event.step}", _text(event.text)) for event in events(run.starts)]
     commits = {start.commit: start.command for start in run.starts}
     commands = "".join(
         f'<p class="soft">{_text(command)}{f" (commit {_text(commit)})" if commit else ""}</p>'
@@ -148,7 +182,8 @@ def _predictions(run: Run, *, named: bool) -> str:
     of = f" of {run.name}" if named else ""
     if not rows:
         command = f"python -m largebatch.validate {run.folder} --predictions {run.folder / predictions.PREDICTIONS}"
-        return f'<p class="soft">With the answers{_text(of)} a page has a confusion matrix: {_text(command)}</p>'
+        told = f"For a confusion matrix and the worst images{of}, run {command} and then this report."
+        return f'<p class="soft">{_text(told)}</p>'
     names, counts = predictions.confusion(rows)
     worst = predictions.worst(rows, WORST)
     wrong = sum(row.prediction != row.label for row in rows)

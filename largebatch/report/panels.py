@@ -1,155 +1,219 @@
-"""The panels of a report: which lines of which runs they show, whoever draws them (svg.py, pictures.py)."""
+"""The one list of panels: which lines of which runs they show. draw.py draws them, for a run and for a page."""
 
 import bisect
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from largebatch import config
 from largebatch.config import TrainConfig
-from largebatch.hooks import curves
-from largebatch.hooks.ratio_map import by_kind, tensors
-from largebatch.hooks.starts import Start, read_starts
-from largebatch.hooks.tables import EPOCHS, LAYERS, STEPS, TRUST, Row, read_rows
+from largebatch.report.history import Start, events, read_starts
+from largebatch.report.tables import EPOCHS, LAYERS, STEPS, TRUST, Row, read_rows
 
-OF_A_STEP = ("loss", "grad_norm", "images_per_s", *TRUST)  # a short last step has others
 # Colours that differ on a light and on a dark page, also for most who see colours otherwise (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+OF_A_STEP = ("loss", "grad_norm", "images_per_s", *TRUST)  # a short last step has others
+MAP = "trust ratio of each tensor (the first block of a kind is on top)"
+# Columns by table, with what they show, the number of their colour, and whether they are thin lines behind the others.
+KINDS: dict[str, tuple[str, tuple[tuple[str, str, str, int, bool], ...]]] = {
+    "loss": (
+        "loss",
+        (
+            ("steps", "loss", "training, single steps", 0, True),
+            ("epochs", "train_loss", "training, mean", 0, False),
+            ("epochs", "eval_loss", "held out", 1, False),
+            ("epochs", "ema_loss", "held out, averaged weights", 2, False),
+        ),
+    ),
+    "top1": (
+        "held-out accuracy (%)",
+        (
+            ("epochs", "top5", "top-5", 1, True),
+            ("epochs", "top1", "top-1", 1, False),
+            ("epochs", "ema_top1", "top-1, averaged weights", 2, False),
+        ),
+    ),
+    "lr": ("learning rate", (("steps", "lr", "", 0, False),)),
+    "grad_norm": ("gradient norm before clipping", (("steps", "grad_norm", "", 0, False),)),
+    "trust": (
+        "trust ratios: smallest, median, largest",
+        tuple(("steps", column, "", 0, column != TRUST[1]) for column in TRUST),
+    ),
+    "noise_scale": (
+        "largest useful batch (images)",
+        (
+            ("steps", "noise_scale", "gradient noise scale", 0, False),
+            ("steps", "batch", "global batch", 1, False),
+        ),
+    ),
+    "images_per_s": ("throughput (images per second)", (("steps", "images_per_s", "", 0, False),)),
+    "stall": ("time that rank 0 waited for images (%)", (("steps", "stall", "", 0, False),)),
+    "memory_gib": ("peak memory of rank 0 (GiB)", (("steps", "memory_gib", "", 0, False),)),
+    "skipped": ("skipped steps, since the start of the run", (("steps", "skipped", "", 0, False),)),
+    "hours": ("hours since the first start", (("steps", "hours", "", 0, False),)),
+}
+ALWAYS = ("loss", "top1", "lr", "grad_norm")  # without a number, too
+LIVE = (*ALWAYS, "trust", "noise_scale")  # in curves.png
+LOG = ("grad_norm", "trust", "noise_scale")
+LEAST = {"stall": 10.0}  # to which an axis reaches at least: small shares look small
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """The content of a run folder."""
+    """A run folder; its files are read when they are asked for."""
 
     folder: Path
     name: str
-    colour: str
-    config: TrainConfig
-    steps: list[Row]
-    epochs: list[Row]
-    layers: list[Row]
-    starts: list[Start]
+    colour: str = COLOURS[0]
+
+    @cached_property
+    def config(self) -> TrainConfig:
+        return config.load(str(self.folder / "config.yaml"))
+
+    @cached_property
+    def steps(self) -> list[Row]:
+        return _placed(read_rows(self.folder / STEPS))
+
+    @cached_property
+    def epochs(self) -> list[Row]:
+        return _placed(read_rows(self.folder / EPOCHS))
+
+    @cached_property
+    def layers(self) -> list[Row]:
+        """Those of layers.csv, if the run has trust ratios and a course of them."""
+        rows = read_rows(self.folder / LAYERS) if _has(self.steps, TRUST[1]) else []
+        return rows if len(rows) > 1 and tensors(rows) else []
+
+    @cached_property
+    def starts(self) -> list[Start]:
+        return read_starts(self.folder)
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a panel; points that are not finite are left out. style: of one run's lines, 0 is the main one."""
+    """A line of a panel. dash: of one run's lines, 0 is the main one."""
 
     label: str
     colour: str
     points: list[tuple[float, float]]
-    style: int = 0
+    dash: int = 0
+    thin: bool = False
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A diagram over epochs. marks: (epoch, colour, text) of a start or an end of a run."""
+    """A diagram over epochs. marks: the epoch and the colour of a start or an end of a run."""
 
     key: str
     title: str
     lines: list[Line]
     log: bool = False
     least: float = 0.0
-    """to which the axis reaches at least: small shares look small"""
-    marks: list[tuple[float, str, str]] = field(default_factory=list)
-
-
-def read_run(folder: Path, name: str, colour: str) -> Run:
-    """Read a run folder; ValueError if it is none."""
-    if not (folder / "config.yaml").is_file():
-        raise ValueError(f"{folder} is not a run folder: expected a config.yaml in it; give the --run.folder of a run.")
-    return Run(
-        folder,
-        name,
-        colour,
-        config=config.load(str(folder / "config.yaml")),
-        steps=read_rows(folder / STEPS),
-        epochs=read_rows(folder / EPOCHS),
-        layers=read_rows(folder / LAYERS),
-        starts=read_starts(folder),
-    )
+    marks: list[tuple[float, str]] = field(default_factory=list)
+    across: str = "epoch"
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read run folders; each is named by the end of its path that tells it from the others."""
+    """Read run folders; each is named by the end of its path that tells it from the others.
+
+    ValueError if one is none.
+    """
     parts = [folder.resolve().parts for folder in folders]
     depth = next((k for k in range(1, 99) if len({part[-k:] for part in parts}) == len(parts)), 99)
+    for folder in folders:
+        if not (folder / "config.yaml").is_file():
+            raise ValueError(
+                f"{folder} is not a run folder: expected a config.yaml in it; give the --run.folder of a run."
+            )
     names = ("/".join(part[-depth:]).lstrip("/") for part in parts)
-    return [read_run(*of) for of in zip(folders, names, (COLOURS[k % len(COLOURS)] for k in range(len(folders))))]
+    return [Run(*of, COLOURS[k % len(COLOURS)]) for k, of in enumerate(zip(folders, names))]
 
 
-def panels(runs: Sequence[Run]) -> list[Panel]:
-    """Return the panels that have a point; with several runs, each has its own colour in all of them."""
+def panels(runs: Sequence[Run], keys: Sequence[str] = tuple(KINDS)) -> list[Panel]:
+    """Return the panels with these keys that have a number, and those of ALWAYS.
+
+    A single run has a colour for each column. Of several runs, each has its own colour in all panels.
+    """
     marks = [mark for run in runs for mark in _marks(run)]
-    steps = {
-        "lr": ("learning rate", [("lr", "")], False),
-        "grad_norm": ("gradient norm before clipping", [("grad_norm", "")], True),
-        "trust": (
-            "trust ratios: smallest, median, largest",
-            [("trust_median", "median"), ("trust_min", "smallest"), ("trust_max", "largest")],
-            True,
-        ),
-        "images_per_s": ("throughput (images per second)", [("images_per_s", "")], False),
-        "stall": ("time that rank 0 waited for images (%)", [("stall", "")], False),
-        "memory_gib": ("peak memory of rank 0 (GiB)", [("memory_gib", "")], False),
-        "skipped": ("skipped steps, since the start of the run", [("skipped", "")], False),
-        "hours": ("hours since the first start", [("hours", "")], False),
-    }
-    evaluations = [("train_loss", "training, mean"), ("eval_loss", "held out"), ("ema_loss", "averaged weights")]
-    single = _lines(runs, "steps", [("loss", "training, single steps")], style=3)
     found = [
-        Panel("loss", "loss", [*_lines(runs, "epochs", evaluations), *single]),
-        Panel(
-            "top1",
-            "held-out accuracy (%)",
-            _lines(runs, "epochs", [("top1", "top-1"), ("top5", "top-5"), ("ema_top1", "top-1, averaged weights")]),
-        ),
-        *(Panel(key, title, _lines(runs, "steps", columns), log) for key, (title, columns, log) in steps.items()),
+        Panel(key, KINDS[key][0], [*_lines(runs, key)], key in LOG, LEAST.get(key, 0.0), marks)
+        for key in keys
+        if key != "noise_scale" or any(_has(run.steps, key) for run in runs)  # not the batch alone
     ]
-    if any(math.isfinite(row.get("noise_scale", math.nan)) for run in runs for row in run.steps):
-        lines = _lines(runs, "steps", [("noise_scale", "gradient noise scale"), ("batch", "global batch")])
-        found.insert(5, Panel("noise_scale", "largest useful batch (images)", lines, True))
-    shown = [panel for panel in found if any(y for line in panel.lines for _, y in line.points)]  # not zeros alone
-    return [replace(panel, marks=marks, least=10.0 * (panel.key == "stall")) for panel in shown]
+    shown = (any(y for line in panel.lines for _, y in line.points) for panel in found)  # not zeros alone
+    return [panel for panel, has_numbers in zip(found, shown) if has_numbers or panel.key in ALWAYS]
 
 
-def _lines(runs: Sequence[Run], table: str, columns: list[tuple[str, str]], *, style: int = 0) -> list[Line]:
-    """Return a line for each run and column. A single run has a colour for each column."""
-    lines = []
+def _lines(runs: Sequence[Run], key: str) -> Iterator[Line]:
+    alone = len(runs) == 1
     for run in runs:
-        for number, (column, what) in enumerate(columns):
-            rows = _rows(run, table, column)
-            points = [(row["epoch"], _value(run, row, column)) for row in rows]
-            points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
-            label = what if len(runs) == 1 else f"{run.name}{', ' * bool(what)}{what}"
-            colour = COLOURS[number % len(COLOURS)] if len(runs) == 1 else run.colour
-            if points:
-                lines.append(Line(label, colour, points, style or (0 if len(runs) == 1 else min(number, 2))))
-    return lines
+        dash = 0
+        for table, column, what, colour, thin in KINDS[key][1]:
+            points = [(row["epoch"], row.get(column, math.nan)) for row in _rows(run, table, column)]
+            if points := [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]:
+                label = what if alone else ", ".join(filter(None, (run.name if what or not thin else "", what)))
+                yield Line(label, COLOURS[colour] if alone else run.colour, points, 0 if alone or thin else dash, thin)
+            dash = min(dash + (not thin), 2)
 
 
 def _rows(run: Run, table: str, column: str) -> list[Row]:
     if column == "batch":
-        return curves.batches(run.steps)
+        return batches(run.steps)
     if column == "train_loss":
-        return curves.at_middles(run.epochs)
+        return at_middles(run.epochs)
+    if column == "hours":
+        times = [row for row in run.steps if "time" in row]
+        began = run.starts[0].time if run.starts else times[0]["time"] if times else math.nan
+        return [row | {"hours": (row["time"] - began) / 3600} for row in times]
     rows: list[Row] = getattr(run, table)
-    return curves.whole_steps(rows) if column in OF_A_STEP else rows
+    return whole_steps(rows) if column in OF_A_STEP else rows
 
 
-def _value(run: Run, row: Row, column: str) -> float:
-    if column != "hours":
-        return row.get(column, math.nan)
-    began = run.starts[0].time if run.starts else next((r["time"] for r in run.steps if "time" in r), math.nan)
-    return (row.get("time", math.nan) - began) / 3600
+def _placed(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that say where in the run they are."""
+    return [row for row in rows if all(_has([row], column) for column in ("epoch", "images"))]
 
 
-def _marks(run: Run) -> list[tuple[float, str, str]]:
+def _has(rows: Sequence[Row], column: str) -> bool:
+    return any(math.isfinite(row.get(column, math.nan)) for row in rows)
+
+
+def at_middles(rows: list[Row]) -> list[Row]:
+    """Return rows about the time since the row before at the middle of that time, where their means belong."""
+    begins = [0.0, *(row["epoch"] for row in rows)]
+    return [row | {"epoch": (begin + row["epoch"]) / 2} for begin, row in zip(begins, rows)]
+
+
+def whole_steps(rows: list[Row]) -> list[Row]:
+    """Return the rows without that of the run's last step if it is short: its norm and its rate are of fewer images."""
+    if len(rows) < 2 or rows[-1]["step"] <= rows[-2]["step"]:
+        return rows
+    mean = (rows[-1]["images"] - rows[-2]["images"]) / (rows[-1]["step"] - rows[-2]["step"])
+    return rows if mean > 0.999 * batches(rows[:-1])[-1]["batch"] else rows[:-1]
+
+
+def batches(rows: list[Row]) -> list[Row]:
+    """Return the global batch at each row: the mean since the row before, without the run's last step, which is short.
+
+    It never shrinks. Between two phases of a batch ramp it is between their batches.
+    """
+    found, before, batch = [], {"step": 0.0, "images": 0.0}, 0.0
+    for row in rows:
+        if row["step"] > before["step"]:
+            batch = max(batch, (row["images"] - before["images"]) / (row["step"] - before["step"]))
+        found.append({"epoch": row["epoch"], "batch": batch})
+        before = row
+    return found
+
+
+def _marks(run: Run) -> list[tuple[float, str]]:
     """Return the places at which a run was stopped early, killed or resumed."""
-    if not run.steps:
-        return []
-    return [(epoch_of(event.step, run.steps), run.colour, event.text) for event in history(run) if event.on_axis]
+    found = [event.step for event in events(run.starts) if event.on_axis and run.steps]
+    return [(epoch_of(step, run.steps), run.colour) for step in found]
 
 
 def epoch_of(step: int, rows: Sequence[Row]) -> float:
@@ -163,37 +227,18 @@ def epoch_of(step: int, rows: Sequence[Row]) -> float:
     return epochs[after] + (step - steps[after]) * pace
 
 
-@dataclass(frozen=True)
-class Event:
-    """A line of a run's history."""
-
-    time: float
-    step: int
-    text: str
-    on_axis: bool = True
+def tensors(rows: Sequence[Row]) -> list[str]:
+    """Return the names of the tensors in layers.csv, in the order of the model."""
+    return [name for name in (rows[0] if rows else {}) if name not in ("step", "epoch")]
 
 
-def history(run: Run) -> list[Event]:
-    """Return the starts and ends of a run, oldest first."""
-    events = []
-    for number, start in enumerate(run.starts):
-        resumed = f"resumed after step {start.step}" if start.step else "started"
-        again = " (the start before was killed)" if number and run.starts[number - 1].ended is None else ""
-        hosts = ", ".join(start.hosts[:4]) + (f" and {len(start.hosts) - 4} more" if len(start.hosts) > 4 else "")
-        place = f"{start.ranks} ranks on {hosts} by {start.launcher}" if start.ranks > 1 else f"1 rank on {hosts}"
-        events.append(Event(start.time, start.step, f"{resumed}{again}: {place}", on_axis=number > 0))
-        if start.ended is not None:
-            reason = f"stopped early after step {start.last_step}: {start.reason}" if start.reason else ""
-            told = reason or f"ended after step {start.last_step}"
-            events.append(Event(start.ended, start.last_step or 0, told, on_axis=bool(start.reason)))
-    return events
+def by_kind(names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the tensors of each kind, which is their name without its numbers; kinds come as the model has them.
 
-
-def layer_names(run: Run) -> list[str]:
-    """Return the tensors in layers.csv, those of a kind after each other."""
-    return [name for names in by_kind(tensors(run.layers)).values() for name in names]
-
-
-def has_map(run: Run) -> bool:
-    """Return whether there are trust ratios of each tensor."""
-    return bool(layer_names(run)) and any(math.isfinite(row.get(TRUST[1], math.nan)) for row in run.steps)
+    Tensors of one kind, such as attn.qkv of all blocks, stand together in the map. In the order of the model neighbours
+    are of different kinds, and stripes would hide how the ratios change with depth.
+    """
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        kinds[re.sub(r"(?<=\.)\d+(?=\.)", "*", name).removesuffix(".weight")].append(name)
+    return dict(kinds)

@@ -11,8 +11,8 @@ import torch
 from largebatch.config import TrainConfig, load
 from largebatch.engine import Trainer
 from largebatch.flops import utilisation
-from largebatch.hooks.starts import Start, count, read_starts, write_end
-from largebatch.hooks.tables import EPOCHS, STEPS, Row, read_rows
+from largebatch.report.history import Start, count, read_starts, write_end
+from largebatch.report.tables import EPOCHS, STEPS, Row, read_rows
 
 logger = logging.getLogger(__name__)
 

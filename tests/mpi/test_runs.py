@@ -9,7 +9,7 @@ import torch
 from launch import launch
 from runs import SMALL, different, distance, rows, weights
 
-from largebatch.hooks.tables import MEASURED
+from largebatch.report.tables import MEASURED
 
 BATCH = ["--data.global_batch_size", "40", "--data.micro_batch_size", "4"]  # not even on three or four ranks
 LENGTH = ["--run.duration", "6 steps", "--run.eval_every", "4 steps"]

@@ -18,7 +18,7 @@ from launch import ENVIRONMENT, ROOT, launch, with_python
 from PIL import Image
 from runs import SMALL
 
-from largebatch.hooks.starts import read_starts
+from largebatch.report.history import read_starts
 
 COLUMNS = 100
 LIMIT_S = 240.0
@@ -124,10 +124,10 @@ def test_a_start_that_was_killed_has_no_end(watched, tmp_path):
     """Its last line may be cut off; the next one is whole."""
     first = json.loads((watched[0] / "starts.jsonl").read_text().splitlines()[0])
     (tmp_path / "starts.jsonl").write_text(json.dumps(first) + "\n" + json.dumps(first)[:40])
-    from largebatch.hooks import starts
+    from largebatch.report import history
 
-    starts.write_start(tmp_path, read_starts(watched[0])[0])
-    starts.write_end(tmp_path, step=7, reason="SIGTERM came")
+    history.write_start(tmp_path, read_starts(watched[0])[0])
+    history.write_end(tmp_path, step=7, reason="SIGTERM came")
     killed, stopped = read_starts(tmp_path)
     assert killed.ended is None and (stopped.last_step, stopped.reason) == (7, "SIGTERM came")
 

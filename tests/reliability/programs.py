@@ -20,10 +20,10 @@ from largebatch.engine import Trainer
 from largebatch.hooks import sinks
 from largebatch.hooks.recompute import check_gradient
 from largebatch.hooks.sinks import Sink
-from largebatch.hooks.tables import Row
 from largebatch.process import background
 from largebatch.ranks import Communicator, Stopped, session
 from largebatch.ranks.replicas import check_replicas, named_tensors
+from largebatch.report.tables import Row
 from largebatch.start import start_ranks
 from largebatch.train import read
 

@@ -13,8 +13,8 @@ from largebatch.data.order import Plan
 from largebatch.engine import Hook, Trainer
 from largebatch.hooks import noise_ramp
 from largebatch.hooks.noise_scale import NoiseScale
-from largebatch.hooks.tables import Row
 from largebatch.ranks import Communicator
+from largebatch.report.tables import Row
 
 MICRO = 4
 PHASES = ((0, 8), (16, 20), (56, 36))  # 2, 5 and 9 micro-batches: on three ranks, one has none at first

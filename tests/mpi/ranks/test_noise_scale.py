@@ -12,7 +12,7 @@ from largebatch import hooks
 from largebatch.augment import Augment, Augmented
 from largebatch.data.order import Plan
 from largebatch.hooks.noise_scale import HORIZON, NoiseScale
-from largebatch.hooks.tables import NOISE, STEPS, read_rows
+from largebatch.report.tables import NOISE, STEPS, read_rows
 
 MICRO = 4
 

@@ -110,6 +110,30 @@ def _lines(folder: Path) -> Iterator[Any]:
             yield json.loads(line)
 
 
+@dataclass(frozen=True)
+class Event:
+    time: float
+    step: int
+    text: str
+    on_axis: bool = True
+
+
+def events(starts: Sequence[Start]) -> list[Event]:
+    """Return the starts and ends of a run, oldest first."""
+    found = []
+    for number, start in enumerate(starts):
+        resumed = f"resumed after step {start.step}" if start.step else "started"
+        again = " (the start before was killed)" if number and starts[number - 1].ended is None else ""
+        hosts = ", ".join(start.hosts[:4]) + (f" and {len(start.hosts) - 4} more" if len(start.hosts) > 4 else "")
+        place = f"{start.ranks} ranks on {hosts} by {start.launcher}" if start.ranks > 1 else f"1 rank on {hosts}"
+        found.append(Event(start.time, start.step, f"{resumed}{again}: {place}", on_axis=number > 0))
+        if start.ended is not None:
+            reason = f"stopped early after step {start.last_step}: {start.reason}" if start.reason else ""
+            told = reason or f"ended after step {start.last_step}"
+            found.append(Event(start.ended, start.last_step or 0, told, on_axis=bool(start.reason)))
+    return found
+
+
 def count(number: int, noun: str) -> str:
     """Return "1 rank", "2 ranks"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
