@@ -5,24 +5,24 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 PLAN = """
-nearest:; devices: nearest; zoo: timm; flops: devices zoo; bit_sums:; schedules:; files:; native: files zoo; data:
-files native nvidia; augment: data native zoo; optim: native timm; arguments: files; config: arguments nearest;
-recipes: config nearest; predict: arguments data files recipes zoo; process: rich; launch: horovod process; pack:
-arguments data files launch mpi4py process zoo; ranks: bit_sums config files horovod launch mpi4py native process;
-batch_norm: ranks; doctor: arguments files launch mpi4py process; imports: process; largebatch: imports; __main__:
-config imports largebatch nearest process ranks; precision:; losses: augment precision zoo; replica: augment batch_norm
-losses optim ranks; parallel: augment config launch losses native optim precision ranks replica zoo; compiling: augment
-batch_norm config losses optim precision ranks zoo; start: config precision process ranks; evaluation: precision ranks;
-engine: augment data evaluation losses native optim precision ranks replica; checkpoint: bit_sums config engine zoo;
-hooks: augment checkpoint config engine files optim precision process ranks; export: arguments config files hooks
-largebatch recipes zoo; assembly: augment batch_norm checkpoint compiling config data engine hooks launch losses native
-optim parallel precision ranks replica schedules start zoo; plan: arguments assembly augment config devices engine
-files native optim parallel precision ranks recipes zoo; benchmark: arguments assembly augment compiling config data
+precision:; nearest:; files:; schedules:; bit_sums:; devices: nearest; arguments: files; zoo: timm; process: rich;
+config: arguments nearest; flops: devices zoo; native: files zoo; imports: process; launch: horovod process; recipes:
+config nearest; optim: native timm; data: files native nvidia; largebatch: imports; doctor: arguments files launch
+mpi4py process; ranks: bit_sums config files horovod launch mpi4py native process; augment: data native zoo; predict:
+arguments data files recipes zoo; pack: arguments data files launch mpi4py process zoo; evaluation: precision ranks;
+start: config precision process ranks; batch_norm: ranks; __main__: config imports largebatch nearest process ranks;
+losses: augment precision zoo; compiling: augment batch_norm config losses optim precision ranks zoo; replica: augment
+batch_norm losses optim ranks; engine: augment data evaluation losses native optim precision ranks replica; parallel:
+augment config launch losses native optim precision ranks replica zoo; checkpoint: bit_sums config engine zoo; report:
+arguments checkpoint config data engine files flops ranks recipes zoo; hooks: augment checkpoint config engine files
+optim precision process ranks report; export: arguments config files largebatch recipes report zoo; assembly: augment
+batch_norm checkpoint compiling config data engine hooks launch losses native optim parallel precision ranks replica
+report schedules start zoo; validate: arguments assembly checkpoint config data evaluation files precision process ranks
+recipes report start zoo; find_lr: assembly config engine files hooks ranks report; plan: arguments assembly augment
+config devices engine files native optim parallel precision ranks recipes zoo; train: assembly checkpoint config engine
+files find_lr plan process ranks recipes report start; benchmark: arguments assembly augment compiling config data
 devices engine files flops hooks launch losses native optim parallel plan precision process ranks recipes start timm
-zoo; reproduce: arguments assembly benchmark config data engine files process ranks; find_lr: assembly config engine
-files hooks ranks; report: arguments checkpoint config data engine files flops hooks zoo; train: assembly checkpoint
-config engine files find_lr hooks plan process ranks recipes report start; validate: arguments assembly checkpoint
-config data evaluation files precision process ranks recipes report start zoo
+zoo; reproduce: arguments assembly benchmark config data engine files process ranks
 """
 LIBRARIES = {"horovod", "mpi4py", "nvidia", "rich", "timm"}
 INSTRUMENTS = ("largebatch.benchmark", "largebatch.doctor", "largebatch.reproduce", "largebatch.plan.__main__")
