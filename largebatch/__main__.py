@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from largebatch import __version__
 from largebatch.config import Answer
-from largebatch.config.completion import SHELLS, script
 from largebatch.imports import explain_import
 from largebatch.nearest import nearest
 from largebatch.process.packages import versions
@@ -19,6 +18,7 @@ from largebatch.ranks.mistakes import report_mistakes
 
 PROGRAMS = {
     "train": "train a model, or go on with a run",
+    "find_lr": "search a learning rate: some 200 steps, a suggestion, no weights",
     "validate": "count top-1 and top-5 of a run, or of weights, exactly",
     "report": "show runs on one page, or name the first difference of two",
     "predict": "name the classes of images with the weights of a run",
@@ -43,7 +43,7 @@ def main() -> None:
 
 def chosen(argv: Sequence[str]) -> str:
     """Return the program that a command line begins with; ValueError if there is none such, Answer for a text."""
-    first, *rest = [*argv, ""]
+    first = [*argv, ""][0]
     if first in PROGRAMS:
         return first
     if first in ("", "-h", "--help", "help"):
@@ -51,10 +51,6 @@ def chosen(argv: Sequence[str]) -> str:
     if first == "--version":
         ours = f"largebatch {__version__}, Python {platform.python_version()}"
         raise Answer(", ".join([ours, *versions(PACKAGES)]))
-    if first == "--completion" and rest[0] in SHELLS:
-        raise Answer(script(rest[0], PROGRAMS))
-    if first == "--completion":
-        raise ValueError(f"--completion is {rest[0]!r}: expected {', '.join(SHELLS)}.")
     if first.startswith("-"):
         raise ValueError(f"{first} stands before a program: expected one first, as in largebatch train {first} ...")
     hint = nearest(first.lower(), PROGRAMS, none=f"expected {', '.join(PROGRAMS)}.", cutoff=0.5)
@@ -66,7 +62,6 @@ def overview() -> str:
     lines = [f"  largebatch {name:11}{text}" for name, text in PROGRAMS.items()]
     lines += ["", "  largebatch PROGRAM --help                 its options"]
     lines += ["  largebatch --version                      versions, also of the packages below"]
-    lines += [f"  largebatch --completion {'|'.join(SHELLS):18}words for the tab key; the text says where it goes"]
     about = "Train vision transformers with very large batches, on any number of ranks:"
     command = "horovodrun -np 4 largebatch train --model vit_b32 --data FOLDER"
     module = "Each program is also a module: python -m largebatch.train."

@@ -1,172 +1,47 @@
-"""The search for a learning rate: --run.find_lr true trains a few steps, at a rate that grows from step to step.
+"""Search a learning rate: the options of a training, some 200 steps at a growing rate, a suggestion, and no weights.
 
-It is the range test of arXiv:1506.01186 (section 3.3), on all ranks and at the run's global batch. The rate grows from
-LOWEST to HIGHEST by a constant factor; the loss falls, and rises when the rate is too high. All ranks see the same
-loss, so they stop at the same step. The program then ends and saves no weights.
+    horovodrun -np 4 python -m largebatch.find_lr --model vit_b32 [--data FOLDER] [--section.option value ...]
 """
 
-import logging
-import math
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from largebatch import hooks
-from largebatch.assembly import Images, build_trainer, peak_lr
-from largebatch.config import NEVER, ScheduleConfig, TrainConfig
-from largebatch.engine import Hook, StepOutput, Trainer
-from largebatch.files.table import write_table
-from largebatch.ranks import Communicator, StoppedEarly
+# Other imports take seconds, as in `train`.
+from largebatch import train
+from largebatch.process.garbage import gc_resume
 from largebatch.ranks.signals import Signals
-from largebatch.report.draw import write_picture
-from largebatch.report.panels import COLOURS, Line, Panel
 
 if TYPE_CHECKING:
-    import torch
+    from largebatch.config import TrainConfig
+    from largebatch.ranks import Communicator
 
-logger = logging.getLogger(__name__)
+ABOUT = """\
+Search a learning rate: largebatch find_lr [--model NAME] [--data FOLDER] [--section.option value ...]
 
-LOWEST, HIGHEST, STEPS = 1e-5, 10.0, 200
-DECAY = 0.9  # of the moving average by which the search ends
-WIDTH = 0.25  # decades of the rate over which the suggestion smooths the loss
-LEAST_FALL = 0.02  # of the smoothed loss, without which nothing is suggested
-TABLE, PICTURE = "find_lr.csv", "find_lr.png"
-
-
-def rate(step: float) -> float:
-    """Return the learning rate of a step, from 0."""
-    return LOWEST * (HIGHEST / LOWEST) ** (step / (STEPS - 1))
+The options are those of largebatch train. Some 200 steps at a growing rate, from the initial state and at the global
+batch of the run; the log has a suggestion, and the run folder gets find_lr.csv and find_lr.png, but no weights.
+"""
 
 
-def smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the moving average of the losses, without the bias to 0 of its first values."""
-    found, average = [], 0.0
-    for number, loss in enumerate(losses, 1):
-        average = DECAY * average + (1 - DECAY) * loss
-        found.append(average / (1 - DECAY**number))
-    return found
+def main(argv: Sequence[str] | None = None) -> None:
+    train.main(argv, about=ABOUT, work=search)
 
 
-def has_diverged(losses: Sequence[float]) -> bool:
-    """Return whether the newest loss is not finite, or the smoothed loss above its first and twice its lowest value."""
-    if not math.isfinite(losses[-1]):
-        return True
-    curve = smoothed(losses)
-    return curve[-1] > max(curve[0], 2 * min(curve))
+def search(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", signals: Signals) -> None:
+    """Search a learning rate, and write nothing else into the run folder."""
+    from largebatch import checkpoint
+    from largebatch.rate_search import find_lr
+
+    with comm.together("search"):
+        if comm.rank == 0 and checkpoint.checkpoints(config.folder):
+            raise ValueError(
+                f"--run.folder is {config.folder}, which has checkpoints of a run: a search begins from the initial "
+                "state, so choose another folder."
+            )
+    config, device, images = train.prepare_images(config, comm)
+    gc_resume()
+    find_lr(config, comm, signals, device=device, images=images)
 
 
-def fit_lines(rates: Sequence[float], losses: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Fit a line to the losses around each rate; return its height and its slope per decade, both (len(rates),).
-
-    The weights are a normal distribution over the logarithm of the rate, which has no delay.
-    """
-    x, y = np.log10(np.asarray(rates)), np.minimum(losses, 2 * losses[0])  # the last losses may be huge
-    weights = np.exp(-0.5 * ((x[:, None] - x) / WIDTH) ** 2)
-    weights /= weights.sum(axis=1, keepdims=True)
-    height, offsets = weights @ y, x - (weights @ x)[:, None]
-    return height, (weights * offsets * (y - height[:, None])).sum(axis=1) / (weights * offsets**2).sum(axis=1)
-
-
-def suggest(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Return the rate halfway, on a logarithmic scale, from the steepest fall of the loss to its lowest point.
-
-    None if the loss hardly falls. The first is low for a whole run, the second high.
-    """
-    if len(rates) < 2:
-        return None
-    height, slope = fit_lines(rates, losses)
-    lowest = int(height.argmin())
-    if height[lowest] > (1 - LEAST_FALL) * height[0]:
-        return None
-    return math.sqrt(rates[int(slope[: lowest + 1].argmin())] * rates[lowest])
-
-
-class Search(Hook):
-    """Keeps the learning rate and the loss of each step, the same on all ranks, and ends the run if it diverges."""
-
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-        self.losses: list[float] = []
-        self.diverged = False
-
-    def points(self) -> tuple[list[float], list[float]]:
-        """Return the rate of each update, and the finite loss after it, which the next step computed."""
-        pairs = [pair for pair in zip(self.rates, self.losses[1:]) if math.isfinite(pair[1])]
-        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-
-    def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
-        total = trainer.comm.allreduce(output.loss_sum.double().cpu(), name="find_lr/loss")
-        self.rates.append(rate(trainer.state.step - 1))
-        self.losses.append(float(total) / trainer.comm.size)
-        self.diverged = not output.applied or has_diverged(self.losses)
-        if self.diverged:
-            trainer.stop_reason = "the loss diverged"
-
-
-def find_lr(
-    config: TrainConfig, comm: Communicator, signals: Signals | None, *, device: "torch.device", images: Images
-) -> None:
-    """Search from the initial state of a run; write the suggestion, the table and the picture.
-
-    All ranks raise StoppedEarly if a signal ends the search.
-    """
-    trainer = build_trainer(ramped(config), comm, signals, device=device, images=Images(images.train, None))
-    search = Search()
-    told = hooks.Log([hooks.Progress()], every_images=trainer.plan.global_batch_size)
-    trainer.hooks = [*(hook for hook in trainer.hooks if isinstance(hook, hooks.StopEarly)), search, told]
-    trainer.schedule = rate
-    reason = trainer.fit()
-    if reason and not search.diverged:
-        raise StoppedEarly(f"the search stopped, because {reason}; the same command begins it anew (exit code 75).")
-    with comm.together("writing the search"):
-        if comm.rank == 0:
-            tell(config, *search.points())
-
-
-def ramped(config: TrainConfig) -> TrainConfig:
-    """Return the config of the search: STEPS steps of learning rate `rate`, without evaluations, averages or checks."""
-    return replace(
-        config,
-        optim=replace(config.optim, lr=1.0, ema_half_life=""),
-        schedule=ScheduleConfig(name="constant"),
-        run=replace(config.run, duration=f"{STEPS} steps", eval_every=NEVER, check_replicas="", recompute=""),
-        checkpoint=replace(config.checkpoint, best="none"),
-    )
-
-
-def tell(config: TrainConfig, rates: Sequence[float], losses: Sequence[float]) -> None:
-    folder, found = Path(config.folder), suggest(rates, losses)
-    curve = fit_lines(rates, losses)[0] if len(rates) > 1 else losses
-    columns = ["lr", "loss", "smoothed"]
-    rows = (dict(zip(columns, (f"{number:.9g}" for number in row))) for row in zip(rates, losses, curve))
-    write_table(folder / TABLE, columns, rows)
-    draw(folder / PICTURE, rates, losses, curve, found, title=f"{config.model.name}, {batch_and_optimizer(config)}")
-    place = f"{folder / TABLE} and {PICTURE} have the curve"
-    if found is None:
-        logger.info("no learning rate can be suggested: the loss never fell; %s.", place)
-        return
-    # With schedule.scaling, optim.lr is the rate of another batch.
-    option = found * config.optim.lr / peak_lr(config)
-    logger.info("%s: the suggestion is --optim.lr %.2g; %s.", batch_and_optimizer(config), option, place)
-
-
-def batch_and_optimizer(config: TrainConfig) -> str:
-    return f"{config.optim.name} at a global batch of {config.data.global_batch_size}"
-
-
-def draw(
-    path: Path, rates: Sequence[float], losses: Sequence[float], curve: Any, found: float | None, *, title: str
-) -> None:
-    highest = 1.5 * losses[0] if losses else 0.0  # the last losses may be huge
-    lines = [
-        Line(label, COLOURS[0], [(x, y) for x, y in zip(rates, ys) if y <= highest], thin=bool(thin))
-        for label, ys, thin in (("single steps", losses, 1), ("smoothed", curve, 0))
-        if losses
-    ]
-    marks = [] if found is None else [(found, COLOURS[1])]
-    suggestion = "" if found is None else f"; suggestion (dotted): {found:.2g}"
-    title = f"loss after the step, {title}{suggestion}"
-    write_picture(path, Panel("find_lr", title, lines, marks=marks, across="learning rate"))
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ batch of an evaluation, with a checkpoint and exit code 75. A second signal ends
 import logging
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from largebatch.config import TrainConfig, Unsized
     from largebatch.engine import Trainer
     from largebatch.ranks import Communicator
+
+    Work = Callable[[Sequence[str], TrainConfig, Communicator, Signals], None]
 
 logger = logging.getLogger("largebatch.train")
 
@@ -60,13 +62,14 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None, *, about: str = ABOUT, work: "Work | None" = None) -> None:
+    """Do the work, by default the training, that a command line asks for; about: the beginning of its help."""
     with Signals(nothing_to_lose=True) as signals, gc_disabled():
         from largebatch.ranks.mistakes import report_mistakes
 
         argv = sys.argv[1:] if argv is None else argv
         with report_mistakes():
-            config = read(argv)
+            config = read(argv, about=about)
 
         from largebatch.start import start_ranks
 
@@ -76,10 +79,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             comm.before_shutdown(signals.all_ranks_are_done)
             comm.progress("start")
             with run_folder(config, comm):
-                (search if config.run.find_lr else train)(argv, config, comm, signals)
+                (work or train)(argv, config, comm, signals)
 
 
-def read(argv: Sequence[str], num_images: int | None = None) -> "TrainConfig":
+def read(argv: Sequence[str], num_images: int | None = None, *, about: str = ABOUT) -> "TrainConfig":
     """Return the config of a command line; ValueError for a mistake in it, Answer if it asks for a text.
 
     num_images: training images, by which a recipe may be chosen; None: not known yet.
@@ -87,7 +90,7 @@ def read(argv: Sequence[str], num_images: int | None = None) -> "TrainConfig":
     from largebatch.config import Page, Unsized, parse
     from largebatch.recipes import choose, depends_on_data
 
-    config = parse(argv, choose_recipe=partial(choose, num_images=num_images, argv=argv), page=Page(ABOUT, OPTIONS))
+    config = parse(argv, choose_recipe=partial(choose, num_images=num_images, argv=argv), page=Page(about, OPTIONS))
     return Unsized(**vars(config), argv=tuple(argv)) if num_images is None and depends_on_data(argv) else config
 
 
@@ -195,8 +198,6 @@ def build_trainer(config: "TrainConfig", comm: "Communicator", signals: Signals 
             f"build_trainer got a session in which a model has {comm.model_size} ranks, and a config in which it has "
             f"{size}: start the session with the config, as in largebatch.session(config)."
         )
-    if config.run.find_lr:
-        raise Stopped("--run.find_lr is true: the command largebatch train searches, not build_trainer; leave it out.")
     with ExitStack() as opened:
         opened.enter_context(run_folder(config, comm))
         _, trainer = prepare(config, comm, signals)
@@ -270,22 +271,6 @@ def prepare_images(
     config, device = set_up(config, comm, final=not isinstance(config, Unsized))
     config, images = read_images(config, comm, device)
     return config, device, images
-
-
-def search(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", signals: Signals) -> None:
-    """Search a learning rate, and write nothing else into the run folder."""
-    from largebatch import checkpoint
-    from largebatch.find_lr import find_lr
-
-    with comm.together("search"):
-        if comm.rank == 0 and checkpoint.checkpoints(config.folder):
-            raise ValueError(
-                f"--run.find_lr is true, and {config.folder} has checkpoints of a run: a search begins from the "
-                "initial state, so choose another --run.folder, or leave --run.find_lr out to resume."
-            )
-    config, device, images = prepare_images(config, comm)
-    gc_resume()
-    find_lr(config, comm, signals, device=device, images=images)
 
 
 def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", signals: Signals) -> None:

@@ -1,7 +1,6 @@
-"""The command `largebatch`: its programs, its answers, the words that a shell completes; and what these do not load."""
+"""The command `largebatch`: its programs, its answers, and what these do not load."""
 
 import os
-import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from largebatch.__main__ import PROGRAMS
-from largebatch.benchmark.__main__ import BENCHMARKS
-from largebatch.config import completion, load_text
+from largebatch.config import load_text
 from largebatch.imports import why_not_imported
-from largebatch.pack.command_line import SUB_COMMANDS
 
 ROOT = Path(__file__).parents[1]
 LOADED = "loaded:"  # a process ends with this line and the packages that it has loaded
@@ -57,9 +54,8 @@ def test_versions_are_printed_without_loading_anything(tmp_path):
     [
         ("trian", "There is no program 'trian': did you mean train?"),
         ("Validate", "There is no program 'Validate': did you mean validate?"),
-        ("xyz", "There is no program 'xyz': expected train, validate, "),
+        ("xyz", "There is no program 'xyz': expected train, find_lr, validate, "),
         ("--model vit_b32", "--model stands before a program: expected one first, as in largebatch train --model ..."),
-        ("--completion tcsh", "--completion is 'tcsh': expected bash, zsh, fish."),
         ("train --modle vit_b32", "There is no option modle; did you mean --model?"),
         ("train --help teapot", "--help teapot: no option says this word"),
         ("benchmark speed", "There is no benchmark 'speed': expected optimizer, loader, model, step, parallel, sc"),
@@ -82,47 +78,6 @@ def test_a_program_answers_as_its_module_does_and_on_one_rank(tmp_path):
     second = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     assert command("train", "--help", folder=tmp_path, **second) == (0, "", "")
     assert command(folder=tmp_path, **second) == (0, "", "") and [*tmp_path.iterdir()] == []
-
-
-def completed(shell: str, script: str, *words: str) -> set[str]:
-    """The words that a shell with this script offers in place of the last one; "" for a new word."""
-    if shell == "bash":
-        line = f"COMP_WORDS=({' '.join(word or chr(39) * 2 for word in words)}); COMP_CWORD={len(words) - 1}"
-        program = f"{script}\n{line}; _largebatch; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    else:
-        program = f"{script}\ncomplete -C '{' '.join(words)}' | cut -f 1"
-    found = subprocess.run([shell, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert not found.stderr, found.stderr
-    return {*found.stdout.split()}
-
-
-@pytest.mark.parametrize("shell", ["bash", "fish"])
-def test_the_tab_key(tmp_path, shell):
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-    script = command("--completion", shell, folder=tmp_path)[1]
-    assert {*PROGRAMS} <= completed(shell, script, "largebatch", "")
-    assert completed(shell, script, "largebatch", "va") == {"validate"}
-    assert completed(shell, script, "largebatch", "train", "--optim.w") == {"--optim.weight_decay"}
-    assert "--init-from" in completed(shell, script, "largebatch", "validate", "--in")
-    assert completed(shell, script, "largebatch", "train", "--optim.name", "a") == {"adamw", "apex_lamb"}
-    assert "optim" in completed(shell, script, "largebatch", "train", "--help", "")
-
-
-def test_zsh_reads_the_script(tmp_path):
-    """Its own emulation of bash's completion then calls the function that the test above calls in bash."""
-    if shutil.which("zsh") is None:
-        pytest.skip("zsh is not installed")
-    script = command("--completion", "zsh", folder=tmp_path)[1]
-    program = f"autoload -U compinit && compinit -u -D\n{script}\nprint $_comps[largebatch]"
-    found = subprocess.run(["zsh", "-fc", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert "_largebatch" in found.stdout and not found.stderr, found
-
-
-def test_completion_knows_the_words_of_other_programs():
-    assert completion.WORDS["benchmark"].split() == [*BENCHMARKS]
-    assert completion.WORDS["pack"].split() == [*SUB_COMMANDS]
-    assert {*completion.WORDS} < {*PROGRAMS} > {*completion.OF_RUNS}
 
 
 # -- imports that fail ---------------------------------------------------------------------------------------------

@@ -289,7 +289,7 @@ def test_a_mistake_is_one_sentence(argv, sentence):
         # values
         ("--optim.lr abc", "--optim.lr is 'abc': expected a number."),
         ("--data.micro_batch_size 2.5", "--data.micro_batch_size is '2.5': expected a whole number."),
-        ("--optim.name adam", "--optim.name is 'adam': expected lamb, adamw, sgd, lars, apex_lamb, muon."),
+        ("--optim.name adam", "--optim.name is 'adam': expected lamb, adamw, sgd, lars, apex_lamb, muon, muon_lamb."),
         ("--run.compile maybe", "--run.compile is 'maybe': expected true or false or blocks."),
         ("--optim.betas 0.9", "--optim.betas is '0.9': expected [a number, a number] or null."),
         ("--optim.betas 0.9 0.95 1", "--optim.betas is '0.9 0.95 1': expected [a number, a number] or null."),
@@ -524,8 +524,8 @@ def test_every_option_of_augmentation_arrives():
     [
         ("lamb", {"betas": (0.8, 0.9), "eps": 1e-3}),
         ("adamw", {"betas": (0.8, 0.9), "eps": 1e-3}),
-        ("sgd", {"momentum": 0.7}),
-        ("lars", {"momentum": 0.7}),
+        ("sgd", {}),
+        ("lars", {"eps": 1e-3}),
     ],
 )
 def test_every_option_of_the_optimizer_arrives(name, options):

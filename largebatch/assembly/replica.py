@@ -31,7 +31,7 @@ def build_replica(
 
     names: those of the classes, by which a fine-tuning knows whether the head of its first weights is for them.
     """
-    has_lamb = "lamb" in (config.optim.name, config.optim.rest)
+    has_lamb = config.optim.name in ("lamb", "muon_lamb")
     impl = lamb_impl(comm, device, config.optim.impl) if has_lamb else config.optim.impl
     make_optimizer = partial(build_optimizer, config, impl=impl)
     if divides(config):
@@ -131,7 +131,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, impl: str | None) -> 
     o = config.optim
     return optim.build_optimizer(
         model,
-        name=o.name,
+        name="muon" if o.name == "muon_lamb" else o.name,
         lr=peak_lr(config),
         weight_decay=o.weight_decay,
         layer_decay=o.layer_decay,
@@ -139,8 +139,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, impl: str | None) -> 
         eps=o.eps,
         preset=o.preset,
         impl=impl,
-        momentum=o.momentum,
-        rest=o.rest,
+        rest="lamb" if o.name == "muon_lamb" else None,
     )
 
 

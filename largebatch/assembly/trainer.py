@@ -234,7 +234,7 @@ def build_hooks(
     noise = build_noise_scale(config, plan)
     steps = profiled_steps(config.run.profile_steps)
     return [
-        hooks.Guards(max_skipped_steps=config.run.max_skipped_steps, where=where),
+        hooks.Guards(where=where),
         divergence,
         *([ema] if ema else []),
         *recomputing,

@@ -29,7 +29,6 @@ MAY_DIFFER = {  # options that do not change the numbers of a run that goes on
     "run.eval_every",
     "run.check_replicas",
     "run.recompute",
-    "run.max_skipped_steps",
     "run.on_divergence",  # what it did is part of the state
     "run.device",
     "model.weights",  # a checkpoint has the weights

@@ -62,7 +62,6 @@ def check(config: TrainConfig) -> None:
         ("optim.lr", c.optim.lr, 0),
         ("run.max_steps", c.run.max_steps, 0),
         ("run.seed", c.run.seed, 0),
-        ("run.max_skipped_steps", c.run.max_skipped_steps, 1),
     ]
     for option, value, minimum in at_least:
         if value is not None and value < minimum:
@@ -200,7 +199,7 @@ def _check_parallel(config: TrainConfig) -> None:
         )
     if parallel.shape().size == 1:
         return
-    if config.optim.name in ("lars", "apex_lamb", "muon"):
+    if config.optim.name in ("lars", "apex_lamb", "muon", "muon_lamb"):
         raise ValueError(
             f"--optim.name is {config.optim.name}, which needs whole tensors on every rank: with --parallel choose "
             "lamb, adamw or sgd."

@@ -254,7 +254,7 @@ def for_optimizer(optim: OptimConfig, name: str | None) -> OptimConfig:
     lambs = ("lamb", "apex_lamb")
     if name is None or name == optim.name or (name in lambs and optim.name in lambs):
         return optim
-    return replace(optim, preset=None, betas=None, eps=None, momentum=None, rest=None)
+    return replace(optim, preset=None, betas=None, eps=None)
 
 
 def options(config: TrainConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The texts of --help, made of the options themselves, and the words that complete a command line.
+"""The texts of --help, made of the options themselves.
 
 A page is short: the options that most people need. `--help all` has every option, `--help optim` a section, and
 `--help accumulation` the options that say this word. The texts of options are those below them in sections.py.

@@ -130,12 +130,10 @@ class LossConfig:
 class OptimConfig:
     """The optimizer, and the clipping of the gradient before it."""
 
-    name: Literal["lamb", "adamw", "sgd", "lars", "apex_lamb", "muon"] = "lamb"
+    name: Literal["lamb", "adamw", "sgd", "lars", "apex_lamb", "muon", "muon_lamb"] = "lamb"
     """lamb and lars (this project's), adamw and sgd with Nesterov momentum (torch's), apex_lamb (NVIDIA's, if
-    installed), muon (torch's, for the matrices of hidden layers; see optim.rest)"""
-    rest: Literal["adamw", "lamb"] | None = None
-    """optimizer of the tensors that muon leaves: embeddings, biases, norms, convolutions and the classifier; its
-    options hold for them, and optim.lr is on its scale; null: adamw; an error for optimizers other than muon"""
+    installed), muon (torch's, for the matrices of hidden layers; adamw for the rest, on whose scale optim.lr is),
+    muon_lamb (the same with lamb for the rest)"""
     preset: Literal["paper", "colossal", "nvlamb", "lambc"] | None = None
     """variant of LAMB (see largebatch.optim.PRESETS); null: paper; an error for optimizers without LAMB"""
     lr: float = 1e-3
@@ -155,8 +153,6 @@ class OptimConfig:
     impl: Literal["compile", "eager"] | None = None
     """code of lamb; compile: C++ on CPUs, torch.compile on GPUs; eager: torch's operations, slower and without a
     compiler; null: compile, if all ranks can; an error for other optimizers"""
-    momentum: float | None = None
-    """momentum of sgd, lars and muon; null: 0.9, for muon 0.95; an error for the other optimizers"""
     sam_rho: float | None = None
     """radius of Look-LayerSAM, which trains towards flat minima, such as 0.005: in every fifth step the gradient is
     taken where each tensor of weights has moved uphill by this fraction of its norm; null: off"""
@@ -203,9 +199,6 @@ class RunConfig:
     """run folder; empty: runs/<recipe>. The same command line resumes the run that it finds there"""
     duration: str = "300 epochs"
     """duration of training"""
-    find_lr: bool = False
-    """search a learning rate instead of training: some 200 steps at a growing rate, from the initial state and at the
-    global batch of the run; it logs a suggestion, writes find_lr.csv and find_lr.png, and saves no weights"""
     max_steps: int = 0
     """stop after this step, without a change of the schedule; 0: train for the whole duration"""
     end_time: float | str | None = None
@@ -234,8 +227,6 @@ class RunConfig:
     GPUs, as with a driver older than its CUDA"""
     deterministic: bool = False
     """compute the same bits in each repetition, at some cost in speed"""
-    max_skipped_steps: int = 25
-    """give up after this many steps in a row with a non-finite gradient"""
     on_divergence: Literal["stop", "halve", "ignore"] = "stop"
     """if the smoothed training loss rises 85 % of the way back to that of a uniform guess (docs/divergence.md); stop:
     end the run; halve: go back to the newest checkpoint from before the rise, and on at half the learning rate, three

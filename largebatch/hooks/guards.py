@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 class Guards(Hook):
     """Warns of each skipped step and ends the run after `max_skipped_steps` in a row."""
 
-    def __init__(self, *, max_skipped_steps: int, where: Where = str) -> None:
+    def __init__(self, *, max_skipped_steps: int = 25, where: Where = str) -> None:
         """where: names a sample in messages."""
         self.max_skipped_steps = max_skipped_steps
         self.where = where
@@ -36,8 +36,8 @@ class Guards(Hook):
             logger.warning("step %d skipped%s: the norm of its gradient is %s; %s", step, row, norm, cause)
         if stops:
             raise Stopped(
-                f"Training stopped at step {step}: {count} steps in a row had a gradient that is not finite "
-                f"(--run.max_skipped_steps), and {cause}; {advice}."
+                f"Training stopped at step {step}: {count} steps in a row had a gradient that is not finite, "
+                f"and {cause}; {advice}."
             )
 
     def explain(self, trainer: Trainer, output: StepOutput) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from largebatch.devices import Device
 from largebatch.plan import constants
 from largebatch.plan.trace import Pass
 
-MOMENTS = {"lamb": 2, "apex_lamb": 2, "adamw": 2, "sgd": 1, "lars": 1, "muon": 2}
+MOMENTS = {"lamb": 2, "apex_lamb": 2, "adamw": 2, "sgd": 1, "lars": 1, "muon": 2, "muon_lamb": 2}
 """tensors of each parameter; Muon keeps one of a matrix, and the optimizer of the rest two"""
 
 

@@ -137,7 +137,7 @@ def _trace(config: TrainConfig, *, device: str, micro_batch_size: int) -> Pass:
         forward_kernels=counter.forward_kernels,
         gradients=tuple(counter.gradients),
         weights=sum(p.nbytes for p in model.parameters()),
-        matrices=sum(p.nbytes for p in hidden_matrices(model)) if config.optim.name == "muon" else 0,
+        matrices=sum(p.nbytes for p in hidden_matrices(model)) if config.optim.name.startswith("muon") else 0,
         buffers=sum(b.nbytes for b in model.buffers()),
         inputs=sum(t.numel() * t.element_size() for t in batch if isinstance(t, Tensor)),
         kept=counter.kept,

@@ -10,7 +10,7 @@ from largebatch.start import start_ranks
 from largebatch.train import read, run_folder, train
 
 BASE = (
-    "--model vit_nano32 --img-size 64 --run.precision fp32 --run.deterministic true --run.max_skipped_steps 1 "
+    "--model vit_nano32 --img-size 64 --run.precision fp32 --run.deterministic true "
     "--data.global_batch_size 64 --data.micro_batch_size 32 --data.eval_batch_size 56 --data.num_threads 1 "
     "--log.tensorboard false"
 ).split() + ["--run.duration", "364 images", "--run.eval_every", "3 steps", "--log.every", "1 steps"]

@@ -1,4 +1,4 @@
-"""--run.find_lr under a launcher: the same curve on any ranks, nothing left behind that a run would notice."""
+"""find_lr under a launcher: the same curve on any ranks, nothing left behind that a run would notice."""
 
 from pathlib import Path
 
@@ -7,17 +7,17 @@ from launch import launch
 from runs import SMALL, different, rows, weights
 
 BATCH = "--img-size 32 --data.global_batch_size 32 --data.micro_batch_size 16".split()
-SEARCH = "--run.find_lr true --run.deterministic false".split()  # two ranks have one order of a sum, however it is sent
+SEARCH = "--run.deterministic false".split()  # two ranks have one order of a sum, however it is sent
 
 
-def train(folder: Path, *options: str, ranks: int = 1) -> tuple[int, str]:
-    return launch(["-m", "largebatch.train", *SMALL, *BATCH, "--run.folder", str(folder), *options], ranks=ranks)
+def train(folder: Path, *options: str, ranks: int = 1, program: str = "train") -> tuple[int, str]:
+    return launch(["-m", f"largebatch.{program}", *SMALL, *BATCH, "--run.folder", str(folder), *options], ranks=ranks)
 
 
 def test_a_search_is_the_same_on_any_ranks_and_a_run_after_it_as_if_there_had_been_none(tmp_path):
     curves = []
     for ranks, folder in ((1, tmp_path / "one"), (2, tmp_path / "two")):
-        code, output = train(folder, *SEARCH, ranks=ranks)
+        code, output = train(folder, *SEARCH, ranks=ranks, program="find_lr")
         assert code == 0 and "lamb at a global batch of 32: the suggestion is --optim.lr 0." in output, output
         assert {path.name for path in folder.iterdir()} <= {"find_lr.csv", "find_lr.png", "log.txt", ".lock"}
         curves.append([(float(row["lr"]), float(row["loss"])) for row in rows(folder, "find_lr.csv")])
@@ -27,8 +27,8 @@ def test_a_search_is_the_same_on_any_ranks_and_a_run_after_it_as_if_there_had_be
         code, output = train(folder, "--run.max_steps", "2")
         assert code == 0, output
     assert different(weights(tmp_path / "one"), weights(tmp_path / "never")) == []
-    code, output = train(tmp_path / "one", *SEARCH)
-    assert code == 2 and "one has checkpoints of a run: a search begins from the initial state, so choose an" in output
+    code, output = train(tmp_path / "one", *SEARCH, program="find_lr")
+    assert code == 2 and "one, which has checkpoints of a run: a search begins from the initial state, so " in output
 
 
 @pytest.mark.evidence
@@ -38,7 +38,7 @@ def test_the_suggestion_is_within_a_factor_2_of_the_best(name, batch, tmp_path):
     """Of runs of 200 steps at a quarter to four times the suggestion, by the mean training loss of the last quarter."""
     options = ["--optim.name", name, "--data.global_batch_size", batch, "--data.micro_batch_size", "32"]
     options += [] if name == "lamb" else ["--optim.preset", "null"]
-    code, output = train(tmp_path / "search", *options, "--run.find_lr", "true")
+    code, output = train(tmp_path / "search", *options, program="find_lr")
     assert code == 0, output
     suggestion = float(output.partition("--optim.lr ")[2].partition(";")[0])
     losses = {}
