@@ -5,7 +5,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 PLAN = """
-precision:; nearest:; files:; schedules:; bit_sums:; devices: nearest; arguments: files; zoo: timm; process: rich;
+precision:; files:; nearest:; schedules:; bit_sums:; arguments: files; devices: nearest; zoo: timm; process: rich;
 config: arguments nearest; flops: devices zoo; native: files zoo; imports: process; launch: horovod process; recipes:
 config nearest; optim: native timm; data: files native nvidia; largebatch: imports; doctor: arguments files launch
 mpi4py process; ranks: bit_sums config files horovod launch mpi4py native process; augment: data native zoo; predict:
@@ -17,12 +17,13 @@ augment config launch losses native optim precision ranks replica zoo; checkpoin
 arguments checkpoint config data engine files flops ranks recipes zoo; hooks: augment checkpoint config engine files
 optim precision process ranks report; export: arguments config files largebatch recipes report zoo; assembly: augment
 batch_norm checkpoint compiling config data engine hooks launch losses native optim parallel precision ranks replica
-report schedules start zoo; validate: arguments assembly checkpoint config data evaluation files precision process ranks
-recipes report start zoo; find_lr: assembly config engine files hooks ranks report; plan: arguments assembly augment
-config devices engine files native optim parallel precision ranks recipes zoo; train: assembly checkpoint config engine
-files find_lr plan process ranks recipes report start; benchmark: arguments assembly augment compiling config data
+report schedules start zoo; rate_search: assembly config engine files hooks ranks report; validate: arguments assembly
+checkpoint config data evaluation files precision process ranks recipes report start zoo; plan: arguments assembly
+augment config devices engine files native optim parallel precision ranks recipes zoo; train: assembly checkpoint config
+engine files plan process ranks recipes report start; benchmark: arguments assembly augment compiling config data
 devices engine files flops hooks launch losses native optim parallel plan precision process ranks recipes start timm
-zoo; reproduce: arguments assembly benchmark config data engine files process ranks
+zoo; find_lr: checkpoint config process ranks rate_search train; reproduce: arguments assembly benchmark config data
+engine files process ranks
 """
 LIBRARIES = {"horovod", "mpi4py", "nvidia", "rich", "timm"}
 INSTRUMENTS = ("largebatch.benchmark", "largebatch.doctor", "largebatch.reproduce", "largebatch.plan.__main__")
