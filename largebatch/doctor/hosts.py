@@ -14,7 +14,6 @@ import shlex
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO
 
-from largebatch.doctor.result import INSTALL, Result
+from largebatch.doctor.result import INSTALL, Result, start
 from largebatch.process.installer import install_command
 from largebatch.process.majority import of_most
 
@@ -143,11 +142,8 @@ class Answer:
     @property
     def interfaces(self) -> list[Interface]:
         """The interfaces that are up and have an IPv4 address."""
-        found = []
-        for name, address, speed in self.facts["interfaces"]:
-            whole = ipaddress.ip_interface(address)
-            found.append(Interface(name, str(whole.ip), ipaddress.IPv4Network(whole.network), speed))
-        return found
+        found = [(name, ipaddress.IPv4Interface(address), speed) for name, address, speed in self.facts["interfaces"]]
+        return [Interface(name, str(whole.ip), whole.network, speed) for name, whole, speed in found]
 
 
 @dataclass(frozen=True)
@@ -159,7 +155,6 @@ class Network:
 
     @property
     def names(self) -> list[str]:
-        """The names of the interfaces, each once."""
         return list(dict.fromkeys(self.interfaces.values()))
 
     @property
@@ -185,7 +180,6 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def is_here(name: str) -> bool:
-    """Return whether the host is this machine, where mpirun starts ranks without ssh."""
     return name in (socket.gethostname(), socket.gethostname().partition(".")[0], "localhost", "127.0.0.1")
 
 
@@ -208,7 +202,6 @@ def examine_hosts(
 
 
 def ask(host: Host, wanted: dict, *, limit_s: float) -> Answer:
-    """Run the probe on a host, in this folder and with this interpreter."""
     here, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
     path = os.environ.get("PYTHONPATH")  # the ranks get it, too
     script = (
@@ -234,15 +227,8 @@ def ask(host: Host, wanted: dict, *, limit_s: float) -> Answer:
 def converse(command: list[str], answer: Answer, errors: IO[str], *, limit_s: float) -> tuple[str, int | None]:
     """Fill in the answer. Returns the last step of the probe and its exit code, None if its time ran out."""
     last, over = "", threading.Event()
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
+    with start(command, stderr=errors) as process:
+
         def end() -> None:
             over.set()
             os.killpg(process.pid, signal.SIGKILL)
@@ -272,11 +258,9 @@ def compare_clocks(questions: IO[str], answers: IO[str]) -> tuple[float, float]:
     measured = []
     for _ in range(CLOCK_QUESTIONS):
         sent = time.time()
-        questions.write("time\n")
-        questions.flush()
+        print("time", file=questions, flush=True)
         theirs = float(answers.readline())
-        received = time.time()
-        measured.append(skew(sent, theirs, received))
+        measured.append(skew(sent, theirs, time.time()))
     return min(measured, key=lambda pair: pair[1])
 
 
@@ -320,18 +304,14 @@ SSH_FAULTS = (
 
 def check_answers(answers: list[Answer], *, data: str = "") -> Iterator[Result]:
     """Yield a result per host and, if all hosts answered, the checks that they agree."""
-    for answer in answers:
-        yield check_host(answer)
-    known = [answer for answer in answers if answer.facts]
-    if len(known) < len(answers):
+    yield from map(check_host, answers)
+    if not all(answer.facts for answer in answers):
         return
-    yield check_clocks(known)
+    yield check_clocks(answers)
     if data:
-        yield check_data(known, data)
-    yield check_packages(known)
-    yield check_sources(known)
-    yield check_names(known)
-    yield check_network(known)
+        yield check_data(answers, data)
+    for check in (check_packages, check_sources, check_names, check_network):
+        yield check(answers)
 
 
 def check_host(answer: Answer) -> Result:
@@ -388,20 +368,13 @@ def check_packages(answers: list[Answer]) -> Result:
     for package in packages[0]:
         usual, odd = odd_ones(answers, [installed[package] for installed in packages])
         if odd:
-            theirs, ours = (describe_package(package, one) for one in (odd[0], usual))
+            versions = (one.facts["packages"][package] for one in (odd[0], usual))
+            theirs, ours = (f"{package} {version}" if version else f"no {package}" for version in versions)
             cause = f"{odd[0].name} has {theirs}, but {usual.name} has {ours}"
-            return Result(name, False, cause=cause, fix=f"ssh {odd[0].name} {shlex.quote(reinstall())}")
+            again = install_command("--force", settings="env -u PYTHONPATH")
+            there = shlex.quote(f"cd {shlex.quote(os.getcwd())} && {again}")
+            return Result(name, False, cause=cause, fix=f"ssh {odd[0].name} {there}")
     return Result(name, True, f"{len(packages[0])} versions are the same on all hosts")
-
-
-def describe_package(package: str, answer: Answer) -> str:
-    """Return the package of a host with its version."""
-    version = answer.facts["packages"][package]
-    return f"{package} {version}" if version else f"no {package}"
-
-
-def reinstall() -> str:
-    return f"cd {shlex.quote(os.getcwd())} && {install_command('--force', settings='env -u PYTHONPATH')}"
 
 
 def check_sources(answers: list[Answer]) -> Result:
@@ -412,7 +385,7 @@ def check_sources(answers: list[Answer]) -> Result:
     ours, theirs = usual.facts["sources"], odd[0].facts["sources"]
     file = min(path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path))
     cause = f"{file} differs between {odd[0].name} and {usual.name}"
-    fix = f"rsync -a --delete {' '.join(('largebatch', 'zoo'))} {odd[0].name}:{shlex.quote(os.getcwd())}/"
+    fix = f"rsync -a --delete largebatch zoo {odd[0].name}:{shlex.quote(os.getcwd())}/"
     return Result("same sources", False, cause=cause, fix=fix)
 
 
@@ -433,7 +406,6 @@ def check_names(answers: list[Answer]) -> Result:
 
 
 def usable(card: Interface) -> bool:
-    """Return whether the interface may lead to other machines."""
     return not WITHIN_A_MACHINE.match(card.name)
 
 
@@ -478,10 +450,7 @@ def check_network(answers: list[Answer]) -> Result:
 
 
 def local_network(hosts: tuple[Host, ...]) -> Network | None:
-    """Return the network over which this machine reaches the hosts. It resolves their names, but asks no host.
-
-    Returns None if a name does not resolve here, or if no network of this machine holds all hosts.
-    """
+    """Return the network of this machine that holds all hosts, by their names; it asks no host."""
     try:
         addresses = [ipaddress.ip_address(socket.gethostbyname(host.name)) for host in hosts]
     except OSError:

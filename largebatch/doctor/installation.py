@@ -17,21 +17,8 @@ from largebatch.doctor.result import INSTALL, REINSTALL, Output, Result, run
 from largebatch.process.installer import SCRIPT, install_command
 from largebatch.process.packages import version_of
 
-MODULES = (
-    "torch",
-    "numpy",
-    "PIL",
-    "nvidia.dali",
-    "mpi4py",
-    "zoo",  # before timm: with a CPU build of torch, timm imports only after zoo
-    "timm",
-    "rich",
-    "tensorboard",
-    "matplotlib",
-    "sklearn",
-    "safetensors",
-    "yaml",
-)
+# zoo is before timm: with a CPU build of torch, timm imports only after zoo.
+MODULES = tuple("torch numpy PIL nvidia.dali mpi4py zoo timm rich tensorboard matplotlib sklearn safetensors yaml".split())
 
 # A child process runs this. If it fails, the last name that it printed is the culprit.
 IMPORT_EACH = """
@@ -102,10 +89,7 @@ def _aligned(*versions: str) -> Iterator[list[int]]:
 
 
 def required() -> Iterator[Requirement]:
-    """Yield what the installed project requires to train, without its other extras.
-
-    Read with the standard library alone, since the doctor must run where packages are missing.
-    """
+    """Yield what the project requires to train; by the standard library, since the doctor runs where packages lack."""
     for text in importlib.metadata.requires("largebatch") or []:
         requirement, _, marker = text.partition(";")
         if found := re.fullmatch(r"\s*([\w.-]+)\s*([\w.<>=,\s]*)", requirement):
@@ -141,9 +125,7 @@ def check_versions() -> Result:
 
 
 def importable(folder: Path) -> set[str]:
-    """Return the names of the top-level modules and packages in a folder."""
-    if not folder.is_dir():
-        return set()
+    """Return the names of the top-level modules and packages in a folder; none if there is no folder."""
     modules = {path.stem for path in folder.glob("*.py")}
     return (modules | {path.parent.name for path in folder.glob("*/__init__.py")}) - HARMLESS
 
@@ -202,17 +184,12 @@ def check_horovod(facts: dict, output: Output) -> Result:
         return Result(name, False, cause=f"Horovod is not installed for {sys.executable}", fix=INSTALL)
     if "built_for" in facts and "horovod_abi" not in facts:  # then horovod.torch imports, but is empty
         return Result(name, False, cause="Horovod was installed without its torch extension", fix=REINSTALL)
-    symbol = re.search(r"undefined symbol: (\w+)", error)
-    if symbol:
-        cause = (
-            f"Horovod was compiled for another torch than the one installed (undefined symbol {symbol[1]})"
-        )
-        return Result(name, False, cause=cause, fix=REINSTALL)
-    library = re.search(r"(lib\S+): cannot open shared object file", error)
-    if library:
+    if symbol := re.search(r"undefined symbol: (\w+)", error):
+        cause = f"Horovod was compiled for another torch than the one installed (undefined symbol {symbol[1]})"
+    elif library := re.search(r"(lib\S+): cannot open shared object file", error):
         cause = f"{library[1]}, which Horovod was linked with, is not found"
-        return Result(name, False, cause=cause, fix=REINSTALL)
-    cause = f"importing Horovod {output.how_it_ended}: {output.last_error}"
+    else:
+        cause = f"importing Horovod {output.how_it_ended}: {output.last_error}"
     return Result(name, False, cause=cause, fix=REINSTALL)
 
 

@@ -59,8 +59,7 @@ def check_allreduce(
 
 
 def expected_total(ranks: int) -> int:
-    """Return the total that ALLREDUCE prints on each of `ranks` ranks."""
-    return sum(value + 1000 * rank for rank in range(ranks) for value in range(1000))
+    return sum(range(1000 * ranks))
 
 
 def answers(output: Output) -> list[tuple[int, int, int]]:
@@ -70,7 +69,6 @@ def answers(output: Output) -> list[tuple[int, int, int]]:
 
 
 def progress(output: Output) -> str:
-    """Return how many processes reached each stage of ALLREDUCE."""
     started, initialised = (output.stdout.count(f"process={stage}.") for stage in ("started", "initialised"))
     return f"{started} started, {initialised} came out of hvd.init(), {len(answers(output))} have the sum"
 
@@ -82,7 +80,6 @@ def summed(output: Output, ranks: int = RANKS) -> bool:
 
 
 def explain(output: Output, launch: str, launcher: list[str], *, ranks: int, limit_s: float) -> tuple[str, str]:
-    """Return cause and fix of a failed launch, from its output."""
     by_hand = shlex.join([*launcher, sys.executable, "-c", "import horovod.torch as hvd; hvd.init()"])
     got = answers(output)
     if output.code is None:
@@ -92,8 +89,7 @@ def explain(output: Output, launch: str, launcher: list[str], *, ranks: int, lim
         cause = f"{ranks} processes were started, but each sees a size of 1: another MPI than Horovod's started them"
         return cause, REINSTALL
     if "plm_rsh_agent" in output.stderr:
-        cause = f"{launch} looks for an ssh client, which is not installed, although one host needs none"
-        return cause, INSTALL
+        return f"{launch} looks for an ssh client, which is not installed, although one host needs none", INSTALL
     if output.code != 0:
         return f"{launch} {output.how_it_ended}: {output.last_error}", by_hand
     if {rank for rank, _, _ in got} != set(range(ranks)):

@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from largebatch.doctor.result import Result, run
@@ -99,10 +100,8 @@ def available_memory() -> int:
     meminfo = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
+        with suppress(OSError, ValueError):  # another version of cgroups, or "max"
             available = min(available, int(Path(path).read_text()))
-        except (OSError, ValueError):  # another version of cgroups, or "max"
-            pass
     return available
 
 
@@ -165,9 +164,7 @@ def check_gpu(facts: dict, device: str) -> Result:
         cause = f"{gpus} GPUs are there, but CUDA_VISIBLE_DEVICES hides them all"
         return Result(name, False, cause=cause, fix="unset CUDA_VISIBLE_DEVICES")
     if facts["gpus"] == 0:
-        cause = (
-            f"{gpus} GPUs are visible, but torch (CUDA {facts['cuda']}) sees none: the driver may be too old"
-        )
+        cause = f"{gpus} GPUs are visible, but torch (CUDA {facts['cuda']}) sees none: the driver may be too old"
         return Result(name, False, cause=cause, fix="nvidia-smi")
     if not facts["nccl"]:
         cause = f"{gpus} GPUs are visible, but Horovod was built without NCCL"

@@ -17,12 +17,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 from largebatch.doctor import commands, launches
 from largebatch.doctor.commands import Mpi
 from largebatch.doctor.hosts import Host, Network
-from largebatch.doctor.result import Output, Result, kill, run
+from largebatch.doctor.result import Output, Result, kill, run, start
 
 FAR_SLOWER = 4  # times slower than the faster pairs
 NOTED_LATENCY_S = 0.005  # a difference below this is no note: a busy core alone can cost a millisecond
@@ -56,15 +57,7 @@ class Launch:
 
     def __init__(self, command: list[str]) -> None:
         self.errors = tempfile.TemporaryFile("w+", errors="replace")
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        self.process = start(command, stdin=subprocess.DEVNULL, stderr=self.errors)
         self.lines: queue.Queue[str | None] = queue.Queue()
         self.kept: list[dict] = []  # events that were read and not yet returned
         threading.Thread(target=self.read, daemon=True).start()
@@ -82,10 +75,8 @@ class Launch:
         """Send SIGTERM, which mpirun hands on to its daemons, and then SIGKILL to all that is left here."""
         if self.process.poll() is None:
             self.process.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
-            except subprocess.TimeoutExpired:
-                pass
         kill(self.process)
         self.process.wait()
         self.errors.close()
@@ -128,7 +119,7 @@ def check_starts(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
     """Let mpirun start a process on each host alone, all at the same time, to find the hosts that it does not reach."""
     limit_s = min(START_LIMIT_S, limit_s)
 
-    def start(host: Host) -> Result:
+    def start_on(host: Host) -> Result:
         command = cluster.mpirun((Host(host.name),), STARTED)
         # Open MPI 4 fails to start if at that moment another mpirun, which ends, removes the folder of all sessions.
         with tempfile.TemporaryDirectory(prefix="largebatch-", ignore_cleanup_errors=True) as own:
@@ -141,7 +132,7 @@ def check_starts(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
         return Result(name, False, cause=cause, fix=shlex.join(command))
 
     with ThreadPoolExecutor(max_workers=min(len(cluster.hosts), 16)) as pool:
-        yield from pool.map(start, cluster.hosts)
+        yield from pool.map(start_on, cluster.hosts)
 
 
 def explain_start(output: Output) -> str:
@@ -164,10 +155,7 @@ START_FAULTS = (
 
 
 def wait_until_ready(launch: Launch, cluster: Cluster, num_ranks: int, *, limit_s: float) -> dict[int, str]:
-    """Wait until MPI runs on all ranks. Returns the hosts' names by rank.
-
-    Raises TimeoutError or RuntimeError with the missing hosts.
-    """
+    """Wait until MPI runs on all ranks; return the hosts' names by rank. Errors name the missing hosts."""
     started: list[str] = []
     early: list[dict] = []
     ready: dict[int, str] = {}
@@ -225,7 +213,6 @@ def check_pairs(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
 
 
 def judge_pair(pair: str, found: dict, limit_s: float) -> Result:
-    """Return the result for two hosts that were measured."""
     if "error" in found:
         first, second = pair.split(" and ")
         at_all = found["error"] == "no message"
@@ -240,10 +227,7 @@ def figures(found: dict) -> str:
 
 
 def compare(found: dict[str, dict]) -> Iterator[Result]:
-    """Yield a note for each pair that is far slower than the fastest quarter of the pairs.
-
-    The median is no reference: with three hosts of which one is slow, the median pair is slow.
-    """
+    """Yield a note for each pair far slower than the fastest quarter; one slow host of three makes the median slow."""
     if len(found) < 2:
         return
     quarter = (len(found) - 1) // 4
@@ -277,7 +261,6 @@ def check_sums(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
 
 
 def judge_sum(what: str, event: dict, names: dict[int, str]) -> Result:
-    """Return the result for a sum that one rank has reported."""
     if not event["exact"]:
         return Result(what, False, cause=f"rank {event['rank']} on {names[event['rank']]} has a wrong sum", fix="dmesg")
     rate = f", {event['bytes'] / event['took_s'] / 1e6:.0f} MB/s" if event["bytes"] > 4096 else ""

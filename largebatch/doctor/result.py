@@ -4,8 +4,10 @@ import os
 import re
 import signal
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from largebatch.files.names import on_screen
 from largebatch.process.installer import install_command
@@ -41,6 +43,10 @@ class Result:
         return on_screen(f"{kind}  {self.name}\n      cause: {self.cause}\n      fix:   {self.fix}")
 
 
+def not_tried(name: str) -> Result:
+    return Result(name, False, cause="not tried, because a check above failed", fix="apply the fix above first")
+
+
 @dataclass(frozen=True)
 class Output:
     """The output of a child process. `code` is its exit code, negative for a signal, None if it ran out of time."""
@@ -72,35 +78,26 @@ def kill(process: subprocess.Popen) -> None:
     """Kill a process and all its descendants: mpirun gives each ssh a process group of its own, which would live on."""
     family = [process.pid]
     for pid in family:  # the list grows in the loop
-        try:
+        with suppress(OSError):  # the process has ended meanwhile
             family += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        except OSError:  # the process has ended meanwhile
-            pass
     for pid in family:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+
+
+def start(command: list[str], *, stdin: int = subprocess.PIPE, **options: Any) -> subprocess.Popen[str]:
+    """Start a command in a process group of its own, whose text on stdout is read."""
+    ours: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "errors": "replace", "start_new_session": True}
+    return subprocess.Popen(command, stdin=stdin, **ours, **options)
 
 
 def run(
     command: list[str], *, limit_s: float, environment: dict[str, str] | None = None, stdin: str = ""
 ) -> Output:
-    """Run a command in a process group of its own. When the time is up, it is killed with all its descendants."""
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        env=environment,
-    ) as process:
+    """Run a command. When the time is up, it is killed with all its descendants."""
+    with start(command, stderr=subprocess.PIPE, env=environment) as process:
         try:
             stdout, stderr = process.communicate(stdin, timeout=limit_s)
         except subprocess.TimeoutExpired:
