@@ -18,7 +18,10 @@ from largebatch.process.installer import SCRIPT, install_command
 from largebatch.process.packages import version_of
 
 # zoo is before timm: with a CPU build of torch, timm imports only after zoo.
-MODULES = tuple("torch numpy PIL nvidia.dali mpi4py zoo timm rich tensorboard matplotlib sklearn safetensors yaml".split())
+MODULES = (
+    *("torch", "numpy", "PIL", "nvidia.dali", "mpi4py", "zoo", "timm"),
+    *("rich", "tensorboard", "matplotlib", "sklearn", "safetensors", "yaml"),
+)
 
 # A child process runs this. If it fails, the last name that it printed is the culprit.
 IMPORT_EACH = """
