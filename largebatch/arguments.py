@@ -31,9 +31,11 @@ def expanded(text: str) -> str:
 class Parser(argparse.ArgumentParser):
     """A parser that takes no abbreviations and says a mistake in one sentence."""
 
-    def __init__(self, **given: Any) -> None:
-        """given: as for ArgumentParser."""
-        super().__init__(allow_abbrev=False, **given)
+    def __init__(self, program: str, text: str | None = None, **given: Any) -> None:
+        """program: the words after `python -m largebatch.`. text: shown as it is. given: as for ArgumentParser."""
+        if text:
+            given |= {"description": text, "formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(prog=f"python -m largebatch.{program}", allow_abbrev=False, **given)
         self.register("type", None, expanded)
         self.register("type", Path, lambda text: Path(expanded(text)))
 

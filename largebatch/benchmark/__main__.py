@@ -32,11 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     name = argv.pop(0)
     benchmark = importlib.import_module(f"largebatch.benchmark.{name}")  # without the libraries of the others
-    parser = Parser(
-        prog=f"python -m largebatch.benchmark {name}",
-        description=benchmark.__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    defaults = argparse.ArgumentDefaultsHelpFormatter
+    parser = Parser(f"benchmark {name}", description=benchmark.__doc__, formatter_class=defaults)
     benchmark.add_options(parser)
     parser.add_argument("--output", type=Path, default=Path("runs/benchmark"), help="folder of NAME.csv and NAME.png")
     options, rest = parser.parse_known_args(argv)

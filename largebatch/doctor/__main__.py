@@ -109,7 +109,7 @@ def print_commands(options: argparse.Namespace) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the options. An invalid combination ends the program with one sentence."""
     description = (doctor.__doc__ or "").split("\n")[0]
-    parser = Parser(prog="python -m largebatch.doctor", description=description)
+    parser = Parser("doctor", description=description)
     add = parser.add_argument
     devices = ("auto", "cpu", "cuda")
     add("--device", choices=devices, default="auto", help="device that training will use; auto: GPUs if there are any")

@@ -9,7 +9,6 @@ weights. A graph takes normalised images (batch, 3, H, W), any number of them, a
 the model's before the file appears. config.json is inside of it.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     target = Path(args.target)
     try:
-        _check_target(target)
+        if target.exists() and (target.suffix in GRAPHS or not target.is_dir() or any(target.iterdir())):
+            raise ValueError(f"{target} already exists: give the name of a new folder, or of a new file .onnx or .pt2.")
         if args.recipe:
             user_file.run(args.recipe)
         found = hub.read(args.source, average=args.ema)
@@ -42,30 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m largebatch.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("export", __doc__)
     parser.add_argument("source", metavar="RUN_OR_WEIGHTS", help="a run, a checkpoint, an exported folder, or a file")
     parser.add_argument("target", metavar="TARGET", help="a new folder, or a new file .onnx or .pt2")
     parser.add_argument("--recipe", default="", metavar="FILE.py", help="the file that registers a model of your own")
     parser.add_argument("--ema", action="store_true", help="take the average of the weights (--optim.ema_half_life)")
-    parser.add_argument(
-        "--license",
-        default="unknown",
-        metavar="NAME",
-        help="licence of the weights for the model card, as the hub names it, such as apache-2.0 (default: unknown)",
-    )
+    licence = "licence of the weights for the model card, as the hub names it, such as apache-2.0 (default: unknown)"
+    parser.add_argument("--license", default="unknown", metavar="NAME", help=licence)
     return parser
-
-
-def _check_target(target: Path) -> None:
-    """Raise ValueError if something is in the place of the export."""
-    if target.is_dir() and target.suffix not in GRAPHS and not any(target.iterdir()):
-        return
-    if target.exists():
-        raise ValueError(f"{target} already exists: give the name of a new folder, or of a new file .onnx or .pt2.")
 
 
 if __name__ == "__main__":

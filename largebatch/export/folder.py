@@ -74,7 +74,6 @@ def write_folder(model: nn.Module, found: hub.Found, folder: Path, *, licence: s
 
 
 def card(model: nn.Module, found: hub.Found, folder: Path, *, licence: str) -> str:
-    """Return the text of the model card."""
     run = _run_of(found.weights)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     rows = [*(_of_run(run, found) if run else []), *_of_model(found), ("licence of the weights", licence)]
@@ -100,7 +99,6 @@ def _run_of(weights: Path) -> Path | None:
 
 
 def _of_run(run: Path, found: hub.Found) -> Iterator[tuple[str, str]]:
-    """Yield what the run's tables and options tell."""
     step, average = int(found.weights.resolve().parent.name), found.weights.name == hub.AVERAGE
     rows = [row for row in read_rows(run / EPOCHS) if row["step"] <= step]
     if rows:
@@ -110,14 +108,14 @@ def _of_run(run: Path, found: hub.Found) -> Iterator[tuple[str, str]]:
     try:
         yield from _of_config(configs.load(str(run / "config.yaml")))
     except (OSError, ValueError):  # none, or one of another version: the card says less
-        return
+        pass
 
 
 def _of_config(config: TrainConfig) -> Iterator[tuple[str, str]]:
     o, schedule = config.optim, config.schedule
     yield "data", Path(config.data.path).name
     yield "recipe", config.recipe or "custom"
-    ramp = f", {config.schedule.batch_ramp}" if config.schedule.batch_ramp else ""
+    ramp = f", {schedule.batch_ramp}" if schedule.batch_ramp else ""
     yield "global batch", f"{config.data.global_batch_size:,} images{ramp}"
     yield "training", f"{config.run.duration}, seed {config.run.seed}, {config.run.precision}"
     yield "optimizer", f"{o.name}, peak learning rate {o.lr:g}, weight decay {o.weight_decay:g}"
@@ -128,8 +126,7 @@ def _of_config(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 def _of_model(found: hub.Found) -> Iterator[tuple[str, str]]:
     cfg: dict[str, Any] = dict(found.cfg)
-    names = cfg.get("label_names", ())
-    if names:
+    if names := cfg.get("label_names", ()):
         more = f" and {len(names) - LISTED} more in {hub.CONFIG}" if len(names) > LISTED else ""
         yield "classes", ", ".join(names[:LISTED]) + more
     if all(key in cfg for key in hub.GEOMETRY):

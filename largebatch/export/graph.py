@@ -11,6 +11,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,8 @@ def write_torch(model: nn.Module, name: str, path: Path) -> str:
     """Write the model for `torch.export.load`; return a sentence about it. Its logits are the model's own."""
     program = _trace(model)
 
-    def save(unfinished: Path) -> None:
-        torch.export.save(program, unfinished, extra_files={hub.CONFIG: _description(model, name)})
-
-    def load(unfinished: Path) -> Callable[[Tensor], Tensor]:
-        return torch.export.load(unfinished).module()
-
-    worst = _write(model, path, save, load, tolerance=0.0)
+    save = partial(torch.export.save, program, extra_files={hub.CONFIG: _description(model, name)})
+    worst = _write(model, path, save, lambda unfinished: torch.export.load(unfinished).module(), tolerance=0.0)
     return f"{path}: torch.export, images {_shape(model)} -> logits; largest difference to the model {worst:.1g}"
 
 
@@ -43,14 +39,11 @@ def write_onnx(model: nn.Module, name: str, path: Path) -> str:
         import onnxruntime
         import onnxscript  # noqa: F401
     except ImportError as missing:
-        raise ValueError(
-            f"ONNX needs {missing.name}, which is not installed: pip install onnx onnxscript onnxruntime (setup.cfg "
-            "has their versions, as the extra onnx)."
-        ) from None
+        remedy = "pip install onnx onnxscript onnxruntime (setup.cfg has their versions, as the extra onnx)"
+        raise ValueError(f"ONNX needs {missing.name}, which is not installed: {remedy}.") from None
     with _quiet():
-        program: Any = torch.onnx.export(
-            _trace(model), (), dynamo=True, input_names=["images"], output_names=["logits"], verbose=False
-        )
+        names: Any = {"input_names": ["images"], "output_names": ["logits"]}
+        program: Any = torch.onnx.export(_trace(model), (), dynamo=True, verbose=False, **names)
     program.model.metadata_props[hub.CONFIG] = _description(model, name)
 
     def load(unfinished: Path) -> Callable[[Tensor], Tensor]:
@@ -67,13 +60,11 @@ def _trace(model: nn.Module) -> torch.export.ExportedProgram:
         return torch.export.export(model, (_images(model, TRACED),), dynamic_shapes=({0: batch},))
 
 
+Graph = Callable[[Tensor], Tensor]
+
+
 def _write(
-    model: nn.Module,
-    path: Path,
-    save: Callable[[Path], None],
-    load: Callable[[Path], Callable[[Tensor], Tensor]],
-    *,
-    tolerance: float,
+    model: nn.Module, path: Path, save: Callable[[Path], None], load: Callable[[Path], Graph], *, tolerance: float
 ) -> float:
     """Save under another name, compare, and rename; return the largest difference, as a share of the largest logit."""
     unfinished = path.with_name(f"unfinished-{path.name}")
@@ -89,7 +80,7 @@ def _write(
 
 
 @torch.no_grad()
-def _compare(model: nn.Module, graph: Callable[[Tensor], Tensor]) -> float:
+def _compare(model: nn.Module, graph: Graph) -> float:
     worst = 0.0
     for count in CHECKED:
         images = _images(model, count)

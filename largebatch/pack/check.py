@@ -26,7 +26,7 @@ from largebatch.process.progress import show_progress
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(
-        prog="python -m largebatch.pack check",
+        "pack check",
         description="Decodes all images, lists the bad ones, and says if shards are missing or have lost records.",
     )
     parser.add_argument("data", help='folder of TFRecords or images, or "digits"')

@@ -43,7 +43,7 @@ PLAN = "packing.json"
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(
-        prog="python -m largebatch.pack",
+        "pack",
         description="Packs images into TFRecord shards. If it is interrupted, the same command goes on.",
         epilog="Other commands, which have a --help of their own: `check` lists the images that cannot be decoded; "
         "`token-labels` adds a teacher's label maps to TFRecords.",

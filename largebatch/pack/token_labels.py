@@ -47,7 +47,7 @@ Maps = Callable[[Index], Iterator[tuple[np.ndarray, np.ndarray]]]
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(prog="python -m largebatch.pack token-labels", description=(__doc__ or "").partition("\n\n")[0])
+    parser = Parser("pack token-labels", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("source", help="folder of TFRecords")
     parser.add_argument("out", help="folder for the same records with label maps")
     one = parser.add_mutually_exclusive_group(required=True)

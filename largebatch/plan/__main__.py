@@ -76,11 +76,7 @@ def plan(words: Sequence[str]) -> int:
 def validate(words: Sequence[str]) -> int:
     from largebatch.plan import validation
 
-    parser = Parser(
-        prog="python -m largebatch.plan validate",
-        description=validation.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("plan validate", validation.__doc__)
     parser.add_argument("tables", nargs="+", type=Path, metavar="TABLE", help="docs/planner.csv, or tables of steps")
     rows = validation.validated(parser.parse_args(words).tables, lambda words: read(words)[1:])
     print("\n".join(validation.lines(rows)))
@@ -152,11 +148,7 @@ def _search(config: TrainConfig, cluster: "Cluster", speed: "Speed", *, json: bo
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m largebatch.plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("plan", __doc__)
     add = parser.add_argument
     add("--gpus", type=int, default=8, help="GPUs, one rank each (default: 8)")
     add("--gpu", default="a100", metavar="NAME", help=f"{', '.join(DEVICES)} (default: a100)")

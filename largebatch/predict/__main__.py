@@ -9,7 +9,6 @@ largebatch.validate does it, and the model computes in fp32.
 Images that cannot be read are named on stderr after the others, and the exit code is then 2.
 """
 
-import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -51,11 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m largebatch.predict",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("predict", __doc__)
     parser.add_argument("weights", metavar="RUN_OR_WEIGHTS", help="a run, a checkpoint, an exported folder, or a file")
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="an image file, or a folder of them")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="number of classes to print (default: 5)")
@@ -77,7 +72,6 @@ def open_model(source: str, *, average: bool = False) -> nn.Module:
 
 
 def class_names(model: nn.Module) -> Sequence[str]:
-    """Return the names of a model's classes, or their numbers if the names are not known."""
     known = getattr(model, "default_cfg").get("label_names")
     return known or [f"class {number}" for number in range(getattr(model, "num_classes"))]
 
@@ -114,7 +108,7 @@ def images_in(path: str) -> list[str]:
 
 
 def why_unreadable(path: str) -> str:
-    """Return the reason why a file is not an image that an evaluation could read, or ""."""
+    """Return the reason, or ""."""
     from largebatch.data.quarantine import image_fault
 
     if Path(path).is_dir():

@@ -13,7 +13,6 @@ if nothing differs, 1 if something does.
 The exit code is 2 if a run cannot be read.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +39,7 @@ def report(words: Sequence[str]) -> int:
     from largebatch.report.page import write_page
     from largebatch.report.panels import panels, read_runs
 
-    parser = _parser("python -m largebatch.report")
+    parser = _parser("report")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder for the page and its pictures")
     parser.add_argument("--pictures", action="store_true", help="write the diagrams as PNG files, too")
@@ -62,7 +61,7 @@ def report(words: Sequence[str]) -> int:
 
 def diff(words: Sequence[str]) -> int:
     """Print the first difference of two runs."""
-    parser = _parser("python -m largebatch.report diff")
+    parser = _parser("report diff")
     parser.add_argument("one", type=Path, metavar="RUN_A", help="the folder of a run")
     parser.add_argument("other", type=Path, metavar="RUN_B", help="the folder of another run")
     args = parser.parse_args(words)
@@ -72,8 +71,8 @@ def diff(words: Sequence[str]) -> int:
     return int(any(finding.differs for finding in findings))
 
 
-def _parser(prog: str) -> Parser:
-    return Parser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parser(program: str) -> Parser:
+    return Parser(program, __doc__)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import datetime
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from largebatch.process.progress import show_progress
 from largebatch.reproduce.contenders import CONTENDERS
 from largebatch.reproduce.experiment import Experiment, Trial, cifar10, digits, quick
 from largebatch.reproduce.results import Journal
-from largebatch.reproduce.workers import Workers, workers
+from largebatch.reproduce.workers import Alone, Processes, Workers
 
 EXPERIMENTS = ("digits", "cifar10")
 
@@ -56,7 +57,7 @@ def reproduce(experiment: Experiment, folder: Path, *, processes: int) -> None:
     journal = Journal(folder, experiment)
     journal.read()
     began = time.perf_counter()
-    with workers(processes) as crew:
+    with closing(Processes(processes) if processes > 1 else Alone()) as crew:
         if len(journal.results) < experiment.num_trials:
             tell(f"{experiment.num_trials} trials in {folder}, {len(journal.results)} of them are there")
             tell(f"the others take about {minutes(estimate(experiment, journal, crew, processes))}")
@@ -65,7 +66,6 @@ def reproduce(experiment: Experiment, folder: Path, *, processes: int) -> None:
 
 
 def compute(journal: Journal, crew: Workers) -> None:
-    """Make the trials that are missing."""
     experiment, running = journal.experiment, set[Trial]()
     with show_progress("reproduce", experiment.num_trials, unit="trials") as show:
         while True:
@@ -121,12 +121,10 @@ def write(experiment: Experiment, folder: Path, journal: Journal, *, seconds: fl
 
 
 def minutes(seconds: float) -> str:
-    """Return a time as text."""
     return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
 
 
 def tell(sentence: str) -> None:
-    """Print a line for the person who waits."""
     sys.stderr.write(f"largebatch: {sentence}\n")
 
 
@@ -135,12 +133,9 @@ def tell(sentence: str) -> None:
 
 def sized(options: argparse.Namespace) -> Experiment:
     """Return the experiment that a command line asks for; ValueError for a mistake."""
-    if options.experiment == "digits":
-        if options.data:
-            raise ValueError(f"--data is {options.data}, and the digits are built in: leave it out, or choose cifar10.")
-        experiment = digits()
-    else:
-        experiment = cifar10(cifar10_folder(options.data))
+    if options.experiment == "digits" and options.data:
+        raise ValueError(f"--data is {options.data}, and the digits are built in: leave it out, or choose cifar10.")
+    experiment = digits() if options.experiment == "digits" else cifar10(cifar10_folder(options.data))
     experiment = quick(experiment) if options.quick else experiment
     for option in ("epochs", "rates", "seeds", "processes"):
         value = getattr(options, option)
@@ -161,19 +156,13 @@ def cifar10_folder(data: str | None) -> str:
     from largebatch.data.archives import is_cifar10
 
     if data is None or not is_cifar10(Path(data).expanduser()):
-        raise ValueError(
-            f"--data is {data}: expected CIFAR-10's files, that is cifar-10-binary.tar.gz or cifar-10-python.tar.gz, "
-            "or the folder with its batches."
-        )
+        files = "cifar-10-binary.tar.gz or cifar-10-python.tar.gz, or the folder with its batches"
+        raise ValueError(f"--data is {data}: expected CIFAR-10's files, that is {files}.")
     return data
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m largebatch.reproduce",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("reproduce", __doc__)
     add = parser.add_argument
     add("experiment", choices=EXPERIMENTS, help="the images")
     add("--quick", action="store_true", help="two batches, fewer epochs, rates and seeds")

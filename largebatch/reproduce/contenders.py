@@ -16,27 +16,18 @@ from typing import Any
 class Contender:
     """An optimizer with its options. cost: the time of its step, relative to the others', for the estimate."""
 
-    name: str
     label: str
     rate: float
     options: Mapping[str, Any]
     cost: float = 1.0
 
 
+LAMB = {"optim.name": "lamb", "optim.weight_decay": 0.01}
 CONTENDERS = {
-    contender.name: contender
-    for contender in (
-        Contender("sgd", "SGD", 0.25, {"optim.name": "sgd", "optim.weight_decay": 1e-4}),
-        Contender("adamw", "AdamW", 4e-3, {"optim.name": "adamw", "optim.weight_decay": 0.05}),
-        Contender("lars", "LARS", 8.0, {"optim.name": "lars", "optim.weight_decay": 1e-4}),
-        Contender("lamb", "LAMB", 4e-2, {"optim.name": "lamb", "optim.weight_decay": 0.01}),
-        Contender(
-            "lamb_look_sam",
-            "LAMB with Look-LayerSAM",
-            4e-2,
-            {"optim.name": "lamb", "optim.weight_decay": 0.01, "optim.sam_rho": 0.005},
-            cost=1.3,
-        ),
-        Contender("muon", "Muon", 4e-3, {"optim.name": "muon", "optim.weight_decay": 0.05}, cost=1.2),
-    )
+    "sgd": Contender("SGD", 0.25, {"optim.name": "sgd", "optim.weight_decay": 1e-4}),
+    "adamw": Contender("AdamW", 4e-3, {"optim.name": "adamw", "optim.weight_decay": 0.05}),
+    "lars": Contender("LARS", 8.0, {"optim.name": "lars", "optim.weight_decay": 1e-4}),
+    "lamb": Contender("LAMB", 4e-2, LAMB),
+    "lamb_look_sam": Contender("LAMB with Look-LayerSAM", 4e-2, LAMB | {"optim.sam_rho": 0.005}, cost=1.3),
+    "muon": Contender("Muon", 4e-3, {"optim.name": "muon", "optim.weight_decay": 0.05}, cost=1.2),
 }

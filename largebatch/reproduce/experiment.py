@@ -8,14 +8,7 @@ training images with the rate that was chosen, and are evaluated on the held-out
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from largebatch.config import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    RunConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from largebatch.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig, ScheduleConfig, TrainConfig
 from largebatch.config.cli import checked
 from largebatch.reproduce.contenders import CONTENDERS
 
@@ -26,8 +19,6 @@ LARGEST_PASS = 2048  # images; a larger batch takes several passes
 
 @dataclass(frozen=True)
 class Trial:
-    """One training run."""
-
     contender: str
     batch: int
     lr: float
@@ -35,12 +26,10 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """The name of its files."""
         return f"{self.contender}_batch{self.batch}_lr{self.lr:g}_seed{self.seed}"
 
     @property
     def searches(self) -> bool:
-        """Whether it belongs to the search of a learning rate."""
         return self.seed == SEARCH_SEED
 
 
@@ -60,52 +49,38 @@ class Experiment:
 
     @property
     def cells(self) -> list[tuple[str, int]]:
-        """Each optimizer with each batch."""
         return [(optimizer, batch) for batch in self.batches for optimizer in self.optimizers]
 
     @property
     def num_trials(self) -> int:
-        """Trials of all searches and all seeds."""
         return len(self.cells) * (self.rates + self.seeds)
 
     def config(self, trial: Trial) -> TrainConfig:
         """Return the config of a trial: everything that `largebatch.train` needs to make the run again."""
-        one_pass = min(trial.batch, LARGEST_PASS)
+        one_pass, epochs = min(trial.batch, LARGEST_PASS), f"{self.epochs} epochs"
+        evaluations = "100 %" if trial.searches else "1 epoch"
         config = TrainConfig(
             model=ModelConfig(name=self.model, img_size=32, num_classes=10),
             data=replace(self.data, global_batch_size=trial.batch, micro_batch_size=one_pass),
             schedule=ScheduleConfig(name="cosine", warmup="10 %"),
-            run=RunConfig(
-                duration=f"{self.epochs} epochs",
-                eval_every="100 %" if trial.searches else "1 epoch",
-                seed=trial.seed,
-                precision="fp32",
-                device="cpu",
-            ),
+            run=RunConfig(duration=epochs, eval_every=evaluations, seed=trial.seed, precision="fp32", device="cpu"),
             checkpoint=CheckpointConfig(best="none"),
         )
         return checked(config, {**CONTENDERS[trial.contender].options, "optim.lr": trial.lr})
 
 
+PADDED = DataConfig(train_crop="pad", crop_padding=4, crop_pct=1.0, eval_batch_size=512)
+
+
 def digits() -> Experiment:
     """A ViT-nano/32 at 32 px on the 1,437 digits, moved by up to half of one of their 8 x 8 pixels."""
-    data = DataConfig(
-        path="digits", train_crop="pad", crop_padding=4, crop_pct=1.0, hflip=0.0, eval_batch_size=512
-    )
+    data = replace(PADDED, path="digits", hflip=0.0)
     return Experiment("digits", data, batches=(32, 128, 512, 1437), epochs=25, target=90.0)
 
 
 def cifar10(folder: str) -> Experiment:
     """The same on CIFAR-10's files, with the usual crops and flips."""
-    data = DataConfig(
-        path=folder,
-        train_crop="pad",
-        crop_padding=4,
-        crop_pct=1.0,
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2023, 0.1994, 0.2010),
-        eval_batch_size=512,
-    )
+    data = replace(PADDED, path=folder, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010))
     return Experiment("cifar10", data, batches=(128, 512, 2048, 8192), epochs=15, target=40.0)
 
 

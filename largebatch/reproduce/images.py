@@ -30,10 +30,8 @@ class Pixels:
     def __init__(self, index: Index, border: int) -> None:
         sizes = {*zip(index.width.tolist(), index.height.tolist())}
         if len(sizes) > 1:
-            raise ValueError(
-                f"{index.folder} has images of {len(sizes)} sizes: expected one size, as the digits and "
-                "CIFAR-10 have."
-            )
+            found = f"{index.folder} has images of {len(sizes)} sizes"
+            raise ValueError(f"{found}: expected one size, as the digits and CIFAR-10 have.")
         self.border = border
         self.bordered = np.pad(np.stack([*decoded(index)]), ((0, 0), (border, border), (border, border), (0, 0)))
         self.labels = torch.from_numpy(index.label.astype(np.int64))
@@ -54,7 +52,6 @@ class Pixels:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of an image."""
         height, width = self.bordered.shape[1:3]
         return height - 2 * self.border, width - 2 * self.border
 
@@ -69,15 +66,12 @@ def decoded(index: Index) -> Iterator[np.ndarray]:
 
 
 class Preparation:
-    """Bytes to normalised floats, as a config says and its model needs it."""
-
     def __init__(self, config: TrainConfig, model: torch.nn.Module) -> None:
         self.side, self.geometry = config.model.img_size, model_geometry(config.data, model)
         self.filter = config.data.train_interpolation or self.geometry.interpolation
         self.normalise = Normalise(self.geometry.mean, self.geometry.std).batch
 
     def resize(self, images: np.ndarray, size: tuple[int, int], interpolation: str) -> torch.Tensor:
-        """Resize (B, H, W, 3) to (B, 3, *size), uint8."""
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
         return functional.interpolate(pixels, size=size, mode=interpolation, antialias=True)
 
@@ -92,9 +86,8 @@ class Preparation:
     def centre(self, images: np.ndarray) -> torch.Tensor:
         """Return the central crops of whole images (B, H, W, 3) at the size of the model."""
         size = np.array(images.shape[1:3])[:, None]
-        sizes, corners = order.centre_geometry(
-            size[1], size[0], img_size=self.side, crop_pct=self.geometry.crop_pct
-        )
+        crop_pct = self.geometry.crop_pct
+        sizes, corners = order.centre_geometry(size[1], size[0], img_size=self.side, crop_pct=crop_pct)
         (height, width), (x, y) = sizes[0].tolist(), corners[0].tolist()
         resized = self.resize(images, (height, width), self.geometry.interpolation)
         return self.normalise(resized[:, :, y : y + self.side, x : x + self.side])
@@ -109,9 +102,8 @@ def training_batches(
         for job in plan.micro_batches(step, 0, 1):
             epochs, samples = plan.samples(job.start, job.stop)
             sides = {"width": np.full(len(samples), width), "height": np.full(len(samples), height)}
-            draws = order.draw_padded(
-                plan.seed, epochs, samples, padding=padding, hflip=config.data.hflip, **sides
-            )
+            hflip = config.data.hflip
+            draws = order.draw_padded(plan.seed, epochs, samples, padding=padding, hflip=hflip, **sides)
             corners = zip(samples.tolist(), (draws.x + padding).tolist(), (draws.y + padding).tolist())
             windows = np.stack([pixels.bordered[k, y : y + height, x : x + width] for k, x, y in corners])
             images = preparation.training(windows, draws.flip)

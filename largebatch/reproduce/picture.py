@@ -18,13 +18,11 @@ APART = 1.045  # factor between the places of two optimizers at one batch, so th
 
 
 def draw(path: Path, experiment: Experiment, found: Sequence[Cell]) -> None:
-    """Write the picture as PNG."""
     with atomic_file(path) as file:
         figure(experiment, found).savefig(file, format="png")
 
 
 def figure(experiment: Experiment, found: Sequence[Cell]) -> "Figure":
-    """Draw the figures of the table."""
     from matplotlib.figure import Figure  # takes half a second to import
 
     drawn = Figure(figsize=(9.6, 4.4), dpi=100, layout="constrained")
@@ -98,7 +96,6 @@ def _error_scale(axes: Any) -> None:
 
 
 def _log_scale(axes: Any) -> None:
-    """Number the steps in full."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axes.set_yscale("log")

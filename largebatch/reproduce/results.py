@@ -7,7 +7,6 @@ The trials that can start depend on the finished ones alone, so an experiment th
 """
 
 import json
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,19 +28,6 @@ class Result:
     diverged: bool
     seconds: float
 
-    @classmethod
-    def of(cls, rows: Iterable[Mapping[str, float]], *, diverged: bool, seconds: float) -> "Result":
-        """Return the result with these rows of numbers, one for each evaluation."""
-        found = [*rows]
-        return cls(
-            steps=[int(row["step"]) for row in found],
-            accuracies=[row["top1"] for row in found],
-            losses=[row["loss"] for row in found],
-            train_losses=[row["train_loss"] for row in found],
-            diverged=diverged,
-            seconds=seconds,
-        )
-
     @property
     def accuracy(self) -> float:
         """The accuracy after the last step; 0 if the trial diverged."""
@@ -57,16 +43,13 @@ class Result:
         return next((step for step, top1 in zip(self.steps, self.accuracies) if top1 >= target), None)
 
 
-Results = dict[Trial, Result]
-
-
 class Journal:
     """The finished trials of an experiment, in its folder."""
 
     def __init__(self, folder: Path, experiment: Experiment) -> None:
         self.folder, self.experiment = folder / "trials", experiment
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.results: Results = {}
+        self.results: dict[Trial, Result] = {}
 
     def read(self) -> None:
         """Read the trials of this experiment that are finished; ValueError if one had another config."""
@@ -81,13 +64,11 @@ class Journal:
         expected = self.experiment.config(trial)
         same = config.read_text() == dump(expected)  # reading YAML is slow
         if not same and (other := [*differences(load(str(config)), expected)]):
-            raise ValueError(
-                f"{config} is of a trial whose {other[0]} was another one: choose another --output, or remove it."
-            )
+            advice = "choose another --output, or remove it."
+            raise ValueError(f"{config} is of a trial whose {other[0]} was another one: {advice}")
         return Result(**json.loads(file.read_text()))
 
     def add(self, trial: Trial, result: Result) -> None:
-        """Write a finished trial."""
         file = self.folder / f"{trial.name}.json"
         with atomic_file(file.with_suffix(".yaml")) as yaml:
             yaml.write(dump(self.experiment.config(trial)).encode())

@@ -21,19 +21,13 @@ def grid(middle: float, budget: int) -> list[float]:
 
 def next_rates(middle: float, budget: int, scores: Mapping[float, Score]) -> list[float]:
     """Return the rates to try now, beside those that have a score: empty if the budget is spent."""
-    tried = grid(middle, budget)
-    missing = [rate for rate in tried if rate not in scores]
-    while not missing and len(tried) < budget:
-        rate = refined({rate: scores[rate] for rate in tried})
-        tried.append(rate)
-        missing = [rate] if rate not in scores else []
-    return missing
+    return [rate for rate in tried_rates(middle, budget, scores) if rate not in scores]
 
 
 def tried_rates(middle: float, budget: int, scores: Mapping[float, Score]) -> list[float]:
-    """Return the rates of a search that is complete, in the order in which they were tried."""
+    """Return the rates in the order in which they are tried, up to those that have no score yet."""
     tried = grid(middle, budget)
-    while len(tried) < budget:
+    while len(tried) < budget and all(rate in scores for rate in tried):
         tried.append(refined({rate: scores[rate] for rate in tried}))
     return tried
 
@@ -58,5 +52,4 @@ def refined(scores: Mapping[float, Score]) -> float:
 
 
 def rounded(rate: float) -> float:
-    """Return a rate with three digits."""
     return float(f"{rate:.3g}")

@@ -6,7 +6,7 @@ from the rows of the CSV.
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from largebatch.reproduce.contenders import CONTENDERS
@@ -36,7 +36,6 @@ class Cell(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """The mean accuracy."""
         return statistics.fmean(self.accuracies)
 
     @property
@@ -49,20 +48,16 @@ class Cell(NamedTuple):
 
 
 def rows(journal: Journal) -> list[Row]:
-    """Return a row for each trial of the experiment, in a fixed order."""
-    return [row(journal, trial, chosen) for trial, chosen in trials(journal)]
-
-
-def trials(journal: Journal) -> Iterable[tuple[Trial, bool]]:
-    """Yield the trials cell by cell, each with whether its rate was chosen: the search first, in its own order."""
-    experiment = journal.experiment
+    """Return a row for each trial, cell by cell: the search first, in its own order."""
+    experiment, found = journal.experiment, []
     for optimizer, batch in experiment.cells:
         scores = journal.scores(optimizer, batch)
         best = best_rate(scores)
         for rate in tried_rates(CONTENDERS[optimizer].rate, experiment.rates, scores):
-            yield Trial(optimizer, batch, rate, 0), rate == best
+            found.append(row(journal, Trial(optimizer, batch, rate, 0), rate == best))
         for seed in range(1, experiment.seeds + 1):
-            yield Trial(optimizer, batch, best, seed), True
+            found.append(row(journal, Trial(optimizer, batch, best, seed), True))
+    return found
 
 
 def row(journal: Journal, trial: Trial, chosen: bool) -> Row:
@@ -89,7 +84,6 @@ def row(journal: Journal, trial: Trial, chosen: bool) -> Row:
 
 
 def cells(found: Sequence[Row]) -> list[Cell]:
-    """Return the figures of each optimizer and batch, from the rows of the seeds."""
     groups: dict[tuple[str, int], list[Row]] = {}
     for one in found:
         if one["purpose"] == "result":
@@ -139,7 +133,6 @@ def markdown(experiment: Experiment, found: Sequence[Cell]) -> str:
 
 
 def alike(one: Cell, other: Cell) -> bool:
-    """Return whether the ranges mean ± standard deviation of two cells meet."""
     return abs(one.mean - other.mean) <= one.spread + other.spread + 1e-9
 
 

@@ -6,6 +6,7 @@ The trainer, the plan, the schedule, the optimizer and the augmentation are thos
 import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,17 +32,14 @@ class Record(Hook):
         self.diverged = False
 
     def at_point(self, trainer: Trainer) -> None:
-        """Leave a trial for which nobody waits any more."""
         if self.given_up():
             trainer.stop_reason = "the experiment has ended"
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
-        """Note a step that could not be taken: its run has diverged."""
         if not output.applied:
             self.diverged, trainer.stop_reason = True, "the gradient is not finite"
 
     def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Keep an evaluation."""
         self.rows.append({"step": trainer.state.step, **metrics})
 
 
@@ -62,10 +60,7 @@ def images_of_search(path: str, border: int) -> tuple[Pixels, Pixels]:
 
 
 def run(config: TrainConfig, *, searches: bool, given_up: Callable[[], bool] = lambda: False) -> Result | None:
-    """Train on one thread; return the evaluations, or None if `given_up` says that nobody waits for them.
-
-    ValueError if the config does not fit the images or the model.
-    """
+    """Train on one thread; return None if `given_up` says that nobody waits. ValueError: the config does not fit."""
     began, threads = time.perf_counter(), torch.get_num_threads()
     record, comm = Record(given_up), Solo()
     torch.set_num_threads(1)
@@ -78,11 +73,12 @@ def run(config: TrainConfig, *, searches: bool, given_up: Callable[[], bool] = l
         torch.set_num_threads(threads)
     if trainer.stop_reason and not record.diverged:
         return None
-    return Result.of(record.rows, diverged=record.diverged, seconds=time.perf_counter() - began)
+    losses, train_losses, accuracies = ([row[key] for row in record.rows] for key in ("loss", "train_loss", "top1"))
+    steps, seconds = [int(row["step"]) for row in record.rows], time.perf_counter() - began
+    return Result(steps, accuracies, losses, train_losses, diverged=record.diverged, seconds=seconds)
 
 
 def build(config: TrainConfig, comm: Solo, *, searches: bool, hook: Hook) -> Trainer:
-    """Build the trainer of a trial."""
     device = comm.device(config.run.device)
     check_model(config, comm)
     border = config.data.crop_padding
@@ -94,16 +90,14 @@ def build(config: TrainConfig, comm: Solo, *, searches: bool, hook: Hook) -> Tra
     count = duration_images(config.run.duration, option="--run.duration", num_samples=number, batch_size=size)
     plan = Plan(len(train), size, config.data.micro_batch_size, count, seed=config.run.seed)
     replica = build_replica(config, comm, device, passes=count_passes(config, comm))
-    preparation = Preparation(config, replica.model)
+    prepared: dict[str, Any] = {"config": config, "preparation": Preparation(config, replica.model)}
     return put_together(
         config,
         replica,
         device,
         plan=plan,
-        open_batches=functools.partial(
-            training_batches, pixels=train, plan=plan, config=config, preparation=preparation
-        ),
-        eval_batches=evaluation_batches(held_out, config=config, preparation=preparation),
+        open_batches=functools.partial(training_batches, pixels=train, plan=plan, **prepared),
+        eval_batches=evaluation_batches(held_out, **prepared),
         hooks=[hook],
         ema=None,
         data=config.data.path,

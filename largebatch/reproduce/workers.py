@@ -7,10 +7,9 @@ them sees the end of its pipe, and leaves its trial.
 import logging
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import Any
 
 from largebatch.config import TrainConfig
 from largebatch.reproduce.results import Result
@@ -18,31 +17,16 @@ from largebatch.reproduce.results import Result
 Work = tuple[TrainConfig, bool]  # the config of a trial, and whether it belongs to a search
 
 
-class Workers(Protocol):
-    """Those who train."""
-
-    def idle(self) -> bool:
-        """Return whether one of them has nothing to do."""
-
-    def start(self, key: Any, work: Work) -> None:
-        """Give a trial to one that is idle."""
-
-    def wait(self) -> list[tuple[Any, Result]]:
-        """Return the trials that are finished, at least one; ValueError if one failed."""
-
-
 class Alone:
-    """This process itself."""
+    """This process itself, in place of several."""
 
     def __init__(self) -> None:
         self.done: list[tuple[Any, Result]] = []
 
     def idle(self) -> bool:
-        """Return whether the last trial was taken."""
         return not self.done
 
     def start(self, key: Any, work: Work) -> None:
-        """Run a trial to its end."""
         from largebatch.reproduce import trial
 
         result = trial.run(work[0], searches=work[1])
@@ -50,14 +34,14 @@ class Alone:
         self.done.append((key, result))
 
     def wait(self) -> list[tuple[Any, Result]]:
-        """Return the trial that is finished."""
         done, self.done = self.done, []
         return done
 
+    def close(self) -> None:
+        pass
+
 
 class Processes:
-    """Several processes."""
-
     def __init__(self, count: int) -> None:
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["largebatch.reproduce.trial"])
@@ -70,17 +54,15 @@ class Processes:
             self.free.append(mine)
 
     def idle(self) -> bool:
-        """Return whether a process waits for work."""
         return bool(self.free)
 
     def start(self, key: Any, work: Work) -> None:
-        """Send a trial to a process."""
         connection = self.free.pop()
         self.running[connection] = key
         connection.send(work)
 
     def wait(self) -> list[tuple[Any, Result]]:
-        """Wait for a process that has finished its trial."""
+        """Return the trials that are finished, at least one; ValueError if one failed."""
         ready: list[Any] = wait([*self.running])
         return [self._take(connection) for connection in ready]
 
@@ -101,17 +83,7 @@ class Processes:
             connection.close()
 
 
-@contextmanager
-def workers(count: int) -> Iterator[Workers]:
-    """Provide `count` processes; a single one is this process."""
-    if count == 1:
-        yield Alone()
-        return
-    processes = Processes(count)
-    try:
-        yield processes
-    finally:
-        processes.close()
+Workers = Alone | Processes
 
 
 def serve(connection: Connection) -> None:
