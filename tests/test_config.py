@@ -195,8 +195,8 @@ def test_times(text, seconds):
 
 IDLE = [
     (
-        ["--schedule.prefix", "false", "--schedule.warmup", "0 epochs"],
-        "--schedule.prefix is false and --schedule.warmup '0 epochs': without a warm-up",
+        ["--schedule.stairs", "timm", "--schedule.warmup", "0 epochs"],
+        "--schedule.stairs is timm and --schedule.warmup '0 epochs': without a warm-up",
     ),
     *[
         (["--parallel.tensor.mode", mode], f"--parallel.tensor.mode is {mode} and --parallel.tensor.size 1, so no matr")
@@ -234,10 +234,9 @@ IDLE = [
         (["--parallel.tensor.size", "2", "--optim.ema_half_life", "1 epochs"], "is no average of divided weights"),
         (["--parallel.sequence", "2", "--run.recompute", "5 steps"], "it needs a whole model on each rank"),
         (["--parallel.tensor.mode", "2d", "--parallel.tensor.size", "6"], "expects a square of ranks, such as 4 or 9"),
-        (["--data.crop_padding", "4"], "--data.crop_padding is 4, which --data.train_crop random_resized does not use"),
         (["--data.crop_padding", "-1"], "--data.crop_padding is -1: expected at least 0."),
-        (["--data.train_crop", "pad", "--data.scale", "[0.5, 1]"], "does not use --data.scale [0.5, 1.0]"),
-        (["--data.interpolation", "random"], "data.interpolation"),
+        (["--data.crop_padding", "4", "--data.scale", "[0.5, 1]"], "does not use --data.scale [0.5, 1.0]"),
+        (["--data.interpolation", "nearest"], "data.interpolation"),
         (["--augment.reprob", "1.5"], "--augment.reprob is 1.5: expected a probability, 0 to 1."),
         (["--augment.cutmix_alpha", "-1"], "--augment.cutmix_alpha is -1.0: expected at least 0."),
         (["--data.crop_pct", "0"], "--data.crop_pct is 0.0: expected a fraction above 0, or null."),
@@ -248,7 +247,7 @@ IDLE = [
         (["--data.mean", "[0.2, inf, 0.2]"], "--data.mean is '[0.2, inf, 0.2]': expected [a number, a"),
         *IDLE,
         (["--model", "volo_d1", "--data", "/imagenet", "--schedule.warmup", "0 epochs"],
-         "--schedule.prefix is false and --schedule.warmup '0 epochs'"),
+         "--schedule.stairs is timm and --schedule.warmup '0 epochs'"),
     ],
 )
 def test_a_mistake_is_one_sentence(argv, sentence):
@@ -589,6 +588,23 @@ def test_an_option_of_an_older_version_loads_with_its_default(tmp_path, option):
         else:
             with pytest.raises(ValueError, match=f"no option {option}; {re.escape(expected)}, and of an older run --"):
                 c.load(str(file))
+
+
+def test_the_options_of_older_recipes_mean_the_same():
+    """Published recipes gave these values to options that went."""
+    old = c.dump(c.TrainConfig()).replace("crop_padding: null", "crop_padding: 0\n  train_crop: random_resized")
+    assert c.load_text(old, place="old") == c.TrainConfig()
+    padded = "data: {train_crop: pad, crop_padding: 4}\n"
+    assert c.load_text(padded, place="old").data == c.DataConfig(crop_padding=4)
+    drawn = "data: {interpolation: null, train_interpolation: random}\nschedule: {prefix: false, stairs: true}\n"
+    config = c.load_text(drawn, place="old")
+    assert (config.data.interpolation, config.schedule.stairs) == ("random", "timm")
+    for text, sentence in (
+        ("data: {interpolation: bilinear, train_interpolation: bicubic}", "--data.interpolation has the filter"),
+        ("schedule: {prefix: false, stairs: false}", "--schedule.stairs timm lets the decay begin with the run"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            c.load_text(text, place="old")
 
 
 def test_no_option_is_offered_that_was_not_measured():

@@ -182,7 +182,7 @@ def test_the_quick_start_leaves_digits_as_they_are():
 
 def test_cifar10_trains_and_tests_on_one_geometry():
     config = RECIPES["cifar10"]()
-    assert (config.data.train_crop, config.data.crop_padding, config.data.crop_pct) == ("pad", 4, 1.0)
+    assert (config.data.crop_padding, config.data.crop_pct) == (4, 1.0)
     assert (config.model.name, config.model.num_classes, config.model.weight_init) == ("vit_b16", 10, "jax")
     assert (config.optim.preset, config.optim.lr, config.optim.weight_decay) == ("colossal", 1.8e-2, 0.1)
 

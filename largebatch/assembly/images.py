@@ -297,11 +297,11 @@ def open_train_loader(
         img_size=config.model.img_size,
         mean=geometry.mean,
         std=geometry.std,
-        interpolation=data.train_interpolation or geometry.interpolation,
+        interpolation="random" if data.interpolation == "random" else geometry.interpolation,
         scale=data.scale,
         ratio=data.ratio,
         hflip=data.hflip,
-        padding=data.crop_padding if data.train_crop == "pad" else None,
+        padding=data.crop_padding,
         policy=parse_policy(config.augment.auto_augment),
         device=device,
         num_threads=data.num_threads or loader_threads(comm.num_cores),
@@ -341,7 +341,7 @@ def model_geometry(config: DataConfig, model: nn.Module) -> Geometry:
     """Return the geometry of the config, and the model's own for each value that the config leaves open."""
     own: dict[str, Any] = getattr(model, "default_cfg")
     chosen = {name: getattr(config, name) for name in Geometry._fields}
-    return Geometry(**{name: own[name] if value is None else value for name, value in chosen.items()})
+    return Geometry(**{name: own[name] if value in (None, "random") else value for name, value in chosen.items()})
 
 
 def build_augment(config: TrainConfig) -> Augment:

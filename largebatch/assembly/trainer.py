@@ -186,7 +186,7 @@ def build_schedule(config: TrainConfig, plan: Plan) -> Schedule:
         cooldown_steps=steps["cooldown"],
         start=s.start,
         floor=s.floor,
-        prefix=s.prefix,
+        prefix=s.stairs != "timm",
         steps_per_epoch=plan.num_samples / batch_size if s.stairs else None,
     )
 

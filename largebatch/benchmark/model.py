@@ -42,7 +42,7 @@ from zoo.blocks import compile_blocks
 from zoo.model import ZooModel
 
 TIMM_NAMES = {name: structure.timm_name for zoo in (vit, volo) for name, structure in zoo.STRUCTURES.items()}
-RATES = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
+RATES = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "drop_path_rate")
 VARIANTS = {
     "eager": "largebatch",
     "compiled": "largebatch, compiled",

@@ -24,10 +24,10 @@ def without_effect(config: TrainConfig) -> list[str]:
     """Return a sentence for each option that is set and changes nothing."""
     schedule, tensor = config.schedule, config.parallel.tensor
     found = []
-    if not schedule.prefix and not _warmup(config):
+    if schedule.stairs == "timm" and not _warmup(config):
         found.append(
-            f"--schedule.prefix is false and --schedule.warmup {schedule.warmup!r}: without a warm-up there is nothing "
-            "that it changes, so set --schedule.warmup, or leave it at true."
+            f"--schedule.stairs is timm and --schedule.warmup {schedule.warmup!r}: without a warm-up that is the same "
+            "as true, so set --schedule.warmup, or true."
         )
     if tensor.mode != "1d" and tensor.size == 1:
         found.append(
@@ -269,15 +269,10 @@ def _check_pixels(data: DataConfig) -> None:
 
 def _check_crop(data: DataConfig) -> None:
     own = DataConfig()
-    if data.train_crop == "pad" and (data.scale, data.ratio) != (own.scale, own.ratio):
+    if data.crop_padding is not None and (data.scale, data.ratio) != (own.scale, own.ratio):
         raise ValueError(
-            f"--data.train_crop is pad, which does not use --data.scale {list(data.scale)} and --data.ratio "
-            f"{list(data.ratio)}: leave them at {list(own.scale)} and {list(own.ratio)}, or set random_resized."
-        )
-    if data.train_crop != "pad" and data.crop_padding:
-        raise ValueError(
-            f"--data.crop_padding is {data.crop_padding}, which --data.train_crop {data.train_crop} does not use: "
-            "leave it out, or set pad."
+            f"--data.crop_padding is {data.crop_padding}, which does not use --data.scale {list(data.scale)} and "
+            f"--data.ratio {list(data.ratio)}: leave them at {list(own.scale)} and {list(own.ratio)}, or set null."
         )
 
 

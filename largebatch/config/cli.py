@@ -175,14 +175,17 @@ def read_text(text: str, *, place: str) -> dict[str, Any]:
     if root is not None and root.id != "mapping":
         raise ValueError(f"{place} holds no options: {EXPECTED}")
     known, found = types_of(TrainConfig), dict[str, Any]()
-    for name, node in _flat("", root, place=place) if root else ():
-        if name in words.GONE and node.value == words.GONE[name][0]:
+    nodes = list(_flat("", root, place=place)) if root else []
+    modern = words.modern({name: node.value for name, node in nodes if node.id == "scalar"})
+    for name, node in nodes:
+        if name in modern and modern[name] is None or name in words.GONE and node.value == words.GONE[name][0]:
             continue
         if name not in known:
             raise ValueError(unknown(name, known, place=f"{place}: There is no option {name}"))
         if name in found:
             raise ValueError(f"{_line(node, place)}: {name} stands there for the second time: leave one of them out.")
-        given = _texts(node, place=place, null="null" if type(None) in get_args(known[name]) else "")
+        null = "null" if type(None) in get_args(known[name]) else ""
+        given = modern.get(name) or _texts(node, place=place, null=null)
         found[name] = _value(name, given, known[name], option=f"{place}: {name}")
     return found
 

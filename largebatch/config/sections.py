@@ -64,23 +64,20 @@ class DataConfig:
     """images per forward pass of one rank (gradient accumulation: as many passes as a step needs)"""
     eval_batch_size: int = 256
     """images per forward pass of one rank in evaluation"""
-    train_crop: Literal["random_resized", "pad"] = "random_resized"
-    """random_resized: a window of random area and aspect ratio; pad: a window of the size of the stored image, moved by
-    up to crop_padding pixels, as for CIFAR-10. The window is then resized to the model's image size"""
-    crop_padding: int = 0
-    """pixels by which a training crop may reach beyond the stored image, into black; for train_crop pad only"""
+    crop_padding: int | None = None
+    """null: a training crop is a window of random area and aspect ratio; N: a window of the size of the stored image,
+    moved by up to N pixels, into black, as for CIFAR-10. The window is then resized to the model's image size"""
     scale: tuple[float, float] = (0.08, 1.0)
-    """smallest and largest area of a random_resized training crop, as fractions of the image"""
+    """smallest and largest area of a training crop, as fractions of the image"""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """smallest and largest aspect ratio of a random_resized training crop"""
+    """smallest and largest aspect ratio of a training crop"""
     hflip: float = 0.5
     """probability of a horizontal flip"""
     crop_pct: float | None = None
     """evaluation crop as a fraction of the resized image; null: the model's own"""
-    interpolation: Literal["bilinear", "bicubic"] | None = None
-    """resizing filter in training and evaluation; null: the model's own"""
-    train_interpolation: Literal["bilinear", "bicubic", "random"] | None = None
-    """resizing filter in training; random: bilinear or bicubic, drawn for each image; null: the filter of evaluation"""
+    interpolation: Literal["bilinear", "bicubic", "random"] | None = None
+    """resizing filter; null: the model's own; random: bilinear or bicubic, drawn for each training image, and in
+    evaluation the model's own"""
     mean: tuple[float, float, float] | None = None
     """mean of the RGB channels in 0..1; null: the model's own"""
     std: tuple[float, float, float] | None = None
@@ -175,11 +172,9 @@ class ScheduleConfig:
     """lowest learning rate of the decay as a fraction of the peak"""
     cooldown: str = "0 epochs"
     """time at the lowest learning rate, at the end of the run; after a constant one, time of linear decay to it"""
-    prefix: bool = True
-    """true: the decay begins after the warm-up, at the peak; false: the decay begins with the run, and the warm-up
-    replaces its first part"""
-    stairs: bool = False
-    """keep the learning rate constant within each epoch"""
+    stairs: bool | Literal["timm"] = False
+    """true: keep the learning rate constant within each epoch; timm: so, too, and the decay begins with the run, whose
+    first part the warm-up replaces, as in timm and VOLO; false: the rate changes at every step"""
     scaling: Literal["none", "linear", "sqrt"] = "none"
     """rule by which optim.lr follows the global batch size"""
     reference_batch_size: int = 0

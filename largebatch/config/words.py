@@ -1,6 +1,6 @@
 """Options that do not exist, and what to give instead: misspelt ones, and the words of timm, torchvision and others."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from largebatch.nearest import nearest
 
@@ -54,6 +54,9 @@ GONE = {
     "optim.sam_alpha": ("0.1", "Look-LayerSAM has an alpha of 0.1"),
     "schedule.power": ("1.0", "--schedule.name cosine or linear are the shapes"),
     "checkpoint.keep": ("2", "the two newest checkpoints are kept, and --checkpoint.best"),
+    "data.train_crop": ("random_resized", "--data.crop_padding alone says that a crop is moved"),
+    "data.train_interpolation": ("null", "--data.interpolation has the filter, or random"),
+    "schedule.prefix": ("true", "--schedule.stairs timm lets the decay begin with the run"),
     "optim.momentum": ("null", "sgd and lars have 0.9, muon 0.95"),
     "optim.rest": ("null", "--optim.name muon_lamb is muon with lamb for the rest"),
     "run.find_lr": ("false", "largebatch find_lr searches"),
@@ -65,8 +68,24 @@ GONE = {
     "horovod.autotune": ("false", "set HOROVOD_AUTOTUNE=1"),
     "horovod.timeline": ("", "set HOROVOD_TIMELINE to a file"),
 }
+# Values of a file of an older version, and what says the same now.
+MERGED: list[tuple[dict[str, str], dict[str, str]]] = [
+    ({"data.train_crop": "pad"}, {}),
+    ({"data.train_crop": "random_resized"}, {"data.crop_padding": "null"}),
+    ({"data.train_interpolation": "random", "data.interpolation": "null"}, {"data.interpolation": "random"}),
+    ({"schedule.prefix": "false", "schedule.stairs": "true"}, {"schedule.stairs": "timm"}),
+]
 WORDS = {word: f"did you mean {option}?" for option, words in INSTEAD.items() for word in words.split()}
 WORDS |= {word: sentence for sentence, words in SENTENCES.items() for word in words.split()}
+
+
+def modern(texts: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the texts of a file that stand for others now, by dotted name; None: there is no such option any more."""
+    found: dict[str, str | None] = {}
+    for old, new in MERGED:
+        if old.items() <= texts.items():
+            found |= dict.fromkeys(old.keys() & GONE.keys()) | new
+    return found
 
 
 def hint(name: str, known: Collection[str]) -> str:

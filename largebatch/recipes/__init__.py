@@ -159,6 +159,6 @@ def run_of(weights: str | None) -> dict[str, Any]:
 
 def _like_run(config: TrainConfig, run: Mapping[str, Any]) -> TrainConfig:
     for name in OF_RUN:
-        if name in run:
+        if name in run and run[name] != "random":  # of training images alone
             config = with_value(config, name, run[name])
     return config

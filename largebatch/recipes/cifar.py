@@ -34,7 +34,6 @@ def cifar10() -> TrainConfig:
             path="",
             global_batch_size=16384,  # = 4 ranks × 256 × 16 passes
             micro_batch_size=256,
-            train_crop="pad",
             crop_padding=4,
             crop_pct=1.0,
             mean=(0.4914, 0.4822, 0.4465),

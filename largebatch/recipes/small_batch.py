@@ -54,7 +54,7 @@ def _deit3(recipe: str, model: str, *, img_size: int, lr: float, drop_path_rate:
 def _deit_cosine(lr: float) -> ScheduleConfig:
     """The cosine of DeiT: it runs from epoch 0, and a warm-up of 5 epochs hides its beginning."""
     return ScheduleConfig(
-        name="cosine", warmup="5 epochs", start=FIRST_LR / lr, floor=LOWEST_LR / lr, prefix=False, stairs=True
+        name="cosine", warmup="5 epochs", start=FIRST_LR / lr, floor=LOWEST_LR / lr, stairs="timm"
     )
 
 

@@ -50,7 +50,7 @@ def _pretrain(model: str, *, lr: float, drop_path_rate: float) -> TrainConfig:
             path="",
             global_batch_size=1024,  # = 8 ranks × 128 micro-batch × 1 pass
             micro_batch_size=128,
-            train_interpolation="random",
+            interpolation="random",
             token_labels=True,
         ),
         augment=AugmentConfig(auto_augment="rand-m9-mstd0.5-inc1", reprob=0.25, mix_token=True, label_smoothing=0.1),
@@ -62,8 +62,7 @@ def _pretrain(model: str, *, lr: float, drop_path_rate: float) -> TrainConfig:
             start=FIRST_LR / lr,
             floor=LOWEST_LR / lr,
             cooldown="10 epochs",
-            prefix=False,
-            stairs=True,
+            stairs="timm",
             scaling="linear",
             reference_batch_size=1024,
         ),

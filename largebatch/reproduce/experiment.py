@@ -69,7 +69,7 @@ class Experiment:
         return checked(config, {**CONTENDERS[trial.contender].options, "optim.lr": trial.lr})
 
 
-PADDED = DataConfig(train_crop="pad", crop_padding=4, crop_pct=1.0, eval_batch_size=512)
+PADDED = DataConfig(crop_padding=4, crop_pct=1.0, eval_batch_size=512)
 
 
 def digits() -> Experiment:

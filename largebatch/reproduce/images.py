@@ -1,7 +1,7 @@
 """Small images in memory: decoded once for all trials of a process, then cut, resized and normalised batch by batch.
 
 The batches are those of `data.dali.TrainLoader` and `EvalLoader` to the bit, on a CPU, for images of one size that are
-cut with `--data.train_crop pad`. A loader needs threads and a pipeline, which take longer to start than such a trial
+cut with `--data.crop_padding`. A loader needs threads and a pipeline, which take longer to start than such a trial
 needs for an epoch.
 """
 
@@ -68,7 +68,7 @@ def decoded(index: Index) -> Iterator[np.ndarray]:
 class Preparation:
     def __init__(self, config: TrainConfig, model: torch.nn.Module) -> None:
         self.side, self.geometry = config.model.img_size, model_geometry(config.data, model)
-        self.filter = config.data.train_interpolation or self.geometry.interpolation
+        self.filter = "random" if config.data.interpolation == "random" else self.geometry.interpolation
         self.normalise = Normalise(self.geometry.mean, self.geometry.std).batch
 
     def resize(self, images: np.ndarray, size: tuple[int, int], interpolation: str) -> torch.Tensor:

@@ -81,7 +81,7 @@ def run(config: TrainConfig, *, searches: bool, given_up: Callable[[], bool] = l
 def build(config: TrainConfig, comm: Solo, *, searches: bool, hook: Hook) -> Trainer:
     device = comm.device(config.run.device)
     check_model(config, comm)
-    border = config.data.crop_padding
+    border = config.data.crop_padding or 0
     everything = images(config.data.path, border)
     train, held_out = images_of_search(config.data.path, border) if searches else everything
     size, number = config.data.global_batch_size, len(everything[0])
