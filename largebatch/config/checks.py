@@ -1,16 +1,15 @@
-"""The checks of a config: the range of each value, and the options that must fit together.
+"""The checks of a config: options that must fit together. The range of a value stands at its field.
 
 Each check raises ValueError with one sentence: the value given, the value expected, and the option to change. An
 option that has no effect beside the others is refused on a command line, and only reported if a file names it: a run
 that was started before the check was there must go on.
 """
 
-import math
-
 from largebatch.config import ramp
 from largebatch.config.durations import NEVER, duration_images, duration_seconds, epoch_seconds, profiled_steps
 from largebatch.config.parallel import ParallelConfig
-from largebatch.config.sections import AugmentConfig, DataConfig, OptimConfig, TrainConfig
+from largebatch.config.sections import DataConfig, TrainConfig
+from largebatch.config.values import check_values
 
 DROPS = ("pos_drop_rate", "proj_drop_rate", "drop_rate", "drop_path_rate")
 
@@ -48,36 +47,13 @@ def _warmup(config: TrainConfig) -> int:
 def check(config: TrainConfig) -> None:
     """Raise ValueError for the first invalid value, or the first options that contradict each other."""
     c = config
-    at_least = [
-        ("data.global_batch_size", c.data.global_batch_size, 1),
-        ("data.micro_batch_size", c.data.micro_batch_size, 1),
-        ("data.eval_batch_size", c.data.eval_batch_size, 1),
-        ("data.num_threads", c.data.num_threads, 1),
-        ("data.shuffle_window", c.data.shuffle_window, 0),
-        ("model.num_classes", c.model.num_classes, 0),
-        ("data.crop_padding", c.data.crop_padding, 0),
-        ("augment.mixup_alpha", c.augment.mixup_alpha, 0),
-        ("loss.dense_weight", c.loss.dense_weight, 0),
-        ("augment.cutmix_alpha", c.augment.cutmix_alpha, 0),
-        ("optim.lr", c.optim.lr, 0),
-        ("run.max_steps", c.run.max_steps, 0),
-        ("run.seed", c.run.seed, 0),
-    ]
-    for option, value, minimum in at_least:
-        if value is not None and value < minimum:
-            raise ValueError(f"--{option} is {value}: expected at least {minimum}.")
-    for option in DROPS:
-        if not 0 <= getattr(c.model, option) < 1:
-            raise ValueError(f"--model.{option} is {getattr(c.model, option)}: expected 0 <= rate < 1.")
-    _check_data(c.data)
-    _check_augment(c.augment)
-    _check_optim(c.optim)
+    check_values(c)
+    _check_crop(c.data)
     _check_durations(c)
     ramp.check(c)
     profiled_steps(c.run.profile_steps)
     if c.run.end_time is not None:
         epoch_seconds(c.run.end_time, option="--run.end_time")
-    c.horovod.check()
     if (c.schedule.scaling == "none") == bool(c.schedule.reference_batch_size):
         raise ValueError(
             f"--schedule.scaling is {c.schedule.scaling} and --schedule.reference_batch_size is "
@@ -93,28 +69,6 @@ def check(config: TrainConfig) -> None:
     _check_timm(c)
 
 
-def _check_data(data: DataConfig) -> None:
-    low, high = data.scale
-    if not 0 < low <= high <= 1:
-        raise ValueError(f"--data.scale is [{low}, {high}]: expected 0 < low <= high <= 1.")
-    if not 0 < data.ratio[0] <= data.ratio[1]:
-        raise ValueError(f"--data.ratio is {list(data.ratio)}: expected 0 < low <= high.")
-    if not 0 <= data.hflip <= 1:
-        raise ValueError(f"--data.hflip is {data.hflip}: expected a probability, 0 to 1.")
-    _check_pixels(data)
-    _check_crop(data)
-
-
-def _check_optim(optim: OptimConfig) -> None:
-    if optim.clip_norm is not None and optim.clip_norm <= 0:
-        raise ValueError(f"--optim.clip_norm is {optim.clip_norm}: expected a positive norm, or null for no clip.")
-    if optim.layer_decay is not None and not 0 < optim.layer_decay <= 1:
-        raise ValueError(
-            f"--optim.layer_decay is {optim.layer_decay}: expected a factor above 0 and at most 1, or null for the "
-            "same rate in all layers."
-        )
-
-
 def _divided(parallel: ParallelConfig) -> str:
     """Return the option that divides tensors or their state among ranks, with its value; "" if none does."""
     if parallel.shape().size > 1:
@@ -127,8 +81,6 @@ def _check_sam(config: TrainConfig) -> None:
     rho = config.optim.sam_rho
     if rho is None:
         return
-    if not 0 < rho < math.inf:
-        raise ValueError(f"--optim.sam_rho is {rho}: expected a fraction above 0, such as 0.005, or null.")
     if config.optim.name == "apex_lamb":
         raise ValueError(
             f"--optim.sam_rho is {rho} and --optim.name apex_lamb, which it was never tried with: choose lamb, which "
@@ -256,17 +208,6 @@ def _check_tokens(config: TrainConfig) -> None:
         )
 
 
-def _check_pixels(data: DataConfig) -> None:
-    if data.crop_pct is not None and not 0 < data.crop_pct < math.inf:
-        raise ValueError(f"--data.crop_pct is {data.crop_pct}: expected a fraction above 0, or null.")
-    if data.std is not None and not all(0 < value < math.inf for value in data.std):
-        raise ValueError(
-            f"--data.std is {list(data.std)}: expected three numbers above 0, by which pixels are divided, or null."
-        )
-    if data.mean is not None and not all(map(math.isfinite, data.mean)):
-        raise ValueError(f"--data.mean is {list(data.mean)}: expected three finite numbers, or null.")
-
-
 def _check_crop(data: DataConfig) -> None:
     own = DataConfig()
     if data.crop_padding is not None and (data.scale, data.ratio) != (own.scale, own.ratio):
@@ -274,8 +215,3 @@ def _check_crop(data: DataConfig) -> None:
             f"--data.crop_padding is {data.crop_padding}, which does not use --data.scale {list(data.scale)} and "
             f"--data.ratio {list(data.ratio)}: leave them at {list(own.scale)} and {list(own.ratio)}, or set null."
         )
-
-
-def _check_augment(augment: AugmentConfig) -> None:
-    if not 0 <= augment.reprob <= 1:
-        raise ValueError(f"--augment.reprob is {augment.reprob}: expected a probability, 0 to 1.")

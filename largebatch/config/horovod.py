@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from largebatch.config.values import at_least, check_values
+
 STALL = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 STALL_LIMIT_S = 600  # Horovod itself warns of a missing rank after 60 s, and by default never stops
 START_LIMIT_S = 1800  # 200 ranks that import from a slow file system, compile, or read a checkpoint come minutes apart
@@ -21,30 +23,23 @@ CPU_FUSION_BYTES = 2**20  # Horovod sends a larger tensor without copies, which 
 class HorovodConfig:
     """How long a rank waits for the others, and works by itself; Horovod's own settings are variables, HOROVOD_..."""
 
-    stall_limit_s: float | None = None
+    stall_limit_s: float | None = at_least(None, 0)
     """end the run if a rank has waited this long for the others; choose more than any save or evaluation on one rank
     takes. null: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 600; 0: wait for ever, as a debugger needs"""
-    start_limit_s: float | None = None
+    start_limit_s: float | None = at_least(None, 0)
     """end the run if a rank has waited this long for the others before the first step or validation: meanwhile ranks
     start, open the images, read a checkpoint and compile. null: stall_limit_s or its variable if one of them is set,
     else 1800; 0: wait for ever"""
-    hang_limit_s: float = 1800.0
+    hang_limit_s: float = at_least(1800.0, 0)
     """end the run if a rank has worked this long without progress, as in a file system that does not answer; choose
     more than one pass, one file of images or the compilation of a model takes. 0: work for ever, as a debugger needs"""
-
-    def check(self) -> None:
-        """Raise ValueError, one sentence, for a limit below 0."""
-        for name in ("stall_limit_s", "start_limit_s", "hang_limit_s"):
-            if (limit_s := getattr(self, name)) is not None and limit_s < 0:
-                null = "" if name == "hang_limit_s" else ", or null"
-                raise ValueError(f"--horovod.{name} is {limit_s}: expected 0 or more{null}.")
 
     def apply(self, environment: MutableMapping[str, str], *, deterministic: bool, on_gpus: bool) -> None:
         """Set the environment variables that Horovod reads; on_gpus: NCCL reduces the gradients.
 
         ValueError, one sentence, for a variable that contradicts an option, or is harmful on this machine.
         """
-        self.check()
+        check_values(self, "--horovod.")
         tuned = environment.get("HOROVOD_AUTOTUNE", "0") not in ("", "0")
         if deterministic and tuned:
             raise ValueError("--run.deterministic is true, which excludes HOROVOD_AUTOTUNE: unset one of them.")

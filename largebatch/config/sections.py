@@ -5,10 +5,14 @@ turns them into images. The docstring below an option is its text in --help.
 """
 
 from dataclasses import asdict, dataclass, field
+from math import inf, isfinite
 from typing import Any, Literal
 
 from largebatch.config.horovod import HorovodConfig
 from largebatch.config.parallel import ParallelConfig
+from largebatch.config.values import at_least, limited
+
+RGB = tuple[float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,18 +23,18 @@ class ModelConfig:
     """zoo name, such as vit_b32, or timm/NAME for a classifier of timm"""
     img_size: int = 224
     """image side in pixels"""
-    num_classes: int = 0
+    num_classes: int = at_least(0, 0)
     """number of classes; 0: those of the training images"""
     weights: str = ""
     """file of weights to start from (safetensors or torch), or a run folder, whose newest weights are taken; empty:
     random initialisation"""
-    pos_drop_rate: float = 0.0
+    pos_drop_rate: float = limited(0.0, lambda x: 0 <= x < 1, "0 <= rate < 1")
     """dropout rate after the position embedding"""
-    proj_drop_rate: float = 0.0
+    proj_drop_rate: float = limited(0.0, lambda x: 0 <= x < 1, "0 <= rate < 1")
     """dropout rate after the attention projection and in the MLP"""
-    drop_rate: float = 0.0
+    drop_rate: float = limited(0.0, lambda x: 0 <= x < 1, "0 <= rate < 1")
     """dropout rate before the classifier"""
-    drop_path_rate: float = 0.0
+    drop_path_rate: float = limited(0.0, lambda x: 0 <= x < 1, "0 <= rate < 1")
     """stochastic depth rate of the last block; the rate of an earlier block is proportionally lower"""
     global_pool: Literal["", "avg"] = ""
     """input of a ViT's head; empty: the class token; avg: the mean of the other tokens, as a teacher of token labels
@@ -58,33 +62,33 @@ class DataConfig:
     data, because a model that has not seen some images looks like any other"""
     quarantine: str = ""
     """list of images to leave out (made by pack check --out); empty: quarantine.csv in the data folder, if it exists"""
-    global_batch_size: int = 32768
+    global_batch_size: int = at_least(32768, 1)
     """images per optimizer step, over all ranks and passes"""
-    micro_batch_size: int = 256
+    micro_batch_size: int = at_least(256, 1)
     """images per forward pass of one rank (gradient accumulation: as many passes as a step needs)"""
-    eval_batch_size: int = 256
+    eval_batch_size: int = at_least(256, 1)
     """images per forward pass of one rank in evaluation"""
-    crop_padding: int | None = None
+    crop_padding: int | None = at_least(None, 0)
     """null: a training crop is a window of random area and aspect ratio; N: a window of the size of the stored image,
     moved by up to N pixels, into black, as for CIFAR-10. The window is then resized to the model's image size"""
-    scale: tuple[float, float] = (0.08, 1.0)
+    scale: tuple[float, float] = limited((0.08, 1.0), lambda x: 0 < x[0] <= x[1] <= 1, "0 < low <= high <= 1")
     """smallest and largest area of a training crop, as fractions of the image"""
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    ratio: tuple[float, float] = limited((3 / 4, 4 / 3), lambda x: 0 < x[0] <= x[1], "0 < low <= high")
     """smallest and largest aspect ratio of a training crop"""
-    hflip: float = 0.5
+    hflip: float = limited(0.5, lambda x: 0 <= x <= 1, "a probability, 0 to 1")
     """probability of a horizontal flip"""
-    crop_pct: float | None = None
+    crop_pct: float | None = limited(None, lambda x: 0 < x < inf, "a fraction above 0, or null")
     """evaluation crop as a fraction of the resized image; null: the model's own"""
     interpolation: Literal["bilinear", "bicubic", "random"] | None = None
     """resizing filter; null: the model's own; random: bilinear or bicubic, drawn for each training image, and in
     evaluation the model's own"""
-    mean: tuple[float, float, float] | None = None
+    mean: RGB | None = limited(None, lambda x: all(map(isfinite, x)), "three finite numbers, or null")
     """mean of the RGB channels in 0..1; null: the model's own"""
-    std: tuple[float, float, float] | None = None
+    std: RGB | None = limited(None, lambda x: 0 < min(x) <= max(x) < inf, "three numbers above 0, or null")
     """standard deviation of the RGB channels in 0..1; null: the model's own"""
-    num_threads: int | None = None
+    num_threads: int | None = at_least(None, 1)
     """decoding threads per rank; null: one fewer than the cores of the rank, but at least 1"""
-    shuffle_window: int = 0
+    shuffle_window: int = at_least(0, 0)
     """number of shards that are shuffled together, for storage that needs sequential reads, as file systems do that
     many hosts share; 0: shuffle the whole set"""
     token_labels: bool = False
@@ -99,11 +103,11 @@ class AugmentConfig:
     """policy: RandAugment in timm's notation, such as rand-m9-mstd0.5-inc1 (m: magnitude, n: number of operations, p:
     probability of each operation, mstd: standard deviation of the magnitude, mmax: its upper bound, inc1: a higher
     magnitude always changes more); cifar10: AutoAugment's policy for CIFAR-10; empty: no policy"""
-    reprob: float = 0.0
+    reprob: float = limited(0.0, lambda x: 0 <= x <= 1, "a probability, 0 to 1")
     """probability of random erasing; 0: off"""
-    mixup_alpha: float = 0.0
+    mixup_alpha: float = at_least(0.0, 0)
     """alpha of mixup's distribution, Beta(alpha, alpha); 0: off"""
-    cutmix_alpha: float = 0.0
+    cutmix_alpha: float = at_least(0.0, 0)
     """alpha of cutmix's distribution, Beta(alpha, alpha); 0: off; with mixup a micro-batch gets either, at random"""
     label_smoothing: float = 0.0
     """share of the target that is spread over all classes"""
@@ -115,7 +119,7 @@ class AugmentConfig:
 class LossConfig:
     """The loss of class logits and token logits, for models that compute both in training."""
 
-    dense_weight: float = 0.0
+    dense_weight: float = at_least(0.0, 0)
     """weight of the mean cross entropy of the token logits, beside 1 of the class logits; 0: class logits alone.
     Published: 0.5 (VOLO), 1 (LV-ViT)"""
     ground_truth: Literal["none", "published", "intended"] = "none"
@@ -133,24 +137,24 @@ class OptimConfig:
     muon_lamb (the same with lamb for the rest)"""
     preset: Literal["paper", "colossal", "nvlamb", "lambc"] | None = None
     """variant of LAMB (see largebatch.optim.PRESETS); null: paper; an error for optimizers without LAMB"""
-    lr: float = 1e-3
+    lr: float = at_least(1e-3, 0)
     """peak learning rate; with schedule.scaling, that of a global batch of schedule.reference_batch_size"""
     weight_decay: float = 0.01
     """weight decay: decoupled for adamw and muon, part of the update for lamb, added to the gradient (coupled) for sgd
     and lars"""
-    layer_decay: float | None = None
+    layer_decay: float | None = limited(None, lambda x: 0 < x <= 1, "a factor above 0 and at most 1, or null")
     """factor of the learning rate from a layer to the one below it, for fine-tuning, such as 0.75: the head has the
     whole rate, and the first layers have the lowest; null: all layers have the same"""
     betas: tuple[float, float] | None = None
     """decay rates of the two moments; null: 0.9 and 0.999; an error for sgd and lars"""
     eps: float | None = None
     """number added to the divisor; null: 1e-6 for lamb and apex_lamb, 1e-8 for adamw and lars; an error for sgd"""
-    clip_norm: float | None = 1.0
+    clip_norm: float | None = limited(1.0, lambda x: x > 0, "a positive norm, or null for no clip")
     """global norm to which the averaged gradient is clipped; null: no clipping"""
     impl: Literal["compile", "eager"] | None = None
     """code of lamb; compile: C++ on CPUs, torch.compile on GPUs; eager: torch's operations, slower and without a
     compiler; null: compile, if all ranks can; an error for other optimizers"""
-    sam_rho: float | None = None
+    sam_rho: float | None = limited(None, lambda x: 0 < x < inf, "a fraction above 0, such as 0.005, or null")
     """radius of Look-LayerSAM, which trains towards flat minima, such as 0.005: in every fifth step the gradient is
     taken where each tensor of weights has moved uphill by this fraction of its norm; null: off"""
     ema_half_life: str = ""
@@ -194,7 +198,7 @@ class RunConfig:
     """run folder; empty: runs/<recipe>. The same command line resumes the run that it finds there"""
     duration: str = "300 epochs"
     """duration of training"""
-    max_steps: int = 0
+    max_steps: int = at_least(0, 0)
     """stop after this step, without a change of the schedule; 0: train for the whole duration"""
     end_time: float | str | None = None
     """time at which the job around this run ends: seconds since the epoch, or ISO 8601 such as 2026-11-21T18:00; the
@@ -212,7 +216,7 @@ class RunConfig:
     """time between checks that all ranks compute the same gradient of the same micro-batch, such as "500 steps"; a rank
     with a faulty processor is named. A check takes as long as a pass. On GPUs it needs run.deterministic, whose sums
     come in one order. Empty: no checks"""
-    seed: int = 0
+    seed: int = at_least(0, 0)
     """seed of the weights, the data order, crops, mixup and dropout"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """autocast type; auto: bf16 if the processor computes it, else fp16 on GPUs and fp32 on CPUs; config.yaml then

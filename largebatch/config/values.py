@@ -2,12 +2,32 @@
 
 import math
 import types
-from collections.abc import Mapping
-from dataclasses import is_dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import field, fields, is_dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 SYNONYMS = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+
+
+def limited(default: Any, allowed: Callable[[Any], bool], expected: str) -> Any:
+    """Return the field of an option, of which `check_values` refuses other values than these, and null."""
+    return field(default=default, metadata={"allowed": allowed, "expected": expected})
+
+
+def at_least(default: float | None, low: int) -> Any:
+    return limited(default, lambda value: value >= low, f"at least {low}")
+
+
+def check_values(section: Any, prefix: str = "--") -> None:
+    """Raise ValueError for the first option below a section whose field does not allow its value."""
+    for one in fields(section):
+        value = getattr(section, one.name)
+        if is_dataclass(value):
+            check_values(value, f"{prefix}{one.name}.")
+        elif value is not None and one.metadata and not one.metadata["allowed"](value):
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ValueError(f"{prefix}{one.name} is {shown}: expected {one.metadata['expected']}.")
 
 
 def types_of(section: type) -> dict[str, Any]:
