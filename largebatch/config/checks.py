@@ -77,7 +77,6 @@ def _divided(parallel: ParallelConfig) -> str:
 
 
 def _check_sam(config: TrainConfig) -> None:
-    """Check the options of Look-LayerSAM."""
     rho = config.optim.sam_rho
     if rho is None:
         return
@@ -113,7 +112,6 @@ def _check_durations(config: TrainConfig) -> None:
 
 
 def _check_timm(config: TrainConfig) -> None:
-    """Refuse options that work with the zoo's own models alone."""
     name = config.model.name
     if not name.startswith("timm/"):
         return
@@ -133,7 +131,6 @@ def _check_timm(config: TrainConfig) -> None:
 
 
 def _check_parallel(config: TrainConfig) -> None:
-    """Check the options of ranks that share a model, or its optimizer's state."""
     parallel = config.parallel
     if parallel.offload and not parallel.zero:
         raise ValueError("--parallel.offload is true, which moves ZeRO's part to the host: set --parallel.zero 1.")
@@ -178,7 +175,6 @@ def _check_parallel(config: TrainConfig) -> None:
 
 
 def _check_tokens(config: TrainConfig) -> None:
-    """Check the options of token labels and of the loss of token logits."""
     data, loss, augment = config.data, config.loss, config.augment
     if loss.ground_truth != "none" and not data.token_labels:
         raise ValueError(

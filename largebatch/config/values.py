@@ -11,7 +11,7 @@ SYNONYMS = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "b
 
 
 def limited(default: Any, allowed: Callable[[Any], bool], expected: str) -> Any:
-    """Return the field of an option, of which `check_values` refuses other values than these, and null."""
+    """Return the field of an option that `check_values` checks."""
     return field(default=default, metadata={"allowed": allowed, "expected": expected})
 
 
