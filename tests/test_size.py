@@ -15,9 +15,9 @@ FILES = sorted(path for package in ("largebatch", "zoo") for path in (ROOT / pac
 CLASSES = {"Trainer": "largebatch/engine.py", "Communicator": "largebatch/ranks/communicator.py"}
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
-    "options of training": 93,
-    "words of docstrings": 55_995,
-    "lines": 33_970,
+    "options of training": 90,
+    "words of docstrings": 55_993,
+    "lines": 33_931,
     "files": 241,
     "methods of Trainer": 22,
     "fields of Trainer": 27,
@@ -27,7 +27,7 @@ LIMITS = {
     "lines in largebatch/assembly": 950,
     "lines in largebatch/benchmark": 1_759,
     "lines in largebatch/checkpoint": 686,
-    "lines in largebatch/config": 1_793,
+    "lines in largebatch/config": 1_756,
     "lines in largebatch/data": 4_077,
     "lines in largebatch/doctor": 2_171,
     "lines in largebatch/export": 308,
@@ -42,7 +42,7 @@ LIMITS = {
     "lines in largebatch/predict": 142,
     "lines in largebatch/process": 295,
     "lines in largebatch/ranks": 2_294,
-    "lines in largebatch/recipes": 1_002,
+    "lines in largebatch/recipes": 1_000,
     "lines in largebatch/report": 1_497,
     "lines in largebatch/reproduce": 1_041,
     "lines in zoo": 2_012,
