@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Other imports take seconds, in which a signal may come. So they are in functions, which run when signals are heard.
+from largebatch.files.run_folder import RunFolder
 from largebatch.process.garbage import gc_disabled, gc_freeze, gc_resume
 from largebatch.ranks.signals import Signals
 from largebatch.ranks.stopped import StoppedEarly
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("largebatch.train")
 
-LOG = "log.txt"  # in the run folder
 TIME = "%Y-%m-%d %H:%M:%S"
 OURS = ("largebatch", "zoo")  # whose logs are shown
 ABOUT = """\
@@ -127,7 +127,7 @@ def run_folder(config: "TrainConfig", comm: "Communicator") -> Iterator[None]:
         try:
             yield
         except Stopped:
-            if new and folder.is_dir() and {path.name for path in folder.iterdir()} <= {run_lock.NAME, LOG}:
+            if new and folder.is_dir() and {*folder.iterdir()} <= {RunFolder(folder).lock, RunFolder(folder).log}:
                 shutil.rmtree(folder, ignore_errors=True)
                 with suppress(OSError):  # another run may have begun beside it
                     for parent in new[1:]:
@@ -172,7 +172,7 @@ def start_log(config: "TrainConfig", comm: "Communicator") -> None:
     screen.setFormatter(Formatter("%(asctime)s %(message)s", "%H:%M:%S") if sys.stderr.isatty() else whole)
     handlers: list[logging.Handler] = [screen]
     if comm.rank == 0:
-        handlers.append(LogFile(Path(config.folder) / LOG))
+        handlers.append(LogFile(RunFolder(config.folder).log))
         handlers[-1].setFormatter(whole)
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     for package in OURS:
@@ -224,7 +224,7 @@ def prepare(
         if comm.rank == 0:
             if trainer.state.step:
                 warn_of_other_file(config)
-            (Path(config.folder) / "config.yaml").write_text(dump(config))
+            RunFolder(config.folder).write_config(dump(config))
     return config, trainer
 
 
@@ -235,11 +235,12 @@ def refuse_lost_checkpoints(folder: Path) -> None:
 
     if checkpoint.checkpoints(folder):
         return
-    step, best = history.saved_step(folder), folder / checkpoint.FOLDER / checkpoint.BEST
-    if step or best.is_symlink():
-        sign = f"{history.STARTS} says that step {step} was saved" if step else f"its link best names {best.readlink()}"
+    step, run = history.saved_step(folder), RunFolder(folder)
+    if step or run.best.is_symlink():
+        link = "" if step else f"its link best names {run.best.readlink()}"
+        sign = link or f"{run.starts.name} says that step {step} was saved"
         raise ValueError(
-            f"{best.parent} has no checkpoint, but {sign}: restore one to resume this run, or choose another "
+            f"{run.checkpoints} has no checkpoint, but {sign}: restore one to resume this run, or choose another "
             "--run.folder to train from the beginning."
         )
 
@@ -249,7 +250,7 @@ def warn_of_other_file(config: "TrainConfig") -> None:
     from largebatch import checkpoint
     from largebatch.config import differences, load
 
-    file = Path(config.folder) / "config.yaml"
+    file = RunFolder(config.folder).config
     try:
         found = differences(load(str(file)), config) if file.is_file() else {}
         kept = {name: both for name, both in found.items() if not checkpoint.may_differ(name, config)}

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Sequence
 from largebatch.arguments import expanded
 from largebatch.config import ModelConfig, Page, TrainConfig, parse
 from largebatch.config.parallel import ParallelConfig
+from largebatch.files.run_folder import RunFolder
 from largebatch.files.table import write_table
 from largebatch.process.garbage import gc_disabled, gc_freeze, gc_resume
 from largebatch.ranks.mistakes import report_mistakes
@@ -120,23 +121,18 @@ def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
     command line on top; model.weights is then that checkpoint, or empty, unless it is given, too.
     """
     flags, words = _take_flags(argv)
-    run = Path(expanded(words.pop(0))) if words and not words[0].startswith("-") else None
-    chosen = ""
-    if run and run.parent.name == "checkpoints":
-        chosen, run = str(run), run.parent.parent
-    if run and not (run / "config.yaml").is_file():
-        raise ValueError(
-            f"{run} is not a run folder: expected a config.yaml in it; give the --run.folder of a training run."
-        )
+    given = Path(expanded(words.pop(0))) if words and not words[0].startswith("-") else None
+    run, chosen = RunFolder.of(given).check() if given else None, ""
     if run:
-        words = ["--config", str(run / "config.yaml"), "--run.folder", str(run), f"--model.weights={chosen}", *words]
+        chosen = str(given) if run.path != given else ""
+        words = ["--config", str(run.config), "--run.folder", str(run.path), f"--model.weights={chosen}", *words]
     config = parse(words, choose_recipe=functools.partial(defaults, argv=words), page=Page(ABOUT, OPTIONS, FLAGS))
     if not run and not config.model.weights:
         raise ValueError("There is nothing to validate: give a run folder, or --model, --init-from FILE and --data.")
     if flags.ema and config.model.weights != chosen:
         raise ValueError("--ema and --init-from both choose weights: give one; --init-from also takes averages.")
     if flags.ema and not config.optim.ema_half_life:
-        raise ValueError(f"--ema finds no averaged weights: {run} was trained without --optim.ema_half_life.")
+        raise ValueError(f"--ema finds no averaged weights: {given} was trained without --optim.ema_half_life.")
     if flags.predictions and flags.all:
         raise ValueError("--predictions keeps the answers of one model, and --all validates several: give one of them.")
     # A checkpoint holds the whole model, and each rank has all of it here, however the run divided it.

@@ -26,6 +26,7 @@ from largebatch.files import (
     written_once,
 )
 from largebatch.files.names import Formatter, listed, printable
+from largebatch.files.run_folder import RunFolder, read_rows
 from largebatch.native.compile import compile_library, load_library
 from largebatch.train import read, run_folder
 
@@ -348,3 +349,39 @@ def test_no_further_line_of_a_record_looks_like_a_record():
     assert Formatter("12:00:00 %(message)s").format(record) == (
         "12:00:00 left out: x\\x1b[2J\n    12:00:00 saved\n  indented"
     )
+
+
+# -- the folder of a run --------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_and_its_files_belong_to_their_run(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "00000002").mkdir(parents=True)
+    (run / "checkpoints" / "best").symlink_to("00000002")
+    for place in (".", "checkpoints/00000002", "checkpoints/best", "checkpoints/best/model.safetensors"):
+        assert RunFolder.of(run / place).path == run
+    monkeypatch.chdir(run / "checkpoints" / "best")
+    assert RunFolder.of("model.safetensors").path.samefile(run)
+    alone = tmp_path / "checkpoints" / "alone"  # a run, whose folder only looks like a checkpoint
+    alone.mkdir(parents=True)
+    (alone / "config.yaml").touch()
+    assert RunFolder.of(alone).path == alone and RunFolder.of(tmp_path / "weights.pt").path == tmp_path / "weights.pt"
+
+
+def test_a_config_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path)
+    run.write_config("recipe: quickstart\n")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        run.write_config("recipe: scratch\n")
+    assert run.config.read_text() == "recipe: quickstart\n" and [*tmp_path.iterdir()] == [run.config]
+
+
+def test_a_table_that_is_none_is_one_sentence(tmp_path):
+    (tmp_path / "steps.csv").write_text("step,loss\n1," + "2" * 200_000)
+    with pytest.raises(ValueError, match="steps.csv is not the table of a run: field larger than field limit"):
+        read_rows(RunFolder(tmp_path).steps)

@@ -49,6 +49,7 @@ from largebatch.config import (
 )
 from largebatch.data.order import Plan
 from largebatch.engine import Hook, Trainer, TrainState
+from largebatch.files.run_folder import Row, read_rows
 from largebatch.hooks import Guards, noise_ramp, noise_scale, sinks
 from largebatch.hooks.checkpointing import Writer
 from largebatch.hooks.profile import Profile
@@ -99,7 +100,7 @@ def test_an_interrupted_run_leaves_the_same_rows(runs):
     folder, report = runs
     assert [row["step"] for row in report["rows when killed"]] == ["2", "4", "6"]
     assert report["resumed at"] == 4
-    for name in (tables.STEPS, tables.EPOCHS, tables.LAYERS):
+    for name in ("steps.csv", "epochs.csv", "layers.csv"):
         whole, resumed = (read(folder / run / name) for run in ("whole", "resumed"))
         for row in (*whole, *resumed):
             for measured in tables.MEASURED:
@@ -109,7 +110,7 @@ def test_an_interrupted_run_leaves_the_same_rows(runs):
 
 def test_a_trainer_that_fits_twice_leaves_the_rows_of_one_fit(runs):
     folder, _ = runs
-    assert read(folder / "early" / tables.LAYERS) == read(folder / "whole" / tables.LAYERS)
+    assert read(folder / "early" / "layers.csv") == read(folder / "whole" / "layers.csv")
 
 
 def test_resuming_a_finished_run_changes_nothing(runs):
@@ -236,7 +237,7 @@ class Record(Hook):
 class Failing(hooks.Sink):
     """Runs out of space at step 4."""
 
-    def write_step(self, row: tables.Row) -> None:
+    def write_step(self, row: Row) -> None:
         if row["step"] == 4:
             raise OSError(28, "full")
 
@@ -431,12 +432,12 @@ def trainer_at(step: int, *, num_steps: int = 100, last_step: int = 0) -> Any:
     return SimpleNamespace(state=state, num_steps=num_steps, plan=plan, last_step=last_step or num_steps)
 
 
-def step_row(step: int, **values: float) -> tables.Row:
+def step_row(step: int, **values: float) -> Row:
     row = {"step": step, "epoch": step / 5, "images": 10 * step, "lr": 1e-3 / step, "loss": 2 / step}
     return row | {"grad_norm": 1 / step, "images_per_s": 5.0, "skipped": 0} | values
 
 
-def epoch_row(step: int, **values: float) -> tables.Row:
+def epoch_row(step: int, **values: float) -> Row:
     row = {"step": step, "epoch": step / 5, "images": 10 * step, "lr": 1e-3 / step, "train_loss": 2 / step}
     return row | {"eval_loss": 3 / step, "top1": 60.0, "top5": 90.0, "images_per_s": 5.0, "skipped": 0} | values
 
@@ -448,7 +449,7 @@ def test_a_number_comes_back_as_it_was(tmp_path):
     table.append(row)
     text = (tmp_path / "t.csv").read_text()
     assert text.splitlines() == ["step,images,loss,grad_norm,epoch", "1,4300000001,0.123456781,inf,"]
-    back = tables.read_rows(tmp_path / "t.csv")[0]
+    back = read_rows(tmp_path / "t.csv")[0]
     assert math.isnan(back.pop("epoch")) and back == {k: pytest.approx(row[k]) for k in back}
 
 
@@ -460,7 +461,7 @@ def test_rows_past_the_resumed_step_are_dropped(tmp_path):
             sink.write_step(step_row(step, loss=first))
             sink.write_epoch(epoch_row(step, train_loss=first))
     for file, column in (("steps.csv", "loss"), ("epochs.csv", "train_loss")):
-        rows = tables.read_rows(tmp_path / file)
+        rows = read_rows(tmp_path / file)
         assert [(row["step"], row[column]) for row in rows] == [(s, 1 if s < 6 else 6) for s in range(1, 11)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epochs.csv", "steps.csv"]
 
@@ -837,7 +838,7 @@ def test_no_text_of_the_picture_lies_on_another_or_outside(tmp_path_factory, mon
                     sink.write_epoch(epoch_row(step, ema_loss=0.25, ema_top1=72.5))
                     sink.write_layers({"step": step, "epoch": step / 5} | dict.fromkeys(names, 0.1 * step))
             sink.close()
-            draw.draw_curves(sink.folder, title="a model of a long name, a recipe of a user")
+            draw.draw_curves(sink.run.path, title="a model of a long name, a recipe of a user")
     for figure in drawn:
         figure.draw_without_rendering()
         boxes = [(text.get_text(), text.get_window_extent().padded(-1)) for text in texts(figure)]
@@ -888,13 +889,13 @@ def test_a_run_without_evaluation_says_that_it_has_no_accuracy(tmp_path):
     shares = []
     for epochs in ([], [epoch_row(2)]):
         sink = hooks.Csv(tmp_path / str(len(epochs)))
-        sink.folder.mkdir()
+        sink.run.path.mkdir()
         sink.open(trainer_at(1))
         sink.write_step(step_row(1))
         for row in epochs:
             sink.write_epoch(row)
-        draw.draw_curves(sink.folder, title="a run")
-        picture = imread(sink.folder / "curves.png")[..., :3]
+        draw.draw_curves(sink.run.path, title="a run")
+        picture = imread(sink.run.path / "curves.png")[..., :3]
         height, width, _ = picture.shape
         middle = picture[int(0.27 * height) : int(0.32 * height), int(0.74 * width) : int(0.82 * width)]
         shares.append(float((middle.max(axis=-1) < 0.6).mean()))

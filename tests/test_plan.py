@@ -740,7 +740,7 @@ def test_table_and_picture(tmp_path, capsys):
         (["--epochs", "0"], "--epochs is 0: expected more than 0."),
         (["--gpus", "3", "--parallel.pipeline", "2"], "--parallel asks for replicas of 2 ranks"),
         (["--gpus", "6", "--parallel.tensor.size", "3"], "The model has 2 attention heads, and tensor 3 cuts them"),
-        (["nowhere"], "nowhere has no config.yaml: expected the folder of a run."),
+        (["nowhere"], "nowhere is not a run folder: expected a config.yaml in it; give the --run.folder of a run."),
         (["--optim.lrr", "1"], "There is no option optim.lrr"),
     ),
 )

@@ -8,15 +8,15 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from largebatch.report import tables
-from largebatch.report.draw import CURVES, draw_curves, draw_map
+from largebatch.files.run_folder import Row
+from largebatch.report.draw import draw_curves, draw_map
 from largebatch.report.panels import by_kind, tensors
 
 NAMES = [f"blocks.{block}.{part}.weight" for block in range(3) for part in ("attn.qkv", "mlp.fc1")]
 NAMES = ["patch_embed.proj.weight", *NAMES, "head.weight"]
 
 
-def rows(num_rows: int) -> list[tables.Row]:
+def rows(num_rows: int) -> list[Row]:
     """Ratios that are one number each: 100 × the epoch + the place of the tensor in the model."""
     return [
         {"step": 10 * epoch, "epoch": epoch} | {name: 100 * epoch + place for place, name in enumerate(NAMES)}
@@ -54,12 +54,12 @@ def test_each_ratio_is_in_its_place():
 def test_the_picture_of_a_run_has_the_map(tmp_path, num_rows, shown):
     """Beside the three lines, from the second evaluation on: a map of one is no course."""
     steps = "step,epoch,images,lr,loss,grad_norm,images_per_s,skipped,trust_min,trust_median,trust_max\n"
-    (tmp_path / tables.STEPS).write_text(steps + "1,1,10,1,2,3,4,0,1,2,3\n2,2,20,1,2,3,4,0,1,2,3\n")
-    with open(tmp_path / tables.LAYERS, "w", newline="") as file:
+    (tmp_path / "steps.csv").write_text(steps + "1,1,10,1,2,3,4,0,1,2,3\n2,2,20,1,2,3,4,0,1,2,3\n")
+    with open(tmp_path / "layers.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, ["step", "epoch", *NAMES])
         writer.writeheader()
         writer.writerows(rows(num_rows))
     draw_curves(tmp_path, title="a run")
-    picture = imread(tmp_path / CURVES)[..., :3]
+    picture = imread(tmp_path / "curves.png")[..., :3]
     yellow = np.abs(picture - np.array([253, 231, 37]) / 255).max(axis=-1) < 0.05  # the highest ratio
     assert bool(yellow.mean() > 1e-3) is shown and (picture.shape[0] > 1000) is shown

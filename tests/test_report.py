@@ -1,5 +1,6 @@
 """What is found about two runs: the first option, version, image, step and tensor in which they differ."""
 
+import json
 import math
 import shutil
 from dataclasses import replace
@@ -14,7 +15,7 @@ from largebatch.config import TrainConfig, dump
 from largebatch.engine import TrainState
 from largebatch.optim import Lamb
 from largebatch.report.__main__ import main
-from largebatch.report.tables import STEP_COLUMNS, STEPS, Table
+from largebatch.report.tables import STEP_COLUMNS, Table
 
 VERSIONS = (
     "2026-11-23 10:00:00 Python 3.11.7, the sources of largebatch 0123abcd, torch 2.13.0+cpu, timm 1.0.31, "
@@ -34,7 +35,7 @@ def make_run(folder: Path) -> Path:
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     optimizer = Lamb(model.parameters(), lr=0.1, impl="eager")
-    table = Table(folder / STEPS, STEP_COLUMNS)
+    table = Table(folder / "steps.csv", STEP_COLUMNS)
     table.open(last_step=0)
     for step in (1, 2, 3):
         loss = model(torch.randn(4, 6)).square().mean()
@@ -112,15 +113,15 @@ def test_the_versions_of_the_last_start_count(runs, capsys):
 
 def test_the_first_step_and_column(runs, capsys):
     """A difference in the last of the nine digits of a cell; empty cells are the same, and so are rows of one alone."""
-    lines = (runs[1] / STEPS).read_text().splitlines()
+    lines = (runs[1] / "steps.csv").read_text().splitlines()
     cells = lines[2].split(",")
     column = STEP_COLUMNS.index("loss")
     was = float(cells[column])
     cells[column] = f"{math.nextafter(float(torch.tensor(was)), 9.0) + 1e-7:.9g}"
-    (runs[1] / STEPS).write_text("\n".join([*lines[:2], ",".join(cells), lines[3]]) + "\n")
+    (runs[1] / "steps.csv").write_text("\n".join([*lines[:2], ",".join(cells), lines[3]]) + "\n")
     code, differing = found(runs, capsys)
     assert code == 1 and differing == {"steps": f"first in step 2: loss {was:.9g} and {cells[column]}"}
-    (runs[1] / STEPS).write_text("\n".join([*lines[:2], lines[3]]) + "\n")
+    (runs[1] / "steps.csv").write_text("\n".join([*lines[:2], lines[3]]) + "\n")
     assert found(runs, capsys) == (0, {})
 
 
@@ -176,7 +177,7 @@ def test_what_cannot_be_compared_is_said(runs, capsys):
     """A run that was killed before its first checkpoint, and that shuffles in windows, whose sizes are not known."""
     shutil.rmtree(runs[1] / "checkpoints")
     edit(runs[1] / "config.yaml", "shuffle_window: 0", "shuffle_window: 2")
-    (runs[1] / STEPS).unlink()
+    (runs[1] / "steps.csv").unlink()
     assert main(["diff", *map(str, runs)]) == 1
     assert capsys.readouterr().out == (
         "DIFFER   options      --data.shuffle_window 0 and 2\n"
@@ -186,3 +187,45 @@ def test_what_cannot_be_compared_is_said(runs, capsys):
         "unknown  evaluations  no row of the same step (0 and 0 rows)\n"
         "unknown  tensors      no checkpoint of the same step ([2, 3] and [])\n"
     )
+
+
+BAD = "\x1b]0;title\x07\x1b[2J\nsame     tensors      forged"
+HISTORY = {"time": 1.0, "command": BAD, "launcher": BAD, "ranks": 2, "hosts": [BAD, BAD], "commit": BAD}
+FOREIGN = {  # a file of somebody else's run, and what is added to it, or takes the place of a part of it
+    "an option that is unknown": ("config.yaml", "recipe: quickstart", f"recipe: quickstart\n{json.dumps(BAD)}: 1"),
+    "a value that is refused": ("config.yaml", "duration: 3 steps", f"duration: {json.dumps(BAD)}"),
+    "a recipe": ("config.yaml", "recipe: quickstart", f"recipe: {json.dumps(BAD)}"),
+    "the place of the images": ("config.yaml", "path: digits", f"path: {json.dumps(BAD)}"),
+    "a version": ("log.txt", "timm 1.0.31", f"timm 2.{BAD.splitlines()[0]}"),
+    "a column": ("steps.csv", "trust_min", '"' + BAD + '"'),
+    "a start": ("starts.jsonl", "", json.dumps({"start": HISTORY}) + "\n"),
+    "starts of other kinds": ("starts.jsonl", "", json.dumps({"start": HISTORY | {"hosts": 5, "time": 1e300}}) + "\n"),
+    "predictions": ("predictions.csv", "", f'sample,{json.dumps(BAD)}\n1,2\n'),
+    "bytes that are no text, in the log": ("log.txt", "timm 1.0.31", "timm 1.0.31\udcff"),
+    "bytes that are no text, in a table": ("steps.csv", "step,", "step,\udcff,"),
+    "bytes that are no text, in the history": ("starts.jsonl", "", "\udcff\n"),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_the_run_of_somebody_else_commands_no_terminal(runs, capsys, caplog, what):
+    """Each text of a foreign folder: the page is written or refused, and nothing raw is printed or logged."""
+    name, old, new = FOREIGN[what]
+    file = runs[1] / name
+    text = file.read_text() if file.exists() else ""
+    file.write_bytes((text.replace(old, new, 1) if old else text + new).encode("utf-8", "surrogateescape"))
+    assert file.read_bytes() != text.encode()
+    for command in ([str(runs[1])], ["diff", *map(str, runs)]):
+        assert main(command) in (0, 1, 2)
+        told = capsys.readouterr()
+        lines = (told.out + told.err + caplog.text).splitlines()
+        begins = ("largebatch: ", "DIFFER  ", "same  ", "unknown  ", "    ", str(runs[1]))
+        assert all(line.startswith(begins) and line.isprintable() for line in lines), lines
+        assert not any(line.startswith("same") and "forged" in line for line in lines)
+
+
+def test_a_folder_whose_name_commands_a_terminal(runs, tmp_path, capsys):
+    odd = runs[1].rename(tmp_path / BAD)
+    assert main([str(odd)]) == 0 and main([str(odd / "none")]) == 2
+    told = capsys.readouterr()
+    assert "\x1b" not in told.out + told.err and "\\x1b]0;title" in told.out and "\\x1b]0;title" in told.err

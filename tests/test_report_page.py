@@ -16,11 +16,11 @@ from PIL import Image
 
 from largebatch.config import OptimConfig, RunConfig, TrainConfig, dump
 from largebatch.data.sources import open_source
+from largebatch.files.run_folder import RunFolder
 from largebatch.hooks.sinks import Csv
 from largebatch.report import draw, history, page, panels, predictions, summary
 from largebatch.report.__main__ import main
 from largebatch.report.predictions import Answer
-from largebatch.report.tables import STEPS
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 # What a reader would notice: text over text, a page wider than its window, letters too small to read.
@@ -74,7 +74,7 @@ def make_run(folder: Path, *, lr: float = 1e-3, num_steps: int = 60, trust: bool
     )  # fmt: skip
     history.write_start(folder, start)
     end = {"ended": 2200.0, "last_step": 20, "reason": "SIGTERM reached 1 of 4 ranks"}
-    with open(folder / history.STARTS, "a") as file:
+    with open(folder / "starts.jsonl", "a") as file:
         file.write(json.dumps({"end": end}) + "\n")
     history.write_start(folder, replace(start, time=4000.0, step=20))
     history.write_start(folder, replace(start, time=6000.0, step=40, ranks=2))
@@ -110,7 +110,7 @@ def one(tmp_path_factory) -> Path:
     index = open_source("digits", split="validation").for_classes(10)
     losses = [10.0 - k / 100 if k < 30 else 0.1 for k in range(len(index))]
     answers = {k: Answer((int(index.label[k]) + (k < 30)) % 10, 0.9, loss) for k, loss in enumerate(losses)}
-    predictions.write(folder / predictions.PREDICTIONS, index, answers)
+    predictions.write(folder / "predictions.csv", index, answers)
     assert main([str(folder), "--pictures"]) == 0
     return folder
 
@@ -147,7 +147,7 @@ def test_a_page_has_all_of_a_run(one):
 
 def test_what_a_short_last_step_and_an_empty_table_would_suggest_is_left_out(tmp_path):
     """Rows of 16 images, and a last one of 3; nothing was skipped; means stand in the middle of their epochs."""
-    run = panels.Run(make_run(tmp_path / "run", num_steps=19), "run")
+    run = panels.Run(RunFolder(make_run(tmp_path / "run", num_steps=19)), "run")
     last = run.steps[-1] | {"step": 20.0, "epoch": 1.92, "images": 307.0, "grad_norm": 9.0, "noise_scale": 50.0}
     epochs = [row | {"epoch": end} for row, end in zip(run.epochs * 2, (1.0, 1.92))]
     run.steps, run.epochs = [*run.steps, last], epochs
@@ -197,7 +197,7 @@ def test_the_pictures_are_drawn(one, two):
 
 
 def test_the_answers_come_back_and_the_worst_are_first(one):
-    rows = predictions.read(one / predictions.PREDICTIONS)
+    rows = predictions.read(one / "predictions.csv")
     index = open_source("digits", split="validation")
     assert [row.label for row in rows] == index.label.tolist() and rows[7].where == index.where(7)
     names, counts = predictions.confusion(rows)
@@ -220,8 +220,8 @@ def test_names_that_are_not_utf_8_come_back_and_are_shown(tmp_path, gone):
     folder = make_run(tmp_path / "run", num_steps=1)
     text = (folder / "config.yaml").read_text().replace("path: digits", f"path: {images}")
     (folder / "config.yaml").write_text(text)
-    predictions.write(folder / predictions.PREDICTIONS, index, {0: Answer(1, 0.5, 2.0), 1: Answer(1, 0.5, 0.1)})
-    rows = predictions.read(folder / predictions.PREDICTIONS)
+    predictions.write(folder / "predictions.csv", index, {0: Answer(1, 0.5, 2.0), 1: Answer(1, 0.5, 0.1)})
+    rows = predictions.read(folder / "predictions.csv")
     assert [row.where for row in rows] == [index.where(0), index.where(1)]
     assert [os.fsencode(row.label_name) for row in rows] == [b"a", b"caf\xe9"]
     if gone:
@@ -232,8 +232,8 @@ def test_names_that_are_not_utf_8_come_back_and_are_shown(tmp_path, gone):
 
 
 def test_without_the_data_the_worst_images_are_named(one, tmp_path):
-    rows = predictions.worst(predictions.read(one / predictions.PREDICTIONS), 3)
-    config = panels.Run(one, "one").config
+    rows = predictions.worst(predictions.read(one / "predictions.csv"), 3)
+    config = panels.Run(RunFolder(one), "one").config
     assert predictions.small_images(replace(config, data=replace(config.data, path=str(tmp_path / "gone"))), rows) == []
     assert predictions.small_images(config, [replace(rows[0], where="elsewhere")]) == []
 
@@ -263,9 +263,9 @@ def test_a_peak_of_one_step_is_in_the_picture_of_a_long_run():
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     folder = make_run(tmp_path / "new", num_steps=1)
-    (folder / history.STARTS).unlink()
+    (folder / "starts.jsonl").unlink()
     assert main([str(folder)]) == 0 and "No start was written down" in Page(folder / "report.html").text
-    (folder / STEPS).unlink()
+    (folder / "steps.csv").unlink()
     assert main([str(folder)]) == 0
 
 
@@ -289,7 +289,7 @@ def test_the_block_at_the_end(tmp_path, one):
 
 
 def test_a_start_that_was_killed_counts_to_the_step_from_which_the_next_one_went_on(one):
-    run = panels.Run(one, "one")
+    run = panels.Run(RunFolder(one), "one")
     killed, last = run.starts[1], replace(run.starts[2], ended=6600.0)
     assert summary.duration([killed, last], run.steps) == "10.0 min on 2 ranks in 2 starts"  # row 40 is of second 3400
     rows = [row | {"time": row["time"] + 2000} for row in run.steps]

@@ -18,6 +18,7 @@ from largebatch.data import imagenet_real, shard_check
 from largebatch.data.sources import class_names
 from largebatch.export.folder import card
 from largebatch.files import run_lock
+from largebatch.files.run_folder import RunFolder
 from largebatch.plan import __main__ as plan
 from largebatch.recipes import depends_on_data
 from largebatch.report import diff, summary
@@ -126,7 +127,7 @@ READERS = {
     "plan --config": lambda run: planned("", *FILE),
     "benchmark": lambda run: resident.read_config(FILE),
     "report": lambda run: report(["run"]),
-    "report diff": lambda run: diff.compare_options(diff._config(run), diff._config(run)),
+    "report diff": lambda run: diff.compare_options(*2 * [load(str(RunFolder(run).check().config))]),
     "the end of a run": lambda run: summary.describe(run, num_steps=2),
     "export": lambda run: card(create_model(weights="run"), hub.find("run"), run, licence="mit"),
     "predict": lambda run: create_model(weights="run"),

@@ -3,8 +3,6 @@
 from largebatch.checkpoint.resume import MAY_DIFFER, check_config, load, may_differ, resume
 from largebatch.checkpoint.snapshot import HostMemory, Snapshot, num_bytes, take_snapshot
 from largebatch.checkpoint.store import (
-    BEST,
-    FOLDER,
     check_space,
     checkpoints,
     discard_after,
@@ -18,7 +16,7 @@ from largebatch.checkpoint.store import (
 )
 
 __all__ = [
-    "BEST", "FOLDER", "MAY_DIFFER", "HostMemory", "Snapshot", "check_config", "check_space", "checkpoints",
+    "MAY_DIFFER", "HostMemory", "Snapshot", "check_config", "check_space", "checkpoints",
     "discard_after", "find_weights", "is_checkpoint", "latest", "load", "may_differ", "newest_weights", "num_bytes",
     "read_state", "resume", "save", "take_snapshot", "why_invalid",
 ]  # fmt: skip

@@ -37,6 +37,7 @@ from safetensors import SafetensorError, safe_open
 
 from largebatch.bit_sums import bit_sums, digest
 from largebatch.checkpoint.snapshot import STATE, Snapshot, sums_of
+from largebatch.files.run_folder import BEST, RunFolder
 from zoo import hub, write_weights
 from zoo.hub import AVERAGE
 from zoo.hub import CONFIG as DESCRIPTION
@@ -45,8 +46,6 @@ from zoo.weights import SUFFIXES, reason_of
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "checkpoints"
-BEST = "best"
 PARTS = (WEIGHTS, AVERAGE, DESCRIPTION, STATE)
 OPTIONAL = (AVERAGE, DESCRIPTION)  # older checkpoints have no description
 UNFINISHED = ".tmp"
@@ -65,7 +64,7 @@ def save(folder: str | Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
     """
     assert keep >= 2, keep
     snapshot.wait()
-    root = Path(folder) / FOLDER
+    root = RunFolder(folder).checkpoints
     _make(root)
     for leftover in root.glob("*" + UNFINISHED):  # of saves that were killed
         _discard(leftover)
@@ -118,7 +117,7 @@ def newest_weights(folder: str | Path, *, average: bool = False) -> Path:
         if reason := why_invalid(path):
             raise ValueError(f"Checkpoint {folder} cannot be used, as {reason}: choose another one.")
     if path is None:
-        raise ValueError(f"{folder} has no valid checkpoint: expected one in {Path(folder) / FOLDER}.")
+        raise ValueError(f"{folder} has no valid checkpoint: expected one in {RunFolder(folder).checkpoints}.")
     return path / (AVERAGE if average else WEIGHTS)
 
 
@@ -169,7 +168,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def checkpoints(folder: str | Path) -> list[Path]:
     """List the complete checkpoints of run folder `folder`, newest first, damaged ones included."""
-    found = [path for path in (Path(folder) / FOLDER).glob("*") if re.fullmatch(r"\d{8,}", path.name)]
+    found = [path for path in RunFolder(folder).checkpoints.glob("*") if re.fullmatch(r"\d{8,}", path.name)]
     return sorted(found, key=lambda path: int(path.name), reverse=True)
 
 
@@ -328,7 +327,7 @@ def discard_after(folder: str | Path, step: int, best: tuple[str, float, int] | 
     Returns `best`, the best evaluation by the state of that step, if its checkpoint is still there; else None, and no
     checkpoint is called the best any more.
     """
-    root = Path(folder) / FOLDER
+    root = RunFolder(folder).checkpoints
     for path in checkpoints(folder):
         if int(path.name) > step:
             _remove(path)

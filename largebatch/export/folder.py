@@ -16,7 +16,7 @@ from largebatch import config as configs
 from largebatch.config import TrainConfig
 from largebatch.files import atomic_file
 from largebatch.files.names import printable
-from largebatch.report.tables import EPOCHS, read_rows
+from largebatch.files.run_folder import RunFolder, read_rows
 from zoo import hub, save_weights
 
 CARD = "README.md"
@@ -74,12 +74,13 @@ def write_folder(model: nn.Module, found: hub.Found, folder: Path, *, licence: s
 
 
 def card(model: nn.Module, found: hub.Found, folder: Path, *, licence: str) -> str:
-    run = _run_of(found.weights)
+    run = RunFolder.of(found.weights)
+    of_run = run.path != found.weights
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    rows = [*(_of_run(run, found) if run else []), *_of_model(found), ("licence of the weights", licence)]
+    rows = [*(_of_run(run, found) if of_run else []), *_of_model(found), ("licence of the weights", licence)]
     return TEXT.format(
         licence=licence,
-        title=run.resolve().name if run else found.name,
+        title=run.path.resolve().name if of_run else found.name,
         summary=f"{found.name} for images of {found.img_size} px and {found.num_classes} classes, {parameters:,} "
         f"parameters; written by largebatch {largebatch.__version__}.",
         rows="\n".join(f"| {name} | {_cell(value)} |" for name, value in rows),
@@ -92,21 +93,15 @@ def _cell(value: str) -> str:
     return re.sub(r"([\\`\[\]|<>&])", r"\\\1", printable(value))
 
 
-def _run_of(weights: Path) -> Path | None:
-    """Return the folder of the run that wrote these weights, if they are still in it."""
-    checkpoints = weights.resolve().parent.parent
-    return checkpoints.parent if checkpoints.name == "checkpoints" else None
-
-
-def _of_run(run: Path, found: hub.Found) -> Iterator[tuple[str, str]]:
+def _of_run(run: RunFolder, found: hub.Found) -> Iterator[tuple[str, str]]:
     step, average = int(found.weights.resolve().parent.name), found.weights.name == hub.AVERAGE
-    rows = [row for row in read_rows(run / EPOCHS) if row["step"] <= step]
+    rows = [row for row in read_rows(run.epochs) if row["step"] <= step]
     if rows:
         top1, top5 = rows[-1]["ema_top1" if average else "top1"], "" if average else f", top-5 {rows[-1]['top5']:.2f} %"
         yield "accuracy", f"top-1 {top1:.2f} %{top5} of the held-out images, at step {rows[-1]['step']:.0f}"
     yield "checkpoint", f"step {step}{', average of the weights' if average else ''}"
     try:
-        yield from _of_config(configs.load(str(run / "config.yaml")))
+        yield from _of_config(configs.load(str(run.config)))
     except (OSError, ValueError):  # none, or one of another version: the card says less
         pass
 

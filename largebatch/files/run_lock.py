@@ -19,9 +19,10 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from largebatch.files.run_folder import RunFolder
+
 logger = logging.getLogger(__name__)
 
-NAME = ".lock"
 BEAT_S = 5.0  # the holder counts up this often
 PATIENCE_S = 20.0  # a holder that has not counted for so long is gone
 SETTLE_S = 1.0  # without flock, two jobs that start together may both have written; the last one keeps the folder
@@ -48,7 +49,7 @@ class Holder:
 @contextmanager
 def hold(folder: str | Path) -> Iterator[None]:
     """Hold the run folder until the block ends, or this process does. ValueError names another job that holds it."""
-    path = Path(folder) / NAME
+    path = RunFolder(folder).lock
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     mine, ended = Holder.this_process(), threading.Event()
     try:

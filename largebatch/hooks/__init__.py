@@ -32,24 +32,7 @@ from largebatch.hooks.stop_early import StopEarly, end_time
 from largebatch.hooks.weights_and_biases import WeightsAndBiases
 
 __all__ = [
-    "Checkpoint",
-    "Csv",
-    "Curves",
-    "Divergence",
-    "Ema",
-    "Guards",
-    "Log",
-    "NoiseScale",
-    "Profile",
-    "Progress",
-    "RecomputeCheck",
-    "ReplicaCheck",
-    "Sink",
-    "StopEarly",
-    "TensorBoard",
-    "WeightsAndBiases",
-    "check_half_life",
-    "end_time",
-    "follow_noise",
-    "in_turn",
-]
+    "Checkpoint", "Csv", "Curves", "Divergence", "Ema", "Guards", "Log", "NoiseScale", "Profile", "Progress",
+    "RecomputeCheck", "ReplicaCheck", "Sink", "StopEarly", "TensorBoard", "WeightsAndBiases", "check_half_life",
+    "end_time", "follow_noise", "in_turn",
+]  # fmt: skip

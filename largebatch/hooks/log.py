@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from largebatch.engine import Hook, StepOutput, Trainer
+from largebatch.files.run_folder import Row
 from largebatch.hooks.noise_scale import NoiseScale
 from largebatch.hooks.sinks import Sink
 from largebatch.optim import adapted_ratios, trust_summary
-from largebatch.report.tables import TRUST, Row
+from largebatch.report.tables import TRUST
 
 logger = logging.getLogger(__name__)
 wall_clock = time.time  # seconds since the epoch
@@ -87,11 +88,9 @@ class Log(Hook):
             self.tell(trainer, lambda sink: sink.write_layers(layers))
 
     def after_step(self, trainer: Trainer) -> None:
-        """Start the clock of the next step."""
         self.started = time.perf_counter()
 
     def after_fit(self, trainer: Trainer) -> None:
-        """Close the sinks, also if the run stops early."""
         self.tell(trainer, lambda sink: sink.close())
 
     def position(self, trainer: Trainer) -> Row:
@@ -146,7 +145,6 @@ class Throughput:
         self.images, self.seconds, self.waited_s = 0, 0.0, 0.0
 
     def add(self, images: int, seconds: float, waited_s: float) -> None:
-        """Add a step."""
         self.images += images
         self.seconds += seconds
         self.waited_s += waited_s

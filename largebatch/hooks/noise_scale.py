@@ -24,8 +24,9 @@ from torch import Tensor
 
 from largebatch.augment import Augmented
 from largebatch.engine import Hook, StepOutput, Trainer
+from largebatch.files.run_folder import Row
 from largebatch.optim import gradient_norm
-from largebatch.report.tables import NOISE, Row
+from largebatch.report.tables import NOISE
 
 HORIZON = 30  # rows; the mean of the first rows, then a moving average that gives a new row this part of the weight
 

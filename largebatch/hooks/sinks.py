@@ -20,22 +20,11 @@ from concurrent import futures
 from pathlib import Path
 
 from largebatch.engine import Trainer
+from largebatch.files.run_folder import Row, RunFolder
 from largebatch.process.background import in_background
 from largebatch.process.progress import start_bar, stop_bar
 from largebatch.report.draw import draw_curves
-from largebatch.report.tables import (
-    EMA,
-    EPOCH_COLUMNS,
-    EPOCHS,
-    LAYERS,
-    MEASURED,
-    NOISE,
-    STEP_COLUMNS,
-    STEPS,
-    TRUST,
-    Row,
-    Table,
-)
+from largebatch.report.tables import EMA, EPOCH_COLUMNS, MEASURED, NOISE, STEP_COLUMNS, TRUST, Table
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +110,9 @@ class Csv(Sink):
     """Writes steps.csv, epochs.csv and layers.csv. A row is flushed before the checkpoint of its step is saved."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.steps = Table(Path(folder) / STEPS, STEP_COLUMNS)
-        self.epochs = Table(Path(folder) / EPOCHS, EPOCH_COLUMNS)
+        self.run = RunFolder(folder)
+        self.steps, self.epochs = Table(self.run.steps, STEP_COLUMNS), Table(self.run.epochs, EPOCH_COLUMNS)
         self.layers: Table | None = None  # its columns are known with its first row
-        self.folder = Path(folder)
 
     def open(self, trainer: Trainer) -> None:
         self.steps.open(last_step=trainer.state.step)
@@ -139,7 +127,7 @@ class Csv(Sink):
 
     def write_layers(self, row: Row) -> None:
         if self.layers is None:
-            self.layers = Table(self.folder / LAYERS, tuple(row))
+            self.layers = Table(self.run.layers, tuple(row))
             self.layers.open(last_step=round(row["step"]) - 1)
         self.layers.append(row)
 
@@ -155,7 +143,7 @@ class TensorBoard(Sink):
     """Writes RUN/tensorboard. Points that an interrupted run wrote after the resumed step are hidden."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder) / "tensorboard"
+        self.folder = RunFolder(folder).tensorboard
 
     def open(self, trainer: Trainer) -> None:
         try:

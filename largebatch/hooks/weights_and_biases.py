@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from largebatch.engine import Trainer
+from largebatch.files.run_folder import Row
 from largebatch.hooks.sinks import Sink
-from largebatch.report.tables import EMA, MEASURED, NOISE, TRUST, Row
+from largebatch.report.tables import EMA, MEASURED, NOISE, TRUST
 
 PROJECT = "largebatch"  # unless WANDB_PROJECT is set
 

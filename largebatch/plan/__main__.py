@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from largebatch.arguments import Parser, complain, expanded
 from largebatch.config import TrainConfig, parse
 from largebatch.devices import DEVICES
+from largebatch.files.run_folder import RunFolder
 from largebatch.plan import constants
 
 if TYPE_CHECKING:
@@ -109,10 +110,7 @@ def read_config(run: str, options: argparse.Namespace, training: Sequence[str]) 
 
     words = list(training)
     if run:
-        file = Path(run) / "config.yaml"
-        if not file.is_file():
-            raise ValueError(f"{run} has no config.yaml: expected the folder of a run.")
-        words = ["--config", str(file), *words]
+        words = ["--config", str(RunFolder(run).check().config), *words]
     for option, value in (("global_batch_size", options.global_batch), ("micro_batch_size", options.micro_batch)):
         words += [] if value is None else [f"--data.{option}", str(value)]
     if options.epochs is not None:

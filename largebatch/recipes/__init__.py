@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from largebatch.config import TrainConfig, given_options, read_file, typed
 from largebatch.config.values import with_value
+from largebatch.files.run_folder import RunFolder
 from largebatch.nearest import nearest
 from largebatch.recipes import small_batch, user_file, volo
 from largebatch.recipes.cifar import cifar10
@@ -150,11 +150,8 @@ def _by_size(given: Mapping[str, Any], model: str, num_images: int | None) -> st
 
 def run_of(weights: str | None) -> dict[str, Any]:
     """Return the options of the run to which a folder or weights file belongs; empty if it belongs to none."""
-    place = Path(weights or "")
-    for file in (place / "config.yaml", *(folder / "config.yaml" for folder in place.parents[2:3])):
-        if weights and file.is_file():
-            return read_file(str(file))
-    return {}
+    file = RunFolder.of(weights or "").config
+    return read_file(str(file)) if weights and file.is_file() else {}
 
 
 def _like_run(config: TrainConfig, run: Mapping[str, Any]) -> TrainConfig:

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from largebatch.arguments import Parser, complain
 from largebatch.files.names import on_screen
+from largebatch.files.run_folder import RunFolder
 from largebatch.report.diff import compare
-
-PAGE = "report.html"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(words: Sequence[str]) -> int:
-    """Write the page of runs, and the pictures if they are asked for."""
     from largebatch.report.draw import write_pictures
     from largebatch.report.page import write_page
     from largebatch.report.panels import panels, read_runs
@@ -50,17 +48,17 @@ def report(words: Sequence[str]) -> int:
     runs = read_runs(args.runs)
     folder.mkdir(parents=True, exist_ok=True)
     shown = panels(runs)
-    write_page(folder / PAGE, runs, shown)
+    page = RunFolder(folder).report
+    write_page(page, runs, shown)
     if args.pictures:
         pictures = write_pictures(folder, runs, shown)
-        print(f"{folder / PAGE}, and {len(pictures)} pictures beside it: {folder}/report_*.png")
+        print(on_screen(f"{page}, and {len(pictures)} pictures beside it: {folder}/report_*.png"))
     else:
-        print(folder / PAGE)
+        print(on_screen(str(page)))
     return 0
 
 
 def diff(words: Sequence[str]) -> int:
-    """Print the first difference of two runs."""
     parser = _parser("report diff")
     parser.add_argument("one", type=Path, metavar="RUN_A", help="the folder of a run")
     parser.add_argument("other", type=Path, metavar="RUN_B", help="the folder of another run")

@@ -14,7 +14,9 @@ from largebatch import checkpoint, config
 from largebatch.checkpoint.snapshot import AVERAGE, WEIGHTS
 from largebatch.config import TrainConfig
 from largebatch.data.order import Plan
-from largebatch.report.tables import EPOCHS, MEASURED, STEPS, Row, read_rows
+from largebatch.files.run_folder import Row, RunFolder, read_rows
+from largebatch.report.panels import placed
+from largebatch.report.tables import MEASURED
 from zoo.weights import read_weights
 
 PLACES = ("run.folder",)  # options in which all runs differ
@@ -37,23 +39,17 @@ class Finding:
 
 def compare(one: Path, other: Path) -> list[Finding]:
     """Compare two run folders part by part. Raises ValueError if one of them is not a run folder."""
-    configs = _config(one), _config(other)
-    steps, evaluations = ((read_rows(one / name), read_rows(other / name)) for name in (STEPS, EPOCHS))
+    runs = RunFolder(one).check(), RunFolder(other).check()
+    configs = [config.load(str(run.config)) for run in runs]
+    steps, evaluations = ([read_rows(run.steps) for run in runs], [read_rows(run.epochs) for run in runs])
     return [
         compare_options(*configs),
-        compare_versions(_versions(one), _versions(other)),
-        compare_images(*configs, *steps),
+        compare_versions(*map(_versions, runs)),
+        compare_images(configs[0], configs[1], *steps),
         compare_rows("steps", *steps),
         compare_rows("evaluations", *evaluations),
         compare_tensors(one, other),
     ]
-
-
-def _config(folder: Path) -> TrainConfig:
-    path = folder / "config.yaml"
-    if not path.is_file():
-        raise ValueError(f"{folder} is not a run folder: expected a config.yaml in it; give the --run.folder of a run.")
-    return config.load(str(path))
 
 
 # -- what was asked for, and by what it was run ------------------------------------------------------------------
@@ -77,10 +73,9 @@ def compare_versions(one: dict[str, str], other: dict[str, str]) -> Finding:
     return Finding("versions", bool(differing), _listed(differing) or f"{len(names)} packages")
 
 
-def _versions(folder: Path) -> dict[str, str]:
+def _versions(run: RunFolder) -> dict[str, str]:
     """Return the versions in the last line of a log that names them: a resumed run has a line for each start."""
-    log = folder / "log.txt"
-    lines = re.findall(r"Python \d+\..*, torch \d.*", log.read_text(errors="replace")) if log.is_file() else []
+    lines = re.findall(r"Python \d+\..*, torch \d.*", run.read_log())
     found = (re.fullmatch(NAME_AND_VERSION, text) for text in lines[-1].split(", ")) if lines else ()
     return {match[1]: match[2] for match in found if match}
 
@@ -108,7 +103,7 @@ def compare_images(one: TrainConfig, other: TrainConfig, rows: list[Row], other_
 
 def _plan(of: TrainConfig, rows: list[Row]) -> Plan | None:
     """Return the order of a run's images; None if the folder does not tell."""
-    told = [row for row in rows if row["epoch"] > 0]
+    told = [row for row in placed(rows) if row["epoch"] > 0]
     if not told or of.data.shuffle_window or config.ramp.by_noise(of):
         return None
     num_samples = round(told[-1]["images"] / told[-1]["epoch"])
@@ -129,7 +124,6 @@ def _samples(plan: Plan, step: int) -> np.ndarray:
 
 
 def compare_rows(part: str, one: list[Row], other: list[Row]) -> Finding:
-    """Compare the rows of the steps that both tables have."""
     theirs = {row["step"]: row for row in other}
     common = [(row, theirs[row["step"]]) for row in one if row["step"] in theirs]
     for ours, their in common:
@@ -173,7 +167,6 @@ def compare_tensors(one: Path, other: Path) -> Finding:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a checkpoint with a name for each."""
     for name, prefix in ((WEIGHTS, ""), (AVERAGE, "average of ")):
         if (path / name).exists():
             yield from ((prefix + key, tensor) for key, tensor in read_weights(path / name).items())

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from largebatch.files import atomic_file
+from largebatch.files.run_folder import Row, RunFolder
 from largebatch.report.panels import LIVE, MAP, Panel, Run, by_kind, panels, tensors
-from largebatch.report.tables import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CURVES = "curves.png"
 # Inches: of the picture, of a row of panels, and of the margins, in which the numbers and titles of the panels stand.
 WIDTH, HEIGHT = 10.5, 3.3
 LEFT, RIGHT, TOP, BOTTOM, BETWEEN_COLUMNS, BETWEEN_ROWS = 0.75, 0.2, 0.8, 0.55, 0.75, 0.65
@@ -34,7 +33,7 @@ def draw_curves(folder: Path, *, title: str) -> None:
     """Draw RUN/curves.png from the tables of a run: its curves and, from the second evaluation on, all trust ratios."""
     from matplotlib.figure import Figure
 
-    run = Run(folder, title)
+    run = Run(RunFolder(folder), title)
     drawn = panels([run], LIVE)
     rows = _layout([panel.key for panel in drawn], with_map=bool(run.layers))
     figure = Figure(figsize=(WIDTH, HEIGHT * len(rows)), dpi=120)
@@ -47,7 +46,7 @@ def draw_curves(folder: Path, *, title: str) -> None:
         places[name].set_xlabel("epoch")
     heading = title + (f"\n{_result(run.epochs[-1])}" if run.epochs else "")
     figure.suptitle(heading, y=1 - 0.08 / figure.get_figheight(), va="top", fontsize=12)
-    _save(figure, folder / CURVES)
+    _save(figure, run.folder.curves)
 
 
 def write_pictures(folder: Path, runs: Sequence[Run], drawn: Sequence[Panel]) -> list[Path]:
@@ -75,7 +74,6 @@ def panel_svg(panel: Panel) -> str:
 
 
 def map_svg(rows: Sequence[Row]) -> str:
-    """Return the map of trust ratios for the inside of an HTML page."""
     figure, axes = _alone(0.13, 0.1, 0.77, 0.87)
     draw_map(axes, rows, in_a_page=True)
     return _svg(figure, MAP)

@@ -3,21 +3,20 @@
 So its history can be told, and lost checkpoints are noticed. A start without an end was killed. Rank 0 alone writes.
 """
 
-import json
 import shlex
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from largebatch.files.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from largebatch.ranks import Communicator
 
-STARTS = "starts.jsonl"
 GIT_S = 10.0  # longest wait for git, which may be slow on a file system that many share
 
 
@@ -35,6 +34,13 @@ class Start:
     ended: float | None = None
     last_step: int | None = None
     reason: str = ""  # of an early end
+
+    def __post_init__(self) -> None:
+        """Raise TypeError for a line of somebody else with other kinds of values, or a time that no calendar has."""
+        texts = (self.command, self.launcher, self.commit, self.reason, *self.hosts)
+        numbers = (self.time, self.ranks, self.step, self.ended or 0, self.last_step or 0)
+        if not all(isinstance(text, str) for text in texts) or not all(0 <= number < 1e11 for number in numbers):
+            raise TypeError("a start has other values")
 
     def __str__(self) -> str:
         hosts = self.hosts[0] if len(self.hosts) == 1 else f"{len(self.hosts)} hosts ({', '.join(self.hosts)})"
@@ -67,23 +73,21 @@ def commit() -> str:
 
 
 def write_start(folder: Path, start: Start) -> None:
-    """Add a start to the history of a run."""
-    _append(folder, {"start": {name: value for name, value in asdict(start).items() if value is not None}})
+    RunFolder(folder).add_line({"start": {name: value for name, value in asdict(start).items() if value is not None}})
 
 
 def write_end(folder: Path, *, step: int, reason: str) -> None:
     """Add the end of the newest start. reason: of an early end."""
-    _append(folder, {"end": {"ended": time.time(), "last_step": step, "reason": reason}})
+    RunFolder(folder).add_line({"end": {"ended": time.time(), "last_step": step, "reason": reason}})
 
 
 def write_saved(folder: Path, *, step: int) -> None:
-    """Add that the newest start has written a checkpoint."""
-    _append(folder, {"saved": step})
+    RunFolder(folder).add_line({"saved": step})
 
 
 def saved_step(folder: Path) -> int:
     """Return the newest step of which the history says that it was saved; 0: none was."""
-    lines = [line for line in _lines(folder) if isinstance(line, dict)]
+    lines = [line for line in RunFolder(folder).read_lines() if isinstance(line, dict)]
     inside = [part for line in lines for part in (line, line.get("start"), line.get("end")) if isinstance(part, dict)]
     steps = [part.get(name) for part in inside for name in ("saved", "step", "last_step")]
     return max((step for step in steps if isinstance(step, int)), default=0)
@@ -92,7 +96,7 @@ def saved_step(folder: Path) -> int:
 def read_starts(folder: Path) -> list[Start]:
     """Return the starts of a run, oldest first; lines that are cut off are left out."""
     starts = list[Start]()
-    for line in _lines(folder):
+    for line in RunFolder(folder).read_lines():
         try:
             if "start" in line:
                 starts.append(Start(**line["start"]))
@@ -101,13 +105,6 @@ def read_starts(folder: Path) -> list[Start]:
         except (ValueError, TypeError, KeyError):
             continue
     return starts
-
-
-def _lines(folder: Path) -> Iterator[Any]:
-    path = folder / STARTS
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        with suppress(ValueError, RecursionError):
-            yield json.loads(line)
 
 
 @dataclass(frozen=True)
@@ -137,10 +134,3 @@ def events(starts: Sequence[Start]) -> list[Event]:
 def count(number: int, noun: str) -> str:
     """Return "1 rank", "2 ranks"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _append(folder: Path, content: dict) -> None:
-    path = folder / STARTS
-    cut_off = path.is_file() and not path.read_bytes().endswith(b"\n")
-    with open(path, "a") as file:
-        file.write("\n" * cut_off + json.dumps(content) + "\n")

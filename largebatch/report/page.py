@@ -57,7 +57,6 @@ details { margin: 8px 0; } summary { cursor: pointer; } pre { overflow-x: auto; 
 
 
 def write_page(file: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> None:
-    """Write the page of these runs."""
     title = ", ".join(run.name for run in runs)
     parts = [
         f"<h1>{_text(title)}</h1>",
@@ -178,10 +177,10 @@ def _option(run: Run, name: str) -> object:
 
 
 def _predictions(run: Run, *, named: bool) -> str:
-    rows = predictions.read(run.folder / predictions.PREDICTIONS)
+    rows = predictions.read(run.folder.predictions)
     of = f" of {run.name}" if named else ""
     if not rows:
-        command = f"python -m largebatch.validate {run.folder} --predictions {run.folder / predictions.PREDICTIONS}"
+        command = f"python -m largebatch.validate {run.folder.path} --predictions {run.folder.predictions}"
         told = f"For a confusion matrix and the worst images{of}, run {command} and then this report."
         return f'<p class="soft">{_text(told)}</p>'
     names, counts = predictions.confusion(rows)

@@ -1,6 +1,7 @@
 """The one list of panels: which lines of which runs they show. draw.py draws them, for a run and for a page."""
 
 import bisect
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -11,8 +12,9 @@ from pathlib import Path
 
 from largebatch import config
 from largebatch.config import TrainConfig
+from largebatch.files.run_folder import Row, RunFolder, read_rows
 from largebatch.report.history import Start, events, read_starts
-from largebatch.report.tables import EPOCHS, LAYERS, STEPS, TRUST, Row, read_rows
+from largebatch.report.tables import TRUST
 
 # Colours that differ on a light and on a dark page, also for most who see colours otherwise (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -66,31 +68,31 @@ LEAST = {"stall": 10.0}  # to which an axis reaches at least: small shares look 
 class Run:
     """A run folder; its files are read when they are asked for."""
 
-    folder: Path
+    folder: RunFolder
     name: str
     colour: str = COLOURS[0]
 
     @cached_property
     def config(self) -> TrainConfig:
-        return config.load(str(self.folder / "config.yaml"))
+        return config.load(str(self.folder.config))
 
     @cached_property
     def steps(self) -> list[Row]:
-        return _placed(read_rows(self.folder / STEPS))
+        return placed(read_rows(self.folder.steps))
 
     @cached_property
     def epochs(self) -> list[Row]:
-        return _placed(read_rows(self.folder / EPOCHS))
+        return placed(read_rows(self.folder.epochs))
 
     @cached_property
     def layers(self) -> list[Row]:
         """Those of layers.csv, if the run has trust ratios and a course of them."""
-        rows = read_rows(self.folder / LAYERS) if _has(self.steps, TRUST[1]) else []
+        rows = read_rows(self.folder.layers) if _has(self.steps, TRUST[1]) else []
         return rows if len(rows) > 1 and tensors(rows) else []
 
     @cached_property
     def starts(self) -> list[Start]:
-        return read_starts(self.folder)
+        return read_starts(self.folder.path)
 
 
 @dataclass(frozen=True)
@@ -124,13 +126,9 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """
     parts = [folder.resolve().parts for folder in folders]
     depth = next((k for k in range(1, 99) if len({part[-k:] for part in parts}) == len(parts)), 99)
-    for folder in folders:
-        if not (folder / "config.yaml").is_file():
-            raise ValueError(
-                f"{folder} is not a run folder: expected a config.yaml in it; give the --run.folder of a run."
-            )
     names = ("/".join(part[-depth:]).lstrip("/") for part in parts)
-    return [Run(*of, COLOURS[k % len(COLOURS)]) for k, of in enumerate(zip(folders, names))]
+    runs = zip(folders, names, itertools.cycle(COLOURS))
+    return [Run(RunFolder(folder).check(), name, colour) for folder, name, colour in runs]
 
 
 def panels(runs: Sequence[Run], keys: Sequence[str] = tuple(KINDS)) -> list[Panel]:
@@ -173,7 +171,7 @@ def _rows(run: Run, table: str, column: str) -> list[Row]:
     return whole_steps(rows) if column in OF_A_STEP else rows
 
 
-def _placed(rows: Sequence[Row]) -> list[Row]:
+def placed(rows: Sequence[Row]) -> list[Row]:
     """Return the rows that say where in the run they are."""
     return [row for row in rows if all(_has([row], column) for column in ("epoch", "images"))]
 
@@ -211,7 +209,6 @@ def batches(rows: list[Row]) -> list[Row]:
 
 
 def _marks(run: Run) -> list[tuple[float, str]]:
-    """Return the places at which a run was stopped early, killed or resumed."""
     found = [event.step for event in events(run.starts) if event.on_axis and run.steps]
     return [(epoch_of(step, run.steps), run.colour) for step in found]
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -19,7 +19,6 @@ from largebatch.data.index import Index
 from largebatch.data.sources import class_names, open_source
 from largebatch.files.table import write_table
 
-PREDICTIONS = "predictions.csv"
 MOST_CLASSES = 20  # of a matrix that can be read
 SIDE = 112  # pixels of a small image
 
@@ -60,24 +59,15 @@ def read(path: Path) -> list[Prediction]:
     """Return the rows of a table; none if there is no table. Raises ValueError if the file is another one."""
     if not path.is_file():
         return []
+    kinds: dict[str, Any] = {field.name: field.type for field in fields(Prediction)}
     with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
         reader = csv.DictReader(file)
-        if reader.fieldnames != [field.name for field in fields(Prediction)]:
-            raise ValueError(f"{path} is not a table of predictions: make it with validate --predictions {path}.")
-        return [_row(cells) for cells in reader]
-
-
-def _row(cells: Mapping[str, str]) -> Prediction:
-    return Prediction(
-        sample=int(cells["sample"]),
-        label=int(cells["label"]),
-        prediction=int(cells["prediction"]),
-        confidence=float(cells["confidence"]),
-        loss=float(cells["loss"]),
-        label_name=cells["label_name"],
-        prediction_name=cells["prediction_name"],
-        where=cells["where"],
-    )
+        try:
+            if reader.fieldnames == [*kinds]:
+                return [Prediction(**{name: kind(cells[name]) for name, kind in kinds.items()}) for cells in reader]
+        except (ValueError, TypeError, csv.Error):  # cells that are no numbers, or missing
+            pass
+    raise ValueError(f"{path} is not a table of predictions: make it with validate --predictions {path}.")
 
 
 def confusion(rows: Sequence[Prediction]) -> tuple[list[str], list[list[int]]]:

@@ -10,14 +10,12 @@ import torch
 
 from largebatch.config import TrainConfig, load
 from largebatch.engine import Trainer
+from largebatch.files.run_folder import Row, RunFolder, read_rows
 from largebatch.flops import utilisation
 from largebatch.report.history import Start, count, read_starts, write_end
-from largebatch.report.tables import EPOCHS, STEPS, Row, read_rows
 
 logger = logging.getLogger(__name__)
 
-FILES = ("config.yaml", "log.txt", STEPS, EPOCHS, "curves.png")
-BEST = Path("checkpoints", "best")
 COMMANDS = {
     "validate": "python -m largebatch.validate {best}",
     "fine-tune": "python -m largebatch.train --model {model} --init-from {best} --recipe finetune --data FOLDER",
@@ -47,18 +45,20 @@ def describe(folder: Path, *, num_steps: int, mfu: float | None = None) -> str:
 
     mfu: the share of the devices' FLOP/s that one image per second takes; None if it is not known.
     """
-    steps, epochs, starts = read_rows(folder / STEPS), read_rows(folder / EPOCHS), read_starts(folder)
+    run = RunFolder(folder)
+    files = (run.config, run.log, run.steps, run.epochs, run.curves)
+    steps, epochs, starts = read_rows(run.steps), read_rows(run.epochs), read_starts(folder)
     done = round(max([row["step"] for row in (*steps, *epochs)] + [start.last_step or 0 for start in starts]))
     lines = {
         "top-1": accuracy(epochs),
         "time": ", ".join(filter(None, (duration(starts, steps), speed(steps, mfu), memory(steps)))),
-        "files": f"{folder}: {', '.join(name for name in FILES if (folder / name).exists())}, checkpoints",
+        "files": f"{folder}: {', '.join(file.name for file in files if file.exists())}, {run.checkpoints.name}",
         "resume": f"{starts[-1].command}, on any number of ranks" if done < num_steps and starts else "",
     }
-    best = folder / BEST if (folder / BEST).is_dir() else folder
+    best = run.best if run.best.is_dir() else folder
     if best != folder:
         lines["weights"] = f"{best} is the checkpoint of the best evaluation; {folder} in its place, the newest"
-    model = load(str(folder / "config.yaml")).model.name
+    model = load(str(run.config)).model.name
     names = {"best": shlex.quote(str(best)), "run": shlex.quote(str(folder)), "model": model}
     lines |= {what: command.format(**names) for what, command in COMMANDS.items()}
     title = f"{folder}: {'complete, ' if done >= num_steps else ''}step {done} of {num_steps}"

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-Row = dict[str, float]
+from largebatch.files.run_folder import Row, read_rows
 
 TRUST = ("trust_min", "trust_median", "trust_max")
 # |G|^2 and tr(Sigma), averaged over rows, and their quotient, the gradient noise scale in images (noise_scale.py).
@@ -20,36 +20,13 @@ NOISE = ("grad_square", "grad_variance", "noise_scale")
 # part of the time in percent that rank 0 waited for images, and the peak of the memory that rank 0 used.
 MEASURED = ("time", "images_per_s", "stall", "memory_gib")
 STEP_COLUMNS = (
-    "step",
-    "epoch",
-    "images",
-    "lr",
-    "loss",
-    "grad_norm",
-    "images_per_s",
-    "skipped",
-    *TRUST,
-    "time",
-    "stall",
-    "memory_gib",
-    *NOISE,
-)
+    "step", "epoch", "images", "lr", "loss", "grad_norm", "images_per_s", "skipped", *TRUST, "time", "stall",
+    "memory_gib", *NOISE,
+)  # fmt: skip
 EMA = ("ema_loss", "ema_top1")
 EPOCH_COLUMNS = (
-    "step",
-    "epoch",
-    "images",
-    "lr",
-    "train_loss",
-    "eval_loss",
-    "top1",
-    "top5",
-    "images_per_s",
-    "skipped",
-    *EMA,
-    "time",
-)
-STEPS, EPOCHS, LAYERS = "steps.csv", "epochs.csv", "layers.csv"
+    "step", "epoch", "images", "lr", "train_loss", "eval_loss", "top1", "top5", "images_per_s", "skipped", *EMA, "time",
+)  # fmt: skip
 
 
 class Table:
@@ -76,24 +53,7 @@ class Table:
         self.file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self.file.close()
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a CSV file as numbers, with nan for empty cells. Damaged lines are left out."""
-    if not path.is_file():
-        return []
-    with open(path, newline="") as file:
-        rows = [_numbers(cells) for cells in csv.DictReader(file)]
-    return [row for row in rows if "step" in row]
-
-
-def _numbers(cells: dict[str, str]) -> Row:
-    try:
-        return {name: float(cell) if cell != "" else math.nan for name, cell in cells.items()}
-    except (TypeError, ValueError):  # a cell is missing, is one too many or is not a number
-        return {}
 
 
 def _cell(value: float) -> str:

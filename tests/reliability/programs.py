@@ -17,13 +17,13 @@ from largebatch import hooks, train
 from largebatch.assembly import build_trainer
 from largebatch.assembly import trainer as parts
 from largebatch.engine import Trainer
+from largebatch.files.run_folder import Row
 from largebatch.hooks import sinks
 from largebatch.hooks.recompute import check_gradient
 from largebatch.hooks.sinks import Sink
 from largebatch.process import background
 from largebatch.ranks import Communicator, Stopped, session
 from largebatch.ranks.replicas import check_replicas, named_tensors
-from largebatch.report.tables import Row
 from largebatch.start import start_ranks
 from largebatch.train import read
 

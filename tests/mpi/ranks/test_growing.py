@@ -11,10 +11,10 @@ from largebatch import checkpoint, hooks
 from largebatch.config import RunConfig, TrainConfig, dump
 from largebatch.data.order import Plan
 from largebatch.engine import Hook, Trainer
+from largebatch.files.run_folder import Row
 from largebatch.hooks import noise_ramp
 from largebatch.hooks.noise_scale import NoiseScale
 from largebatch.ranks import Communicator
-from largebatch.report.tables import Row
 
 MICRO = 4
 PHASES = ((0, 8), (16, 20), (56, 36))  # 2, 5 and 9 micro-batches: on three ranks, one has none at first

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from largebatch import hooks
 from largebatch.augment import Augment, Augmented
 from largebatch.data.order import Plan
+from largebatch.files.run_folder import read_rows
 from largebatch.hooks.noise_scale import HORIZON, NoiseScale
-from largebatch.report.tables import NOISE, STEPS, read_rows
+from largebatch.report.tables import NOISE
 
 MICRO = 4
 
@@ -130,5 +131,5 @@ def test_a_resumed_run_goes_on_with_the_same_bits(comm, tmp_path_factory):
             trainer.hooks = [noise, hooks.Log([hooks.Csv(Path(folder, name))], every_images=1, noise=noise)]
             trainer.fit(max_steps=max_steps)
         comm.barrier(name="noise/written")
-        written.append([[row[column] for column in NOISE[:2]] for row in read_rows(Path(folder, name, STEPS))])
+        written.append([[row[column] for column in NOISE[:2]] for row in read_rows(Path(folder, name, "steps.csv"))])
     assert len(written[0]) == 2 * HORIZON and written[0] == written[1]

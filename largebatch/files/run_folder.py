@@ -1,0 +1,88 @@
+"""The folder of a run: the names of its files, and how they are written and read.
+
+A folder may be somebody else's, or that of a run that was killed: bytes that are no text are replaced, and damaged
+lines are left out.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from largebatch.files.atomic import atomic_file
+
+Row = dict[str, float]
+CHECKPOINTS, BEST = "checkpoints", "best"
+
+
+class RunFolder:
+    def __init__(self, path: str | Path) -> None:
+        self.path = path = Path(path)
+        self.config, self.log, self.lock = path / "config.yaml", path / "log.txt", path / ".lock"
+        self.steps, self.epochs, self.layers = path / "steps.csv", path / "epochs.csv", path / "layers.csv"
+        self.starts, self.curves, self.tensorboard = path / "starts.jsonl", path / "curves.png", path / "tensorboard"
+        self.predictions, self.report = path / "predictions.csv", path / "report.html"
+        self.checkpoints, self.best = path / CHECKPOINTS, path / CHECKPOINTS / BEST
+
+    @classmethod
+    def of(cls, place: str | Path) -> "RunFolder":
+        """Return the run to which a checkpoint, or a file in it, belongs; other places count as runs themselves."""
+        run, resolved = cls(place), Path(place).resolve()
+        for path in (run.path, run.path.parent, resolved, resolved.parent):
+            if path.parent.name == CHECKPOINTS and not run.config.is_file():
+                return cls(path.parent.parent)
+        return run
+
+    def check(self) -> "RunFolder":
+        """Return this folder; ValueError if it is not the folder of a run."""
+        if not self.config.is_file():
+            raise ValueError(
+                f"{self.path} is not a run folder: expected a config.yaml in it; give the --run.folder of a run."
+            )
+        return self
+
+    def write_config(self, text: str) -> None:
+        """Write config.yaml, which other processes see whole or not at all."""
+        with atomic_file(self.config) as file:
+            file.write(text.encode())
+
+    def read_log(self) -> str:
+        return _text(self.log)
+
+    def read_lines(self) -> Iterator[Any]:
+        """Yield the content of each line of starts.jsonl."""
+        for line in _text(self.starts).splitlines():
+            with suppress(ValueError, RecursionError):
+                yield json.loads(line)
+
+    def add_line(self, content: dict[str, Any]) -> None:
+        """Add a line to starts.jsonl, behind one that may be cut off."""
+        cut_off = self.starts.is_file() and not self.starts.read_bytes().endswith(b"\n")
+        with open(self.starts, "a") as file:
+            file.write("\n" * cut_off + json.dumps(content) + "\n")
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a CSV file of a run as numbers, with nan for empty cells."""
+    if not path.is_file():
+        return []
+    with open(path, newline="", encoding="utf-8", errors="replace") as file:
+        try:
+            rows = [_numbers(cells) for cells in csv.DictReader(file)]
+        except csv.Error as error:
+            raise ValueError(f"{path} is not the table of a run: {error}.") from None
+    return [row for row in rows if "step" in row]
+
+
+def _numbers(cells: dict[str, str]) -> Row:
+    try:
+        return {name: float(cell) if cell != "" else math.nan for name, cell in cells.items()}
+    except (TypeError, ValueError):  # a cell is missing, is one too many or is not a number
+        return {}
