@@ -7,17 +7,17 @@ from pathlib import Path
 PLAN = """
 precision:; files:; nearest:; schedules:; bit_sums:; arguments: files; devices: nearest; zoo: timm; process: rich;
 config: arguments nearest; flops: devices zoo; native: files zoo; imports: process; launch: horovod process; recipes:
-config nearest; optim: native timm; data: files native nvidia; largebatch: imports; doctor: arguments files launch
+config files nearest; optim: native timm; data: files native nvidia; largebatch: imports; doctor: arguments files launch
 mpi4py process; ranks: bit_sums config files horovod launch mpi4py native process; augment: data native zoo; predict:
-arguments data files recipes zoo; pack: arguments data files launch mpi4py process zoo; evaluation: precision ranks;
-start: config precision process ranks; batch_norm: ranks; __main__: config imports largebatch nearest process ranks;
-losses: augment precision zoo; compiling: augment batch_norm config losses optim precision ranks zoo; replica: augment
-batch_norm losses optim ranks; engine: augment data evaluation losses native optim precision ranks replica; parallel:
-augment config launch losses native optim precision ranks replica zoo; checkpoint: bit_sums config engine zoo; report:
-arguments checkpoint config data engine files flops ranks recipes zoo; hooks: augment checkpoint config engine files
-optim precision process ranks report; export: arguments config files largebatch recipes report zoo; assembly: augment
-batch_norm checkpoint compiling config data engine hooks launch losses native optim parallel precision ranks replica
-report schedules start zoo; rate_search: assembly config engine files hooks ranks report; validate: arguments assembly
+arguments data files recipes zoo; pack: arguments data files launch mpi4py process zoo; export: arguments config files
+largebatch recipes zoo; evaluation: precision ranks; start: config precision process ranks; batch_norm: ranks; __main__:
+config imports largebatch nearest process ranks; losses: augment precision zoo; compiling: augment batch_norm config
+losses optim precision ranks zoo; replica: augment batch_norm losses optim ranks; engine: augment data evaluation losses
+native optim precision ranks replica; parallel: augment config launch losses native optim precision ranks replica zoo;
+checkpoint: bit_sums config engine files zoo; report: arguments checkpoint config data engine files flops ranks recipes
+zoo; hooks: augment checkpoint config engine files optim precision process ranks report; assembly: augment batch_norm
+checkpoint compiling config data engine hooks launch losses native optim parallel precision ranks replica report
+schedules start zoo; rate_search: assembly config engine files hooks ranks report; validate: arguments assembly
 checkpoint config data evaluation files precision process ranks recipes report start zoo; plan: arguments assembly
 augment config devices engine files native optim parallel precision ranks recipes zoo; train: assembly checkpoint config
 engine files plan process ranks recipes report start; benchmark: arguments assembly augment compiling config data
