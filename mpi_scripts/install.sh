@@ -679,6 +679,9 @@ bin_folder, path = os.path.join(sys.prefix, "bin"), os.environ.get("PATH", os.de
 folders = path.split(os.pathsep)
 if bin_folder not in folders:
     os.environ["PATH"] = bin_folder + os.pathsep + path
+# Shells keep these for themselves. horovodrun would ask mpirun for them, which warns that it cannot find them.
+for name in ("_", "PS1"):
+    os.environ.pop(name, None)
 # As in bin/activate. MPI without a launcher looks for ssh as well.
 ssh = any(os.access(os.path.join(folder, name), os.X_OK) for folder in folders for name in ("ssh", "rsh"))
 if not (ssh or os.environ.get("SGE_ROOT") or os.environ.get("LOADL_STEP_ID")):

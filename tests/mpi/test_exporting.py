@@ -203,8 +203,13 @@ def test_names_of_others_do_not_command_the_terminal(hostile, capfd):
     size = json.loads((hostile / "hub" / "config.json").read_text())["model_args"]["img_size"]
     code, output = launch(["-m", "largebatch.validate", *options, "--img-size", str(size)], ranks=1)
     assert code == 2 and "has classes that the model does not know: \\x1b]0;title\\x07" in output
+    known, *unknown = sorted((hostile / "data" / "val").iterdir())
+    shutil.copytree(known, hostile / "data" / "train" / known.name)
+    shutil.copytree(known, hostile / "data" / "train" / "another")
+    code, refused = launch(["-m", "largebatch.train", *options, "--run.folder", str(hostile / "run")], ranks=1)
+    assert code == 2 and len(unknown) == 2, refused
     card = (hostile / "exported" / "README.md").read_text()
-    for text in (out, err, output, card):
+    for text in (out, err, output, refused, card):
         assert "x1b]0;title" in text.replace("\\", ""), text
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text) and "\n12:00:00" not in text
     assert r"\| \[forged\](x)" in card

@@ -17,8 +17,8 @@ TWO = [(0, 2, 0, 2), (1, 2, 1, 2)]
 
 def places(command: list[str], *arguments: str, cold: bool = False) -> list[tuple[int, int, int, int]]:
     """What the ranks of a launch saw; they must leave the environment as it was."""
-    code, output = run([*command, "python", *PLACES, *arguments], cold=cold)
-    assert code == 0, output
+    code, output = run([*command, "python", *PLACES, *arguments], cold=cold, environment={"PS1": "$ ", "_": "env"})
+    assert code == 0 and "could not find environment variable" not in output, output
     (seen,) = re.findall(r"places \[(.*)\]", output)
     return [tuple(map(int, place.split(","))) for place in re.findall(r"\(([^)]*)\)", seen)]
 
