@@ -22,11 +22,9 @@ class Ceiling:
 
 
 def measure_ceiling(device: torch.device, precision: str) -> Ceiling:
-    datasheet = None
-    if device.type == "cuda" and precision != "fp32":
-        known = device_named(torch.cuda.get_device_name(device))
-        datasheet = known.peak if known else None
-    return Ceiling(matmul_flops(device, precision), datasheet)
+    on_gpu = device.type == "cuda" and precision != "fp32"
+    known = device_named(torch.cuda.get_device_name(device)) if on_gpu else None
+    return Ceiling(matmul_flops(device, precision), known.peak if known else None)
 
 
 def matmul_flops(device: torch.device, precision: str) -> float:
@@ -58,16 +56,11 @@ def mfu(images_per_s: float, flops: float, ceiling: Ceiling, *, executed: float 
     text = f"{images_per_s * flops / 1e9:.0f} GFLOP/s per rank, MFU {_shares(images_per_s * flops, ceiling)}"
     if executed is None or executed >= flops:
         return text
-    return (
-        f"{text}; executed, without the layers that stochastic depth skips: {images_per_s * executed / 1e9:.0f} "
-        f"GFLOP/s, {_shares(images_per_s * executed, ceiling)}"
-    )
+    rate = f"{images_per_s * executed / 1e9:.0f} GFLOP/s, {_shares(images_per_s * executed, ceiling)}"
+    return f"{text}; executed, without the layers that stochastic depth skips: {rate}"
 
 
 def _shares(achieved: float, ceiling: Ceiling) -> str:
     limits = {"the datasheet": ceiling.datasheet, "a matrix product": ceiling.product}
-    return ", ".join(
-        f"{100 * achieved / rate:.1f} % of the {rate / 1e9:.0f} GFLOP/s of {what}"
-        for what, rate in limits.items()
-        if rate
-    )
+    known = {what: rate for what, rate in limits.items() if rate}
+    return ", ".join(f"{100 * achieved / r:.1f} % of the {r / 1e9:.0f} GFLOP/s of {what}" for what, r in known.items())

@@ -36,8 +36,8 @@ from largebatch.data.sources import open_source
 from largebatch.files import cache_folder, safe_cache, written_once
 from zoo import _torchvision  # noqa: F401  # lets timm import torchvision beside any build of torch
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-SCALE, RATIO, HFLIP = (0.08, 1.0), (3 / 4, 4 / 3), 0.5
+AUGMENTED: dict[str, Any] = {"scale": (0.08, 1.0), "ratio": (3 / 4, 4 / 3), "hflip": 0.5}  # on both sides
+AUGMENTED |= {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 MOST = 4000  # images of the data set that are used; the peer needs a copy of each
 DELAY_S = 0.005
 
@@ -61,17 +61,13 @@ def run(options: argparse.Namespace) -> Report:
         raise ValueError(f"--device is {device}, but this benchmark compares loaders on a CPU: use --device cpu.")
     index = some(open_source(options.data, split="train", allow_incomplete=True), MOST)
     if not 0 < options.batch_size <= min(len(index), options.images):
-        raise ValueError(
-            f"--batch-size is {options.batch_size}, expected 1 to {min(len(index), options.images)}: no more than the "
-            "images of the data set and of a round."
-        )
+        most = f"{min(len(index), options.images)}: no more than the images of the data set and of a round"
+        raise ValueError(f"--batch-size is {options.batch_size}, expected 1 to {most}.")
     if options.auto_augment == "cifar10" and "timm" in options.vs:
         raise ValueError("--auto-augment is cifar10, a policy that timm does not have: add --vs none.")
     late = f"largebatch, {1000 * DELAY_S:.0f} ms late"
-    contenders = [
-        Contender("largebatch", partial(ours, options, index)),
-        Contender(late, partial(ours, options, index, preadv=late_preadv)),
-    ]
+    contenders = [Contender("largebatch", partial(ours, options, index))]
+    contenders += [Contender(late, partial(ours, options, index, preadv=late_preadv))]
     files, notes = list(index.files), []
     if "timm" in options.vs:
         folder = as_folders(index)
@@ -115,7 +111,6 @@ def settle(files: Iterable[str]) -> None:
 
 
 def cpu_seconds() -> float:
-    """CPU time of all threads of this process and its children."""
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
     spent = 0.0
     for task in (task for pid in pids for task in Path(f"/proc/{pid}/task").glob("*")):
@@ -142,12 +137,8 @@ def ours(options: argparse.Namespace, index: Index, *, preadv: Any = os.preadv) 
         shard=0,
         num_shards=1,
         img_size=options.img_size,
-        mean=MEAN,
-        std=STD,
+        **AUGMENTED,
         interpolation=options.interpolation,
-        scale=SCALE,
-        ratio=RATIO,
-        hflip=HFLIP,
         device=torch.device("cpu"),
         num_threads=options.num_threads,
         policy=parse(options.auto_augment),
@@ -212,14 +203,10 @@ def timms(options: argparse.Namespace, folder: Path, *, use_prefetcher: bool) ->
         input_size=(3, options.img_size, options.img_size),
         batch_size=options.batch_size,
         is_training=True,
-        scale=SCALE,
-        ratio=RATIO,
-        hflip=HFLIP,
+        **AUGMENTED,
         color_jitter=None,  # type: ignore[arg-type]  # with 0 it would run a transform without effect
         auto_augment=options.auto_augment or None,
         interpolation=options.interpolation,
-        mean=MEAN,
-        std=STD,
         num_workers=options.num_threads,
         device=torch.device("cpu"),
         use_prefetcher=use_prefetcher,

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def compare(
     quiet: bool = False,
 ) -> list[Result]:
     """Measure every contender. `barrier` makes the ranks, if there are several, wait for each other before a round."""
-    say = print_nothing if quiet else print_line
+    say = (lambda text: None) if quiet else partial(print, file=sys.stderr, flush=True)
     # Run one contender unmeasured: memory that libraries allocate at first use and keep belongs to none of them.
     _peak(contenders[0], device)
     results = []
@@ -86,14 +87,6 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
 def set_up_device(options: argparse.Namespace) -> torch.device:
     torch.set_num_threads(options.threads)
     return torch.device(options.device)
-
-
-def print_line(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def print_nothing(text: str) -> None:
-    pass
 
 
 def now(device: torch.device) -> float:
@@ -208,7 +201,7 @@ class Report:
         width = max(len(result.name) for result in self.results) + 2
         rows = [f"{'':{width}}{'min':>10}{'median':>10}{'max':>10}{rate:>16}{'peak memory':>14}"]
         for result in self.results:
-            low, middle, high = _spread(result.seconds)
+            low, middle, high = min(result.seconds), statistics.median(result.seconds), max(result.seconds)
             images_per_s = f"{self.images / middle:.1f}" if self.images else ""
             peak = f"{result.peak_bytes / 2**20:.0f} MiB"
             rows.append(f"{result.name:{width}}{low:8.4g} s{middle:8.4g} s{high:8.4g} s{images_per_s:>16}{peak:>14}")
@@ -282,7 +275,3 @@ class Reports:
     def write(self, folder: Path) -> None:
         for report in self.reports:
             report.write(folder)
-
-
-def _spread(seconds: Sequence[float]) -> tuple[float, float, float]:
-    return min(seconds), statistics.median(seconds), max(seconds)

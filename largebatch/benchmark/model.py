@@ -22,15 +22,7 @@ from torch import Tensor, nn
 from largebatch.assembly import build_objective
 from largebatch.augment import Augmented, MixBox, draw_mix_box, one_hot
 from largebatch.benchmark.ceiling import measure_ceiling, mfu
-from largebatch.benchmark.measure import (
-    Contender,
-    Report,
-    Reports,
-    Round,
-    add_device_options,
-    compare,
-    set_up_device,
-)
+from largebatch.benchmark.measure import Contender, Report, Reports, Round, add_device_options, compare, set_up_device
 from largebatch.compiling import compile_passes
 from largebatch.config import ModelConfig, TrainConfig
 from largebatch.flops import training_flops
@@ -43,11 +35,7 @@ from zoo.model import ZooModel
 
 TIMM_NAMES = {name: structure.timm_name for zoo in (vit, volo) for name, structure in zoo.STRUCTURES.items()}
 RATES = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "drop_path_rate")
-VARIANTS = {
-    "eager": "largebatch",
-    "compiled": "largebatch, compiled",
-    "blocks": "largebatch, blocks compiled",
-}
+VARIANTS = {"eager": "largebatch", "compiled": "largebatch, compiled", "blocks": "largebatch, blocks compiled"}
 PASSES = 2  # per round; the second pass adds to gradients, as accumulation does
 
 
@@ -79,11 +67,9 @@ def measure(
     """Measure one model; batch_size 0 is the default. alone: it is the only report, so its files have short names."""
     config = config_of(model, img_size, plain=options.plain)
     batch_size = batch_size or default_batch_size(config, device)
+    mine = partial(ours, config, device, grad_checkpointing=options.grad_checkpointing)
     makers: dict[str, Callable[[], nn.Module]] = {
-        VARIANTS[variant]: partial(
-            ours, config, device, variant=variant, grad_checkpointing=options.grad_checkpointing
-        )
-        for variant in options.variants
+        VARIANTS[variant]: partial(mine, variant=variant) for variant in options.variants
     }
     if "timm" in options.vs:
         makers["timm"] = partial(timms, config)
@@ -97,10 +83,8 @@ def measure(
     executed = training_flops(model, img_size, drop_path_rate=config.model.drop_path_rate)
     # timm masks samples after a layer, and the model that is compiled as a whole does the same
     saving = {VARIANTS[variant]: executed for variant in ("eager", "blocks")}
-    notes = [
-        f"{name}: {mfu(images / median(seconds), flops, ceiling, executed=saving.get(name))}"
-        for name, seconds in ((result.name, result.seconds) for result in results)
-    ]
+    rates = {result.name: images / median(result.seconds) for result in results}
+    notes = [f"{name}: {mfu(rate, flops, ceiling, executed=saving.get(name))}" for name, rate in rates.items()]
     title = f"{model} at {img_size} px, forward and backward, {options.precision}, batch {batch_size}"
     files = "model" if alone else f"model_{model}_{img_size}_{batch_size}"
     work = {"model": model, "img_size": img_size, "precision": options.precision, "micro_batch": batch_size}
@@ -110,12 +94,7 @@ def measure(
 
 @contextmanager
 def _opened(
-    make: Callable[[], nn.Module],
-    *,
-    config: TrainConfig,
-    batch_size: int,
-    precision: str,
-    device: torch.device,
+    make: Callable[[], nn.Module], *, config: TrainConfig, batch_size: int, precision: str, device: torch.device
 ) -> Iterator[Round]:
     torch.manual_seed(0)
     model = make().to(device).train()
@@ -173,7 +152,6 @@ def box_of(config: TrainConfig) -> Callable[[], MixBox | None]:
 
 
 def ours(config: TrainConfig, device: torch.device, *, variant: str, grad_checkpointing: bool) -> nn.Module:
-    """Build the zoo's model as training builds it."""
     values = replace(config.model, grad_checkpointing=grad_checkpointing).arguments() | {"weights": None}
     model = create_model(**values)
     choose_attention(model, device)

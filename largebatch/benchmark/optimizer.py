@@ -87,10 +87,9 @@ def apex_lamb(model: nn.Module) -> Round:
     try:
         from apex.optimizers import FusedLAMB
     except ImportError:
-        raise ValueError(
-            "--vs apex: NVIDIA's apex is not installed; see https://github.com/NVIDIA/apex (the package of that name "
-            "in the Python registry is something else)."
-        ) from None
+        other = "the package of that name in the Python registry is something else"
+        where = f"see https://github.com/NVIDIA/apex ({other})"
+        raise ValueError(f"--vs apex: NVIDIA's apex is not installed; {where}.") from None
     return FusedLAMB(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=CLIP_NORM).step
 
 

@@ -67,10 +67,8 @@ def run(options: argparse.Namespace) -> Report | None:
                 raise ValueError(f"The job has {comm.size} ranks, expected 2, 4 or 8: one rank alone cannot share.")
         start_torch_distributed(comm, device)
         counts = {name: count(config, options, comm, device) for name, config in configs.items()}
-        contenders = [
-            Contender(name, partial(opened, config, options, comm, device, options.depth))
-            for name, config in configs.items()
-        ]
+        run_one = {name: partial(opened, config, options, comm, device) for name, config in configs.items()}
+        contenders = [Contender(name, partial(start, options.depth)) for name, start in run_one.items()]
         barrier = partial(comm.barrier, name="benchmark/barrier")
         results = compare(contenders, device=device, rounds=options.rounds, barrier=barrier, quiet=comm.rank > 0)
         peaks = comm.allgather_object([result.peak_bytes for result in results], name="benchmark/peaks")
@@ -149,19 +147,15 @@ def shortened(options: argparse.Namespace, depth: int) -> Any:
 # -- counting -------------------------------------------------------------------------------------------------------
 
 
-def _bytes(tensor: Any) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 # Bytes that one of n ranks sends in each function of torch.distributed, by the tensor in its first argument.
 RINGS: dict[str, Callable[[Any, int], float]] = {
-    "all_reduce": lambda tensor, n: 2 * (n - 1) / n * _bytes(tensor),
-    "all_gather_single": lambda whole, n: (n - 1) / n * _bytes(whole),
-    "reduce_scatter_single": lambda own, n: (n - 1) * _bytes(own),
-    "broadcast": lambda tensor, n: (n - 1) / n * _bytes(tensor),
-    "reduce": lambda tensor, n: (n - 1) / n * _bytes(tensor),
-    "send": lambda tensor, n: _bytes(tensor),
-    "isend": lambda tensor, n: _bytes(tensor),
+    "all_reduce": lambda tensor, n: 2 * (n - 1) / n * tensor.nbytes,
+    "all_gather_single": lambda whole, n: (n - 1) / n * whole.nbytes,
+    "reduce_scatter_single": lambda own, n: (n - 1) * own.nbytes,
+    "broadcast": lambda tensor, n: (n - 1) / n * tensor.nbytes,
+    "reduce": lambda tensor, n: (n - 1) / n * tensor.nbytes,
+    "send": lambda tensor, n: tensor.nbytes,
+    "isend": lambda tensor, n: tensor.nbytes,
 }
 
 
@@ -176,7 +170,7 @@ def counting() -> Iterator[Counter[str]]:
         return originals[name](tensor, *arguments, **options)
 
     def batch(operations: list[Any]) -> Any:
-        sent["bytes"] += sum(_bytes(one.tensor) for one in operations if one.op is originals["isend"])
+        sent["bytes"] += sum(one.tensor.nbytes for one in operations if one.op is originals["isend"])
         return originals["batch_isend_irecv"](operations)
 
     try:

@@ -24,11 +24,8 @@ def run(options: argparse.Namespace) -> "Scaling":
     for one, other in zip(rows, rows[1:]):
         if one.ranks == other.ranks:
             raise ValueError(f"Two tables have {one.ranks} ranks: give one table for each number of ranks.")
-    for row in rows:
-        if not row.data:
-            raise ValueError(
-                f"STEP.CSV is a table of {row.benchmark!r}: expected steps, of `largebatch.benchmark step`."
-            )
+    if others := [row.benchmark for row in rows if not row.data]:
+        raise ValueError(f"STEP.CSV is a table of {others[0]!r}: expected steps, of `largebatch.benchmark step`.")
     return Scaling(rows)
 
 
@@ -42,7 +39,6 @@ class Scaling:
         return row.ranks * row.images / row.seconds
 
     def efficiency(self, row: Measured) -> float:
-        """Images per second and rank, relative to the smallest number of ranks."""
         return self.rate(row) / row.ranks * self.rows[0].ranks / self.rate(self.rows[0])
 
     def figures(self, row: Measured) -> dict[str, str]:
