@@ -16,8 +16,8 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Communicator": "largebatch/ranks/
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 90,
-    "words of docstrings": 55_989,
-    "lines": 33_900,
+    "words of docstrings": 55_958,
+    "lines": 33_836,
     "files": 242,
     "methods of Trainer": 22,
     "fields of Trainer": 27,
@@ -25,7 +25,7 @@ LIMITS = {
     "fields of Communicator": 0,
     "lines in largebatch": 2_973,
     "lines in largebatch/assembly": 950,
-    "lines in largebatch/benchmark": 1_759,
+    "lines in largebatch/benchmark": 1_695,
     "lines in largebatch/checkpoint": 683,
     "lines in largebatch/config": 1_756,
     "lines in largebatch/data": 4_077,
