@@ -214,7 +214,8 @@ def draw_map(axes: Any, rows: Sequence[Row], *, in_a_page: bool = False) -> None
     mesh = axes.pcolormesh(
         [first, *epochs], np.arange(len(values) + 1), values, norm=norm, cmap="viridis", rasterized=True
     )
-    mesh.sticky_edges.x.clear()  # the points of the panels above are not to be cut at the last epoch
+    if not in_a_page:
+        mesh.sticky_edges.x.clear()  # the points of the panels above are not to be cut at the last epoch
     axes.invert_yaxis()
     _clean(axes, "" if in_a_page else MAP, in_a_page=in_a_page)
     axes.spines[:].set_visible(False)

@@ -158,7 +158,6 @@ def _history(run: Run, *, named: bool) -> str:
 
 
 def _differences(runs: Sequence[Run]) -> str:
-    """Return the options in which any two of several runs differ, with the value of each."""
     if len(runs) < 2:
         return ""
     found = {name for run in runs[1:] for name in differences(runs[0].config, run.config)} - {"run.folder"}
@@ -196,7 +195,7 @@ def _predictions(run: Run, *, named: bool) -> str:
         for row, image in zip(worst, images)
     )
     return (
-        f"<h2>Errors{_text(of)}</h2><p>{wrong:,} of {len(rows):,} held-out images are taken for another class. "
+        f"<h2>Confusion{_text(of)}</h2><p>{wrong:,} of {len(rows):,} held-out images are taken for another class. "
         f"A row of the table is a true class, a column the model's answer.</p>{_confusion(names, counts)}"
         f'<h2>Worst images{_text(of)}</h2><div class="images">{tiles}</div>'
     )
