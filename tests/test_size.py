@@ -16,7 +16,7 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Communicator": "largebatch/ranks/
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 90,
-    "words of docstrings": 55_958,
+    "words of docstrings": 55_942,
     "lines": 33_836,
     "files": 242,
     "methods of Trainer": 22,
