@@ -13,7 +13,7 @@ from largebatch.imports import explain_import
 __version__ = "0.1.0"
 
 EXPORTS = {
-    "Communicator": "largebatch.ranks",
+    "Ranks": "largebatch.ranks",
     "Hook": "largebatch.engine",
     "Lamb": "largebatch.optim",
     "TrainConfig": "largebatch.config",

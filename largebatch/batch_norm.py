@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from largebatch.ranks import Communicator
+from largebatch.ranks import Ranks
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class BatchNormStatistics:
     A step costs one small allreduce; a model without such layers costs nothing.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+    def __init__(self, model: nn.Module, comm: Ranks) -> None:
         self.model, self.modules = model, batch_norms(model)
         self.comm = comm
         self.layers: list[_Layer] = []  # empty outside `over_steps`

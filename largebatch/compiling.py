@@ -19,14 +19,14 @@ from largebatch.config import TrainConfig
 from largebatch.losses import Objective
 from largebatch.optim import can_compile
 from largebatch.precision import autocast
-from largebatch.ranks import Communicator
+from largebatch.ranks import Ranks
 from zoo.blocks import blocks_of, compile_blocks
 
 logger = logging.getLogger(__name__)
 
 
 def compile_model(
-    config: TrainConfig, model: nn.Module, objective: Objective, device: torch.device, comm: Communicator
+    config: TrainConfig, model: nn.Module, objective: Objective, device: torch.device, comm: Ranks
 ) -> None:
     """Let torch compile the forward and backward pass as --run.compile says; names and state_dict stay as they are.
 
@@ -87,7 +87,7 @@ def _try_out(
     model: nn.Module,
     objective: Objective,
     device: torch.device,
-    comm: Communicator,
+    comm: Ranks,
     change: Callable[[nn.Module], object],
 ) -> None:
     """Compute a pass forward and backward of a changed copy of the model."""
@@ -100,7 +100,7 @@ def _try_out(
             loss.backward()
 
 
-def first_cause(comm: Communicator, cause: str, *, name: str) -> str:
+def first_cause(comm: Ranks, cause: str, *, name: str) -> str:
     """Return which rank cannot use something, and why; empty: all can. All ranks call it, and get the same.
 
     cause: why this rank cannot, as the end of a sentence that begins with its name; empty: it can.

@@ -26,7 +26,7 @@ from largebatch.losses import Objective
 from largebatch.native.copies import to_host
 from largebatch.optim import LookSam, clip_gradients
 from largebatch.precision import autocast
-from largebatch.ranks import Communicator
+from largebatch.ranks import Ranks
 from largebatch.ranks.reduction import Reduced
 from largebatch.replica import Replica
 
@@ -85,7 +85,7 @@ class Batches(Sized, Iterable[Any], Protocol):
 class Trainer:
     """The parts of a run and the loop over them. `assembly.build_trainer` makes one from a config."""
 
-    comm: Communicator
+    comm: Ranks
     model: nn.Module
     objective: Objective
     optimizer: Reduced

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from largebatch.precision import at_least_float32, autocast
-from largebatch.ranks import Communicator, Stopped
+from largebatch.ranks import Ranks, Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def count_listed(logits: Tensor, listed: Tensor) -> Tensor:
 
 
 def evaluate(
-    model: nn.Module, batches: Iterable[Any], *, comm: Communicator, device: torch.device, precision: str
+    model: nn.Module, batches: Iterable[Any], *, comm: Ranks, device: torch.device, precision: str
 ) -> dict[str, float]:
     """Return top1 and top5 in percent, the mean loss in nats and the number of images.
 
@@ -110,7 +110,7 @@ def tally_fitting(
     *,
     num_images: int,
     batch_size: int,
-    comm: Communicator,
+    comm: Ranks,
 ) -> tuple[Tensor, int]:
     """Tally this rank's batches; return the totals and the size that fitted: `batch_size`, or a half, a quarter, ...
 
@@ -134,7 +134,7 @@ def tally_fitting(
 
 
 def _attempt(
-    tally: Callable[[Iterable[Any]], Tensor], batches: Iterable[Any], *, rounds: int, comm: Communicator
+    tally: Callable[[Iterable[Any]], Tensor], batches: Iterable[Any], *, rounds: int, comm: Ranks
 ) -> Tensor | None:
     """Tally the batches; return None, on all ranks, if one of them ran out of memory."""
     try:
@@ -149,7 +149,7 @@ def _attempt(
     return None
 
 
-def _watched(batches: Iterator[Any], rounds: int, comm: Communicator) -> Generator[Any, None, None]:
+def _watched(batches: Iterator[Any], rounds: int, comm: Ranks) -> Generator[Any, None, None]:
     """Yield the batches of this rank, and ask the other ranks between them; as many rounds on each rank."""
     for number in range(rounds):
         comm.progress(f"evaluation, batch {number}")
@@ -160,7 +160,7 @@ def _watched(batches: Iterator[Any], rounds: int, comm: Communicator) -> Generat
             raise _AnotherFailed
 
 
-def _any_failed(comm: Communicator, failed: bool) -> bool:
+def _any_failed(comm: Ranks, failed: bool) -> bool:
     return bool(comm.allreduce(torch.tensor([float(failed)]), name="evaluation/memory"))
 
 

@@ -13,7 +13,7 @@ from largebatch.ranks.signals import Signals
 
 if TYPE_CHECKING:
     from largebatch.config import TrainConfig
-    from largebatch.ranks import Communicator
+    from largebatch.ranks import Ranks
 
 ABOUT = """\
 Search a learning rate: largebatch find_lr [--model NAME] [--data FOLDER] [--section.option value ...]
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     train.main(argv, about=ABOUT, work=search)
 
 
-def search(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", signals: Signals) -> None:
+def search(argv: Sequence[str], config: "TrainConfig", comm: "Ranks", signals: Signals) -> None:
     """Search a learning rate, and write nothing else into the run folder."""
     from largebatch import checkpoint
     from largebatch.rate_search import find_lr

@@ -19,7 +19,7 @@ from largebatch.assembly import Images, build_trainer, peak_lr
 from largebatch.config import NEVER, ScheduleConfig, TrainConfig
 from largebatch.engine import Hook, StepOutput, Trainer
 from largebatch.files.table import write_table
-from largebatch.ranks import Communicator, StoppedEarly
+from largebatch.ranks import Ranks, StoppedEarly
 from largebatch.ranks.signals import Signals
 from largebatch.report.draw import write_picture
 from largebatch.report.panels import COLOURS, Line, Panel
@@ -107,7 +107,7 @@ class Search(Hook):
 
 
 def find_lr(
-    config: TrainConfig, comm: Communicator, signals: Signals | None, *, device: "torch.device", images: Images
+    config: TrainConfig, comm: Ranks, signals: Signals | None, *, device: "torch.device", images: Images
 ) -> None:
     """Search from the initial state of a run; write the suggestion, the table and the picture.
 

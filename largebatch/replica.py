@@ -13,7 +13,7 @@ from largebatch.augment import Augmented
 from largebatch.batch_norm import BatchNormStatistics
 from largebatch.losses import Objective
 from largebatch.optim import gradient_norm
-from largebatch.ranks import Communicator
+from largebatch.ranks import Ranks
 from largebatch.ranks.reduction import Reduced
 
 ForwardBackward = Callable[[Augmented, float], Tensor]  # `Trainer.forward_backward`
@@ -24,7 +24,7 @@ class Replica:
 
     model: nn.Module
     optimizer: Reduced
-    comm: Communicator
+    comm: Ranks
     statistics: BatchNormStatistics
 
     # -- assembly ----------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ class Replica:
         """Return the objective of this copy, given the one of a whole model."""
         return serial
 
-    def attach(self, model: nn.Module, optimizer: Reduced, comm: Communicator) -> None:
+    def attach(self, model: nn.Module, optimizer: Reduced, comm: Ranks) -> None:
         """Take the parts that all methods below work on."""
         self.model, self.optimizer, self.comm = model, optimizer, comm
         self.statistics = BatchNormStatistics(model, comm)

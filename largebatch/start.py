@@ -11,13 +11,13 @@ import torch
 from largebatch.config import TrainConfig, dropping, options, without_effect
 from largebatch.precision import choose_precision, computes
 from largebatch.process.shared_memory import remove_leftovers
-from largebatch.ranks import Communicator, preflight, session
+from largebatch.ranks import Ranks, preflight, session
 from largebatch.ranks.placement import check_placement
 
 logger = logging.getLogger(__name__)
 
 
-def start_ranks(config: TrainConfig) -> AbstractContextManager[Communicator]:
+def start_ranks(config: TrainConfig) -> AbstractContextManager[Ranks]:
     """Start Horovod with the settings of the config; it ends with the block."""
     return session(config)
 
@@ -29,7 +29,7 @@ def set_up_torch(config: TrainConfig) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def set_up(config: TrainConfig, comm: Communicator, *, final: bool = True) -> tuple[TrainConfig, torch.device]:
+def set_up(config: TrainConfig, comm: Ranks, *, final: bool = True) -> tuple[TrainConfig, torch.device]:
     """Check that all ranks run the same program on devices of their own; return the resolved config and the device.
 
     final: the config will not change any more, so its doubtful options are named.
@@ -48,7 +48,7 @@ def set_up(config: TrainConfig, comm: Communicator, *, final: bool = True) -> tu
     return config, device
 
 
-def warn_of_doubtful(config: TrainConfig, device: torch.device, comm: Communicator) -> None:
+def warn_of_doubtful(config: TrainConfig, device: torch.device, comm: Ranks) -> None:
     """Log the doubtful options of a config, once."""
     if comm.rank == 0:
         for line in doubtful(config, device, data_size=comm.data_size):

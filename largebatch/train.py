@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from largebatch.assembly import Images
     from largebatch.config import TrainConfig, Unsized
     from largebatch.engine import Trainer
-    from largebatch.ranks import Communicator
+    from largebatch.ranks import Ranks
 
-    Work = Callable[[Sequence[str], TrainConfig, Communicator, Signals], None]
+    Work = Callable[[Sequence[str], TrainConfig, Ranks, Signals], None]
 
 logger = logging.getLogger("largebatch.train")
 
@@ -106,7 +106,7 @@ def sized(config: "Unsized", num_images: int) -> "TrainConfig":
 
 
 @contextmanager
-def run_folder(config: "TrainConfig", comm: "Communicator") -> Iterator[None]:
+def run_folder(config: "TrainConfig", comm: "Ranks") -> Iterator[None]:
     """Make the run folder, hold it for this job until the block ends, and start the log in it.
 
     Raises Stopped on all ranks, before anything in the folder is changed, if another job holds it. A run that is
@@ -159,7 +159,7 @@ class LogFile(logging.FileHandler):
             logger.warning("%s cannot be written (%s): it will lack lines; the run goes on", self.baseFilename, error)
 
 
-def start_log(config: "TrainConfig", comm: "Communicator") -> None:
+def start_log(config: "TrainConfig", comm: "Ranks") -> None:
     """Print what is logged with its time: all of it on rank 0, which writes it to log.txt, too; the others' warnings.
 
     Other packages are heard if they warn.
@@ -179,7 +179,7 @@ def start_log(config: "TrainConfig", comm: "Communicator") -> None:
         logging.getLogger(package).setLevel(logging.WARNING if comm.rank else logging.INFO)
 
 
-def build_trainer(config: "TrainConfig", comm: "Communicator", signals: Signals | None = None) -> "Trainer":
+def build_trainer(config: "TrainConfig", comm: "Ranks", signals: Signals | None = None) -> "Trainer":
     """Build the run of a config in a script of your own, resumed if its folder has a checkpoint.
 
         with largebatch.session(config) as comm:
@@ -206,7 +206,7 @@ def build_trainer(config: "TrainConfig", comm: "Communicator", signals: Signals 
 
 
 def prepare(
-    config: "TrainConfig", comm: "Communicator", signals: Signals | None
+    config: "TrainConfig", comm: "Ranks", signals: Signals | None
 ) -> "tuple[TrainConfig, Trainer]":
     """Build the trainer of a run whose folder is open, and write its config.yaml; return the whole config as well."""
     from largebatch import assembly
@@ -262,7 +262,7 @@ def warn_of_other_file(config: "TrainConfig") -> None:
 
 
 def prepare_images(
-    config: "TrainConfig", comm: "Communicator"
+    config: "TrainConfig", comm: "Ranks"
 ) -> "tuple[TrainConfig, torch.device, Images]":
     """Open the images; return the whole config, the device of this rank, and the images."""
     from largebatch.config import Unsized
@@ -274,7 +274,7 @@ def prepare_images(
     return config, device, images
 
 
-def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", signals: Signals) -> None:
+def train(argv: Sequence[str], config: "TrainConfig", comm: "Ranks", signals: Signals) -> None:
     """Train, or resume the run in the folder of the config; all ranks raise StoppedEarly if it was told to end.
 
     argv: the command line, for the log.
@@ -306,7 +306,7 @@ def train(argv: Sequence[str], config: "TrainConfig", comm: "Communicator", sign
 
 
 def read_images(
-    config: "TrainConfig", comm: "Communicator", device: "torch.device"
+    config: "TrainConfig", comm: "Ranks", device: "torch.device"
 ) -> "tuple[TrainConfig, Images]":
     """Open the images; return them, and the config with their number of classes.
 

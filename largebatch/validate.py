@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from largebatch.data.index import Index
-    from largebatch.ranks import Communicator
+    from largebatch.ranks import Ranks
     from largebatch.report.predictions import Answer
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def defaults(given: Mapping[str, Any], *, argv: Sequence[str] = ()) -> TrainConf
     return find(given, argv=argv)
 
 
-def validate(config: TrainConfig, comm: Communicator, flags: Flags) -> list[Row]:
+def validate(config: TrainConfig, comm: Ranks, flags: Flags) -> list[Row]:
     """Evaluate config.model on the held-out images, with each set of weights that the flags choose.
 
     If config.model.weights is empty, the newest checkpoint in the run folder has the weights. Rank 0 prints and writes.
@@ -219,7 +219,7 @@ def choose(config: TrainConfig, flags: Flags) -> tuple[list[str], int, tuple[str
 
 
 def load_each(
-    paths: Sequence[str], model: nn.Module, comm: Communicator, again: Callable[[], list[str]]
+    paths: Sequence[str], model: nn.Module, comm: Ranks, again: Callable[[], list[str]]
 ) -> Iterator[str]:
     """Load one file after the other on all ranks, and yield its path.
 
@@ -264,7 +264,7 @@ def evaluate_weights(
     path: str,
     model: nn.Module,
     config: TrainConfig,
-    comm: Communicator,
+    comm: Ranks,
     *,
     held_out: Index,
     listed: Tensor | None,
@@ -339,7 +339,7 @@ def answer(logits: Tensor, labels: Tensor) -> list[Answer]:
     return [Answer(*values) for values in zip(first.tolist(), confidence.tolist(), loss.tolist())]
 
 
-def _real_labels(path: str, held_out: Index, comm: Communicator) -> Tensor:
+def _real_labels(path: str, held_out: Index, comm: Ranks) -> Tensor:
     """Return the listed classes (N, L). Rank 0 alone reads the names of images, which records have inside."""
     import torch
 

@@ -16,10 +16,10 @@ from torch._dynamo.utils import counters
 from largebatch import compiling
 from largebatch.augment import Augmented
 from largebatch.batch_norm import BatchNormStatistics
-from largebatch.benchmark.solo import Solo
 from largebatch.config import RunConfig, TrainConfig, apply
 from largebatch.losses import TokenLabeling, classification
 from largebatch.precision import autocast
+from largebatch.ranks.single import Single
 from zoo import blocks, volo
 from zoo.blocks import compile_blocks
 from zoo.vit import VisionTransformer
@@ -145,14 +145,14 @@ def test_a_trial_leaves_a_model_as_it_was_and_its_graphs_are_those_of_training(m
     model = make() if make is tiny_volo else make(drop_path_rate=0.5, proj_drop_rate=0.5)
     objective = TokenLabeling(1.0, 0.5) if make is tiny_volo else classification
     before, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    compiling.compile_model(config, model, objective, CPU, Solo())
+    compiling.compile_model(config, model, objective, CPU, Single())
     assert said(caplog) == [] and graphs() > 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(parameter.grad is None for parameter in model.parameters())
     compiled, side = graphs(), config.model.img_size
     batch = Augmented(torch.randn(4, 3, side, side), torch.rand(4, CLASSES), mix_box=(0, 0, 1, 1))
-    with BatchNormStatistics(model, Solo()).over_steps(), autocast(CPU, "bf16"):
+    with BatchNormStatistics(model, Single()).over_steps(), autocast(CPU, "bf16"):
         objective(model, batch).backward()
     assert graphs() == compiled
 
@@ -165,7 +165,7 @@ def test_an_objective_that_fails_is_no_end(monkeypatch, caplog):
         raise MemoryError
 
     config = apply(TrainConfig(), ["--run.compile", "blocks", "--run.precision", "fp32"])
-    compiling.compile_model(config, model := tiny_vit(), fails, CPU, Solo())
+    compiling.compile_model(config, model := tiny_vit(), fails, CPU, Single())
     (line,) = said(caplog)
     assert "rank 0 cannot compute a compiled pass (MemoryError); all ranks compute without it" in line
     assert all(block._compiled_call_impl is None for block in model.blocks)

@@ -244,7 +244,8 @@ def test_horovod_as_it_is(horovod):
 def test_horovod_not_installed(horovod):
     """As for a Python of elsewhere that has torch: the name leads nowhere."""
     rewrite(horovod / "__init__.py", "raise ModuleNotFoundError(\"No module named 'horovod'\")")
-    assert_failed(horovod_result(), cause="Horovod is not installed for", fix="mpi_scripts/install.sh")
+    found = horovod_result()
+    assert found.ok and found.cause == "Horovod is not installed: one process trains without it, not several"
 
 
 def test_horovod_without_its_compiled_part(horovod):

@@ -1,7 +1,6 @@
 """NVIDIA's driver, faked: its folder in /proc, or an nvidia-smi. No run may train on CPUs beside GPUs unnoticed."""
 
 import socket
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 from largebatch.launch import driver
 from largebatch.launch.driver import Driver, accept_cpu, find_driver
 from largebatch.pack import token_labels
-from largebatch.ranks.communicator import Communicator
+from largebatch.ranks.single import Single
 
 VERSION_LINE = "NVRM version: NVIDIA UNIX {} {}  {}  Sat Aug 19 23:15:15 UTC 2023\nGCC version:  gcc version 12.2.0\n"
 
@@ -102,11 +101,11 @@ def test_gpus_that_are_hidden_on_purpose(proc, monkeypatch, caplog):
 def test_a_rank_and_a_teacher_are_refused(proc, monkeypatch):
     """With --run.device auto, and not with cpu; on a host without a driver they take the CPU as ever."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    rank, cpu = SimpleNamespace(local_rank=0, local_size=1), torch.device("cpu")
-    assert Communicator.device(rank, "auto") == Communicator.device(rank, "cpu") == token_labels._device("auto") == cpu
+    rank, cpu = Single(), torch.device("cpu")
+    assert rank.device("auto") == rank.device("cpu") == token_labels._device("auto") == cpu
     write_driver(proc, "535.104.05")
     with pytest.raises(ValueError, match="or set --run.device cpu"):
-        Communicator.device(rank, "auto")
+        rank.device("auto")
     with pytest.raises(ValueError, match="or set --device cpu"):
         token_labels._device("auto")
-    assert Communicator.device(rank, "cpu") == token_labels._device("cpu") == cpu
+    assert rank.device("cpu") == token_labels._device("cpu") == cpu

@@ -12,13 +12,13 @@ from torch.profiler import ProfilerActivity, profile
 import zoo
 from largebatch import precision
 from largebatch.augment import Augment
-from largebatch.benchmark.solo import Solo
 from largebatch.data.order import Plan
 from largebatch.data.stream import Batch
 from largebatch.engine import Hook, StepOutput, Trainer
 from largebatch.losses import classification
 from largebatch.native import attention
 from largebatch.native.attention import choose_attention, describe_attention
+from largebatch.ranks.single import Single
 from largebatch.replica import Replica
 from zoo import volo
 
@@ -28,7 +28,7 @@ CLASSES, BATCH = 3, 16
 def make_trainer(num_images: int, *, eval_images: int, hooks: tuple[Hook, ...] = ()) -> Trainer:
     plan = Plan(num_samples=100, global_batch_size=BATCH, micro_batch_size=8, num_images=num_images, seed=0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, CLASSES))
-    comm, replica = Solo(), Replica()
+    comm, replica = Single(), Replica()
     optimizer = comm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
     replica.attach(model, optimizer, comm)
 

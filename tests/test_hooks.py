@@ -1,6 +1,6 @@
 """What hooks write while a run goes on, stops, is resumed and goes wrong.
 
-Run as a program, this file trains a small model with all hooks under a real Communicator of one rank; the tests
+Run as a program, this file trains a small model with all hooks on a single rank; the tests
 start it once and look at its report and its folders. The sinks, which need no communication, are tested directly.
 """
 
@@ -252,9 +252,10 @@ class Closed(hooks.Sink):
 def main(folder: Path) -> dict[str, Any]:
     from parts import small_trainer
 
-    from largebatch.ranks import Communicator, Stopped
+    from largebatch.ranks import Stopped
+    from largebatch.ranks.single import Single
 
-    comm = Communicator()
+    comm = Single()
     log = io.StringIO()
     logging.basicConfig(level=logging.INFO, stream=log, format="%(message)s")
     report: dict[str, Any] = {}

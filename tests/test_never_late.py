@@ -21,7 +21,6 @@ from largebatch import engine
 from largebatch.assembly.trainer import build_hooks
 from largebatch.augment import Augment
 from largebatch.batch_norm import BatchNormStatistics
-from largebatch.benchmark.solo import Solo
 from largebatch.config import parse
 from largebatch.config.parallel import ParallelConfig
 from largebatch.data import randaugment, randaugment_ops
@@ -39,6 +38,7 @@ from largebatch.parallel.mesh import Axis
 from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
 from largebatch.parallel.state_sharding import Sharding
 from largebatch.ranks import reduction
+from largebatch.ranks.single import Single
 from largebatch.recipes import choose
 from largebatch.replica import Replica
 from zoo.volo import STRUCTURES, VOLO
@@ -49,15 +49,12 @@ CLASSES, SIDE, GLOBAL_BATCH = 10, 64, 16
 READS = {"largebatch/ranks/reduction.py: Reduced.step_if_finite"}
 
 
-class Alone(Solo):
+class Alone(Single):
     """Refuses what Horovod would wait for the GPU with."""
 
-    def start_allreduce(self, tensor: Tensor, *, name: str, among_data_ranks: bool = False) -> Any:
-        assert tensor.device.type == "cpu", "Horovod would wait for the GPU"
-        return tensor
-
-    def finish_allreduce(self, handle: Any) -> Tensor:
-        return handle
+    def start_allreduce(self, tensor: Tensor, **options: Any) -> Tensor:
+        assert tensor.device.type == "cpu" or options["name"] == "batch_norm", "Horovod would wait for the GPU"
+        return super().start_allreduce(tensor, **options)
 
 
 def label_maps(count: int, *, layers: int, device: torch.device) -> TokenLabels:
@@ -273,7 +270,7 @@ def test_the_gpu_has_its_update_before_the_host_waits_for_the_norm(monkeypatch, 
     events: list[str] = []
     monkeypatch.setattr(reduction, "to_host", lambda tensor: lambda: events.append("read") or finite)
     model = nn.Linear(5, 3, device=META)
-    optimizer = Solo().wrap(build_optimizer(model, lr=0.1, weight_decay=0.1), model)
+    optimizer = Single().wrap(build_optimizer(model, lr=0.1, weight_decay=0.1), model)
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     optimizer.register_step_pre_hook(lambda *_: events.append("step"))

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 CONFIG = configparser.ConfigParser()
 CONFIG.read(ROOT / "setup.cfg")
 LISTS = {"core": CONFIG["options"]["install_requires"], **CONFIG["options.extras_require"]}
-INSTALLED = ("core", "train", "test")  # by install.sh
+INSTALLED = ("core", "train", "horovod", "test")  # by install.sh
 VERSIONS = ("3.11", "3.12", "3.13")
 MADE = shutil.ignore_patterns(".git", ".venv*", "build", "runs", "shared", "*.egg-info", "__pycache__", ".*_cache")
 
@@ -50,7 +50,7 @@ def test_every_package_has_a_lower_limit_and_a_reason():
     for name in {*LISTS} - {"test"}:
         for requirement in requirements(name).values():
             assert any(one.operator == ">=" for one in requirement.specifier), requirement
-    for block in re.findall(r"^(?:install_requires|train) =\n((?:    .*\n)+)", text, re.MULTILINE):
+    for block in re.findall(r"^(?:install_requires|train|horovod) =\n((?:    .*\n)+)", text, re.MULTILINE):
         packages = [line for line in block.splitlines() if line.strip()[0] != "#"]
         assert block.count("#") >= len(packages) - 4, block  # a reason may be that of two or three lines
 
@@ -133,7 +133,7 @@ def test_the_zoo_and_lamb_need_the_core_alone(tmp_path):
     """Without all that timm and torch do not bring: Horovod, MPI, DALI, and what else training needs."""
     of_timm = {"numpy", "pillow", "torchvision", "PyYAML", "packaging", "cffi", "psutil"}
     hidden = {*requirements("train")} - of_timm - {"nvidia-dali-cuda120", "google-crc32c", "scikit-learn"}
-    hidden |= {"horovod", "nvidia.dali", "google_crc32c", "sklearn"}
+    hidden |= {"horovod", "mpi4py", "cloudpickle", "nvidia.dali", "google_crc32c", "sklearn"}
     command = [sys.executable, "-c", CORE, *hidden]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)

@@ -25,10 +25,10 @@ from largebatch.assembly import (
     build_replica,
     open_train_loader,
 )
-from largebatch.benchmark.solo import Solo
 from largebatch.config import load
 from largebatch.data import archives
 from largebatch.data.sources import open_source
+from largebatch.ranks.single import Single
 from largebatch.reproduce import images, picture, search, table, trial
 from largebatch.reproduce.__main__ import main
 from largebatch.reproduce.contenders import CONTENDERS
@@ -53,7 +53,7 @@ def test_images_from_memory_are_those_of_the_loaders(hflip):
     """To the bit: over an epoch and into the next one, with windows that reach out of the image."""
     experiment = digits()
     config = replace(experiment, data=replace(experiment.data, hflip=hflip)).config(Trial("lamb", 512, 0.01, seed=3))
-    index, comm, model = opened(), Solo(), build_model(config, CPU, weights=None)
+    index, comm, model = opened(), Single(), build_model(config, CPU, weights=None)
     plan, prepared = build_plan(config, index.train), images.Preparation(config, model)
     pixels = images.Pixels(index.train, config.data.crop_padding)
     mine = images.training_batches(1, pixels=pixels, plan=plan, config=config, preparation=prepared)
@@ -73,7 +73,7 @@ def test_a_trial_is_the_run_of_its_config():
     """As `largebatch.train` puts it together, with the loaders: the same accuracies and losses, to the bit."""
     config = replace(digits(), epochs=2).config(Trial("lamb", 256, 0.02, seed=1))
     found = trial.run(config, searches=False)
-    comm, record, threads = Solo(), trial.Record(lambda: False), torch.get_num_threads()
+    comm, record, threads = Single(), trial.Record(lambda: False), torch.get_num_threads()
     torch.set_num_threads(1)
     trainer = assemble(config, build_replica(config, comm, CPU, passes=1), CPU, images=opened(), signals=None)
     trainer.hooks = [record]
@@ -93,7 +93,7 @@ def test_a_search_sees_no_held_out_image_and_scores_images_on_which_it_does_not_
     assert (len(trained), len(scored)) == (1149, 288)
     rows = sorted(image.tobytes() for part in (trained, scored) for image in part.bordered)
     assert rows == sorted(image.tobytes() for image in everything.bordered)
-    trainer = trial.build(config, Solo(), searches=True, hook=trial.Record(lambda: False))
+    trainer = trial.build(config, Single(), searches=True, hook=trial.Record(lambda: False))
     assert trainer.plan.num_steps == 1 and trainer.plan.num_samples == 1149  # as many steps of the same batch
     assert sum(len(batch.labels) for batch in trainer.eval_batches) == 288
     seen = np.unique(trainer.plan.samples(0, 1437)[1])

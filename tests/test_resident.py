@@ -8,9 +8,9 @@ import torch
 from test_benchmark import run_benchmarks
 
 from largebatch.assembly import build_augment
-from largebatch.benchmark import resident, step
-from largebatch.benchmark.solo import Solo
+from largebatch.benchmark import resident
 from largebatch.config import TrainConfig, apply, options
+from largebatch.ranks.single import Single
 
 CPU = torch.device("cpu")
 SMALL = "--data.micro_batch_size=2 --data.global_batch_size=4 --run.precision=fp32 --horovod.hang_limit_s 0".split()
@@ -32,8 +32,8 @@ def test_a_step_of_the_only_rank_is_that_of_a_plain_loop():
     """Augmented passes, the mean over the batch, clip, LAMB, the average; a step that is not finite moves nothing."""
     options = "--model vit_nano32 --augment.mixup_alpha 0.2 --optim.clip_norm 0.5 --optim.ema_half_life"
     config = resident.read_config([*options.split(), "1 epochs", *SMALL])
-    trainer = resident.build_resident(config, Solo(), device=CPU)
-    plain = resident.build_resident(config, Solo(), device=CPU)
+    trainer = resident.build_resident(config, Single(), device=CPU)
+    plain = resident.build_resident(config, Single(), device=CPU)
     batches, again = trainer.open_batches(0), list(zip(range(4), plain.open_batches(0)))
     (ema,) = trainer.hooks
     ema.before_fit(trainer)
@@ -122,14 +122,14 @@ def test_options_are_read_as_their_types_say(line, given):
 
 def test_the_only_rank_refuses_to_share_a_model():
     config = apply(TrainConfig(), ["--parallel.pipeline", "2"])
-    with pytest.raises(ValueError, match="replicas of 2 ranks .* the job has 1"), step.start(config, on_device=True):
-        pass
+    with pytest.raises(ValueError, match="replicas of 2 ranks .* the job has 1"):
+        Single(shape=config.parallel.shape())
 
 
 def test_the_only_rank_takes_a_step_if_its_gradient_is_finite():
     weight = torch.nn.Parameter(torch.ones(2))
     model = torch.nn.ParameterList([weight])
-    optimizer = Solo().wrap(torch.optim.SGD([weight], lr=1.0), model)
+    optimizer = Single().wrap(torch.optim.SGD([weight], lr=1.0), model)
     weight.sum().backward()
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     optimizer.synchronize()

@@ -52,7 +52,7 @@ def test_tensors_and_arrays_are_read_without_pickles():
 
 
 def test_only_ranks_of_one_job_send_each_other_pickles():
-    assert {file for file, name, _ in calls() if name in UNPICKLE} == {"largebatch/ranks/communicator.py"}
+    assert {file for file, name, _ in calls() if name in UNPICKLE} == {"largebatch/ranks/horovod.py"}
 
 
 def test_no_text_is_run_as_a_command_or_as_code():

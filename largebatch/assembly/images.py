@@ -27,7 +27,7 @@ from largebatch.data.order import Plan
 from largebatch.data.randaugment import parse as parse_policy
 from largebatch.data.token_labels import CELL
 from largebatch.launch.cores import loader_threads
-from largebatch.ranks import Communicator
+from largebatch.ranks import Ranks
 from largebatch.report.history import count as count_of
 from zoo import create_model, hub
 
@@ -48,7 +48,7 @@ class Images(NamedTuple):
     held_out: "Index | None"
 
 
-def check_model(config: TrainConfig, comm: Communicator) -> None:
+def check_model(config: TrainConfig, comm: Ranks) -> None:
     """Refuse a model, a size or a rate that does not fit before data are opened: build the model without memory.
 
     Weights that are not there are refused, too; whether they fit is found when they are loaded.
@@ -70,7 +70,7 @@ def _as_typed(mistake: str, options: Collection[str]) -> str:
     return f"--model.{mistake}." if option in options else f"{mistake[0].upper()}{mistake[1:]}."
 
 
-def check_batch(config: TrainConfig, comm: Communicator) -> int:
+def check_batch(config: TrainConfig, comm: Ranks) -> int:
     """Return the passes of a rank in a step. Mistakes in batch and augmentation are refused before data are opened."""
     saved = comm.rank == 0 and bool(checkpoint.checkpoints(config.folder))
     resuming = comm.broadcast_object(saved, name="build/resuming")
@@ -80,7 +80,7 @@ def check_batch(config: TrainConfig, comm: Communicator) -> int:
         return accumulation_passes(**_batch(config, comm, config.data.global_batch_size), resuming=resuming)
 
 
-def _batch(config: TrainConfig, comm: Communicator, size: int) -> dict[str, Any]:
+def _batch(config: TrainConfig, comm: Ranks, size: int) -> dict[str, Any]:
     return {
         "global_batch_size": size,
         "micro_batch_size": config.data.micro_batch_size,
@@ -88,7 +88,7 @@ def _batch(config: TrainConfig, comm: Communicator, size: int) -> dict[str, Any]
     }
 
 
-def count_passes(config: TrainConfig, comm: Communicator) -> int:
+def count_passes(config: TrainConfig, comm: Ranks) -> int:
     """Return the passes of a rank in a step, and log them; of a batch ramp, those of the largest batch."""
     passes = check_batch(config, comm)
     if config.schedule.batch_ramp:
@@ -98,7 +98,7 @@ def count_passes(config: TrainConfig, comm: Communicator) -> int:
     return passes
 
 
-def _log_batch(config: TrainConfig, comm: Communicator, size: int) -> None:
+def _log_batch(config: TrainConfig, comm: Ranks, size: int) -> None:
     """Log how a global batch is computed."""
     count = size // config.data.micro_batch_size
     passes = -(-count // comm.data_size)
@@ -126,13 +126,13 @@ def _log_batch(config: TrainConfig, comm: Communicator, size: int) -> None:
         )
 
 
-def open_images(config: TrainConfig, comm: Communicator) -> Images:
+def open_images(config: TrainConfig, comm: Ranks) -> Images:
     """Open the training images, and the held-out ones of the same classes if the run has evaluations."""
     train = open_data(config, comm, "train", with_maps=config.data.token_labels)
     return Images(train, open_held_out(with_classes(config, train), comm, train))
 
 
-def open_held_out(config: TrainConfig, comm: Communicator, train: "Index") -> "Index | None":
+def open_held_out(config: TrainConfig, comm: Ranks, train: "Index") -> "Index | None":
     """Open the held-out images of a config that has a number of classes; None if the run has no evaluations."""
     from largebatch.data.sources import class_names
 
@@ -156,7 +156,7 @@ def with_classes(config: TrainConfig, train: "Index") -> TrainConfig:
 
 
 def open_data(
-    config: TrainConfig, comm: Communicator, split: str, *, with_maps: bool = False, names: Sequence[str] = ()
+    config: TrainConfig, comm: Ranks, split: str, *, with_maps: bool = False, names: Sequence[str] = ()
 ) -> "Index":
     """Open the index of one split. Rank 0 finds and checks the files, and gives its index to all ranks.
 
@@ -277,7 +277,7 @@ def build_plan(config: TrainConfig, index: "Index") -> Plan:
 
 def open_train_loader(
     config: TrainConfig,
-    comm: Communicator,
+    comm: Ranks,
     start_step: int,
     *,
     model: nn.Module,
@@ -311,7 +311,7 @@ def open_train_loader(
 
 
 def build_eval_loader(
-    config: TrainConfig, comm: Communicator, *, model: nn.Module, index: "Index", device: torch.device
+    config: TrainConfig, comm: Ranks, *, model: nn.Module, index: "Index", device: torch.device
 ) -> "EvalLoader":
     """Open the held-out images of this rank: numbered batches, which do not depend on the number of ranks."""
     from largebatch.data.dali import EvalLoader

@@ -15,7 +15,7 @@ from largebatch.losses import Objective, TokenLabeling, classification
 from largebatch.native.attention import choose_attention, describe_attention
 from largebatch.optim import can_compile
 from largebatch.precision import DTYPES
-from largebatch.ranks import Communicator, Stopped
+from largebatch.ranks import Ranks, Stopped
 from largebatch.replica import Replica
 from largebatch.schedules import scale_lr
 from zoo import create_model
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_replica(
-    config: TrainConfig, comm: Communicator, device: torch.device, *, passes: int, names: Sequence[str] = ()
+    config: TrainConfig, comm: Ranks, device: torch.device, *, passes: int, names: Sequence[str] = ()
 ) -> Replica:
     """Build this rank's model, cut if ranks share it, and its optimizer, wrapped; both without a state yet.
 
@@ -57,7 +57,7 @@ def build_replica(
     return replica
 
 
-def lamb_impl(comm: Communicator, device: torch.device, wanted: str | None = None) -> str:
+def lamb_impl(comm: Ranks, device: torch.device, wanted: str | None = None) -> str:
     """Choose how LAMB runs: as wanted, or compiled if all ranks can: the two ways differ in the last bits of a weight.
 
     All ranks raise Stopped if one cannot compile what is wanted.
@@ -95,7 +95,7 @@ def build_model(
 
 
 def build_first_model(
-    config: TrainConfig, device: torch.device, comm: Communicator, names: Sequence[str] = ()
+    config: TrainConfig, device: torch.device, comm: Ranks, names: Sequence[str] = ()
 ) -> nn.Module:
     """Build the model with its first weights, on every rank; other ones, if a run has removed these meanwhile."""
     place, weights = config.model.weights, None
@@ -117,7 +117,7 @@ def build_first_model(
             return model
 
 
-def log_attention(config: TrainConfig, model: nn.Module, device: torch.device, comm: Communicator) -> None:
+def log_attention(config: TrainConfig, model: nn.Module, device: torch.device, comm: Ranks) -> None:
     """Log, on rank 0, which code computes the attention of a whole model."""
     if comm.rank or config.parallel.shape().size > 1:
         return

@@ -36,7 +36,7 @@ from largebatch.hooks.ema import Ema, check_half_life
 from largebatch.hooks.profile import Profile
 from largebatch.hooks.stop_early import StopEarly, end_time
 from largebatch.optim import init_state
-from largebatch.ranks import Communicator
+from largebatch.ranks import Ranks
 from largebatch.ranks.signals import Signals
 from largebatch.replica import Replica
 from largebatch.schedules import Schedule, make_schedule
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 def build_trainer(
     config: TrainConfig,
-    comm: Communicator,
+    comm: Ranks,
     signals: Signals | None = None,
     *,
     device: torch.device | None = None,

@@ -27,7 +27,7 @@ from largebatch.losses import classification
 from largebatch.parallel.rendezvous import start_torch_distributed
 from largebatch.parallel.replica import ParallelReplica
 from largebatch.precision import DTYPES, autocast, choose_precision
-from largebatch.ranks import Communicator, session
+from largebatch.ranks import Ranks, session
 from zoo import create_model, set_fused_attn
 
 NUM_CLASSES = 1000
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> Report | None:
         return Report("parallel", title, results, device, images=options.batch_size // comm.size, notes=notes)
 
 
-def count(config: ParallelConfig, options: argparse.Namespace, comm: Communicator, device: torch.device) -> float:
+def count(config: ParallelConfig, options: argparse.Namespace, comm: Ranks, device: torch.device) -> float:
     """Bytes that a rank sends for one block, forward and backward, for its share of the images; mean over ranks."""
     sent = []
     for depth in (options.depth, 2 * options.depth):
@@ -99,7 +99,7 @@ def count(config: ParallelConfig, options: argparse.Namespace, comm: Communicato
 
 @contextmanager
 def opened(
-    config: ParallelConfig, options: argparse.Namespace, comm: Communicator, device: torch.device, depth: int
+    config: ParallelConfig, options: argparse.Namespace, comm: Ranks, device: torch.device, depth: int
 ) -> Iterator[Round]:
     """Divide a model, and yield a function that runs a pass of this replica's share of the images."""
     model = shortened(options, depth)

@@ -19,7 +19,7 @@ from largebatch.config.cli import for_optimizer
 from largebatch.data.order import Plan
 from largebatch.data.token_labels import TokenLabels
 from largebatch.engine import Trainer
-from largebatch.ranks import Communicator
+from largebatch.ranks import Ranks
 from largebatch.recipes import RECIPES, find
 from largebatch.recipes.quickstart import quickstart
 
@@ -49,7 +49,7 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
     return apply(replace(recipe, optim=for_optimizer(recipe.optim, given.get("optim.name"))), argv)
 
 
-def build_resident(config: TrainConfig, comm: Communicator, *, device: torch.device) -> Trainer:
+def build_resident(config: TrainConfig, comm: Ranks, *, device: torch.device) -> Trainer:
     """Build a trainer as `assembly.build_trainer` does, without images, evaluation, log and checkpoints."""
     replica = build_replica(config, comm, device, passes=count_passes(config, comm))
     size = config.data.global_batch_size
@@ -73,7 +73,7 @@ def build_resident(config: TrainConfig, comm: Communicator, *, device: torch.dev
 
 
 def open_batches(
-    config: TrainConfig, comm: Communicator, start_step: int, *, plan: Plan, device: torch.device
+    config: TrainConfig, comm: Ranks, start_step: int, *, plan: Plan, device: torch.device
 ) -> Generator[Batch, None, None]:
     """Yield this rank's micro-batches from step `start_step` on; a few fixed ones take turns."""
     torch.manual_seed(comm.rank)

@@ -11,7 +11,6 @@ the time by which a step is longer because ranks exchange gradients. Nothing wai
 """
 
 import argparse
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
@@ -24,21 +23,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.assembly import build_objective, build_trainer, divides, open_images, with_classes
 from largebatch.augment import Augmented
+from largebatch.batch_norm import BatchNormStatistics
 from largebatch.benchmark import resident
 from largebatch.benchmark.ceiling import measure_ceiling, mfu
 from largebatch.benchmark.measure import Contender, Report, Round, Span, compare
 from largebatch.benchmark.model import timms
-from largebatch.benchmark.solo import alone
-from largebatch.benchmark.unreduced import Unreduced
 from largebatch.config import TrainConfig, parse
 from largebatch.engine import Trainer
 from largebatch.flops import training_flops
 from largebatch.hooks import Ema
-from largebatch.launch.launcher import recognise
 from largebatch.losses import Objective
 from largebatch.precision import autocast
-from largebatch.ranks import Communicator
+from largebatch.ranks import Ranks
 from largebatch.ranks.mistakes import report_mistakes
+from largebatch.ranks.single import Single
 from largebatch.recipes import choose
 from largebatch.start import set_up, start_ranks
 from zoo.model import ZooModel
@@ -72,7 +70,7 @@ def run(options: argparse.Namespace) -> Report | None:
                 f"--schedule.batch_ramp is {ramp!r}: steps of one size are measured, so leave it out, and give the "
                 "batch of a phase as --data.global_batch_size."
             )
-    with start(config, on_device=on_device) as comm:
+    with start_ranks(config) as comm:
         config, device = set_up(config, comm)
         build = partial(resident.build_resident, config, device=device)
         if not on_device:
@@ -81,13 +79,6 @@ def run(options: argparse.Namespace) -> Report | None:
             build = partial(build_trainer, config, device=device, images=images)
         with closing(Feed(build(comm))) as feed:
             return measure(options, config, comm, feed, build)
-
-
-def start(config: TrainConfig, *, on_device: bool) -> AbstractContextManager[Communicator]:
-    """Start the ranks; one process whose batches stay on the device does without Horovod."""
-    if on_device and recognise(os.environ).size == 1:
-        return alone(config.parallel.shape())
-    return start_ranks(config)
 
 
 class Feed:
@@ -149,9 +140,9 @@ class Seen(NamedTuple):
 def measure(
     options: argparse.Namespace,
     config: TrainConfig,
-    comm: Communicator,
+    comm: Ranks,
     feed: Feed,
-    build: Callable[[Communicator], Trainer],
+    build: Callable[[Ranks], Trainer],
 ) -> Report | None:
     """Run the contenders in turns, then gather the measurements of all ranks."""
     makers = contenders(options, config, comm, feed, build)
@@ -196,16 +187,15 @@ def measure(
 def contenders(
     options: argparse.Namespace,
     config: TrainConfig,
-    comm: Communicator,
+    comm: Ranks,
     feed: Feed,
-    build: Callable[[Communicator], Trainer],
+    build: Callable[[Ranks], Trainer],
 ) -> dict[str, Callable[[Stopwatch], AbstractContextManager[Round]]]:
     """Return ours and the peer, and both without their reduction if there is one that can be left out."""
     makers: dict[str, Callable[[Stopwatch], AbstractContextManager[Round]]] = {}
     peer, reducible = "timm + DDP" if comm.size > 1 else "timm", comm.data_size > 1 and not divides(config)
     for reduces in (True, False) if reducible else (True,):
-        ranks = comm if reduces else cast(Communicator, Unreduced(comm))
-        makers["largebatch" + OFF * (not reduces)] = partial(ours, build, ranks, feed)
+        makers["largebatch" + OFF * (not reduces)] = partial(ours, build, comm, feed, reduces=reduces)
         if "timm" in options.vs:
             makers[peer + OFF * (not reduces)] = partial(timm_ddp, config, comm, feed, reduces=reduces)
     return makers
@@ -234,10 +224,12 @@ def exposed(reduced: list[list[float]], alone: list[list[float]]) -> float:
 
 @contextmanager
 def ours(
-    build: Callable[[Communicator], Trainer], comm: Communicator, feed: Feed, watch: Stopwatch
+    build: Callable[[Ranks], Trainer], comm: Ranks, feed: Feed, watch: Stopwatch, *, reduces: bool
 ) -> Iterator[Round]:
     """The Trainer's own step, and the average of the weights if the run keeps one."""
     trainer = build(comm)
+    if not reduces:  # the models of the ranks drift apart
+        trainer.optimizer.sends, trainer.replica.statistics = False, BatchNormStatistics(trainer.model, Single())
     timed = ExitStack()
     trainer.optimizer.register_step_pre_hook(lambda *_: timed.enter_context(watch.timing(OPTIMIZER, feed.device)))
     trainer.optimizer.register_step_post_hook(lambda *_: timed.close())
@@ -273,7 +265,7 @@ class Loss(nn.Module):
 
 @contextmanager
 def timm_ddp(
-    config: TrainConfig, comm: Communicator, feed: Feed, watch: Stopwatch, *, reduces: bool
+    config: TrainConfig, comm: Ranks, feed: Feed, watch: Stopwatch, *, reduces: bool
 ) -> Iterator[Round]:
     """timm's model and Lamb in DistributedDataParallel, accumulating under no_sync; one rank does without it."""
     from timm.optim import Lamb, param_groups_weight_decay
@@ -302,7 +294,7 @@ def timm_ddp(
 
 
 def distributed(
-    module: nn.Module, comm: Communicator, device: torch.device
+    module: nn.Module, comm: Ranks, device: torch.device
 ) -> tuple[nn.Module, Callable[[], AbstractContextManager[None]]]:
     """Return a module whose gradients are reduced, and the context in which they are not; one rank needs neither."""
     if comm.size == 1:

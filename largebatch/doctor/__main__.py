@@ -22,10 +22,10 @@ def examine(*, device: str = "auto", limit_s: float = 120) -> Iterator[Result]:
     for result in before_launching(facts, output, device=device, limit_s=limit_s):
         all_ok &= result.ok
         yield result
-    if all_ok:
+    if all_ok and "version" in facts:
         limit_s = min(limit_s, 10 + 7 * import_s)  # if imports are slow, launches are slow, too
         yield from launch_each(device=launches.device_for_launches(facts, device), limit_s=limit_s)
-    else:
+    elif not all_ok:
         yield not_tried(f"{launches.RANKS}-process allreduce")
 
 
@@ -38,9 +38,8 @@ def before_launching(facts: dict, output: Output, *, device: str, limit_s: float
     yield installation.check_imports(limit_s=limit_s)
     if "built_for" in facts:
         yield installation.check_built_for(facts)
-    horovod = installation.check_horovod(facts, output)
-    yield horovod
-    if horovod.ok:
+    yield installation.check_horovod(facts, output)
+    if "version" in facts:
         yield installation.check_controllers(facts)
         yield installation.check_launchers(facts)
         if device != "cpu":

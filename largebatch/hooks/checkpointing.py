@@ -18,7 +18,7 @@ import torch
 from largebatch import checkpoint
 from largebatch.engine import Hook, Trainer
 from largebatch.process.background import in_background
-from largebatch.ranks import Communicator, Stopped
+from largebatch.ranks import Ranks, Stopped
 from largebatch.report import history
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Checkpoint(Hook):
         if due or trainer.state.best and trainer.state.best[2] == trainer.state.step:
             self.save(trainer)
 
-    def complete(self, comm: Communicator) -> None:
+    def complete(self, comm: Ranks) -> None:
         """Wait on all ranks until no message and no save is under way."""
         self.finish(comm)
         self.wait(comm)
@@ -153,7 +153,7 @@ class Checkpoint(Hook):
         )
         self.writer.start(snapshot, began=began)
 
-    def wait(self, comm: Communicator) -> None:
+    def wait(self, comm: Ranks) -> None:
         """Wait on all ranks until rank 0 has nothing to write.
 
         Raises comm.Stopped if that takes longer than --horovod.hang_limit_s. Rounds are counted, not seconds, because
@@ -173,7 +173,7 @@ class Checkpoint(Hook):
 
     # -- by time -----------------------------------------------------------------------------------------------
 
-    def time_has_come(self, comm: Communicator) -> bool:
+    def time_has_come(self, comm: Ranks) -> bool:
         """Return whether rank 0's clock said so one step ago; if not, begin to ask again.
 
         The answer travels while the next step runs, so no step waits for it.
@@ -184,7 +184,7 @@ class Checkpoint(Hook):
             self.handle = comm.start_allreduce(torch.tensor([float(passed)]), name="checkpoint/due")
         return due
 
-    def finish(self, comm: Communicator) -> bool:
+    def finish(self, comm: Ranks) -> bool:
         """Return the answer to the question in flight, False if there is none."""
         if self.handle is None:
             return False

@@ -15,7 +15,7 @@ from torch import Tensor
 from largebatch.augment import Augmented, seed_draws, seed_for
 from largebatch.engine import Hook, Trainer
 from largebatch.precision import autocast
-from largebatch.ranks import Communicator, Stopped
+from largebatch.ranks import Ranks, Stopped
 from largebatch.ranks.replicas import Difference, differences
 
 
@@ -68,7 +68,7 @@ REMEDY = (
 )
 
 
-def of_rank_0(comm: Communicator, batch: Augmented) -> Augmented:
+def of_rank_0(comm: Ranks, batch: Augmented) -> Augmented:
     """Return a copy of rank 0's micro-batch; `batch` gives the shapes."""
     box = comm.broadcast_object(batch.mix_box, name="recompute/box")
     tensors = {name: value.contiguous().clone() for name, value in batch._asdict().items() if isinstance(value, Tensor)}

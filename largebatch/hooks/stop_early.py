@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from largebatch.config import epoch_seconds
 from largebatch.engine import Hook, StepOutput, Trainer
-from largebatch.ranks import Communicator
+from largebatch.ranks import Ranks
 from largebatch.ranks.signals import SIGNALS, Signals
 from largebatch.ranks.stop_points import StopPoints
 
@@ -107,7 +107,7 @@ class StopEarly(Hook):
         """
         return max(self.pauses_s) + 2 * self.longest_save_s() + MARGIN_S
 
-    def explain(self, requests: list[int], comm: Communicator) -> str:
+    def explain(self, requests: list[int], comm: Ranks) -> str:
         """Return the reasons for the end, as the end of a sentence."""
         *counts, gone, near = requests
         reasons = [f"{number.name} reached {n} of {comm.size} ranks" for number, n in zip(SIGNALS, counts) if n]

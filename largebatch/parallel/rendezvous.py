@@ -25,10 +25,10 @@ from largebatch.launch.gloo_address import (
 )
 from largebatch.launch.gloo_server import serve_store
 from largebatch.parallel import mesh
-from largebatch.ranks import Communicator
+from largebatch.ranks import Ranks
 
 
-def start_torch_distributed(comm: Communicator, device: torch.device) -> None:
+def start_torch_distributed(comm: Ranks, device: torch.device) -> None:
     """Start torch.distributed, unless it has been started already; it ends before Horovod does.
 
     If one rank fails, all raise.

@@ -30,7 +30,7 @@ from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
 from largebatch.parallel.state_sharding import Sharding, state_bytes
 from largebatch.parallel.tensor import layouts, num_blocks
 from largebatch.precision import autocast
-from largebatch.ranks import Communicator
+from largebatch.ranks import Ranks
 from largebatch.ranks.reduction import Reduced
 from largebatch.replica import ForwardBackward, Replica
 from zoo.vit import VisionTransformer
@@ -97,7 +97,7 @@ class ParallelReplica(Replica):
             return volo.token_labeling(self.mesh, dense_weight=serial.dense_weight)
         return classification(self.mesh) if self.is_vit else serial
 
-    def attach(self, model: nn.Module, optimizer: Reduced, comm: Communicator) -> None:
+    def attach(self, model: nn.Module, optimizer: Reduced, comm: Ranks) -> None:
         """Take the parts, and tell the optimizer of which tensors its parameters are parts."""
         super().attach(model, optimizer, comm)
         self._device = next(model.parameters()).device

@@ -40,7 +40,7 @@ class _Work(NamedTuple):
 class ShardedLamb(Lamb):
     """`Lamb` for parts of tensors.
 
-    Set `sharding` before the first use and after Communicator.wrap, because Horovod makes a new instance there.
+    Set `sharding` before the first use and after comm.wrap, because Horovod makes a new instance there.
 
     Under ZeRO `state` has the moments of this rank's piece, 1-D, and step counters of all parameters. `state_of` and
     `set_state_of` always exchange whole local tensors.
@@ -145,7 +145,7 @@ class ShardedLamb(Lamb):
 
     def _known(self) -> Sharding:
         if self.sharding is None:
-            raise ValueError("ShardedLamb does not know its mesh: set its sharding, after Communicator.wrap.")
+            raise ValueError("ShardedLamb does not know its mesh: set its sharding, after comm.wrap.")
         return self.sharding
 
 

@@ -19,7 +19,7 @@ from largebatch.plan.planning import cluster_of, otherwise
 from largebatch.plan.run import HOUR, RAMP, Run, num_steps, run_of
 from largebatch.plan.step import Cluster, Speed, Step, step_of
 from largebatch.plan.trace import Pass, trace
-from largebatch.ranks import Communicator
+from largebatch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 clock = time.perf_counter
@@ -91,7 +91,7 @@ class Forecast:
         return [*hours, f"plan: {room}"]
 
 
-def forecast(config: TrainConfig, comm: Communicator, device: torch.device, *, num_images: int) -> "Correction":
+def forecast(config: TrainConfig, comm: Ranks, device: torch.device, *, num_images: int) -> "Correction":
     """Log the hours and the memory of a run on GPUs, and return the hook that corrects them.
 
     All ranks stop if the run cannot fit.

@@ -1,4 +1,4 @@
-"""The ranks of a run: what they exchange, and how they stop together. Only ranks and launch import Horovod.
+"""The ranks of a run: what they exchange, and how they stop together. Only horovod.py imports Horovod.
 
 The names below are loaded when first used, so files that need only the standard library can be imported without
 Horovod and torch.
@@ -8,17 +8,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from largebatch.ranks.communicator import Communicator, session
+    from largebatch.ranks.ranks import Ranks
+    from largebatch.ranks.sessions import session
     from largebatch.ranks.stopped import Stopped, StoppedEarly
 
 EXPORTS = {
-    "Communicator": "largebatch.ranks.communicator",
+    "Ranks": "largebatch.ranks.ranks",
     "Stopped": "largebatch.ranks.stopped",
     "StoppedEarly": "largebatch.ranks.stopped",
-    "session": "largebatch.ranks.communicator",
+    "session": "largebatch.ranks.sessions",
 }
 
-__all__ = ["Communicator", "Stopped", "StoppedEarly", "session"]
+__all__ = ["Ranks", "Stopped", "StoppedEarly", "session"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,48 +1,213 @@
-"""Horovod's side of the ranks: waiting for its collectives, and its DistributedOptimizer under ours.
+"""The ranks that a launcher has started, which speak by Horovod.
 
 Horovod's own blocking calls busy-wait: they starve the loader, Horovod's own thread, and the rank that everyone waits
-for. The functions here poll and sleep.
+for. `finish` polls and sleeps. Two more of Horovod's helpers are avoided: `broadcast_optimizer_state` takes a real step
+to create state, and `broadcast_parameters` refuses ordinary arguments.
 """
 
+import faulthandler
+import os
+import pickle
+import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import horovod.torch
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from largebatch.config.horovod import HorovodConfig, stall_limit, told_the_longest
+from largebatch.config.parallel import WHOLE, Shape
+from largebatch.launch import gloo_start, launcher
+from largebatch.launch.cores import cores_of_process, share_of_cores, yields
+from largebatch.launch.home import set_missing_home
+from largebatch.launch.parents import Process, end_hung_mpirun, end_stopped, this_process
+from largebatch.process.installer import foreign_gpu, install_command
 from largebatch.ranks.fp16 import Fp16
-from largebatch.ranks.mistakes import Mistake
+from largebatch.ranks.ranks import Ranks
 from largebatch.ranks.reduction import Reduced
+from largebatch.ranks.replicas import parameters_of
 from largebatch.ranks.sending import Unchanged
 
+hvd: Any = horovod.torch
+END_S = 10
+LOOK_S = 0.1  # between two looks whether MPI's launcher is there
 MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 200e-6  # between two polls; each pause is twice the one before
+PIECE = 2**30  # bytes in one message: MPI counts them in 31 bits
+# What Horovod can send; all other types are sent as bytes.
+TYPES = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
 
 
-class _Horovod:
-    """Horovod's module for torch, imported when it is first used: a process can do without it."""
+class HorovodRanks(Ranks):
+    """The ranks of one launch. If `shape` divides the model, each part has a process set of Horovod's."""
 
-    def __getattr__(self, name: str) -> Any:
-        import horovod.torch
+    failures = (hvd.HorovodInternalError,)
 
-        return getattr(horovod.torch, name)
+    def __init__(
+        self, *, deterministic: bool = False, horovod: HorovodConfig | None = None, shape: Shape = WHOLE
+    ) -> None:
+        """Start Horovod. deterministic: reduce each tensor by itself, so that sums repeat to the last bit.
+
+        ValueError for settings, or launchers, that contradict each other; RuntimeError if Horovod sees other ranks than
+        the launcher announced, or if ranks do not come.
+        """
+        on_gpus = bool(hvd.nccl_built()) and torch.cuda.is_available()
+        horovod = horovod or HorovodConfig()
+        start_limit_s = horovod.start_limit(os.environ)
+        horovod.apply(os.environ, deterministic=deterministic, on_gpus=on_gpus)
+        launch = launcher.recognise(os.environ)
+        self.launcher = launch.launcher  # Horovod's variables, which are set from here on, would look like a second one
+        shape.data_size(launch.size)  # raises before any rank waits for another
+        set_missing_home(os.environ)
+        mpi = gloo_start.mpi_version(hvd.mpi_lib_v2.__file__) if hvd.mpi_built() else ""
+        self.cores = cores_of_process()
+        if launch.local_size:  # mpi_scripts/bind.sh, which knows the cores of each rank, has set the variable already
+            os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", str(int(yields(self.cores, launch.local_size))))
+        self._rendezvous = gloo_start.prepare(launch, os.environ, mpi=mpi)
+        self._parent = os.getppid()
+        self._processes: list[Process | None] = []  # of all ranks
+        stall_limit_s = stall_limit(os.environ)
+        super().__init__(
+            stall_limit_s=stall_limit_s, hang_limit_s=horovod.hang_limit_s, start_limit_s=start_limit_s
+        )
+        with self._watchdog.waiting("start"), told_the_longest(os.environ, [start_limit_s, stall_limit_s]):
+            data_sets = [hvd.ProcessSet(range(rank, launch.size, shape.size)) for rank in range(shape.size)]
+            hvd.init(process_sets=data_sets if shape.size > 1 else None)
+        self.is_open = True
+        self.rank, self.size, self.model_size = hvd.rank(), hvd.size(), shape.size
+        self.data_rank, self.model_rank = divmod(self.rank, shape.size)
+        self.data_size = self.size // shape.size
+        self._data_set = data_sets[self.model_rank] if shape.size > 1 else hvd.global_process_set
+        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+        self._refuse_mismatch(launch)
+        self.num_cores = self._share_cores()
+        if hvd.mpi_enabled():
+            threading.Thread(target=self._watch_launcher, name="largebatch-launcher", daemon=True).start()
+
+    def _share_cores(self) -> float:
+        """Return how many cores' worth of time this rank has, as all ranks of its host share its cores."""
+        host = socket.gethostname()
+        everyone = self.allgather_object((host, self.cores, this_process()), name="cores")
+        self._processes = [process for _, _, process in everyone]
+        return share_of_cores(self.cores, [cores for theirs, cores, _ in everyone if theirs == host])
+
+    def _watch_launcher(self) -> None:
+        """If MPI's launcher is gone, end the ranks of this host that are stopped: MPI ends this one in a second."""
+        while self.is_open:
+            time.sleep(LOOK_S)
+            self._end_stopped_without_launcher()
+
+    def _end_stopped_without_launcher(self) -> None:
+        if os.getppid() != self._parent:  # else the launcher ends them
+            end_stopped(self._processes)
+
+    def _refuse_mismatch(self, launch: launcher.Launch) -> None:
+        """Raise RuntimeError, on all ranks that Horovod sees, if one has another place than its launcher announced."""
+        here = {"rank": self.rank, "size": self.size, "local_rank": self.local_rank, "local_size": self.local_size}
+        causes = self.allgather_object(launcher.mismatch(launch, **here), name="launch")
+        if any(causes):
+            raise RuntimeError(next(filter(None, causes)))
+
+    def device(self, kind: str = "auto") -> torch.device:
+        device = super().device(kind)
+        if device.type == "cuda":
+            if not hvd.nccl_built():
+                raise ValueError(
+                    "Horovod was built without NCCL and cannot reduce gradients on a GPU: build it anew with "
+                    f"`{install_command('--force', settings='OPERATIONS=nccl')}`, or set --run.device cpu."
+                )
+            _refuse_foreign_gpu(device)
+        return device
+
+    # -- collectives -------------------------------------------------------------------------------------------
+
+    def start_allreduce(
+        self, tensor: Tensor, *, name: str, among_data_ranks: bool = False, largest: bool = False
+    ) -> int:
+        ranks = self._data_set if among_data_ranks else hvd.global_process_set
+        operation = hvd.Max if largest else hvd.Sum
+        handle: int = hvd.allreduce_async(tensor, name=name, op=operation, process_set=ranks)
+        return handle
+
+    def finish(self, handle: int, *, pause_s: float | None = None) -> Tensor:
+        result: Tensor = finish(handle, pause_s=pause_s)
+        return result
+
+    def broadcast_object(self, value: Any, *, name: str) -> Any:
+        mine = _pickled(value if self.rank == 0 else None)
+        with self._watchdog.waiting(name):
+            size = finish(hvd.broadcast_async(torch.tensor(len(mine)), root_rank=0, name=f"{name}/size"))
+            payload = mine if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+            for piece in payload.split(PIECE):
+                finish(hvd.broadcast_async_(piece, root_rank=0, name=f"{name}/bytes"))
+        return value if self.rank == 0 else pickle.loads(payload.numpy().data)
+
+    def allgather_object(self, value: Any, *, name: str) -> list[Any]:
+        mine = _pickled(value)
+        with self._watchdog.waiting(name):
+            sizes = finish(hvd.allgather_async(torch.tensor([len(mine)]), name=f"{name}/sizes"))
+            payloads = finish(hvd.allgather_async(mine, name=f"{name}/bytes"))
+        return [pickle.loads(payload.numpy().data) for payload in payloads.split(sizes.tolist())]
+
+    def broadcast_tensors(self, tensors: dict[str, Tensor], *, name: str) -> None:
+        handles, copies = [], []
+        for key, tensor in tensors.items():
+            whole = tensor.detach().contiguous()  # a copy, if the tensor has gaps or another order
+            flat = whole.view(-1) if tensor.dtype in TYPES else whole.view(-1).view(torch.uint8)
+            handles.append(
+                hvd.broadcast_async_(
+                    flat, root_rank=self.model_rank, name=f"{name}/{key}", process_set=self._data_set
+                )
+            )
+            copies += [] if tensor.is_contiguous() else [(tensor.detach(), whole)]
+        with self._watchdog.waiting(name):
+            for handle in handles:
+                finish(handle)
+        for tensor, whole in copies:
+            tensor.copy_(whole)
+        increment_version(tensors.values())  # Horovod does not tell torch that they changed
+
+    def _mixed(self, optimizer: Optimizer, model: nn.Module, passes: int, sending: Unchanged) -> Reduced:
+        return distribute(optimizer, model, passes=passes, sending=sending, data_set=self._data_set)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def abort(self, code: int = 1) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        end_hung_mpirun(self._parent)
+        faulthandler.dump_traceback_later(END_S, exit=True)  # MPI's Abort hangs if mpirun does
+        # Under Gloo the import of mpi4py.MPI would start MPI on this rank alone. A single rank has nobody else to end.
+        if hvd.is_initialized() and hvd.mpi_enabled() and hvd.size() > 1:
+            import mpi4py
+
+            mpi4py.rc.initialize = False
+            from mpi4py import MPI
+
+            MPI.COMM_WORLD.Abort(code)
+        self._end_stopped_without_launcher()
+        os._exit(code)  # under Gloo the other ranks see the lost connection, and the launcher ends them
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        with self._watchdog.waiting("shutdown"):
+            hvd.shutdown()
+        self._rendezvous.close()
+        self._watchdog.stop()
 
 
-hvd: Any = _Horovod()
-
-
-def wait(handle: int) -> None:
-    """Sleep until a collective is done."""
-    pause_s = MIN_PAUSE_S
+def finish(handle: int, *, pause_s: float | None = None) -> Any:
+    """Sleep until a collective is done and return its result. pause_s: between two looks; None: short, then longer."""
+    pause = pause_s or MIN_PAUSE_S
     while not hvd.poll(handle):
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, MAX_PAUSE_S)
-
-
-def finish(handle: int) -> Any:
-    """Wait for a collective and return its result."""
-    wait(handle)
+        time.sleep(pause)
+        pause = pause_s or min(2 * pause, MAX_PAUSE_S)
     return hvd.synchronize(handle)
 
 
@@ -61,30 +226,28 @@ class ReducedByHorovod(Reduced):
             self.sending.decompress(received, gradient)
 
 
+class _Parameters(Optimizer):
+    """An optimizer that Horovod can make anew, as it does, from the groups alone."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+
 def distribute(
     optimizer: Optimizer, model: nn.Module, *, passes: int, sending: Unchanged, data_set: Any
 ) -> ReducedByHorovod:
-    """Return Horovod's optimizer for this one, with our methods; Horovod calls its class with the param groups alone.
-
-    It averages over `data_set`.
-    """
-    name = type(optimizer).__name__
+    """Return Horovod's optimizer with our methods and those of this one; it averages over `data_set`."""
     with _without_gradients(model):  # Horovod's own hooks could not be removed again
-        try:
-            distributed: Any = hvd.DistributedOptimizer(
-                optimizer,
-                named_parameters=model.named_parameters(),
-                backward_passes_per_step=passes,
-                compression=sending,
-                op=hvd.Sum if isinstance(sending, Fp16) else hvd.Average,  # Fp16 divides before it casts
-                process_set=data_set,
-            )
-        except TypeError as error:
-            raise Mistake(
-                f"{name} cannot be wrapped: Horovod makes it anew as {name}(param_groups), and that fails ({error}). "
-                "Give its other arguments defaults; the groups hold their values."
-            ) from error
-    distributed.__class__ = type(name, (ReducedByHorovod, type(distributed)), {})
+        distributed: Any = hvd.DistributedOptimizer(
+            _Parameters(parameters_of(optimizer)),
+            named_parameters=model.named_parameters(),
+            backward_passes_per_step=passes,
+            compression=sending,
+            op=hvd.Sum if isinstance(sending, Fp16) else hvd.Average,  # Fp16 divides before it casts
+            process_set=data_set,
+        )
+    kind = type(optimizer)
+    distributed.__class__ = type(kind.__name__, (ReducedByHorovod, type(distributed), kind), {})
     reduced: ReducedByHorovod = distributed
     return reduced
 
@@ -100,3 +263,19 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in trainable:
             parameter.requires_grad_(True)
+
+
+def _refuse_foreign_gpu(device: torch.device) -> None:
+    """Raise ValueError if Horovod's kernels do not run on the GPU: they fail silently, and the ranks drift apart."""
+    capability = torch.cuda.get_device_capability(device)
+    if listed := foreign_gpu(capability):
+        own = "".join(map(str, capability))
+        remedy = install_command("--force", settings=f"HOROVOD_BUILD_CUDA_CC_LIST={listed},{own} OPERATIONS=nccl")
+        raise ValueError(
+            f"Horovod's kernels were compiled for the architectures {listed}, and the GPU of {socket.gethostname()} is "
+            f"{own}: build Horovod anew with `{remedy}`."
+        )
+
+
+def _pickled(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

@@ -15,14 +15,14 @@ from largebatch.ranks.preflight import SHOWN, name_ranks
 from largebatch.ranks.stopped import Stopped
 
 if TYPE_CHECKING:
-    from largebatch.ranks.communicator import Communicator
+    from largebatch.ranks.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 FILLED, SCARCE = 0.1, 0.5  # parts of a GPU's memory: with less free, a run cannot start, or may soon run out of it
 
 
-def check_placement(comm: "Communicator", device: torch.device, *, loader_threads: int | None) -> list[str]:
+def check_placement(comm: "Ranks", device: torch.device, *, loader_threads: int | None) -> list[str]:
     """Describe where the ranks compute, one line per host; rank 0 warns of ranks with too few cores or GPU memory.
 
     loader_threads: the number in the config; None: it follows from the cores of each rank. All ranks raise Stopped if

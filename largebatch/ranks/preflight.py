@@ -23,7 +23,7 @@ from largebatch.process.packages import version_of
 from largebatch.ranks.stopped import Stopped
 
 if TYPE_CHECKING:
-    from largebatch.ranks.communicator import Communicator
+    from largebatch.ranks.ranks import Ranks
 
 PACKAGES = ("torch", "horovod", "timm", "numpy", "torchvision", "safetensors", "pillow")
 DALI = ("nvidia-dali-cuda120", "nvidia-dali-cuda130")  # one of them, by the CUDA of torch
@@ -42,7 +42,7 @@ VARIABLES_REMEDY = "give every rank the same variables (mpirun -x NAME hands one
 logger = logging.getLogger(__name__)
 
 
-def agree(comm: "Communicator", options: Mapping[str, object]) -> str:
+def agree(comm: "Ranks", options: Mapping[str, object]) -> str:
     """Compare versions, sources, options and Horovod's variables of all ranks; return one line of versions for the log.
 
     All ranks raise Stopped if one rank differs; the message names the rank, its value and the others'. Rank 0 warns if

@@ -34,6 +34,7 @@ from largebatch.ranks.replicas import (
     check_replicas,
     is_due,
     named_tensors,
+    parameters_of,
     refuse_unlike,
 )
 from largebatch.ranks.sending import Unchanged
@@ -387,11 +388,6 @@ def keep(optimizer: Optimizer) -> Reduced:
     mixed: Any = type(kind.__name__, (Reduced, kind), {})
     reduced: Reduced = mixed.__new__(mixed)
     return reduced
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return all parameters of an optimizer, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def refuse_irreducible(optimizer: Optimizer, model: nn.Module, passes: int) -> None:

@@ -7,7 +7,7 @@ ranks compare a digest of these (`Votes`), and now and then a sum of the bits of
 
 import socket
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class Votes:
 
     def finish(self) -> list[int]:
         """Wait for the sum; return how many ranks have each gradient."""
-        *sums, _ = received = self.comm.finish_allreduce(self.handle).tolist()
+        *sums, _ = received = self.comm.finish(self.handle).tolist()
         # Equal numbers, and only these, have a square of the sum that is so many times the sum of the squares.
         size = self.comm.data_size
         self.alike = all(size * squares == total**2 for total, squares in (received[:2], received[2:4]))
@@ -113,6 +113,21 @@ def part_of(column: Any, start: int, stop: int) -> Any:
     return column[start:stop]
 
 
+def parts_of(comm: Any, columns: tuple[Any, ...], length: int, parts: int) -> Iterator[tuple[Any, ...]]:
+    """Yield the parts of this data rank, as `micro_batches` does, of columns of this length, and their weights."""
+    seed = int(torch.randint(2**62, ()))  # all ranks draw it
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        for part in range(comm.data_rank, parts, comm.data_size):
+            start, stop = length * part // parts, length * (part + 1) // parts
+            if start < stop:  # the mean of no sample would be NaN
+                torch.default_generator.manual_seed(seed + part)
+                if devices:
+                    torch.cuda.manual_seed(seed + part)
+                weight = (stop - start) * comm.data_size / length
+                yield *(part_of(column, start, stop) for column in columns), weight
+
+
 def digest_of_columns(columns: Sequence[Any]) -> int:
     """Return a digest of columns that ranks share: of whole numbers and texts, or, if there are none, of all.
 
@@ -163,7 +178,7 @@ def share(comm: Any, model: nn.Module, optimizer: Optimizer) -> None:
 
 def _make_room(comm: Any, optimizer: Optimizer) -> None:
     """Give the optimizer of each rank the entries that rank 0's state has, for `broadcast_state` to fill."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     mine = [
         {key: (value.shape, value.dtype, value.is_cpu) for key, value in optimizer.state.get(parameter, {}).items()
          if torch.is_tensor(value)} for parameter in parameters
@@ -176,6 +191,54 @@ def _make_room(comm: Any, optimizer: Optimizer) -> None:
                 key: torch.empty(shape, dtype=dtype, device="cpu" if on_cpu else parameter.device)
                 for key, (shape, dtype, on_cpu) in entries.items()
             }
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return all parameters of an optimizer, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def broadcast_state(comm: Any, model: nn.Module, optimizer: Optimizer) -> None:
+    """Make model and optimizer equal to rank 0's.
+
+    Scalars travel as an object, tensors in place. Parameters come last, so that nothing before can change them.
+    """
+    scalars, tensors = _optimizer_parts(model, optimizer)
+    _refuse_other_state(comm, tensors)
+    scalars = comm.broadcast_object(scalars, name="state/scalars")
+    for group, values in zip(optimizer.param_groups, scalars["groups"]):
+        group.update(values)
+    for parameter, values in zip(parameters_of(optimizer), scalars["states"]):
+        if values:
+            optimizer.state[parameter].update(values)
+    comm.broadcast_tensors(tensors, name="state/optimizer")
+    comm.broadcast_model(model)
+
+
+def _refuse_other_state(comm: Any, tensors: dict[str, Tensor]) -> None:
+    """Raise Stopped on all ranks if one has other tensors than the first rank with the same part of the model."""
+    first: dict[int, set[str]] = {}
+    all_names = comm.allgather_object((comm.model_rank, set(tensors)), name="state/names")
+    for rank, (model_rank, names) in enumerate(all_names):
+        differing = first.setdefault(model_rank, names) ^ names
+        if differing:
+            raise Stopped(
+                f"rank {rank} has other optimizer state than rank {model_rank}, which differ in {min(differing)}: "
+                "freeze the same parameters on all ranks before optim.init_state, as they were when it was saved."
+            )
+
+
+def _optimizer_parts(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Split the optimizer's state into picklable scalars and named tensors."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    states: list[dict[str, Any]] = []
+    tensors: dict[str, Tensor] = {}
+    for parameter in parameters_of(optimizer):
+        state = optimizer.state.get(parameter, {})
+        states.append({key: value for key, value in state.items() if not torch.is_tensor(value)})
+        tensors |= {f"{names[parameter]}/{key}": value for key, value in state.items() if torch.is_tensor(value)}
+    return {"groups": groups, "states": states}, tensors
 
 
 # -- batch norm ------------------------------------------------------------------------------------------------------

@@ -12,13 +12,10 @@ another before it. So a rank leaves PERIOD_S, two short messages and at most one
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-
-from largebatch.ranks.horovod import hvd
-from largebatch.ranks.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +26,10 @@ POLL_S = 0.005  # this thread is in no hurry, and leaves the core to the others
 class StopPoints:
     """The points of this rank, and the thread that asks. All ranks make one, pass its points and close it."""
 
-    def __init__(self, requests: Callable[[], Sequence[bool]], watchdog: Watchdog) -> None:
+    def __init__(self, requests: Callable[[], Sequence[bool]], comm: Any) -> None:
         """requests: what this rank asks for, as many truth values on each rank; called in the thread."""
         self.counts: list[int] = []  # for each request the number of ranks that have it, once there is one
-        self._requests, self._watchdog = requests, watchdog
+        self._requests, self._comm = requests, comm
         self._lock = threading.Lock()  # of the next two
         self._passed = 0
         self._held = False
@@ -47,7 +44,7 @@ class StopPoints:
             if not self._held:
                 self._passed += 1
                 return False
-        with self._watchdog.waiting("stop points"):
+        with self._comm.waiting("stop points"):
             self._decided.wait()
         self._passed += 1
         return self._passed == self._last
@@ -55,33 +52,30 @@ class StopPoints:
     def close(self) -> None:
         """Wait until all ranks have passed their last point; the second call does nothing."""
         self._closing.set()
-        with self._watchdog.waiting("end of the stop points"):
+        with self._comm.waiting("end of the stop points"):
             self._thread.join()
 
     def _ask(self) -> None:
         try:
             while True:
                 self._closing.wait(PERIOD_S)
-                *counts, num_closing = _reduce([*self._requests(), self._closing.is_set()], hvd.Sum)
+                *counts, num_closing = self._reduce([*self._requests(), self._closing.is_set()])
                 if any(counts):
                     break
-                if num_closing == hvd.size():
+                if num_closing == self._comm.size:
                     return
             with self._lock:
                 self._held, passed = True, self._passed
-            (highest,) = _reduce([passed], hvd.Max)
+            (highest,) = self._reduce([passed], largest=True)
             self.counts, self._last = counts, highest + 1
-        except (hvd.HorovodInternalError, ValueError) as error:  # a rank is lost, and the main thread will see it, too
+        except (*self._comm.failures, ValueError) as error:  # a rank is lost, and the main thread will see it, too
             logger.debug("the ranks cannot ask each other whether to stop: %s", error)
         finally:
             self._decided.set()
 
-
-def _reduce(values: Sequence[int], op: int) -> list[int]:
-    """Reduce whole numbers over the ranks, in this thread."""
-    tensor = torch.tensor([int(value) for value in values])
-    handle = hvd.allreduce_async(tensor, name=f"stop points/{len(values)}", op=op)
-    while not hvd.poll(handle):
-        time.sleep(POLL_S)
-    result: torch.Tensor = hvd.synchronize(handle)
-    return result.tolist()
+    def _reduce(self, values: Sequence[int], *, largest: bool = False) -> list[int]:
+        """Reduce whole numbers over the ranks, in this thread."""
+        tensor, name = torch.tensor([int(value) for value in values]), f"stop points/{len(values)}"
+        handle = self._comm.start_allreduce(tensor, name=name, largest=largest)
+        found: list[int] = self._comm.finish(handle, pause_s=POLL_S).tolist()
+        return found

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from largebatch.files.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from largebatch.ranks import Communicator
+    from largebatch.ranks import Ranks
 
 GIT_S = 10.0  # longest wait for git, which may be slow on a file system that many share
 
@@ -48,7 +48,7 @@ class Start:
         return f"{self.command}: {count(self.ranks, 'rank')} on {hosts}, started by {self.launcher}{commit}"
 
 
-def describe_start(comm: "Communicator", words: Sequence[str]) -> Start:
+def describe_start(comm: "Ranks", words: Sequence[str]) -> Start:
     """Return the start of this process, with the hosts of all ranks; every rank calls this."""
     hosts = comm.allgather_object(socket.gethostname(), name="starts")
     return Start(

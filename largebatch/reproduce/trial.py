@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from largebatch.assembly import build_replica, check_model, count_passes, put_together
-from largebatch.benchmark.solo import Solo
 from largebatch.config import TrainConfig, duration_images
 from largebatch.data.order import Plan
 from largebatch.data.sources import open_source
 from largebatch.engine import Hook, StepOutput, Trainer
 from largebatch.ranks import Stopped
+from largebatch.ranks.single import Single
 from largebatch.reproduce.experiment import SEARCH_SHARE
 from largebatch.reproduce.images import Pixels, Preparation, evaluation_batches, training_batches
 from largebatch.reproduce.results import Result
@@ -62,7 +62,7 @@ def images_of_search(path: str, border: int) -> tuple[Pixels, Pixels]:
 def run(config: TrainConfig, *, searches: bool, given_up: Callable[[], bool] = lambda: False) -> Result | None:
     """Train on one thread; return None if `given_up` says that nobody waits. ValueError: the config does not fit."""
     began, threads = time.perf_counter(), torch.get_num_threads()
-    record, comm = Record(given_up), Solo()
+    record, comm = Record(given_up), Single()
     torch.set_num_threads(1)
     try:
         trainer = build(config, comm, searches=searches, hook=record)
@@ -78,7 +78,7 @@ def run(config: TrainConfig, *, searches: bool, given_up: Callable[[], bool] = l
     return Result(steps, accuracies, losses, train_losses, diverged=record.diverged, seconds=seconds)
 
 
-def build(config: TrainConfig, comm: Solo, *, searches: bool, hook: Hook) -> Trainer:
+def build(config: TrainConfig, comm: Single, *, searches: bool, hook: Hook) -> Trainer:
     device = comm.device(config.run.device)
     check_model(config, comm)
     border = config.data.crop_padding or 0

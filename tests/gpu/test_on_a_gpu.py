@@ -14,7 +14,6 @@ from test_optim import COMPILE, Reference, make_params, relative, set_grads
 from torch import Tensor, nn
 
 from largebatch.augment import Augment
-from largebatch.benchmark.solo import Solo
 from largebatch.data import randaugment, randaugment_ops
 from largebatch.hooks.ema import lerp_
 from largebatch.native.copies import pack, to_device, unpack
@@ -25,6 +24,7 @@ from largebatch.optim import (
     scale_gradients,
 )
 from largebatch.ranks.reduction import Reduced
+from largebatch.ranks.single import Single
 
 CPU = torch.device("cpu")
 
@@ -140,7 +140,7 @@ def test_lamb_takes_no_step_if_a_flag_on_its_device_says_so(device, impl):
 
 def test_a_gradient_that_is_not_finite_leaves_everything_as_it_is(device):
     model = nn.Linear(5, 3).to(device)
-    optimizer = Solo().wrap(build_optimizer(model, lr=0.1, weight_decay=0.1), model)
+    optimizer = Single().wrap(build_optimizer(model, lr=0.1, weight_decay=0.1), model)
     init_state(optimizer)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     for value, applied in ((1.0, True), (torch.inf, False), (torch.nan, False)):

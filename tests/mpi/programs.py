@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from largebatch.config.horovod import HorovodConfig
-from largebatch.ranks import session
+from largebatch.ranks import Ranks, session
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
@@ -360,23 +360,23 @@ def before_step(act: Callable) -> None:
 
 def is_told_to_end_when_done() -> None:
     """SIGTERM comes to each rank when Horovod has ended."""
-    from largebatch.ranks import Communicator
+    from largebatch.ranks import sessions
     from largebatch.ranks.signals import Signals
 
     listening: list[Signals] = []
-    listen, shut_down = Signals._listen, Communicator.shutdown
+    listen, end = Signals._listen, sessions._end
 
     def listens(self) -> None:
         listening.append(self)
         listen(self)
 
-    def shuts_down(self) -> None:
-        shut_down(self)
+    def ends(comm: Ranks) -> None:
+        end(comm)
         os.kill(os.getpid(), signal.SIGTERM)
         while not listening[0].first:
             time.sleep(0.01)
 
-    Signals._listen, Communicator.shutdown = listens, shuts_down
+    Signals._listen, sessions._end = listens, ends
 
 
 def tells_of_searches() -> None:

@@ -1,14 +1,12 @@
 """The programs of examples/ run as their docstrings say, and docs/your-loop.md shows what is in them."""
 
 import ast
-import functools
 import importlib.util
 import json
 import os
 import re
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 import zoo
 from largebatch.files.run_lock import hold
-from largebatch.ranks import Communicator
+from largebatch.ranks.single import Single
 
 # The packages of this tree, from any folder. Ranks of plain Horovod wait busily, and torch would use all cores in each.
 FOUND = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -160,10 +158,7 @@ def test_the_other_snippets_run():
     train = TensorDataset(torch.arange(10.0), torch.arange(10))
     seen = []
     names = {"torch": torch, "train": train, "BATCH": 4, "order": torch.Generator().manual_seed(0), "seen": seen}
-    names |= {"default_collate": default_collate, "comm": SimpleNamespace(data_rank=0, data_size=1)}
-    vars(names["comm"]).update(_shared=0)
-    for method in (Communicator.micro_batches, Communicator._parts):
-        setattr(names["comm"], method.__name__, functools.partial(method, names["comm"]))
+    names |= {"default_collate": default_collate, "comm": Single()}
     exec(loading + "        seen += labels.tolist()\n", names)
     assert sorted(seen) == list(range(10))
 

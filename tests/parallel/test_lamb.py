@@ -306,7 +306,7 @@ def _mistakes():
     model = Parameters(whole_parameters())
     parameters, cuts = dict(model.named_parameters()), dict.fromkeys(SHAPES, UNCUT)
     optimizer = ShardedLamb(model.parameters())
-    with pytest.raises(ValueError, match="does not know its mesh: set its sharding, after Communicator.wrap"):
+    with pytest.raises(ValueError, match="does not know its mesh: set its sharding, after comm.wrap"):
         optimizer.step()
     with pytest.raises(ValueError, match="set --parallel.zero 1 as well"):
         Sharding(parameters, cuts, mesh, offload=True)

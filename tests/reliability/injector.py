@@ -76,7 +76,7 @@ def plant(injector: Injector) -> None:
     from largebatch.assembly import images
     from largebatch.data.dali import TrainLoader
     from largebatch.hooks import Checkpoint, sinks
-    from largebatch.ranks import Communicator
+    from largebatch.ranks.reduction import Reduced
 
     def before(owner: Any, name: str, phase: str) -> None:
         whole = getattr(owner, name)
@@ -91,8 +91,8 @@ def plant(injector: Injector) -> None:
     before(images, "open_data", "data")
     before(TrainLoader, "__next__", "load")
     before(engine.Trainer, "forward_backward", "forward")
-    before(Communicator, "synchronize", "reduce")
-    before(Communicator, "apply", "update")
+    before(Reduced, "synchronize", "reduce")
+    before(Reduced, "step_if_finite", "update")
     before(evaluation, "count_correct", "evaluate")
     before(Checkpoint, "save", "save")
     sinks.REDRAW_S = 0.0

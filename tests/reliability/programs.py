@@ -22,7 +22,7 @@ from largebatch.hooks import sinks
 from largebatch.hooks.recompute import check_gradient
 from largebatch.hooks.sinks import Sink
 from largebatch.process import background
-from largebatch.ranks import Communicator, Stopped, session
+from largebatch.ranks import Ranks, Stopped, session
 from largebatch.ranks.replicas import check_replicas, named_tensors
 from largebatch.start import start_ranks
 from largebatch.train import read
@@ -33,7 +33,7 @@ KEPT = 5  # the newest two checkpoints, the best, its link, and the one before t
 SMALL = "--model vit_nano32 --img-size 32 --data.micro_batch_size 4".split()
 
 
-def report(comm: Communicator, **numbers: object) -> None:
+def report(comm: Ranks, **numbers: object) -> None:
     if comm.rank == 0:
         print(f"report: {json.dumps(numbers)}", flush=True)
 

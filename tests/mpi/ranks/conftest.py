@@ -92,9 +92,9 @@ def rank() -> str:
 @pytest.fixture(scope="session")
 def comm():
     """One communicator for all tests of a launch."""
-    from largebatch.ranks import Communicator
+    from largebatch.ranks.sessions import start
 
-    communicator = Communicator(deterministic=True)
+    communicator = start(deterministic=True)
     LIVE.append(communicator)
     yield communicator
     communicator.shutdown()

@@ -15,7 +15,7 @@ from largebatch.data.stream import Batch
 from largebatch.engine import Trainer, TrainState
 from largebatch.losses import classification
 from largebatch.optim import LookSam, build_optimizer, init_state
-from largebatch.ranks import Communicator
+from largebatch.ranks import Ranks
 from largebatch.replica import Replica
 from zoo.vit import VisionTransformer
 
@@ -95,14 +95,14 @@ def images(samples: list[int], *, dtype: torch.dtype) -> Tensor:
     return torch.stack([torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(n), dtype=dtype) for n in samples])
 
 
-def plan_for(comm: Communicator, *, passes: int = 2, steps: int = 1, left_over: int = 0) -> Plan:
+def plan_for(comm: Ranks, *, passes: int = 2, steps: int = 1, left_over: int = 0) -> Plan:
     """Steps of so many passes over four images on each rank, and one of what is left over."""
     batch = comm.size * passes * 4
     num_images = steps * batch + left_over
     return Plan(num_samples=50, global_batch_size=batch, micro_batch_size=4, num_images=num_images, seed=0)
 
 
-def replicas_agree(comm: Communicator, model: nn.Module, name: str) -> bool:
+def replicas_agree(comm: Ranks, model: nn.Module, name: str) -> bool:
     """Whether all ranks hold the same bits."""
     mine = [tensor.detach().double().flatten().tolist() for tensor in model.state_dict().values()]
     return all(other == mine for other in comm.allgather_object(mine, name=name))
@@ -115,7 +115,7 @@ def batch_of(plan: Plan, micro: MicroBatch, *, dtype: torch.dtype) -> Batch:
 
 
 def small_trainer(
-    comm: Communicator,
+    comm: Ranks,
     plan: Plan,
     *,
     passes: int,

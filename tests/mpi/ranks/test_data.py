@@ -20,7 +20,7 @@ from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.order import Plan
 from largebatch.data.sources import open_source
 from largebatch.engine import evaluate
-from largebatch.ranks import Stopped, communicator
+from largebatch.ranks import Stopped, ranks
 
 GEOMETRY = {"img_size": 8, "mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bilinear", "num_threads": 1}
 CPU = torch.device("cpu")
@@ -131,7 +131,7 @@ def test_only_rank_0_looks_at_each_image(comm, tmp_path, noted_calls):
 
 
 def test_the_others_hear_that_rank_0_goes_on(comm, monkeypatch):
-    heard, waits, real = threading.Event(), [], communicator.wait
+    heard, waits, real = threading.Event(), [], ranks.wait
 
     def wait(tasks, limit_s=None):
         waits.append(limit_s)
@@ -143,8 +143,8 @@ def test_the_others_hear_that_rank_0_goes_on(comm, monkeypatch):
         assert heard.wait(10)
         return {"rank": comm.rank, "numbers": np.arange(1000)}
 
-    monkeypatch.setattr(communicator, "wait", wait)
-    monkeypatch.setattr(communicator, "PIECE", 99)
+    monkeypatch.setattr(ranks, "wait", wait)
+    monkeypatch.setattr("largebatch.ranks.horovod.PIECE", 99)
     result = comm.from_rank_0(work, phase="working")
     assert result["rank"] == 0 and np.array_equal(result["numbers"], np.arange(1000))
     assert len(waits) >= 5 if comm.rank == 0 else not waits

@@ -14,7 +14,7 @@ from largebatch.engine import Hook, Trainer
 from largebatch.files.run_folder import Row
 from largebatch.hooks import noise_ramp
 from largebatch.hooks.noise_scale import NoiseScale
-from largebatch.ranks import Communicator
+from largebatch.ranks import Ranks
 
 MICRO = 4
 PHASES = ((0, 8), (16, 20), (56, 36))  # 2, 5 and 9 micro-batches: on three ranks, one has none at first
@@ -26,7 +26,7 @@ def rooted(batch_size: int) -> float:
     return math.sqrt(batch_size / 36)
 
 
-def growing(comm: Communicator, plan: Plan = PLAN, **options) -> Trainer:
+def growing(comm: Ranks, plan: Plan = PLAN, **options) -> Trainer:
     """A run with a ramp, wrapped for the passes of another batch."""
     trainer = small_trainer(comm, plan, passes=1, model=OddModel(), **options)
     trainer.scaling = rooted
@@ -63,7 +63,7 @@ def test_any_number_of_ranks_trains_as_one_in_every_phase(comm):
     assert replicas_agree(comm, trainer.model, "ramp/replicas")
 
 
-def by_noise(comm: Communicator) -> tuple[Trainer, Rows]:
+def by_noise(comm: Ranks) -> tuple[Trainer, Rows]:
     trainer, rows = growing(comm, BY_NOISE), Rows()
     noise = NoiseScale(every_images=1, after_row=noise_ramp.follow_noise)
     trainer.hooks = [noise, hooks.Log([rows], every_images=1, noise=noise)]

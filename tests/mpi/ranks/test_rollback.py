@@ -13,7 +13,7 @@ from largebatch import checkpoint
 from largebatch.config import ModelConfig, RunConfig, TrainConfig, dump
 from largebatch.engine import Hook, Trainer
 from largebatch.hooks import Checkpoint, Divergence, ReplicaCheck, divergence, in_turn, replicas
-from largebatch.ranks import Communicator, Stopped
+from largebatch.ranks import Ranks, Stopped
 from zoo.weights import named_weights
 
 STEPS, EVERY, RISES_AFTER = 22, 5, 12
@@ -53,7 +53,7 @@ def short_window(monkeypatch) -> None:
 
 
 def build(
-    comm: Communicator, folder: Path, action: str, planted: Callable[[Trainer], float], *, every: int = EVERY
+    comm: Ranks, folder: Path, action: str, planted: Callable[[Trainer], float], *, every: int = EVERY
 ) -> Trainer:
     """A small run with dropout and mixup, resumed if its folder has a checkpoint."""
     plan = plan_for(comm, steps=STEPS)

@@ -1,0 +1,308 @@
+"""The processes of a run: how many there are, what they exchange, how they end together.
+
+The calls are the same for any number of ranks, including one. `HorovodRanks` (horovod.py) are those that a launcher has
+started, `Single` (single.py) is the only one that needs none; `session` chooses. Every collective has a name, because
+unnamed ones hang after uneven work. tests/mpi has a test of each.
+"""
+
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from largebatch.launch.cores import Cores
+from largebatch.launch.driver import accept_cpu
+from largebatch.process.background import in_background
+from largebatch.ranks import replicas
+from largebatch.ranks.fp16 import Fp16
+from largebatch.ranks.mistakes import Mistake
+from largebatch.ranks.reduction import Compression, Reduced, refuse_irreducible
+from largebatch.ranks.sending import Unchanged
+from largebatch.ranks.stop_points import StopPoints
+from largebatch.ranks.stopped import Stopped, by_rank, sentence_of
+from largebatch.ranks.watchdog import Mark, Watchdog
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Ranks that give up began to wait within a step of each other; this gives each the time to report it.
+GRACE_S = 3
+BEAT_S = 5.0  # rank 0 tells the others this often that it goes on with a long piece of work
+COMPARED = 16  # the ranks compare so many batches of `micro_batches`, and then one of so many
+
+
+class Ranks(ABC):
+    """Rank, size and collectives of one process. Every collective has a name, the same on all ranks.
+
+    If the model is divided among model_size ranks, rank = data_rank × model_size + model_rank. Gradients are reduced,
+    and tensors broadcast, among the data_size ranks that hold the same part of the model; all other collectives span
+    all ranks.
+    """
+
+    launcher = "python"
+    rank = data_rank = model_rank = local_rank = 0
+    size = data_size = model_size = local_size = 1
+    cores: Cores
+    num_cores: float  # how many cores' worth of time this rank has
+    failures: tuple[type[Exception], ...] = ()  # what is raised here because another rank has failed
+
+    def __init__(self, *, stall_limit_s: float = 0.0, hang_limit_s: float, start_limit_s: float | None = None) -> None:
+        """Begin to watch that this rank goes on. Limits of 0: none."""
+        self.stall_limit_s, self.hang_limit_s = stall_limit_s, hang_limit_s
+        self.is_open = False
+        self.columns = 0  # a digest of what `micro_batches` shared last
+        self._shared = 0  # the batches that it has shared since the last `wrap`
+        self._closing: list[Callable[[], None]] = []
+        self._watchdog = Watchdog(stall_limit_s, hang_limit_s, self._give_up, start_limit_s=start_limit_s)
+
+    def device(self, kind: str = "auto") -> torch.device:
+        """Return the device of this rank: the CPU, the GPU with the number of the local rank, or the only GPU.
+
+        ValueError if there is a GPU that torch does not see, unless kind is cpu.
+        """
+        if kind != "cpu" and not torch.cuda.is_available():
+            accept_cpu(kind, torch=torch.__version__, cuda=torch.version.cuda)
+            kind = "cpu"
+        if kind == "cpu":
+            return torch.device("cpu")
+        visible = torch.cuda.device_count()
+        if visible < self.local_size and visible != 1:
+            raise ValueError(
+                f"{socket.gethostname()} has {visible} visible GPUs for {self.local_size} ranks: "
+                "start fewer ranks per host, or set --run.device cpu."
+            )
+        # A single visible GPU may be this rank's own, or that of all ranks of the host: placement.py finds out.
+        number = self.local_rank if visible > 1 else 0
+        torch.cuda.set_device(number)
+        return torch.device("cuda", number)
+
+    def progress(self, phase: str = "") -> None:
+        """Tell the watchdog that this rank goes on. phase: what it does next; empty: as before.
+
+        From the first call on, a rank that makes no progress for --horovod.hang_limit_s is ended. Each collective and
+        each block of `together` are progress, too.
+        """
+        self._watchdog.progress(phase or self._watchdog.phase)
+
+    def started(self) -> None:
+        """Tell the watchdog that the start is over; so does the first reduction of gradients.
+
+        From now on, a rank waits for the others for --horovod.stall_limit_s, no longer for --horovod.start_limit_s.
+        """
+        self._watchdog.started()
+
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """Let the watchdog limit the time of a block, which waits for the other ranks in this collective."""
+        return self._watchdog.waiting(name)
+
+    # -- collectives -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def start_allreduce(
+        self, tensor: Tensor, *, name: str, among_data_ranks: bool = False, largest: bool = False
+    ) -> Any:
+        """Begin to sum over all ranks, or over those with the same part of the model; return a handle for `finish`.
+
+        Other collectives may come in between. largest: take the largest value instead.
+        """
+
+    @abstractmethod
+    def finish(self, handle: Any, *, pause_s: float | None = None) -> Tensor:
+        """Return a new tensor with the sum over ranks; the caller limits the time. pause_s: look this often for it."""
+
+    @abstractmethod
+    def broadcast_object(self, value: Any, *, name: str) -> Any:
+        """Return rank 0's picklable value."""
+
+    @abstractmethod
+    def allgather_object(self, value: Any, *, name: str) -> list[Any]:
+        """Return the picklable values of all ranks, in rank order."""
+
+    @abstractmethod
+    def broadcast_tensors(self, tensors: dict[str, Tensor], *, name: str) -> None:
+        """Overwrite tensors in place by those of data rank 0 for the same part of the model.
+
+        If the model is not divided, data rank 0 is rank 0. Names and shapes must agree on these ranks.
+        """
+
+    def allreduce(self, tensor: Tensor, *, name: str, among_data_ranks: bool = False) -> Tensor:
+        """Return the sum over ranks, a new tensor of the same shape."""
+        with self._watchdog.waiting(name):
+            return self.finish(self.start_allreduce(tensor, name=name, among_data_ranks=among_data_ranks))
+
+    def finish_allreduce(self, handle: Any) -> Tensor:
+        """Return the sum over ranks of the tensors given to `start_allreduce`."""
+        with self._watchdog.waiting("an allreduce begun before"):
+            return self.finish(handle)
+
+    def barrier(self, *, name: str) -> None:
+        """Wait until every rank has called this."""
+        self.allreduce(torch.zeros(1), name=name)
+
+    def from_rank_0(self, work: Callable[[], T], *, phase: str) -> T:
+        """Return the picklable result of `work`, which rank 0 does for all; if it fails, all ranks raise Stopped.
+
+        It may take longer than a rank waits for the others: rank 0 does it in a thread, and tells them meanwhile that
+        it goes on. `work` has no collectives, and calls `progress` as any long work.
+        """
+        if self._watchdog.phase:
+            self._watchdog.progress(phase)
+        result, cause, done = None, "", False
+        task = in_background(work, name="largebatch-work") if self.rank == 0 else None
+        while not done:
+            mine = torch.tensor(float(bool(task and wait([task], BEAT_S).done)))
+            with self._watchdog.waiting(phase, is_progress=task is None):
+                done = bool(self.finish(self.start_allreduce(mine, name=f"{phase}/done")))
+        try:
+            result = task.result() if task else None
+        except Exception as error:
+            cause = sentence_of(error)
+            logger.debug("%s", traceback.format_exc())
+        cause = self.broadcast_object(cause, name=f"{phase}/cause")
+        if cause:
+            raise Stopped(cause)
+        return cast(T, self.broadcast_object(result, name=f"{phase}/result"))
+
+    def broadcast_state(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Make model and optimizer equal to rank 0's (see `broadcast_tensors`) without taking a step.
+
+        The optimizer's state must exist on every rank (`optim.init_state`).
+        """
+        replicas.broadcast_state(self, model, optimizer)
+
+    def broadcast_model(self, model: nn.Module) -> None:
+        """Make parameters and buffers equal to rank 0's (see `broadcast_tensors`), also those that are never saved."""
+        self.broadcast_tensors({**dict(model.named_parameters()), **dict(model.named_buffers())}, name="state/model")
+
+    # -- the step ----------------------------------------------------------------------------------------------
+
+    def wrap(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        passes: int = 1,
+        compression: Compression = "none",
+        watch: bool = True,
+    ) -> Reduced:
+        """Return an optimizer whose gradients are summed over `passes` and averaged over the data ranks.
+
+        Every rank calls it, and gets rank 0's weights, buffers, options and optimizer state. In each step the ranks
+        compare the options of the param groups and average the statistics of batch norm. They compare weights and
+        state after 1, 2, 4, ... 1024 steps, then after each 1024. All ranks raise Stopped if something differs.
+        watch: False for a caller that does all this by itself, as with a model that ranks share, where it is always
+        False; the options are compared all the same.
+        compression: the type in which gradients are sent. With fp16, train with an enabled GradScaler: without one,
+        small gradients lose digits.
+        ValueError for parameters that cannot be reduced.
+        """
+        watch = watch and self.model_size == 1
+        refuse_irreducible(optimizer, model, passes)
+        sending = Fp16(self.data_size) if compression == "fp16" else Unchanged()
+        wrapped = self._mixed(optimizer, model, passes, sending)
+        wrapped.take_over(optimizer, model, self, passes=passes, sending=sending, watch=watch)
+        self._shared = 0
+        if watch:
+            replicas.share(self, model, wrapped)
+        return wrapped
+
+    @abstractmethod
+    def _mixed(self, optimizer: Optimizer, model: nn.Module, passes: int, sending: Unchanged) -> Reduced:
+        """Return a new instance of a class of `Reduced` and this optimizer's, which can send to the data ranks."""
+
+    def micro_batches(self, *columns: Any, passes: int = 1) -> Iterator[tuple[Any, ...]]:
+        """Return the parts of a global batch that this data rank computes, each with the weight of its mean loss.
+
+            for images, labels, weight in comm.micro_batches(images, labels, passes=4):
+                (weight * loss(model(images), labels)).backward()
+
+        columns: the same on all ranks, equally long, and made to be sliced: tensors, lists, indices of samples; or a
+        dict of such. The ranks compare labels and indices in the first steps, then now and then.
+        passes: those of `wrap`; a rank gets fewer parts if the batch is shorter than passes × ranks. The gradients,
+        summed over the passes and averaged over the ranks, are those of the mean loss of the whole batch.
+        What torch draws for a part, such as dropout, depends on the part, not on the rank, and afterwards all ranks go
+        on with the same random numbers.
+        """
+        lengths = [replicas.length_of(column) for column in columns]
+        if not columns or len(set(lengths)) > 1 or passes < 1:
+            raise Mistake(
+                f"micro_batches got columns of the lengths {lengths} and passes={passes}: expected one column or more, "
+                "of the same length, and at least one pass."
+            )
+        if self._shared < COMPARED or self._shared % COMPARED == 0:
+            self.columns = replicas.digest_of_columns(columns)
+        self._shared += 1
+        return replicas.parts_of(self, columns, lengths[0], passes * self.data_size)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def together(self, phase: str) -> Iterator[None]:
+        """Run a block without collectives. If it fails on any rank, all ranks raise Stopped with the causes by rank."""
+        cause = None
+        if self._watchdog.phase:
+            self._watchdog.progress(phase)
+        try:
+            yield
+        except Exception as error:
+            cause = sentence_of(error)
+            logger.debug("%s", traceback.format_exc())
+        causes = self.allgather_object(cause, name=f"together/{phase}")
+        if any(causes):
+            raise Stopped(by_rank(causes, phase))
+
+    def abort(self, code: int = 1) -> None:
+        """End every process of the run now."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def stop_points(self, requests: Callable[[], Sequence[bool]]) -> StopPoints:
+        """Return points at which all ranks can leave their work together; every rank calls this (stop_points.py)."""
+        points = StopPoints(requests, self)
+        self.before_shutdown(points.close)
+        return points
+
+    def before_shutdown(self, close: Callable[[], None]) -> None:
+        """Register a function that this rank calls when all ranks are done, before they part."""
+        self._closing.append(close)
+
+    def shutdown(self) -> None:
+        """Wait for every rank, then part from them."""
+        self.barrier(name="shutdown")
+        for close in self._closing:
+            close()
+        self.is_open = False
+        self._watchdog.stop()
+
+    def _give_up(self, mark: Mark) -> None:
+        """End the run, because this rank waited too long for the others, or worked too long without progress."""
+        who = f"rank {self.rank} of {self.size}" if self.is_open else "a rank"
+        if mark.waits:
+            option = "stall_limit_s" if self._watchdog.start_limit_s is None else "start_limit_s"
+            cause = (
+                f"waited {self._watchdog.wait_limit_s:g} s for the others ({mark.what}): one that does not say so "
+                f"hangs, or is lost. --horovod.{option} is the limit; this rank is here:"
+            )
+        else:
+            cause = (
+                f"made no progress for {self._watchdog.hang_limit_s:g} s ({mark.what}): it hangs, perhaps in a file "
+                "system that does not answer. --horovod.hang_limit_s is the limit; this rank is here:"
+            )
+        sys.stderr.write(f"largebatch: {who} on {socket.gethostname()} {cause}\n")
+        faulthandler.dump_traceback()
+        sys.stderr.flush()
+        time.sleep(GRACE_S)
+        self.abort(1)

@@ -1,0 +1,145 @@
+"""The session of a program: its ranks start, draw the same random numbers, and end together."""
+
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from largebatch.config.horovod import HorovodConfig
+from largebatch.config.parallel import WHOLE, Shape
+from largebatch.files import Damaged
+from largebatch.files.names import on_screen
+from largebatch.launch.cores import compiler_processes
+from largebatch.launch.launcher import recognise
+from largebatch.ranks.mistakes import WAIT_S, Mistake, report_mistakes
+from largebatch.ranks.ranks import Ranks
+from largebatch.ranks.single import Single
+from largebatch.ranks.stopped import Stopped
+
+if TYPE_CHECKING:
+    from largebatch.config import TrainConfig
+
+LIBRARIES = ("site-packages", "dist-packages")  # folders of programs that are not the user's own
+UNSEEDED = 2**32  # torch begins with a seed of 53 random bits, a program gives a smaller one
+OTHER_LAUNCHERS = ("PMIX_RANK", "PMI_FD", "PMI_PORT")  # variables of launchers that we do not know, but an MPI does
+_state = ""  # of this process: "open" in its session, "ended" after it
+
+
+def start(**options: Any) -> Ranks:
+    """Start the ranks: Horovod's under a launcher, else a single one. RuntimeError for a second session in a process.
+
+    torch's threads of all ranks of a host share its cores, unless OMP_NUM_THREADS is set; so do the processes with
+    which torch compiles, unless TORCHINDUCTOR_COMPILE_THREADS is set.
+    """
+    global _state
+    if _state == "open":
+        raise RuntimeError("a session is open in this process: use its communicator for everything inside.")
+    if _state == "ended":
+        raise RuntimeError(
+            "a session has ended in this process, and MPI cannot start again: put all work into one session(), or "
+            "start another process."
+        )
+    if recognise(os.environ).launcher == "python" and os.environ.keys().isdisjoint(OTHER_LAUNCHERS):
+        comm: Ranks = Single(**options)
+    else:
+        from largebatch.ranks.horovod import HorovodRanks
+
+        comm = HorovodRanks(**options)
+    _state = "open"
+    if "OMP_NUM_THREADS" not in os.environ:  # torch of each rank would use all cores of the host
+        torch.set_num_threads(max(1, int(comm.num_cores)))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compiler_processes(comm.num_cores)))
+    return comm
+
+
+@contextmanager
+def session(
+    config: "TrainConfig | None" = None,
+    *,
+    deterministic: bool = False,
+    horovod: HorovodConfig | None = None,
+    shape: Shape = WHOLE,
+) -> Iterator[Ranks]:
+    """Start the ranks of one program. Any failure ends all ranks with its cause and a non-zero exit code.
+
+    The code is 2 for `Stopped` (raised by all ranks) and `Mistake` (a wrong call of the program), 75 for
+    `StoppedEarly`, 130 for Ctrl-C, 1 for a failure of this rank alone. The program may end by sys.exit(); with a code
+    other than 0 it ends all ranks. Random numbers begin alike on all ranks .
+    config: that of `build_trainer`; it decides instead of the other options. A process has one session.
+    """
+    if config is not None:
+        deterministic, horovod, shape = config.run.deterministic, config.horovod, config.parallel.shape()
+    try:
+        with report_mistakes():
+            comm = start(deterministic=deterministic, horovod=horovod or HorovodConfig(), shape=shape)
+    except RuntimeError as error:
+        sys.exit(f"largebatch: {error}")
+    try:
+        share_random_numbers(comm)
+        yield comm
+    except Stopped as error:
+        if comm.rank == 0:
+            sys.stderr.write(f"largebatch: {on_screen(str(error))}\n")
+        _end(comm)
+        sys.exit(error.exit_code)
+    except Mistake as mistake:
+        if comm.rank:  # the program is the same on all ranks, so rank 0 says it for all, unless it is right there
+            time.sleep(WAIT_S)
+        where = _line_of_program(mistake)
+        sys.stderr.write(f"largebatch: rank {comm.rank} of {comm.size} on {socket.gethostname()}, {where}: {mistake}\n")
+        comm.abort(2)
+    except SystemExit as error:
+        if error.code:
+            said = error.code if isinstance(error.code, str) else f"exits with code {error.code}"
+            sys.stderr.write(f"largebatch: rank {comm.rank} of {comm.size} on {socket.gethostname()}: {said}\n")
+            comm.abort(error.code if isinstance(error.code, int) else 1)
+        _end(comm)
+        raise
+    except KeyboardInterrupt:
+        sys.stderr.write(f"largebatch: rank {comm.rank} of {comm.size} on {socket.gethostname()}: ended by Ctrl-C\n")
+        comm.abort(128 + signal.SIGINT)
+    except BaseException as error:
+        if isinstance(error, comm.failures):
+            cause = "stopped, because another rank failed"
+        else:
+            cause = str(error) if isinstance(error, Damaged) else traceback.format_exc()
+        sys.stderr.write(f"largebatch: rank {comm.rank} of {comm.size} on {socket.gethostname()}: {cause}\n")
+        comm.abort(1)
+    _end(comm)
+
+
+def _end(comm: Ranks) -> None:
+    global _state
+    comm.shutdown()
+    _state = "ended"
+
+
+def share_random_numbers(comm: Ranks) -> None:
+    """Let torch, numpy and Python draw as on rank 0 from here on, so that all ranks shuffle alike.
+
+    If the program has not seeded torch, its seed is 0, so that the run does not depend on the number of ranks.
+    """
+    if torch.initial_seed() >= UNSEEDED:
+        torch.manual_seed(0)
+    mine = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    of_torch, of_numpy, of_python = comm.broadcast_object(mine, name="random numbers")
+    torch.set_rng_state(of_torch)
+    np.random.set_state(of_numpy)
+    random.setstate(of_python)
+
+
+def _line_of_program(error: BaseException) -> str:
+    """Return the innermost line of the user's own program in a traceback, as "FILE, line N"."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is that of `session`
+    libraries = (os.path.dirname(os.path.dirname(__file__)), *(f"{os.sep}{name}{os.sep}" for name in LIBRARIES))
+    own = [frame for frame in frames if not any(folder in frame.filename for folder in libraries)]
+    return f"{own[-1].filename}, line {own[-1].lineno}" if own else "in a step"
