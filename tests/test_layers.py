@@ -20,10 +20,10 @@ checkpoint compiling config data engine hooks launch losses native optim paralle
 schedules start zoo; rate_search: assembly config engine files hooks ranks report; validate: arguments assembly
 checkpoint config data evaluation files precision process ranks recipes report start zoo; plan: arguments assembly
 augment config devices engine files native optim parallel precision ranks recipes zoo; train: assembly checkpoint config
-engine files plan process ranks recipes report start; benchmark: arguments assembly augment compiling config data
-devices engine files flops hooks launch losses native optim parallel plan precision process ranks recipes start timm
-zoo; find_lr: checkpoint config process ranks rate_search train; reproduce: arguments assembly benchmark config data
-engine files process ranks
+engine files plan process ranks recipes report start; benchmark: arguments assembly augment batch_norm compiling config
+data devices engine files flops hooks losses native optim parallel plan precision process ranks recipes start timm zoo;
+find_lr: checkpoint config process ranks rate_search train; reproduce: arguments assembly benchmark config data engine
+files process ranks
 """
 LIBRARIES = {"horovod", "mpi4py", "nvidia", "rich", "timm"}
 INSTRUMENTS = ("largebatch.benchmark", "largebatch.doctor", "largebatch.reproduce", "largebatch.plan.__main__")
