@@ -114,7 +114,7 @@ def micro_batch(config: TrainConfig, model: nn.Module, device: torch.device) -> 
     count, side = config.data.micro_batch_size, config.model.img_size
     images = torch.zeros(count, 3, side, side, device=device)
     targets = torch.zeros(count, getattr(model, "num_classes"), device=device)
-    return Augmented(images, targets, mix_box=(0, 0, 1, 1) if config.augment.mix_token else None)
+    return Augmented(images, targets, mix_box=(0, 0, 1, 1) if config.mixes_tokens else None)
 
 
 def first_line(error: BaseException) -> str:

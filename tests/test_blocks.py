@@ -26,10 +26,7 @@ from zoo.vit import VisionTransformer
 
 CPU = torch.device("cpu")
 CLASSES = 7
-VOLO = (
-    "--model volo_d1 --img-size 32 --data.micro_batch_size 4 --run.precision bf16 --loss.dense_weight 0.5 "
-    "--augment.mix_token true"
-)
+VOLO = "--model volo_d1 --img-size 32 --data.micro_batch_size 4 --run.precision bf16 --loss.dense_weight 0.5"
 VIT = "--model vit_nano32 --img-size 8 --data.micro_batch_size 4 --run.precision bf16"
 BOUND = 1e-12  # of ||difference|| / ||gradient|| in float64
 

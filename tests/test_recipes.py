@@ -59,7 +59,7 @@ def test_a_published_volo(name):
     assert learning_rates(config) == pytest.approx(expected, rel=1e-9)
     assert config.optim.weight_decay == (0.05 if img_size == 224 else 1e-8)
     assert config.loss.ground_truth == ("none" if img_size == 224 else "published")
-    assert (config.loss.dense_weight, config.augment.mix_token) == (0.5, True)
+    assert (config.loss.dense_weight, config.mixes_tokens) == (0.5, True)
 
 
 # global batch, optimizer, peak lr, decay, clip, img_size, stochastic depth, mixup, cutmix, epochs, model

@@ -74,7 +74,7 @@ def test_a_step_of_the_only_rank_is_that_of_a_plain_loop():
 
 def test_batches_follow_the_plan_and_have_what_the_recipe_needs():
     config = resident.read_config(["--model", "volo_d1", "--img-size", "32", *SMALL])
-    assert config.data.token_labels and config.loss.dense_weight == 0.5 and config.augment.mix_token
+    assert config.data.token_labels and config.loss.dense_weight == 0.5 and config.mixes_tokens
     batch = resident.make_batch(config, CPU)
     generator = torch.Generator().manual_seed(0)
     mixed = build_augment(config)(batch.images, batch.labels, generator, batch.token_labels)

@@ -506,9 +506,6 @@ def test_boxes_of_all_kinds_share_the_graphs_of_a_compiled_model():
     [
         (["--loss.ground_truth", "intended"], "needs --data.token_labels true"),
         (["--loss.dense_weight", "-1"], "expected at least 0"),
-        (["--augment.mix_token", "true"], "so set --loss.dense_weight"),
-        (["--augment.mix_token", "true", "--loss.dense_weight", "1", "--augment.mixup_alpha", "1"], "in pairs"),
-        (["--augment.mix_token", "true", "--loss.dense_weight", "1", "--augment.cutmix_alpha", "1"], "in pairs"),
         (["--augment.cutmix_alpha", "1", "--loss.dense_weight", "1", "--data.token_labels", "true"], "the image below"),
         (["--loss.dense_weight", "1", "--model.img_size", "72"], "needs a multiple of 16"),
     ],
@@ -516,6 +513,15 @@ def test_boxes_of_all_kinds_share_the_graphs_of_a_compiled_model():
 def test_settings_that_do_not_fit_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         config.parse(options, choose_recipe=lambda *_: config.TrainConfig())
+
+
+@pytest.mark.parametrize(
+    "options, mixes",
+    [("", False), ("--loss.dense_weight 0.5", True), ("--loss.dense_weight 0.5 --augment.mixup_alpha 0.2", False)],
+)
+def test_the_loss_of_tokens_brings_mix_token_unless_mixup_is_there(options, mixes):
+    found = config.apply(config.TrainConfig(model=config.ModelConfig(num_classes=2)), options.split())
+    assert assembly.build_augment(found).mix_token == found.mixes_tokens == mixes
 
 
 def test_a_model_without_token_logits_is_refused():

@@ -355,7 +355,7 @@ def build_augment(config: TrainConfig) -> Augment:
         erase_prob=a.reprob,
         grid=config.model.img_size // CELL if config.loss.dense_weight else 0,
         ground_truth=config.loss.ground_truth,
-        mix_token=a.mix_token,
+        mix_token=config.mixes_tokens,
     )
 
 

@@ -142,7 +142,7 @@ def training_batch(config: TrainConfig, batch_size: int, device: torch.device) -
 
 def box_of(config: TrainConfig) -> Callable[[], MixBox | None]:
     """Return a function that draws the box of each pass, as `Augment` does; without mix-token there is none."""
-    if not config.augment.mix_token:
+    if not config.mixes_tokens:
         return lambda: None
     generator = torch.Generator().manual_seed(0)
     return lambda: draw_mix_box(config.model.img_size // volo.CELL, generator=generator)
@@ -167,7 +167,7 @@ def timms(config: TrainConfig) -> nn.Module:
 
     c = config.model
     options: dict[str, Any] = {rate: getattr(c, rate) for rate in RATES if getattr(c, rate)}
-    if config.augment.mix_token:
+    if config.mixes_tokens:
         options["use_mix_token"] = True
     model = timm.create_model(timm_name(c.name), img_size=c.img_size, num_classes=c.num_classes, **options)
     return TimmsTokens(model) if config.loss.dense_weight else model

@@ -181,21 +181,10 @@ def _check_tokens(config: TrainConfig) -> None:
             f"--loss.ground_truth is {loss.ground_truth}: it divides the target between label and teacher, so it needs "
             "--data.token_labels true."
         )
-    if augment.mix_token and not loss.dense_weight:
-        raise ValueError(
-            "--augment.mix_token is true and --loss.dense_weight 0: only the loss of the tokens learns from a pasted "
-            "box, so set --loss.dense_weight, such as 0.5, with a model that has token logits."
-        )
-    for option in ("mixup_alpha", "cutmix_alpha"):
-        if augment.mix_token and getattr(augment, option):
-            raise ValueError(
-                f"--augment.mix_token is true and --augment.{option} {getattr(augment, option)}: both mix the images "
-                "of a micro-batch in pairs, and their targets with them, so leave one of them out."
-            )
     if augment.cutmix_alpha and data.token_labels and loss.dense_weight:
         raise ValueError(
             f"--augment.cutmix_alpha is {augment.cutmix_alpha} with token labels: the tokens of a pasted box would "
-            "have the labels of the image below it, so use --augment.mix_token instead."
+            "have the labels of the image below it, so leave it out: MixToken takes its place."
         )
     if loss.dense_weight and config.model.img_size % 16:
         raise ValueError(

@@ -111,8 +111,6 @@ class AugmentConfig:
     """alpha of cutmix's distribution, Beta(alpha, alpha); 0: off; with mixup a micro-batch gets either, at random"""
     label_smoothing: float = 0.0
     """share of the target that is spread over all classes"""
-    mix_token: bool = False
-    """paste a box of tokens from another image into each image; needs loss.dense_weight"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +119,8 @@ class LossConfig:
 
     dense_weight: float = at_least(0.0, 0)
     """weight of the mean cross entropy of the token logits, beside 1 of the class logits; 0: class logits alone.
-    Published: 0.5 (VOLO), 1 (LV-ViT)"""
+    Published: 0.5 (VOLO), 1 (LV-ViT). Unless mixup or CutMix mix the images, a box of tokens from another image is
+    pasted into each (MixToken)"""
     ground_truth: Literal["none", "published", "intended"] = "none"
     """share of the label in the class target, the rest is the teacher's: one share if the teacher is right, another if
     it is wrong: none: 0 and 0; published: 0.5 and 0.1; intended: 0.1 and 0.5, as the published code describes itself"""
@@ -284,6 +283,10 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @property
+    def mixes_tokens(self) -> bool:
+        return bool(self.loss.dense_weight) and not self.augment.mixup_alpha and not self.augment.cutmix_alpha
 
     @property
     def folder(self) -> str:

@@ -48,6 +48,7 @@ GONE = {
     "data.token_label_axes": ("exact", "a token gets the label of its own place"),
     "augment.remode": ("pixel", "erased pixels become noise"),
     "augment.mixup_switch_prob": ("0.5", "mixup and cutmix are equally likely"),
+    "augment.mix_token": ("true", "--loss.dense_weight brings MixToken, unless mixup or CutMix mix the images"),
     "loss.cls_weight": ("1.0", "--loss.dense_weight is relative to 1"),
     "optim.trust_coefficient": ("null", "--optim.lr scales the steps of lars"),
     "optim.sam_every": ("5", "Look-LayerSAM works in every fifth step"),
@@ -71,6 +72,7 @@ GONE = {
 # Values of a file of an older version, and what says the same now.
 MERGED: list[tuple[dict[str, str], dict[str, str]]] = [
     ({"data.train_crop": "pad"}, {}),
+    ({"augment.mix_token": "false", "loss.dense_weight": "0.0"}, {}),
     ({"data.train_crop": "random_resized"}, {"data.crop_padding": "null"}),
     ({"data.train_interpolation": "random", "data.interpolation": "null"}, {"data.interpolation": "random"}),
     ({"schedule.prefix": "false", "schedule.stairs": "true"}, {"schedule.stairs": "timm"}),

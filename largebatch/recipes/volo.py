@@ -53,7 +53,7 @@ def _pretrain(model: str, *, lr: float, drop_path_rate: float) -> TrainConfig:
             interpolation="random",
             token_labels=True,
         ),
-        augment=AugmentConfig(auto_augment="rand-m9-mstd0.5-inc1", reprob=0.25, mix_token=True, label_smoothing=0.1),
+        augment=AugmentConfig(auto_augment="rand-m9-mstd0.5-inc1", reprob=0.25, label_smoothing=0.1),
         loss=LossConfig(dense_weight=0.5),
         optim=OptimConfig(name="adamw", lr=lr, weight_decay=0.05, clip_norm=None),
         schedule=ScheduleConfig(

@@ -14,7 +14,7 @@ BASE = (
     "--data.global_batch_size 64 --data.micro_batch_size 32 --data.eval_batch_size 56 --data.num_threads 1 "
     "--log.tensorboard false"
 ).split() + ["--run.duration", "364 images", "--run.eval_every", "3 steps", "--log.every", "1 steps"]
-TOKENS = "--model volo_nano --img-size 32 --loss.dense_weight 0.5 --augment.mix_token true"
+TOKENS = "--model volo_nano --img-size 32 --loss.dense_weight 0.5"
 RUNS = {
     "plain": "",
     "volo": TOKENS,
