@@ -140,7 +140,7 @@ def test_a_trial_leaves_a_model_as_it_was_and_its_graphs_are_those_of_training(m
     config = apply(TrainConfig(), VOLO.split() if make is tiny_volo else VIT.split())
     config = replace(config, run=replace(config.run, compile=wanted))
     model = make() if make is tiny_volo else make(drop_path_rate=0.5, proj_drop_rate=0.5)
-    objective = TokenLabeling(1.0, 0.5) if make is tiny_volo else classification
+    objective = TokenLabeling(0.5) if make is tiny_volo else classification
     before, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     compiling.compile_model(config, model, objective, CPU, Single())
     assert said(caplog) == [] and graphs() > 0
