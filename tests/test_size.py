@@ -15,9 +15,9 @@ FILES = sorted(path for package in ("largebatch", "zoo") for path in (ROOT / pac
 CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.py"}
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
-    "options of training": 90,
+    "options of training": 89,
     "words of docstrings": 55_944,
-    "lines": 33_880,
+    "lines": 33_874,
     "files": 242,
     "methods of Trainer": 22,
     "fields of Trainer": 27,
@@ -27,7 +27,7 @@ LIMITS = {
     "lines in largebatch/assembly": 950,
     "lines in largebatch/benchmark": 1_586,
     "lines in largebatch/checkpoint": 683,
-    "lines in largebatch/config": 1_756,
+    "lines in largebatch/config": 1_750,
     "lines in largebatch/data": 4_077,
     "lines in largebatch/doctor": 2_171,
     "lines in largebatch/export": 303,
