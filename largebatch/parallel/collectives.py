@@ -34,26 +34,26 @@ BUCKET_BYTES = 2**26
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Return the sum over the axis as a new tensor."""
+    return _reduced(tensor, axis, dist.ReduceOp.SUM)
+
+
+def all_max(tensor: Tensor, axis: Axis) -> Tensor:
+    """Return the maximum over the axis, element by element, as a new tensor."""
+    return _reduced(tensor, axis, dist.ReduceOp.MAX)
+
+
+def _reduced(tensor: Tensor, axis: Axis, op: Any) -> Tensor:
     if axis.size == 1:
         return tensor
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=axis.group)
-    return total
+    found = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(found, op=op, group=axis.group)
+    return found
 
 
 def all_reduce_(tensor: Tensor, axis: Axis) -> None:
     """Sum a contiguous tensor over the axis, in place."""
     if axis.size > 1:
         dist.all_reduce(tensor, group=axis.group)
-
-
-def all_max(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return the maximum over the axis, element by element, as a new tensor."""
-    if axis.size == 1:
-        return tensor
-    largest = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
-    return largest
 
 
 def all_gather(tensor: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -130,17 +130,6 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_reduce(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return all_reduce(grad, ctx.axis), None
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -175,7 +164,7 @@ def reduce(x: Tensor, axis: Axis) -> Tensor:
 
 def total(x: Tensor, axis: Axis) -> Tensor:
     """Return the sum over the axis, which each of its ranks then uses for its own part."""
-    return x if axis.size == 1 else _Total.apply(x, axis)
+    return copy(reduce(x, axis), axis)
 
 
 def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:

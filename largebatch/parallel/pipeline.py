@@ -38,7 +38,6 @@ def num_stages(config: ParallelConfig) -> int:
 
 
 def num_parts(config: ParallelConfig) -> int:
-    """Number of parts into which `Pipeline.run` cuts a batch."""
     return num_stages(config) if config.micro_batches is None else config.micro_batches
 
 
@@ -128,10 +127,7 @@ class Stage(nn.Module):
 
 
 def cut(model: VisionTransformer, mesh: Mesh, config: ParallelConfig) -> list[Stage]:
-    """Remove from the model, in place, the modules of other ranks' stages, and return the stages of this rank.
-
-    Names of parameters, and stochastic-depth rates, stay those of the whole model.
-    """
+    """Remove the modules of other ranks' stages from the model, in place; return the stages of this rank."""
     if not isinstance(model, VisionTransformer):
         raise ValueError(
             f"--parallel.pipeline is {config.pipeline}, and {type(model).__name__} is not a ViT, the only kind of "
@@ -151,13 +147,9 @@ def cut(model: VisionTransformer, mesh: Mesh, config: ParallelConfig) -> list[St
 
 
 def _remove(model: nn.Module, name: str) -> None:
-    """Remove a parameter, or a module with its parameters, from the model."""
     parent, _, last = name.rpartition(".")
     owner = model.get_submodule(parent)
-    if isinstance(getattr(owner, last), nn.Module):
-        setattr(owner, last, nn.Identity())
-    else:
-        setattr(owner, last, None)
+    setattr(owner, last, nn.Identity() if isinstance(getattr(owner, last), nn.Module) else None)
 
 
 # -- the pipeline -------------------------------------------------------------------------------------------------

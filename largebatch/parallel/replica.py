@@ -47,8 +47,6 @@ class Holder:
 
 
 class ParallelReplica(Replica):
-    """A replica that the ranks of a mesh share."""
-
     def __init__(
         self,
         config: ParallelConfig,
@@ -107,7 +105,6 @@ class ParallelReplica(Replica):
             optimizer.sharding = self.sharding
 
     def describe(self) -> list[str]:
-        """Describe the stages, and the memory of the optimizer's state."""
         stages = self.pipeline.log().splitlines() if self.pipeline else []
         return [*stages, f"the optimizer's state on rank 0: {state_bytes(self.optimizer) / 2**20:.1f} MiB"]
 
@@ -126,7 +123,6 @@ class ParallelReplica(Replica):
             return self.pipeline.run(batch.images, batch.targets, weight)
 
     def complete_gradients(self) -> None:
-        """Sum over the axes along which images or tokens are cut."""
         sum_partial_gradients(self.model, self.cuts, self.mesh)
 
     def gradient_norm(self) -> Tensor:
@@ -171,7 +167,6 @@ class ParallelReplica(Replica):
         return model, self.make_optimizer(model)
 
     def scatter_whole(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Give every rank its part, tensor by tensor."""
         own, leads = dict(self.model.state_dict(keep_vars=True)), self.comm.rank == 0
         states = self.comm.broadcast_object(_describe(model, optimizer) if leads else None, name="replica/states")
         tensors, parameters = model.state_dict(), dict(model.named_parameters())

@@ -48,7 +48,6 @@ def _pass_on(block: Tensor, axis: Axis) -> tuple[Tensor, list[Any]]:
 
 
 def _finish(works: list[Any]) -> None:
-    """Wait for messages, and release their tensors."""
     while works:
         works.pop().wait()
 

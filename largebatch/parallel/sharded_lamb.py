@@ -51,7 +51,6 @@ class ShardedLamb(Lamb):
 
     @takes_closure
     def step(self) -> None:
-        """Update every parameter that has a gradient; a collective."""
         sharding = self._known()
         factor, self.clip_factor = self.clip_factor, None
         squares = torch.zeros(2, sharding.count, dtype=torch.float64, device=sharding.home)

@@ -39,7 +39,6 @@ class Layout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes of the layout."""
         return self.batch + self.features
 
 
@@ -186,11 +185,9 @@ class Head(Linear):
     """The linear layer of the classes: the loss uses this rank's part of the logits, everyone else the whole."""
 
     def own_logits(self, x: Tensor) -> Tensor:
-        """This rank's part of the logits, in `layout`."""
         return super().forward(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (B, K), replicated."""
         return whole(self.own_logits(x), self.mesh, self.layout)
 
 
@@ -264,7 +261,6 @@ class Dropout(nn.Module):
         self.rate, self.mesh, self.axes = rate, mesh, axes
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
         return x * self._kept(x, x.shape) if self.training else x
 
     def _kept(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -282,5 +278,4 @@ class DropPath(Dropout):
     """Stochastic depth of a batch cut along `axes`: all parts of a sample are kept, or all are dropped."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
         return x * self._kept(x, (len(x),) + (1,) * (x.ndim - 1)) if self.training else x

@@ -43,7 +43,6 @@ class Dimensions:
 
     @classmethod
     def of(cls, model: Any) -> "Dimensions":
-        """The dimensions of a whole model."""
         attn, mlp = model.blocks[0].attn, model.blocks[0].mlp
         patch_features = model.patch_embed.proj.weight[0].numel()
         return cls(model.embed_dim, attn.num_heads, mlp.fc1.out_features, model.num_classes, patch_features)
@@ -83,7 +82,6 @@ def parallelize(model: VisionTransformer, mesh: Mesh) -> None:
 
 
 def cut_embedding(model: Any, mesh: Mesh) -> None:
-    """Cut the layers before the blocks."""
     outer, _ = layouts(mesh.shape)
     model.patch_embed = PatchEmbed(model.patch_embed, mesh)
     cut = Cut({2: outer.features}, partial=outer.batch)
@@ -114,7 +112,6 @@ def cut_block(block: Any, mesh: Mesh) -> None:
 
 
 def cut_head(model: Any, mesh: Mesh) -> None:
-    """Cut the layers behind the blocks."""
     outer, _ = layouts(mesh.shape)
     model.norm, model.fc_norm = _norm(model.norm, mesh, outer), _norm(model.fc_norm, mesh, outer)
     model.head_drop = _dropout(model.head_drop, mesh, outer)
@@ -137,7 +134,6 @@ class PatchEmbed(nn.Module):
     """
 
     def __init__(self, serial: Any, mesh: Mesh) -> None:
-        """Cut timm's patch embedding."""
         super().__init__()
         self.img_size, self.patch_size, self.grid_size = serial.img_size, serial.patch_size, serial.grid_size
         self.num_patches = serial.num_patches

@@ -32,7 +32,6 @@ class Dimensions:
 
     @classmethod
     def of(cls, model: VOLO) -> "Dimensions":
-        """The dimensions of a whole model."""
         blocks: list[Any] = [module for module in model.modules() if isinstance(module, Block)]
         heads = frozenset(block.attn.num_heads for block in blocks)
         return cls(heads, frozenset(block.mlp.fc1.out_features for block in blocks), model.num_classes)
@@ -64,7 +63,6 @@ def parallelize(model: VOLO, mesh: Mesh) -> None:
 
 
 def cut_block(block: Any, mesh: Mesh) -> None:
-    """Cut one block of any kind."""
     attn, mlp, axis = block.attn, block.mlp, mesh.axis("tensor")
     if isinstance(block.attn, Attention):
         attn.qkv = Linear(attn.qkv, mesh, inwards=True, pieces=3)
