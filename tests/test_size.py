@@ -16,8 +16,8 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 89,
-    "words of docstrings": 55_944,
-    "lines": 33_874,
+    "words of docstrings": 55_685,
+    "lines": 33_827,
     "files": 242,
     "methods of Trainer": 22,
     "fields of Trainer": 27,
@@ -37,7 +37,7 @@ LIMITS = {
     "lines in largebatch/native": 471,
     "lines in largebatch/optim": 1_393,
     "lines in largebatch/pack": 816,
-    "lines in largebatch/parallel": 2_330,
+    "lines in largebatch/parallel": 2_283,
     "lines in largebatch/plan": 2_249,
     "lines in largebatch/predict": 142,
     "lines in largebatch/process": 295,
