@@ -73,7 +73,7 @@ def session(
 
     The code is 2 for `Stopped` (raised by all ranks) and `Mistake` (a wrong call of the program), 75 for
     `StoppedEarly`, 130 for Ctrl-C, 1 for a failure of this rank alone. The program may end by sys.exit(); with a code
-    other than 0 it ends all ranks. Random numbers begin alike on all ranks .
+    other than 0 it ends all ranks. Random numbers begin alike on all ranks.
     config: that of `build_trainer`; it decides instead of the other options. A process has one session.
     """
     if config is not None:
