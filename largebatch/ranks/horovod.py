@@ -194,12 +194,10 @@ class HorovodRanks(Ranks):
         self._end_stopped_without_launcher()
         os._exit(code)  # under Gloo the other ranks see the lost connection, and the launcher ends them
 
-    def shutdown(self) -> None:
-        super().shutdown()
+    def _part(self) -> None:
         with self._watchdog.waiting("shutdown"):
             hvd.shutdown()
         self._rendezvous.close()
-        self._watchdog.stop()
 
 
 def finish(handle: int, *, pause_s: float | None = None) -> Any:

@@ -284,8 +284,12 @@ class Ranks(ABC):
         self.barrier(name="shutdown")
         for close in self._closing:
             close()
+        self._part()
         self.is_open = False
         self._watchdog.stop()
+
+    def _part(self) -> None:
+        """Part from the others, while the watchdog still looks."""
 
     def _give_up(self, mark: Mark) -> None:
         """End the run, because this rank waited too long for the others, or worked too long without progress."""
