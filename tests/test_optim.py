@@ -302,20 +302,6 @@ def test_the_first_half_alone_is_that_of_the_whole(way, dtype, bound):
             assert relative(found, wanted) < bound
 
 
-def test_list_of_tensors_is_one_graph():
-    """What a GPU runs, captured here without code generation: one graph, the same numbers."""
-    runs = []
-    for update in (lamb.lamb_list_, torch.compile(lamb.lamb_list_, backend="aot_eager", fullgraph=True)):
-        torch.manual_seed(0)
-        tensors = [tuple(torch.rand(n, dtype=torch.float64) for _ in range(4)) for n in (5, 1, 8)]
-        s = lamb.scalars(Lamb([torch.zeros(1)], weight_decay=0.1).param_groups[0], 3)
-        numbers = lamb.Scalars(*torch.tensor(s, dtype=torch.float64).unbind())
-        ratios = update(tensors, numbers, torch.tensor(0.5, dtype=torch.float64))
-        runs.append([*ratios, *(t for four in tensors for t in four)])
-    for ours, theirs in zip(*runs):
-        torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
-
-
 @pytest.mark.parametrize("impl", ["plain", "eager"])
 class TestDegenerate:
     def test_zero_parameter_and_zero_gradient(self, impl):
@@ -535,39 +521,6 @@ def test_loading_leaves_impl_to_this_machine():
     saved["param_groups"] += [saved["param_groups"][0] | {"params": [*range(3, len(params))]}]
     here.load_state_dict(saved)
     assert [group["impl"] for group in here.param_groups] == ["eager", "plain"]
-
-
-@torch._dynamo.config.patch(recompile_limit=2)
-def test_a_gpu_compiles_for_any_number_of_lists(monkeypatch):
-    """As a model gives that is frozen part by part; traced as for a GPU, but for the kernels.
-
-    Torch compiles one function for 8 lists, and here for 2: more lists than that come sooner.
-    """
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    lamb.compiled.cache_clear()
-    group = Lamb(make_params(), weight_decay=0.1).param_groups[0]
-    numbers = lamb.Scalars(*torch.tensor(lamb.scalars(group, 1), dtype=torch.float64).unbind())
-    for length in range(1, 6):
-        ours, theirs = ([tuple(torch.rand(n + 1) for _ in range(4)) for n in range(length)] for _ in range(2))
-        for one, other in zip(ours, theirs):
-            for a, b in zip(one, other):
-                b.copy_(a)
-        factor = torch.ones(())
-        found = lamb.compiled(tuple(len(x) for x, *_ in ours))(ours, numbers, factor)
-        expected = lamb.lamb_list_(theirs, numbers, factor)
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-        assert all(torch.equal(a, b) for one, other in zip(ours, theirs) for a, b in zip(one, other))
-    lamb.compiled.cache_clear()
-
-
-def test_all_ranks_compile_lamb_to_the_same_sums(monkeypatch):
-    """Inductor knows the option: torch refuses others before it compiles."""
-    given, true = {}, torch.compile
-    monkeypatch.setattr(torch, "compile", lambda code, **options: given.update(options) or true(code, **options))
-    assert callable(lamb.compiled.__wrapped__(()))
-    assert given["options"] == {"deterministic": True}
-    with pytest.raises(RuntimeError, match="Unexpected optimization option deterministik"):
-        true(lamb.lamb_list_, options={"deterministik": True})
 
 
 def test_deepcopy():

@@ -20,11 +20,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
-from nvidia.dali import Pipeline, fn
 
 from largebatch.data import reader
 from largebatch.data.index import Index
@@ -35,6 +34,9 @@ from largebatch.data.sources import SPLITS
 from largebatch.data.token_labels import TokenLabels
 from largebatch.files import Damaged
 from largebatch.native.copies import to_device
+
+if TYPE_CHECKING:
+    from nvidia.dali import Pipeline
 
 READ_THREADS = 32  # threads that read files; most of them sleep
 READ_IMAGES = 4  # images that a thread reads in one task
@@ -147,6 +149,8 @@ class Stream(Iterator[Batch]):
         self._ahead = self._read_ahead(jobs)
 
     def _build_pipeline(self, max_batch_size: int, num_threads: int) -> Pipeline:
+        from nvidia.dali import Pipeline, fn  # here, so that batches have a type where there is no DALI
+
         device_id = None  # DALI then touches no GPU
         if self._device.type == "cuda":
             device_id = torch.cuda.current_device() if self._device.index is None else self._device.index

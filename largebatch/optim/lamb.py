@@ -21,9 +21,8 @@ import functools
 import logging
 import math
 import subprocess
-import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -33,7 +32,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from largebatch.native import lamb as cpp_lamb
-from largebatch.native.copies import to_device
 from largebatch.native.lamb import DTYPES, as_kernels_read, same_kind
 from largebatch.optim.presets import options_of
 from largebatch.optim.states import Stateful, adopted, require_parameters, takes_closure
@@ -53,23 +51,23 @@ Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # and u, scratch memory for
 
 
 class Scalars(NamedTuple):
-    """The numbers of one update: floats, or 0-d tensors for compiled code, so that it does not depend on their values.
+    """The numbers of one update.
 
     m_hat / (sqrt(v_hat) + eps) is computed as m / (root sqrt(v) + eps), which saves two divisions per element.
     """
 
-    lr: Any
-    beta1: Any
-    new1: Any  # 1 - beta1, subtracted in double precision; single precision would be wrong by 1e-5
-    beta2: Any
-    new2: Any  # 1 - beta2
-    root: Any  # bias1 / sqrt(bias2)
-    eps: Any  # bias1 * the option eps
-    weight_decay: Any
-    norm_min: Any
-    norm_max: Any
-    ratio_max: Any
-    adapt: Any  # 1 or 0
+    lr: float
+    beta1: float
+    new1: float  # 1 - beta1, subtracted in double precision; single precision would be wrong by 1e-5
+    beta2: float
+    new2: float  # 1 - beta2
+    root: float  # bias1 / sqrt(bias2)
+    eps: float  # bias1 * the option eps
+    weight_decay: float
+    norm_min: float
+    norm_max: float
+    ratio_max: float
+    adapt: float  # 1 or 0
 
 
 def scalars(group: Mapping[str, Any], step: int) -> Scalars:
@@ -104,20 +102,16 @@ def trust_ratio(x_square: Tensor, u_square: Tensor, s: Scalars) -> Tensor:
 
 
 def _square_sum(t: Tensor) -> Tensor:
-    """Return the sum of squares, in double precision so that length, threads and compiler do not change the ratio.
-
-    In single precision torch.compile would choose the algorithm of the sum by the length, and so compile twice.
-    """
+    """Return the sum of squares, in double precision so that length, threads and compiler do not change the ratio."""
     return t.square().sum(dtype=torch.float64)
 
 
 def lamb_(
     x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: Tensor, finite: Tensor | None = None
 ) -> Tensor:
-    """Update one tensor: the specification, and the code that is compiled for GPUs. Returns the trust ratio.
+    """Update one tensor: the specification, of which lamb.cpp and lamb_triton.py are copies. Returns the trust ratio.
 
-    lamb.cpp is the same for CPUs. The ratio is returned because compiled code then stores it once; otherwise it would
-    compute it again for every few elements. finite: 0-d; if it is False, x, m and v stay as they are.
+    finite: 0-d; if it is False, x, m and v stay as they are.
     """
 
     def replace(old: Tensor, new: Tensor) -> None:
@@ -159,13 +153,6 @@ def moments_foreach_(rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tensor:
     return torch.stack([torch.stack(torch._foreach_norm(some, 1, torch.float64)) for some in squares])  # their sums
 
 
-def lamb_list_(
-    tensors: Sequence[Tensors], s: Scalars, factor: Tensor, finite: Tensor | None = None
-) -> list[Tensor]:
-    """Apply `lamb_` to many tensors. On a GPU this is one graph; a call per tensor would cost more than its work."""
-    return [lamb_(*four, s, factor, finite) for four in tensors]
-
-
 @functools.cache
 def can_compile(device_type: str) -> bool:
     """Tell whether LAMB can be compiled for this device: by a C++ compiler, or by torch on a GPU; each is tried."""
@@ -179,33 +166,18 @@ def can_compile(device_type: str) -> bool:
     return True
 
 
-@functools.cache
-def compiled(alike: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return the compiled update for a GPU, for lists of tensors of the same lengths and dtypes.
-
-    Each kind of list gets its own copy of the code, because torch compiles one function for at most 8 kinds, and
-    freezing a model part by part soon makes more. fullgraph turns torch's silent return to eager into an error.
-    deterministic: otherwise each rank may choose another order of the sums by its own timings, and the ratios differ.
-    """
-    own = types.FunctionType(lamb_list_.__code__.replace(), globals(), lamb_list_.__name__, lamb_list_.__defaults__)
-    return torch.compile(own, dynamic=False, fullgraph=True, options={"deterministic": True})
-
-
 def lamb_compiled_(
     tensors: Sequence[Tensors], s: Scalars, factor: Tensor, finite: Tensor | None = None
 ) -> list[Tensor]:
     """Update many tensors, of any shape, with compiled code; `finite` is for GPUs. Returns their trust ratios."""
     try:
-        if factor.device.type == "cpu":
-            # C++ takes addresses: flat aliases would take nearly half of the host's time.
+        if factor.is_cpu:
             alike = [(x, as_kernels_read(g, x.dtype), m, v) for x, g, m, v in tensors]
             return cpp_lamb.lamb_native_(alike, s, float(factor))
-        tensors = [flat(four) for four in tensors]
-        # 0-d tensors, so that a new learning rate does not recompile.
-        (numbers,) = to_device(torch.tensor(s, dtype=factor.dtype), device=factor.device)
-        kind = tuple(len(x) for x, *_ in tensors)
-        return compiled((factor.device, factor.dtype, kind))(tensors, Scalars(*numbers.unbind()), factor, finite)
-    except (OSError, subprocess.CalledProcessError, torch._dynamo.exc.BackendCompilerFailed) as error:
+        from largebatch.optim import lamb_triton  # Triton comes with a torch for CUDA alone
+
+        return lamb_triton.lamb_triton_([same_kind(four) for four in tensors], s, factor, finite)
+    except (OSError, ImportError, subprocess.CalledProcessError) as error:
         raise RuntimeError(NOT_COMPILED) from error
 
 
@@ -221,7 +193,7 @@ def update(
         return lamb_compiled_(tensors, s, factor, finite)
     tensors = [flat(four) for four in tensors]
     if impl == "plain" or finite is not None:
-        return lamb_list_(tensors, s, factor, finite)
+        return [lamb_(*four, s, factor, finite) for four in tensors]
     u = factor.new_empty(max(four[0].numel() for four in tensors))
     return [lamb_eager_(*four, s, factor, u[: four[0].numel()]) for four in tensors]
 
@@ -397,7 +369,7 @@ class Lamb(Stateful):
 
 
 def flat(tensors: Tensors) -> Tensors:
-    """Return 1-D aliases. With .data they have no base, whose shape would make torch.compile compile again."""
+    """Return 1-D aliases."""
     x, g, m, v = same_kind(tensors)
     return x.view(-1).data, g.view(-1).data, m.view(-1).data, v.view(-1).data
 
