@@ -9,6 +9,7 @@ import logging
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,10 +56,10 @@ def compile_model(
         logger.info("compiled: gradients are reduced after the backward pass, no longer during it")
 
 
-def compile_passes(model: nn.Module) -> None:
-    model.compile()
+def compile_passes(model: nn.Module, **options: Any) -> None:
+    model.compile(**options)
     if hasattr(model, "forward_train"):  # the objective calls it by name, so model.compile() does not reach it
-        setattr(model, "forward_train", torch.compile(getattr(model, "forward_train")))
+        setattr(model, "forward_train", torch.compile(getattr(model, "forward_train"), **options))
 
 
 # -- the trial -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from largebatch.benchmark.model import config_of, training_flops
 from zoo import create_model, set_fused_attn
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[1]
 
 
 ABSENT = "horovod mpi4py nvidia.dali google_crc32c crc32c rich tensorboard sklearn".split()
@@ -201,9 +203,46 @@ def test_optimizer_and_model_need_hardly_more_than_torch_and_timm(tmp_path):
     [
         ("optimizer --vs apex --model vit_ti16", "NVIDIA's apex is not installed"),
         ("model --model vit_x", "there is no model 'vit_x'"),
+        (f"page {ROOT}/zoo", f"FOLDER is {ROOT}/zoo, which has no CSV file: expected one that measure_gpu.sh wrote."),
     ],
 )
 def test_mistakes_are_one_sentence(command_line, sentence, capsys):
     with pytest.raises(SystemExit, match="^2$"):
-        main([*command_line.split(), f"--threads={torch.get_num_threads()}"])
+        main([*command_line.split(), *[f"--threads={torch.get_num_threads()}"] * ("page" not in command_line)])
     assert sentence in capsys.readouterr().err
+
+
+def test_the_page_joins_the_tables_of_a_folder(tmp_path, capsys):
+    """Those that were measured on a GPU; and one with images, whose share of the datasheet follows by hand."""
+    (tmp_path / "few").mkdir()
+    lines = ["contender,seconds,peak_mib,benchmark,images,command,hardware,versions,date,model,img_size,precision"]
+    same = "t,512,python -m largebatch.benchmark model --output /x --model vit_b32,NVIDIA H200,torch,d,vit_b32,224,bf16"
+    lines += [f"largebatch,{t},90,{same}" for t in (0.02, 0.01, 0.04)]
+    lines += [f"timm,{t},100,{same}" for t in (0.03, 0.03, 0.02)]
+    (tmp_path / "few" / "model.csv").write_text("\n".join(lines))
+    main(["page", str(tmp_path), "--output", str(tmp_path)])
+    page = (tmp_path / "README.md").read_text()
+    main(["page", str(ROOT / "docs/h200"), "--output", str(tmp_path / "other")])
+    share = 100 * 512 * training_flops("vit_b32", 224) / 0.02 / 989e12
+    command = "`python -m largebatch.benchmark model --model vit_b32`"
+    assert page.splitlines()[2:4] == [
+        f"| {command} | largebatch | 20 ms, 10 to 40 | {share:.1f} % |  |  |",
+        f"| {command} | timm | 30 ms, 20 to 30 | {share / 1.5:.1f} % | 1.50 | 0.90 |",
+    ]
+    assert "| timm Lamb | 24.88 ms, 21.82 to 28.24 |  | 5.46 | 0.97 |" in capsys.readouterr().out
+
+
+@pytest.mark.evidence
+def test_the_script_for_gpus_runs_all_its_parts_on_a_cpu(tmp_path):
+    """And begins none again that has passed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_VISIBLE")}
+    environment |= {"SMOKE": "1", "OUTPUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    script, runs = ROOT / "mpi_scripts/measure_gpu.sh", []
+    for _ in range(2):
+        done = subprocess.run([script], text=True, capture_output=True, timeout=1500, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        runs.append(done.stdout)
+    parts = subprocess.run([script, "--list"], text=True, capture_output=True, check=True, env=environment)
+    names = parts.stdout.split()
+    assert len(names) == 10 and all(f"{name}: passed before" in runs[1] for name in names)
+    assert "timm, compiled" in (tmp_path / "README.md").read_text()

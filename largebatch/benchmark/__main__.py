@@ -7,6 +7,7 @@
     python -m largebatch.benchmark step --data resident [...]      the same without files; one process needs no Horovod
     mpirun -np 8 python -m largebatch.benchmark parallel [--model vit_l32]          a model that ranks share
     python -m largebatch.benchmark scaling RANKS_1/step.csv RANKS_2/step.csv ...    join the tables of `step`
+    python -m largebatch.benchmark page FOLDER                     all tables of mpi_scripts/measure_gpu.sh on one page
 
 Each prints a table, and writes NAME.csv and NAME.png into --output (runs/benchmark).
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from largebatch.arguments import Parser, complain
 
-BENCHMARKS = ("optimizer", "loader", "model", "step", "parallel", "scaling")
+BENCHMARKS = ("optimizer", "loader", "model", "step", "parallel", "scaling", "page")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -35,7 +35,13 @@ from zoo.model import ZooModel
 
 TIMM_NAMES = {name: structure.timm_name for zoo in (vit, volo) for name, structure in zoo.STRUCTURES.items()}
 RATES = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "drop_path_rate")
-VARIANTS = {"eager": "largebatch", "compiled": "largebatch, compiled", "blocks": "largebatch, blocks compiled"}
+VARIANTS = {
+    "eager": "largebatch",
+    "compiled": "largebatch, compiled",
+    "blocks": "largebatch, blocks compiled",
+    "graphs": "largebatch, compiled to CUDA graphs",  # no option of training: whether it should become one is measured
+}
+PEERS = ["timm", "timm-unfused", "timm-compiled"]
 PASSES = 2  # per round; the second pass adds to gradients, as accumulation does
 
 
@@ -48,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plain", action="store_true", help="no dropout, and the cross entropy of the classes alone")
     parser.add_argument("--variants", nargs="+", default=["eager"], choices=[*VARIANTS], help="of ours")
     parser.add_argument("--grad-checkpointing", action="store_true", help="as --model.grad_checkpointing; ours alone")
-    parser.add_argument("--vs", nargs="+", default=["timm", "timm-unfused"], choices=["timm", "timm-unfused", "none"])
+    parser.add_argument("--vs", nargs="+", default=["timm", "timm-unfused"], choices=[*PEERS, "none"])
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each contender, 2 passes each")
     add_device_options(parser)
 
@@ -75,8 +81,11 @@ def measure(
         makers["timm"] = partial(timms, config)
     if "timm-unfused" in options.vs:
         makers["timm, unfused attention"] = lambda: set_fused_attn(timms(config), False)
+    if "timm-compiled" in options.vs:
+        makers["timm, compiled"] = lambda: compiled(timms(config))
     opened = partial(_opened, config=config, batch_size=batch_size, precision=options.precision, device=device)
-    contenders = [Contender(name, partial(opened, make)) for name, make in makers.items()]
+    graphs = VARIANTS["graphs"]
+    contenders = [Contender(name, partial(opened, make, in_place=name == graphs)) for name, make in makers.items()]
     results = compare(contenders, device=device, rounds=options.rounds)
     images, ceiling = PASSES * batch_size, measure_ceiling(device, options.precision)
     flops = training_flops(model, img_size)
@@ -94,8 +103,15 @@ def measure(
 
 @contextmanager
 def _opened(
-    make: Callable[[], nn.Module], *, config: TrainConfig, batch_size: int, precision: str, device: torch.device
+    make: Callable[[], nn.Module],
+    *,
+    config: TrainConfig,
+    batch_size: int,
+    precision: str,
+    device: torch.device,
+    in_place: bool,
 ) -> Iterator[Round]:
+    """Prepare a model and a batch. in_place: gradients stay where they are, since a CUDA graph writes over its own."""
     torch.manual_seed(0)
     model = make().to(device).train()
     objective = build_objective(config, model)
@@ -106,8 +122,11 @@ def _opened(
             with autocast(device, precision):
                 loss = objective(model, batch._replace(mix_box=draw_box()))
             loss.backward()
-        model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=not in_place)
 
+    if in_place:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
     yield passes
 
 
@@ -155,10 +174,15 @@ def ours(config: TrainConfig, device: torch.device, *, variant: str, grad_checkp
     values = replace(config.model, grad_checkpointing=grad_checkpointing).arguments() | {"weights": None}
     model = create_model(**values)
     choose_attention(model, device)
-    if variant == "compiled":
-        compile_passes(model)
     if variant == "blocks":
         compile_blocks(model)
+    elif variant != "eager":
+        compiled(model, mode="reduce-overhead" if variant == "graphs" else None)
+    return model
+
+
+def compiled(model: nn.Module, **options: Any) -> nn.Module:
+    compile_passes(model, **options)
     return model
 
 
