@@ -567,11 +567,16 @@ def test_how_long_ranks_wait_at_the_start():
         assert environment == {variable: "600"}
 
 
-def test_gradients_do_not_go_through_the_memory_of_the_host():
-    """Horovod's hierarchical allreduce reduces between hosts with MPI, in host memory."""
-    environment = {"HOROVOD_HIERARCHICAL_ALLREDUCE": "1"}
-    with pytest.raises(ValueError, match="^HOROVOD_HIERARCHICAL_ALLREDUCE is set, which copies each gradient to"):
-        HorovodConfig().apply(environment, deterministic=False, on_gpus=True)
+@pytest.mark.parametrize(
+    "name, sentence",
+    [("HOROVOD_HIERARCHICAL_ALLREDUCE", "is set, which copies gradients to the host"),  # MPI reduces it there
+     ("HOROVOD_ENABLE_ASYNC_COMPLETION", "is set, with which the backward pass waits for each reduction")],
+)  # fmt: skip
+def test_variables_that_make_gpus_slow_are_refused(name, sentence):
+    with pytest.raises(ValueError, match=f"^{name} {sentence}"):
+        HorovodConfig().apply({name: "1"}, deterministic=False, on_gpus=True)
+    HorovodConfig().apply({name: "0"}, deterministic=False, on_gpus=True)
+    HorovodConfig().apply({name: "1"}, deterministic=False, on_gpus=False)
 
 
 @pytest.mark.parametrize("option", GONE)

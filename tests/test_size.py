@@ -17,7 +17,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 89,
     "words of docstrings": 55_988,
-    "lines": 34_143,
+    "lines": 34_146,
     "files": 244,
     "methods of Trainer": 22,
     "fields of Trainer": 27,
@@ -27,7 +27,7 @@ LIMITS = {
     "lines in largebatch/assembly": 950,
     "lines in largebatch/benchmark": 1_691,
     "lines in largebatch/checkpoint": 683,
-    "lines in largebatch/config": 1_750,
+    "lines in largebatch/config": 1_753,
     "lines in largebatch/data": 4_081,
     "lines in largebatch/doctor": 2_171,
     "lines in largebatch/export": 303,

@@ -17,6 +17,10 @@ START_LIMIT_S = 1800  # 200 ranks that import from a slow file system, compile, 
 STALL_WARNING_S = 60  # Horovod's default; the warning must come before the limit
 CPU_CYCLE_TIME_MS = 5  # at Horovod's default of 1 ms, its thread takes 3.8 % of a rank's core
 CPU_FUSION_BYTES = 2**20  # Horovod sends a larger tensor without copies, which would take longer than a message
+HARMFUL = {  # on GPUs
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "which copies gradients to the host: unset it, or set HOROVOD_TORUS_ALLREDUCE=1",
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": "with which the backward pass waits for each reduction: unset it",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +47,9 @@ class HorovodConfig:
         tuned = environment.get("HOROVOD_AUTOTUNE", "0") not in ("", "0")
         if deterministic and tuned:
             raise ValueError("--run.deterministic is true, which excludes HOROVOD_AUTOTUNE: unset one of them.")
-        if on_gpus and environment.get("HOROVOD_HIERARCHICAL_ALLREDUCE", "0") not in ("", "0"):
-            raise ValueError(
-                "HOROVOD_HIERARCHICAL_ALLREDUCE is set, which copies each gradient to the host and reduces it there: "
-                "unset it, and leave the way between hosts to NCCL, or to HOROVOD_TORUS_ALLREDUCE=1."
-            )
+        for name, harm in HARMFUL.items():
+            if on_gpus and environment.get(name, "0") not in ("", "0"):
+                raise ValueError(f"{name} is set, {harm}.")
         if self.stall_limit_s is not None:
             limit, present = round(self.stall_limit_s), environment.setdefault(STALL, str(round(self.stall_limit_s)))
             if not _same(present, limit):
