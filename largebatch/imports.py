@@ -13,15 +13,14 @@ OURS = ("largebatch", "zoo", "__main__")
 def explain_import(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """Print one sentence about an import that failed, and end with code 2; print any other error as Python does."""
     sentence = why_not_imported(error)
-    if not sentence:
-        sys.__excepthook__(kind, error, traceback)
-        return
-    sys.stderr.write(f"largebatch: {sentence}\n")
-    sys.exit(2)
+    if sentence:
+        sys.stderr.write(f"largebatch: {sentence}\n")
+        sys.exit(2)
+    sys.__excepthook__(kind, error, traceback)
 
 
 def why_not_imported(error: BaseException) -> str:
-    """Return the sentence on a file that hides a module or on a package that is missing, empty for other errors."""
+    """Return the sentence on a file that hides a module, a package that is missing, or a second NCCL; else empty."""
     passed = _files_of(error)
     for name, file in _hiding():
         if f"'{name}'" in str(error) or file in passed:
@@ -30,6 +29,8 @@ def why_not_imported(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         lacks = f"this program needs the package {error.name}, which {sys.executable} does not have"
         return f"{lacks}: {_remedy_for(error.name)}."
+    if symbol := str(error).partition(": undefined symbol: nccl")[2]:
+        return f"another NCCL than torch's is loaded and lacks nccl{symbol}: unset LD_PRELOAD, or install torch's anew."
     return ""
 
 

@@ -79,12 +79,10 @@ def doubtful(config: TrainConfig, device: torch.device, *, data_size: int) -> It
 
 def _remove_leftovers() -> None:
     try:
-        leftovers = remove_leftovers()
+        if leftovers := remove_leftovers():
+            logger.info("removed %d files of shared memory that killed jobs had left in /dev/shm", len(leftovers))
     except OSError as error:  # no /dev/shm, or another job of this user is removing the same files
         logger.debug("shared memory is not cleared: %s", error)
-    else:
-        if leftovers:
-            logger.info("removed %d files of shared memory that killed jobs had left in /dev/shm", len(leftovers))
 
 
 def resolve(config: TrainConfig, device: torch.device) -> TrainConfig:

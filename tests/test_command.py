@@ -119,3 +119,5 @@ def test_a_python_without_torch_is_told_of_the_environment(start, tmp_path, monk
     missing = ModuleNotFoundError("No module named 'torch'", name="torch")
     assert not activate.exists() or advice in why_not_imported(missing)
     assert why_not_imported(ImportError("cannot import name 'x' from 'y'")) == ""
+    preloaded = ImportError("/a/torch/lib/libtorch_cuda.so: undefined symbol: ncclDevCommDestroy")
+    assert "another NCCL than torch's is loaded and lacks ncclDevCommDestroy: unset" in why_not_imported(preloaded)

@@ -93,6 +93,18 @@ def test_training_is_refused_on_a_gpu_and_runs_on_cpus(run, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "00000001" / "model.safetensors").exists()
 
 
+def test_a_second_nccl(venv, run, tmp_path):
+    """It is an empty library: on the usual path it has no effect, and one that is preloaded is named."""
+    other = tmp_path / "libnccl.so.2"
+    subprocess.run(["g++", "-shared", "-x", "c++", "/dev/null", f"-Wl,-soname,{other.name}", "-o", other], check=True)
+    said = run("python", "-c", LOADED, LD_LIBRARY_PATH=str(tmp_path))
+    assert str(other) not in said and said.count("libnccl") == 1
+    said = run("python", "-m", "largebatch.train", code=2, LD_PRELOAD=str(other))
+    assert said.startswith("largebatch: another NCCL than torch's is loaded and lacks nccl") and said.count("\n") == 1
+    said = run("python", "-m", "largebatch.doctor", code=1, LD_PRELOAD=str(other))
+    assert "\n      fix:   unset LD_PRELOAD\n" in said and "another torch than the one" not in said, said
+
+
 def test_a_compiler_that_is_too_new_for_nvcc(venv, tmp_path):
     """It says that it is GCC 99; nvcc asks no more."""
     script = "CUDA=13.0 OPERATIONS=nccl NVCC_RELEASE=13.0; torch_facts; take_nvcc; check_nvcc; CXX=$NEW; check_nvcc"

@@ -74,7 +74,7 @@ def test_a_driver_that_only_nvidia_smi_knows(proc, tmp_path, monkeypatch):
             "cpu.",
         ),
         ("580.65.06", None, "torch 2.13.0, a build without CUDA, sees none: install torch for this driver with `CUDA="),
-        ("580.65.06", "12.6", "sees none: give the job or the container its GPUs (Slurm: --gpus-per-node, docker: "),
+        ("580.65.06", "12.6", "sees none: give the job or the container its GPUs, or parts of them (Slurm: --gpus-per"),
         ("470.82.01", "12.6", "sees none: update the driver to 525 or newer, or set --run.device cpu."),
     ],
 )
@@ -84,6 +84,22 @@ def test_a_gpu_that_torch_does_not_see(proc, version, build, sentence):
         with pytest.raises(ValueError) as refused:
             accept_cpu(kind, torch="2.13.0", cuda=build)
         assert sentence in str(refused.value)
+
+
+def test_a_gpu_that_another_process_has_alone(proc, monkeypatch):
+    def refuse(*_) -> None:
+        raise torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in ("set_device", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    with pytest.raises(ValueError) as refused:
+        Single().device()
+    assert str(refused.value) == (
+        "GPU 0 of n1 takes no process (CUDA error: CUDA-capable device(s) is/are busy or unavailable): another one may "
+        "have it for itself alone; nvidia-smi names it."
+    )
 
 
 def test_gpus_that_are_hidden_on_purpose(proc, monkeypatch, caplog):

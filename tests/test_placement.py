@@ -8,17 +8,17 @@ from largebatch.launch.cores import Cores, expand
 from largebatch.ranks.placement import FILLED, SCARCE, Place, by_host, filled_gpus, shared_gpus, short_of_cores
 
 
-def place(host: str, allowed: str = "0-15", *, device: str = "cpu", uuid: str = "", **changes) -> Place:
+def place(host: str, allowed: str = "0-15", *, device: str = "cpu", gpu: tuple = ("", ""), **changes) -> Place:
     """Return a place on a host of sixteen cores in two NUMA nodes. changes: fields of its Cores."""
     cores = expand(allowed)
     nodes = tuple(node for node in (0, 1) if {core // 8 for core in cores} & {node})
     of_process = {"quotas": {}, "nodes": nodes, "physical": len(cores), "host_cores": 16} | changes
     local_rank = int(device.partition(":")[2] or 0)
-    return Place(host, 4711, local_rank, device, uuid, Cores(frozenset(cores), **of_process), 4, 3)
+    return Place(host, 4711, local_rank, device, gpu, Cores(frozenset(cores), **of_process), 4, 3)
 
 
-def gpu(host: str, uuid: str, local_rank: int = 0, allowed: str = "0-15") -> Place:
-    return place(host, allowed, device=f"cuda:{local_rank}", uuid=uuid)
+def gpu(host: str, uuid: str, local_rank: int = 0, allowed: str = "0-15", *, card: str = "") -> Place:
+    return place(host, allowed, device=f"cuda:{local_rank}", gpu=(uuid, card or f"card of {uuid}"))
 
 
 def test_a_gpu_has_one_rank():
@@ -29,13 +29,17 @@ def test_a_gpu_has_one_rank():
         "ranks 0, 2 on n0 share GPU a (cuda:0 of local rank 0, cuda:2 of local rank 2): give each rank a GPU of its "
         "own, or start fewer ranks per host."
     )
+    parts = [gpu("n0", uuid, card="0000:1b:00") for uuid in ("a", "b")]
+    assert shared_gpus([parts[0], gpu("n1", "c", card="0000:1b:00")]) == ""
+    assert shared_gpus(parts).startswith(
+        "ranks 0, 1 on n0 share GPU 0000:1b:00, of which NCCL takes one part (MIG) alone (cuda:0 of local rank 0, "
+    )
 
 
 def test_a_gpu_that_another_process_fills():
     free = [replace(gpu("n0", str(gib)), memory=(gib * 2**30, 80 * 2**30)) for gib in (79, 5, 20)]
     assert filled_gpus([place("n0"), free[0]], needed=SCARCE) == ""
-    rest = "another process has the rest (nvidia-smi names it), so end it, or choose other GPUs with "
-    rest += "CUDA_VISIBLE_DEVICES."
+    rest = "another process has the rest (nvidia-smi names it), so end it, or choose others with CUDA_VISIBLE_DEVICES."
     assert filled_gpus(free, needed=FILLED) == f"rank 1 on n0 has 5.0 of 80 GiB of GPU memory free: {rest}"
     assert filled_gpus(free, needed=SCARCE) == (
         "rank 1 on n0 has 5.0 of 80 GiB of GPU memory free; rank 2 on n0 has 20.0 of 80 GiB of GPU memory free: " + rest

@@ -163,7 +163,8 @@ def check_imports(modules: Sequence[str] = MODULES, *, limit_s: float = 120) -> 
         cause = f"importing {culprit} did not end within {limit_s:g} s"
         return Result(name, False, cause=cause, fix=f"{sys.executable} -X importtime -c 'import {culprit}'")
     ended = output.how_it_ended if output.code < 0 else "failed"
-    return Result(name, False, cause=f"importing {culprit} {ended}: {output.last_error}", fix=REINSTALL)
+    fix = "unset LD_PRELOAD" if "LD_PRELOAD" in os.environ and "undefined symbol: nccl" in output.stderr else REINSTALL
+    return Result(name, False, cause=f"importing {culprit} {ended}: {output.last_error}", fix=fix)
 
 
 def horovod_facts(*, limit_s: float = 120) -> tuple[dict, Output]:
@@ -188,7 +189,7 @@ def check_horovod(facts: dict, output: Output) -> Result:
         return Result(name, True, cause=cause, fix=INSTALL)
     if "built_for" in facts and "horovod_abi" not in facts:  # then horovod.torch imports, but is empty
         return Result(name, False, cause="Horovod was installed without its torch extension", fix=REINSTALL)
-    if symbol := re.search(r"undefined symbol: (\w+)", error):
+    if symbol := re.search(r"undefined symbol: (?!nccl)(\w+)", error):
         cause = f"Horovod was compiled for another torch than the one installed (undefined symbol {symbol[1]})"
     elif library := re.search(r"(lib\S+): cannot open shared object file", error):
         cause = f"{library[1]}, which Horovod was linked with, is not found"

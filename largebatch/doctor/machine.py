@@ -168,8 +168,7 @@ def check_gpu(facts: dict, device: str) -> Result:
         return Result(name, False, cause=cause, fix="nvidia-smi")
     if not facts["nccl"]:
         cause = f"{gpus} GPUs are visible, but Horovod was built without NCCL"
-        fix = install_command("--force", settings="CUDA_HOME=/usr/local/cuda OPERATIONS=nccl")
-        return Result(name, False, cause=cause, fix=fix)
+        return Result(name, False, cause=cause, fix=install_command("--force", settings="OPERATIONS=nccl"))
     return Result(name, True, f"{facts['gpus']} GPUs, CUDA {facts['cuda']}, NCCL")
 
 

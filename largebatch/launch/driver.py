@@ -86,7 +86,7 @@ def _cure(driver: Driver, cuda: str | None) -> str:
     oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0) if cuda else 0
     needs = f"CUDA {cuda} needs driver {oldest} or newer, so " if driver.major < oldest else ""
     if cuda and not needs:
-        return "give the job or the container its GPUs (Slurm: --gpus-per-node, docker: --gpus all)"
+        return "give the job or the container its GPUs, or parts of them (Slurm: --gpus-per-node, docker: --gpus all)"
     if not driver.cuda:
         return f"update the driver to {min(CUDA_OF_DRIVER)} or newer"
     return f"{needs}install torch for this driver with `{install_command(settings=f'CUDA={driver.cuda}')}`"

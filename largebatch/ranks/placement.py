@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,7 +34,7 @@ def check_placement(comm: "Ranks", device: torch.device, *, loader_threads: int 
             pid=os.getpid(),
             local_rank=comm.local_rank,
             device=str(device),
-            uuid=gpu_uuid(device),
+            gpu=gpu_names(device),
             cores=comm.cores,
             torch_threads=torch.get_num_threads(),
             loader_threads=loader_threads or cores.loader_threads(comm.num_cores),
@@ -50,14 +50,17 @@ def check_placement(comm: "Ranks", device: torch.device, *, loader_threads: int 
     return by_host(places)
 
 
-def gpu_uuid(device: torch.device) -> str:
-    """Return the text that identifies a GPU across hosts and CUDA_VISIBLE_DEVICES; empty for a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+def gpu_names(device: torch.device) -> tuple[str, str]:
+    """Return the UUID of a GPU, or of its part (MIG), and the PCI address; empty for a CPU."""
+    if device.type == "cpu":
+        return "", ""
+    found: Any = torch.cuda.get_device_properties(device)  # whose stub lacks what follows
+    return str(found.uuid), f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one rank. device: like cuda:0. uuid: that of its GPU, empty on a CPU.
+    """The place of one rank. device: like cuda:0. gpu: see `gpu_names`.
 
     memory: bytes of its GPU that are free, and all; None on a CPU.
     """
@@ -66,7 +69,7 @@ class Place:
     pid: int
     local_rank: int
     device: str
-    uuid: str
+    gpu: tuple[str, str]
     cores: Cores
     torch_threads: int
     loader_threads: int
@@ -75,19 +78,19 @@ class Place:
 
 def shared_gpus(places: Sequence[Place]) -> str:
     """Return a sentence with the ranks that would share a GPU; empty if none do. places: those of all ranks."""
-    users: dict[str, list[int]] = {}
+    users: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(places):
-        if place.uuid:
-            users.setdefault(place.uuid, []).append(rank)
-    clauses = []
-    for uuid, ranks in users.items():
-        if len(ranks) > 1:
-            users_of_it = [places[rank] for rank in ranks[:SHOWN]]
-            seen_as = ", ".join(f"{place.device} of local rank {place.local_rank}" for place in users_of_it)
-            clauses.append(f"{name_ranks(ranks, [place.host for place in places])} share GPU {uuid} ({seen_as})")
-    if not clauses:
-        return ""
-    return f"{'; '.join(clauses[:SHOWN])}: give each rank a GPU of its own, or start fewer ranks per host."
+        for name in zip(("", place.host), place.gpu):
+            users.setdefault(name, []).append(rank)
+    clauses: dict[str, str] = {}
+    for (host, gpu), ranks in users.items():
+        if gpu and len(ranks) > 1:
+            who, some = name_ranks(ranks, [place.host for place in places]), [places[rank] for rank in ranks[:SHOWN]]
+            seen_as = ", ".join(f"{place.device} of local rank {place.local_rank}" for place in some)
+            parts = ", of which NCCL takes one part (MIG) alone" if host else ""
+            clauses.setdefault(who, f"{who} share GPU {gpu}{parts} ({seen_as})")
+    remedy = "give each rank a GPU of its own, or start fewer ranks per host."
+    return f"{'; '.join([*clauses.values()][:SHOWN])}: {remedy}" if clauses else ""
 
 
 def filled_gpus(places: Sequence[Place], *, needed: float) -> str:
@@ -99,12 +102,8 @@ def filled_gpus(places: Sequence[Place], *, needed: float) -> str:
             filled.setdefault(f"{free / 2**30:.1f} of {total / 2**30:.0f} GiB of GPU memory free", []).append(rank)
     hosts = [place.host for place in places]
     clauses = [f"{name_ranks(of, hosts)} {'has' if len(of) == 1 else 'have'} {found}" for found, of in filled.items()]
-    if not clauses:
-        return ""
-    return (
-        f"{'; '.join(clauses[:SHOWN])}: another process has the rest (nvidia-smi names it), so end it, or choose other "
-        "GPUs with CUDA_VISIBLE_DEVICES."
-    )
+    rest = "another process has the rest (nvidia-smi names it), so end it, or choose others with CUDA_VISIBLE_DEVICES."
+    return f"{'; '.join(clauses[:SHOWN])}: {rest}" if clauses else ""
 
 
 def by_host(places: Sequence[Place]) -> list[str]:
@@ -143,17 +142,13 @@ def short_of_cores(places: Sequence[Place], *, asked: int | None) -> str:
             found = f"bound to a single core, of {place.cores.host_cores}: start mpirun with --bind-to none, or with "
             found += "--map-by slot:PE=N for N cores each (Slurm: --cpus-per-task; a container: its set of CPUs)"
         elif asked is not None and num_cores < asked + 1:
-            found = f"given {_count(num_cores)} for {asked} loader thread{'s' * (asked > 1)} and the training: "
-            found += "leave --data.num_threads out, or start fewer ranks per host"
+            found = f"given {num_cores:.3g} core{'s' * (num_cores != 1)} for {asked} loader thread{'s' * (asked > 1)} "
+            found += "and the training: leave --data.num_threads out, or start fewer ranks per host"
         elif num_cores < 1:
-            found = f"given {_count(num_cores)} each: start fewer ranks per host, or raise their CPU limit"
+            found = f"given {num_cores:.3g} cores each: start fewer ranks per host, or raise their CPU limit"
         else:
             continue
         short.setdefault(found, []).append(rank)
     hosts = [place.host for place in places]
     clauses = [f"{name_ranks(of, hosts)} {'is' if len(of) == 1 else 'are'} {found}" for found, of in short.items()]
     return f"{'; '.join(clauses[:SHOWN])}." if clauses else ""
-
-
-def _count(num_cores: float) -> str:
-    return "1 core" if num_cores == 1 else f"{num_cores:.3g} cores"

@@ -85,7 +85,12 @@ class Ranks(ABC):
             )
         # A single visible GPU may be this rank's own, or that of all ranks of the host: placement.py finds out.
         number = self.local_rank if visible > 1 else 0
-        torch.cuda.set_device(number)
+        try:
+            torch.cuda.set_device(number)
+            torch.cuda.mem_get_info(number)
+        except torch.AcceleratorError as error:
+            found = f"GPU {number} of {socket.gethostname()} takes no process ({str(error).splitlines()[0]})"
+            raise ValueError(f"{found}: another one may have it for itself alone; nvidia-smi names it.") from None
         return torch.device("cuda", number)
 
     def progress(self, phase: str = "") -> None:

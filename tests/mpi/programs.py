@@ -531,7 +531,7 @@ def shares_a_gpu() -> None:
     """Planted identities, as a machine for tests has no GPUs."""
     from largebatch.ranks import placement
 
-    placement.gpu_uuid = lambda device: "GPU-1"
+    placement.gpu_names = lambda device: ("GPU-1", "0000:1b:00")
 
 
 def on_export(act: Callable) -> None:
