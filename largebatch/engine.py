@@ -90,8 +90,7 @@ class Trainer:
     objective: Objective
     optimizer: Reduced
     scaler: torch.amp.GradScaler
-    base_lr: float
-    schedule: Callable[[float], float]  # Plan.time of a step -> fraction of base_lr
+    learning_rate: Callable[[Plan, int], float]  # plan, step -> rate, before the state's halvings
     plan: Plan
     open_batches: Callable[[int], Any]  # first step -> iterator of this rank's micro-batches, to be closed
     eval_batches: Batches
@@ -103,7 +102,6 @@ class Trainer:
     device: torch.device
     replica: Replica  # attached to this model, optimizer and comm
     hooks: Sequence["Hook"] = ()
-    scaling: Callable[[int], float] = lambda batch_size: 1.0  # global batch of a step -> factor of base_lr
     sam: LookSam | None = None  # its state is that of the optimizer
     average: nn.Module | None = None  # average of the weights, kept by hooks.ema, saved and resumed with the model
     state: TrainState = field(default_factory=TrainState)
@@ -203,8 +201,7 @@ class Trainer:
 
     def lr(self) -> float:
         """Return the learning rate of the coming step."""
-        step, factor = self.state.step, 0.5**self.state.halvings
-        return self.base_lr * self.scaling(self.plan.batch_size(step)) * self.schedule(self.plan.time(step)) * factor
+        return self.learning_rate(self.plan, self.state.step) * 0.5**self.state.halvings
 
     # -- the loop ----------------------------------------------------------------------------------------------
 

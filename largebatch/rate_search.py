@@ -117,7 +117,7 @@ def find_lr(
     search = Search()
     told = hooks.Log([hooks.Progress()], every_images=trainer.plan.global_batch_size)
     trainer.hooks = [*(hook for hook in trainer.hooks if isinstance(hook, hooks.StopEarly)), search, told]
-    trainer.schedule = rate
+    trainer.learning_rate = lambda plan, step: rate(step)
     reason = trainer.fit()
     if reason and not search.diverged:
         raise StoppedEarly(f"the search stopped, because {reason}; the same command begins it anew (exit code 75).")

@@ -45,8 +45,7 @@ def make_trainer(num_images: int, *, eval_images: int, hooks: tuple[Hook, ...] =
         objective=classification,
         optimizer=optimizer,
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        base_lr=0.1,
-        schedule=lambda step: 1.0,
+        learning_rate=lambda plan, step: 0.1,
         plan=plan,
         open_batches=lambda start: batches(trainer.plan, start),
         eval_batches=[next(batches(plan, 0))],
@@ -95,7 +94,7 @@ def test_the_layers_follow_the_schedule_each_at_its_part_of_the_rate():
     trainer = make_trainer(2 * BATCH, eval_images=0)
     trainer.optimizer.param_groups[0]["lr_scale"] = 0.25
     trainer.optimizer.param_groups.append(dict(trainer.optimizer.param_groups[0], params=[], lr_scale=1.0))
-    trainer.schedule = lambda step: 1 / (1 + step)
+    trainer.learning_rate = lambda plan, step: 0.1 / (1 + step)
     for step in (1, 2):
         trainer.fit(max_steps=step)
         assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.25 * 0.1 / step, 0.1 / step]

@@ -2,7 +2,6 @@
 
 import math
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from largebatch import assembly
 from largebatch import config as configs
 from largebatch.config import TrainConfig, ramp
 from largebatch.data.order import Plan
-from largebatch.engine import Trainer, TrainState
 from largebatch.recipes import choose
 
 IMAGENET = 1_281_167
@@ -43,13 +41,8 @@ def plan_of(config: TrainConfig, num_samples: int = IMAGENET) -> Plan:
 
 def rates(config: TrainConfig, plan: Plan) -> Any:
     """The learning rate as a function of the step."""
-    parts: dict[str, Any] = {
-        "base_lr": assembly.peak_lr(config),
-        "scaling": assembly.batch_scaling(config),
-        "schedule": assembly.build_schedule(config, plan),
-        "plan": plan,
-    }
-    return lambda step: Trainer.lr(SimpleNamespace(state=TrainState(step=step), **parts))
+    rate = assembly.build_learning_rate(config, plan)
+    return lambda step: rate(plan, step)
 
 
 def test_the_phases_begin_with_the_first_step_at_their_place_or_later():

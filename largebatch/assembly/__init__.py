@@ -24,7 +24,6 @@ from largebatch.assembly.images import (
     with_classes,
 )
 from largebatch.assembly.replica import (
-    batch_scaling,
     build_model,
     build_objective,
     build_optimizer,
@@ -37,6 +36,7 @@ from largebatch.assembly.replica import (
 from largebatch.assembly.trainer import (
     assemble,
     build_ema,
+    build_learning_rate,
     build_noise_scale,
     build_schedule,
     build_trainer,
@@ -46,10 +46,10 @@ from largebatch.assembly.trainer import (
 __all__ = [
     "Images",
     "assemble",
-    "batch_scaling",
     "build_augment",
     "build_ema",
     "build_eval_loader",
+    "build_learning_rate",
     "build_model",
     "build_noise_scale",
     "build_objective",

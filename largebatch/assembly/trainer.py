@@ -144,9 +144,7 @@ def put_together(
         objective=replica.adapt_objective(build_objective(config, replica.model)),
         optimizer=replica.optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled="fp16" in (config.run.precision, config.run.compression)),
-        base_lr=peak_lr(config),
-        schedule=build_schedule(config, plan),
-        scaling=batch_scaling(config),
+        learning_rate=build_learning_rate(config, plan),
         plan=plan,
         open_batches=open_batches,
         eval_batches=eval_batches,
@@ -169,6 +167,12 @@ def evaluation_images(config: TrainConfig, plan: Plan) -> int:
     if config.run.eval_every == NEVER:
         return 0
     return images_of(config, "run.eval_every", plan.num_samples, plan.num_images)
+
+
+def build_learning_rate(config: TrainConfig, plan: Plan) -> Callable[[Plan, int], float]:
+    """Return the rate of a step of this plan, or of one with other phases."""
+    peak, scaling, schedule = peak_lr(config), batch_scaling(config), build_schedule(config, plan)
+    return lambda plan, step: peak * scaling(plan.batch_size(step)) * schedule(plan.time(step))
 
 
 def build_schedule(config: TrainConfig, plan: Plan) -> Schedule:

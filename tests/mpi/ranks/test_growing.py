@@ -29,7 +29,8 @@ def rooted(batch_size: int) -> float:
 def growing(comm: Ranks, plan: Plan = PLAN, **options) -> Trainer:
     """A run with a ramp, wrapped for the passes of another batch."""
     trainer = small_trainer(comm, plan, passes=1, model=OddModel(), **options)
-    trainer.scaling = rooted
+    rate = trainer.learning_rate
+    trainer.learning_rate = lambda plan, step: rate(plan, step) * rooted(plan.batch_size(step))
     return trainer
 
 

@@ -89,8 +89,8 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 def test_a_run_goes_back_and_on_at_half_the_rate_bit_for_bit_also_resumed(comm, tmp_path):
     """As a run whose schedule halves there, and that never saw the rise; wherever the rise was interrupted."""
     reference = build(comm, tmp_path / "reference", "stop", falls)
-    schedule = reference.schedule
-    reference.schedule = lambda step: schedule(step) * (0.5 if step >= 10 else 1.0)
+    rate = reference.learning_rate
+    reference.learning_rate = lambda plan, step: rate(plan, step) * (0.5 if step >= 10 else 1.0)
     reference.fit()
     for number, stops in enumerate([(), (13, 16, 20)]):
         for max_steps in (*stops, 0):
@@ -104,7 +104,7 @@ def test_a_run_goes_back_and_on_at_half_the_rate_bit_for_bit_also_resumed(comm, 
             steps = [step for step, _ in trainer.hooks[-1].seen]
             turn = max(range(1, len(steps)), key=lambda place: steps[place - 1] - steps[place])
             assert back == 10 and (steps[turn - 1], steps[turn]) == (FOUND, 11)
-            assert trainer.hooks[-1].seen[turn][1] == pytest.approx(0.01 * schedule(10) / 2)
+            assert trainer.hooks[-1].seen[turn][1] == pytest.approx(rate(reference.plan, 10) / 2)
             turns = comm.allgather_object(turn, name="test/turn")
             assert turns == comm.size * [turn]
             assert [int(path.name) for path in checkpoint.checkpoints(tmp_path / "0")] == [22, 20] * (comm.rank == 0)
