@@ -17,7 +17,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 89,
     "words of docstrings": 56_001,
-    "lines": 34_145,
+    "lines": 34_146,
     "files": 244,
     "methods of Trainer": 22,
     "fields of Trainer": 25,
@@ -35,7 +35,7 @@ LIMITS = {
     "lines in largebatch/hooks": 1_749,
     "lines in largebatch/launch": 1_477,
     "lines in largebatch/native": 471,
-    "lines in largebatch/optim": 1_597,
+    "lines in largebatch/optim": 1_598,
     "lines in largebatch/pack": 816,
     "lines in largebatch/parallel": 2_283,
     "lines in largebatch/plan": 2_249,

@@ -363,9 +363,10 @@ class Lamb(Stateful):
         return alike
 
     def _tensors(self, p: Tensor) -> Tensors:
-        if p.grad is None or p.grad.layout is not torch.strided:
+        g, state = p.grad, self.state[p]
+        if g is None or g.layout is not torch.strided:
             raise ValueError(f"Lamb needs dense gradients, got a sparse one of shape {tuple(p.shape)}")
-        return p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
+        return p, g, state["exp_avg"], state["exp_avg_sq"]
 
 
 def flat(tensors: Tensors) -> Tensors:
