@@ -17,7 +17,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 89,
     "words of docstrings": 56_001,
-    "lines": 34_146,
+    "lines": 34_148,
     "files": 244,
     "methods of Trainer": 22,
     "fields of Trainer": 25,
@@ -25,7 +25,7 @@ LIMITS = {
     "fields of Ranks": 3,
     "lines in largebatch": 2_970,
     "lines in largebatch/assembly": 954,
-    "lines in largebatch/benchmark": 1_691,
+    "lines in largebatch/benchmark": 1_693,
     "lines in largebatch/checkpoint": 683,
     "lines in largebatch/config": 1_752,
     "lines in largebatch/data": 4_081,

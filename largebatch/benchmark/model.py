@@ -176,8 +176,10 @@ def ours(config: TrainConfig, device: torch.device, *, variant: str, grad_checkp
     choose_attention(model, device)
     if variant == "blocks":
         compile_blocks(model)
-    elif variant != "eager":
-        compiled(model, mode="reduce-overhead" if variant == "graphs" else None)
+    if variant == "compiled":
+        compiled(model)
+    if variant == "graphs":
+        compiled(model, mode="reduce-overhead")
     return model
 
 
