@@ -60,7 +60,6 @@ class BatchNormStatistics:
         self.comm = comm
         self.layers: list[_Layer] = []  # empty outside `over_steps`
         self.saved: list[tuple[Tensor, Tensor]] = []  # buffers of the model and their values, since `pause`
-        self.saved_passes: list[int] = []  # of each layer
 
     @contextmanager
     def over_steps(self) -> Iterator[None]:
@@ -106,15 +105,13 @@ class BatchNormStatistics:
 
     def pause(self) -> None:
         """Let the passes from here to the end of the step count for no statistics; all buffers are restored then."""
+        # They repeat the step's passes, so each rank counts twice as many, and the shares of the ranks stay the same.
         self.saved = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        self.saved_passes = [layer.passes for layer in self.layers]
 
     def _resume(self) -> None:
-        for layer, passes in zip(self.layers, self.saved_passes):
-            layer.passes = passes
         for buffer, before in self.saved:
             buffer.copy_(before)
-        self.saved, self.saved_passes = [], []
+        self.saved = []
 
     @torch.no_grad()
     def drop_step(self) -> None:
