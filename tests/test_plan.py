@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -783,12 +784,67 @@ def test_calibration_gives_the_measured_time_and_says_so(tmp_path, capsys):
         ({"model": "vit_b16", "img_size": 224}, "measured with vit_b16 at 224 px"),
         ({"precision": "fp32"}, "measured in fp32"),
         ({"model": "", "benchmark": "loader"}, "a table of 'loader': expected a table of `largebatch.benchmark model`"),
+        ({"seconds": 0.0}, "expected a table of `largebatch.benchmark model`"),
+        ({"seconds": math.nan}, "expected a table of `largebatch.benchmark model`"),
+        ({"seconds": -1.0}, "expected a table of `largebatch.benchmark model`"),
+        ({"micro_batch": 0}, "expected a table of `largebatch.benchmark model`"),
+        ({"ranks": 10**12}, "expected a table of `largebatch.benchmark model`"),
+        ({"img_size": "big"}, "expected a table of `largebatch.benchmark model`"),
+        ({"precision": "fp8"}, "expected a table of `largebatch.benchmark model`"),
+        ({"cores": math.nan}, "expected a table of `largebatch.benchmark model`"),
     ),
 )
 def test_a_calibration_of_something_else_is_refused(other, sentence, tmp_path, capsys):
     file = table(tmp_path / "t.csv", replace(PASSES, **other))
     assert main([*TINY, "--gpus", "1", "--calibrate", str(file)]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("column", ["img_size", "ranks", "cores", "plain", "seconds"])
+def test_a_table_that_lacks_a_column_is_refused(tmp_path, capsys, column):
+    file = table(tmp_path / "t.csv", PASSES)
+    with open(file, newline="") as text:
+        rows = [{name: cell for name, cell in row.items() if name != column} for row in csv.DictReader(text)]
+    with open(file, "w", newline="") as text:
+        csv.DictWriter(text, rows[0]).writerows([{name: name for name in rows[0]}, *rows])
+    for words in ([*TINY, "--gpus", "1", "--calibrate", str(file)], ["validate", str(file), str(file)]):
+        assert main(words) == 2 and "expected a table of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"from": "nobody"}, "from 'nobody': expected one of run, rate"),
+        ({"figure": "hours"}, "with the figure 'hours'"),
+        ({"published": "0"}, "published '0'"),
+        ({"published": "nan"}, "published 'nan'"),
+        ({"published": "about 3"}, "published 'about 3'"),
+        ({"options": "--gpu \x1b[2J"}, "--gpu is '\\x1b[2j'"),
+        ({"options": None}, "no rows with options"),
+    ],
+)
+def test_a_row_of_published_runs_that_says_nothing_is_refused(tmp_path, capsys, changes, sentence):
+    row = next(row for row in read_table(PUBLISHED, (), what="TABLE", expected="") if not row["from"]) | changes
+    names = sorted(row, key=lambda name: name == "options")  # a row that is cut off lacks the last
+    with open(tmp_path / "t.csv", "w", newline="") as file:
+        csv.writer(file).writerows([names, [row[name] for name in names if row[name] is not None]])
+    assert main(["validate", str(tmp_path / "t.csv")]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_names_in_a_table_cannot_command_a_terminal(tmp_path, capsys):
+    row = next(row for row in read_table(PUBLISHED, (), what="TABLE", expected="") if not row["from"])
+    with open(tmp_path / "t.csv", "w", newline="") as file:
+        csv.writer(file).writerows([row, (row | {"run": "\x1b[2Jx", "source": "a\x07b"}).values()])
+    assert main(["validate", str(tmp_path / "t.csv")]) == 0
+    out = capsys.readouterr().out
+    assert r"\x1b[2Jx" in out and r"a\x07b" in out and "\x1b" not in out
+
+
+def test_a_pipe_in_place_of_a_table_is_not_waited_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "t.csv")
+    assert main(["validate", str(tmp_path / "t.csv")]) == 2
+    assert "has no rows with group, run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

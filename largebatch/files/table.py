@@ -17,11 +17,11 @@ def read_table(path: Path, columns: Collection[str], *, what: str, expected: str
     what: how the file was given. expected: what makes such tables.
     """
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+        special = path.exists() and not path.is_file()  # to read a FIFO waits, and a device may have no end
+        rows = list(csv.DictReader(io.StringIO("" if special else path.read_text(encoding="utf-8"), newline="")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{what} is {path}, which cannot be read: {error}.") from None
-    missing = [name for name in columns if not rows or name not in rows[0]]
+    missing = [name for name in columns if not rows or any(row.get(name) is None for row in rows)]
     if missing:
         raise ValueError(f"{what} is {path}, which has no rows with {', '.join(missing)}: expected {expected}.")
     return rows

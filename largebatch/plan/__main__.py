@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from largebatch.arguments import Parser, complain, expanded
 from largebatch.config import TrainConfig, parse
 from largebatch.devices import DEVICES
+from largebatch.files.names import printable
 from largebatch.files.run_folder import RunFolder
 from largebatch.plan import constants
 
@@ -80,7 +81,7 @@ def validate(words: Sequence[str]) -> int:
     parser = Parser("plan validate", validation.__doc__)
     parser.add_argument("tables", nargs="+", type=Path, metavar="TABLE", help="docs/planner.csv, or tables of steps")
     rows = validation.validated(parser.parse_args(words).tables, lambda words: read(words)[1:])
-    print("\n".join(validation.lines(rows)))
+    print("\n".join(map(printable, validation.lines(rows))))
     return 0
 
 

@@ -18,6 +18,8 @@ EXPECTED = "a table of `largebatch.benchmark model` or `step`, of this version"
 COLUMNS = ("contender", "seconds", "benchmark", "hardware", "command", "versions", "date")
 WORK = ("model", "img_size", "precision", "ranks", "micro_batch", "images", "cores", "data", "plain")
 MEMORY = re.compile(r"_\d+gb$")
+WHOLE = re.compile(r"[1-9]\d{0,11}", re.ASCII)
+NUMBER = re.compile(r"(?=[^e]*[1-9])\d+(\.\d+)?(e[-+]?\d\d)?", re.ASCII)  # above 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,10 @@ class Measured:
 def read_measured(path: Path, *, option: str) -> Measured:
     rows = read_table(path, COLUMNS, what=option, expected=EXPECTED)
     first = rows[0]
-    if any(not first.get(name) for name in ("model", "precision", "micro_batch", "images")):
+    fits = all(WHOLE.fullmatch(first.get(name) or "") for name in ("img_size", "ranks", "micro_batch", "images"))
+    fits = fits and first.keys() >= {*WORK} and first["precision"] in ("fp32", "bf16", "fp16")
+    numbers = [f"1{first.get('cores')}", *(row["seconds"] for row in rows)]  # cores may be 0, or empty
+    if not (fits and first["model"] and all(map(NUMBER.fullmatch, numbers))):
         raise ValueError(f"{option} is {path}, a table of {first['benchmark']!r}: expected {EXPECTED}.")
     return Measured(
         seconds=statistics.median(float(row["seconds"]) for row in rows if row["contender"] == first["contender"]),

@@ -37,9 +37,7 @@ class Plan:
     failures: Failures
 
 
-def cluster_of(
-    ranks: int, gpu: str, *, per_host: int = 8, network: str = "", cores_per_rank: float = 0
-) -> Cluster:
+def cluster_of(ranks: int, gpu: str, *, per_host: int = 8, network: str = "", cores_per_rank: float = 0) -> Cluster:
     """Return a cluster; ValueError, one sentence, for an unknown device or network and for impossible numbers.
 
     cores_per_rank: those that decode its images, and on a CPU compute, too; less than 1 if ranks share a core.

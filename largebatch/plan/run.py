@@ -74,9 +74,7 @@ def _count(config: TrainConfig, every: str, option: str, steps: int, num_images:
     if wanted := duration_seconds(every):
         return max(1, math.floor(seconds / wanted))
     batch = config.data.global_batch_size
-    images = duration_images(
-        every, option=option, num_samples=num_images, batch_size=batch, run_images=steps * batch
-    )
+    images = duration_images(every, option=option, num_samples=num_images, batch_size=batch, run_images=steps * batch)
     times = steps * batch // max(images, 1)
     also_at_end = math.ceil(times * images / batch) < steps
     return max(1, min(steps, times + also_at_end))

@@ -26,20 +26,14 @@ def ranges(plan: Plan) -> dict[str, list[float]]:
 
 
 def lines(plan: Plan, *, price: float | None, watts: float | None) -> Iterator[str]:
-    yield from _batch(plan)
-    yield ""
-    yield from _memory(plan)
-    yield ""
-    yield from _step(plan)
-    yield ""
-    yield from _run(plan, price=price, watts=watts)
-    yield ""
+    for part in (_batch(plan), _memory(plan), _step(plan), _run(plan, price=price, watts=watts)):
+        yield from part
+        yield ""
     yield from _sources(plan)
 
 
 def _batch(plan: Plan) -> Iterator[str]:
-    data, cluster = plan.config.data, plan.cluster
-    model = plan.config.model
+    data, cluster, model = plan.config.data, plan.cluster, plan.config.model
     if plan.correction:
         yield f"note: {plan.correction}"
     if ramp := plan.config.schedule.batch_ramp:

@@ -15,7 +15,7 @@ from pathlib import Path
 from largebatch.config import DataConfig, RunConfig, TrainConfig
 from largebatch.files.table import Row as Cells
 from largebatch.files.table import read_table
-from largebatch.plan.calibrate import joined, predicted
+from largebatch.plan.calibrate import NUMBER, joined, predicted
 from largebatch.plan.constants import IMAGENET_IMAGES
 from largebatch.plan.memory import of_rank
 from largebatch.plan.run import HOUR, run_of
@@ -60,6 +60,12 @@ def validated(paths: Sequence[Path], read: Read) -> list[Row]:
 def published(cells: Sequence[Cells], read: Read) -> Iterator[Row]:
     runs = {row["run"]: row for row in cells}
     for row in cells:
+        figure, source = row["figure"], row["from"]
+        if figure not in UNITS or source not in ("", ITSELF, *runs) or not NUMBER.fullmatch(row["published"]):
+            raise ValueError(
+                f"TABLE has the run {row['run']!r} with the figure {figure!r}, published {row['published']!r}, from "
+                f"{source!r}: expected one of {', '.join(UNITS)}, a number above 0, and nothing, {ITSELF} or a run."
+            )
         if row["from"] == ITSELF:
             continue
         given, speed = "counted", Speed()
@@ -122,10 +128,8 @@ def compared(paths: Sequence[Path]) -> Iterator[Row]:
 def lines(found: Iterable[Row]) -> Iterator[str]:
     head = ("", "run", "published or measured", "predicted", "error", "given")
     found = list(found)
-    yield f"| {' | '.join(head)} |"
-    yield "|---|---|---|---|---|---|"
+    yield from (f"| {' | '.join(head)} |", "|---|---|---|---|---|---|")
     for row in found:
         figures = f"{row.published:,.4g} {row.unit}", f"{row.predicted:,.4g}", f"{100 * row.error:+.0f} %"
         yield f"| {' | '.join((row.group, row.what, *figures, row.given))} |"
-    yield ""
-    yield "sources: " + "; ".join(dict.fromkeys(f"({row.group}) {row.source}" for row in found))
+    yield from ("", "sources: " + "; ".join(dict.fromkeys(f"({row.group}) {row.source}" for row in found)))
