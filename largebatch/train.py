@@ -205,9 +205,7 @@ def build_trainer(config: "TrainConfig", comm: "Ranks", signals: Signals | None 
     return trainer
 
 
-def prepare(
-    config: "TrainConfig", comm: "Ranks", signals: Signals | None
-) -> "tuple[TrainConfig, Trainer]":
+def prepare(config: "TrainConfig", comm: "Ranks", signals: Signals | None) -> "tuple[TrainConfig, Trainer]":
     """Build the trainer of a run whose folder is open, and write its config.yaml; return the whole config as well."""
     from largebatch import assembly
     from largebatch.config import dump
@@ -261,9 +259,7 @@ def warn_of_other_file(config: "TrainConfig") -> None:
         logger.warning("%s is written anew, as the command line counts, not this file: %s", file, other)
 
 
-def prepare_images(
-    config: "TrainConfig", comm: "Ranks"
-) -> "tuple[TrainConfig, torch.device, Images]":
+def prepare_images(config: "TrainConfig", comm: "Ranks") -> "tuple[TrainConfig, torch.device, Images]":
     """Open the images; return the whole config, the device of this rank, and the images."""
     from largebatch.config import Unsized
     from largebatch.start import set_up
@@ -305,9 +301,7 @@ def train(argv: Sequence[str], config: "TrainConfig", comm: "Ranks", signals: Si
         raise StoppedEarly(f"stopped after {place}, because {reason}; the same command resumes (exit code 75).")
 
 
-def read_images(
-    config: "TrainConfig", comm: "Ranks", device: "torch.device"
-) -> "tuple[TrainConfig, Images]":
+def read_images(config: "TrainConfig", comm: "Ranks", device: "torch.device") -> "tuple[TrainConfig, Images]":
     """Open the images; return them, and the config with their number of classes.
 
     If the recipe depends on the number of images, rank 0 chooses it for all ranks, by the same command line, whose

@@ -218,9 +218,7 @@ def choose(config: TrainConfig, flags: Flags) -> tuple[list[str], int, tuple[str
     raise ValueError(f"{gone}.")
 
 
-def load_each(
-    paths: Sequence[str], model: nn.Module, comm: Ranks, again: Callable[[], list[str]]
-) -> Iterator[str]:
+def load_each(paths: Sequence[str], model: nn.Module, comm: Ranks, again: Callable[[], list[str]]) -> Iterator[str]:
     """Load one file after the other on all ranks, and yield its path.
 
     A run may have removed a file since it was chosen. Then it is left out, if there are several; a single one is

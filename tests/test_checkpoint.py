@@ -8,6 +8,7 @@ import copy
 import errno
 import json
 import logging
+import math
 import os
 import resource
 import shutil
@@ -33,6 +34,7 @@ from largebatch.config import TrainConfig, dump
 from largebatch.engine import TrainState
 from largebatch.hooks import checkpointing
 from largebatch.optim import Lamb, init_state
+from zoo import hub
 
 Parts = tuple[nn.Module, Optimizer, torch.amp.GradScaler]
 CONFIG = TrainConfig(recipe="quickstart")
@@ -655,6 +657,51 @@ def test_a_config_of_another_version(tmp_path):
     path = save(tmp_path, 1, config_text="flux: {capacitor: 1}\n")
     with pytest.raises(ValueError, match="another version: .*flux"):
         load(path, make_parts(), config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    "part, change",
+    [
+        ("state", {"step": "3"}),
+        ("state", {"step": 10**9}),
+        ("state", {"step": -1}),
+        ("state", {"images": math.nan}),
+        ("state", {"smoothed": ["a"]}),
+        ("state", {"best": ("top1",)}),
+        ("state", {"phases": [[1]]}),
+        ("state", {"losses": 0.0}),
+        ("state", {"of_a_later_version": 1}),
+        ("state", None),
+        ("optimizer", None),
+        ("optimizer", {"param_groups": [1]}),
+        ("optimizer", {"state": {0: "x"}}),
+        ("scaler", 1),
+        ("config", 5),
+        (None, [1]),
+    ],
+)
+def test_a_state_of_somebody_else_is_refused_in_one_sentence(tmp_path, part, change):
+    """Its manifest is as it should be."""
+    path = save(tmp_path, 3)
+    content = torch.load(path / "state.pt", weights_only=True)
+    if part:
+        content[part] = content[part] | change if isinstance(change, dict) else change
+    torch.save(content if part else change, path / "state.pt")
+    recorded = json.loads((path / "manifest.json").read_text())["parts"]
+    recorded["state.pt"] = {"bytes": (path / "state.pt").stat().st_size, "sha256": store._sha256(path / "state.pt")}
+    (path / "manifest.json").write_text(store._manifest(recorded, step=3))
+    assert checkpoint.latest(tmp_path) == path
+    with pytest.raises(ValueError, match="state.pt is not the state of a run at that step: remove .*/00000003, or"):
+        load(path, make_parts(), config=CONFIG)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "model.safetensors", "config.json", "state.pt"])
+def test_a_pipe_in_place_of_a_part_is_not_waited_for(newest, caplog, file):
+    (newest / file).unlink()
+    os.mkfifo(newest / file)
+    assert_falls_back(newest, caplog, why=file)
+    found = hub._weights_of(newest.parent.parent, "model.safetensors").parent  # without a manifest nothing is checked
+    assert found == (newest.with_name("00000001") if file in ("model.safetensors", "config.json") else newest)
 
 
 # -- full disks and kills ----------------------------------------------------------------------------------------

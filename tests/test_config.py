@@ -294,6 +294,7 @@ def test_a_mistake_is_one_sentence(argv, sentence):
         ("--optim.betas 0.9 0.95 1", "--optim.betas is '0.9 0.95 1': expected [a number, a number] or null."),
         ("--optim.lr", "--optim.lr stands alone on the command line: expected --optim.lr and a value."),
         ("--config /no/such.yaml", "--config is /no/such.yaml, which cannot be read: No such file or directory."),
+        ("--config /dev/zero", "--config is /dev/zero, which cannot be read: it is a FIFO or a device."),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_sentence(line, sentence):

@@ -309,7 +309,7 @@ def why_changed(file: Path) -> str:
         recorded = json.loads(manifest.read_text())["parts"].get(file.name)
         if recorded is None:
             return ""
-        found = digest(file)
+        found = digest(file) if file.is_file() else ""  # to read a FIFO would wait
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"cannot be checked ({error})"
     return "" if found == recorded["sha256"] else "has changed since it was written"

@@ -53,15 +53,8 @@ def resume(config: TrainConfig, trainer: Trainer, *, last_step: int | None = Non
     with comm.together("resume"):
         path = latest(config.folder, last_step=last_step) if comm.rank == 0 else None
         if path is not None:
-            state = load(
-                path,
-                model=model,
-                optimizer=optimizer,
-                scaler=trainer.scaler,
-                config=config,
-                average=trainer.average,
-                images=trainer.state.data,
-            )
+            parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "average": trainer.average}
+            state = load(path, **parts, scaler=trainer.scaler, config=config, images=trainer.state.data)
             found = {"path": str(path), "state": asdict(state), "scaler": trainer.scaler.state_dict()}
     found = comm.broadcast_object(found, name="resume/found")
     if found is None:

@@ -37,6 +37,7 @@ from safetensors import SafetensorError, safe_open
 
 from largebatch.bit_sums import bit_sums, digest
 from largebatch.checkpoint.snapshot import STATE, Snapshot, sums_of
+from largebatch.engine import TrainState
 from largebatch.files.run_folder import BEST, RunFolder
 from zoo import hub, write_weights
 from zoo.hub import AVERAGE
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 PARTS = (WEIGHTS, AVERAGE, DESCRIPTION, STATE)
 OPTIONAL = (AVERAGE, DESCRIPTION)  # older checkpoints have no description
 UNFINISHED = ".tmp"
+STAYS = "removed (%s): it stays, and the run goes on; remove it by hand"
 SPARE_BYTES = 2**20  # names, headers and scalars beside the tensors
 
 
@@ -163,7 +165,15 @@ def is_checkpoint(path: str | Path) -> bool:
 
 def read_state(path: Path) -> dict[str, Any]:
     """Read state.pt: optimizer, scaler, state, config (YAML text), versions; tensors on the CPU."""
-    return torch.load(path / STATE, map_location="cpu", weights_only=True)
+    content = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    try:
+        optimizer, state = content["optimizer"], TrainState(**content["state"])
+        dicts = content["scaler"], optimizer["state"], *optimizer["state"].values(), *optimizer["param_groups"]
+        if all(isinstance(one, dict) for one in dicts) and state.step == int(path.name) and content["config"] + "":
+            return content
+    except (LookupError, TypeError, AttributeError):  # not ours
+        pass
+    raise ValueError(f"{path / STATE} is not the state of a run at that step: remove {path}, or choose another folder.")
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
@@ -178,7 +188,7 @@ def why_invalid(path: Path, *, sha256: Callable[[Path], str] | None = None) -> s
     sha256: returns a file's digest; by default it is computed from every byte, and the tensors are compared as well.
     """
     try:
-        text = (path / MANIFEST).read_text(encoding="ascii")
+        text = "" if (path / MANIFEST).is_fifo() else (path / MANIFEST).read_text(encoding="ascii")
         recorded = json.loads(text)["parts"]
         for name in _parts(recorded):
             num_bytes, sums = recorded[name]["bytes"], recorded[name].get("sums")
@@ -242,7 +252,7 @@ def _digest_in(path: Path) -> str:
             return digest(sums_of(torch.load(path, map_location="cpu", weights_only=True, mmap=True)))
         with safe_open(path, framework="pt") as file:
             return digest(bit_sums(file.get_tensor(name) for name in sorted(file.keys())))
-    except (SafetensorError, RuntimeError, UnpicklingError, ValueError, EOFError):
+    except (SafetensorError, RuntimeError, UnpicklingError, ValueError, EOFError, LookupError, TypeError):
         return ""
 
 
@@ -314,7 +324,7 @@ def _link_best(root: Path, state: dict[str, Any]) -> None:
         os.replace(unfinished, link)
         _sync(root)
     except OSError as error:  # a file system without links
-        _warn_of_link(link, str(error))
+        _warn("made (%s): the best checkpoint is not kept; the run goes on", link, str(error))
 
 
 def _target(link: Path) -> str:
@@ -354,7 +364,7 @@ def _keep_newest(written: Path, keep: int, *, sound_step: int | None) -> None:
                 try:
                     _remove(path)
                 except OSError as error:
-                    _warn_of_leftover(path, str(error))
+                    _warn(STAYS, path, str(error))
 
 
 def _remove(path: Path) -> None:
@@ -379,14 +389,9 @@ def _discard(path: Path) -> None:
             return path.unlink()
         shutil.rmtree(path)
     except OSError as error:
-        _warn_of_leftover(path, str(error))
+        _warn(STAYS, path, str(error))
 
 
 @functools.cache
-def _warn_of_link(link: Path, reason: str) -> None:
-    logger.warning("%s cannot be made (%s): the best checkpoint is not kept; the run goes on", link, reason)
-
-
-@functools.cache
-def _warn_of_leftover(path: Path, reason: str) -> None:
-    logger.warning("%s cannot be removed (%s): it stays, and the run goes on; remove it by hand", path, reason)
+def _warn(what: str, path: Path, reason: str) -> None:
+    logger.warning("%s cannot be " + what, path, reason)

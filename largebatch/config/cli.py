@@ -149,7 +149,9 @@ def unknown(name: str, known: Mapping[str, Any], *, place: str) -> str:
 def read_file(path: str) -> dict[str, Any]:
     """Return the values of a YAML file, by dotted name."""
     try:
-        return read_text(Path(expanded(path)).read_text(), place=path)
+        if (file := Path(expanded(path))).is_fifo() or file.is_char_device():  # to read it may have no end
+            raise OSError(0, "it is a FIFO or a device")
+        return read_text(file.read_text(), place=path)
     except OSError as error:
         raise ValueError(f"--config is {path}, which cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:

@@ -84,9 +84,7 @@ def nearest_batches(*, global_batch_size: int, micro_batch_size: int, num_ranks:
 
     The batch itself comes first, if a smaller micro-batch makes it exact; others follow if that one is less than half.
     """
-    found = exact_batches(
-        global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, num_ranks=num_ranks
-    )
+    found = exact_batches(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, num_ranks=num_ranks)
     return ", or ".join(
         f"{num_ranks * micro * passes} = {num_ranks} ranks × {micro} micro-batch × {passes} passes"
         for micro, passes in found
