@@ -3,8 +3,11 @@
 import logging
 import math
 import os
+import subprocess
+import sys
 import zipfile
 from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -370,6 +373,33 @@ def test_a_model_is_untouched_by_a_file_that_does_not_fit(tmp_path):
     assert_same(model, small_vit(seed=1))
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda weight: weight.fill_(math.nan), r"wrong numbers blocks.1.norm1.weight \(not finite\)$"),
+        (lambda weight: weight.double() * 1e300, r"wrong numbers blocks.1.norm1.weight \(not finite\)$"),
+        (lambda weight: weight.bfloat16() / 0, r"wrong numbers blocks.1.norm1.weight \(not finite\)$"),
+        (lambda weight: weight.to(torch.int8), r"wrong numbers blocks.1.norm1.weight \(torch.int8\)$"),
+        (lambda weight: weight > 0, r"wrong numbers blocks.1.norm1.weight \(torch.bool\)$"),
+        (lambda weight: weight.to(torch.complex64), r"wrong numbers blocks.1.norm1.weight \(torch.complex64\)$"),
+    ],
+)
+def test_weights_that_are_no_numbers_of_a_model_are_refused(tmp_path, change, message):
+    model = create_model("vit_nano32", img_size=64, num_classes=3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.save(before | {"blocks.1.norm1.weight": change(before["blocks.1.norm1.weight"].clone())}, tmp_path / "x.pth")
+    with pytest.raises(ValueError, match=message):
+        load_weights(model, tmp_path / "x.pth")
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_buffer_that_is_infinite_in_the_model_may_be_so_in_the_file(tmp_path):
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+    save_weights(model, tmp_path / "x.pth")
+    load_weights(model, tmp_path / "x.pth")
+
+
 def test_two_names_for_one_weight_are_refused(tmp_path):
     weights = small_vit().state_dict()
     torch.save(weights | {"module.norm.weight": torch.zeros(16)}, tmp_path / "odd.pt")
@@ -403,6 +433,17 @@ def test_a_truncated_file_is_one_sentence(tmp_path, suffix):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(ValueError, match="cannot be read as a file of tensors"):
         load_weights(small_vit(), path)
+
+
+def test_a_file_that_may_not_be_read_is_not_called_missing(tmp_path):
+    save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
+    (tmp_path / "x.safetensors").chmod(0)
+    command = [sys.executable, "-c", "import sys, zoo.weights; zoo.weights.read_weights(sys.argv[1])"]
+    if os.geteuid() == 0:  # root that may not read what it has closed
+        command = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", *command]
+    command.append(str(tmp_path / "x.safetensors"))
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60)
+    assert "x.safetensors cannot be read as a file of tensors: [Errno 13] Permission denied" in done.stderr
 
 
 def test_code_in_a_file_is_not_run(tmp_path):

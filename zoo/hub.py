@@ -186,17 +186,16 @@ def _read(file: Path, config: Path, content: Mapping[str, Any], cfg: Mapping[str
     for key in ("mean", "std"):
         if key in known:
             three = isinstance(known[key], list) and len(known[key]) == 3 and all(map(_number, known[key]))
-            fits = three and (key == "mean" or min(known[key]) > 0)
-            known[key] = tuple(check(key, known[key], fits, "three numbers" + ", each above 0" * (key == "std")))
+            least, most = (-1000, 1000) if key == "mean" else (0.001, 1000)
+            fits = three and least <= min(known[key]) and max(known[key]) <= most
+            known[key] = tuple(check(key, known[key], fits, f"three numbers from {least} to {most}"))
     crop, filter_ = known.get("crop_pct", 1.0), known.get("interpolation", FILTERS[0])
     check("crop_pct", crop, _number(crop) and 1 <= size / crop <= MOST_PIXELS if crop else False, "a fraction")
     check("interpolation", filter_, filter_ in FILTERS, " or ".join(FILTERS))
     names = _label_names(config, content, cfg)
     check("label_names", [*names], len(names) in (0, classes), f"{classes} names, one for each class")
     known |= {"label_names": names} if names else {}
-    return Found(
-        file, _zoo_name(name, arguments, file=file), size, classes, "avg" if pool == "avg" else "", known
-    )
+    return Found(file, _zoo_name(name, arguments, file=file), size, classes, "avg" if pool == "avg" else "", known)
 
 
 def _label_names(config: Path, content: Mapping[str, Any], cfg: Mapping[str, Any]) -> tuple[str, ...]:
@@ -239,7 +238,7 @@ def _zoo_name(architecture: str, arguments: Mapping[str, Any], *, file: Path) ->
             return name
     if not arguments and architecture in timm.list_models():
         return PREFIX + architecture
-    others = f" with {', '.join(f'{key} {value}' for key, value in arguments.items())}" if arguments else ""
+    others = f" with {', '.join(f'{key} {value}' for key, value in arguments.items())}"[:200] if arguments else ""
     if not arguments and re.fullmatch(r"\w+", architecture) and not timm.is_model(architecture):
         raise ValueError(
             f"{file} belongs to the model {architecture}, which timm does not have: run the file that registers it "
@@ -276,9 +275,7 @@ def _download(repository: str) -> Path:
 
     repo_id, _, revision = repository.partition("@")
     try:
-        folder = huggingface_hub.snapshot_download(
-            repo_id, revision=revision or None, allow_patterns=[WEIGHTS, CONFIG]
-        )
+        folder = huggingface_hub.snapshot_download(repo_id, revision=revision or None, allow_patterns=[WEIGHTS, CONFIG])
     except Exception as error:  # its own errors, those of its HTTP client, and OSError
         raise ValueError(
             f"{HUB}{repository} could not be fetched: {reason_of(error)}; without a network, copy {WEIGHTS} and "

@@ -133,6 +133,7 @@ def read_weights(path: str | Path, *, device: str = "cpu") -> Tensors:
     if not path.is_file():
         raise Gone(f"there is no weights file {path}")
     try:
+        open(path, "rb").close()  # safetensors says of a file that it may not read that there is none
         content = (_load_safetensors if path.suffix == ".safetensors" else _load_torch)(path, device)
     except FileNotFoundError:
         raise Gone(f"there is no weights file {path}") from None
@@ -357,20 +358,28 @@ def _check_variant(weights: Tensors, target: Tensors, *, path: str | Path) -> No
 
 
 def _check_fit(weights: Tensors, target: Tensors, *, path: str | Path) -> None:
+    both = {name: tensor for name, tensor in target.items() if name in weights}
     problems = {
         "missing": [name for name in target if name not in weights],
         "unexpected": [name for name in weights if name not in target],
         "wrong shape": [
             f"{name} (file {tuple(weights[name].shape)}, model {tuple(tensor.shape)})"
-            for name, tensor in target.items()
-            if name in weights and weights[name].shape != tensor.shape
+            for name, tensor in both.items()
+            if weights[name].shape != tensor.shape
         ],
+        "wrong numbers": [f"{name} ({why})" for name in both if (why := _why_no_numbers(weights[name], both[name]))],
     }
     if any(problems.values()):
         reason = "; ".join(f"{kind} {listed(names)}" for kind, names in problems.items() if names)
         others = len(problems["unexpected"]) + len(problems["wrong shape"]) > len(weights) / 2
         kind = OtherModel if others else ValueError
         raise kind(f"{path} does not fit {recognise(target) or 'the model'}: {reason}")
+
+
+def _why_no_numbers(found: Tensor, wanted: Tensor) -> str:
+    if found.is_floating_point() and wanted.is_floating_point():  # in float32, as the model is
+        return "" if found.float().isfinite().all() or not wanted.float().isfinite().all() else "not finite"
+    return "" if found.is_floating_point() == wanted.is_floating_point() else str(found.dtype)
 
 
 def check_description(model: nn.Module, path: Path, content: Tensors, told: str) -> None:
