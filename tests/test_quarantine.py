@@ -288,6 +288,11 @@ def test_list_comes_back_as_it_was_saved(tmp_path):
     (tmp_path / "list.csv").write_text("some,thing\nelse,1\n")
     with pytest.raises(ValueError, match="list.csv: entry 1 is not as"):
         quarantine.load(tmp_path / "list.csv")
+    head = "split,file,record,offset,length,sha256,reason\n"
+    for place in ("a,-1,0,1", "a,0,-5,1", "a,0,0,-10", f"a,0,0,{10**25}", "a\0,0,0,1"):
+        (tmp_path / "list.csv").write_text(f"{head}train,{place},,no\n")
+        with pytest.raises(ValueError, match="list.csv: entry 1 is not as .* has no place"):
+            quarantine.load(tmp_path / "list.csv")
 
 
 @pytest.mark.parametrize(

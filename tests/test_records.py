@@ -416,6 +416,28 @@ def test_inconsistent_index_is_damaged(saved, change, message):
         index_file.load(path)
 
 
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("label", lambda label: label + 0.5, "no whole numbers"),
+        ("label", lambda label: label.reshape(-1, 1), "no whole numbers"),
+        ("label", lambda label: label - 2, "labels are outside their range"),
+        ("label", lambda label: label * 10**9, "labels are outside their range"),
+        ("label_base", lambda base: base + 10**6, "labels are outside their range"),
+        ("label_range", lambda span: (0, 0), "labels are outside their range"),
+        ("length", lambda length: np.full_like(length, 2**63 - 1), "outside its file"),
+        ("offset", lambda offset: np.full_like(offset, 2**63 - 1), "outside its file"),
+        ("height", lambda height: -height, "has no size"),
+        ("width", lambda width: -width, "has no size"),
+    ],
+)
+def test_an_index_with_numbers_that_cannot_be_is_damaged(saved, name, change, message):
+    index, path = saved
+    index_file.save(dataclasses.replace(index, **{name: change(getattr(index, name))}), path)
+    with pytest.raises(ValueError, match=f"The index {path} is damaged .*{message}"):
+        index_file.load(path)
+
+
 def test_changed_files_are_noticed(saved):
     index, _ = saved
     assert index_file.why_stale(index, index.files) == ""

@@ -188,7 +188,9 @@ def cifar10(path: Path, split: str) -> Images:
         missing = [file for file in files if not file.is_file()]
         if missing:
             raise ValueError(f"{missing[0]} is missing: expected all batches of CIFAR-10, because {path} has some.")
-        contents = {file.name: _read_small(file) for file in files}
+        for file in files:
+            _refuse_large(str(file), file.stat().st_size)
+        contents = {file.name: file.read_bytes() for file in files}
     rows: list[np.ndarray] = []
     labels: list[int] = []
     names: list[str] = []
@@ -254,11 +256,6 @@ def _empty_array(kind: None, shape: tuple[int, ...], code: bytes) -> np.ndarray:
     if shape != (0,):
         raise pickle.UnpicklingError(f"it asks for an array of shape {shape} before its pixels")
     return np.empty(0, dtype=np.int8)
-
-
-def _read_small(path: Path) -> bytes:
-    _refuse_large(str(path), path.stat().st_size)
-    return path.read_bytes()
 
 
 def _refuse_large(name: str, size: int) -> None:

@@ -54,6 +54,9 @@ def load(path: str | Path) -> Index:
 def why_damaged(index: Index) -> str:
     if len({len(getattr(index, name)) for name in COLUMNS}) != 1 or not len(index.file):
         return "its columns have different lengths or are empty"
+    columns = [getattr(index, name) for name in (*COLUMNS, "file_size", "file_mtime_ns")]
+    if any(column.dtype.kind != "i" or column.ndim != 1 for column in columns):
+        return "its columns are no whole numbers"
     if (len(index.map_offset), len(index.map_shape)) not in ((0, 0), (len(index), len(index))):
         return "its label maps are not those of its images"
     if len({len(index.files), len(index.file_size), len(index.file_mtime_ns)}) != 1:
@@ -61,9 +64,14 @@ def why_damaged(index: Index) -> str:
     steps = np.diff(index.file)
     if (steps < 0).any() or index.file[0] < 0 or index.file[-1] >= len(index.files):
         return "its file numbers are out of order"
-    ends, shortest = index.offset + index.length, index.width > 0
-    if (index.offset < 0).any() or (index.length < shortest).any() or (ends > index.file_size[index.file]).any():
+    ends, shortest, room = index.offset + index.length, index.width > 0, index.file_size[index.file] - index.offset
+    if (index.offset < 0).any() or (index.length < shortest).any() or (index.length > room).any():
         return "an image lies outside its file"
+    if (index.width < 0).any() or ((index.height > 0) != shortest).any():
+        return "an image has no size"
+    labels, (lowest, highest) = index.label[shortest] + index.label_base, index.label_range
+    if len(labels) and not (lowest <= labels.min() and labels.max() <= highest):
+        return "its labels are outside their range"
     if ((index.offset[1:] < ends[:-1]) & (steps == 0)).any():
         return "its offsets are not in order"
     return ""

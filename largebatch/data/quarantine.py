@@ -132,7 +132,9 @@ def load(path: Path) -> list[Entry]:
     with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
         try:
             for row in csv.DictReader(file, strict=True):
-                record, offset, length = (int(row[name]) for name in ("record", "offset", "length"))
+                record, offset, length = numbers = [int(row[name]) for name in ("record", "offset", "length")]
+                if min(numbers) < 0 or max(numbers) >= 2**63 or "\0" in row["file"]:
+                    raise ValueError(f"{row['file']!r} has no place {numbers}")
                 entries.append(Entry(row["split"], row["file"], record, offset, length, row["sha256"], row["reason"]))
         except (KeyError, TypeError, ValueError, csv.Error) as error:
             raise ValueError(

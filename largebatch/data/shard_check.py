@@ -200,12 +200,10 @@ def _doubled(index: Index) -> str:
         seen: dict[tuple[bytes, ...], str] = {}
         for number in numbers if len(numbers) > 1 else []:
             path = index.files[number]
-            other = seen.setdefault(_ends(path, int(index.file_size[number])), path)
+            size = int(index.file_size[number])
+            count = min(size, COMPARED_BYTES)
+            ends = tuple(hashlib.sha256(read_span(path, offset, count)).digest() for offset in (0, size - count))
+            other = seen.setdefault(ends, path)
             if other != path and filecmp.cmp(path, other, shallow=False):
                 return f"{path} holds the same images as {os.path.basename(other)}: remove one of them"
     return ""
-
-
-def _ends(path: str, size: int) -> tuple[bytes, ...]:
-    count = min(size, COMPARED_BYTES)
-    return tuple(hashlib.sha256(read_span(path, offset, count)).digest() for offset in (0, size - count))

@@ -340,16 +340,12 @@ def _explain(error: RuntimeError, batches: Iterable[Encoded[Any]], index: Index)
     for batch in batches:
         for sample, data in zip(batch.samples.tolist(), batch.room.images):
             if fault := image_fault(data.tobytes):
+                folder = Path(index.folder)
+                whole = folder.parent if any(folder.name in names for names in SPLITS.values()) else folder
                 return Damaged(
-                    f"{index.where(sample)} cannot be decoded ({fault}): `python -m largebatch.pack check "
-                    f"{_data_folder(index)}` lists all such images, and training then leaves them out."
+                    f"{index.where(sample)} cannot be decoded ({fault}): `python -m largebatch.pack check {whole}` "
+                    "lists all such images, and training then leaves them out."
                 )
     first = next((batch.job for batch in batches), None)
     said = COLOURS.sub("", str(error))
     return ValueError(f"The pipeline failed at {first}, although each of its images can be decoded: {said}")
-
-
-def _data_folder(index: Index) -> Path:
-    folder = Path(index.folder)
-    splits = {name for names in SPLITS.values() for name in names}
-    return folder.parent if folder.name in splits else folder

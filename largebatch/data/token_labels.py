@@ -43,9 +43,7 @@ class TokenLabels(NamedTuple):
 # -- on the host -------------------------------------------------------------------------------------------------------
 
 
-def place(
-    draws: Draws, *, width: np.ndarray, height: np.ndarray, warp: np.ndarray | None = None
-) -> np.ndarray:
+def place(draws: Draws, *, width: np.ndarray, height: np.ndarray, warp: np.ndarray | None = None) -> np.ndarray:
     """Return maps (n, 2, 3) float64 from points of the network's input to points of the map, both in the unit square.
 
     x goes right, y down. `width` and `height` are those of the stored images in pixels; `warp` comes from `warps`.
