@@ -4,6 +4,8 @@ import ctypes
 import fcntl
 import logging
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from largebatch.data import quarantine
 from largebatch.data.sources import open_source
 from largebatch.files import (
     atomic_file,
@@ -28,6 +31,8 @@ from largebatch.files import (
 from largebatch.files.names import Formatter, listed, printable
 from largebatch.files.run_folder import RunFolder, read_rows
 from largebatch.native.compile import compile_library, load_library
+from largebatch.predict.__main__ import main as predict
+from largebatch.report import predictions
 from largebatch.train import read, run_folder
 
 ROOT = Path(__file__).parents[1]
@@ -385,3 +390,37 @@ def test_a_table_that_is_none_is_one_sentence(tmp_path):
     (tmp_path / "steps.csv").write_text("step,loss\n1," + "2" * 200_000)
     with pytest.raises(ValueError, match="steps.csv is not the table of a run: field larger than field limit"):
         read_rows(RunFolder(tmp_path).steps)
+
+
+def test_a_row_at_a_place_that_no_run_reaches_is_left_out(tmp_path):
+    (tmp_path / "steps.csv").write_text("step,epoch,loss\n1,,1e300\n2,1e16,1\ninf,1,1\n-1e16,1,1\n3,1,\n")
+    assert [row["step"] for row in read_rows(RunFolder(tmp_path).steps)] == [1, 3]
+
+
+def test_a_run_that_this_user_may_not_look_into_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    tmp_path.chmod(0)
+    if (is_root := os.geteuid() == 0):
+        os.seteuid(65534)
+    try:
+        with pytest.raises(ValueError, match="run is not a run folder: expected a config.yaml in it"):
+            RunFolder(tmp_path / "run").check()
+        assert predict([str(tmp_path / "run"), "image.jpg"]) == 2
+    finally:
+        if is_root:
+            os.seteuid(0)
+        tmp_path.chmod(0o700)
+    assert "largebatch: [Errno 13] Permission denied: " in capsys.readouterr().err
+
+
+def test_a_command_in_a_message_names_folders_as_a_shell_reads_them(tmp_path):
+    folder = tmp_path / "it's mine"
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert f"`chmod go-w {shlex.quote(str(folder))}` after a look" in distrust(folder)
+    entry = quarantine.Entry("train", "a.jpg", 0, 0, 1, "ab", "no")
+    with pytest.raises(ValueError, match=re.escape(f"largebatch.pack check {shlex.quote(str(folder))}` again")):
+        quarantine.listed_spans([entry], folder=folder, split="train", listed_in=folder / "quarantine.csv")
+    (folder / "x").write_text("other\n")
+    with pytest.raises(ValueError, match=re.escape(f"validate --predictions {shlex.quote(str(folder / 'x'))}.")):
+        predictions.read(folder / "x")

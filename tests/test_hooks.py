@@ -134,7 +134,7 @@ def test_a_full_disk_at_the_end_is_no_success(runs):
     folder, report = runs
     assert report["full at the end"] == (
         "the last checkpoint, of step 12, could not be written ([Errno 28] No space left on device): older ones are "
-        "kept, and the same command goes on from the newest once there is room."
+        "kept; mend that, and the same command goes on from the newest."
     )
     assert [row["step"] for row in read(folder / "full_12" / "steps.csv")][-1] == "12"
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -133,8 +134,8 @@ def check_config(text: str, config: TrainConfig, *, path: Path, same_images: boo
     if differing:
         raise ValueError(
             f"Checkpoint {path} was made with {'; '.join(differing)}: give the options it was made with to continue "
-            f"that run, or another --run.folder to start a new one, with --init-from {path.parent.parent} from its "
-            "weights."
+            f"that run, or another --run.folder to start a new one, with --init-from {quote(str(path.parent.parent))} "
+            "from its weights."
         )
     was, now = (str(one.parallel.shape()) or "whole" for one in (saved, config))
     if was != now and (rates := ", ".join(configs.dropping(config))):

@@ -54,8 +54,7 @@ def load(path: str | Path) -> Index:
 def why_damaged(index: Index) -> str:
     if len({len(getattr(index, name)) for name in COLUMNS}) != 1 or not len(index.file):
         return "its columns have different lengths or are empty"
-    columns = [getattr(index, name) for name in (*COLUMNS, "file_size", "file_mtime_ns")]
-    if any(column.dtype.kind != "i" or column.ndim != 1 for column in columns):
+    if any(vars(index)[name].dtype.kind != "i" or vars(index)[name].ndim != 1 for name in (*COLUMNS, "file_size")):
         return "its columns are no whole numbers"
     if (len(index.map_offset), len(index.map_shape)) not in ((0, 0), (len(index), len(index))):
         return "its label maps are not those of its images"

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 from PIL import Image
@@ -177,7 +178,7 @@ def listed_spans(entries: Sequence[Entry], *, folder: Path, split: str, listed_i
             if not _is_as_listed(path, entry):
                 raise ValueError(
                     f"{listed_in} names record {entry.record} of {entry.file}, which has changed since: run "
-                    f"`python -m largebatch.pack check {folder}` again."
+                    f"`python -m largebatch.pack check {quote(str(folder))}` again."
                 )
             spans.append((path, entry.offset, entry.length))
     return spans
@@ -217,5 +218,5 @@ def _refuse(index: Index, sample: int, count: int, *, folder: Path) -> None:
     more = f" ({count - 1} more cannot be read)" if count > 1 else ""
     raise ValueError(
         f"{index.where(sample)} {reason}{more}; to train without the bad images, list them by `python -m "
-        f"largebatch.pack check {folder}`."
+        f"largebatch.pack check {quote(str(folder))}`."
     )

@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -343,9 +344,9 @@ def _explain(error: RuntimeError, batches: Iterable[Encoded[Any]], index: Index)
                 folder = Path(index.folder)
                 whole = folder.parent if any(folder.name in names for names in SPLITS.values()) else folder
                 return Damaged(
-                    f"{index.where(sample)} cannot be decoded ({fault}): `python -m largebatch.pack check {whole}` "
-                    "lists all such images, and training then leaves them out."
+                    f"{index.where(sample)} cannot be decoded ({fault}): `python -m largebatch.pack check "
+                    f"{quote(str(whole))}` lists all such images, and training then leaves them out."
                 )
     first = next((batch.job for batch in batches), None)
-    said = COLOURS.sub("", str(error))
-    return ValueError(f"The pipeline failed at {first}, although each of its images can be decoded: {said}")
+    why = f"The pipeline failed at {first}, although each of its images can be decoded"
+    return ValueError(f"{why}: {COLOURS.sub('', str(error))}")

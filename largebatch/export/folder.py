@@ -6,7 +6,9 @@ The card tells what the run folder tells: accuracy, data, recipe. timm builds th
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from torch import nn
@@ -69,7 +71,7 @@ def write_folder(model: nn.Module, found: hub.Found, folder: Path, *, licence: s
     save_weights(model, folder / hub.WEIGHTS)
     return (
         f'{folder}: {hub.WEIGHTS}, {hub.CONFIG} and {CARD}; timm.create_model("local-dir:{folder}", pretrained=True) '
-        f"builds the model, and `hf upload OWNER/NAME {folder}` publishes it"
+        f"builds the model, and `hf upload OWNER/NAME {quote(str(folder))}` publishes it"
     )
 
 
@@ -95,15 +97,13 @@ def _cell(value: str) -> str:
 
 def _of_run(run: RunFolder, found: hub.Found) -> Iterator[tuple[str, str]]:
     step, average = int(found.weights.resolve().parent.name), found.weights.name == hub.AVERAGE
-    rows = [row for row in read_rows(run.epochs) if row["step"] <= step]
+    rows = [row for row in read_rows(run.epochs) if row["step"] <= step and {"top1", "top5", "ema_top1"} <= row.keys()]
     if rows:
         top1, top5 = rows[-1]["ema_top1" if average else "top1"], "" if average else f", top-5 {rows[-1]['top5']:.2f} %"
         yield "accuracy", f"top-1 {top1:.2f} %{top5} of the held-out images, at step {rows[-1]['step']:.0f}"
     yield "checkpoint", f"step {step}{', average of the weights' if average else ''}"
-    try:
+    with suppress(OSError, ValueError):  # none, or one of another version: the card says less
         yield from _of_config(configs.load(str(run.config)))
-    except (OSError, ValueError):  # none, or one of another version: the card says less
-        pass
 
 
 def _of_config(config: TrainConfig) -> Iterator[tuple[str, str]]:

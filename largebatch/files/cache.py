@@ -40,8 +40,7 @@ def safe_cache(wanted: Path, part: str = "", *, read_only: bool = False) -> Path
     trouble, strangers = _make(wanted, part, read_only=read_only)
     if not trouble:
         return wanted / part
-    instead = temporary_cache()
-    again, _ = _make(instead, part)
+    again, _ = _make(instead := temporary_cache(), part)
     if again:
         raise ValueError(
             f"The cache {wanted} {trouble}, and {instead} {again}: set XDG_CACHE_HOME to a folder of your own."

@@ -3,6 +3,7 @@
 import os
 import stat
 from pathlib import Path
+from shlex import quote
 
 
 def distrust(path: Path) -> str:
@@ -15,7 +16,7 @@ def distrust(path: Path) -> str:
     if strangers:
         return f"belongs to user {strangers[0]}"
     if target.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"may be written to by other users (`chmod go-w {path}` after a look into it)"
+        return f"may be written to by other users (`chmod go-w {quote(str(path))}` after a look into it)"
     return ""
 
 

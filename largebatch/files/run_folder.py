@@ -7,6 +7,7 @@ lines are left out.
 import csv
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from largebatch.files.atomic import atomic_file
 
 Row = dict[str, float]
 CHECKPOINTS, BEST = "checkpoints", "best"
+PLACE, FAR = ("step", "epoch", "images", "time"), 1e15  # a row is left out if it is at a place that no run reaches
 
 
 class RunFolder:
@@ -38,10 +40,9 @@ class RunFolder:
 
     def check(self) -> "RunFolder":
         """Return this folder; ValueError if it is not the folder of a run."""
-        if not self.config.is_file():
-            raise ValueError(
-                f"{self.path} is not a run folder: expected a config.yaml in it; give the --run.folder of a run."
-            )
+        if not os.path.isfile(self.config):  # no error if this user may not look
+            why = "is not a run folder: expected a config.yaml in it; give the --run.folder of a run."
+            raise ValueError(f"{self.path} {why}")
         return self
 
     def write_config(self, text: str) -> None:
@@ -78,7 +79,7 @@ def read_rows(path: Path) -> list[Row]:
             rows = [_numbers(cells) for cells in csv.DictReader(file)]
         except csv.Error as error:
             raise ValueError(f"{path} is not the table of a run: {error}.") from None
-    return [row for row in rows if "step" in row]
+    return [row for row in rows if "step" in row and not any(abs(row.get(name, 0)) > FAR for name in PLACE)]
 
 
 def _numbers(cells: dict[str, str]) -> Row:

@@ -21,8 +21,7 @@ def read_table(path: Path, columns: Collection[str], *, what: str, expected: str
         rows = list(csv.DictReader(io.StringIO("" if special else path.read_text(encoding="utf-8"), newline="")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{what} is {path}, which cannot be read: {error}.") from None
-    missing = [name for name in columns if not rows or any(row.get(name) is None for row in rows)]
-    if missing:
+    if missing := [name for name in columns if not rows or any(row.get(name) is None for row in rows)]:
         raise ValueError(f"{what} is {path}, which has no rows with {', '.join(missing)}: expected {expected}.")
     return rows
 

@@ -196,7 +196,7 @@ class Checkpoint(Hook):
         sentence = f"the last checkpoint, of step {step}, could not be written ({failure}): "
         if not self.folder.exists():
             return f"{sentence}nothing of this run is left; choose another --run.folder to train again."
-        return f"{sentence}older ones are kept, and the same command goes on from the newest once there is room."
+        return f"{sentence}older ones are kept; mend that, and the same command goes on from the newest."
 
 
 def in_turn(*calls: Callable[[Trainer], None]) -> Callable[[Trainer], None]:

@@ -12,6 +12,7 @@ import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 from PIL import Image
@@ -25,8 +26,7 @@ SIZES = ("image/height", "image/width")  # features of published records, which 
 
 
 def splits(source: str) -> list[str]:
-    tars = archives.imagenet_splits(Path(source).expanduser())
-    return tars or sources.available_splits(source) or ["train"]
+    return archives.imagenet_splits(Path(source).expanduser()) or sources.available_splits(source) or ["train"]
 
 
 def open_images(source: str, split: str) -> Images:
@@ -46,7 +46,7 @@ def open_images(source: str, split: str) -> Images:
         return _as_jpegs(images, where=f"{folder / archives.TARS[split]}, ")
     if sources.find_shards(folder, split):
         return _records(source, split)
-    remedy = f"; `python -m largebatch.pack check {source}` lists all such, and packing then leaves them out."
+    remedy = f"; `python -m largebatch.pack check {quote(source)}` lists all such, and packing then leaves them out."
     if sources.find_tars(folder, split):
         return _as_jpegs(_tars(source, split), where=f"{source}/", remedy=remedy)
     return _as_jpegs(_image_folder(folder, split), where=f"{folder}/", remedy=remedy)

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.recipe:
             user_file.run(args.recipe)
         model = open_model(args.weights, average=args.ema)
-    except ValueError as mistake:
+    except (ValueError, OSError) as mistake:
         return complain(mistake)
     faults = {path: why_unreadable(path) for given in args.images for path in images_in(given)}
     good = [path for path, fault in faults.items() if not fault]

@@ -103,7 +103,7 @@ def compare_images(one: TrainConfig, other: TrainConfig, rows: list[Row], other_
 
 def _plan(of: TrainConfig, rows: list[Row]) -> Plan | None:
     """Return the order of a run's images; None if the folder does not tell."""
-    told = [row for row in placed(rows) if row["epoch"] > 0]
+    told = [row for row in placed(rows) if 0 < row["epoch"] <= row["images"] < 2**40 * row["epoch"]]
     if not told or of.data.shuffle_window or config.ramp.by_noise(of):
         return None
     num_samples = round(told[-1]["images"] / told[-1]["epoch"])

@@ -4,6 +4,7 @@ import datetime
 import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from shlex import quote
 
 import torch
 
@@ -179,7 +180,8 @@ def _predictions(run: Run, *, named: bool) -> str:
     rows = predictions.read(run.folder.predictions)
     of = f" of {run.name}" if named else ""
     if not rows:
-        command = f"python -m largebatch.validate {run.folder.path} --predictions {run.folder.predictions}"
+        folder, file = quote(str(run.folder.path)), quote(str(run.folder.predictions))
+        command = f"python -m largebatch.validate {folder} --predictions {file}"
         told = f"For a confusion matrix and the worst images{of}, run {command} and then this report."
         return f'<p class="soft">{_text(told)}</p>'
     names, counts = predictions.confusion(rows)

@@ -47,10 +47,7 @@ KINDS: dict[str, tuple[str, tuple[tuple[str, str, str, int, bool], ...]]] = {
     ),
     "noise_scale": (
         "largest useful batch (images)",
-        (
-            ("steps", "noise_scale", "gradient noise scale", 0, False),
-            ("steps", "batch", "global batch", 1, False),
-        ),
+        (("steps", "noise_scale", "gradient noise scale", 0, False), ("steps", "batch", "global batch", 1, False)),
     ),
     "images_per_s": ("throughput (images per second)", (("steps", "images_per_s", "", 0, False),)),
     "stall": ("time that rank 0 waited for images (%)", (("steps", "stall", "", 0, False),)),

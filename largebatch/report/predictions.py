@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 from PIL import Image
@@ -67,7 +68,7 @@ def read(path: Path) -> list[Prediction]:
                 return [Prediction(**{name: kind(cells[name]) for name, kind in kinds.items()}) for cells in reader]
         except (ValueError, TypeError, csv.Error):  # cells that are no numbers, or missing
             pass
-    raise ValueError(f"{path} is not a table of predictions: make it with validate --predictions {path}.")
+    raise ValueError(f"{path} is not a table of predictions: make it with validate --predictions {quote(str(path))}.")
 
 
 def confusion(rows: Sequence[Prediction]) -> tuple[list[str], list[list[int]]]:
