@@ -336,6 +336,9 @@ def test_a_file_that_cannot_be_written_is_named_as_it_was_given(tmp_path):
         with atomic_file(tmp_path / "none" / "x.json"):
             pass
     assert error.value.filename == str(tmp_path / "none" / "x.json")
+    with pytest.raises(OSError, match=re.escape(f"No space left on device: '{tmp_path / 'x.json'}'")):
+        with atomic_file(tmp_path / "x.json"):
+            raise OSError(28, "No space left on device")
 
 
 # -- names that others have chosen ----------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 import logging
 import math
 import os
+import resource
+import signal
 import subprocess
 import sys
 import zipfile
@@ -75,6 +77,20 @@ def test_what_is_saved_is_loaded(tmp_path, suffix):
     load_weights(other, str(path))
     assert_same(model, other)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_full_disk_is_an_oserror_that_names_the_file_and_leaves_nothing(tmp_path, suffix):
+    path, limits = tmp_path / f"weights{suffix}", resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="writing failed: .*: .*weights") as error:
+            save_weights(small_vit(), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert error.value.filename == str(path) and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

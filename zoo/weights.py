@@ -9,6 +9,7 @@ Loading copies into the model's own tensors. So it also works for a wrapped or c
 prefix, and for a model whose parameters an optimizer already has.
 """
 
+import errno
 import logging
 import math
 import os
@@ -100,7 +101,11 @@ def save_weights(model: nn.Module, path: str | Path) -> None:
 
     The file appears under its name only when it is complete.
     """
-    write_weights(named_weights(model), path)
+    try:
+        write_weights(named_weights(model), path)
+    except (SafetensorError, RuntimeError) as error:  # how the two libraries report a failed write
+        Path(f"{path}.unfinished").unlink(missing_ok=True)
+        raise OSError(errno.EIO, f"writing failed: {reason_of(error)}", str(path)) from error
 
 
 def named_weights(model: nn.Module) -> Tensors:

@@ -25,7 +25,7 @@ def atomic_file(path: str | Path) -> Iterator[io.BufferedWriter]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        if error.filename == str(temporary):
+        if error.filename in (None, str(temporary)):
             error.filename = str(path)  # the name that a person knows
         raise
     finally:
