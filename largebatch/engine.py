@@ -33,7 +33,7 @@ from largebatch.replica import Replica
 
 # The smoothed training loss (hooks/divergence.py): now, its lowest value, and the last step before it rose.
 Smoothed = tuple[float, float, int]
-# The first letters of the types of TrainState's values, in their order; a checkpoint may be somebody else's.
+# The types of TrainState's values in their order, by first letters: int, float, str, None. A checkpoint may be forged.
 KINDS = re.compile(r"i,i,i,s,[Nfi],[fi]{2},i,(N|s[fi]i),(N|[fi]{2}i),i,(ii)*,(N|[fi]{2}i)")
 
 
@@ -58,7 +58,7 @@ class TrainState:
 
     def __post_init__(self) -> None:
         if not KINDS.fullmatch(",".join(map(_kinds, vars(self).values()))) or min(self.step, self.images) < 0:
-            raise TypeError("a state has other values")
+            raise TypeError("the state has values of other types")
 
     def advance(self, images: int, *, applied: bool) -> None:
         """Count one step over `images`."""
