@@ -11,12 +11,17 @@ OURS = ("largebatch", "zoo", "__main__")
 
 
 def explain_import(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Print one sentence about an import that failed, and end with code 2; print any other error as Python does."""
-    sentence = why_not_imported(error)
-    if sentence:
+    """Print one sentence about an import that failed, and end with code 2; print other errors as Python does.
+
+    Of Ctrl-C it prints one word; Python then ends by the signal.
+    """
+    if sentence := why_not_imported(error):
         sys.stderr.write(f"largebatch: {sentence}\n")
         sys.exit(2)
-    sys.__excepthook__(kind, error, traceback)
+    if kind is KeyboardInterrupt:
+        sys.stderr.write("\nlargebatch: interrupted\n")
+    else:
+        sys.__excepthook__(kind, error, traceback)
 
 
 def why_not_imported(error: BaseException) -> str:

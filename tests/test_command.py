@@ -1,6 +1,7 @@
 """The command `largebatch`: its programs, its answers, and what these do not load."""
 
 import os
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -121,3 +122,13 @@ def test_a_python_without_torch_is_told_of_the_environment(start, tmp_path, monk
     assert why_not_imported(ImportError("cannot import name 'x' from 'y'")) == ""
     preloaded = ImportError("/a/torch/lib/libtorch_cuda.so: undefined symbol: ncclDevCommDestroy")
     assert "another NCCL than torch's is loaded and lacks ncclDevCommDestroy: unset" in why_not_imported(preloaded)
+
+
+def test_ctrl_c_ends_a_program_without_a_traceback():
+    """By the signal, so that a loop of a shell ends, too."""
+    program = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); sys.argv = ['-m']; "
+        "import largebatch; os.kill(os.getpid(), signal.SIGINT); signal.pause()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "\nlargebatch: interrupted\n")

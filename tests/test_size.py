@@ -16,14 +16,14 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 89,
-    "words of docstrings": 56_001,
-    "lines": 34_141,
+    "words of docstrings": 56_012,
+    "lines": 34_146,
     "files": 244,
     "methods of Trainer": 22,
     "fields of Trainer": 25,
     "methods of Ranks": 26,
     "fields of Ranks": 3,
-    "lines in largebatch": 2_970,
+    "lines in largebatch": 2_975,
     "lines in largebatch/assembly": 954,
     "lines in largebatch/benchmark": 1_693,
     "lines in largebatch/checkpoint": 682,
