@@ -17,7 +17,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 89,
     "words of docstrings": 56_012,
-    "lines": 34_146,
+    "lines": 34_163,
     "files": 244,
     "methods of Trainer": 22,
     "fields of Trainer": 25,
@@ -45,7 +45,7 @@ LIMITS = {
     "lines in largebatch/recipes": 997,
     "lines in largebatch/report": 1_422,
     "lines in largebatch/reproduce": 1_041,
-    "lines in zoo": 2_006,
+    "lines in zoo": 2_023,
     "files in largebatch": 22,
     "files in largebatch/assembly": 4,
     "files in largebatch/benchmark": 12,

@@ -21,13 +21,30 @@ TIMM = "timm_name"  # the attribute by which these models are known
 FILTERS = ("bilinear", "bicubic")
 
 
-def build_timm(name: str, *, img_size: int, num_classes: int, **rates: float) -> nn.Module:
+def build_timm(
+    name: str,
+    *,
+    img_size: int,
+    num_classes: int,
+    drop_rate: float,
+    pos_drop_rate: float,
+    proj_drop_rate: float,
+    attn_drop_rate: float,
+    drop_path_rate: float,
+) -> nn.Module:
     """Build the model `name`, which begins with timm/: images (B, 3, img_size, img_size) -> logits (B, num_classes).
 
     On device "meta" the model is tried as well. ValueError for an unknown name, a rate that the model does not have, or
     a size that it cannot take.
     """
     _check_name(name)
+    rates = {
+        "drop_rate": drop_rate,
+        "pos_drop_rate": pos_drop_rate,
+        "proj_drop_rate": proj_drop_rate,
+        "attn_drop_rate": attn_drop_rate,
+        "drop_path_rate": drop_path_rate,
+    }
     options: dict[str, Any] = {"num_classes": num_classes} | {rate: value for rate, value in rates.items() if value}
     try:
         model = _create(name, options | {"img_size": img_size})

@@ -88,13 +88,15 @@ def _ask(ranks: Sequence[_Rank], function: Callable[..., Any], arguments: Iterab
     answers: dict[int, Any] = {}
     while len(answers) < len(ranks):
         waiting = {rank.connection: number for number, rank in enumerate(ranks) if number not in answers}
-        ready = sorted(waiting[connection] for connection in wait(waiting, timeout=LIMIT_S))
+        ready = wait(waiting, timeout=LIMIT_S)
         assert ready, f"ranks {sorted(waiting.values())} of {len(ranks)} were not done after {LIMIT_S} s"
-        failures = []
-        for number in ready:
-            answers[number], failure = _answer(ranks[number])
-            failures += [f"rank {number} of {len(ranks)}:\n{failure}"] if failure else []
-        assert not failures, "\n".join(failures)
+        failures: dict[int, str] = {}
+        while ready:
+            for number in (waiting.pop(connection) for connection in ready):
+                answers[number], failure = _answer(ranks[number])
+                failures |= {number: f"rank {number} of {len(ranks)}:\n{failure}"} if failure else {}
+            ready = wait(waiting, timeout=1.0) if failures and waiting else []  # others notice one that died
+        assert not failures, "\n".join(failures[number] for number in sorted(failures))
     return [answers[number] for number in range(len(ranks))]
 
 
