@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +34,7 @@ from largebatch.config import TrainConfig, dump
 from largebatch.engine import TrainState
 from largebatch.hooks import checkpointing
 from largebatch.optim import Lamb, init_state
+from largebatch.predict.__main__ import why_unreadable
 from zoo import hub
 
 Parts = tuple[nn.Module, Optimizer, torch.amp.GradScaler]
@@ -580,6 +581,19 @@ def test_a_checkpoint_that_cannot_be_removed_stays(tmp_path, monkeypatch, caplog
     for step in range(1, 5):
         save(tmp_path, step)
     assert valid_steps(tmp_path) == [4, 3, 1] and len(caplog.messages) == 1
+
+
+def test_a_folder_that_may_not_be_listed_is_not_empty(tmp_path, monkeypatch):
+    def refuse(path: Path) -> Iterator[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    save(tmp_path, 1)
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(os, "access", lambda *arguments: False)
+    for read in (checkpoint.checkpoints, hub.find):
+        with pytest.raises(OSError, match=r"Permission denied: '.*/checkpoints'"):
+            read(tmp_path)
+    assert why_unreadable(str(tmp_path)) == "it is a folder that may not be listed"
 
 
 def test_a_run_folder_that_was_removed_is_not_made_again(tmp_path):

@@ -288,7 +288,9 @@ def _weights_of(folder: Path, name: str) -> Path:
     """Return the weights in a folder; of a run, those of the newest checkpoint that is as it was written."""
     if (folder / name).is_file():
         return folder / name
-    saved = [path for path in folder.glob("checkpoints/*") if re.fullmatch(r"\d{8,}", path.name)]
+    root = folder / "checkpoints"
+    there = root.iterdir() if root.is_dir() else ()  # glob would find nothing in a folder that may not be listed
+    saved = [path for path in there if re.fullmatch(r"\d{8,}", path.name)]
     for path in sorted(saved, key=lambda path: int(path.name), reverse=True):
         reason = next((f"{part} {why}" for part in (name, CONFIG) if (why := why_changed(path / part))), "")
         if not reason and (path / name).is_file():

@@ -178,7 +178,9 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def checkpoints(folder: str | Path) -> list[Path]:
     """List the complete checkpoints of run folder `folder`, newest first, damaged ones included."""
-    found = [path for path in RunFolder(folder).checkpoints.glob("*") if re.fullmatch(r"\d{8,}", path.name)]
+    root = RunFolder(folder).checkpoints
+    there = root.iterdir() if root.is_dir() else ()  # glob would find nothing in a folder that may not be listed
+    found = [path for path in there if re.fullmatch(r"\d{8,}", path.name)]
     return sorted(found, key=lambda path: int(path.name), reverse=True)
 
 

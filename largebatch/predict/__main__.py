@@ -112,7 +112,7 @@ def why_unreadable(path: str) -> str:
     from largebatch.data.quarantine import image_fault
 
     if Path(path).is_dir():
-        return "it is a folder without images"
+        return "it is a folder without images" if os.access(path, os.R_OK) else "it is a folder that may not be listed"
     if not Path(path).exists():
         return "there is no such file"
     if not Path(path).is_file():
