@@ -288,15 +288,19 @@ def _weights_of(folder: Path, name: str) -> Path:
     """Return the weights in a folder; of a run, those of the newest checkpoint that is as it was written."""
     if (folder / name).is_file():
         return folder / name
-    root = folder / "checkpoints"
-    there = root.iterdir() if root.is_dir() else ()  # glob would find nothing in a folder that may not be listed
-    saved = [path for path in there if re.fullmatch(r"\d{8,}", path.name)]
-    for path in sorted(saved, key=lambda path: int(path.name), reverse=True):
+    for path in saved(folder / "checkpoints"):
         reason = next((f"{part} {why}" for part in (name, CONFIG) if (why := why_changed(path / part))), "")
         if not reason and (path / name).is_file():
             return path / name
         logger.warning("checkpoint %s is refused: %s", path, reason or f"it has no {name}")
     raise ValueError(f"{folder} has no weights: expected {name}, or the checkpoints of a run with it")
+
+
+def saved(folder: Path) -> list[Path]:
+    """Return the checkpoints in this folder of a run, newest first; OSError if it may not be listed."""
+    there = folder.iterdir() if folder.is_dir() else ()  # glob would find nothing in such a folder
+    found = [path for path in there if re.fullmatch(r"\d{8,}", path.name)]
+    return sorted(found, key=lambda path: int(path.name), reverse=True)
 
 
 def why_changed(file: Path) -> str:

@@ -24,13 +24,14 @@ import itertools
 import json
 import logging
 import os
-import re
 import shutil
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -166,22 +167,30 @@ def is_checkpoint(path: str | Path) -> bool:
 def read_state(path: Path) -> dict[str, Any]:
     """Read state.pt: optimizer, scaler, state, config (YAML text), versions; tensors on the CPU."""
     content = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    try:
+    with suppress(LookupError, TypeError, AttributeError):  # of a content that is not ours
         optimizer, state = content["optimizer"], TrainState(**content["state"])
         dicts = content["scaler"], optimizer["state"], *optimizer["state"].values(), *optimizer["param_groups"]
-        if all(isinstance(one, dict) for one in dicts) and state.step == int(path.name) and content["config"] + "":
+        typed = all(_is_of(getattr(state, name), hint) for name, hint in get_type_hints(TrainState).items())
+        typed = typed and all(isinstance(one, dict) for one in dicts) and isinstance(content["config"], str)
+        if typed and state.step == int(path.name) and state.images >= 0:
             return content
-    except (LookupError, TypeError, AttributeError):  # not ours
-        pass
     raise ValueError(f"{path / STATE} is not the state of a run at that step: remove {path}, or choose another folder.")
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """Return whether a value has the type of an annotation: a class, a tuple or a union."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is types.UnionType:
+        return any(_is_of(value, part) for part in parts)
+    if kind is not tuple:
+        return type(value) in ((int, float) if hint is float else (hint,))
+    wanted = parts[:1] * len(value) if ... in parts else parts  # tuple[int, ...] has any number
+    return isinstance(value, (tuple, list)) and len(value) == len(wanted) and all(map(_is_of, value, wanted))
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
     """List the complete checkpoints of run folder `folder`, newest first, damaged ones included."""
-    root = RunFolder(folder).checkpoints
-    there = root.iterdir() if root.is_dir() else ()  # glob would find nothing in a folder that may not be listed
-    found = [path for path in there if re.fullmatch(r"\d{8,}", path.name)]
-    return sorted(found, key=lambda path: int(path.name), reverse=True)
+    return hub.saved(RunFolder(folder).checkpoints)
 
 
 def why_invalid(path: Path, *, sha256: Callable[[Path], str] | None = None) -> str | None:
