@@ -17,7 +17,7 @@ set -euo pipefail
 # shellcheck source=mpi_scripts/env.sh
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-output=${OUTPUT:-runs/gpu} found=$(gpus) python=${PYTHON:-python}
+output=${OUTPUT:-runs/gpu} found=$(gpus)
 [ -n "${SMOKE:-}" ] || [ "$found" -gt 0 ] || fail "there is no GPU here (nvidia-smi -L names none): SMOKE=1 tries the script on a CPU"
 mkdir -p "$output"
 output=$(cd "$output" && pwd)
@@ -27,7 +27,7 @@ names=()
 declare -A limits commands
 part() { names+=("$1"); limits[$1]=$2; shift 2; commands[${names[-1]}]=$(printf '%q ' "$@"); }  # NAME SECONDS COMMAND...
 
-benchmark=("$python" -m largebatch.benchmark)
+benchmark=(python -m largebatch.benchmark)
 vits=(vit_b32 vit_b16 vit_l32) volos=(volo_d1 volo_d5)
 sizes=(--rounds 10) few=(--rounds 10 --batch-size 64) step=(--rounds 10)
 if [ -n "${SMOKE:-}" ]; then
@@ -36,8 +36,8 @@ if [ -n "${SMOKE:-}" ]; then
     step=(--rounds 2 --data.micro_batch_size 2 --data.global_batch_size 4 --model.img_size 64)
 fi
 
-part doctor 120 "$python" -m largebatch.doctor
-part tests 300 "$python" -m pytest -q -n 4 tests/gpu
+part doctor 120 python -m largebatch.doctor
+part tests 300 python -m pytest -q -n 4 tests/gpu
 for model in "${vits[@]}"; do
     part "optimizer-$model" 120 "${benchmark[@]}" optimizer --model "$model"
 done
@@ -80,5 +80,5 @@ for name in "${@:-${names[@]}}"; do
     esac
 done
 [ -z "$(find "$output" -name '*.csv' -print -quit)" ] ||
-    "$python" -m largebatch.benchmark page "$output" --output "$output"
+    python -m largebatch.benchmark page "$output" --output "$output"
 [ ${#failed[@]} -eq 0 ] || fail "these parts did not pass: ${failed[*]}"
