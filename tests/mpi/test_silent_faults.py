@@ -7,6 +7,8 @@ from pathlib import Path
 from launch import LAUNCHERS, WAIT_S, launch, started, wait_for
 from runs import SMALL, steps_saved
 
+from largebatch.report.history import saved_step
+
 BATCH = ["--data.global_batch_size", "48", "--data.micro_batch_size", "4"]
 LENGTH = ["--run.duration", "6 steps", "--run.eval_every", "2 steps", "--checkpoint.every", "2 steps"]
 
@@ -26,10 +28,10 @@ def test_a_second_job_in_a_run_folder_is_refused_and_changes_nothing(tmp_path):
     """Until the first one is gone, here by SIGKILL of its rank 0; then it goes on from the newest checkpoint."""
     folder, output = tmp_path / "run", tmp_path / "output"
     command = [*LAUNCHERS["mpirun"](2), "python", *training(folder, fault="waits_in_step=3")]
-    left = [folder / name for name in ("waits", "checkpoints/00000002")]  # a thread writes the checkpoint
 
     def waits() -> bool:
-        return first.poll() is not None or all(path.exists() for path in left)
+        """And its thread that writes the checkpoint is done: the line in the history comes last."""
+        return first.poll() is not None or ((folder / "waits").exists() and saved_step(folder) == 2)
 
     with started(command, output, cold=False) as first:
         wait_for(waits, output)
