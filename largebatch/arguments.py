@@ -20,6 +20,14 @@ class NoHome(argparse.ArgumentTypeError, ValueError):
     """A path begins with the ~ of nobody."""
 
 
+def expect_utf8() -> None:
+    """Raise ValueError where Python takes names of files for another encoding: libraries in C++ and Rust do not."""
+    if (encoding := sys.getfilesystemencoding()) != "utf-8":
+        raise ValueError(
+            f"Python reads the names of files as {encoding} here: expected UTF-8. Set PYTHONUTF8=1 in the environment."
+        )
+
+
 def expanded(text: str) -> str:
     """Return a path with the home folder for ~, which a shell leaves in --option=~/x, in quotes and in files."""
     found = os.path.expanduser(text)
@@ -38,6 +46,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=f"python -m largebatch.{program}", allow_abbrev=False, **given)
         self.register("type", None, expanded)
         self.register("type", Path, lambda text: Path(expanded(text)))
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        """Raise ValueError of `expect_utf8` as a mistake."""
+        try:
+            expect_utf8()
+        except ValueError as error:
+            raise SystemExit(complain(error)) from None
+        return super().parse_known_args(*args, **options)
 
     def error(self, message: str) -> NoReturn:
         """Write the sentence, and end with exit code 2."""

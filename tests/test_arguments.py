@@ -1,12 +1,16 @@
 """The programs beside training say a mistake on their command line in one sentence."""
 
 import importlib
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 from largebatch import config, train, validate
+from largebatch.__main__ import PROGRAMS
 from largebatch.files.cache import cache_folder
 from largebatch.plan import __main__ as plan
 
@@ -36,6 +40,30 @@ def test_a_mistake_is_one_sentence(line, sentence, capsys):
         importlib.import_module(f"largebatch.{program}.__main__").main(words)
     assert end.value.code == 2
     assert capsys.readouterr().err == f"largebatch: {sentence}\n"
+
+
+NAMES = "Python reads the names of files as {} here: expected UTF-8. Set PYTHONUTF8=1 in the environment."
+COMMANDS = ["report diff", "plan validate", "benchmark step", "benchmark page", "pack check", "pack token-labels"]
+
+
+@pytest.mark.parametrize("line", [*sorted(PROGRAMS.keys() - {"benchmark"}), *COMMANDS])
+def test_every_program_needs_names_in_utf8(line, monkeypatch, capsys):
+    program, *words = line.split()
+    module = importlib.import_module(f"largebatch.{program}")
+    if not hasattr(module, "main"):
+        module = importlib.import_module(f"largebatch.{program}.__main__")
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
+    with pytest.raises(SystemExit) as end:
+        raise SystemExit(module.main([*words, "--help"]))
+    assert end.value.code == 2 and capsys.readouterr().err == f"largebatch: {NAMES.format('iso8859-1')}\n"
+
+
+def test_what_the_sentence_on_names_asks_for_is_enough():
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    for more, code, error in [({}, 2, f"largebatch: {NAMES.format('ascii')}\n"), ({"PYTHONUTF8": "1"}, 0, "")]:
+        command = [sys.executable, "-m", "largebatch.plan"]
+        ended = subprocess.run(command, env=environment | more, capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr) == (code, error), ended
 
 
 HOME = "/home/of/nobody"

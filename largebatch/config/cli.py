@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from largebatch.arguments import expanded
+from largebatch.arguments import expanded, expect_utf8
 from largebatch.config import words
 from largebatch.config.checks import check, without_effect
 from largebatch.config.help import ALIASES, Answer, Page, answer
@@ -33,6 +33,7 @@ def parse(
     ValueError for an unknown option, with the nearest known one, and for a value that is not allowed. Answer if the
     command line asks for help, or for the config.
     """
+    expect_utf8()
     argv, asked = requests(argv)
     given = given_options(argv)
     recipe = choose_recipe(given)
