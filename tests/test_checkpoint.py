@@ -695,18 +695,48 @@ def test_a_config_of_another_version(tmp_path):
     ],
 )
 def test_a_state_of_somebody_else_is_refused_in_one_sentence(tmp_path, part, change):
-    """Its manifest is as it should be."""
     path = save(tmp_path, 3)
     content = torch.load(path / "state.pt", weights_only=True)
     if part:
         content[part] = content[part] | change if isinstance(change, dict) else change
-    torch.save(content if part else change, path / "state.pt")
-    recorded = json.loads((path / "manifest.json").read_text())["parts"]
-    recorded["state.pt"] = {"bytes": (path / "state.pt").stat().st_size, "sha256": store._sha256(path / "state.pt")}
-    (path / "manifest.json").write_text(store._manifest(recorded, step=3))
+    forge(path, content if part else change)
     assert checkpoint.latest(tmp_path) == path
     with pytest.raises(ValueError, match="state.pt is not the state of a run at that step: remove .*/00000003, or"):
         load(path, make_parts(), config=CONFIG)
+
+
+def forge(path: Path, content: object) -> None:
+    """Put another content in the place of a state; the manifest is as it should be."""
+    torch.save(content, path / "state.pt")
+    recorded = json.loads((path / "manifest.json").read_text())["parts"]
+    recorded["state.pt"] = {"bytes": (path / "state.pt").stat().st_size, "sha256": store._sha256(path / "state.pt")}
+    (path / "manifest.json").write_text(store._manifest(recorded, step=3))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (lambda state: state["param_groups"][0].update(betas=(2.0, 2.0)), r"group 0 has betas \(2.0, 2.0\), expected"),
+        (lambda state: state["param_groups"][0].update(betas=(0.9, "x")), r"group 0 has betas \(0.9, 'x'\), expected"),
+        (lambda state: state["param_groups"][0].update(betas=2), "group 0 has betas 2, expected"),
+        (lambda state: state["state"].clear(), "it has no exp_avg of parameter 0"),
+        (lambda state: state["state"].pop(5), "it has no exp_avg of parameter 5"),
+        (lambda state: state["state"][1].pop("exp_avg_sq"), "it has no exp_avg_sq of parameter 1"),
+        (lambda state: state["state"][1].update(exp_avg=3.0), "it has no exp_avg of parameter 1"),
+        (
+            lambda state: state["state"][1].update(exp_avg=torch.zeros(1)),
+            r"exp_avg of parameter 1 has shape \(1,\), expected \(32,\)",
+        ),
+    ],
+)
+def test_a_state_without_moments_is_refused(tmp_path, optimizer, change, sentence):
+    path = save(tmp_path, 3, parts=make_parts(optimizer=optimizer))
+    content = torch.load(path / "state.pt", weights_only=True)
+    change(content["optimizer"])
+    forge(path, content)
+    with pytest.raises(ValueError, match=f"optimizer's state in .*state.pt is not that of this run: {sentence}"):
+        load(path, make_parts(optimizer=optimizer), config=CONFIG)
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "model.safetensors", "config.json", "state.pt"])

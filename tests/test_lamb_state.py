@@ -5,6 +5,7 @@ import functools
 import io
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -286,6 +287,19 @@ def test_a_state_that_means_something_else_is_refused(theirs, ours, sentence):
         optimizer.load_state_dict(saved.state_dict())
     assert not any(optimizer.state.values())
     go_on(model, optimizer, range(2))  # "begin without a state"
+
+
+@pytest.mark.parametrize(
+    "name, option, value", [("lamb", "betas", (2.0, 2.0)), ("lamb", "eps", "1e-6"), ("lars", "momentum", 1.5)]
+)
+def test_an_option_that_is_out_of_range_is_refused_in_a_state_as_well(name, option, value):
+    _, saved = trained(built(name))
+    model, optimizer = trained(built(name), steps=0)
+    state = saved.state_dict()
+    state["param_groups"][1][option] = value
+    with pytest.raises(ValueError, match=f"{option} must be .*, got {re.escape(repr(value))}"):
+        optimizer.load_state_dict(state)
+    go_on(model, optimizer, range(2))
 
 
 SCHEDULERS = {

@@ -1,7 +1,7 @@
 """Bring a run to a checkpoint, unless that was made with other options."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -98,6 +98,7 @@ def load(
     content = read_state(path)
     if config is not None:
         check_config(content["config"], config, path=path, same_images=content["state"].get("data") == images)
+    check_optimizer(content["optimizer"], optimizer, path=path)
     sums = recorded_sums(path)
     check_loaded(path, STATE, content, sums)
     for name, target in {WEIGHTS: model, AVERAGE: average}.items():
@@ -107,6 +108,32 @@ def load(
     optimizer.load_state_dict(content["optimizer"])
     scaler.load_state_dict(content["scaler"])
     return TrainState(**content["state"])
+
+
+def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, *, path: Path) -> None:
+    """Raise ValueError if a checkpoint's state lacks moments, or has those of another optimizer.
+
+    A hook may have changed the options of a group, so these are not compared.
+    """
+    if mistake := next(_differences(saved, optimizer.state_dict()), None):
+        raise ValueError(
+            f"The optimizer's state in {path / STATE} is not that of this run: {mistake}. Remove {path}, or choose "
+            "another --run.folder."
+        )
+
+
+def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    for number, group in enumerate(saved["param_groups"]):
+        betas = group.get("betas", (0.0,))
+        if not isinstance(betas, (tuple, list)) or not all(isinstance(b, (int, float)) and 0 <= b < 1 for b in betas):
+            yield f"group {number} has betas {betas}, expected numbers in [0, 1)"
+    for number, state in own["state"].items():
+        for name in sorted(state.keys() - {"step"}):
+            moment, shape = saved["state"].get(number, {}).get(name), tuple(state[name].shape)
+            if not isinstance(moment, torch.Tensor):
+                yield f"it has no {name} of parameter {number}"
+            elif moment.shape != shape:
+                yield f"{name} of parameter {number} has shape {tuple(moment.shape)}, expected {shape}"
 
 
 def check_loaded(path: Path, name: str, content: Mapping[str, Any], sums: dict[str, str]) -> None:

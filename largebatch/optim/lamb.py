@@ -340,6 +340,8 @@ class Lamb(Stateful):
         """Check what `load_state_dict` loads: a state of this class, of timm's or apex's LAMB, or of AdamW."""
         if "defaults" not in state:  # which copies and pickles have
             state = adopted(self, state, lambda group: STATE, self._state_shape)
+            for group in state["param_groups"]:
+                check_options(group)
         super().__setstate__(state)
 
     def _state_shape(self, p: Tensor) -> tuple[int, ...]:

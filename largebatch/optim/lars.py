@@ -72,6 +72,8 @@ class Lars(Optimizer):
                         "of LARS: begin without a state."
                     )
             state = adopted(self, state, lambda group: ("momentum_buffer",))
+            for group in state["param_groups"]:
+                check_options(group)
         super().__setstate__(state)
 
     @takes_closure
