@@ -5,6 +5,7 @@ between the two passes of DALI's resize, 0.2 on average, 9 at single pixels with
 rounds as PIL does: 0.04 on average.
 """
 
+import dataclasses
 import gc
 import io
 import itertools
@@ -24,6 +25,7 @@ from largebatch.data.dali import EvalLoader, TrainLoader
 from largebatch.data.order import Plan
 from largebatch.data.randaugment_ops import fill_colour, with_pillow
 from largebatch.data.scan import index_images, index_shards
+from largebatch.files import Damaged
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MEAN_BOUND, MAX_BOUND = 0.35, 16.0
@@ -582,6 +584,17 @@ def test_missing_file_is_named(tmp_path):
     (tmp_path / "train-00001-of-00002").unlink()
     with pytest.raises(ValueError, match="train-00001-of-00002, record .* cannot be read: .*No such file"):
         list(eval_loader(index))
+
+
+@pytest.mark.parametrize("side", [64, 10**9, 2**31 - 1])
+def test_an_index_with_another_size_than_the_image_is_named(tiny, side):
+    width = tiny.width.copy()
+    width[33] = side
+    plan = Plan(len(tiny), 40, 40, 400, seed=0)
+    where = f"{tiny.files[tiny.file[33]]}, record 13 .at byte {tiny.offset[33]}. has 8 x 8 pixels, and {side} x 8 in"
+    with pytest.raises(Damaged, match=f"{where} the index: delete the file of these images in .*, it is built again"):
+        list(train_loader(dataclasses.replace(tiny, width=width), plan))
+    assert our_threads() == []
 
 
 def test_close_ends_the_threads(tiny):

@@ -13,6 +13,7 @@ by one, which finds the file and record. Either way the consumer gets a ValueErr
 from __future__ import annotations
 
 import collections
+import io
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,9 +32,11 @@ from largebatch.data.index import Index
 from largebatch.data.label_maps import decode_maps
 from largebatch.data.order import MicroBatch
 from largebatch.data.quarantine import image_fault
+from largebatch.data.scan import image_size
 from largebatch.data.sources import SPLITS
 from largebatch.data.token_labels import TokenLabels
 from largebatch.files import Damaged
+from largebatch.files.cache import cache_folder
 from largebatch.native.copies import to_device
 
 if TYPE_CHECKING:
@@ -337,7 +340,7 @@ class _Finishers:
 
 
 def _explain(error: RuntimeError, batches: Iterable[Encoded[Any]], index: Index) -> ValueError:
-    """Return an error with the first image that cannot be decoded in the batches on which DALI was working."""
+    """Return an error with the first image that cannot be decoded, or has another size than its index says."""
     for batch in batches:
         for sample, data in zip(batch.samples.tolist(), batch.room.images):
             if fault := image_fault(data.tobytes):
@@ -346,6 +349,12 @@ def _explain(error: RuntimeError, batches: Iterable[Encoded[Any]], index: Index)
                 return Damaged(
                     f"{index.where(sample)} cannot be decoded ({fault}): `python -m largebatch.pack check "
                     f"{quote(str(whole))}` lists all such images, and training then leaves them out."
+                )
+            size, known = image_size(io.BytesIO(data.tobytes())), (int(index.width[sample]), int(index.height[sample]))
+            if size != known:
+                return Damaged(
+                    f"{index.where(sample)} has {size[0]} x {size[1]} pixels, and {known[0]} x {known[1]} in the "
+                    f"index: delete the file of these images in {cache_folder() / 'index'}, it is built again."
                 )
     first = next((batch.job for batch in batches), None)
     why = f"The pipeline failed at {first}, although each of its images can be decoded"
