@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from largebatch.files.names import on_screen
+from largebatch.files.names import on_screen, why
 
 NO_VALUE = re.compile(r"argument (?P<option>[^:]+): invalid (?P<kind>\w+) value: (?P<value>.+)", re.DOTALL)
 EXPECTED = {"int": "a whole number", "float": "a number"}
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 
 def complain(mistake: object) -> int:
     """Write a sentence to stderr; return the exit code of a mistake."""
-    sys.stderr.write(f"largebatch: {on_screen(str(mistake))}\n")
+    sys.stderr.write(f"largebatch: {on_screen(why(mistake))}\n")
     return 2
 
 

@@ -117,9 +117,10 @@ def run_folder(config: "TrainConfig", comm: "Ranks") -> Iterator[None]:
 
     folder = Path(config.folder)
     with ExitStack() as held:
-        new = [path for path in (folder, *folder.parents) if not path.exists()] if comm.rank == 0 else []
+        new: list[Path] = []
         with comm.together("opening the run folder"), refusing_read_only(config.folder):
             if comm.rank == 0:
+                new = [path for path in (folder, *folder.parents) if not path.exists()]
                 folder.mkdir(parents=True, exist_ok=True)
                 refuse_links_of_others(folder)
                 held.enter_context(run_lock.hold(folder))

@@ -1,6 +1,7 @@
 """The programs beside training say a mistake on their command line in one sentence."""
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from largebatch import config, train, validate
 from largebatch.__main__ import PROGRAMS
@@ -64,6 +66,55 @@ def test_what_the_sentence_on_names_asks_for_is_enough():
         command = [sys.executable, "-m", "largebatch.plan"]
         ended = subprocess.run(command, env=environment | more, capture_output=True, text=True)
         assert (ended.returncode, ended.stderr) == (code, error), ended
+
+
+IN_TURN = """
+import contextlib, importlib, io, json, sys
+for program, *words in json.loads(sys.argv[1]):
+    module = importlib.import_module(f"largebatch.{program}")
+    module = module if hasattr(module, "main") else importlib.import_module(f"largebatch.{program}.__main__")
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = module.main(words)
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code, said.getvalue()]))
+"""
+FILE = "largebatch: {} cannot be read or written: Permission denied.\n"
+OF_RUN = "largebatch: --run.folder is {}, which cannot be written (Permission denied): choose a folder that this user"
+
+
+def test_every_program_names_a_file_that_this_user_may_not_use(tmp_path):
+    """In one process: the last one, training, begins a session."""
+    shut, weights = tmp_path / "shut", tmp_path / "w.pt"
+    torch.save({}, weights)
+    shut.mkdir(mode=0)
+    lines = {
+        f"predict {shut} a.png": FILE.format(shut / "model.safetensors"),
+        f"export {shut} {tmp_path / 'out'}": FILE.format(shut / "model.safetensors"),
+        f"report {shut}": FILE.format(shut / "config.yaml"),
+        f"report diff {shut} {shut}": FILE.format(shut / "config.yaml"),
+        f"plan {shut}": FILE.format(shut / "config.yaml"),
+        f"plan --picture {shut / 'a.png'}": FILE.format(shut / "a.png"),
+        f"plan --calibrate {shut / 'a.csv'}": "--calibrate is {}, which cannot be read: Permission denied.",
+        f"pack digits {shut / 'out'}": FILE.format(shut / "out/packing.json"),
+        f"pack check {shut}": FILE.format(shut / "data_batch_1.bin"),
+        f"benchmark page {shut}": FILE.format(shut),
+        f"validate {shut}": FILE.format(shut / "config.yaml"),
+        f"train --init-from {shut}": FILE.format(shut / "config.yaml"),
+        f"train --recipe {shut / 'mine.py'}": FILE.format(shut / "mine.py"),
+        f"train --run.folder {shut / 'a/b'}": OF_RUN.format(shut / "a/b"),
+    }
+    # What permissions say does not hold for root with these two capabilities.
+    drop = "-dac_override,-dac_read_search"
+    as_user = ["setpriv", f"--bounding-set={drop}", f"--inh-caps={drop}"] if os.geteuid() == 0 else []
+    command = [*as_user, sys.executable, "-c", IN_TURN, json.dumps([line.split() for line in lines])]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    answers = dict(zip(lines, map(json.loads, ended.stdout.splitlines())))
+    assert len(answers) == len(lines), ended
+    for line, sentence in lines.items():
+        code, said = answers[line]
+        assert code == 2 and sentence.format(shut / "a.csv") in said and "Traceback" not in said, (line, said)
 
 
 HOME = "/home/of/nobody"

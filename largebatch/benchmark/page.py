@@ -4,6 +4,7 @@ A row for each contender beside ours: the median of the ratios of all rounds.
 """
 
 import argparse
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> "Page":
+    os.scandir(options.folder).close()  # OSError if it may not be listed
     tables = [
         read_table(path, COLUMNS, what="FOLDER", expected="tables of `largebatch.benchmark`")
         for path in sorted(options.folder.rglob("*.csv"))

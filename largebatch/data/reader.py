@@ -94,7 +94,7 @@ class Reader:
             try:
                 self._fill(view, self._open(self._index.files[self._index.file[sample]]), sample, start)
             except OSError as error:
-                raise Damaged(f"{self._index.where(sample)} cannot be read: {error}.") from error
+                raise Damaged(f"{self._index.where(sample)} cannot be read: {error.strerror or error}.") from error
 
     def _fill(self, view: np.ndarray, file: _File, sample: int, offset: int) -> None:
         done = 0

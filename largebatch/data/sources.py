@@ -21,6 +21,7 @@ beside TFRecords names their classes; `largebatch.pack` writes it, and anybody m
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -149,7 +150,7 @@ def find_folder(path: str, *, split: str, cache: str = "", progress: Progress = 
     elif path == "synthetic":
         shards = {split: _SYNTHETIC_SHARDS[split]}
         folder = written_once(root / f"synthetic-v2-{split}", functools.partial(write, synthetic, shards))
-    elif archives.is_cifar10(folder):
+    elif _listed(folder) and archives.is_cifar10(folder):
         images = functools.partial(archives.cifar10, folder)
         write = functools.partial(write, images, {"train": 40, "validation": 8})
         folder = written_once(root / f"cifar10-v2-{archives.cifar10_key(folder)}", write)
@@ -159,6 +160,14 @@ def find_folder(path: str, *, split: str, cache: str = "", progress: Progress = 
             "WebDataset tars or images."
         )
     return folder.resolve()  # an index has one place, whatever links lead to the folder
+
+
+def _listed(folder: Path) -> bool:
+    """Return whether there is such a folder; OSError if it may not be listed."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.scandir(folder).close()
+        return True
+    return False
 
 
 def _write(

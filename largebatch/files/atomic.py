@@ -29,7 +29,8 @@ def atomic_file(path: str | Path) -> Iterator[io.BufferedWriter]:
             error.filename = str(path)  # the name that a person knows
         raise
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def written_once(folder: Path, write: Callable[[Path], None]) -> Path:

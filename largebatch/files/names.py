@@ -19,6 +19,13 @@ def on_screen(text: str) -> str:
     return "\n".join([lines[0], *(line if line[:1] in ("", " ") else f"    {line}" for line in lines[1:])])
 
 
+def why(error: object) -> str:
+    """Return an error's message; that of a file that cannot be used is a sentence, too."""
+    if isinstance(error, OSError) and isinstance(error.filename, str):
+        return f"{error.filename} cannot be read or written: {error.strerror}."
+    return str(error)
+
+
 def listed(names: Collection[str], count: int | None = None) -> str:
     """Return the first names, and how many more there are, of `count` in all."""
     shown, count = ", ".join(printable(name) for name in [*names][:SHOWN]), count or len(names)

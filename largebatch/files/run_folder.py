@@ -7,7 +7,7 @@ lines are left out.
 import csv
 import json
 import math
-import os
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -39,11 +39,12 @@ class RunFolder:
         return run
 
     def check(self) -> "RunFolder":
-        """Return this folder; ValueError if it is not the folder of a run."""
-        if not os.path.isfile(self.config):  # no error if this user may not look
-            why = "is not a run folder: expected a config.yaml in it; give the --run.folder of a run."
-            raise ValueError(f"{self.path} {why}")
-        return self
+        """Return this folder; ValueError if it is not the folder of a run, OSError if it may not be read."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if stat.S_ISREG(self.config.stat().st_mode):
+                return self
+        why = "is not a run folder: expected a config.yaml in it; give the --run.folder of a run."
+        raise ValueError(f"{self.path} {why}")
 
     def write_config(self, text: str) -> None:
         """Write config.yaml, which other processes see whole or not at all."""

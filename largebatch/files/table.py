@@ -20,7 +20,8 @@ def read_table(path: Path, columns: Collection[str], *, what: str, expected: str
         special = path.exists() and not path.is_file()  # to read a FIFO waits, and a device may have no end
         rows = list(csv.DictReader(io.StringIO("" if special else path.read_text(encoding="utf-8"), newline="")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{what} is {path}, which cannot be read: {error}.") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{what} is {path}, which cannot be read: {reason}.") from None
     if missing := [name for name in columns if not rows or any(row.get(name) is None for row in rows)]:
         raise ValueError(f"{what} is {path}, which has no rows with {', '.join(missing)}: expected {expected}.")
     return rows

@@ -11,6 +11,7 @@ Images that cannot be read are named on stderr after the others, and the exit co
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -104,19 +105,21 @@ def images_in(path: str) -> list[str]:
     """Return the images in a folder and in its folders, sorted; of anything else, and of an empty one, its own path."""
     from largebatch.data.sources import EXTENSIONS
 
-    return sorted(str(file) for file in Path(path).rglob("*") if file.suffix.lower() in EXTENSIONS) or [path]
+    found = Path(path).rglob("*") if os.path.isdir(path) else ()  # no error if this user may not look
+    return sorted(str(file) for file in found if file.suffix.lower() in EXTENSIONS) or [path]
 
 
 def why_unreadable(path: str) -> str:
     """Return the reason, or ""."""
     from largebatch.data.quarantine import image_fault
 
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         return "it is a folder without images" if os.access(path, os.R_OK) else "it is a folder that may not be listed"
-    if not Path(path).exists():
-        return "there is no such file"
-    if not Path(path).is_file():
-        return "it is a FIFO, a socket or a device"
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return "it is a FIFO, a socket or a device"
+    except OSError as error:
+        return "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
     return image_fault(Path(path).read_bytes)
 
 

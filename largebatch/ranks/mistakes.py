@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from largebatch.config import Answer
-from largebatch.files.names import on_screen
+from largebatch.files.names import on_screen, why
 from largebatch.launch.launcher import is_rank_0, recognise
 
 WAIT_S = 10.0  # long enough for rank 0 to print its sentence and for the launcher to end the other ranks
@@ -25,6 +25,8 @@ class Mistake(ValueError):
 def report_mistakes() -> Iterator[None]:
     """End this process if the block, which reads a command line, raises ValueError (code 2) or Answer (code 0).
 
+    So does the OSError of a file.
+
     Rank 0 prints a mistake, and the launcher then ends the other ranks. A rank that still runs after WAIT_S seconds
     prints its own sentence: the mistake may be on that rank alone. An answer is printed by rank 0 only.
     """
@@ -34,21 +36,23 @@ def report_mistakes() -> Iterator[None]:
         if is_rank_0(os.environ):
             _print(str(answer))
         sys.exit(0)
-    except ValueError as mistake:
+    except (ValueError, OSError) as mistake:
+        if isinstance(mistake, OSError) and not mistake.filename:
+            raise
         sys.stderr.write(f"largebatch: {on_screen(_for_one_rank(mistake))}\n")
         sys.exit(2)
 
 
-def _for_one_rank(mistake: ValueError) -> str:
+def _for_one_rank(mistake: Exception) -> str:
     """Return the sentence that this rank is to print; a rank other than 0 waits first and adds its number."""
     try:
         launch = recognise(os.environ)
     except ValueError as ambiguous:  # no process knows its rank, so each prints this
         return str(ambiguous)
     if launch.rank == 0:
-        return str(mistake)
+        return why(mistake)
     time.sleep(WAIT_S)
-    return f"rank {launch.rank} of {launch.size}, command line: {mistake}"
+    return f"rank {launch.rank} of {launch.size}, command line: {why(mistake)}"
 
 
 def _print(text: str) -> None:

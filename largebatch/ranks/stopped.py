@@ -4,6 +4,8 @@ import os
 import traceback
 from collections.abc import Sequence
 
+from largebatch.files.names import why
+
 
 class Stopped(Exception):
     """Raised on every rank when one of them cannot go on; the message names the causes."""
@@ -18,9 +20,9 @@ class StoppedEarly(Stopped):
 
 
 def sentence_of(error: Exception) -> str:
-    """Return the message of a ValueError as it is; for any other error add its type and place."""
-    if isinstance(error, ValueError):
-        return str(error)
+    """Return the message of a ValueError or of a file that cannot be used; to any other error add type and place."""
+    if isinstance(error, ValueError) or isinstance(error, OSError) and isinstance(error.filename, str):
+        return why(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})"
 
