@@ -65,7 +65,7 @@ def index_images(
     status = _status(files)
     chunks = [files[at : at + _CHUNK] for at in range(0, len(files), _CHUNK)]
 
-    sizes = _parallel(lambda chunk: [*map(_size_or_zero, chunk)], chunks, progress, unit="thousand images")
+    sizes = _parallel(lambda chunk: [*map(size_or_zero, chunk)], chunks, progress, unit="thousand images")
     width, height = np.array([size for chunk in sizes for size in chunk], dtype=np.int64).T
     length = np.array([entry.st_size for entry in status], dtype=np.int64)
     rows = (np.zeros_like(length), length, np.asarray(labels, dtype=np.int64), width, height)
@@ -103,7 +103,7 @@ def scan_tar(path: str) -> Rows:
     with open(path, "rb") as file:
         for sample in scan_samples(path):
             file.seek(sample.offset)
-            size = (0, 0) if sample.fault else _size_or_zero(io.BytesIO(file.read(sample.length)))
+            size = (0, 0) if sample.fault else size_or_zero(io.BytesIO(file.read(sample.length)))
             rows.append((sample.offset, sample.length, sample.label, *size))
     return (*np.array(rows, dtype=np.int64).reshape(-1, 5).T, *np.zeros((5, len(rows)), dtype=np.int64))
 
@@ -134,7 +134,7 @@ def image_size(file: io.BytesIO | str) -> tuple[int, int]:
     return size
 
 
-def _size_or_zero(file: io.BytesIO | str) -> tuple[int, int]:
+def size_or_zero(file: io.BytesIO | str) -> tuple[int, int]:
     try:
         return image_size(file)
     except ValueError:

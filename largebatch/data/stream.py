@@ -32,7 +32,7 @@ from largebatch.data.index import Index
 from largebatch.data.label_maps import decode_maps
 from largebatch.data.order import MicroBatch
 from largebatch.data.quarantine import image_fault
-from largebatch.data.scan import image_size
+from largebatch.data.scan import size_or_zero
 from largebatch.data.sources import SPLITS
 from largebatch.data.token_labels import TokenLabels
 from largebatch.files import Damaged
@@ -132,6 +132,7 @@ class Stream(Iterator[Batch]):
     ) -> None:
         self._index, self._preparation, self._device = index, preparation, device
         self._graph_inputs = tuple(graph_inputs)
+        self._compares_sizes = finishes
         self._inside: collections.deque[Encoded[Any]] = collections.deque()  # the batches in DALI, oldest first
         self._decoded: collections.deque[_Decoded] = collections.deque()
         self._end: Exception | None = None  # the reason why DALI gives no more batches
@@ -173,8 +174,15 @@ class Stream(Iterator[Batch]):
         return pipe
 
     def _take(self) -> tuple:
-        """Give DALI the bytes and arrays of the next batch. Raises the error of a reading thread."""
+        """Give DALI the bytes and arrays of the next batch. Raises the error of a reading thread.
+
+        DALI 2.4 crashes on CPUs if a window lies outside its image, so sizes are compared before.
+        """
         batch = next(self._ahead)
+        if self._compares_sizes:
+            for sample, data in zip(batch.samples.tolist(), batch.room.images):
+                if error := _of_another_size(self._index, sample, data):
+                    raise error
         self._inside.append(batch)  # because of no_copy, the bytes must live until DALI has used them
         return (batch.room.images, *(getattr(batch.arrays, name) for name in self._graph_inputs))
 
@@ -339,6 +347,17 @@ class _Finishers:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
+def _of_another_size(index: Index, sample: int, data: np.ndarray) -> Damaged | None:
+    """Return an error if the header of an encoded image has another size than the index; None also without a header."""
+    size, known = size_or_zero(io.BytesIO(data.data)), (int(index.width[sample]), int(index.height[sample]))
+    if size in (known, (0, 0)):
+        return None
+    return Damaged(
+        f"{index.where(sample)} has {size[0]} x {size[1]} pixels, and {known[0]} x {known[1]} in the index: delete the "
+        f"file of these images in {cache_folder() / 'index'}, it is built again."
+    )
+
+
 def _explain(error: RuntimeError, batches: Iterable[Encoded[Any]], index: Index) -> ValueError:
     """Return an error with the first image that cannot be decoded, or has another size than its index says."""
     for batch in batches:
@@ -350,12 +369,8 @@ def _explain(error: RuntimeError, batches: Iterable[Encoded[Any]], index: Index)
                     f"{index.where(sample)} cannot be decoded ({fault}): `python -m largebatch.pack check "
                     f"{quote(str(whole))}` lists all such images, and training then leaves them out."
                 )
-            size, known = image_size(io.BytesIO(data.tobytes())), (int(index.width[sample]), int(index.height[sample]))
-            if size != known:
-                return Damaged(
-                    f"{index.where(sample)} has {size[0]} x {size[1]} pixels, and {known[0]} x {known[1]} in the "
-                    f"index: delete the file of these images in {cache_folder() / 'index'}, it is built again."
-                )
+            if other := _of_another_size(index, sample, data):
+                return other
     first = next((batch.job for batch in batches), None)
     why = f"The pipeline failed at {first}, although each of its images can be decoded"
     return ValueError(f"{why}: {COLOURS.sub('', str(error))}")
