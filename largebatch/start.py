@@ -70,7 +70,7 @@ def doubtful(config: TrainConfig, device: torch.device, *, data_size: int) -> It
             "with a whole one, so a run that is shared otherwise has other numbers; those of this run repeat."
         )
     # No error: an elastic run may go on with one rank. With offload the state still moves to the host.
-    if config.parallel.zero and data_size == 1 and not config.parallel.offload:
+    if config.parallel.zero == 1 and data_size == 1:
         yield (
             "--parallel.zero is 1, and there is 1 data rank, which keeps the whole state of the optimizer: start more "
             "ranks, or leave it out."

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-SMALL = "--model vit_nano32 --img-size 64 --run.precision fp32 --run.deterministic true --log.tensorboard false".split()
+SMALL = "--model vit_nano32 --img-size 64 --run.precision fp32 --run.deterministic true --log.to none".split()
 
 
 def weights(folder: Path, name: str = "model") -> dict[str, torch.Tensor]:

@@ -630,7 +630,7 @@ def test_what_may_differ(tmp_path):
         horovod={"stall_limit_s": 64.0, "hang_limit_s": 5.0},
         model={"grad_checkpointing": True},
         data={"num_threads": 9, "eval_batch_size": 7},
-        log={"tensorboard": False},
+        log={"to": None},
         checkpoint={"every": "2 epochs"},
     )
     load(path, make_parts(), config=config)
@@ -652,7 +652,7 @@ def test_a_model_that_is_shared_otherwise_may_draw_other_masks(tmp_path, caplog,
 def test_a_ramp_by_noise_keeps_the_rows_at_which_it_decides(tmp_path):
     config = changed(schedule={"batch_ramp": "1024@0,noise"})
     path = save(tmp_path, 1, config_text=dump(config))
-    load(path, make_parts(), config=replace(config, log=replace(config.log, tensorboard=False)))
+    load(path, make_parts(), config=replace(config, log=replace(config.log, to=None)))
     with pytest.raises(ValueError, match="--log.every 10 steps, now 5 steps: give the options it was made with"):
         load(path, make_parts(), config=replace(config, log=replace(config.log, every="5 steps")))
 

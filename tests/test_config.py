@@ -15,7 +15,6 @@ from largebatch.config.help import all_options
 from largebatch.config.horovod import HorovodConfig, told_the_longest
 from largebatch.config.values import types_of, with_value
 from largebatch.config.words import GONE
-from largebatch.ranks import Stopped
 from largebatch.recipes import RECIPES, choose
 from largebatch.start import doubtful
 from largebatch.train import OPTIONS as TRAINING
@@ -222,7 +221,6 @@ IDLE = [
         (["--horovod.stall_limit_s", "-1"], "--horovod.stall_limit_s is -1.0: expected at least 0."),
         (["--horovod.hang_limit_s", "-1"], "--horovod.hang_limit_s is -1.0: expected at least 0."),
         (["--run.compression", "adasum"], "run.compression"),
-        (["--parallel.offload", "true"], "set --parallel.zero 1"),
         (["--parallel.zero", "1", "--optim.name", "adamw"], "ZeRO divides lamb's state only"),
         (["--parallel.zero", "2"], "parallel.zero"),
         (["--parallel.cuts", "[3]"], "--parallel.cuts is [3], which only a pipeline uses"),
@@ -483,7 +481,7 @@ def test_zero_on_one_data_rank_is_reported():
     assert [*doubtful(config, torch.device("cpu"), data_size=2)] == []
     (said,) = doubtful(config, torch.device("cpu"), data_size=1)
     assert said.startswith("--parallel.zero is 1, and there is 1 data rank") and "start more ranks" in said
-    in_host_memory = parse("--parallel.zero", "1", "--parallel.offload", "true", "--run.precision", "fp32")
+    in_host_memory = parse("--parallel.zero", "offload", "--run.precision", "fp32")
     assert [*doubtful(in_host_memory, torch.device("cpu"), data_size=1)] == []  # offload needs it
 
 
@@ -596,6 +594,17 @@ def test_an_option_of_an_older_version_loads_with_its_default(tmp_path, option):
                 c.load(str(file))
 
 
+OLDER = {
+    "data: {ratio: [0.75, 1.3333333333333333]}": c.TrainConfig(),
+    "log: {tensorboard: true, wandb: false}": c.TrainConfig(),
+    "log: {tensorboard: false}": c.TrainConfig(log=c.LogConfig(to=None)),
+    "log: {tensorboard: true, wandb: true}": c.TrainConfig(log=c.LogConfig(to="tensorboard,wandb")),
+    "log: {tensorboard: false, wandb: true}": c.TrainConfig(log=c.LogConfig(to="wandb")),
+    "parallel: {zero: 1, offload: true}": c.TrainConfig(parallel=c.ParallelConfig(zero="offload")),
+    "parallel: {zero: 1, offload: false}": c.TrainConfig(parallel=c.ParallelConfig(zero=1)),
+}
+
+
 def test_the_options_of_older_recipes_mean_the_same():
     """Published recipes gave these values to options that went."""
     old = c.dump(c.TrainConfig()).replace("crop_padding: null", "crop_padding: 0\n  train_crop: random_resized")
@@ -604,6 +613,8 @@ def test_the_options_of_older_recipes_mean_the_same():
     assert c.load_text(padded, place="old").data == c.DataConfig(crop_padding=4)
     drawn = "data: {interpolation: null, train_interpolation: random}\nschedule: {prefix: false, stairs: true}\n"
     config = c.load_text(drawn, place="old")
+    for text, expected in OLDER.items():
+        assert c.load_text(text, place="old") == expected
     assert (config.data.interpolation, config.schedule.stairs) == ("random", "timm")
     for text, sentence in (
         ("data: {interpolation: bilinear, train_interpolation: bicubic}", "--data.interpolation has the filter"),
@@ -615,19 +626,6 @@ def test_the_options_of_older_recipes_mean_the_same():
 
 def test_no_option_is_offered_that_was_not_measured():
     assert [name for name, one in all_options(c.TrainConfig()).items() if "not yet measured" in one.text.lower()] == []
-
-
-def test_the_implementation_of_lamb_is_the_users():
-    able, cpu = [True, True], torch.device("cpu")
-    comm = SimpleNamespace(rank=0, allgather_object=lambda value, *, name: able)
-    assert [assembly.lamb_impl(comm, cpu, impl) for impl in ("eager", "compile")] == ["eager", "compile"]
-    able[1] = False
-    assert assembly.lamb_impl(comm, cpu, "eager") == "eager"
-    with pytest.raises(Stopped, match="^--optim.impl is compile, and rank 1 has no compiler for cpu: install g.., or"):
-        assembly.lamb_impl(comm, cpu, "compile")
-    with pytest.raises(ValueError, match="impl='eager' has no effect on sgd"):
-        sgd = c.TrainConfig(optim=c.OptimConfig(name="sgd", impl="eager"))
-        assembly.build_optimizer(sgd, torch.nn.Linear(2, 2), impl=sgd.optim.impl)
 
 
 @pytest.mark.parametrize("able, impl", [([True, True], "compile"), ([True, False], "eager"), ([False, True], "eager")])

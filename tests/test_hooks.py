@@ -503,7 +503,7 @@ def test_tensorboard_neither_doubles_nor_loses_a_step(tmp_path):
 
 def test_no_tensorboard_is_one_clear_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match="pip install tensorboard.*--log.tensorboard false"):
+    with pytest.raises(ValueError, match="pip install tensorboard.*--log.to none"):
         hooks.TensorBoard(tmp_path).open(trainer_at(0))
 
 
@@ -551,7 +551,7 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
 
 def test_no_weights_and_biases_is_one_clear_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match="--log.wandb is true, and wandb is not installed .*pip install wandb"):
+    with pytest.raises(ValueError, match="--log.to has wandb, which is not installed .*pip install wandb"):
         hooks.WeightsAndBiases(tmp_path, {}).open(trainer_at(0))
 
 

@@ -118,7 +118,7 @@ def trainer_for(
 
 def hooks_of_a_run(model: nn.Module, plan: Plan) -> list[Hook]:
     """Those of a run, and an average of the weights; nothing is logged in the first steps."""
-    rarely = "--log.every", "50 steps", "--log.tensorboard", "false"
+    rarely = "--log.every", "50 steps", "--log.to", "none"
     given = ["--run.folder", tempfile.mkdtemp(), "--model.num_classes", str(CLASSES), *rarely]
     config = parse(given, choose_recipe=choose)
     index: Any = SimpleNamespace(where=str)

@@ -298,7 +298,7 @@ def test_zero_divides_the_moments_and_offload_moves_them(vit):
     config, device = b32(), find_device("a100")
     plain = of_rank(config, vit, device, ranks=8)
     divided = of_rank(replace(config, parallel=ParallelConfig(zero=1)), vit, device, ranks=8)
-    moved = of_rank(replace(config, parallel=ParallelConfig(zero=1, offload=True)), vit, device, ranks=8)
+    moved = of_rank(replace(config, parallel=ParallelConfig(zero="offload")), vit, device, ranks=8)
     assert plain.moments == 2 * vit.weights
     assert divided.moments == plain.moments / 8 and moved.moments == 0
     assert divided.activations == plain.activations

@@ -104,8 +104,8 @@ def test_batches_follow_the_plan_and_have_what_the_recipe_needs():
             },
         ),
         (
-            "--data.shuffle_window 0 --horovod.hang_limit_s 0.5 --log.tensorboard false --run.seed 7",
-            {"data.shuffle_window": 0, "horovod.hang_limit_s": 0.5, "log.tensorboard": False, "run.seed": 7},
+            "--data.shuffle_window 0 --horovod.hang_limit_s 0.5 --log.to none --run.seed 7",
+            {"data.shuffle_window": 0, "horovod.hang_limit_s": 0.5, "log.to": None, "run.seed": 7},
         ),
         (
             "--parallel.pipeline 3 --parallel.cuts [5,9] --run.end_time 2026-11-21T18:00 --recipe mine",

@@ -299,7 +299,6 @@ def open_train_loader(
         std=geometry.std,
         interpolation="random" if data.interpolation == "random" else geometry.interpolation,
         scale=data.scale,
-        ratio=data.ratio,
         hflip=data.hflip,
         padding=data.crop_padding,
         policy=parse_policy(config.augment.auto_augment),

@@ -15,7 +15,7 @@ from largebatch.losses import Objective, TokenLabeling, classification
 from largebatch.native.attention import choose_attention, describe_attention
 from largebatch.optim import can_compile
 from largebatch.precision import DTYPES
-from largebatch.ranks import Ranks, Stopped
+from largebatch.ranks import Ranks
 from largebatch.replica import Replica
 from largebatch.schedules import scale_lr
 from zoo import create_model
@@ -31,8 +31,7 @@ def build_replica(
 
     names: those of the classes, by which a fine-tuning knows whether the head of its first weights is for them.
     """
-    has_lamb = config.optim.name in ("lamb", "muon_lamb")
-    impl = lamb_impl(comm, device, config.optim.impl) if has_lamb else config.optim.impl
+    impl = lamb_impl(comm, device) if config.optim.name in ("lamb", "muon_lamb") else None
     make_optimizer = partial(build_optimizer, config, impl=impl)
     if divides(config):
         from largebatch.parallel import rendezvous  # imported only by runs that need it
@@ -57,19 +56,9 @@ def build_replica(
     return replica
 
 
-def lamb_impl(comm: Ranks, device: torch.device, wanted: str | None = None) -> str:
-    """Choose how LAMB runs: as wanted, or compiled if all ranks can: the two ways differ in the last bits of a weight.
-
-    All ranks raise Stopped if one cannot compile what is wanted.
-    """
-    if wanted == "eager":
-        return wanted
+def lamb_impl(comm: Ranks, device: torch.device) -> str:
+    """Choose how LAMB runs: compiled if all ranks can, as the two ways differ in the last bits of a weight."""
     able = comm.allgather_object(can_compile(device.type), name="build/can_compile")
-    if wanted and not all(able):
-        raise Stopped(
-            f"--optim.impl is compile, and rank {able.index(False)} has no compiler for {device.type}: install "
-            f"{'g++' if device.type == 'cpu' else 'Triton, gcc and the headers of Python'}, or set --optim.impl eager."
-        )
     if not all(able) and comm.rank == 0:
         logger.warning("no compiler on rank %d: LAMB runs eagerly, which is slower", able.index(False))
     return "compile" if all(able) else "eager"

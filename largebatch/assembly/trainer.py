@@ -282,9 +282,9 @@ def describe(config: TrainConfig, model: nn.Module, index: "Index") -> str:
 def build_sinks(config: TrainConfig) -> list[hooks.Sink]:
     """Build the places that numbers go to. The picture comes after the tables, which it draws."""
     sinks: list[hooks.Sink] = [hooks.Progress(), hooks.Csv(config.folder)]
-    if config.log.tensorboard:
+    if "tensorboard" in (config.log.to or ""):
         sinks.append(hooks.TensorBoard(config.folder))
-    if config.log.wandb:
+    if "wandb" in (config.log.to or ""):
         sinks.append(hooks.WeightsAndBiases(config.folder, options(config)))
     title = f"{config.model.name}, recipe {config.recipe or 'custom'}"
     return [*sinks, hooks.Curves(config.folder, title=title)]

@@ -132,10 +132,10 @@ def _check_timm(config: TrainConfig) -> None:
 
 def _check_parallel(config: TrainConfig) -> None:
     parallel = config.parallel
-    if parallel.offload and not parallel.zero:
-        raise ValueError("--parallel.offload is true, which moves ZeRO's part to the host: set --parallel.zero 1.")
     if parallel.zero and config.optim.name != "lamb":
-        raise ValueError(f"--parallel.zero is 1 and --optim.name {config.optim.name}: ZeRO divides lamb's state only.")
+        raise ValueError(
+            f"--parallel.zero is {parallel.zero} and --optim.name {config.optim.name}: ZeRO divides lamb's state only."
+        )
     own = ParallelConfig()
     for name in ("schedule", "micro_batches", "cuts"):
         value = getattr(parallel, name)
@@ -195,8 +195,8 @@ def _check_tokens(config: TrainConfig) -> None:
 
 def _check_crop(data: DataConfig) -> None:
     own = DataConfig()
-    if data.crop_padding is not None and (data.scale, data.ratio) != (own.scale, own.ratio):
+    if data.crop_padding is not None and data.scale != own.scale:
         raise ValueError(
-            f"--data.crop_padding is {data.crop_padding}, which does not use --data.scale {list(data.scale)} and "
-            f"--data.ratio {list(data.ratio)}: leave them at {list(own.scale)} and {list(own.ratio)}, or set null."
+            f"--data.crop_padding is {data.crop_padding}, which does not use --data.scale {list(data.scale)}: leave it "
+            f"at {list(own.scale)}, or set null."
         )

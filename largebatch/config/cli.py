@@ -179,9 +179,12 @@ def read_text(text: str, *, place: str) -> dict[str, Any]:
         raise ValueError(f"{place} holds no options: {EXPECTED}")
     known, found = types_of(TrainConfig), dict[str, Any]()
     nodes = list(_flat("", root, place=place)) if root else []
-    modern = words.modern({name: node.value for name, node in nodes if node.id == "scalar"})
+    texts = {name: _plain(node) for name, node in nodes}
+    modern = words.modern(texts)
+    for name in modern.keys() & known.keys() - texts.keys():
+        found[name] = _value(name, modern[name], known[name], option=f"{place}: {name}")
     for name, node in nodes:
-        if name in modern and modern[name] is None or name in words.GONE and node.value == words.GONE[name][0]:
+        if name in modern and modern[name] is None or name in words.GONE and texts[name] == words.GONE[name][0]:
             continue
         if name not in known:
             raise ValueError(unknown(name, known, place=f"{place}: There is no option {name}"))
@@ -202,6 +205,12 @@ def _flat(prefix: str, section: Any, *, place: str) -> Iterator[tuple[str, Any]]
             yield from _flat(f"{name}.", node, place=place)
         else:
             yield name, node
+
+
+def _plain(node: Any) -> str:
+    """Return a scalar, or a list of scalars, as it would stand on a command line; empty for anything else."""
+    inside = node.value if node.id == "sequence" else [node]
+    return ",".join(str(one.value) for one in inside) if all(one.id == "scalar" for one in inside) else ""
 
 
 def _texts(node: Any, *, place: str, null: str, inside: bool = False) -> Any:

@@ -44,10 +44,9 @@ class ParallelConfig:
     sequence: int = 1
     """ranks that share the tokens of each image (ring attention)"""
     tensor: TensorConfig = field(default_factory=TensorConfig)
-    zero: Literal[0, 1] = 0
-    """1: each data rank keeps and updates one part of the optimizer's state (ZeRO stage 1)"""
-    offload: bool = False
-    """keep this part of the optimizer's state in host memory and update it there; needs zero 1"""
+    zero: Literal[0, 1, "offload"] = 0
+    """1: each data rank keeps and updates one part of the optimizer's state (ZeRO stage 1); offload: so, too, in host
+    memory"""
 
     def shape(self) -> "Shape":
         """Return the axes and their sizes; ValueError, one sentence, for impossible numbers of ranks."""

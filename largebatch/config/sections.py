@@ -73,8 +73,6 @@ class DataConfig:
     moved by up to N pixels, into black, as for CIFAR-10. The window is then resized to the model's image size"""
     scale: tuple[float, float] = limited((0.08, 1.0), lambda x: 0 < x[0] <= x[1] <= 1, "0 < low <= high <= 1")
     """smallest and largest area of a training crop, as fractions of the image"""
-    ratio: tuple[float, float] = limited((3 / 4, 4 / 3), lambda x: 0 < x[0] <= x[1], "0 < low <= high")
-    """smallest and largest aspect ratio of a training crop"""
     hflip: float = limited(0.5, lambda x: 0 <= x <= 1, "a probability, 0 to 1")
     """probability of a horizontal flip"""
     crop_pct: float | None = limited(None, lambda x: 0 < x < inf, "a fraction above 0, or null")
@@ -150,9 +148,6 @@ class OptimConfig:
     """number added to the divisor; null: 1e-6 for lamb and apex_lamb, 1e-8 for adamw and lars; an error for sgd"""
     clip_norm: float | None = limited(1.0, lambda x: x > 0, "a positive norm, or null for no clip")
     """global norm to which the averaged gradient is clipped; null: no clipping"""
-    impl: Literal["compile", "eager"] | None = None
-    """code of lamb; compile: C++ on CPUs, torch.compile on GPUs; eager: torch's operations, slower and without a
-    compiler; null: compile, if all ranks can; an error for other optimizers"""
     sam_rho: float | None = limited(None, lambda x: 0 < x < inf, "a fraction above 0, such as 0.005, or null")
     """radius of Look-LayerSAM, which trains towards flat minima, such as 0.005: in every fifth step the gradient is
     taken where each tensor of weights has moved uphill by this fraction of its norm; null: off"""
@@ -245,11 +240,9 @@ class LogConfig:
 
     every: str = "10 steps"
     """time between rows of steps.csv and TensorBoard points"""
-    tensorboard: bool = True
-    """write TensorBoard event files into the run folder"""
-    wandb: bool = False
-    """send the numbers to Weights & Biases, which must be installed; WANDB_PROJECT, WANDB_MODE and its other variables
-    hold"""
+    to: Literal["tensorboard", "wandb", "tensorboard,wandb"] | None = "tensorboard"
+    """where the numbers go besides the tables: tensorboard (event files in the run folder), wandb (Weights & Biases,
+    which must be installed; WANDB_PROJECT, WANDB_MODE and its other variables hold), or both; null: nowhere"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,11 @@ GONE = {
     "schedule.prefix": ("true", "--schedule.stairs timm lets the decay begin with the run"),
     "optim.momentum": ("null", "sgd and lars have 0.9, muon 0.95"),
     "optim.rest": ("null", "--optim.name muon_lamb is muon with lamb for the rest"),
+    "optim.impl": ("null", "lamb is compiled if every rank has a compiler"),
+    "data.ratio": ("0.75,1.3333333333333333", "crops have 3/4 to 4/3; --data.crop_padding 0 crops nothing"),
+    "log.tensorboard": ("true", "--log.to names where the numbers go, or none"),
+    "log.wandb": ("false", "--log.to names where the numbers go, as tensorboard,wandb"),
+    "parallel.offload": ("false", "--parallel.zero offload moves the optimizer's state to the host"),
     "run.find_lr": ("false", "largebatch find_lr searches"),
     "run.max_skipped_steps": ("25", "a run gives up after 25 steps in a row without an update"),
     "horovod.reduction": ("average", "gradients are averaged, because clipping and LAMB need the whole gradient"),
@@ -75,6 +80,10 @@ MERGED: list[tuple[dict[str, str], dict[str, str]]] = [
     ({"augment.mix_token": "false", "loss.dense_weight": "0.0"}, {}),
     ({"data.train_crop": "random_resized"}, {"data.crop_padding": "null"}),
     ({"data.train_interpolation": "random", "data.interpolation": "null"}, {"data.interpolation": "random"}),
+    ({"parallel.zero": "1", "parallel.offload": "true"}, {"parallel.zero": "offload"}),
+    ({"log.tensorboard": "false"}, {"log.to": "null"}),
+    ({"log.tensorboard": "true", "log.wandb": "true"}, {"log.to": "tensorboard,wandb"}),
+    ({"log.tensorboard": "false", "log.wandb": "true"}, {"log.to": "wandb"}),
     ({"schedule.prefix": "false", "schedule.stairs": "true"}, {"schedule.stairs": "timm"}),
 ]
 WORDS = {word: f"did you mean {option}?" for option, words in INSTEAD.items() for word in words.split()}

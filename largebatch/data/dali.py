@@ -84,7 +84,7 @@ class TrainLoader(Iterator[Batch]):
         std: tuple[float, ...],
         interpolation: str,
         scale: tuple[float, float],
-        ratio: tuple[float, float],
+        ratio: tuple[float, float] = (3 / 4, 4 / 3),
         hflip: float,
         device: torch.device,
         num_threads: int,

@@ -151,7 +151,7 @@ class TensorBoard(Sink):
         except ImportError as error:
             raise ValueError(
                 f"TensorBoard is not installed ({error}): run `python -m pip install tensorboard`, or set "
-                "--log.tensorboard false."
+                "--log.to none."
             ) from error
         self.writer = SummaryWriter(str(self.folder), purge_step=trainer.state.step + 1)
 

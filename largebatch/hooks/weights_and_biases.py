@@ -1,4 +1,4 @@
-"""The numbers of a run at Weights & Biases, with --log.wandb true. WANDB_MODE=offline keeps them in the run folder."""
+"""The numbers of a run at Weights & Biases, with --log.to wandb. WANDB_MODE=offline keeps them in the run folder."""
 
 import hashlib
 import math
@@ -26,7 +26,7 @@ class WeightsAndBiases(Sink):
             import wandb
         except ImportError as error:
             raise ValueError(
-                f"--log.wandb is true, and wandb is not installed ({error}): run `python -m pip install wandb`, or "
+                f"--log.to has wandb, which is not installed ({error}): run `python -m pip install wandb`, or "
                 "leave the option out."
             ) from error
         place = self.folder.resolve()
@@ -42,7 +42,7 @@ class WeightsAndBiases(Sink):
             )
         except wandb.Error as error:
             raise ValueError(
-                f"--log.wandb is true, and wandb does not start ({error}): run `wandb login`, or set "
+                f"--log.to has wandb, which does not start ({error}): run `wandb login`, or set "
                 "WANDB_MODE=offline."
             ) from error
         # A resumed run writes some steps again; wandb's own counter would refuse them.

@@ -99,7 +99,7 @@ class ParallelReplica(Replica):
         """Take the parts, and tell the optimizer of which tensors its parameters are parts."""
         super().attach(model, optimizer, comm)
         self._device = next(model.parameters()).device
-        zero, offload = bool(self.config.zero), self.config.offload
+        zero, offload = bool(self.config.zero), self.config.zero == "offload"
         self.sharding = Sharding(dict(model.named_parameters()), self.cuts, self.mesh, zero=zero, offload=offload)
         if isinstance(optimizer, ShardedLamb):
             optimizer.sharding = self.sharding

@@ -82,7 +82,7 @@ def of_rank(config: TrainConfig, counted: Pass, device: Device, *, ranks: int, m
     data_ranks = config.parallel.shape().data_size(ranks)
     moments = moments_bytes(config, counted) * share.weights
     if config.parallel.zero:
-        moments = 0.0 if config.parallel.offload else moments / data_ranks
+        moments = 0.0 if config.parallel.zero == "offload" else moments / data_ranks
     casts, on_gpu = counted.casts * share.weights, device.kind == "cuda"
     grows = scale * share.activations
     # Tokens and stages are cut behind the embedding, so the first stage keeps the patches of whole images.

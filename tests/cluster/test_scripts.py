@@ -12,7 +12,7 @@ import pytest
 import warm
 from hosts import Hosts, wait_for
 
-TINY = "--model vit_nano32 --model.img_size 64 --run.precision fp32 --log.tensorboard false"
+TINY = "--model vit_nano32 --model.img_size 64 --run.precision fp32 --log.to none"
 SHORT = f"{TINY} --data.global_batch_size 8 --data.micro_batch_size 2 --run.max_steps 2"
 HERE = {"VENV": sys.prefix}
 LIMIT_S = 400

@@ -13,7 +13,7 @@ LAUNCHERS = {
     "horovodrun --gloo": ["horovodrun", "--gloo"],
 }
 MODEL = "--model vit_nano32 --img-size 64 --run.precision fp32 --run.deterministic true".split()
-BATCH = "--data.global_batch_size 16 --data.micro_batch_size 4 --log.tensorboard false".split()
+BATCH = "--data.global_batch_size 16 --data.micro_batch_size 4 --log.to none".split()
 # every rank shares two cores with all the others
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 

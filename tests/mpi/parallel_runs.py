@@ -12,7 +12,7 @@ from largebatch.train import read, run_folder, train
 BASE = (
     "--model vit_nano32 --img-size 64 --run.precision fp32 --run.deterministic true "
     "--data.global_batch_size 64 --data.micro_batch_size 32 --data.eval_batch_size 56 --data.num_threads 1 "
-    "--log.tensorboard false"
+    "--log.to none"
 ).split() + ["--run.duration", "364 images", "--run.eval_every", "3 steps", "--log.every", "1 steps"]
 TOKENS = "--model volo_nano --img-size 32 --loss.dense_weight 0.5"
 RUNS = {
@@ -20,7 +20,7 @@ RUNS = {
     "volo": TOKENS,
     "volo_1d": f"{TOKENS} --parallel.tensor.size 2",
     "zero": "--parallel.zero 1",
-    "offload": "--parallel.zero 1 --parallel.offload true",
+    "offload": "--parallel.zero offload",
     "1d": "--parallel.tensor.size 2",
     "sequence": "--parallel.sequence 2",
     "2d": "--parallel.tensor.mode 2d --parallel.tensor.size 4",

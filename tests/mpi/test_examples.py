@@ -66,7 +66,7 @@ def run_folder(tmp_path_factory) -> Path:
     """A run of the example of a hook: an accuracy that does not rise, because the learning rate is zero."""
     folder = tmp_path_factory.mktemp("hook")
     options = "--optim.lr 0 --data.global_batch_size 64 --run.duration '5 steps' --run.eval_every '1 step'"
-    output = example("hook", folder, *shlex.split(options), "--log.tensorboard", "false")
+    output = example("hook", folder, *shlex.split(options), "--log.to", "none")
     assert re.search(r"step 3 of 5; top-1 was not above 10.0 % in 2 evaluations", output), output
     return folder / "runs" / "hook"
 

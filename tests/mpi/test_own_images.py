@@ -11,7 +11,7 @@ from PIL import Image
 from runs import different, distance, rows, weights
 
 TRAIN = ["-m", "largebatch.train"]
-SMALL = ["--log.tensorboard", "false", "--run.precision", "fp32", "--run.deterministic", "true"]
+SMALL = ["--log.to", "none", "--run.precision", "fp32", "--run.deterministic", "true"]
 IMAGES = {"train": 24, "val": 6}  # of each of three classes
 
 

@@ -15,7 +15,7 @@ COMMANDS = [
     for line in block.replace("\\\n", "").splitlines()
     if line and not line.startswith("#")
 ]
-SHORT = "--run.max_steps 1 --log.tensorboard false --data.global_batch_size 16 --data.micro_batch_size 8"
+SHORT = "--run.max_steps 1 --log.to none --data.global_batch_size 16 --data.micro_batch_size 8"
 NANO = ["--model", "vit_nano32", "--img-size", "64"]
 FULL = ["--img-size", "32"]
 

@@ -200,7 +200,7 @@ def test_without_a_compiler_on_one_rank_a_run_is_the_plain_one(tmp_path):
     """The rank that has one compiles nothing either: one warning, and every bit is that of --run.compile false."""
     found = []
     for wanted in ("false", "blocks"):
-        folder, options = tmp_path / wanted, ["--optim.impl", "eager", "--run.max_steps", "2"]
+        folder, options = tmp_path / wanted, ["--optim.name", "adamw", "--run.max_steps", "2"]
         fault = "has_no_compiler_on_rank_1"
         code, output = train(folder, *options, "--run.compile", wanted, ranks=2, fault=fault)
         assert code == 0, output

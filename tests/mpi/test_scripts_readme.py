@@ -17,7 +17,7 @@ from launch import ROOT, run
 
 README = (ROOT / "mpi_scripts" / "README.md").read_text()
 TINY = "--model vit_nano32 --model.img_size 64 --run.precision fp32 --data.micro_batch_size 2"
-SHORT = f"{TINY} --data.global_batch_size 8 --run.max_steps 2 --log.tensorboard false"
+SHORT = f"{TINY} --data.global_batch_size 8 --run.max_steps 2 --log.to none"
 HERE = {"VENV": sys.prefix}
 SCRIPTS = sorted(path.name for path in (ROOT / "mpi_scripts").glob("*.*") if path.suffix in (".sh", ".sbatch"))
 SCRIPTS.remove("env.sh")  # read by the others
@@ -122,7 +122,7 @@ def test_packing_and_fine_tuning(tmp_path):
     assert "train: 8 images with label maps" in output, output
     tiny = "--model volo_nano --img-size 96 --model.num_classes 2"
     small = "--run.precision fp32 --run.max_steps 1 --data.micro_batch_size 2 --data.global_batch_size 4"
-    tiny += f" {small} --log.tensorboard false --run.folder={folder}"
+    tiny += f" {small} --log.to none --run.folder={folder}"
     output = succeeds(f"mpi_scripts/finetune_volo.sh volo_d1_384 {weights} {labelled} {tiny}")
     assert "recipe volo_d1_384" in output and "position embedding resized from 4 x 4 to 6 x 6" in output, output
     assert "images 8 " in output, output

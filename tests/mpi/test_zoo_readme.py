@@ -9,7 +9,7 @@ from launch import ROOT, run
 
 README = (ROOT / "zoo" / "README.md").read_text()
 SMALL_VOLO = "--model volo_nano"  # comes last and wins
-SHORT = "--run.max_steps 2 --data.global_batch_size 8 --data.micro_batch_size 2 --log.tensorboard false"
+SHORT = "--run.max_steps 2 --data.global_batch_size 8 --data.micro_batch_size 2 --log.to none"
 HELD_OUT = 360
 
 

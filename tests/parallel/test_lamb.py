@@ -53,7 +53,7 @@ MESHES = {  # ranks, axes, cuts
     "data 2 x tensor 2, zero": (4, ParallelConfig(tensor=TensorConfig(size=2), zero=1), CUTS_1D),
     "data 2 x pipeline 2, zero": (4, ParallelConfig(pipeline=2, zero=1), {}),
     "data 3, zero": (3, ParallelConfig(zero=1), {}),
-    "data 3, zero, offload": (3, ParallelConfig(zero=1, offload=True), {}),
+    "data 3, zero, offload": (3, ParallelConfig(zero="offload"), {}),
     "sequence 2": (2, ParallelConfig(sequence=2), {}),
 }
 PRESETS = ("paper", "colossal", "nvlamb", "lambc")
@@ -116,7 +116,7 @@ class Rank:
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = ShardedLamb(build(self.model, preset).param_groups)
         self.optimizer.sharding = self.sharding = Sharding(
-            self.parameters, self.cuts, self.mesh, zero=bool(parallel.zero), offload=parallel.offload
+            self.parameters, self.cuts, self.mesh, zero=bool(parallel.zero), offload=parallel.zero == "offload"
         )
 
     def part(self, name, whole):

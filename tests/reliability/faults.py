@@ -17,7 +17,7 @@ from tests.reliability.campaign import Size, Trial
 from tests.reliability.injector import AFTER_STEP, INSIDE, PHASES, VARIABLE, Fault
 
 SMALLER = ["--data.global_batch_size", "16", "--data.micro_batch_size", "4", "--model.drop_path_rate", "0.1"]
-AS_USERS = ["--log.tensorboard", "true"]  # SMALL leaves it out
+AS_USERS = ["--log.to", "tensorboard"]  # SMALL leaves it out
 EVERY_STEP = ["--run.eval_every", "1 steps", "--checkpoint.every", "1 steps", "--data.eval_batch_size", "90"]
 WAIT_S, HANG_S = 4, 8  # limits of the run for one rank that does not come, and for all that hang
 START_S = 25  # the same until the first step is done, when some come late; below the 30 s that Gloo itself waits

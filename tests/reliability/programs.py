@@ -122,7 +122,7 @@ def cost(rounds: int, folder: Path) -> None:
     """Measure what guards cost the training of ViT-B/32 on ImageNet's number of images; report shares of its time."""
     options = f"--recipe vit_b32 --data synthetic --run.folder {folder} --data.micro_batch_size 32".split()
     # The recipe computes in fp16, for which few CPUs have instructions: there a step would take minutes.
-    options += "--data.global_batch_size 64 --run.precision auto --log.tensorboard false".split()
+    options += "--data.global_batch_size 64 --run.precision auto --log.to none".split()
     config = read(options)
     with start_ranks(config) as comm:
         trainer = build_trainer(config, comm)
