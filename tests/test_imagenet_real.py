@@ -61,13 +61,18 @@ def example(folder, number: int) -> bytes:
     return encode_example({IMAGE: [encoded], LABEL: [1 + number % CLASSES], FILENAME: names})
 
 
-def opened(root, tmp_path) -> Index:
-    return open_source(str(root), split="validation", cache=str(tmp_path)).for_classes(CLASSES)
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+
+def opened(root) -> Index:
+    return open_source(str(root), split="validation").for_classes(CLASSES)
 
 
 @pytest.mark.parametrize("kind", ["folder", "records"])
-def test_each_image_gets_its_own_list(kind, request, tmp_path, real_json, lists):
-    index = opened(request.getfixturevalue(kind), tmp_path)
+def test_each_image_gets_its_own_list(kind, request, real_json, lists):
+    index = opened(request.getfixturevalue(kind))
     index = index.without([3, 17])  # in quarantine
     numbers = [int(name[15:23]) - 1 for name in image_names(index)]
     assert len(numbers) == IMAGES - 2 and numbers != sorted(numbers)
@@ -76,18 +81,18 @@ def test_each_image_gets_its_own_list(kind, request, tmp_path, real_json, lists)
     assert [[one for one in row if one >= 0] for row in rows.tolist()] == [lists[number] for number in numbers]
 
 
-def test_the_labels_follow_the_names_of_a_models_classes(tmp_path, folder, real_json, lists):
+def test_the_labels_follow_the_names_of_a_models_classes(folder, real_json, lists):
     names = [f"n{number:08d}" for number in range(CLASSES)]
-    index, order = opened(folder, tmp_path), [names[k] for k in np.random.default_rng(2).permutation(CLASSES)]
+    index, order = opened(folder), [names[k] for k in np.random.default_rng(2).permutation(CLASSES)]
     found = real_labels(str(real_json), index.by_names(names, order))
     for row, name in zip(found.tolist(), image_names(index)):
         assert [names.index(order[one]) for one in row if one >= 0] == lists[int(name[15:23]) - 1]
 
 
-def test_counted_as_timm_does(tmp_path, folder, real_json, lists):
+def test_counted_as_timm_does(folder, real_json, lists):
     from timm.data.real_labels import RealLabelsImagenet
 
-    index = opened(folder, tmp_path)
+    index = opened(folder)
     logits = torch.randn(IMAGES, CLASSES, generator=torch.Generator().manual_seed(2))
     theirs = RealLabelsImagenet(image_names(index), real_json=str(real_json), topk=(1, 5))
     counts = torch.zeros(3, dtype=torch.float64)
@@ -119,7 +124,7 @@ def test_ties_and_nan():
 def test_what_is_no_file_of_labels(tmp_path, folder, text, sentence):
     (tmp_path / "real.json").write_text(text)
     with pytest.raises(ValueError, match=sentence):
-        real_labels(str(tmp_path / "real.json"), opened(folder, tmp_path))
+        real_labels(str(tmp_path / "real.json"), opened(folder))
 
 
 def test_records_without_names(tmp_path, folder, real_json):
@@ -127,4 +132,4 @@ def test_records_without_names(tmp_path, folder, real_json):
     records = (encode_example({IMAGE: [encoded], LABEL: [1 + k]}) for k in range(CLASSES))
     write_records(tmp_path / "validation-00000-of-00001", records)
     with pytest.raises(ValueError, match="does not say which image is which: pack the images again"):
-        real_labels(str(real_json), opened(tmp_path, tmp_path / "cache"))
+        real_labels(str(real_json), opened(tmp_path))

@@ -275,10 +275,9 @@ def test_cifar10_keeps_every_pixel(tmp_path, cifar, form):
         assert not expected
 
 
-def test_loader_gives_the_exact_pixels_of_cifar10(cifar, tmp_path):
+def test_loader_gives_the_exact_pixels_of_cifar10(cifar):
     pixels, labels, folder = cifar
-    cache = str(tmp_path / "cache")
-    index = sources.open_source(str(folder / "cifar-10-batches-bin"), split="train", cache=cache).for_classes(10)
+    index = sources.open_source(str(folder / "cifar-10-batches-bin"), split="train").for_classes(10)
     assert index.label.tolist() == labels[:5].ravel().tolist()  # in the order of the files
     loader = TrainLoader(
         index, Plan(40, 8, 8, 40, seed=0), shard=0, num_shards=1, img_size=32, mean=(0.0,) * 3, std=(1.0,) * 3,
@@ -289,7 +288,7 @@ def test_loader_gives_the_exact_pixels_of_cifar10(cifar, tmp_path):
     for batch in loader:
         for image, sample in zip(batch.images.numpy(), batch.samples):
             assert np.abs(image * 255 - flat[sample]).max() < 1e-3
-    held_out = sources.open_source(str(folder / "cifar-10-batches-bin"), split="validation", cache=cache)
+    held_out = sources.open_source(str(folder / "cifar-10-batches-bin"), split="validation")
     assert len(held_out) == 8
     assert sources.class_names(held_out) == archives.CIFAR_CLASSES
 

@@ -202,7 +202,7 @@ def test_records_of_a_wrong_length_are_left_out(shards, capsys, bad):
     assert len(sources.open_source(str(shards.parent / "again"), split="train")) == len(kept)
 
 
-def test_wrong_lengths_that_leave_no_trace_in_the_file_times(shards):
+def test_wrong_lengths_that_leave_no_trace_in_the_file_times(shards, monkeypatch):
     """An index from before has an image for each record, so one gap leaves out two of them; `check` needs a new one."""
     before = sources.open_source(str(shards), split="train")
     path = shards / "train-00001-of-00002"
@@ -211,13 +211,16 @@ def test_wrong_lengths_that_leave_no_trace_in_the_file_times(shards):
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     with pytest.raises(ValueError, match=f"{path} has other records than when it was indexed: touch the file"):
         check(shards)
-    new = str(shards.parent / "new")
-    folder, index = sources.open_everything(str(shards), split="train", cache=new)
+    with monkeypatch.context() as later:
+        later.setenv("XDG_CACHE_HOME", str(shards.parent / "new"))
+        folder, index = sources.open_everything(str(shards), split="train")
     ((_, entries),) = [
         found for found in quarantine.find_bad(index, folder=folder, split="train", num_threads=1) if found[1]
     ]
     quarantine.save(shards / "quarantine.csv", entries)
-    after = [sources.open_source(str(shards), split="train", cache=cache) for cache in ("", new)]
+    after = [sources.open_source(str(shards), split="train")]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shards.parent / "new"))
+    after.append(sources.open_source(str(shards), split="train"))
     assert [len(index) for index in (before, *after)] == [12, 10, 10] and after[0].digest() == after[1].digest()
 
 
@@ -229,7 +232,7 @@ def test_what_cannot_be_skipped_is_said(shards):
     assert not (shards / "quarantine.csv").exists()
 
 
-def test_rot_that_leaves_no_trace_in_the_file_times(shards):
+def test_rot_that_leaves_no_trace_in_the_file_times(shards, monkeypatch):
     """An index from before knows where the image was, one from after only where the record is: both leave it out."""
     before = sources.open_source(str(shards), split="train")
     path = shards / "train-00001-of-00002"
@@ -238,7 +241,9 @@ def test_rot_that_leaves_no_trace_in_the_file_times(shards):
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert len(before) == len(sources.open_source(str(shards), split="train")) == 12
     assert check(shards) == 1
-    after = [sources.open_source(str(shards), split="train", cache=cache) for cache in ("", str(shards.parent / "new"))]
+    after = [sources.open_source(str(shards), split="train")]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shards.parent / "new"))
+    after.append(sources.open_source(str(shards), split="train"))
     assert [len(index) for index in after] == [11] * 2 and after[0].digest() == after[1].digest()
 
 

@@ -210,13 +210,14 @@ def test_the_answers_come_back_and_the_worst_are_first(one):
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_names_that_are_not_utf_8_come_back_and_are_shown(tmp_path, gone):
+def test_names_that_are_not_utf_8_come_back_and_are_shown(tmp_path, monkeypatch, gone):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     images = tmp_path / "images"
     for name in ("a", os.fsdecode(b"caf\xe9")):
         for split in ("train", "val"):
             (images / split / name).mkdir(parents=True)
             Image.new("RGB", (40, 40)).save(images / split / name / os.fsdecode(b"\xff.png"), "PNG")
-    index = open_source(str(images), split="validation", cache=str(tmp_path / "cache"))
+    index = open_source(str(images), split="validation")
     folder = make_run(tmp_path / "run", num_steps=1)
     text = (folder / "config.yaml").read_text().replace("path: digits", f"path: {images}")
     (folder / "config.yaml").write_text(text)

@@ -55,22 +55,22 @@ def image_folder(tmp_path):
     return folder
 
 
-@pytest.fixture(scope="module")
-def digits_cache(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("cache"))
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
 
 
 # -- built-in sources ------------------------------------------------------------------------------------------------
 
 
-def test_digits_are_all_there(digits_cache):
+def test_digits_are_all_there(tmp_path):
     from sklearn.datasets import load_digits
 
     data = load_digits()
     basis = [Image.fromarray(row.reshape(8, 8)).resize((64, 64), Image.Resampling.BICUBIC) for row in np.eye(64)]
     shrink = np.linalg.pinv(np.stack([np.asarray(image).ravel() for image in basis]))  # undoes the enlargement
     for split, count in (("train", 1437), ("validation", 360)):
-        index = sources.open_source("digits", split=split, cache=digits_cache).for_classes(10)
+        index = sources.open_source("digits", split=split).for_classes(10)
         assert len(index) == count and index.num_classes == 10
         assert sources.class_names(index) == tuple("0123456789")
         if split == "validation":
@@ -81,7 +81,7 @@ def test_digits_are_all_there(digits_cache):
             small = (np.asarray(image).ravel() @ shrink).reshape(8, 8) * (16 / 255)
             errors = np.abs(data.images - small).mean(axis=(1, 2))  # in grey levels, of 17
             assert errors.min() < 0.3 and data.target[errors.argmin()] == index.label[sample]
-    assert sorted(os.listdir(digits_cache)) == [".digits-v2.lock", "digits-v2", "index"]
+    assert sorted(os.listdir(tmp_path / "home" / "largebatch")) == [".digits-v2.lock", "digits-v2", "index"]
 
 
 def test_digits_splits_are_fixed_and_disjoint():
@@ -94,10 +94,10 @@ def test_digits_splits_are_fixed_and_disjoint():
     assert not seen[0] & seen[1]
 
 
-def test_synthetic_covers_its_classes(tmp_path, monkeypatch):
+def test_synthetic_covers_its_classes(monkeypatch):
     monkeypatch.setattr(sources, "_SYNTHETIC_CLASSES", 12)
     for split in sources.SPLITS:
-        index = sources.open_source("synthetic", split=split, cache=str(tmp_path)).for_classes(12)
+        index = sources.open_source("synthetic", split=split).for_classes(12)
         assert np.bincount(index.label).tolist() == [4 if split == "train" else 1] * 12
         assert len(index.files) == (48 if split == "train" else 4)
         assert 450 < index.width.mean() < 550 and 330 < index.height.mean() < 420
@@ -110,13 +110,13 @@ def test_synthetic_covers_its_classes(tmp_path, monkeypatch):
 # -- folders ---------------------------------------------------------------------------------------------------------
 
 
-def test_image_folder(image_folder, tmp_path):
+def test_image_folder(image_folder):
     before = snapshot(image_folder)
-    train = sources.open_source(str(image_folder), split="train", cache=str(tmp_path / "cache"))
+    train = sources.open_source(str(image_folder), split="train")
     assert train.class_names == ("n01", "n02", "n03") and train.num_classes == 3
     assert train.label.tolist() == [0] * 5 + [1] * 5 + [2] * 4
     assert [os.path.basename(path) for path in train.files[:2]] == ["n01_0.JPEG", "n01_1.JPEG"]
-    held_out = sources.open_source(str(image_folder), split="validation", cache=str(tmp_path / "cache"))
+    held_out = sources.open_source(str(image_folder), split="validation")
     assert held_out.label.tolist() == [1, 2] and held_out.num_classes == 3  # numbered as in training
     assert held_out.width.tolist() == [100, 101]
     assert train.for_classes(3) is train
@@ -128,12 +128,12 @@ def test_image_folder(image_folder, tmp_path):
     assert snapshot(image_folder) == before  # nothing is written to the user's folder
 
 
-def test_files_that_are_left_out_are_told(image_folder, tmp_path, caplog):
+def test_files_that_are_left_out_are_told(image_folder, caplog):
     """By their endings, wherever they lie; what systems hide is nobody's loss."""
-    train, cache = image_folder / "train", str(tmp_path / "cache")
+    train = image_folder / "train"
     for name in ("n02/b.tiff", "n02/a.GIF", "n02/.DS_Store", "n02/._a.jpg", "n02/.b.jpg", "n02/0a", "c.jpg"):
         (train / name).write_bytes(b"")
-    assert len(sources.open_source(str(image_folder), split="train", cache=cache)) == 14
+    assert len(sources.open_source(str(image_folder), split="train")) == 14
     (warning,) = caplog.messages
     assert warning == (
         f"files in {train} that are left out: 6 (2 .jpg, 1 .txt, 1 without an ending, 1 .gif, 1 .tiff), the first is "
@@ -144,26 +144,26 @@ def test_files_that_are_left_out_are_told(image_folder, tmp_path, caplog):
 def test_deeper_folders_are_read_as_by_torchvision(image_folder, tmp_path):
     from torchvision.datasets import ImageFolder
 
-    train, cache = image_folder / "train", str(tmp_path / "cache")
+    train = image_folder / "train"
     write(train / "n01" / "more" / "still.more" / "1.JPG", picture(1))
     write(train / "n03" / "0.jpg" / "2.jpeg", picture(2))
     write(tmp_path / "elsewhere" / "3.jpg", picture(3))
     (train / "n02" / "link").symlink_to(tmp_path / "elsewhere")
     (train / "n02" / "4.jpg").symlink_to(tmp_path / "elsewhere" / "3.jpg")
-    index = sources.open_source(str(image_folder), split="train", cache=cache)
+    index = sources.open_source(str(image_folder), split="train")
     expected = ImageFolder(train)
     assert sorted(zip(index.files, index.label)) == sorted(expected.samples) and len(index) == 18
     assert list(index.class_names) == expected.classes
 
 
-def test_thumbnails_and_other_files_of_systems_are_no_data(image_folder, tmp_path, caplog):
+def test_thumbnails_and_other_files_of_systems_are_no_data(image_folder, caplog):
     train = image_folder / "train"
     for name in ("@eaDir", "n01/@eaDir/n01_0.JPEG", "__MACOSX/n01", "n02/.ipynb_checkpoints"):
         write(train / name / "a.jpg", picture(1))
     (train / "lost+found").mkdir()
     (train / "n01" / ".#notes.txt").symlink_to("user@host.1:2")  # as Emacs makes them
     (train / "n01" / "notes.txt").unlink()
-    index = sources.open_source(str(image_folder), split="train", cache=str(tmp_path / "cache"))
+    index = sources.open_source(str(image_folder), split="train")
     assert len(index) == 14 and index.num_classes == 3 and not caplog.messages
 
 
@@ -187,7 +187,7 @@ def socket_at(path):
     ids=["missing", "device", "fifo", "socket"],
 )
 @pytest.mark.parametrize("name", ["n02/x.jpg", "n02/y.PNG"])
-def test_names_without_an_image_behind_them_are_refused(image_folder, cache_home, monkeypatch, make, said, name):
+def test_names_without_an_image_behind_them_are_refused(image_folder, monkeypatch, make, said, name):
     monkeypatch.chdir(image_folder / "train")  # a socket's path is short
     make(Path(name))
     Path("n03/z.jpg").symlink_to("/nowhere")
@@ -199,14 +199,14 @@ def test_names_without_an_image_behind_them_are_refused(image_folder, cache_home
 
 
 @pytest.mark.parametrize("link", ["n02/deep", "n04"])
-def test_a_link_to_a_folder_that_is_not_there_is_refused(image_folder, cache_home, link):
+def test_a_link_to_a_folder_that_is_not_there_is_refused(image_folder, link):
     (image_folder / "train" / link).symlink_to("/not/mounted")
     with pytest.raises(ValueError, match=f"1 images or folders that are not there, the first is .*/{link}, a link to"):
         sources.open_source(str(image_folder), split="train")
 
 
 @pytest.mark.parametrize("kind", ["images", "shards"])
-def test_held_out_images_that_are_not_mounted_are_not_those_of_the_test(image_folder, cache_home, kind):
+def test_held_out_images_that_are_not_mounted_are_not_those_of_the_test(image_folder, kind):
     (image_folder / "val").rename(image_folder / "test")
     (image_folder / "val").symlink_to("/not/mounted")
     if kind == "shards":
@@ -224,7 +224,7 @@ def test_held_out_images_that_are_not_mounted_are_not_those_of_the_test(image_fo
     "make, said",
     [(lambda path: path.symlink_to("/nowhere"), "cannot be read: No such file"), (fifo, "is no file, but a FIFO, a")],
 )
-def test_shards_that_are_no_files_are_named(image_folder, tmp_path, cache_home, name, make, said):
+def test_shards_that_are_no_files_are_named(image_folder, tmp_path, name, make, said):
     (tmp_path / "out").mkdir()
     image = (image_folder / "val" / "n02" / "a.jpg").read_bytes()
     assert list(shards.write_split(tmp_path / "out", "train", shards.Images([0, 1], lambda k: image), num_shards=1))
@@ -235,7 +235,7 @@ def test_shards_that_are_no_files_are_named(image_folder, tmp_path, cache_home, 
         sources.open_source(str(tmp_path / "out"), split="train")
 
 
-def test_links_that_lead_in_a_circle_are_refused(image_folder, cache_home):
+def test_links_that_lead_in_a_circle_are_refused(image_folder):
     circle = image_folder / "train" / "n02" / "again"
     circle.symlink_to(image_folder / "train")
     with pytest.raises(ValueError, match=f"{circle}/n02 is a link to a folder around it|{circle}.* around it: remove"):
@@ -250,7 +250,7 @@ OPEN = "import sys; from largebatch.data.sources import open_source as open; pri
 
 
 @pytest.mark.parametrize("closed", ["n02", "n02/deep", "n02/n02_1.JPEG"])
-def test_what_may_not_be_read_is_named(image_folder, cache_home, closed):
+def test_what_may_not_be_read_is_named(image_folder, closed):
     (image_folder / "train" / "n02" / "deep").mkdir()
     (image_folder / "train" / closed).chmod(0)
     command = [sys.executable, "-c", OPEN, str(image_folder)]
@@ -260,7 +260,7 @@ def test_what_may_not_be_read_is_named(image_folder, cache_home, closed):
     assert re.search(rf"ValueError: {image_folder}/train/{closed}.* cannot be read: Permission denied", done.stderr)
 
 
-def test_classes_without_training_images_are_refused_unless_allowed(image_folder, cache_home):
+def test_classes_without_training_images_are_refused_unless_allowed(image_folder):
     for name in ("n00", "n05", "n06", "n07"):
         (image_folder / "train" / name).mkdir()
     said = f"{image_folder} has no training images of 4 of its 7 classes \\(n00, n05, n06 and 1 more\\): copy them"
@@ -272,7 +272,7 @@ def test_classes_without_training_images_are_refused_unless_allowed(image_folder
     assert index.num_classes == 7 and set(index.label) == {1, 2, 3}
 
 
-def test_held_out_images_are_numbered_anew_if_the_classes_of_training_change(image_folder, cache_home):
+def test_held_out_images_are_numbered_anew_if_the_classes_of_training_change(image_folder):
     """Their own files stay as they are."""
     expected = {"n02": 1, "n03": 2}
     for _ in range(3):
@@ -284,7 +284,7 @@ def test_held_out_images_are_numbered_anew_if_the_classes_of_training_change(ima
         expected = {name: label + 1 for name, label in expected.items()}
 
 
-def test_one_folder_has_one_index_whatever_links_lead_to_it(image_folder, tmp_path, cache_home, caplog):
+def test_one_folder_has_one_index_whatever_links_lead_to_it(image_folder, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     (tmp_path / "link").symlink_to(image_folder)
     for path in (image_folder, tmp_path / "link", image_folder, image_folder / ".." / "images"):
@@ -295,38 +295,37 @@ def test_one_folder_has_one_index_whatever_links_lead_to_it(image_folder, tmp_pa
     assert "of 14 files that it lists and 14 that are there, " in caplog.text and "n01/n01_0.JPEG and " in caplog.text
 
 
-def test_a_photo_of_a_hundred_megapixels_is_no_attack(image_folder, tmp_path):
+def test_a_photo_of_a_hundred_megapixels_is_no_attack(image_folder):
     Image.new("L", (12_000, 9_000)).save(image_folder / "train" / "n01" / "large.png")
     program = (
         "import sys; from largebatch.data.sources import open_source\n"
-        "print(open_source(sys.argv[1], split='train', cache=sys.argv[2]).width.max())"
+        "print(open_source(sys.argv[1], split='train').width.max())"
     )
-    command = [sys.executable, "-c", program, str(image_folder), str(tmp_path / "cache")]
+    command = [sys.executable, "-c", program, str(image_folder)]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60)
     assert done.stdout == "12000\n" and "Decompression" not in done.stderr
 
 
-def test_the_folder_of_one_split(image_folder, tmp_path):
+def test_the_folder_of_one_split(image_folder):
     with pytest.raises(ValueError, match=f"It looks like one split: give {image_folder}, the folder around it."):
-        sources.open_source(str(image_folder / "train"), split="train", cache=str(tmp_path / "cache"))
+        sources.open_source(str(image_folder / "train"), split="train")
 
 
-def test_a_file_name_that_is_not_utf_8(image_folder, tmp_path):
+def test_a_file_name_that_is_not_utf_8(image_folder):
     path = image_folder / "train" / "n01" / "caf\udce9.jpg"  # Python's way to write the byte E9
     write(path, picture(3))
-    cache = str(tmp_path / "cache")
-    first, second = (sources.open_source(str(image_folder), split="train", cache=cache) for _ in range(2))
+    first, second = (sources.open_source(str(image_folder), split="train") for _ in range(2))
     assert str(path) in first.files and second.files == first.files
 
 
 def test_index_is_kept_and_built_again(image_folder, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    cache, built = str(tmp_path / "cache"), []
+    built = []
     real = sources.index_images
     monkeypatch.setattr(sources, "index_images", lambda *a, **k: built.append(1) or real(*a, **k))
 
     def open_again():
-        return sources.open_source(str(image_folder), split="train", cache=cache)
+        return sources.open_source(str(image_folder), split="train")
 
     assert len(open_again()) == len(open_again()) == 14 and len(built) == 1
     write(image_folder / "train" / "n01" / "n01_0.JPEG", picture(77))
@@ -334,17 +333,16 @@ def test_index_is_kept_and_built_again(image_folder, tmp_path, monkeypatch, capl
     assert "building the index" in caplog.text and "n01_0.JPEG has changed" in caplog.text
     write(image_folder / "train" / "n01" / "new.jpeg", picture(1))
     assert len(open_again()) == 15 and len(built) == 3
-    (saved,) = (tmp_path / "cache" / "index").glob("*.npz")
+    (saved,) = (tmp_path / "home" / "largebatch" / "index").glob("*.npz")
     saved.write_bytes(saved.read_bytes()[:-100])
     with pytest.raises(ValueError, match=f"The index {saved} is damaged"):
         open_again()
 
 
-def test_ranks_that_find_the_index_do_not_wait_for_each_other(image_folder, tmp_path, monkeypatch):
-    cache = str(tmp_path / "cache")
-    first = sources.open_source(str(image_folder), split="train", cache=cache)
+def test_ranks_that_find_the_index_do_not_wait_for_each_other(image_folder, monkeypatch):
+    first = sources.open_source(str(image_folder), split="train")
     monkeypatch.setattr(sources, "locked", lambda *_: pytest.fail("the lock was taken"))
-    again = sources.open_source(str(image_folder), split="train", cache=cache)
+    again = sources.open_source(str(image_folder), split="train")
     assert again.files == first.files and again.digest() == first.digest()
 
 
@@ -356,18 +354,18 @@ def test_record_folder(image_folder, tmp_path, folders):
         images = shards.Images(labels, lambda k: (image_folder / "val" / "n02" / "a.jpg").read_bytes())
         assert list(shards.write_split(out / name, split, images, num_shards=2))[-1] == len(labels)
         (out / name / f"{split}-00000-of-00002.idx").write_text("0 100")  # other people's index files
-    train = sources.open_source(str(out), split="train", cache=str(tmp_path / "cache"))
+    train = sources.open_source(str(out), split="train")
     assert train.label.tolist() == [0, 1, 2, 1, 2] and train.shard_sizes == (2, 3)
     assert train.for_classes(3).label_base == 1  # published records count from 1
-    held_out = sources.open_source(str(out), split="validation", cache=str(tmp_path / "cache"))
+    held_out = sources.open_source(str(out), split="validation")
     assert held_out.label.tolist() == [2, 0]
     with open(train.files[1], "r+b") as file:
         file.truncate(os.path.getsize(train.files[1]) - 5)
     with pytest.raises(ValueError, match=f"{train.files[1]}: record 2 .* is cut off"):
-        sources.open_source(str(out), split="train", cache=str(tmp_path / "cache"))
+        sources.open_source(str(out), split="train")
 
 
-def test_records_of_tensorflow_datasets(image_folder, tmp_path, cache_home):
+def test_records_of_tensorflow_datasets(image_folder, tmp_path):
     """Their names of files and fields; packed, they have those of ImageNet."""
     data, jpegs = tmp_path / "3.0.2", [path.read_bytes() for path in sorted(image_folder.rglob("n03_*.JPEG"))]
     data.mkdir()
@@ -394,44 +392,38 @@ def test_records_of_tensorflow_datasets(image_folder, tmp_path, cache_home):
 
 
 def test_wrong_folders_say_what_was_looked_for(tmp_path, image_folder):
-    cache = str(tmp_path / "cache")
     with pytest.raises(ValueError, match="There is no folder /no/where: expected digits, synthetic, .* or a folder"):
-        sources.open_source("/no/where", split="train", cache=cache)
+        sources.open_source("/no/where", split="train")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"looked for TFRecords validation-\* .*in validation/<class>/ or val/"):
-        sources.open_source(str(tmp_path / "empty"), split="validation", cache=cache)
+        sources.open_source(str(tmp_path / "empty"), split="validation")
     with pytest.raises(ValueError, match="split is 'test', expected train or validation"):
-        sources.open_source("digits", split="test", cache=cache)
+        sources.open_source("digits", split="test")
     write(image_folder / "val" / "n99" / "a.jpg", picture(1))
     with pytest.raises(ValueError, match="val has the class folder n99, which the training split does not have"):
-        sources.open_source(str(image_folder), split="validation", cache=cache)
+        sources.open_source(str(image_folder), split="validation")
     for path, said in (
         ("s3://bucket/imagenet", "is an address, and only folders are read; copy or mount the data, and give that"),
         ("hf://datasets/x", "is an address, and only folders are read"),
         (str(image_folder / "val" / "n02" / "a.jpg"), "is a file"),
     ):
-        for call in (lambda: sources.open_source(path, split="train", cache=cache), lambda: pack.run([path, cache])):
+        for call in (lambda: sources.open_source(path, split="train"), lambda: pack.run([path, str(tmp_path / "out")])):
             with pytest.raises(ValueError, match=f"^{path} {said}.*: expected "):
                 call()
     with pytest.raises(ValueError, match=f"Its folder images has one: give {image_folder}."):
-        sources.open_source(str(tmp_path), split="train", cache=cache)
+        sources.open_source(str(tmp_path), split="train")
     (tmp_path / "hollow" / "train" / "n01").mkdir(parents=True)
     with pytest.raises(ValueError, match="train holds no images: looked for <class>/"):
-        sources.open_source(str(tmp_path / "hollow"), split="train", cache=cache)
+        sources.open_source(str(tmp_path / "hollow"), split="train")
     write(tmp_path / "hollow" / "train" / "7.png", picture(1), "PNG")
     with pytest.raises(ValueError, match="train holds images in no class folder, such as 7.png: looked for <class>/"):
-        sources.open_source(str(tmp_path / "hollow"), split="train", cache=cache)
+        sources.open_source(str(tmp_path / "hollow"), split="train")
 
 
 # -- pack ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cache_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-
-
-def test_pack_an_image_folder(image_folder, tmp_path, cache_home, capsys):
+def test_pack_an_image_folder(image_folder, tmp_path, capsys):
     out = tmp_path / "shards"
     assert pack.run([str(image_folder), str(out), "--shards", "3", "--threads", "2"]) == 0
     assert capsys.readouterr().out == "train: 14 images\nvalidation: 2 images\n"
@@ -467,7 +459,7 @@ def test_pack_an_image_folder(image_folder, tmp_path, cache_home, capsys):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_models_classes_are_numbered_by_their_names(image_folder, tmp_path, cache_home, packed):
+def test_a_models_classes_are_numbered_by_their_names(image_folder, tmp_path, packed):
     """Images of n02 and n03, held out; in a folder, or in records with classes.json."""
     source = str(image_folder)
     if packed:
@@ -493,7 +485,7 @@ def test_a_models_classes_are_numbered_by_their_names(image_folder, tmp_path, ca
         assert found.label.tolist() == index.label.tolist() and found.num_classes == 3
 
 
-def test_records_without_names_are_numbered_as_they_are(image_folder, tmp_path, cache_home):
+def test_records_without_names_are_numbered_as_they_are(image_folder, tmp_path):
     pack.pack(str(image_folder), str(tmp_path / "records"), num_shards={"train": 2, "validation": 1}, seed=0, threads=1)
     (tmp_path / "records" / "classes.json").unlink()
     index = sources.open_source(str(tmp_path / "records"), split="validation")
@@ -501,7 +493,7 @@ def test_records_without_names_are_numbered_as_they_are(image_folder, tmp_path, 
     assert found.label.tolist() == index.label.tolist() and sorted(found.label.tolist()) == [1, 2]
 
 
-def test_names_of_classes_stay_with_the_records(image_folder, tmp_path, cache_home):
+def test_names_of_classes_stay_with_the_records(image_folder, tmp_path):
     """Packed again, in the folder of a split, or written by hand; a damaged list is an error, and none is no name."""
     once, twice = tmp_path / "once", tmp_path / "twice"
     for source, out in ((image_folder, once), (once, twice)):
@@ -523,7 +515,7 @@ def test_names_of_classes_stay_with_the_records(image_folder, tmp_path, cache_ho
     assert sources.class_names(index) == ()
 
 
-def test_packing_twice_gives_the_same_files(image_folder, tmp_path, cache_home):
+def test_packing_twice_gives_the_same_files(image_folder, tmp_path):
     contents = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         options = {"num_shards": {"train": 2, "validation": 0}, "seed": seed, "threads": 3}
@@ -533,7 +525,7 @@ def test_packing_twice_gives_the_same_files(image_folder, tmp_path, cache_home):
     assert contents[0][0] != contents[2][0]
 
 
-def test_bad_image_stops_packing_with_its_name(image_folder, tmp_path, cache_home):
+def test_bad_image_stops_packing_with_its_name(image_folder, tmp_path):
     bad = image_folder / "train" / "n02" / "n02_2.JPEG"
     bad.write_bytes(bad.read_bytes()[:300])
     with pytest.raises(ValueError, match=f"{bad} cannot be decoded"):
@@ -545,7 +537,7 @@ def test_bad_image_stops_packing_with_its_name(image_folder, tmp_path, cache_hom
         pack.run([str(tmp_path / "nothing"), str(tmp_path / "out")])
 
 
-def test_check_lists_exactly_the_bad_images(image_folder, tmp_path, cache_home, capsys):
+def test_check_lists_exactly_the_bad_images(image_folder, capsys):
     assert pack.run(["check", str(image_folder)]) == 0
     assert capsys.readouterr().out == "train: 14 images, 0 bad\nvalidation: 2 images, 0 bad\n"
     bad = [image_folder / "train" / f"n0{k}" / f"n0{k}_1.JPEG" for k in (1, 2, 3)]
@@ -558,7 +550,7 @@ def test_check_lists_exactly_the_bad_images(image_folder, tmp_path, cache_home, 
     assert lines[5] == f"listed in {image_folder}/quarantine.csv: training leaves them out"
 
 
-def test_pack_digits(tmp_path, cache_home):
+def test_pack_digits(tmp_path):
     options = {"num_shards": {"train": 0, "validation": 3}, "seed": 0, "threads": 1}
     assert pack.pack("digits", str(tmp_path / "out"), **options) == {"train": 1437, "validation": 360}
     assert sources.open_source(str(tmp_path / "out"), split="train").shard_sizes == (718, 719)
@@ -569,7 +561,7 @@ def test_pack_digits(tmp_path, cache_home):
 # -- classes and splits that are not given ---------------------------------------------------------------------------
 
 
-def test_the_number_of_classes_follows_from_the_images(image_folder, tmp_path, cache_home):
+def test_the_number_of_classes_follows_from_the_images(image_folder, tmp_path):
     """From class folders and from records, which count from 0 or from 1."""
     train = sources.open_source(str(image_folder), split="train").for_classes(0)
     assert train.num_classes == 3
@@ -583,7 +575,7 @@ def test_the_number_of_classes_follows_from_the_images(image_folder, tmp_path, c
         assert (index.num_classes, index.label.tolist(), index.label_base) == (4, [0, 1, 3], base + 1)
 
 
-def test_one_label_is_nothing_to_tell_apart(image_folder, tmp_path, cache_home):
+def test_one_label_is_nothing_to_tell_apart(image_folder, tmp_path):
     image = (image_folder / "val" / "n02" / "a.jpg").read_bytes()
     (tmp_path / "out").mkdir()
     assert list(shards.write_split(tmp_path / "out", "train", shards.Images([0, 0], lambda k: image), num_shards=1))
@@ -591,7 +583,7 @@ def test_one_label_is_nothing_to_tell_apart(image_folder, tmp_path, cache_home):
         sources.open_source(str(tmp_path / "out"), split="train").for_classes(0)
 
 
-def test_a_test_folder_holds_images_out_if_there_is_no_other(image_folder, tmp_path, cache_home):
+def test_a_test_folder_holds_images_out_if_there_is_no_other(image_folder):
     (image_folder / "val").rename(image_folder / "test")
     assert len(sources.open_source(str(image_folder), split="validation")) == 2
     for k in range(3):
@@ -603,7 +595,7 @@ def test_a_test_folder_holds_images_out_if_there_is_no_other(image_folder, tmp_p
         sources.open_source(str(image_folder / "test"), split="train")
 
 
-def test_who_has_no_held_out_images_is_told_how_to_do_without(image_folder, tmp_path, cache_home):
+def test_who_has_no_held_out_images_is_told_how_to_do_without(image_folder, tmp_path):
     (image_folder / "val").rename(tmp_path / "away")
     with pytest.raises(ValueError, match=r"has no validation split: .* set --run.eval_every never\.$"):
         sources.open_source(str(image_folder), split="validation")

@@ -4,9 +4,8 @@
     model = create_model(weights="runs/quickstart")
     model = create_model("vit_b32", img_size=384, num_classes=10, weights="vit_b32.safetensors")
 
-A model is timm's, or has timm's interface; model.py says what this interface is. Its `default_cfg` tells how to prepare
-its images. The dict `MODELS` lists all models; nothing registers itself. `zoo._torchvision` must be imported before
-timm.
+A model is timm's, or has timm's interface (model.py). The dict `MODELS` lists all models; nothing registers itself.
+`zoo._torchvision` must be imported before timm.
 """
 
 import difflib
@@ -48,7 +47,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """List the names of the zoo's models that match a pattern, such as "volo*"."""
+    """List the zoo's models that match a pattern, such as "volo*"."""
     return fnmatch.filter(MODELS, pattern)
 
 
@@ -70,22 +69,22 @@ def create_model(
 ) -> nn.Module:
     """Build a model of the zoo: images (B, 3, img_size, img_size) -> logits (B, num_classes).
 
-    name: the zoo's or timm's name, or timm/NAME for any classifier of timm, which has the rates that timm gives it; it
-    may be left out if weights are given.
-    weights: a .safetensors, .pt, .pth, .bin or .ckpt file, also of another image size or number of classes (see
-    `load_weights`); a run, a checkpoint or an exported folder; "hf-hub:OWNER/NAME", "local-dir:FOLDER", or timm's name
-    of published weights; or what `hub.read` has made of one of these. If it is no file, or without a name, all that is
-    not given is as in the weights: image size, classes and their names (`default_cfg["label_names"]`), crop, mean and
-    standard deviation.
-    label_names: the names of the classes. If the weights know theirs, too, a head for others is made anew, and the rows
-    of one for the same are brought into this order.
-    Without weights the model has 224 pixels and 1000 classes, and is initialised from torch's global random state.
-    The rates are timm's: drop_rate is before the head only; dropout as in the ViT paper, after the position
-    embedding, the projections and the MLP, is pos_drop_rate and proj_drop_rate.
-    global_pool: "avg" for a ViT whose head acts on the mean of its tokens, as timm does it; "": the class token.
-    weight_init: "jax" for timm's initialisation of that name of a ViT, with a head of zeros; "": timm's usual one.
-    grad_checkpointing: keep only the blocks' inputs for the backward pass and compute the rest again, with the same
-    random draws; `set_grad_checkpointing` of the model switches it later.
+    Args:
+        name: the zoo's or timm's name, or timm/NAME for any classifier of timm. With weights it may be left out.
+        weights: a .safetensors, .pt, .pth, .bin or .ckpt file, also of another image size or number of classes (see
+            `load_weights`); a run, a checkpoint or an exported folder; "hf-hub:OWNER/NAME", "local-dir:FOLDER", or
+            timm's name of published weights; or a result of `hub.read`. Unless it is a file and there is a
+            name, all that is not given is as in the weights: image size, classes and their names
+            (`default_cfg["label_names"]`), crop, mean and standard deviation. Without weights the model has
+            224 pixels and 1000 classes, and is initialised from torch's global random state.
+        label_names: the names of the classes. If the weights know theirs, too, a head for others is made anew, and the
+            rows of one for the same are brought into this order.
+        drop_rate, pos_drop_rate, ...: timm's rates. drop_rate is before the head only; dropout as in the ViT paper,
+            after the position embedding, the projections and the MLP, is pos_drop_rate and proj_drop_rate.
+        global_pool: "avg" for a ViT whose head acts on the mean of its tokens, as in timm; "": the class token.
+        weight_init: "jax" for timm's initialisation of that name of a ViT, with a head of zeros; "": the usual one.
+        grad_checkpointing: keep only the blocks' inputs for the backward pass and compute the rest again, with the
+            same random draws; `set_grad_checkpointing` of the model switches it later.
 
     Raises ValueError for an unknown name, a size that the model cannot take, a rate outside [0, 1), an option that the
     model does not use, and weights that do not fit.
@@ -135,7 +134,6 @@ def create_model(
 
 
 def _builder(name: str) -> Callable[..., nn.Module]:
-    """Return the function that builds a model of this name."""
     if not name:
         raise ValueError(f"there is no model's name, and there are no weights: the zoo has {', '.join(MODELS)}")
     if name.startswith(timm_models.PREFIX):
@@ -157,7 +155,7 @@ def _check_found(found: hub.Found) -> None:
 
 
 def _fitting(found: hub.Found, *, img_size: int, num_classes: int) -> dict[str, Any]:
-    """Return what is known of the weights and holds for this image size and these classes, too."""
+    """Return the facts about the weights that hold for this image size and these classes, too."""
     other = {"crop_pct"} if img_size != found.img_size else set()
     other |= {"label_names"} if num_classes != found.num_classes else set()
     return {key: value for key, value in found.cfg.items() if key not in other}

@@ -1,12 +1,9 @@
 """Let torchvision be imported beside a torch build that its compiled library does not match.
 
-timm imports torchvision, and torchvision registers shape functions for its operators `nms` and `qnms` while
-it is imported. The Python registry's torchvision is built for CUDA: beside the CPU build of torch its
-library cannot be loaded, the two operators do not exist, and the import fails. Declared without an
-implementation, they let everything else work; calling them would fail, and nothing here calls them.
-
-Only torchvision knows its library, whose name changes between versions, and an operator that is registered
-twice ends the process. So the operators are declared when the import has failed, and it is then repeated.
+timm imports torchvision, which registers shape functions for its operators `nms` and `qnms`. The registry's torchvision
+is built for CUDA: beside the CPU build of torch the operators do not exist, and the import fails. Declared without an
+implementation, they let everything else work, and nothing here calls them. An operator that is registered twice ends
+the process, so they are declared when the import has failed, and it is then repeated.
 """
 
 import sys

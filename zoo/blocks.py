@@ -1,7 +1,7 @@
 """Compile the blocks of a model one by one, so that each hands out its gradients as soon as it has them.
 
-Equal blocks share one graph. Stochastic depth stays outside of the graphs, because its rate is another in each block,
-and torch would compile a graph for each rate; so its draws are those of the model that is not compiled.
+Equal blocks share one graph. Stochastic depth stays outside of the graphs: torch would compile one for each of its
+rates, and so its draws are those of the model that is not compiled.
 """
 
 from functools import cache
@@ -21,20 +21,15 @@ class _Apart(DropPath):
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        """Zero the samples of x, (B, ...), that skip the layer, and scale the others."""
         return super().forward(x)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """List the blocks that `compile_blocks` compiles."""
     return [module for module in model.modules() if isinstance(module, VitBlock) or type(module) is volo.Block]
 
 
 def compile_blocks(model: nn.Module) -> int:
-    """Let torch compile the blocks of a ViT or a VOLO at their first calls. Returns their number: 0 for other models.
-
-    Names and state_dict stay as they are.
-    """
+    """Let torch compile the blocks of a ViT or a VOLO at their first calls; return their number, 0 for other models."""
     blocks = blocks_of(model)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     for block in blocks:
@@ -61,5 +56,5 @@ def _compile_layers(block: volo.Block) -> None:
 
 @cache
 def compiled(function: volo.Layer) -> volo.Layer:
-    """Return the compiled function, one for all blocks. It is no part of a block, so a copy of a model shares it."""
+    """Return the compiled function, one for all blocks and outside of them, so that a copy of a model shares it."""
     return torch.compile(function)

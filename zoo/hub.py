@@ -7,8 +7,8 @@
     timm.create_model("local-dir:FOLDER", pretrained=True)    the same logits, without this package
     zoo.create_model(weights="FOLDER")                        FOLDER: such a folder, or that of a run
 
-Without config.json, as in older checkpoints and published files, the shapes of the tensors tell the model, its image
-size and its classes; crop, mean and standard deviation are then those that the zoo gives the model.
+Without config.json the shapes of the tensors tell the model, its image size and its classes; crop, mean and standard
+deviation are then those that the zoo gives the model.
 """
 
 import hashlib
@@ -30,6 +30,7 @@ from zoo.weights import Gone, Tensors, identify, printable, read_weights, reason
 
 logger = logging.getLogger(__name__)
 
+STRUCTURES = vit.STRUCTURES | volo.STRUCTURES
 WEIGHTS, AVERAGE = "model.safetensors", "model_ema.safetensors"
 CONFIG, MANIFEST = "config.json", "manifest.json"
 GEOMETRY = ("crop_pct", "interpolation", "mean", "std")
@@ -42,8 +43,6 @@ TRIES = 5  # to read weights of a run that goes on and removes its older checkpo
 
 @dataclass(frozen=True)
 class Found:
-    """Weights, and the model that they belong to."""
-
     weights: Path
     name: str
     """the model's name in the zoo"""
@@ -63,8 +62,7 @@ class Found:
 def describe(name: str, model: nn.Module, *, label_names: Sequence[str] = (), **geometry: Any) -> dict[str, Any]:
     """Return the content of config.json for a model of the zoo, or, with the name timm/NAME, for one of timm.
 
-    geometry: values of `GEOMETRY` that replace the model's own. If there are not as many names as classes, none is
-    written.
+    geometry: values of `GEOMETRY` that replace the model's own. label_names are written if there is one for each class.
     """
     name = (zoo_name(name) or (name,))[0]
     cfg: dict[str, Any] = getattr(model, "default_cfg")
@@ -91,7 +89,7 @@ def describe(name: str, model: nn.Module, *, label_names: Sequence[str] = (), **
 
 def _architecture(name: str) -> tuple[str, dict[str, Any]]:
     """Return timm's name of a model, and the arguments that make it this one."""
-    structure = (vit.STRUCTURES | volo.STRUCTURES).get(name)
+    structure = STRUCTURES.get(name)
     if structure is None or structure.timm_name:
         return structure.timm_name if structure else name.removeprefix(PREFIX).partition(".")[0], {}
     if name in vit.STRUCTURES:
@@ -107,8 +105,8 @@ def find(source: str | Path, *, average: bool = False) -> Found:
 
     source: a weights file, a folder with model.safetensors, a run folder, whose newest checkpoint is meant,
     local-dir:FOLDER, or, to be downloaded, hf-hub:OWNER/NAME or timm's name of published weights, such as
-    vit_base_patch16_224.augreg_in1k. Raises ValueError if there are none, if a checkpoint has changed since it was
-    written, or if the weights belong to no model of the zoo.
+    vit_base_patch16_224.augreg_in1k. Raises ValueError if there are none, a checkpoint has changed, or the weights
+    belong to no model of the zoo.
     """
     path = _local(str(source))
     file = _weights_of(path, AVERAGE if average else WEIGHTS) if path.is_dir() else path
@@ -116,7 +114,7 @@ def find(source: str | Path, *, average: bool = False) -> Found:
     for checked in (file, config):
         if checked.is_file() and (reason := why_changed(checked)):
             raise ValueError(f"{checked} {reason}: restore it, or take another checkpoint")
-    return _read(file, *_description(config)) if config.is_file() else Found(file, *identify(file))
+    return _read(file, config, *_description(config)) if config.is_file() else Found(file, *identify(file))
 
 
 def read(source: str | Path, *, average: bool = False) -> Found:
@@ -131,17 +129,17 @@ def read(source: str | Path, *, average: bool = False) -> Found:
 
 
 def label_names(weights: str | Path) -> tuple[str, ...]:
-    """Return the names of the classes that config.json beside a weights file has; () if there are none."""
+    """Return the names of the classes that config.json beside a weights file has, or ()."""
     config = Path(weights).with_name(CONFIG)
     if not Path(weights).is_file():
         raise Gone(f"there is no weights file {weights}")
-    return _label_names(*_description(config)) if config.is_file() else ()
+    return _label_names(config, *_description(config)) if config.is_file() else ()
 
 
 def head_rows(theirs: Sequence[str], ours: Sequence[str]) -> list[int] | None:
-    """Return the row in a head for the classes `theirs` of each of `ours`; none if these are others, None if they fit.
+    """Return, for each of our classes, its row in a head for theirs; [] if these are others, None if they fit.
 
-    Names that are not known fit.
+    Unknown names fit.
     """
     if not theirs or not ours or tuple(theirs) == tuple(ours):
         return None
@@ -155,8 +153,8 @@ def is_reference(source: str | Path) -> bool:
     return text.startswith((HUB, LOCAL)) or Path(text).is_dir() or _is_tag(text)
 
 
-def _description(config: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """Return the place of a config.json, its content, and the part of it about images and classes."""
+def _description(config: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the content of a config.json, and the part of it about images and classes."""
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -164,7 +162,7 @@ def _description(config: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     cfg = content.get("pretrained_cfg", content) if isinstance(content, dict) else None  # the oldest have one level
     if not isinstance(cfg, dict):
         raise ValueError(f"{config} does not describe a model as timm does: expected an object with pretrained_cfg")
-    return config, content, cfg
+    return content, cfg
 
 
 def _read(file: Path, config: Path, content: Mapping[str, Any], cfg: Mapping[str, Any]) -> Found:
@@ -214,8 +212,8 @@ def _number(value: Any) -> bool:
 
 
 def published(name: str) -> str:
-    """Return timm's name of published weights for a model of the zoo, or "" if there are none."""
-    structure = (vit.STRUCTURES | volo.STRUCTURES).get(name)
+    """Return timm's name of published weights for a model of the zoo, or ""."""
+    structure = STRUCTURES.get(name)
     found = timm.models.get_pretrained_cfg(structure.timm_name if structure else name.removeprefix(PREFIX))
     return f"{found.architecture}.{found.tag}" if found and found.has_weights and found.tag else ""
 
@@ -223,7 +221,7 @@ def published(name: str) -> str:
 def zoo_name(timm_name: str) -> tuple[str, int] | None:
     """Return the zoo's name of a model of timm and its image size: vit_base_patch32_384 -> vit_b32, 384."""
     base, _, size = timm_name.rpartition("_")
-    for name, structure in (vit.STRUCTURES | volo.STRUCTURES).items():
+    for name, structure in STRUCTURES.items():
         if base and size.isdecimal() and structure.timm_name.rpartition("_")[0] == base:
             return name, int(size)
     return None
@@ -233,7 +231,7 @@ def _zoo_name(architecture: str, arguments: Mapping[str, Any], *, file: Path) ->
     known = zoo_name(architecture)
     if known and not arguments:
         return known[0]
-    for name in vit.STRUCTURES | volo.STRUCTURES:
+    for name in STRUCTURES:
         if _architecture(name) == (architecture, arguments):
             return name
     if not arguments and architecture in timm.list_models():
@@ -254,7 +252,6 @@ def _zoo_name(architecture: str, arguments: Mapping[str, Any], *, file: Path) ->
 
 
 def _local(source: str) -> Path:
-    """Return the file or folder of a source; download it if it is on a hub."""
     if source.startswith(LOCAL):
         return Path(source.removeprefix(LOCAL))
     if source.startswith(HUB):
@@ -265,12 +262,11 @@ def _local(source: str) -> Path:
 
 
 def _is_tag(source: str) -> bool:
-    """Return whether this is timm's name of published weights."""
     return "." in source and timm.is_model_pretrained(source)
 
 
 def _download(repository: str) -> Path:
-    """Return the folder of a repository in the hub's cache; only its weights and their description are downloaded."""
+    """Return the folder of a repository in the hub's cache, with its weights and their description alone."""
     import huggingface_hub  # timm needs it; a slow import
 
     repo_id, _, revision = repository.partition("@")
@@ -298,13 +294,13 @@ def _weights_of(folder: Path, name: str) -> Path:
 
 def saved(folder: Path) -> list[Path]:
     """Return the checkpoints in this folder of a run, newest first; OSError if it may not be listed."""
-    there = folder.iterdir() if folder.is_dir() else ()  # glob would find nothing in such a folder
+    there = folder.iterdir() if folder.is_dir() else ()  # glob finds nothing where it may not look
     found = [path for path in there if re.fullmatch(r"\d{8,}", path.name)]
     return sorted(found, key=lambda path: int(path.name), reverse=True)
 
 
 def why_changed(file: Path) -> str:
-    """Return the reason why a file of a checkpoint is not as it was written, or ""; other files are not checked."""
+    """Return why a file of a checkpoint is not as it was written, or ""; other files are not checked."""
     manifest = file.with_name(MANIFEST)
     if not manifest.is_file():
         return ""
@@ -319,6 +315,5 @@ def why_changed(file: Path) -> str:
 
 
 def digest(file: Path) -> str:
-    """Return the SHA-256 of a file."""
     with open(file, "rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,7 +1,7 @@
 """The interface of the zoo's models, for type checkers and readers: timm's, beside that of `nn.Module`.
 
-`create_model` returns an `nn.Module`, which says nothing about these names. Code that needs them writes
-`cast(ZooModel, model)`; `isinstance(model, TokenLabelingModel)` finds the models with logits for every cell.
+`create_model` returns an `nn.Module`. Code that needs this interface writes `cast(ZooModel, model)`; `isinstance(model,
+TokenLabelingModel)` finds the models with logits for every cell.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,7 +16,7 @@ MixBox = tuple[int, int, int, int]  # first row and column, and those behind the
 class ZooModel(Protocol):
     """A model that turns images (B, 3, H, W) into logits (B, num_classes) by a body and a head.
 
-    Models of timm have the same interface, but not all of them have `no_weight_decay`.
+    Not all models of timm have `no_weight_decay`.
     """
 
     default_cfg: Mapping[str, Any]
@@ -33,7 +33,7 @@ class ZooModel(Protocol):
         """
 
     def forward_head(self, features: Tensor, /, pre_logits: bool = False) -> Tensor:
-        """Pool features and compute logits (B, num_classes); with pre_logits return the pooled features (B, C)."""
+        """Pool features and compute logits (B, num_classes), or with pre_logits pooled features (B, C)."""
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the blocks' inputs for the backward pass and compute the rest again."""
@@ -44,7 +44,7 @@ class ZooModel(Protocol):
 
 @runtime_checkable
 class TokenLabelingModel(ZooModel, Protocol):
-    """A model with logits for every cell of 16 × 16 pixels as well, to be trained by token labeling: VOLO."""
+    """A model with logits for every cell of 16 × 16 pixels as well, for token labeling: VOLO."""
 
     def forward_train(self, images: Tensor, /, mix_box: MixBox | None = None) -> tuple[Tensor, Tensor]:
         """Compute the logits of the class (B, K) and of the N cells (B, N, K), row by row.

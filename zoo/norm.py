@@ -1,6 +1,6 @@
 """Layer norm of activations in half precision that computes in float32, on CPUs as on GPUs.
 
-Other norms of torch (group, batch, instance, RMS) add up in float32 on CPUs, too.
+torch's other norms (group, batch, instance, RMS) add up in float32 on CPUs, too.
 """
 
 from typing import Any
@@ -14,8 +14,7 @@ class Float32Norm(LayerNorm):
     """Layer norm that computes in the type of its weight, and keeps its input for the backward pass in its own type.
 
     On GPUs autocast gives a norm float32, and the copy in float32 is kept. torch's kernel on CPUs takes bfloat16 as it
-    is, but adds the gradients of weight and bias up in bfloat16: over 10,000 tokens that of the bias was wrong by 90 %
-    (torch 2.13.0).
+    is, but adds the gradients of weight and bias up in bfloat16: over 10,000 tokens that of the bias was wrong by 90 %.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +42,7 @@ class _Norm(torch.autograd.Function):
 
 
 def norms_in_float32(model: nn.Module) -> nn.Module:
-    """Give layer norms of others float32 on every device, as autocast does on GPUs alone; return the model."""
+    """Give the other layer norms float32 on every device, as autocast does on GPUs alone; return the model."""
     for layer in model.modules():
         if isinstance(layer, nn.LayerNorm) and not isinstance(layer, Float32Norm):
             layer.register_forward_pre_hook(_in_type_of_weight)

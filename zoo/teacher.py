@@ -1,8 +1,7 @@
 """A classifier's logits for each place of an image, to make token labels with.
 
-If the head of a network acts on the mean over all places, it can be applied to each place: to the features there, as if
-they were the mean. If the head is linear, the mean of these logits is that of the whole image. VOLO has a separate head
-for places.
+A head that acts on the mean over all places can be applied to the features of each place, as if they were the mean. If
+the head is linear, the mean of these logits is that of the whole image. VOLO has a separate head for places.
 """
 
 import difflib
@@ -30,10 +29,9 @@ def build_teacher(
 ) -> nn.Module:
     """Build a model of the zoo or of timm, or that of a run or an exported folder, in evaluation mode.
 
-    weights: a file; without it timm downloads them, and a folder has its own. img_size: for models of the zoo only;
-    timm's have a size of their own. label_names: of the classes to label; a folder that names its own must have these.
-    ValueError for an unknown name, for weights that do not fit, or if its logits are not those of a mean over places,
-    as `dense_logits` needs it.
+    weights: a file; without it timm downloads them, and a folder has its own. img_size: for models of the zoo only.
+    label_names: of the classes to label; a folder that names its own must have these. ValueError for an unknown name,
+    for weights that do not fit, or if its logits are not those of a mean over places.
     """
     if name not in MODELS and Path(name).is_dir():
         if weights is not None:
@@ -61,7 +59,6 @@ def build_teacher(
 
 
 def _of_folder(name: str, img_size: int | None, label_names: Sequence[str]) -> nn.Module:
-    """Build the model of a folder, with logits in the order of these classes."""
     found = hub.read(name)
     theirs = found.cfg.get("label_names", ())
     if hub.head_rows(theirs, label_names) == []:
@@ -80,14 +77,13 @@ def _load(model: nn.Module, weights: str | Path) -> None:
 
 
 def input_size(model: nn.Module) -> int:
-    """The side of the images, in pixels, at which a model is best evaluated."""
     cfg = cast(ZooModel, model).default_cfg
     fixed = cfg.get("fixed_input_size") or not cfg.get("test_input_size")
     return cfg["input_size" if fixed else "test_input_size"][-1]
 
 
 def dense_logits(model: nn.Module, images: Tensor) -> Tensor:
-    """Images (B, 3, H, W) -> logits (B, K, h, w) at the h x w places of the model's last features."""
+    """Images (B, 3, H, W) -> logits (B, K, h, w) at the places of the last features."""
     if isinstance(model, VOLO):
         _, logits = model.forward_train(images)
         return logits.transpose(1, 2).unflatten(2, model.pos_embed.shape[1:3])

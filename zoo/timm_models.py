@@ -1,8 +1,8 @@
 """Any image classifier of timm, by the name timm/NAME, such as timm/resnet50 or timm/vit_base_patch16_224.augreg_in1k.
-Also any of the user's that timm's `register_model` has made known; it needs no attributes.
 
-timm builds the model, so weights, names and logits are timm's. Nothing is downloaded. What timm knows of the published
-weights decides how images are prepared; a tag behind the dot chooses one of several.
+timm builds the model, so weights, names and logits are timm's; also one of the user's that timm's `register_model` has
+made known. Nothing is downloaded. The published weights decide how images are prepared; a tag behind the dot chooses
+one of several.
 """
 
 import difflib
@@ -34,8 +34,7 @@ def build_timm(
 ) -> nn.Module:
     """Build the model `name`, which begins with timm/: images (B, 3, img_size, img_size) -> logits (B, num_classes).
 
-    On device "meta" the model is tried as well. ValueError for an unknown name, a rate that the model does not have, or
-    a size that it cannot take.
+    On device "meta" the model is tried as well. ValueError for an unknown name, or a rate or size that does not fit.
     """
     _check_name(name)
     rates = {
@@ -69,7 +68,6 @@ def build_timm(
 
 
 def _check_name(name: str) -> None:
-    """Raise ValueError, with the nearest name, if timm has no such classifier."""
     architecture = name.removeprefix(PREFIX)
     bare, _, tag = architecture.partition(".")
     names = timm.list_models()

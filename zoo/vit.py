@@ -1,8 +1,7 @@
 """The vision transformers of the ViT paper (https://arxiv.org/abs/2010.11929), as timm's class.
 
-They are timm's `VisionTransformer`. So weights, names and logits are timm's, and timm loads a file written here. The
-class is called directly, not through timm's `create_model`: this way every argument is spelled out, and `default_cfg`
-describes the model that was built, at its image size.
+Weights, names and logits are timm's, and timm loads a file written here. The class is called directly, not through
+timm's `create_model`, so that `default_cfg` describes the model that was built, at its image size.
 """
 
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Structure:
-    """The sizes that distinguish one ViT from another; the MLP of each is four times as wide as its embedding."""
+    """The sizes of a ViT; its MLP is four times as wide as its embedding."""
 
     patch_size: int
     embed_dim: int
@@ -82,9 +81,8 @@ def build_vit(
 class PatchEmbed(layers.PatchEmbed):
     """timm's patch embedding; in training it is one product of matrices instead of a convolution with a stride.
 
-    Both give the same up to rounding. The product is never slower on CPUs: ViT-B/32 at 224 px, batch 32, bf16, forward
-    and backward 42 against 60 ms (two threads, AVX-512 BF16, torch 2.13.0, 2026-11-24). In evaluation the logits keep
-    timm's bits.
+    Both give the same up to rounding, and the product is never slower on CPUs (largebatch/benchmark/NOTES.md). In
+    evaluation the logits keep timm's bits.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,8 +98,7 @@ class PatchEmbed(layers.PatchEmbed):
 def set_fused_attn(model: nn.Module, enabled: bool) -> nn.Module:
     """Choose torch's fused kernel, or products around a softmax, for timm's attention layers; return the model.
 
-    Both give the same up to rounding. On CPUs the products are faster: ViT-B/32 at 224 px, batch 32, bf16, forward and
-    backward of one attention 18 against 73 ms (one core of an AMD EPYC, torch 2.13.0, 2026-11-21). They keep the
+    Both give the same up to rounding. On CPUs the products are faster (largebatch/benchmark/NOTES.md), and keep the
     attention maps in memory.
     """
     for module in model.modules():
@@ -111,7 +108,7 @@ def set_fused_attn(model: nn.Module, enabled: bool) -> nn.Module:
 
 
 def default_cfg(*, img_size: int, num_classes: int) -> dict[str, Any]:
-    """Return the preparation of the images of a ViT, in timm's keys.
+    """Return the preparation of images, in timm's keys.
 
     timm evaluates its ViTs on the central 0.9 of the image at 224 px, and on the whole image at 384 px.
     """
@@ -128,16 +125,13 @@ def default_cfg(*, img_size: int, num_classes: int) -> dict[str, Any]:
 
 
 def recognise(shapes: Mapping[str, torch.Size]) -> str | None:
-    """The name of the ViT that has parameters of these shapes, at any image size; None if there is none."""
+    """The name of the ViT that has parameters of these shapes, at any image size, or None."""
     projection = shapes.get("patch_embed.proj.weight")  # (embed_dim, 3, patch_size, patch_size)
     if projection is None or len(projection) != 4:
         return None
     blocks = {key.split(".")[1] for key in shapes if key.startswith("blocks.")}
     found = (projection[3], projection[0], len(blocks))
-    for name, structure in STRUCTURES.items():
-        if found == (structure.patch_size, structure.embed_dim, structure.depth):
-            return name
-    return None
+    return next((name for name, s in STRUCTURES.items() if found == (s.patch_size, s.embed_dim, s.depth)), None)
 
 
 def _check_img_size(name: str, img_size: int) -> None:

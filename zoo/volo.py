@@ -2,9 +2,9 @@
 
     images -> stem, 8 px per cell -> outlookers -> 16 px per cell -> transformer blocks -> class attention -> two heads
 
-Ours differs from timm's where timm's is wrong or slow for training: `forward_train` gives the logits of class and
-tokens, any image size may be built, and outlook attention is two small products between a gather and its adjoint
-instead of unfold and fold with their transpositions. The published model has no stochastic depth in its outlookers.
+Unlike timm's, `forward_train` gives the logits of class and tokens, any image size may be built, and outlook attention
+is two small products between a gather and its adjoint instead of unfold and fold. The published model has no stochastic
+depth in its outlookers.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,8 +25,6 @@ CELL = 16  # pixels per side of a cell of the token grid
 
 @dataclass(frozen=True)
 class Structure:
-    """The sizes that distinguish one VOLO from another."""
-
     depths: tuple[int, int, int, int]  # blocks of the outlookers, and of the three transformer stages
     dims: tuple[int, int]  # of the outlookers, of the transformer blocks
     heads: tuple[int, int]
@@ -50,9 +48,8 @@ STRUCTURES = {
 
 
 def gather(x: Tensor, num_heads: int) -> Tensor:
-    """Gather the 3 × 3 pixels around every second pixel: (B, H, W, C) -> (B · h · w · heads, 9, C / heads).
-
-    Pixels outside of the image are zero.
+    """Gather the 3 × 3 pixels around every second pixel, zero outside: (B, H, W, C) -> (B · h · w · heads, 9, C /
+    heads).
     """
     batch, height, width, channels = x.shape
     h, w, d = -(-height // 2), -(-width // 2), channels // num_heads
@@ -86,7 +83,6 @@ class _Outlook(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of weights and values."""
         weights, values = ctx.saved_tensors
         grad = gather(grads[0], weights.shape[3])
         grad_weights = torch.bmm(grad, gather(values, weights.shape[3]).transpose(1, 2))
@@ -115,8 +111,8 @@ class OutlookAttention(nn.Module):
     def _weights(self, cells: Tensor) -> Tensor:
         """The share of each of 9 pixels in each of the 9: (B, h, w, C) -> (B, h, w, heads, 9, 9).
 
-        The layer's outputs are reordered so that the softmax over nine numbers runs along long rows: over nine adjacent
-        numbers it takes six times as long.
+        The layer's outputs are reordered so that the softmax runs along long rows: over nine adjacent numbers it takes
+        six times as long.
         """
         shape = (self.num_heads, 9, 9)
         weight = self.attn.weight.unflatten(0, shape).permute(2, 0, 1, 3).flatten(0, 2)
@@ -144,7 +140,6 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B, H, W, C)"""
         qkv = self.qkv(x).flatten(1, 2).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         if self.fused_attn:
@@ -183,12 +178,10 @@ Layer = Callable[["Block", Tensor], Tensor]
 
 
 def attend(block: "Block", x: Tensor) -> Tensor:
-    """The first layer of a block, (B, ..., C) -> the same shape"""
     return block.attn(block.norm1(x))
 
 
 def feed(block: "Block", x: Tensor) -> Tensor:
-    """The second layer of a block, (B, ..., C) -> the same shape"""
     return block.mlp(block.norm2(x))
 
 
@@ -230,14 +223,14 @@ class Block(nn.Module):
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host; a GPU reads page-locked memory by itself, and the host need not wait for it."""
+    """Copy a tensor of the host to a GPU without waiting, from page-locked memory."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
     """The class token and those of cells, (B, 1 + N, C) -> (B, 1, C) and (B, N, C).
 
-    Two slices would make two gradients of the size of x and add them; `split` makes one.
+    Two slices would make two gradients of the size of x and add them.
     """
     token, cells = x.split([1, x.shape[1] - 1], dim=1)
     return token, cells
@@ -247,7 +240,6 @@ class ClassBlock(Block):
     """A block that changes only the class token."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 1 + N, C) -> the same shape"""
         token, cells = split(x)
         token = token + self.attn(self.norm1(x))
         return torch.cat([token + self.mlp(self.norm2(token)), cells], dim=1)
@@ -286,7 +278,7 @@ class Downsample(nn.Module):
 
 
 class VOLO(nn.Module):
-    """VOLO for images (B, 3, H, W), with H and W multiples of 16; see the head of this file."""
+    """VOLO for images (B, 3, H, W), with H and W multiples of 16."""
 
     def __init__(
         self,
@@ -344,15 +336,12 @@ class VOLO(nn.Module):
                 _init_weights(head)
 
     def get_classifier(self) -> nn.Module:
-        """The head of the class token."""
         return self.head
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep only the blocks' inputs for the backward pass and compute the rest again, with the same draws."""
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Parameters without weight decay, beside biases and norms."""
         return {"pos_embed", "cls_token"}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -397,15 +386,15 @@ class VOLO(nn.Module):
         return self.head(token) + 0.5 * self.aux_head(cells).max(dim=1).values
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (B, 3, H, W) -> logits (B, K), in training and evaluation."""
         return self.forward_head(self.forward_features(images))
 
     def forward_train(self, images: Tensor, mix_box: MixBox | None = None) -> tuple[Tensor, Tensor]:
-        """Logits of the class (B, K) and of the cells (B, N, K), row by row, each from its own head.
+        """Logits of the class (B, K) and of the cells (B, N, K), row by row, each from its own head; ValueError without
+        heads.
 
         mix_box: MixToken (https://arxiv.org/abs/2104.10858). After the stem the cells in this box are exchanged with
-        those of the flipped batch, image B - 1 - i for image i. The cells' logits are exchanged back, so they belong
-        to their own images; those of the class belong to the mixture. ValueError for a model without heads.
+        those of the flipped batch, image B - 1 - i for image i. The cells' logits are exchanged back, so they belong to
+        their own images; those of the class belong to the mixture.
         """
         if self.aux_head is None:
             raise ValueError("forward_train needs heads, and this VOLO was built with num_classes=0")
@@ -417,10 +406,7 @@ class VOLO(nn.Module):
 # torch would compile a graph for each kind of box, reach its limit on graphs, and run everything eagerly.
 @torch.compiler.disable
 def mix(grid: Tensor, box: MixBox, *, cells: int = 1) -> Tensor:
-    """Exchange a box of (B, H, W, C) with that of the flipped batch.
-
-    cells: rows, and columns, of the grid per unit of the box.
-    """
+    """Exchange a box of (B, H, W, C) with that of the flipped batch. cells: of the grid per unit of the box."""
     top, left, bottom, right = (cells * edge for edge in box)
     mixed = grid.clone()
     mixed[:, top:bottom, left:right] = grid.flip(0)[:, top:bottom, left:right]
@@ -428,7 +414,7 @@ def mix(grid: Tensor, box: MixBox, *, cells: int = 1) -> Tensor:
 
 
 def mix_back(cells: Tensor, box: MixBox | None, side: int) -> Tensor:
-    """Undo `mix` for cells (B, N, K), `side` of them per row: bring each back to its own image."""
+    """Undo `mix` for cells (B, N, K), `side` of them per row."""
     return cells if box is None else mix(cells.unflatten(1, (-1, side)), box).flatten(1, 2)
 
 
@@ -487,7 +473,6 @@ def default_cfg(name: str, *, img_size: int, num_classes: int) -> dict[str, Any]
 
 
 def recognise(shapes: Mapping[str, torch.Size]) -> str | None:
-    """The name of the VOLO that has parameters of these shapes, at any image size; None if there is none."""
     depths = tuple(
         len({key.split(".")[2] for key in shapes if key.startswith(f"network.{stage}.")}) for stage in (0, 2, 3, 4)
     )

@@ -1,12 +1,12 @@
 """Read weights into a model, whoever wrote them, and write them so that anyone can read them.
 
-A file is a .safetensors file or a torch file of tensors (read with `weights_only=True`), bare or inside the
-container of a training checkpoint, with or without the prefixes of wrappers. Two things are adapted, and
-logged: the position embedding if the image size differs, and the head if the classes differ.
-Anything else that does not fit is an error, and leaves the model unchanged.
+A file is a .safetensors file or a torch file of tensors (read with `weights_only=True`), bare or inside the container
+of a training checkpoint, with or without the prefixes of wrappers. The position embedding is adapted if the image size
+differs, and the head if the classes differ. Anything else that does not fit is an error, and leaves the model
+unchanged.
 
-Loading copies into the model's own tensors. So it also works for a wrapped or compiled model, whose names have a
-prefix, and for a model whose parameters an optimizer already has.
+Loading copies into the model's own tensors, so the model may be wrapped or compiled, and an optimizer may already have
+its parameters.
 """
 
 import errno
@@ -65,16 +65,17 @@ def load_weights(
 ) -> list[str]:
     """Copy the weights of a file into a model of the zoo; return the names of the tensors that are not as in the file.
 
-    A position embedding of another (square) grid is resized as timm does it: bicubic, antialiased, in fp32.
-    A head for another number of classes, or none, is left out and the model's is initialised anew, as timm
-    does it: normal with std 0.02, zero bias, drawn from torch's global random state; VOLO has two of them. Without
-    new_heads, as for a validation, it is an error.
-    rows: for each class of the model its row in the file's head; empty: the file has other classes, so the head is left
-    out; None: both have the same. content: what `read_weights` has read from the file.
-    Of several containers in one file the first of `CONTAINERS` is taken: plain weights before averaged ones.
+    A position embedding of another (square) grid is resized as timm does it: bicubic, antialiased, in fp32. A head for
+    another number of classes, or none, is left out and the model's is initialised anew, as timm does it: normal with
+    std 0.02, zero bias, drawn from torch's global random state. Without new_heads, as for a validation, that is an
+    error.
 
-    Raises ValueError if the file cannot be read or does not fit; the message names the first missing, unexpected
-    and wrongly shaped keys, or the model to which the file belongs.
+    rows: for each class of the model its row in the file's head; empty: the file has other classes, so its head is left
+    out; None: both have the same. content: a result of `read_weights`. Of several containers the first of `CONTAINERS`
+    is taken: plain weights before averaged ones.
+
+    Raises ValueError if the file cannot be read or does not fit, with the first keys that do not fit, or the file's
+    model.
     """
     target = named_weights(model)
     content = read_weights(path) if content is None else content
@@ -114,7 +115,6 @@ def named_weights(model: nn.Module) -> Tensors:
 
 
 def write_weights(weights: Tensors, path: str | Path) -> None:
-    """Write tensors as `save_weights` does."""
     path = Path(path)
     _check_suffix(path)
     taken: set[int] = set()
@@ -132,13 +132,13 @@ def write_weights(weights: Tensors, path: str | Path) -> None:
 
 
 def read_weights(path: str | Path, *, device: str = "cpu") -> Tensors:
-    """The tensors of a file out of their container, their names without wrapper prefixes; on "meta" only the shapes."""
+    """The tensors of a file out of their container, without prefixes of wrappers; on "meta" only their shapes."""
     path = Path(path)
     _check_suffix(path)
     if not path.is_file():
         raise Gone(f"there is no weights file {path}")
     try:
-        open(path, "rb").close()  # safetensors says of a file that it may not read that there is none
+        open(path, "rb").close()  # safetensors reports a file that it may not read as missing
         content = (_load_safetensors if path.suffix == ".safetensors" else _load_torch)(path, device)
     except FileNotFoundError:
         raise Gone(f"there is no weights file {path}") from None
@@ -160,7 +160,7 @@ def _load_torch(path: Path, device: str) -> Any:
 
 
 def _why_unread(path: Path, error: Exception) -> str:
-    """Return the reason why a file cannot be read; torch hides what is no plain data behind advice to unpickle it."""
+    """Return why a file cannot be read; torch hides what is no plain data behind advice to unpickle it."""
     if isinstance(error, pickle.UnpicklingError):
         try:
             with torch.serialization.safe_globals(PLAIN_DATA):
@@ -174,7 +174,7 @@ def _why_unread(path: Path, error: Exception) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what an exception of another package says, on one line without terminal codes; if nothing, its type."""
+    """Return an exception's text on one line without terminal codes; without a text, its type."""
     text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).partition("Exception raised from")[0]
     return printable(" ".join(text.split()))[:500].rstrip(".") or type(error).__name__
 
@@ -185,7 +185,6 @@ def printable(name: str) -> str:
 
 
 def listed(names: Collection[str]) -> str:
-    """Return the first names, and how many more there are."""
     shown = ", ".join(printable(name) for name in [*names][:SHOWN])
     return shown + (f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else "")
 
@@ -212,7 +211,7 @@ def _strip_names(tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def _shared_prefix(names: Collection[str]) -> str:
-    """Return the first part of all names, with its dot, as a module around the model gives it; "" if they differ."""
+    """Return the first part of all names, with its dot; "" if they differ."""
     first = {name.partition(".")[0] + "." for name in names}
     prefix = first.pop() if len(first) == 1 else ""
     return prefix if all(name.startswith(prefix) for name in names) else ""
@@ -239,7 +238,7 @@ def _standalone(tensor: Tensor, taken: set[int]) -> Tensor:
 
 
 def _resize_pos_embed(weights: Tensors, target: Tensors, changes: dict[str, int]) -> Tensors:
-    """Bring the position embedding to the model's grid, if it has another: (1, 1 + n * n, C) or VOLO's (1, n, n, C)."""
+    """Bring the position embedding, (1, 1 + n * n, C) or VOLO's (1, n, n, C), to the model's grid."""
     name = "pos_embed"
     if name not in weights or name not in target or weights[name].shape == target[name].shape:
         return weights
@@ -307,7 +306,7 @@ def _num_classes(tensors: Tensors, head: str) -> int | None:
 
 
 def count_classes(model: nn.Module, path: str | Path) -> int:
-    """The number of classes of the weights in a file for this model; ValueError if it has no head."""
+    """The number of classes of the weights in a file for this model; ValueError without a head."""
     classes = _num_classes(_without_prefix(read_weights(path, device="meta"), named_weights(model)), _heads(model)[0])
     if not classes:
         raise ValueError(f"{path} has no head, so it knows no classes: expected weights of a classifier")
@@ -315,7 +314,6 @@ def count_classes(model: nn.Module, path: str | Path) -> int:
 
 
 def _heads(model: nn.Module) -> tuple[str, ...]:
-    """The names of a model's heads."""
     if not hasattr(model, TIMM):
         return HEADS
     names = getattr(model, "default_cfg")["classifier"] or HEADS
@@ -323,12 +321,11 @@ def _heads(model: nn.Module) -> tuple[str, ...]:
 
 
 def _body(tensors: Tensors, heads: tuple[str, ...]) -> dict[str, torch.Size]:
-    """The shapes of all tensors but those of the heads."""
     return {name: tensor.shape for name, tensor in tensors.items() if name.rpartition(".")[0] not in heads}
 
 
 def recognise(tensors: Tensors) -> str | None:
-    """The name of the zoo's model with such weights, at any image size and number of classes; None if none has."""
+    """The name of the zoo's model with such weights, at any image size and number of classes, or None."""
     shapes = _shapes(tensors)
     return vit.recognise(shapes) or volo.recognise(shapes)
 
@@ -388,7 +385,7 @@ def _why_no_numbers(found: Tensor, wanted: Tensor) -> str:
 
 
 def check_description(model: nn.Module, path: Path, content: Tensors, told: str) -> None:
-    """Raise ValueError if the tensors in a file have other sizes than in the model of which a description tells."""
+    """Raise ValueError if tensors in a file have other sizes than in the model that a description tells."""
     found = _shapes(content)
     for name, shape in _shapes(named_weights(model)).items():
         if name in found and math.prod(found[name]) != math.prod(shape):

@@ -45,8 +45,8 @@ MAY_DIFFER_SECTIONS = ("horovod.", "log.", "checkpoint.", "parallel.")  # the la
 def resume(config: TrainConfig, trainer: Trainer, *, last_step: int | None = None) -> bool:
     """Bring `trainer` to the newest valid checkpoint of its run, up to `last_step`; return whether there is one.
 
-    Every rank calls it, with the optimizer's state created (`optim.init_state`). Rank 0 reads, and the others get its
-    state. Raises Stopped, on every rank, if the checkpoint was made with other options.
+    Every rank calls it, with the optimizer's state created (`optim.init_state`); rank 0 reads. Raises Stopped, on every
+    rank, if the checkpoint was made with other options.
     """
     comm = trainer.comm
     model, optimizer = trainer.replica.empty_whole()
@@ -70,7 +70,7 @@ def resume(config: TrainConfig, trainer: Trainer, *, last_step: int | None = Non
             trainer.plan.num_samples,
         )
     trainer.state.data = present
-    trainer.change_phases(trainer.state.phases)  # these of the run, wherever its images would begin them now
+    trainer.change_phases(trainer.state.phases)  # those of the saved run, not those that the present images give
     trainer.scaler.load_state_dict(found["scaler"])
     trainer.replica.scatter_whole(model, optimizer)
     if trainer.average is not None:
@@ -137,9 +137,7 @@ def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[s
 
 
 def check_loaded(path: Path, name: str, content: Mapping[str, Any], sums: dict[str, str]) -> None:
-    """Raise ValueError if the tensors loaded from a file are not those that were trained, by `sums`, which old files
-    lack.
-    """
+    """Raise ValueError if the tensors loaded from a file are not those of `sums`, which old checkpoints lack."""
     if name in sums and digest(sums_of(content)) != sums[name]:
         raise ValueError(
             f"What was loaded from {path / name} is not what was saved: a bit has flipped on the way from the disk; "
@@ -170,7 +168,7 @@ def check_config(text: str, config: TrainConfig, *, path: Path, same_images: boo
 
 
 def may_differ(option: str, config: TrainConfig) -> bool:
-    """Return whether a run goes on with the same numbers if an option differs."""
+    """Return whether another value of an option leaves the numbers of a run as they are."""
     if option == "log.every" and configs.ramp.by_noise(config):  # the batch is decided at rows
         return False
     return option in MAY_DIFFER or option.startswith(MAY_DIFFER_SECTIONS)

@@ -1,7 +1,7 @@
 """A copy in host memory of all that a checkpoint holds, so that training goes on while the copy is written.
 
-The buffers are kept from one snapshot to the next, because the first copy into new memory takes several times as long.
-For tensors on a GPU they are pinned: the step does not wait for the copy, the thread that writes does.
+The buffers are kept for the next snapshot, because a copy into new memory takes several times as long. For tensors on a
+GPU they are pinned: the thread that writes waits for the copy, the step does not.
 """
 
 import platform
@@ -22,7 +22,7 @@ STATE = "state.pt"
 
 
 class HostMemory:
-    """Buffers in host memory for copies of tensors. The next `copy` of the same structure overwrites the last one."""
+    """Buffers in host memory. The next `copy` of the same structure overwrites the last one."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
@@ -98,12 +98,10 @@ def take_snapshot(
 
 
 def sums_of(content: Mapping[str, Any]) -> Tensor:
-    """Return the sums of the bits of a file's tensors, to compare with a later copy."""
     return bit_sums(_tensors([content[name] for name in sorted(content)]))
 
 
 def num_bytes(value: Any) -> int:
-    """Return the bytes of the tensors in nested dictionaries, lists and tuples."""
     return sum(tensor.nbytes for tensor in _tensors(value))
 
 

@@ -10,11 +10,11 @@
         best                      a link to the checkpoint of the best evaluation, which is kept beside the newest
         00000300.tmp/             an unfinished one; the next save removes it
 
-A folder without the suffix is complete: every file is on the disk before the manifest, and only then it is renamed. The
-digests show later damage before a tensor is loaded, and the next older checkpoint is taken. A bit that flips on the way
-to the file would be part of its digest, so sums of the tensors in training are compared with the file's, and again with
-those that are loaded. Only rank 0 reads and writes. `save` may run in a thread; it does not read again what this
-process has read or written, while `latest` and `why_invalid` always read.
+A folder is renamed when every file is on the disk, so one without the suffix is complete. If a digest shows later
+damage, the next older checkpoint is taken. A bit that flips on the way to the file would be part of its digest, so sums
+of the tensors in training are compared with the file's, and again with those that are loaded. Only rank 0 reads and
+writes. `save` may run in a thread, and does not read again what this process has read or written; `latest` and
+`why_invalid` always read.
 """
 
 import errno
@@ -63,7 +63,7 @@ def save(folder: str | Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
 
     The `keep` newest valid checkpoints and the best one are kept; while the training loss is above its lowest, also the
     newest one from before that rise. A valid checkpoint of this state is not written again. Raises OSError if it cannot
-    be written; the older ones are then untouched.
+    be written.
     """
     assert keep >= 2, keep
     snapshot.wait()
@@ -92,8 +92,7 @@ def save(folder: str | Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
 
 
 def latest(folder: str | Path, *, last_step: int | None = None) -> Path | None:
-    """Return the newest valid checkpoint of run folder `folder`, up to `last_step`, or None; warn of newer, damaged
-    ones.
+    """Return the newest valid checkpoint of run folder `folder`, up to `last_step`; warn of newer, damaged ones.
 
     Raises ValueError if all are damaged: a new start in this folder would overwrite what may still be recoverable.
     """
@@ -137,18 +136,17 @@ def find_weights(path: str | Path, *, average: bool = False, every: bool = False
     """Return a weights file itself, or that of a checkpoint, an exported folder or a run's newest valid checkpoint.
 
     every: the weights of all valid checkpoints of a run, oldest first, or all weights files of another folder, sorted.
-    average: the averages of a run folder. Raises ValueError if there are none.
+    average: the averaged ones. Raises ValueError if there are none.
     """
-    path = Path(path)
+    path, name = Path(path), AVERAGE if average else WEIGHTS
     if not every or is_checkpoint(path):
-        exported = path / (AVERAGE if average else WEIGHTS)
+        exported = path / name
         if exported.is_file():
             if reason := hub.why_changed(exported):
                 raise ValueError(f"{exported} {reason}: restore it, or give another checkpoint.")
             return [exported]
         return [newest_weights(path, average=average) if path.is_dir() else path]
-    kept = [kept / (AVERAGE if average else WEIGHTS) for kept in _valid(reversed(checkpoints(path)))]
-    if kept:
+    if kept := [checkpoint / name for checkpoint in _valid(reversed(checkpoints(path)))]:
         return kept
     files = sorted(file for file in path.glob("*") if file.suffix in SUFFIXES and file.is_file())
     if not files:
@@ -165,9 +163,9 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read state.pt: optimizer, scaler, state, config (YAML text), versions; tensors on the CPU."""
+    """Read state.pt, with tensors on the CPU; ValueError if it is not the state of that step."""
     content = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    with suppress(LookupError, TypeError, AttributeError):  # of a content that is not ours
+    with suppress(LookupError, TypeError, AttributeError):  # raised if another program wrote the file
         optimizer, state = content["optimizer"], TrainState(**content["state"])
         dicts = content["scaler"], optimizer["state"], *optimizer["state"].values(), *optimizer["param_groups"]
         typed = all(_is_of(getattr(state, name), hint) for name, hint in get_type_hints(TrainState).items())
@@ -189,14 +187,14 @@ def _is_of(value: Any, hint: Any) -> bool:
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """List the complete checkpoints of run folder `folder`, newest first, damaged ones included."""
+    """List the complete checkpoints of a run, newest first, damaged ones included."""
     return hub.saved(RunFolder(folder).checkpoints)
 
 
 def why_invalid(path: Path, *, sha256: Callable[[Path], str] | None = None) -> str | None:
-    """Return the reason why a checkpoint cannot be used, or None.
+    """Return why a checkpoint cannot be used, or None.
 
-    sha256: returns a file's digest; by default it is computed from every byte, and the tensors are compared as well.
+    sha256: returns a file's digest; by default every byte is read, and the tensors are compared as well.
     """
     try:
         text = "" if (path / MANIFEST).is_fifo() else (path / MANIFEST).read_text(encoding="ascii")
@@ -222,7 +220,6 @@ def why_invalid(path: Path, *, sha256: Callable[[Path], str] | None = None) -> s
 
 
 def _make(root: Path) -> None:
-    """Make the folder of the checkpoints, but not the run folder: without it the run has lost its tables."""
     try:
         root.mkdir(exist_ok=True)
     except FileNotFoundError:
@@ -257,7 +254,7 @@ def _write(folder: Path, snapshot: Snapshot) -> None:
 
 
 def _digest_in(path: Path) -> str:
-    """Return the digest of the sums of the tensors in a file, read one by one; "" if it cannot be read."""
+    """Return the digest of the sums of a file's tensors, read one by one; "" if it cannot be read."""
     try:
         if path.name == STATE:
             return digest(sums_of(torch.load(path, map_location="cpu", weights_only=True, mmap=True)))
@@ -274,7 +271,7 @@ def recorded_sums(path: Path) -> dict[str, str]:
 
 
 def _manifest(parts: dict[str, dict[str, Any]], *, step: int) -> str:
-    """Return the one possible text of manifest.json for these parts, so that a change anywhere in it shows."""
+    """Return the one possible text of manifest.json, so that a change anywhere in it shows."""
     known = {
         name: {key: parts[name][key] for key in ("bytes", "sha256", "sums") if key != "sums" or key in parts[name]}
         for name in _parts(parts)
@@ -283,7 +280,6 @@ def _manifest(parts: dict[str, dict[str, Any]], *, step: int) -> str:
 
 
 def _parts(recorded: Collection[str]) -> list[str]:
-    """List the files that a checkpoint with this manifest must have."""
     return [name for name in PARTS if name not in OPTIONAL or name in recorded]
 
 
@@ -316,7 +312,6 @@ def _sync(path: Path) -> None:
 
 
 def check_space(root: Path, num_bytes: int) -> None:
-    """Raise OSError if tensors of `num_bytes` do not fit on the disk."""
     needed, free = num_bytes + SPARE_BYTES, shutil.disk_usage(root).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{root} has {free / 1e9:.3g} GB free, a checkpoint needs {needed / 1e9:.3g} GB")
@@ -345,8 +340,8 @@ def _target(link: Path) -> str:
 def discard_after(folder: str | Path, step: int, best: tuple[str, float, int] | None) -> tuple[str, float, int] | None:
     """Remove the checkpoints of a run that are newer than `step`.
 
-    Returns `best`, the best evaluation by the state of that step, if its checkpoint is still there; else None, and no
-    checkpoint is called the best any more.
+    Returns `best`, the best evaluation by the state of that step, if its checkpoint is still there; else None, without
+    the link to the best.
     """
     root = RunFolder(folder).checkpoints
     for path in checkpoints(folder):
@@ -359,23 +354,23 @@ def discard_after(folder: str | Path, step: int, best: tuple[str, float, int] | 
 
 
 def _keep_newest(written: Path, keep: int, *, sound_step: int | None) -> None:
-    """Remove all but the best, the `keep` newest valid checkpoints, and the newest valid one up to `sound_step`."""
+    """Keep the best, the `keep` newest valid checkpoints, and the newest valid one up to `sound_step`."""
     paths = checkpoints(written.parent.parent)
-    valid: list[Path] = []
-    if len(paths) > keep:  # else there is nothing to remove
-        checked = partial(why_invalid, sha256=_remembered_sha256)
-        newest_valid = (path for path in paths if path == written or checked(path) is None)
-        valid = list(itertools.islice(newest_valid, keep))
-    if len(valid) == keep:
-        best = _target(written.parent / BEST)
-        older = (path for path in paths if sound_step is not None and int(path.name) <= sound_step)
-        sound = next((path for path in older if path in valid or checked(path) is None), None)
-        for path in paths:
-            if path not in valid and path != sound and path.name != best:
-                try:
-                    _remove(path)
-                except OSError as error:
-                    _warn(STAYS, path, str(error))
+    if len(paths) <= keep:
+        return
+    checked = partial(why_invalid, sha256=_remembered_sha256)
+    valid = list(itertools.islice((path for path in paths if path == written or checked(path) is None), keep))
+    if len(valid) < keep:
+        return
+    best = _target(written.parent / BEST)
+    older = (path for path in paths if sound_step is not None and int(path.name) <= sound_step)
+    sound = next((path for path in older if path in valid or checked(path) is None), None)
+    for path in paths:
+        if path not in valid and path != sound and path.name != best:
+            try:
+                _remove(path)
+            except OSError as error:
+                _warn(STAYS, path, str(error))
 
 
 def _remove(path: Path) -> None:
@@ -387,14 +382,14 @@ def _remove(path: Path) -> None:
 
 
 def _unused(path: Path) -> Path:
-    """Return the first free name of an unfinished folder: path.tmp, path.1.tmp, path.2.tmp, ..."""
+    """Return the first free name of path.tmp, path.1.tmp, path.2.tmp, ..."""
     suffixes = itertools.chain([""], (f".{number}" for number in itertools.count(1)))
     names = (path.with_name(f"{path.name}{suffix}{UNFINISHED}") for suffix in suffixes)
     return next(name for name in names if not os.path.lexists(name))
 
 
 def _discard(path: Path) -> None:
-    """Remove an unfinished folder. One that cannot be removed costs space, not the checkpoint."""
+    """Remove an unfinished folder; if that fails, it costs space, not the checkpoint."""
     try:
         if path.is_symlink():  # a link to the best that was not made whole
             return path.unlink()

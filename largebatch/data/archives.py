@@ -7,8 +7,7 @@
     cifar-10-batches-py           the python version, which also has the names of the images
     cifar-10-{binary,python}.tar.gz
 
-A tar is scanned once; after that, each image takes one read at its offset. CIFAR-10 becomes PNG, which keeps every
-pixel.
+A tar is scanned once; then each image takes one read at its offset. CIFAR-10 becomes PNG, which keeps every pixel.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import numpy as np
 from PIL import Image
 
 from largebatch.data.records import FILENAME, Values, read_span
-from largebatch.data.shards import Images, no_others
+from largebatch.data.shards import Images, encode_image, no_others
 
 TARS = {"train": "ILSVRC2012_img_train.tar", "validation": "ILSVRC2012_img_val.tar"}
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
@@ -39,7 +38,7 @@ Member = tuple[str, int, int]  # name, offset and length in the tar
 
 
 def named(names: Sequence[str]) -> Callable[[int], Mapping[str, Values]]:
-    """Return a function that gives each image a feature with the name of its file."""
+    """Return a function from an image's number to a feature with the name of its file."""
     return lambda k: {FILENAME: [PurePosixPath(names[k]).name.encode("utf-8", "surrogateescape")]}
 
 
@@ -51,7 +50,7 @@ def imagenet_splits(folder: Path) -> list[str]:
 
 
 def imagenet(folder: Path, split: str) -> Images:
-    """Return one split; its JPEGs keep their bytes. Raise ValueError if a file is missing or does not fit."""
+    """Return one split; JPEGs keep their bytes. Raise ValueError if a file is missing or does not fit."""
     path = folder / TARS[split]
     try:
         names = _class_names(folder)
@@ -70,26 +69,19 @@ def imagenet(folder: Path, split: str) -> Images:
 
 
 def _files(tar: tarfile.TarFile, name: str) -> Iterator[tarfile.TarInfo]:
-    """Return the files in the tar called `name`. Raise ValueError for a link or a device, which no published tar has.
-
-    Their names are not used as paths, so they cannot lead out of a folder.
-    """
-    for member in _headers(tar, name):
+    """Yield the files in the tar `name`, whose own names are never used as paths; ValueError for a link or a device."""
+    try:
+        members = tar.getmembers()
+    except (OverflowError, ValueError, OSError, MemoryError) as error:  # an absurd size
+        raise ValueError(f"{name} is damaged, copy it again: {error}.") from error
+    for member in members:
         if not member.isdir():
             if not member.isfile() or member.issparse():
                 raise ValueError(f"{name} holds {member.name}, which is no ordinary file: expected the published tar.")
             yield member
 
 
-def _headers(tar: tarfile.TarFile, name: str) -> Iterator[tarfile.TarInfo]:
-    try:
-        yield from tar
-    except (OverflowError, ValueError, OSError, MemoryError) as error:  # an absurd size
-        raise ValueError(f"{name} is damaged, copy it again: {error}.") from error
-
-
 def _members(file: Any, name: str) -> list[Member]:
-    """Return the files in a tar that is not compressed, so that their bytes can be read in place."""
     with tarfile.open(fileobj=file, mode="r:") as tar:
         return [(member.name, member.offset_data, member.size) for member in _files(tar, name)]
 
@@ -102,7 +94,6 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _train_rows(path: Path, names: Sequence[str]) -> list[tuple[int, Member]]:
-    """Return the label and the member of every image."""
     rows: list[tuple[int, Member]] = []
     labels = {name: label for label, name in enumerate(names)}
     with tarfile.open(path, mode="r:") as tar:
@@ -135,7 +126,7 @@ def _validation_rows(folder: Path, path: Path, names: Sequence[str]) -> list[tup
 
 
 def _synsets(folder: Path) -> list[tuple[int, str, int]]:
-    """Return the number, the name and the number of children of every synset; those without children have images."""
+    """Return number, name and count of children of every synset; those without children have images."""
     from scipy.io import loadmat  # a slow import, needed only to pack
 
     data = _devkit(folder, META)
@@ -158,7 +149,6 @@ def _devkit(folder: Path, name: str) -> bytes:
 
 
 def is_cifar10(path: Path) -> bool:
-    """Return whether `path` is a folder or tar.gz with the five batches, in one of the two versions."""
     if path.name in ("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz"):
         return path.is_file()
     return (path / "data_batch_1.bin").is_file() or (path / "data_batch_1").is_file()
@@ -172,7 +162,7 @@ def cifar10_files(path: Path, split: str) -> list[Path]:
 
 
 def cifar10_key(path: Path) -> str:
-    """Return twelve digits that change when the path or one of its files changes."""
+    """Return twelve digits that change when a file does."""
     files = [file for split in CIFAR_BATCHES for file in cifar10_files(path, split) if file.is_file()]
     seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(seen).encode()).hexdigest()[:12]
@@ -205,9 +195,7 @@ def cifar10(path: Path, split: str) -> Images:
     planes = np.concatenate(rows).reshape(-1, 3, 32, 32)
 
     def encoded(k: int) -> bytes:
-        file = io.BytesIO()
-        Image.fromarray(np.ascontiguousarray(planes[k].transpose(1, 2, 0))).save(file, "PNG")
-        return file.getvalue()
+        return encode_image(Image.fromarray(np.ascontiguousarray(planes[k].transpose(1, 2, 0))), "PNG")
 
     others = named(names) if names else no_others
     return Images(labels, encoded, others, names, CIFAR_CLASSES)
@@ -240,7 +228,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = {
-            ("numpy", "ndarray"): None,  # a word for `_reconstruct`; a call would make an array of any size
+            ("numpy", "ndarray"): None,  # only passed to `_reconstruct`; a call would make an array of any size
             ("numpy", "dtype"): np.dtype,
             ("numpy.core.multiarray", "_reconstruct"): _empty_array,
             ("numpy._core.multiarray", "_reconstruct"): _empty_array,
@@ -252,14 +240,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _empty_array(kind: None, shape: tuple[int, ...], code: bytes) -> np.ndarray:
-    """Return an empty array, which the pickle then fills with as many bytes as it holds."""
+    """Return an empty array, which the pickle then fills."""
     if shape != (0,):
         raise pickle.UnpicklingError(f"it asks for an array of shape {shape} before its pixels")
     return np.empty(0, dtype=np.int8)
 
 
 def _refuse_large(name: str, size: int) -> None:
-    """Raise ValueError before a file fills the memory that is much larger than the published one."""
     if size > LARGEST:
         raise ValueError(f"{name} has {size:,} bytes, and the published file less than {LARGEST:,}.")
 

@@ -1,9 +1,8 @@
-"""The loaders for training and evaluation: they take sample numbers and give normalised tensors.
+"""The loaders for training and evaluation: from sample numbers to normalised tensors.
 
-A loader says what is done to an image; a `Stream` runs it, with DALI. On a GPU, DALI decodes whole images, and crops,
-resizes and normalises them there; torch runs RandAugment's operations on batches of bytes. On a CPU, DALI decodes the
-window of an image, and `num_threads` threads of ours do the rest, with torch's kernel for bytes and Pillow: faster than
-DALI's resize there, and closer to PIL (benchmark/NOTES.md).
+On a GPU, DALI decodes, crops, resizes and normalises images; torch runs RandAugment's operations on batches of bytes.
+On a CPU, DALI decodes the window of an image, and threads of ours do the rest with torch's kernel for bytes and Pillow:
+faster than DALI's resize there, and closer to PIL (benchmark/NOTES.md).
 """
 
 import contextlib
@@ -39,8 +38,6 @@ USUAL_SIZE = 95  # percentile of the sizes, for which the JPEG unit reserves mem
 
 @dataclass(frozen=True, eq=False)
 class Crops:
-    """The arrays of a training batch, one row per sample."""
-
     corners: np.ndarray
     """(n, 2) int32: x and y of the window in the stored image"""
     sizes: np.ndarray
@@ -54,8 +51,6 @@ class Crops:
 
 @dataclass(frozen=True, eq=False)
 class CentreCrops:
-    """The arrays of an evaluation batch, one row per sample."""
-
     sizes: np.ndarray
     """(n, 2) float32: height and width to resize the image to"""
     corners: np.ndarray
@@ -66,10 +61,10 @@ class TrainLoader(Iterator[Batch]):
     """The micro-batches of shard `shard` of `num_shards`, from step `start_step` to the end of the plan.
 
     Each image is cut to its random window, resized to `img_size` square with antialiasing, flipped at random, augmented
-    by `policy`, and normalised with `mean` and `std` (of RGB in [0, 1]). With `padding`, a window of the image's own
-    size is moved by up to that many pixels instead. `interpolation` may be "random": bilinear or bicubic for each
-    sample. `num_threads` threads decode, and on a CPU as many more resize. with_maps: the label maps
-    are read, too; then every image must have one.
+    by `policy`, and normalised with `mean` and `std` (of RGB in [0, 1]). With `padding`, a window of the image's size
+    is moved by up to that many pixels instead. `interpolation` "random": bilinear or bicubic for each sample.
+    `num_threads` threads decode, and on a CPU as many more resize. with_maps: read label maps, which all images must
+    have.
     """
 
     def __init__(
@@ -150,8 +145,10 @@ class TrainLoader(Iterator[Batch]):
             return images
         images = _slice(images, corners, sizes)
         by_sample = fn.cast(filters, dtype=types.DALIDataType.INTERP_TYPE)
-        images = fn.resize(images, size=self._size, interp_type=by_sample, antialias=True)
-        return _bytes(images, mirror=flips) if self._policy else self._normalise(images, mirror=flips)
+        resized: Any = fn.resize(images, size=self._size, interp_type=by_sample, antialias=True)
+        if not self._policy:
+            return self._normalise(resized, mirror=flips)
+        return fn.crop_mirror_normalize(resized, dtype=types.DALIDataType.UINT8, output_layout="CHW", mirror=flips)
 
     def finish(self, image: np.ndarray, out: np.ndarray, arrays: Crops, k: int) -> None:
         if self._padding is not None:
@@ -161,7 +158,7 @@ class TrainLoader(Iterator[Batch]):
         self._to_floats(with_pillow(resized[:, ::-1] if flip else resized, self._fill, *drawn), out)
 
     def augment(self, images: torch.Tensor, batch: Encoded[Crops]) -> torch.Tensor:
-        """Apply the policy on a GPU, then normalise, which the graph has left to us in this case."""
+        """On a GPU, apply a policy and normalise, which the graph then has not done."""
         if not self._policy:
             return images
         return self._to_floats.batch(with_torch(images, self._fill, batch.arrays.operations))
@@ -176,9 +173,8 @@ class TrainLoader(Iterator[Batch]):
 class EvalLoader:
     """Every sample once over all shards, in the order of the index. It can be iterated several times.
 
-    The pipeline, which takes seconds to build on a GPU, is built when it is first needed, and kept until `close`. Shard
-    r of R takes the batches r, r + R, ... of `batch_size` consecutive samples. `Batch.number` is the number of the
-    batch, and `Batch.step` is 0. Images are cut as by timm's evaluation transform (`order.centre_geometry`).
+    The pipeline, which takes seconds to build on a GPU, is kept until `close`. Shard r of R takes the batches r, r + R,
+    ... of `batch_size` consecutive samples; `Batch.step` is 0. Images are cut as by timm's evaluation transform.
     """
 
     def __init__(
@@ -202,7 +198,17 @@ class EvalLoader:
         self._img_size, self._crop_pct, self._interpolation = img_size, crop_pct, interpolation
         self._to_floats, self._memory = pixels.Normalise(mean, std), reader.Memory()
         self._normalise, self._resize = functools.partial(_normalise, mean=mean, std=std), _resize(interpolation)
-        self._max_batch_size, self._num_threads = plan.micro_batch_size, num_threads
+        self._new_stream = functools.partial(
+            Stream,
+            index,
+            preparation=self,
+            graph_inputs=() if self._on_cpu else ("sizes", "corners"),
+            finishes=self._on_cpu,
+            img_size=img_size,
+            max_batch_size=plan.micro_batch_size,
+            device=device,
+            num_threads=num_threads,
+        )
         self._paused: Stream | None = None  # between two iterations
 
     def encode(self, job: MicroBatch) -> Encoded[CentreCrops]:
@@ -213,7 +219,6 @@ class EvalLoader:
         return Encoded(job, samples, reader.room(self._index, samples, self._memory), crops)
 
     def decode(self, jpegs: Any, sizes: Any = None, corners: Any = None) -> Any:
-        """Decode the image. On a GPU, also resize, cut and normalise it."""
         images = _decode(jpegs, self._device, self._index)
         if self._on_cpu:
             return images
@@ -238,18 +243,7 @@ class EvalLoader:
         stream, self._paused = self._paused, None
         if stream:
             stream.resume(iter(self._jobs))
-        stream = stream or Stream(
-            self._index,
-            iter(self._jobs),
-            self,
-            graph_inputs=() if self._on_cpu else ("sizes", "corners"),
-            finishes=self._on_cpu,
-            img_size=self._img_size,
-            max_batch_size=self._max_batch_size,
-            device=self._device,
-            num_threads=self._num_threads,
-            preadv=os.preadv,
-        )
+        stream = stream or self._new_stream(iter(self._jobs))
         with contextlib.ExitStack() as failure:
             failure.callback(stream.close)  # also if the consumer stops early
             for job in self._jobs:
@@ -272,15 +266,15 @@ class EvalLoader:
 
 
 def _finishes_on_cpu(device: torch.device) -> bool:
-    """Tell whether threads of ours finish the images (with `pixels`); otherwise DALI's graph does."""
+    """Tell whether threads of ours, and not DALI's graph, finish the images."""
     return device.type == "cpu"
 
 
 def _decode(jpegs: Any, device: torch.device, index: Index) -> Any:
-    """Decode whole images: on a GPU, or, in the same graph, on a CPU.
+    """Decode whole images: on a GPU, DALI's `image_slice` would silently use CPU threads.
 
-    A GPU's JPEG unit decodes whole images only, and nvJPEG 12 cannot do both a window and fancy upsampling: DALI's
-    `image_slice` would use its CPU threads without a message. nvJPEG 13 needs a driver of CUDA 13.
+    The JPEG unit decodes whole images only, and nvJPEG 12 cannot do both a window and fancy upsampling. nvJPEG 13 needs
+    a driver of CUDA 13.
     """
     width, height = (int(np.percentile(sizes, USUAL_SIZE)) for sizes in (index.width, index.height))
     return fn.decoders.image(
@@ -294,19 +288,18 @@ def _decode(jpegs: Any, device: torch.device, index: Index) -> Any:
 
 
 def _decode_window(jpegs: Any, corners: Any, sizes: Any) -> Any:
-    """Decode only a window, which must lie inside the image, on a CPU."""
     in_pixels: dict[str, Any] = {"normalized_anchor": False, "normalized_shape": False}
     return fn.decoders.image_slice(jpegs, corners, sizes, device="cpu", axis_names="WH", **in_pixels, **AS_PIL)
 
 
 def _slice(images: Any, corners: Any, sizes: Any) -> Any:
-    """Cut a window that may reach out of the image; it is black there."""
+    """Cut a window, which is black outside of the image."""
     outside: dict[str, Any] = {"out_of_bounds_policy": "pad", "fill_values": 0}
     return fn.slice(images, start=corners, shape=sizes, axis_names="WH", **outside)
 
 
 def _filters(interpolation: str) -> Callable[[int, np.ndarray, np.ndarray], np.ndarray]:
-    """Return a function of seed, epochs and samples: DALI's number of each sample's filter."""
+    """Return a function from seed, epochs and samples to DALI's number of each sample's filter."""
     if interpolation == "random":
         either = np.array([INTERPOLATIONS[name].value for name in ("bilinear", "bicubic")], dtype=np.int32)
         return lambda *place: either[order.draw_bicubic(*place).astype(np.int32)]
@@ -318,10 +311,6 @@ def _resize(interpolation: str) -> dict[str, Any]:
     if interpolation not in INTERPOLATIONS:
         raise ValueError(f"interpolation is {interpolation!r}, expected one of {', '.join(INTERPOLATIONS)}.")
     return {"interp_type": INTERPOLATIONS[interpolation], "antialias": True}
-
-
-def _bytes(images: Any, *, mirror: Any) -> Any:
-    return fn.crop_mirror_normalize(images, dtype=types.DALIDataType.UINT8, output_layout="CHW", mirror=mirror)
 
 
 def _normalise(images: Any, mean: tuple[float, ...], std: tuple[float, ...], *, mirror: Any = 0) -> Any:

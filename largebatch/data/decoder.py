@@ -1,4 +1,4 @@
-"""DALI's decoder of single images: what it cannot decode would end a training, although Pillow may read it."""
+"""DALI's decoder of single images, to find those that Pillow can read and DALI cannot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _own = threading.local()  # the decoder of each thread
 
 
 def decoder_fault(data: bytes) -> str:
-    """Return the reason why DALI cannot decode an encoded image on a CPU, or ""."""
+    """Return why DALI cannot decode an encoded image on a CPU, or ""."""
     if not hasattr(_own, "decoder"):
         _own.decoder = _Decoder()
     try:
@@ -31,8 +31,6 @@ def decoder_fault(data: bytes) -> str:
 
 
 class _Decoder:
-    """A pipeline that decodes one image at a time."""
-
     def __init__(self) -> None:
         self._next = np.zeros(0, dtype=np.uint8)
         self._pipe = Pipeline(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1, exec_dynamic=True)

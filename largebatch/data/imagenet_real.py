@@ -1,8 +1,7 @@
 """ReaL labels (https://arxiv.org/abs/2006.07159): all classes that people see in each held-out image of ImageNet.
 
-The published file, real.json, is a list of 50,000 lists of zero-based classes, for ILSVRC2012_val_00000001 to
-ILSVRC2012_val_00050000 in this order. 3,163 lists are empty: their images do not count. An image is found by its name,
-because its position differs between a folder and TFRecords.
+The published real.json is a list of 50,000 lists of zero-based classes, in the order of the images' numbers. 3,163 are
+empty: these images do not count. Images are found by name, because a folder and TFRecords have other orders.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.\w+")
 
 
 def real_labels(path: str, index: Index) -> np.ndarray:
-    """Return the classes of each image of `index`, one row per image, filled up with -1: int64 (N, L).
+    """Return the classes of each image, filled up with -1: int64 (N, L).
 
-    Reads every record once for its name. ValueError if the file is no such list, or has no image of that name.
+    ValueError if the file is no such list, or has no image of that name.
     """
     lists = _read(path, num_classes=index.num_classes)
     order: Sequence[int] = range(index.num_classes)
@@ -50,7 +49,7 @@ def real_labels(path: str, index: Index) -> np.ndarray:
 
 
 def image_names(index: Index) -> list[str]:
-    """Return the file name of each image, without its folder. Raise ValueError if the records have no names."""
+    """Return the file name of each image. Raise ValueError if the records have none."""
     if index.class_names:  # image files
         return [os.path.basename(index.files[number]) for number in index.file]
     names = []

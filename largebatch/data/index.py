@@ -1,8 +1,6 @@
 """The index of a data set: where the bytes of every image lie, its size and its label.
 
-The same arrays describe TFRecords and a folder of image files (offset 0), so the code that reads images knows one kind
-of source. An image that cannot be read has its row, too, with the size 0 x 0: `quarantine` says what is wrong with it,
-or leaves it out. `scan` builds an index, `index_file` saves and loads it.
+It describes TFRecords, tars and image files (offset 0) alike. `scan` builds it, `index_file` saves and loads it.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from largebatch.data.label_maps import map_bytes
+from largebatch.data.records import read_span
 from largebatch.files.names import listed
 
 COLUMNS = ("file", "offset", "length", "label", "width", "height")  # of each image
@@ -25,8 +24,7 @@ MAP_COLUMNS = ("map_offset", "map_shape")  # of each label map, if there are any
 def label_base(low: int, high: int, *, num_classes: int, name: str, highest: str) -> int:
     """Return 0 if labels from `low` to `high` count `num_classes` classes from 0, and 1 if they count from 1.
 
-    Raises ValueError, with the data's `name` and the place of the highest label, if they fit neither or could be
-    either.
+    Raises ValueError if they fit neither or could be either.
     """
     if (low == 0 and high < num_classes) or (low == 1 and high == num_classes):
         return low
@@ -41,14 +39,13 @@ def label_base(low: int, high: int, *, num_classes: int, name: str, highest: str
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Index:
-    """The place, size and label of each of N images. Samples are in the order of the files and inside each file.
+    """The place, size and label of each of N images, in the order of the files and inside each file.
 
     Per image: the number of its file, width and height (int32), offset and length of its encoded bytes, label (int64).
-    Labels are zero-based after `number_labels` has subtracted `label_base`; `label_range` has the lowest and highest
-    label in the files. Per file: size and modification time. `class_names` are known for image folders only; `names`
-    are those of a model's classes, if `by_names` has numbered the labels by them. `left_out` (M, 2) holds file and
-    offset of the images that `without` removed. An image that could not be read is 0 pixels wide and spans its record
-    or file.
+    An image that cannot be read is 0 pixels wide and spans its record or file. Labels are zero-based after
+    `number_labels` has subtracted `label_base`; `label_range` has the lowest and highest label in the files.
+    `class_names` are those of image folders, `names` those of a model. `left_out` (M, 2) holds file and offset of the
+    images that `without` removed.
 
     Of label maps (`label_maps`), if there are any: the offset of each (int64, 0 for an image without one), its shape k,
     h, w (int32, (N, 3)), and the highest class in any map, plus one.
@@ -85,11 +82,15 @@ class Index:
         shared = os.path.commonpath([os.path.dirname(path) for path in (self.files[0], self.files[-1])])
         return os.path.dirname(shared) if self.class_names and self.label[0] == self.label[-1] else shared
 
+    def read(self, sample: int) -> bytes:
+        """Return the encoded bytes of an image. Raises OSError if its file ends before them."""
+        return read_span(self.files[self.file[sample]], int(self.offset[sample]), int(self.length[sample]))
+
     def where(self, sample: int) -> str:
         return f"{self.files[self.file[sample]]}, record {self.record(sample)} (at byte {self.offset[sample]})"
 
     def record(self, sample: int) -> int:
-        """Return the number of a sample in its file; images that were left out count."""
+        """Return the number of a sample in its file, in which images that were left out count."""
         file, offset = self.file[sample], self.offset[sample]
         before = (self.left_out[:, 0] == file) & (self.left_out[:, 1] < offset)
         return sample - int(np.searchsorted(self.file, file)) + int(before.sum())
@@ -103,7 +104,7 @@ class Index:
         return dataclasses.replace(self, **columns, left_out=np.concatenate([self.left_out, removed]))
 
     def check_maps(self, num_classes: int) -> None:
-        """Raise ValueError unless each image has a label map, all of one shape, with at most `num_classes` classes."""
+        """Raise ValueError unless each image has a label map, of one shape, with at most `num_classes` classes."""
         missing = np.flatnonzero(self.map_offset == 0) if len(self.map_offset) else np.arange(len(self))
         if len(missing):
             raise ValueError(
@@ -124,7 +125,7 @@ class Index:
             )
 
     def spans(self, samples: np.ndarray, *, with_maps: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return start and stop of the bytes of samples in their files: the image, or the image and its map."""
+        """Return start and stop of the image, or of the image with its map, in the files of samples."""
         start, stop = self.offset[samples], self.offset[samples] + self.length[samples]
         if with_maps:
             start = np.minimum(start, self.map_offset[samples])
@@ -136,17 +137,17 @@ class Index:
         return dataclasses.replace(self, files=files) if old != new else self
 
     def digest(self) -> str:
-        """Return sixteen digits that identify the images, their order and their labels, but not their folder."""
+        """Return sixteen digits that identify the images, their order and their labels."""
         digest = hashlib.sha256()
         for column in (self.file, self.offset, self.length, self.label):
             digest.update(column.tobytes())
         return digest.hexdigest()[:16]
 
     def number_labels(self, *, num_classes: int = 0, like: Index | None = None) -> Index:
-        """Return the same index with zero-based labels; ValueError if they do not fit `num_classes`. 0: they decide.
+        """Return the index with zero-based labels; ValueError if they do not fit `num_classes`. 0: the labels decide.
 
-        Labels of records may count from 0 or from 1; the range of the training split, `like`, decides if it is known,
-        because a small held-out split may lack the first class.
+        The labels of the training split, `like`, tell whether they count from 0 or 1, because a held-out split may lack
+        the first class.
         """
         low, high = (like or self).label_range
         num_classes = num_classes or (high if low else high + 1)
@@ -164,7 +165,7 @@ class Index:
         return self.where(int(self.label.argmax()))
 
     def _refuse_gaps(self) -> None:
-        """Raise ValueError if most labels up to the highest do not occur: it is hardly a class of its own."""
+        """Raise ValueError if most labels up to the highest, which is then probably a mistake, do not occur."""
         seen = len(np.unique(self.label))
         if 2 * seen < self.num_classes:
             raise ValueError(
@@ -174,7 +175,7 @@ class Index:
             )
 
     def by_names(self, own: Sequence[str], names: Sequence[str]) -> Index:
-        """Return the same index with labels that number `names`, a model's classes; now they number `own`.
+        """Return the index with labels that number a model's classes, `names`, instead of `own`.
 
         Raises ValueError if the model does not know a class that has images, or has two of that name.
         """
@@ -195,10 +196,7 @@ class Index:
         )
 
     def for_classes(self, num_classes: int) -> Index:
-        """Return the same index for a model with `num_classes` outputs; 0: as many as the images have, two or more.
-
-        Raises ValueError if its labels do not fit.
-        """
+        """Return the index for a model with `num_classes` outputs; 0: as many as the images have, two or more."""
         named = len(self.class_names)
         index = self if named else self.number_labels(num_classes=num_classes)
         if named == 1 or not num_classes and index.num_classes == 1:

@@ -1,6 +1,6 @@
 """The file that keeps an index: save it, load it, and check it against itself and against the data.
 
-A damaged index would give wrong bytes or labels silently, so `load` checks whatever can be checked cheaply.
+A damaged index would silently give wrong bytes or labels, so `load` checks what can be checked cheaply.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def save(index: Index, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Index:
-    """Read what `save` wrote. Raises ValueError naming the file if it is truncated or damaged."""
+    """Read what `save` wrote. Raises ValueError if the file is damaged."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as data:
             arrays = {name.removeprefix("index_"): data[name] for name in data.files}
@@ -77,7 +77,7 @@ def why_damaged(index: Index) -> str:
 
 
 def why_stale(index: Index, files: Sequence[str], class_names: Sequence[str] = ()) -> str:
-    """Return the reason why the index does not describe `files` and their classes as they are now, or ""."""
+    """Return why the index does not describe `files` and their classes as they are now, or ""."""
     if tuple(files) != index.files:
         listed, there = next((a, b) for a, b in zip_longest(index.files, files, fillvalue="none") if a != b)
         return f"of {len(index.files)} files that it lists and {len(files)} that are there, {listed} and {there} differ"
@@ -94,15 +94,14 @@ def why_stale(index: Index, files: Sequence[str], class_names: Sequence[str] = (
 
 
 def file_numbers(index: Index) -> list[int]:
-    """Return the inode numbers of some of the files, which other files hardly have."""
     return [os.stat(path).st_ino for path in index.files[:: max(1, len(index.files) // SOME)]]
 
 
 def why_other_files(index: Index, numbers: Sequence[int]) -> str:
-    """Return the reason why the files on this host are not those of the index, or "" if they are.
+    """Return why the files on this host are not those of the index, or "".
 
-    numbers: `file_numbers` of the host that made the index. If they are the same, both hosts see one file system. A
-    copy has the same sizes, and may have other times.
+    numbers: `file_numbers` of the host that made the index; the same ones mean one file system. A copy has the same
+    sizes, and may have other times.
     """
     try:
         if file_numbers(index) == numbers:

@@ -1,11 +1,11 @@
 """Label maps in records: a teacher's highest scores and their classes, in each cell of a grid over an image.
 
-The map is one more feature of the record, beside the image, so that both are read at once and one CRC covers both:
+The map is one more feature of the record, so the CRC covers it, too:
 
     token_labels/map     float16 scores (k, h, w), then uint16 classes (k, h, w), little-endian
     token_labels/shape   k, h, w
 
-Scores are raw logits, the highest first. `token_labels` turns a map into targets for a training image.
+Scores are raw logits, the highest first.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ MOST_CLASSES = 2**16  # a class is stored as uint16
 
 
 def encode_map(scores: np.ndarray, ids: np.ndarray) -> Mapping[str, Values]:
-    """Return the features of a map with these scores and classes (k, h, w).
-
-    Raises ValueError if a score is not finite in half precision or a class is out of range.
-    """
+    """Return the features of a map with these scores and classes (k, h, w); ValueError if they cannot be stored."""
     assert scores.shape == ids.shape and scores.ndim == 3, (scores.shape, ids.shape)
     halves = scores.astype("<f2")
     if not np.isfinite(halves).all():
@@ -48,7 +45,7 @@ class Found(NamedTuple):
 
 
 def find_map(payload: bytes) -> Found:
-    """Locate the label map in a record; an empty `Found` if there is none or its size does not match its shape."""
+    """Locate the label map in a record; empty if there is none or its size does not match its shape."""
     if MAP.encode() not in payload:  # many times faster than parsing all fields
         return Found()
     try:
@@ -64,12 +61,11 @@ def find_map(payload: bytes) -> Found:
 
 
 def map_bytes(shape: Sequence[int]) -> int:
-    """Return the size in bytes of a map of shape (k, h, w)."""
     return 4 * math.prod(shape)
 
 
 def decode_maps(encoded: Sequence[np.ndarray], shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return classes int32 and scores float16, both (n, k, h, w), of n maps, each in bytes and of shape (k, h, w)."""
+    """Return classes int32 and scores float16, both (n, k, h, w), of n maps, each in bytes."""
     maps = np.stack(encoded)
     half = maps.shape[1] // 2
     scores, ids = maps[:, :half].copy().view("<f2"), maps[:, half:].copy().view("<u2").astype(np.int32)

@@ -1,10 +1,9 @@
 """The order of the samples, and the crop, flip and resizing filter of each: pure functions of (seed, epoch, position).
 
-So they are the same for any number of shards, on CPU and GPU, and after a resume: the data position of a run is one
-integer. A run is one endless stream of epoch permutations, cut into global batches, which are cut into numbered
-micro-batches. Shard r of R takes the numbers r, r + R, r + 2R, ...: R changes who computes a micro-batch, never its
-content. Only the raw words of a counter-based bit generator and integer mixing are used, which NumPy guarantees; the
-methods of its Generator may change between versions.
+So they are the same for any number of shards, on CPU and GPU, and after a resume. A run is an endless stream of epoch
+permutations, cut into global batches, which are cut into numbered micro-batches. Shard r of R takes the numbers r, r +
+R, ...: R changes who computes a micro-batch, never its content. Only raw words of a bit generator and integer
+arithmetic are used: NumPy's Generator may change between versions.
 """
 
 from __future__ import annotations
@@ -43,13 +42,12 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run: how it cuts the endless stream of epoch permutations into batches.
+    """The batches of a run, cut from the stream of epoch permutations.
 
     `num_images` is the length of the whole run; only its last global batch may be short. With `shuffle_window` W > 0
     the files (with `shard_sizes` samples) are permuted, and samples are mixed only inside W consecutive files, which
-    keeps reads sequential on slow storage. 0 mixes all samples of an epoch. `phases` are those of a batch ramp: the
-    first stream position of each, from 0, and its global batch, at most `global_batch_size`; each is a whole number of
-    steps.
+    keeps reads sequential on slow storage. `phases` of a batch ramp are its first stream positions, from 0, and global
+    batches, at most `global_batch_size`; each is a whole number of steps.
     """
 
     num_samples: int
@@ -98,7 +96,7 @@ class Plan:
         return found[1:] or found
 
     def phase(self, step: int) -> Phase:
-        """Return the phase of a step; later steps than the run's belong to the last one."""
+        """Return the phase of a step."""
         return self._phases[max(0, bisect.bisect_right(self._phases, step, key=lambda phase: phase.step) - 1)]
 
     def start(self, step: int) -> int:
@@ -106,19 +104,19 @@ class Plan:
         return phase.start + (step - phase.step) * phase.batch_size
 
     def time(self, step: int) -> float:
-        """Return the place of a step for the schedule, in steps like the first; without phases, the step itself."""
+        """Return the place of a step for the schedule, in steps of the first phase."""
         return self.start(step) / self._phases[0].batch_size
 
     def batch_size(self, step: int) -> int:
-        """Return the global batch of the phase of a step; only the last step of the run may have fewer images."""
+        """Return the global batch of a step's phase; the last step of the run may have fewer images."""
         return self.phase(step).batch_size
 
     def passes_in_phase(self, step: int, num_shards: int) -> int:
-        """Return the most micro-batches that a shard has in a full step of the phase of `step`."""
+        """Return the most micro-batches of a shard in a full step."""
         return math.ceil(math.ceil(self.batch_size(step) / self.micro_batch_size) / num_shards)
 
     def passes_in_step(self, step: int, num_shards: int) -> int:
-        """Return the most micro-batches that a shard has in this step, which may be a short one."""
+        """Return the most micro-batches of a shard in this step."""
         return len(self.micro_batches(step, 0, num_shards))
 
     @functools.cached_property
@@ -127,11 +125,11 @@ class Plan:
         return last.step + math.ceil((self.num_images - last.start) / last.batch_size)
 
     def window_images(self, step: int) -> int:
-        """Return the images in this step: the global batch, or the rest of the run; 0 after its end."""
+        """Return the number of images in this step."""
         return max(0, min(self.batch_size(step), self.num_images - self.start(step)))
 
     def micro_batches(self, step: int, shard: int, num_shards: int) -> list[MicroBatch]:
-        """Return the micro-batches of a shard; in a short step it may have none."""
+        """Return the micro-batches of a shard; a short step may have none."""
         assert step >= 0 and 0 <= shard < num_shards, (step, shard, num_shards)
         start = self.start(step)
         stop = start + self.window_images(step)
@@ -147,15 +145,14 @@ class Plan:
             if self.shuffle_window:
                 order = _windowed_order(self.seed, epoch, self.shard_sizes, self.shuffle_window)
             else:
-                order = _epoch_order(self.seed, epoch, self.num_samples)
+                order = epoch_order(self.seed, epoch, self.num_samples)
             chosen = epochs == epoch
             samples[chosen] = order[places[chosen]]
         return epochs, samples
 
 
 @functools.lru_cache(maxsize=4)  # two epochs of the training plan and two of another one; each takes 8 bytes per sample
-def _epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
-    """Return a permutation of range(num_samples): the order that sorts random 64-bit words."""
+def epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
     words = np.random.Philox(key=[seed, epoch]).random_raw(num_samples)
     order = np.argsort(words, kind="stable")
     order.flags.writeable = False
@@ -164,7 +161,6 @@ def _epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def _windowed_order(seed: int, epoch: int, shard_sizes: tuple[int, ...], window: int) -> np.ndarray:
-    """Permute the files, then mix the samples inside windows of `window` files."""
     sizes = np.asarray(shard_sizes, dtype=np.int64)
     words = np.random.Philox(key=[seed, epoch]).random_raw(len(sizes) + int(sizes.sum()))
     place = np.argsort(np.argsort(words[: len(sizes)], kind="stable"), kind="stable")  # of each file
@@ -175,7 +171,7 @@ def _windowed_order(seed: int, epoch: int, shard_sizes: tuple[int, ...], window:
 
 
 def uniform(seed: int, epochs: np.ndarray, samples: np.ndarray, draw: int) -> np.ndarray:
-    """Return draw number `draw` of each (epoch, sample): float64 in [0, 1). Elements do not depend on each other."""
+    """Return draw number `draw` of each (epoch, sample): independent float64 in [0, 1)."""
     state = _mix(np.full(1, seed, dtype=np.uint64))
     state = _mix(state + np.asarray(epochs).astype(np.uint64))
     state = _mix(state + np.asarray(samples).astype(np.uint64))
@@ -193,10 +189,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Per sample: the crop window in pixels of the stored image (int32), and a flag to flip it (bool).
-
-    The window may reach out of the image; it is black there.
-    """
+    """Per sample: the crop window in pixels of the stored image (int32), black outside of it, and whether to flip."""
 
     x: np.ndarray
     y: np.ndarray
@@ -216,10 +209,10 @@ def draw(
     ratio: tuple[float, float],
     hflip: float,
 ) -> Draws:
-    """Draw the random resized crop and the flip of each sample; `width` and `height` are those of its stored image.
+    """Draw torchvision's RandomResizedCrop, and the flip, of each stored image of `width` x `height`.
 
-    As torchvision's RandomResizedCrop: area uniform in `scale`, aspect ratio log-uniform in `ratio`, up to ten
-    attempts, then the largest centre crop with an allowed ratio.
+    The area is uniform in `scale`, the aspect ratio log-uniform in `ratio`. After ten attempts that do not fit it is
+    the largest centre crop with an allowed ratio.
     """
     width, height = np.asarray(width, dtype=np.int64), np.asarray(height, dtype=np.int64)
     attempts = np.arange(ATTEMPTS)[:, None]
@@ -250,7 +243,7 @@ def draw_padded(
     padding: int,
     hflip: float,
 ) -> Draws:
-    """Draw a window of the image's own size, moved as by torchvision's RandomCrop by up to `padding` pixels; a flip."""
+    """Draw a window of the image's size, moved by up to `padding` pixels as by torchvision's RandomCrop, and a flip."""
     x, y = (
         np.floor(uniform(seed, epochs, samples, number) * (2 * padding + 1)).astype(np.int32) - padding
         for number in (2, 3)
@@ -260,7 +253,7 @@ def draw_padded(
 
 
 def draw_bicubic(seed: int, epochs: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """Draw the filter of each sample: True for bicubic, False for bilinear, each with probability 1/2."""
+    """Draw True for bicubic, False for bilinear, with probability 1/2."""
     return uniform(seed, epochs, samples, _INTERPOLATION) < 0.5
 
 
@@ -277,8 +270,8 @@ def centre_geometry(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the crops of timm's evaluation: (height, width) to resize to and corners (x, y), both (n, 2).
 
-    The shorter side becomes floor(img_size / crop_pct), the aspect ratio is kept, then a centred square of side
-    img_size is cut. With crop_pct > 1 corners are negative, and the outside is black.
+    The shorter side becomes floor(img_size / crop_pct), then a centred square of side img_size is cut. With crop_pct >
+    1 corners are negative, and the outside is black.
     """
     width, height = np.asarray(width, dtype=np.int64), np.asarray(height, dtype=np.int64)
     short = math.floor(img_size / crop_pct)

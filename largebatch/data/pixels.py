@@ -1,7 +1,6 @@
 """Turn a decoded image into normalised floats on a CPU, as DALI does on a GPU.
 
-Several threads call these functions at once, each with one image. Pixels stay bytes until the last step, as in PIL and
-timm.
+Several threads call these functions. Pixels stay bytes until the last step, as in PIL and timm.
 """
 
 import numpy as np
@@ -12,14 +11,14 @@ from largebatch.native.copies import to_device
 
 
 def resize(image: np.ndarray, size: tuple[int, int], interpolation: str) -> np.ndarray:
-    """Resize (H, W, 3) to (*size, 3), both uint8. torch's kernel runs in one thread and releases the interpreter."""
+    """Resize (H, W, 3) to (*size, 3), both uint8; torch's kernel takes one thread and releases the interpreter."""
     pixels = torch.from_numpy(image).permute(2, 0, 1)[None]
     resized = functional.interpolate(pixels, size=size, mode=interpolation, antialias=True)
     return resized[0].permute(1, 2, 0).numpy()
 
 
 def window(image: np.ndarray, x: int, y: int, width: int, height: int) -> np.ndarray:
-    """Cut the window (height, width, 3) with its corner at (x, y); it is black outside of `image` (H, W, 3)."""
+    """Cut the window (height, width, 3) at (x, y), which is black outside of `image` (H, W, 3)."""
     left, top = max(x, 0), max(y, 0)
     inside = image[top : max(y + height, 0), left : max(x + width, 0)]
     if inside.shape[:2] == (height, width):
@@ -32,7 +31,7 @@ def window(image: np.ndarray, x: int, y: int, width: int, height: int) -> np.nda
 class Normalise:
     """Normalises bytes to floats: an image (H, W, 3) to (3, H, W) if called, a batch (n, 3, H, W) with `batch`.
 
-    NumPy does it for one image, because torch would start a team of threads in each of ours.
+    One image is left to NumPy, because torch would start a team of threads in each of ours.
     """
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:

@@ -1,7 +1,7 @@
 """Quarantine: images that cannot be decoded are found once by `find_bad`, listed, and left out of every training.
 
-The list is a CSV file, by default quarantine.csv in the data folder. An entry has the offset, the length and the
-SHA-256 of an image, or of its record if the image cannot be found in it: so a list whose files have changed is noticed.
+An entry of the CSV file has the SHA-256 of the image, or of its record if no image can be found in it, so a list whose
+files have changed is noticed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Entry:
 
 
 def find_bad(index: Index, *, folder: Path, split: str, num_threads: int) -> Iterator[tuple[int, list[Entry]]]:
-    """Decode every image of `index`; after each task, yield the number of images done so far and the new entries."""
+    """Decode every image; after each task, yield the number of images done so far and the new entries."""
     sizes = index.shard_sizes
     firsts = np.cumsum((0, *sizes)).tolist()
 
@@ -74,7 +74,7 @@ def find_bad(index: Index, *, folder: Path, split: str, num_threads: int) -> Ite
 
 
 def _faults(index: Index, number: int, first: int) -> Iterator[str]:
-    """Yield the fault of each image of a file, whose first image is sample `first`; '' for a good image."""
+    """Yield the fault, or "", of each image of a file, whose first image is sample `first`."""
     path = index.files[number]
     if index.class_names:  # a file is an image
         yield image_fault(lambda: read_span(path, 0, int(index.length[first])))
@@ -88,7 +88,7 @@ def _faults(index: Index, number: int, first: int) -> Iterator[str]:
 
 
 def image_fault(read: Callable[[], bytes]) -> str:
-    """Return the reason why the bytes that `read` gives cannot be decoded, with Pillow and with DALI, or ""."""
+    """Return why Pillow or DALI cannot decode the bytes that `read` returns, or ""."""
     try:
         data = read()
         image_size(io.BytesIO(data))
@@ -106,13 +106,11 @@ def image_fault(read: Callable[[], bytes]) -> str:
 
 def _entry(index: Index, sample: int, reason: str, *, folder: Path, split: str) -> Entry:
     path, offset, length = index.files[index.file[sample]], int(index.offset[sample]), int(index.length[sample])
-    file = os.path.relpath(path, folder)
-    sha256 = _sha256(path, offset, length)
-    return Entry(split, file, index.record(sample), offset, length, sha256, " ".join(reason.split()))
+    place = index.record(sample), offset, length, _sha256(path, offset, length)
+    return Entry(split, os.path.relpath(path, folder), *place, " ".join(reason.split()))
 
 
 def _sha256(path: str, offset: int, length: int) -> str:
-    """Return the digest of the bytes, or "" if they cannot be read."""
     try:
         return hashlib.sha256(read_span(path, offset, length)).hexdigest()
     except OSError:
@@ -147,8 +145,7 @@ def load(path: Path) -> list[Entry]:
 def leave_out(index: Index, entries: Sequence[Entry], *, folder: Path, split: str, listed_in: Path) -> Index:
     """Return `index` without the images that the entries of its split name.
 
-    Raise ValueError if the files have changed since, if no image is left, or if an image that is left could not be
-    read.
+    Raise ValueError if the files have changed since, if nothing is left, or if an image that is left could not be read.
     """
     listed = listed_spans(entries, folder=folder, split=split, listed_in=listed_in)
     numbers = {path: number for number, path in enumerate(index.files)} if listed else {}
@@ -170,7 +167,7 @@ def leave_out(index: Index, entries: Sequence[Entry], *, folder: Path, split: st
 
 
 def listed_spans(entries: Sequence[Entry], *, folder: Path, split: str, listed_in: Path) -> list[tuple[str, int, int]]:
-    """Return the file, offset and length of each entry of a split. Raise ValueError if those bytes have changed."""
+    """Return file, offset and length of each entry of a split. Raise ValueError if those bytes have changed."""
     spans = []
     for entry in entries:
         path = str(folder / entry.file)
@@ -185,14 +182,14 @@ def listed_spans(entries: Sequence[Entry], *, folder: Path, split: str, listed_i
 
 
 def _is_as_listed(path: str, entry: Entry) -> bool:
-    """Return whether the bytes are the same. An image file must not have grown either; a gap may be at byte 0."""
+    """Return whether the bytes are the same; an image file must not have grown, but a gap may be at byte 0."""
     whole = entry.offset > 0 or not os.path.exists(path) or os.path.getsize(path) == entry.length
     whole = whole or length_at(path, entry.length) is not None
     return whole and _sha256(path, entry.offset, entry.length) == entry.sha256
 
 
 def _matching(index: Index, number: int, offset: int, length: int) -> list[int]:
-    """Return the samples of a file at a span: the same bytes, a record of theirs, or a gap around them."""
+    """Return the samples at a span: the same bytes, bytes inside of it, or a gap around it."""
     first, stop = np.searchsorted(index.file, [number, number + 1]).tolist()
     starts, ends = index.offset[first:stop], index.offset[first:stop] + index.length[first:stop]
     inside = (offset <= starts) & (ends <= offset + length)
@@ -201,7 +198,6 @@ def _matching(index: Index, number: int, offset: int, length: int) -> list[int]:
 
 
 def _refuse(index: Index, sample: int, count: int, *, folder: Path) -> None:
-    """Raise ValueError with the fault of `sample`, the first of `count` damaged ones."""
     number = int(index.file[sample])
     if index.class_names:
         (reason,) = _faults(index, number, sample)

@@ -1,8 +1,8 @@
 """RandAugment and AutoAugment: draw the operations of each sample, as pure functions of (seed, epoch, sample).
 
-The draws are the arguments of Pillow's functions (a factor, a threshold, an angle), so a GPU uses the draws of a CPU.
-Two things differ from timm's RandAugment. Shears, shifts and rotations always resample bilinearly; timm draws bilinear
-or bicubic. An operation that keeps no bit of an image makes it black; timm with Pillow 13 ends in an error.
+The draws are the arguments of Pillow's functions. Two things differ from timm's RandAugment. Shears, shifts and
+rotations are always bilinear, in timm bilinear or bicubic. An operation that keeps no bit of an image makes it black;
+timm with Pillow 13 ends in an error.
 """
 
 from __future__ import annotations
@@ -74,9 +74,14 @@ AUTO: dict[str, Level] = _RAND_GEOMETRY | {
     "translate_x": _signed(150 / 331),
     "translate_y": _signed(150 / 331),
     "posterize": lambda level, sign: 8 - np.rint(level * 4),
-    "solarize": lambda level, sign: np.ceil(255 - level * 255 - 1e-6),  # the same whole levels are below it
+    "solarize": lambda level, sign: np.ceil(255 - level * 255 - 1e-6),  # rounded up: levels are whole
     **{name: lambda level, sign: 1.0 + sign * (level * 0.9) for name in _BLENDS},
 }
+
+
+def _uniform(seed: int, epochs: np.ndarray, samples: np.ndarray, layers: int) -> Callable[[int], np.ndarray]:
+    firsts = range(FIRST_DRAW, FIRST_DRAW + _DRAWS * layers, _DRAWS)
+    return lambda number: np.stack([uniform(seed, epochs, samples, first + number) for first in firsts], axis=-1)
 
 
 def _operations(codes: np.ndarray, levels: np.ndarray, signs: np.ndarray, scales: dict[str, Level]) -> Operations:
@@ -106,10 +111,7 @@ class RandAugment:
     increasing: bool = False
 
     def draw(self, seed: int, epochs: np.ndarray, samples: np.ndarray) -> Operations:
-        def u(number: int) -> np.ndarray:  # (n, k)
-            draws = [uniform(seed, epochs, samples, FIRST_DRAW + _DRAWS * k + number) for k in range(self.num_ops)]
-            return np.stack(draws, axis=-1)
-
+        u = _uniform(seed, epochs, samples, self.num_ops)
         codes = 1 + np.floor(u(_OPERATION) * (len(NAMES) - 1)).astype(np.int64)
         normal = np.sqrt(-2 * np.log1p(-u(_RADIUS))) * np.cos(2 * np.pi * u(_ANGLE))  # Box and Muller, 1958
         magnitudes = np.clip(self.magnitude + self.magnitude_std * normal, 0.0, self.magnitude_max)
@@ -123,8 +125,7 @@ class AutoAugment:
     """Draw one of the sub-policies for each sample, and apply each of its operations with its own probability.
 
     `sub_policies` hold operation, probability and strength from 0 to 9, as torchvision's: ten even steps over the
-    ranges of https://arxiv.org/abs/1805.09501, with a random sign; blends go away from 1; shifts are at most 150/331 of
-    the side (not rounded to whole pixels).
+    ranges of https://arxiv.org/abs/1805.09501, with a random sign; shifts are at most 150/331 of the side.
     """
 
     sub_policies: tuple[tuple[tuple[str, float, int], ...], ...]
@@ -134,11 +135,7 @@ class AutoAugment:
         codes = np.array([[CODES[name] for name, _, _ in steps] for steps in table])
         probs = np.array([[prob for _, prob, _ in steps] for steps in table])
         levels = np.array([[level / 9 for _, _, level in steps] for steps in table])
-
-        def u(number: int) -> np.ndarray:
-            draws = [uniform(seed, epochs, samples, FIRST_DRAW + _DRAWS * k + number) for k in range(codes.shape[1])]
-            return np.stack(draws, axis=-1)
-
+        u = _uniform(seed, epochs, samples, codes.shape[1])
         chosen = np.floor(uniform(seed, epochs, samples, FIRST_DRAW + _OPERATION) * len(table)).astype(np.int64)
         applied = np.where(u(_APPLY) < probs[chosen], codes[chosen], NONE)
         signs = np.where(u(_SIGN) < 0.5, -1.0, 1.0)
@@ -179,7 +176,7 @@ Policy = RandAugment | AutoAugment
 
 
 def parse(text: str) -> Policy | None:
-    """Return the policy for "cifar10" or a text like timm's "rand-m9-mstd0.5-inc1"; None for "". Else a ValueError.
+    """Return the policy for "cifar10" or timm's "rand-m9-mstd0.5-inc1", None for ""; ValueError for anything else.
 
     m: magnitude (default 10), n: number of operations (2), p: probability of each (0.5), mstd: standard deviation of
     the magnitude (0), mmax: its upper bound (10), inc1: increasing.
@@ -204,7 +201,7 @@ def parse(text: str) -> Policy | None:
 
 
 def draw(policy: Policy | None, seed: int, epochs: np.ndarray, samples: np.ndarray) -> Operations:
-    """Draw the operations of each (epoch, sample); without a policy the arrays are (n, 0)."""
+    """Draw the operations of each sample; without a policy the arrays are (n, 0)."""
     if policy is None:
         no_layers = np.zeros((len(samples), 0))
         return _operations(no_layers.astype(np.int64), no_layers, no_layers, {})
@@ -217,8 +214,7 @@ def draw(policy: Policy | None, seed: int, epochs: np.ndarray, samples: np.ndarr
 def matrices(codes: np.ndarray, arguments: np.ndarray) -> np.ndarray:
     """Return affine maps (..., 2, 3) from points of the output to points of the input, as Pillow's, on the unit square.
 
-    A map times (x, y, 1) of the output is (x, y) of the input; y goes down. Operations that do not move pixels have the
-    identity.
+    A map times (x, y, 1) of the output is (x, y) of the input; y goes down.
     """
     a, angle = arguments, np.radians(arguments)
     affine = np.zeros((*codes.shape, 2, 3))

@@ -1,7 +1,7 @@
-"""Apply RandAugment's operations to bytes: with Pillow on a CPU, with torch to a batch on a GPU; the results are equal.
+"""Apply RandAugment's operations to bytes: with Pillow on a CPU, with torch to a batch on a GPU.
 
-`randaugment` draws the operations. The arithmetic on a GPU equals Pillow's to the last bit, because equalize or
-posterize after a rotation would magnify a difference of one grey level. torchvision's operators on tensors differ.
+Both give the same bits, because equalize or posterize after a rotation would magnify a difference of one grey level.
+torchvision's operators on tensors differ.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from largebatch.native.copies import to_device
 
 
 def fill_colour(mean: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the colour of pixels that a warp leaves empty: the mean of the data, as bytes."""
+    """Return the colour of pixels that a warp leaves empty: the mean, as bytes."""
     return tuple(min(255, round(255 * value)) for value in mean)
 
 
 # -- one image, with Pillow --------------------------------------------------------------------------------------------
 
 ADD_BELOW = 128  # solarize_add changes only darker pixels
-_LEVELS, _MAP = np.arange(256), Image.Transform.AFFINE
+_LEVELS = np.arange(256)
 
 
 def _posterized(bits: float) -> np.ndarray:
@@ -63,14 +63,14 @@ def with_pillow(
         name = NAMES[codes[k]]
         if name in AFFINE:
             matrix = tuple(_in_pixels(affine[k], len(pixels)).ravel().tolist())
-            image = image.transform(size, _MAP, matrix, Image.Resampling.BILINEAR, fillcolor=fill)
+            image = image.transform(size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR, fillcolor=fill)
         else:
             image = _PILLOW[name](image, float(arguments[k]))
     return np.asarray(image)
 
 
 def _image(pixels: np.ndarray) -> Image.Image:
-    """Return a Pillow image. For a mirrored view, Pillow's own flip takes a fifth of the time of copying the view."""
+    """Return a Pillow image. Pillow's flip of a mirrored view takes a fifth of the time of a copy."""
     if pixels.strides[1] > 0:
         return Image.fromarray(pixels)
     return Image.fromarray(pixels[:, ::-1]).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -96,14 +96,6 @@ def _levels(images: Tensor) -> Tensor:
     return torch.arange(256, device=images.device).view(1, 1, 256)
 
 
-def _histograms(images: Tensor) -> Tensor:
-    """Count the levels of each channel: (n, channels, 256) int64."""
-    n, channels = images.shape[:2]
-    counts = torch.zeros(n, channels, 256, dtype=torch.int64, device=images.device)
-    flat = images.flatten(2).long()
-    return counts.scatter_add_(2, flat, torch.ones((), dtype=torch.int64, device=images.device).expand_as(flat))
-
-
 def _autocontrast(images: Tensor, _: Tensor) -> Tensor:
     flat, levels = images.flatten(2).double(), _levels(images)
     low, high = flat.amin(dim=2, keepdim=True), flat.amax(dim=2, keepdim=True)
@@ -113,7 +105,8 @@ def _autocontrast(images: Tensor, _: Tensor) -> Tensor:
 
 
 def _equalize(images: Tensor, _: Tensor) -> Tensor:
-    counts, levels = _histograms(images), _levels(images)
+    flat, levels = images.flatten(2).long(), _levels(images)
+    counts = levels.new_zeros(*flat.shape[:2], 256).scatter_add_(2, flat, levels.new_ones(()).expand_as(flat))
     below = counts.cumsum(dim=2) - counts
     brightest = counts.gather(2, images.flatten(2).amax(dim=2, keepdim=True).long())
     step = (images[0, 0].numel() - brightest) // 255
@@ -131,7 +124,7 @@ def _solarize_add(images: Tensor, addends: Tensor) -> Tensor:
 
 
 def _blend(images: Tensor, degenerate: Tensor, factors: Tensor) -> Tensor:
-    """Blend from `degenerate` (factor 0) to the images (factor 1) and beyond. Truncates, as Pillow does."""
+    """Blend from `degenerate` (factor 0) to the images (1) and beyond, truncating as Pillow does."""
     from_, factor = degenerate.float(), _as_pixel(factors.float())
     return ((images.float() - from_) * factor + from_).clamp(0, 255).to(torch.uint8)
 
@@ -158,7 +151,7 @@ def _sharpness(images: Tensor, factors: Tensor) -> Tensor:
 
 
 def _warp(images: Tensor, affine: Tensor, fill: Tensor) -> Tensor:
-    """Warp bilinearly, in float64 as Pillow. `affine` (n, 2, 3) is in pixels; `fill` (1, 3, 1, 1) is the outside."""
+    """Warp bilinearly in float64, as Pillow. `affine` (n, 2, 3) is in pixels, `fill` (1, 3, 1, 1) is the outside."""
     n, channels, size = images.shape[:3]
     centres = torch.arange(size, dtype=torch.float64, device=images.device) + 0.5
     column, row = centres.view(1, 1, size), centres.view(1, size, 1)
@@ -194,7 +187,7 @@ _TORCH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def with_torch(images: Tensor, fill: tuple[int, ...], operations: Operations) -> Tensor:
-    """Apply operations to a batch uint8 (n, 3, S, S), on its device and in place. The host does not wait for it."""
+    """Apply operations to a batch uint8 (n, 3, S, S), on its device and in place, without waiting for a GPU."""
     names: list[str] = []
     arrays: list[np.ndarray] = [np.array(fill, dtype=np.uint8)]
     affine = _in_pixels(operations.affine, images.shape[-1])

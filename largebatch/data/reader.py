@@ -1,4 +1,4 @@
-"""Read the encoded bytes of images with many threads at once, into memory that is used again."""
+"""Read the encoded bytes of images with many threads, into memory that is used again."""
 
 import collections
 import functools
@@ -18,13 +18,13 @@ KEPT_BLOCKS = 32  # free blocks of memory that are kept
 
 
 class Memory:
-    """Memory that is used again when nobody holds it any more. On a CPU, fresh pages cost as much as the resize."""
+    """Memory that is used again when nobody holds it: on a CPU, fresh pages cost as much as the resize."""
 
     def __init__(self) -> None:
         self._free: collections.deque[np.ndarray] = collections.deque(maxlen=KEPT_BLOCKS)
 
     def take(self, size: int) -> np.ndarray:
-        """Return an array of `size` bytes. Its memory is used again when the array, and every tensor of it, is gone.
+        """Return an array of `size` bytes, whose memory is used again when the array and every tensor of it are gone.
 
         A NumPy view does not keep it: it refers to the block behind the array.
         """
@@ -43,7 +43,7 @@ class Memory:
 class Room:
     """Memory for the bytes of some samples: a uint8 buffer, and views of it for each sample.
 
-    A span is read at once: the image alone, or the image with its label map, which lie side by side.
+    A span is read at once: the image, or the image with its label map beside it.
     """
 
     buffer: np.ndarray
@@ -53,7 +53,6 @@ class Room:
 
 
 def room(index: Index, samples: np.ndarray, memory: Memory, *, with_maps: bool = False) -> Room:
-    """Reserve memory for the encoded bytes of samples, and for their label maps."""
     starts, stops = index.spans(samples, with_maps=with_maps)
     ends = np.cumsum(stops - starts)
     buffer = memory.take(int(ends[-1]))
@@ -67,7 +66,7 @@ def room(index: Index, samples: np.ndarray, memory: Memory, *, with_maps: bool =
 
 
 class _File:
-    """A file descriptor that closes with its last user: a thread may still read a file that the cache has dropped."""
+    """A file descriptor that closes with its last user: a thread may read a file that the cache has dropped."""
 
     def __init__(self, path: str) -> None:
         self.fd = -1
@@ -79,8 +78,6 @@ class _File:
 
 
 class Reader:
-    """Reads the encoded bytes of samples; several threads may use it at once."""
-
     def __init__(self, index: Index, preadv: Callable[[int, list, int], int], *, with_maps: bool = False) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         kept = min(len(index.files), 4096, limit // 4)  # a global shuffle needs all shards all the time

@@ -1,9 +1,8 @@
 """TFRecord files without TensorFlow: framing, check sums and the protobuf message inside.
 
 A record is framed as length (u64), masked CRC-32C of the length (u32), payload, masked CRC-32C of the payload (u32),
-all little-endian. The payload is a `tf.train.Example`, read and written by hand because a protobuf library does not
-tell the place of the image's bytes. The field names are those of the published ImageNet records, `image/encoded`,
-`image/class/label` and `image/filename`, or of TensorFlow Datasets. Other fields are ignored.
+all little-endian. The payload is a `tf.train.Example`, read by hand because a protobuf library does not tell the place
+of the image's bytes.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ def frame(payload: bytes) -> bytes:
 
 
 def scan_records(path: str) -> Iterator[tuple[int, bytes, str]]:
-    """Yield the offset and the bytes of each payload, and its fault, "" for a right CRC.
+    """Yield the offset and the bytes of each payload, and its fault or "".
 
-    A record whose length cannot be trusted is a gap: its bytes, up to the next record, come with their own fault.
-    Raises ValueError, naming file and record, if the file is cut off, has too many gaps, or has no records.
+    A record whose length has a wrong CRC is a gap: its bytes, up to the next record, come with their own fault. Raises
+    ValueError, naming file and record, if the file is cut off, has too many gaps, or has no records.
     """
     with open(path, "rb") as file:
         for start, length, is_payload in _spans(file, path):
@@ -70,13 +69,13 @@ def scan_records(path: str) -> Iterator[tuple[int, bytes, str]]:
 
 
 def record_spans(path: str) -> list[tuple[int, int]]:
-    """Return offset and length of each payload and gap; only the framing is read."""
+    """Return offset and length of each payload and gap, by the framing alone."""
     with open(path, "rb") as file:
         return [(start, length) for start, length, _ in _spans(file, path)]
 
 
 def length_at(path: str, offset: int) -> int | None:
-    """Return the length of the record that begins at byte `offset`, or None if none does."""
+    """Return the length of the record at byte `offset`, or None."""
     with open(path, "rb") as file:
         file.seek(offset)
         return _length(file.read(12))
@@ -116,7 +115,7 @@ def _length(head: bytes) -> int | None:
 
 
 def _find_record(file: BinaryIO, at: int, size: int) -> int:
-    """Return the first offset from `at` on where a record begins that fits into the file, or the file's size."""
+    """Return where the next record that fits into the file begins, from `at` on, or the file's size."""
     while at + 16 <= size:
         file.seek(at)
         block = file.read(SEARCH_BYTES + 11)  # a record may begin at each of the first SEARCH_BYTES
@@ -130,7 +129,7 @@ def _find_record(file: BinaryIO, at: int, size: int) -> int:
 def _headers(block: bytes, *, longest: int) -> list[int]:
     """Return the places in `block` where a length of at most `longest` bytes is followed by its CRC.
 
-    Few eight bytes of an image are such a length, so few CRCs are computed.
+    Few eight bytes are such a length, so few CRCs are computed.
     """
     if len(block) < 12:
         return []
@@ -152,7 +151,6 @@ def read_span(path: str | Path, offset: int, length: int) -> bytes:
 
 
 def write_records(path: str | Path, payloads: Iterable[bytes]) -> int:
-    """Write a TFRecord file atomically; return the number of records."""
     number = 0
     with atomic_file(path) as file:
         for payload in payloads:
@@ -169,7 +167,7 @@ Values = Sequence[bytes] | Sequence[int] | Sequence[float]
 
 
 def encode_example(features: Mapping[str, Values]) -> bytes:
-    """Serialise non-empty lists of bytes, ints or floats, sorted by name; the first value decides the type."""
+    """Serialise non-empty lists, sorted by name; the type of the first value is that of the list."""
     entries = []
     for name, values in sorted(features.items()):
         assert len(values) > 0, name
@@ -200,7 +198,7 @@ def _encode_varint(value: int) -> bytes:
 
 
 def decode_example(data: bytes) -> dict[str, list]:
-    """Return all features by name, as lists of bytes, floats or ints. Raises ValueError if `data` is not an Example."""
+    """Return all features by name, as lists. Raises ValueError if `data` is not an Example."""
     decoded: dict[str, list] = {}
     for name, span in feature_spans(data).items():
         decoded[name] = [data[a:b] for a, b in bytes_spans(data, span)] or int64_values(data, span)
@@ -212,7 +210,6 @@ Span = tuple[int, int]
 
 
 def feature_spans(data: bytes) -> dict[str, Span]:
-    """Return start and stop of each Feature message in `data`, by name."""
     spans = {}
     for features in _children(data, (0, len(data)), 1):
         for entry in _children(data, features, 1):
@@ -223,12 +220,10 @@ def feature_spans(data: bytes) -> dict[str, Span]:
 
 
 def bytes_spans(data: bytes, feature: Span) -> list[Span]:
-    """Return start and stop of each value of a bytes feature."""
     return [span for values in _children(data, feature, 1) for span in _children(data, values, 1)]
 
 
 def int64_values(data: bytes, feature: Span) -> list[int]:
-    """Return the values of an int64 feature, packed or not."""
     numbers = []
     for values in _children(data, feature, 3):
         for at, stop in _children(data, values, 1):
@@ -244,7 +239,7 @@ def _float_values(data: bytes, feature: Span) -> list[float]:
 
 
 def _children(data: bytes, span: Span, wanted: int) -> Iterator[Span]:
-    """Yield start and stop of the content of each field with number `wanted` in the message at `span`."""
+    """Yield start and stop of the content of each field `wanted` in the message at `span`."""
     at, stop = span
     while at < stop:
         key, at = _varint(data, at)

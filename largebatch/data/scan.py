@@ -37,9 +37,9 @@ Rows = tuple[np.ndarray, ...]
 
 
 def index_shards(files: Sequence[str], progress: Callable[[], None] = no_progress) -> Index:
-    """Scan TFRecord files or WebDataset tars. Raises ValueError if a file ends early or no record can be found in it.
+    """Scan TFRecord files or WebDataset tars; labels stay as they are. progress: called after each file.
 
-    Labels are those in the records. progress: called after each file.
+    Raises ValueError if a file ends early or no record can be found in it.
     """
     status = _status(files)  # before reading: a change in between makes the index stale
     tables = _parallel(scan_tar if files[0].endswith(TAR) else scan_shard, files, progress, unit="shards")
@@ -58,10 +58,7 @@ def index_images(
     class_names: Sequence[str],
     progress: Callable[[], None] = no_progress,
 ) -> Index:
-    """Read the headers of image files; `labels` are zero-based and `class_names` lists all classes.
-
-    progress: called after each thousand images.
-    """
+    """Read the headers of image files; `labels` are zero-based. progress: called after each thousand images."""
     status = _status(files)
     chunks = [files[at : at + _CHUNK] for at in range(0, len(files), _CHUNK)]
 
@@ -84,7 +81,7 @@ def _status(files: Sequence[str]) -> list[os.stat_result]:
 
 
 def scan_shard(path: str) -> Rows:
-    """Return the rows of one TFRecord file, with the labels that its records have. Every CRC is checked."""
+    """Return the rows of one TFRecord file, with its own labels; every CRC is checked."""
     rows = []
     for start, payload, fault in scan_records(path):
         row, found = (start, len(payload), 0, 0, 0), Found()
@@ -98,7 +95,7 @@ def scan_shard(path: str) -> Rows:
 
 
 def scan_tar(path: str) -> Rows:
-    """Return the rows of one WebDataset tar, as `scan_shard`; it has no label maps."""
+    """Return the rows of one WebDataset tar; it has no label maps."""
     rows = []
     with open(path, "rb") as file:
         for sample in scan_samples(path):
@@ -109,7 +106,7 @@ def scan_tar(path: str) -> Rows:
 
 
 def find_image(payload: bytes) -> tuple[int, int, int]:
-    """Return start and stop of the image in a record, and the label there. Raises ValueError if it lacks one."""
+    """Return start and stop of the image in a record, and its label. Raises ValueError if it lacks one."""
     spans = feature_spans(payload)
     image, label = next((pair for pair in FIELDS if spans.keys() >= {*pair}), ("", ""))
     if not image:
@@ -122,7 +119,7 @@ def find_image(payload: bytes) -> tuple[int, int, int]:
 
 
 def image_size(file: io.BytesIO | str) -> tuple[int, int]:
-    """Return width and height from the header, as stored; ValueError with the reason if the image cannot be read."""
+    """Return width and height from the header, as stored; ValueError if the image cannot be read."""
     try:
         with Image.open(file) as image:
             kind, size = image.format, image.size
@@ -151,6 +148,10 @@ def _make_index(
     offset, length, label, width, height, *maps = rows
     known = label[width > 0] if (width > 0).any() else label
     low, high = (0, len(class_names) - 1) if class_names else (int(known.min()), int(known.max()))
+    found: dict[str, Any] = {}
+    if maps and maps[0].any():
+        shapes = np.stack(maps[1:4], axis=1).astype(np.int32)
+        found = {"map_offset": maps[0], "map_shape": shapes, "map_classes": int(maps[4].max())}
     index = Index(
         files=tuple(files),
         file=file,
@@ -164,32 +165,22 @@ def _make_index(
         file_mtime_ns=np.array([entry.st_mtime_ns for entry in status], dtype=np.int64),
         label_range=(low, high),
         class_names=tuple(class_names),
-        **_map_columns(*maps),
+        **found,
     )
     assert not why_damaged(index), why_damaged(index)
     return index
 
 
-def _map_columns(offset: np.ndarray | None = None, *others: np.ndarray) -> dict[str, Any]:
-    if offset is None or not offset.any():
-        return {}
-    *shape, classes = others
-    shapes = np.stack(shape, axis=1).astype(np.int32)
-    return {"map_offset": offset, "map_shape": shapes, "map_classes": int(classes.max())}
-
-
 def _parallel(function: Callable, items: Sequence, progress: Callable[[], None], *, unit: str) -> list:
-    """Compute [function(item) for item in items] in threads: reading and CRC release the interpreter."""
+    """Map a function over items in threads: reading and CRC release the interpreter."""
     results = []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        futures = [pool.submit(function, item) for item in items]
         try:
-            for number, future in enumerate(futures, start=1):
-                results.append(future.result())
+            for number, result in enumerate(pool.map(function, items), start=1):
+                results.append(result)
                 progress()
                 if number % max(1, len(items) // 10) == 0 and len(items) >= 10:
                     logger.info("indexed %d of %d %s", number, len(items), unit)
         finally:
-            for future in futures:
-                future.cancel()
+            pool.shutdown(cancel_futures=True)
     return results

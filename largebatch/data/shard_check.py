@@ -1,8 +1,7 @@
 """Tells if data are complete: no shard is missing, empty or doubled, no record is lost, and each class has images.
 
-The names of the shards announce their number (train-00000-of-00004), the file that `largebatch.pack` leaves beside them
-has the number of their images, and two shards with the same bytes are one shard twice. Without such names and that file
-lost records cannot be noticed.
+The names of the shards announce their number (train-00000-of-00004), and a file of `largebatch.pack` the number of
+images. Without both, lost records cannot be noticed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ COMPARED_BYTES = 2**16  # at each end of two shards, before all of their bytes
 
 
 class Recorded(NamedTuple):
-    """The number of images of a split, in the file `name`; and of its shards, or 0 if they may be of any size."""
+    """The number of images of a split, in the file `name`, and of its shards; 0: they may be of any size."""
 
     name: str
     images: int
@@ -39,7 +38,7 @@ class Recorded(NamedTuple):
 
 
 def why_incomplete(index: Index, *, folder: Path, split: str) -> str:
-    """Return the first reason why the shards or classes of a split are not complete, and the cure; "" if they are.
+    """Return the first reason why a split is not complete, and the cure, or "".
 
     `index` has all records, those in quarantine included; `folder` holds the data.
     """
@@ -59,7 +58,7 @@ def _faults(index: Index, folder: Path, split: str) -> Iterator[str]:
 
 
 def empty_classes(labels: Sequence[int] | np.ndarray, names: Sequence[str], *, folder: Path) -> str:
-    """Return the reason why training images of an image folder are not complete; "" if each class has some."""
+    """Return a sentence about classes without training images, or ""."""
     empty = [name for name, count in zip(names, np.bincount(labels, minlength=len(names))) if not count]
     clause = (
         f"{folder} has no training images of {len(empty)} of its {len(names)} classes ({listed(empty)}): "
@@ -73,8 +72,6 @@ def empty_classes(labels: Sequence[int] | np.ndarray, names: Sequence[str], *, f
 
 @dataclass
 class Series:
-    """Shards whose names announce the same number of shards."""
-
     beginning: str
     announced: str
     suffix: str
@@ -89,7 +86,6 @@ class Series:
         return range(first, first + int(self.announced))
 
     def missing(self, split: str) -> str:
-        """Return a clause about the shards that are not there, or ""."""
         there, expected = {int(digits) for _, digits in self.shards}, self.expected
         count, width = len(expected) - len(there.intersection(expected)), min(len(digits) for _, digits in self.shards)
         absent = itertools.islice((number for number in expected if number not in there), SHOWN)
@@ -101,7 +97,7 @@ class Series:
         return clause if count else ""
 
     def spare(self, split: str) -> str:
-        """Return a clause about shards of a number that is not announced or is there already, or ""."""
+        """Return a clause about shards whose number is not announced or there twice, or ""."""
         expected, seen, spare = self.expected, set(), []
         for path, digits in self.shards:
             if int(digits) not in expected or int(digits) in seen:
@@ -127,7 +123,7 @@ def _series(files: Sequence[str]) -> list[Series]:
 
 
 def _recorded(places: Sequence[str], split: str) -> Iterator[Recorded]:
-    """Yield the numbers of images that were written down beside the shards. Raise ValueError for a damaged file."""
+    """Yield the numbers of images in the files beside the shards. Raise ValueError for a damaged file."""
     for file in (Path(place, name) for place in places for name in PLANS):
         if not file.is_file():
             continue
@@ -146,7 +142,7 @@ def _recorded(places: Sequence[str], split: str) -> Iterator[Recorded]:
 
 
 def _lost(index: Index, recorded: Recorded, split: str) -> str:
-    """Compare the number of images with that in the file, for each shard if its size is known.
+    """Compare the number of images with the recorded one, for each shard if its size is known.
 
     A gap counts as one image and may be several, so no shard with a gap is short.
     """
@@ -169,7 +165,7 @@ def _lost(index: Index, recorded: Recorded, split: str) -> str:
 
 
 def _files_with_gaps(index: Index) -> set[int]:
-    """Return the numbers of the files with a gap: an unreadable row without a record's length before it."""
+    """Return the files with a gap: an unreadable row without a record's length before it."""
     gaps = set()
     for k in np.flatnonzero(index.width == 0).tolist():
         number, offset = int(index.file[k]), int(index.offset[k])
@@ -189,7 +185,7 @@ def _empty(index: Index, split: str) -> str:
 
 
 def _doubled(index: Index) -> str:
-    """Compare shards byte by byte if their images have the same lengths and labels and their ends are the same."""
+    """Compare shards byte by byte if lengths and labels of their images, and their ends, are the same."""
     alike: dict[bytes, list[int]] = defaultdict(list)
     starts = np.searchsorted(index.file, np.arange(len(index.files) + 1)).tolist()
     for number, (start, stop) in enumerate(zip(starts, starts[1:])):

@@ -1,14 +1,19 @@
-"""Writes TFRecord shards. Each shard appears when it is complete, and its bytes depend on its images alone: several
-processes can share the shards of a split, and an interrupted process writes only the missing ones.
+"""Writes TFRecord shards, which appear when they are complete.
+
+The bytes of a shard depend on its images alone: several processes can share the shards of a split, and an interrupted
+process writes only the missing ones.
 """
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+
+from PIL import Image
 
 from largebatch.data import records
 from largebatch.data.records import IMAGE, LABEL, Values
@@ -22,8 +27,8 @@ def no_others(k: int) -> Mapping[str, Values]:
 class Images:
     """Images that are not packed yet: `encoded(k)` returns the bytes of image k; `labels` are zero-based.
 
-    `others(k)` returns further features for the record of image k. `names` tell the images of one source from
-    another's. `classes` names the classes 0, 1, ..., if their names are known.
+    `others(k)` returns further features of its record. `names` tell the images of one source from another's. `classes`
+    names the classes 0, 1, ..., if known.
     """
 
     labels: Sequence[int]
@@ -33,8 +38,13 @@ class Images:
     classes: Sequence[str] = ()
 
 
+def encode_image(image: Image.Image, kind: str, **options: int) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
 def shard_images(shard: int, *, count: int, num_shards: int) -> range:
-    """Return the numbers of a shard's images, of `count` in all."""
     return range(count * shard // num_shards, count * (shard + 1) // num_shards)
 
 
@@ -51,10 +61,10 @@ def write_split(
     num_threads: int = 1,
     mine: Iterable[int] | None = None,
 ) -> Iterator[int]:
-    """Write <split>-00000-of-0000N ... into `folder`, or of these only the shards `mine`; keep those that are there.
+    """Write <split>-00000-of-0000N ... into `folder`, or only the shards `mine`; keep those that are there.
 
-    Labels count from 1, as in the published ImageNet records. Yields the number of images done so far after each shard,
-    so it must be iterated to the end.
+    Labels count from 1, as in the published ImageNet records. Yields the number of images done so far after each shard;
+    so iterate to the end.
     """
     count = len(images.labels)
     assert 1 <= num_shards <= count, (num_shards, count)

@@ -1,22 +1,20 @@
 """The sources that `--data` can name: digits, synthetic images, folders of shards or images, and CIFAR-10's files.
 
-`open_source` turns each of them into an `Index`. The built-in sources and CIFAR-10 are written once as TFRecords into
-the user's cache, complete or not at all, by the first of several processes. The user's data folder is never written to.
+`open_source` turns each into an `Index`. The built-in sources and CIFAR-10 are written once as TFRecords into the
+user's cache. The user's data folder is never written to.
 
-    digits      scikit-learn's 1,797 handwritten digits of 8 x 8 pixels: 1,437 for training, 360 held out, 36
-                of each digit. Stored as grey JPEGs of 64 x 64 (bicubic, quality 95), which lose nothing.
-    synthetic   4,000 training images in 64 shards and 1,000 held out, of 1,000 classes, as heavy as ImageNet's
-                (about 500 x 375, 110 KB): cut from scikit-learn's two photographs, for measuring speed.
-    TFRecords   train-* and validation-* in the folder itself or in its folders train and validation; a folder of
-                TensorFlow Datasets, too.
-    WebDataset  tars of a split, such as imagenet1k-train-0000.tar, in the folder itself or in its split's folder:
-                KEY.jpg (or .png ...) beside KEY.cls or KEY.json.
+    digits      scikit-learn's 1,797 handwritten digits of 8 x 8 pixels: 1,437 for training, 36 of each digit held out.
+                Stored as grey JPEGs of 64 x 64 (bicubic, quality 95), which lose nothing.
+    synthetic   4,000 training and 1,000 held-out images of 1,000 classes, as heavy as ImageNet's (about 500 x 375,
+                110 KB): cut from scikit-learn's two photographs, for measuring speed.
+    TFRecords   train-* and validation-* in the folder or its folders train and validation, or of TensorFlow Datasets
+    WebDataset  tars of a split, such as imagenet1k-train-0000.tar, in the folder or its split's folder: KEY.jpg (or
+                .png ...) beside KEY.cls or KEY.json
     images      train/<class>/*.JPEG and validation/<class>/* (or val/, valid/, or else test/), and deeper folders:
                 sorted class names are the labels 0, 1, ...
     CIFAR-10    the folder or tar.gz of its binary or python version, as PNG
 
-Images that quarantine.csv in the data folder lists are left out; `largebatch.pack check` writes this list. classes.json
-beside TFRecords names their classes; `largebatch.pack` writes it, and anybody may add it to published records.
+`largebatch.pack` writes quarantine.csv, whose images are left out, and classes.json, which names TFRecords' classes.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import io
 import json
 import logging
 import os
@@ -38,8 +35,9 @@ from PIL import Image
 
 from largebatch.data import archives, index_file, quarantine, shard_check
 from largebatch.data.index import Index
+from largebatch.data.order import epoch_order
 from largebatch.data.scan import index_images, index_shards
-from largebatch.data.shards import Images, write_split
+from largebatch.data.shards import Images, encode_image, write_split
 from largebatch.files import atomic_file, cache_folder, locked, no_progress, safe_cache, written_once
 
 logger = logging.getLogger(__name__)
@@ -65,20 +63,18 @@ def open_source(
     path: str,
     *,
     split: str,
-    cache: str = "",
     listed: str = "",
     allow_incomplete: bool = False,
     progress: Progress = no_progress,
 ) -> Index:
     """Return the index of one split of a source, without the images in quarantine.
 
-    The index is kept in `cache` (default: $XDG_CACHE_HOME or ~/.cache, folder largebatch) and built again when a file
-    has changed. Labels of TFRecords are numbered by those of the training split, if there is one; `Index.for_classes`
-    makes them certain. `listed` is the quarantine list, if it is not the one in the data folder. Raise ValueError if
-    there are no images, with the places that were searched, or if a file or image is damaged, with its name; also if
-    shards are missing, empty or doubled or have lost records, unless `allow_incomplete`.
+    The index is kept in the user's cache and built again when a file has changed. Labels of TFRecords are numbered as
+    in the training split, if there is one. `listed` is the quarantine list, if it is not in the data folder. Raise
+    ValueError if there are no images, a file or image is damaged, or, unless `allow_incomplete`, shards are missing,
+    empty or doubled or have lost records.
     """
-    folder, index = open_everything(path, split=split, cache=cache, progress=progress)
+    folder, index = open_everything(path, split=split, progress=progress)
     reason = shard_check.why_incomplete(index, folder=folder, split=split)
     if reason and not allow_incomplete:
         cure = "to train or validate with the images that are there, set --data.allow_incomplete true"
@@ -95,14 +91,14 @@ def open_source(
     return kept
 
 
-def open_everything(path: str, *, split: str, cache: str = "", progress: Progress = no_progress) -> tuple[Path, Index]:
+def open_everything(path: str, *, split: str, progress: Progress = no_progress) -> tuple[Path, Index]:
     """Return the folder that holds the data, and its index, with the images that cannot be read."""
-    folder = find_folder(path, split=split, cache=cache, progress=progress)
-    return folder, _open_folder(folder, split, _root(cache), progress)
+    folder = find_folder(path, split=split, progress=progress)
+    return folder, _open_folder(folder, split, progress)
 
 
 def class_names(index: Index) -> tuple[str, ...]:
-    """Return the names of the classes, from the model that numbers them, the folders or classes.json; () if unknown."""
+    """Return the names of the classes, as the model, the folders or classes.json give them; () if unknown."""
     if index.names or index.class_names:
         return index.names or index.class_names
     folder = Path(index.files[0]).parent
@@ -119,9 +115,7 @@ def class_names(index: Index) -> tuple[str, ...]:
 
 
 def number_classes(index: Index, *, num_classes: int, names: Sequence[str] = ()) -> Index:
-    """Return the same index for a model with `num_classes` outputs. Classes are compared by names if both sides have
-    them.
-    """
+    """Return the same index for a model with `num_classes` outputs, by the names of classes if both have them."""
     own = class_names(index)
     if not own or not names or num_classes not in (0, len(names)) or own == tuple(names):
         return index.for_classes(num_classes)
@@ -134,26 +128,22 @@ def write_class_names(folder: Path, names: Sequence[str]) -> None:
             file.write(json.dumps(list(names), indent=0).encode() + b"\n")
 
 
-def _root(cache: str) -> Path:
-    return safe_cache(Path(cache).expanduser() if cache else cache_folder())
-
-
-def find_folder(path: str, *, split: str, cache: str = "", progress: Progress = no_progress) -> Path:
+def find_folder(path: str, *, split: str, progress: Progress = no_progress) -> Path:
     """Return the folder that holds the data; built-in images are first written into this host's cache."""
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, expected train or validation.")
-    root = _root(cache)
     folder = Path(path).expanduser()
-    write = functools.partial(_write, source=path, progress=progress)
+    name, images, shards = "", digits, {"train": 4, "validation": 1}
     if path == "digits":
-        folder = written_once(root / "digits-v2", functools.partial(write, digits, {"train": 4, "validation": 1}))
+        name = "digits-v2"
     elif path == "synthetic":
-        shards = {split: _SYNTHETIC_SHARDS[split]}
-        folder = written_once(root / f"synthetic-v2-{split}", functools.partial(write, synthetic, shards))
+        name, images, shards = f"synthetic-v2-{split}", synthetic, {split: _SYNTHETIC_SHARDS[split]}
     elif _listed(folder) and archives.is_cifar10(folder):
-        images = functools.partial(archives.cifar10, folder)
-        write = functools.partial(write, images, {"train": 40, "validation": 8})
-        folder = written_once(root / f"cifar10-v2-{archives.cifar10_key(folder)}", write)
+        name, images = f"cifar10-v2-{archives.cifar10_key(folder)}", functools.partial(archives.cifar10, folder)
+        shards = {"train": 40, "validation": 8}
+    if name:
+        write = functools.partial(_write, images, shards, source=path, progress=progress)
+        folder = written_once(safe_cache(cache_folder()) / name, write)
     if not folder.is_dir():
         raise ValueError(
             f"{why_no_folder(path)}: expected digits, synthetic, CIFAR-10's files, or a folder of TFRecords, "
@@ -173,7 +163,7 @@ def _listed(folder: Path) -> bool:
 def _write(
     images: Callable[[str], Images], shards: dict[str, int], folder: Path, *, source: str, progress: Progress
 ) -> None:
-    """Write splits as TFRecords into `folder`; shards: how many of each split, at most."""
+    """Write splits as TFRecords into `folder`; shards: the most of each split."""
     for split, most in shards.items():
         logger.info("writing the %s split of %s as TFRecords into the cache, once", split, source)
         here, num_threads = images(split), min(8, os.cpu_count() or 1)
@@ -188,17 +178,17 @@ def why_no_folder(path: str) -> str:
     return f"{path} is a file" if Path(path).expanduser().exists() else f"There is no folder {path}"
 
 
-def _open_folder(folder: Path, split: str, root: Path, progress: Progress) -> Index:
+def _open_folder(folder: Path, split: str, progress: Progress) -> Index:
     key = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     # The version is in the name, so that an older installation keeps its own index.
     name = f"{folder.name}-{split}-{key}-v{index_file.VERSION}.npz"
-    saved = safe_cache(root, "index") / name
+    saved = safe_cache(safe_cache(cache_folder()), "index") / name
     _split_folder(folder, split)  # a link that leads to nothing must not lead to another folder
     if shards := _find_shards(folder, split):
         _warn_of_compressed(Path(shards[0]).parent, split)
         index = _cached_index(saved, shards, functools.partial(index_shards, shards), progress)
         known = split == "train" or index.label_range[0] == 0 or not _find_shards(folder, "train")
-        return index.number_labels(like=None if known else _open_folder(folder, "train", root, progress))
+        return index.number_labels(like=None if known else _open_folder(folder, "train", progress))
     files, labels, names = find_images(folder, split)
     build = functools.partial(index_images, files, labels, class_names=names)
     return _cached_index(saved, files, build, progress, class_names=names)
@@ -207,7 +197,6 @@ def _open_folder(folder: Path, split: str, root: Path, progress: Progress) -> In
 def _cached_index(
     path: Path, files: Sequence[str], build: Callable[..., Index], progress: Progress, class_names: Sequence[str] = ()
 ) -> Index:
-    """Return the index saved at `path` if it describes `files`, else build and save it, one process at a time."""
     index, _ = _saved_index(path, files, class_names)
     if index is not None:
         return index
@@ -222,7 +211,7 @@ def _cached_index(
 
 
 def _saved_index(path: Path, files: Sequence[str], class_names: Sequence[str]) -> tuple[Index | None, str]:
-    """Return the index at `path`; if it does not describe `files` any more, None and the reason."""
+    """Return the index at `path`, or, if it does not describe `files` any more, None and the reason."""
     if not path.exists():
         return None, ""
     index = index_file.load(path)
@@ -240,8 +229,8 @@ def _find_shards(folder: Path, split: str) -> list[str]:
 def find_shards(folder: Path, split: str) -> list[str]:
     """Return the sorted TFRecord files of a split in `folder` or its split folder.
 
-    Their names are train-* without an ending (train-00000-of-01024) or with .tfrecord(s), or those of TensorFlow
-    Datasets (cifar10-train.tfrecord-00000-of-00001).
+    They are called train-00000-of-01024, perhaps with .tfrecord(s), or, as TensorFlow Datasets writes them,
+    cifar10-train.tfrecord-00000-of-00001.
     """
     for place in (folder, *(folder / name for name in SPLITS[split])):
         for name in SPLITS[split]:
@@ -263,10 +252,7 @@ def find_tars(folder: Path, split: str) -> list[str]:
 
 
 def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[str]]:
-    """Return the files, labels and class names of one split of an image folder, in sorted order.
-
-    The class folders of the training split, if there is one, number the classes of both splits.
-    """
+    """Return the sorted files, labels and class names of a split; the training split's folders number the classes."""
     place = _split_folder(folder, split)
     if place is None:
         raise ValueError(
@@ -299,7 +285,7 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
 
 
 def _entries_of_classes(place: Path, names: Sequence[str]) -> Iterator[tuple[int | None, os.DirEntry]]:
-    """Yield the entries of a split, with the labels of their classes: first those in no class, with None."""
+    """Yield the entries of a split with their labels; first those in no class, with None."""
     yield from ((None, entry) for entry in _entries(place) if not entry.is_dir())
     for label, name in enumerate(names):
         if (place / name).is_dir():
@@ -307,7 +293,7 @@ def _entries_of_classes(place: Path, names: Sequence[str]) -> Iterator[tuple[int
 
 
 def _entries(folder: Path | str) -> list[os.DirEntry]:
-    """Return a folder's entries, sorted by name, without hidden folders and those of a system."""
+    """Return the sorted entries, without folders that are hidden or of a system."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         return [e for e in entries if not e.is_dir() or not (e.name in JUNK or e.name.startswith("."))]
@@ -316,7 +302,6 @@ def _entries(folder: Path | str) -> list[os.DirEntry]:
 
 
 def _entries_below(folder: Path | str, around: frozenset[tuple[int, int]] = frozenset()) -> Iterator[os.DirEntry]:
-    """Yield all files in a folder and in the folders below."""
     status = os.stat(folder)
     here = (status.st_dev, status.st_ino)
     if here in around:
@@ -349,7 +334,6 @@ def _warn_of_rest(place: Path, entries: Sequence[os.DirEntry], why: str) -> None
 
 
 def _warn_of_compressed(place: Path, split: str) -> None:
-    """Warn of packed shards beside those that are read."""
     here = [entry for entry in _entries(place) if entry.name.lower().endswith(COMPRESSED)]
     shards = [e for e in here if place.name in SPLITS[split] or any(name in e.name for name in SPLITS[split])]
     _warn_of_rest(place, shards, "shards are read only as they are")
@@ -360,7 +344,7 @@ def _is_image(name: str) -> bool:
 
 
 def _other_folder_hint(folder: Path) -> str:
-    """Advise a user who named the folder of one split, or one that holds the folder of the data."""
+    """Advise a user who named the folder of one split, or the folder around that of the data."""
     if folder.name in _SPLIT_FOLDERS:
         return f" It looks like one split: give {folder.parent}, the folder around it."
     inside = [] if available_splits(str(folder)) else _class_names(folder)
@@ -388,28 +372,21 @@ def _class_names(folder: Path) -> list[str]:
     return [entry.name for entry in _entries(folder) if entry.is_dir()]
 
 
-def _jpeg(image: Image.Image, *, quality: int) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "JPEG", quality=quality)
-    return file.getvalue()
-
-
 # -- digits --------------------------------------------------------------------------------------------------
 
 
 def digits(split: str) -> Images:
-    """Return one split of scikit-learn's digits."""
     from sklearn.datasets import load_digits  # a slow import, needed only to write the images
 
     data = load_digits()
-    order = np.argsort(np.random.Philox(key=[0, 0]).random_raw(len(data.target)), kind="stable")
+    order = epoch_order(0, 0, len(data.target))
     held_out = np.concatenate([order[data.target[order] == label][:_DIGITS_HELD_OUT] for label in range(10)])
     chosen = order[np.isin(order, held_out) == (split == "validation")]
 
     def encoded(k: int) -> bytes:
         pixels = np.rint(data.images[chosen[k]] * (255 / 16)).astype(np.uint8)  # stored as 0 .. 16
         image = Image.fromarray(pixels).resize((_DIGITS_SIZE, _DIGITS_SIZE), Image.Resampling.BICUBIC)
-        return _jpeg(image, quality=95)
+        return encode_image(image, "JPEG", quality=95)
 
     return Images(data.target[chosen].tolist(), encoded, classes=[str(digit) for digit in range(10)])
 
@@ -418,9 +395,9 @@ def digits(split: str) -> Images:
 
 
 def synthetic(split: str) -> Images:
-    """Return one split of synthetic images: windows of two photographs, tinted by class, with grain.
+    """Return windows of two photographs, tinted by class.
 
-    Grain and JPEG quality give an image as many bytes as one of ImageNet, because they decide how long decoding takes.
+    Grain and JPEG quality give an image as many bytes as one of ImageNet, which decides how long decoding takes.
     """
     from sklearn.datasets import load_sample_images  # a slow import, needed only to write the images
 
@@ -438,6 +415,6 @@ def synthetic(split: str) -> Images:
         window = (x, y, x + width / zoom, y + height / zoom)
         pixels = np.asarray(photograph.resize((width, height), Image.Resampling.BICUBIC, box=window)) * tint
         pixels += draws.integers(-12, 13, pixels.shape, dtype=np.int8)
-        return _jpeg(Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)), quality=95)
+        return encode_image(Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)), "JPEG", quality=95)
 
     return Images(list(range(_SYNTHETIC_CLASSES)) * _SYNTHETIC_IMAGES[split], encoded)

@@ -1,13 +1,10 @@
 """A stream of batches through a DALI pipeline: threads read ahead, DALI decodes, on a CPU threads finish the images.
 
-DALI's own readers shuffle in a small buffer and do not tell their position, so they are not used. The `Index` says
-where the bytes of an image lie, and the bytes enter DALI through `external_source`. DALI calls back for them in the
-thread that runs the pipeline, so the callback must not do I/O. A pool of threads reads ahead, several per batch so that
-their waits overlap; the callback hands over the next finished batch. If threads of ours finish the images, they work
-on one batch while DALI decodes the next.
+DALI's own readers shuffle in a small buffer and do not tell their position, so the bytes enter through
+`external_source`. Its callback must not wait for a disk: a pool of threads reads ahead, several per batch.
 
-An error in a thread is raised where the batch is taken. After an error in DALI the images of the batch are decoded one
-by one, which finds the file and record. Either way the consumer gets a ValueError, and no thread is left waiting.
+After an error in DALI the images of the batch are decoded one by one, to find the file and record. An error in a thread
+is raised where the batch is taken. Either way the consumer gets a ValueError, and no thread is left waiting.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from __future__ import annotations
 import collections
 import io
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,7 +53,7 @@ Arrays = TypeVar("Arrays")  # a loader's own dataclass of arrays with one row pe
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One micro-batch: images float32 (B, 3, H, W) normalised and labels int64 (B,) on the loader's device.
+    """One micro-batch: normalised images float32 (B, 3, H, W) and labels int64 (B,) on the loader's device.
 
     `samples` int64 (B,), on the host, are the numbers of the images in the index.
     """
@@ -70,7 +68,7 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Encoded(Generic[Arrays]):
-    """A batch before it is decoded: memory for its bytes, the loader's arrays, `TokenLabels`' placement and warp."""
+    """A batch before it is decoded; placement and warp are those of `TokenLabels`."""
 
     job: MicroBatch
     samples: np.ndarray
@@ -99,20 +97,17 @@ class Preparation(Protocol[Arrays]):
         """Build the graph inside DALI: from the bytes and the named arrays to images."""
 
     def finish(self, image: np.ndarray, out: np.ndarray, arrays: Arrays, k: int) -> None:
-        """Write sample k to `out` (3, S, S) float32, from the graph's output (H, W, 3) uint8, in a thread of ours; on
-        CPUs only.
-        """
+        """On a CPU, in a thread: turn the graph's output (H, W, 3) uint8 for sample k into `out` (3, S, S) float32."""
 
     def augment(self, images: torch.Tensor, batch: Encoded[Arrays]) -> torch.Tensor:
         """Apply the last operations to a finished batch, on its device."""
 
 
 class Stream(Iterator[Batch]):
-    """Runs one DALI pipeline over `jobs`, as `preparation` says.
+    """Runs one DALI pipeline over `jobs`.
 
-    `graph_inputs` names the arrays that the graph takes beside the bytes. If `finishes` is set, the graph gives decoded
-    images, and threads call `preparation.finish` for each. Otherwise it gives whole batches for `preparation.augment`.
-    `preadv` reads, as os.preadv does. `with_maps`: read label maps, too.
+    `graph_inputs` names the arrays that the graph takes beside the bytes. With `finishes` the graph gives decoded
+    images, for `preparation.finish` in threads; else whole batches, for `preparation.augment`.
     """
 
     def __init__(
@@ -127,7 +122,7 @@ class Stream(Iterator[Batch]):
         max_batch_size: int,
         device: torch.device,
         num_threads: int,
-        preadv: Callable[[int, list, int], int],
+        preadv: Callable[[int, list, int], int] = os.preadv,
         with_maps: bool = False,
     ) -> None:
         self._index, self._preparation, self._device = index, preparation, device
@@ -254,16 +249,14 @@ class Stream(Iterator[Batch]):
 
 
 def reached(stream: torch.cuda.Stream | None) -> Callable[[], bool]:
-    """Return a function that tells if the stream has come to this point; None: a CPU has. The host may run far ahead of
-    a GPU.
-    """
+    """Return a function that tells if a GPU's stream, which may be far behind the host, has come to this point."""
     if stream is None:
         return lambda: True
     return stream.record_event().query
 
 
 def labelled(encoded: Encoded[Any], images: torch.Tensor, index: Index, device: torch.device) -> Batch:
-    """Return a batch of finished images with labels and label maps, which reach the device in one copy."""
+    """Return a batch of finished images; labels and label maps reach the device in one copy."""
     arrays = [index.label[encoded.samples]]
     if encoded.placement is not None:
         maps = decode_maps(encoded.room.maps, index.map_shape[0].tolist())
@@ -274,10 +267,9 @@ def labelled(encoded: Encoded[Any], images: torch.Tensor, index: Index, device: 
 
 
 class _ReadAhead(Iterator[Encoded[Any]]):
-    """The batches of `jobs` with their bytes, in order. Threads read `num_batches` of them ahead.
+    """The batches of `jobs` with their bytes, in order; threads read `num_batches` of them ahead.
 
-    They begin with `first` batches; each batch that is taken makes room for two more. `read` fills views with the bytes
-    of samples. An error in a thread is raised with the batch that it belongs to.
+    They begin with `first`; each batch that is taken makes room for two more.
     """
 
     def __init__(
@@ -324,7 +316,7 @@ class _ReadAhead(Iterator[Encoded[Any]]):
 
 
 class _Finishers:
-    """Threads that turn the images which DALI has decoded into float tensors of `img_size` x `img_size` pixels."""
+    """Threads that turn decoded images into float tensors of `img_size` x `img_size` pixels."""
 
     def __init__(self, finish: Callable[[np.ndarray, np.ndarray, Any, int], None], img_size: int, num_threads: int):
         self._finish, self._img_size, self._memory = finish, img_size, reader.Memory()

@@ -1,7 +1,6 @@
 """WebDataset shards: tars in which the files of a sample lie side by side, such as 0001.jpg and 0001.cls.
 
-The format: https://github.com/webdataset/webdataset. A tar is used as it is, without unpacking: an index needs the
-place of each image and its class. The class is the number in KEY.cls, or "label" in KEY.json; other files are ignored.
+The format: https://github.com/webdataset/webdataset. The class is the number in KEY.cls, or "label" in KEY.json.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ MOST_LABEL_BYTES = 2**20  # of a .cls or .json; a larger one is something else
 
 
 class Sample(NamedTuple):
-    """A sample: its key, the place of its image in the tar, its label as written, and its fault, "" for a whole one.
-
-    The place of a sample without an image is that of its first file.
-    """
+    """A sample: its key, the place of its image (else of its first file) in the tar, its label, and its fault or ""."""
 
     key: str
     offset: int
@@ -33,7 +29,7 @@ class Sample(NamedTuple):
 
 
 def scan_samples(path: str) -> Iterator[Sample]:
-    """Yield the samples of a tar. Raises ValueError, naming the tar, if it is no plain tar or is cut off."""
+    """Yield the samples of a tar. Raises ValueError if it is no plain tar or is cut off."""
     try:
         with tarfile.open(path, "r:") as tar:
             files = (m for m in tar if not m.isdir() and not posixpath.basename(m.name).startswith(HIDDEN))
@@ -75,7 +71,7 @@ def _sample(tar: tarfile.TarFile, key: str, members: Sequence[tarfile.TarInfo]) 
 
 
 def _label(tar: tarfile.TarFile, members: dict[str, tarfile.TarInfo]) -> int:
-    """Return the class as it is written. Raises ValueError with the reason if there is none."""
+    """Return the class, or raise ValueError with the reason."""
     kind = next((kind for kind in ("cls", "json") if kind in members), None)
     if kind is None:
         raise ValueError("there is neither a .cls nor a .json with its key")

@@ -1,14 +1,14 @@
 """Token labels: a teacher's predictions for the cells of an image, cut to the part that the network sees.
 
-A label map (`label_maps`) covers the image's centre square. One affine function per sample maps a point of the
-network's input to a point of the map; `place` composes it on the host in float64 from crop, flip and warp. `targets`
-multiplies, on the device, the weight of each cell of the map in each cell of the output with the map. For a crop inside
-the map and without a warp these weights are ROI-align's as published (torchvision's, aligned=False on coordinates
-shifted by half a cell, adaptive sampling), except that crops of less than one cell are not enlarged.
+A label map (`label_maps`) covers the image's centre square. `place` composes crop, flip and warp of each sample to one
+affine function from the network's input to the map. `targets` multiplies the map with the weight of each of its cells
+in each cell of the output. For a crop inside the map and without a warp these weights are ROI-align's as published
+(torchvision's, aligned=False on coordinates shifted by half a cell, adaptive sampling), except that crops of less than
+one cell are not enlarged.
 
-The published code treats the map as one of the full image; this one knows that the teacher saw only the centre square.
-Points outside, or empty after a warp, do not count, and an output cell without other points has no target, a row of
-zeros. (Scores of zero would be a uniform target over all classes, for a fourth of a typical photograph.)
+The published code treats the map as one of the full image, and swaps the axes of the crop after the flip. Here points
+outside of the centre square, or empty after a warp, do not count. An output cell without other points has no target, a
+row of zeros: scores of zero would be a uniform target, for a fourth of a typical photograph.
 """
 
 from __future__ import annotations
@@ -46,13 +46,12 @@ class TokenLabels(NamedTuple):
 def place(draws: Draws, *, width: np.ndarray, height: np.ndarray, warp: np.ndarray | None = None) -> np.ndarray:
     """Return maps (n, 2, 3) float64 from points of the network's input to points of the map, both in the unit square.
 
-    x goes right, y down. `width` and `height` are those of the stored images in pixels; `warp` comes from `warps`.
-    After the warps come the flip, the crop, and the step from the image to its centre square, which the teacher saw.
-    The published code swaps the axes of the crop after the flip, and takes the map for one of the full image.
+    x goes right, y down. `width` and `height` are those of the stored images in pixels; `warp` comes from `warps`. The
+    order is warps, flip, crop, and the step from the image to its centre square.
     """
-    w, h, flip = draws.width / np.float64(1), draws.height / np.float64(1), draws.flip
+    w, h, flip = draws.width, draws.height, draws.flip
     placement = np.zeros((len(w), 2, 3))
-    side = np.minimum(width, height) / np.float64(1)
+    side = np.minimum(width, height)
     x, y = draws.x - (width - side) / 2, draws.y - (height - side) / 2
     placement[:, 0, 0], placement[:, 0, 2] = np.where(flip, -w, w) / side, np.where(flip, x + w, x) / side
     placement[:, 1, 1], placement[:, 1, 2] = h / side, y / side
@@ -62,8 +61,7 @@ def place(draws: Draws, *, width: np.ndarray, height: np.ndarray, warp: np.ndarr
 def warps(steps: np.ndarray) -> np.ndarray:
     """Return `TokenLabels.warp` for operations (n, S, 2, 3), in the order in which they are applied to the image.
 
-    Each maps points of the unit square after it to points before it. All are needed: content that one operation moves
-    out of the image does not come back with the next.
+    All are needed: content that one operation moves out of the image does not come back with the next.
     """
     composed = [steps[:, -1]]
     for number in range(steps.shape[1] - 2, -1, -1):
@@ -85,8 +83,8 @@ def targets(labels: TokenLabels, *, num_classes: int, grids: Sequence[int]) -> t
     """Return the teacher's probabilities on grids of g x g cells over the network's input, for each g of `grids`.
 
     They are float32 (B, N, num_classes), where N counts the cells of all grids, row by row; and bool (B, N): True if
-    the teacher saw any part of the cell. Other rows are zero. As published, classes that are not among the k kept in a
-    cell of the map have the score 0 there, and softmax comes last.
+    the teacher saw any part of the cell, else the row is zero. As published, classes that are not among the k kept in a
+    cell have the score 0, and softmax comes last.
     """
     parts = [cell_weights(labels, grid=grid) for grid in grids]
     weights, seen = (torch.cat(part, dim=1) for part in zip(*parts))
@@ -98,10 +96,10 @@ def targets(labels: TokenLabels, *, num_classes: int, grids: Sequence[int]) -> t
 
 
 def cell_weights(labels: TokenLabels, *, grid: int) -> tuple[Tensor, Tensor]:
-    """Return the weights float32 (B, grid², h * w) of the map's cells in the output cells, and a flag for the latter.
+    """Return the weights float32 (B, grid², h * w) of the map's cells in the output cells, and flags bool (B, grid²).
 
-    The weights of an output cell add up to 1 if its flag, bool (B, grid²), is set; otherwise all are 0. Each cell is
-    sampled at as many points as ROI-align takes, about one for each cell of the map that it covers, by interpolation.
+    The weights of an output cell add up to 1 if its flag is set, and to 0 otherwise. Each is sampled at as many points
+    as ROI-align takes, about one for each cell of the map that it covers.
     """
     height, width = labels.ids.shape[2:]
     most = math.ceil(max(height, width) / grid)
@@ -118,10 +116,11 @@ def cell_weights(labels: TokenLabels, *, grid: int) -> tuple[Tensor, Tensor]:
 
 
 def _points(placement: Tensor, *, grid: int, most: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return points (x, y) of the input in each output cell, float64 (B, grid², P, 2), and flags bool (B, 1, P).
+    """Return points of the input in each output cell, float64 (B, grid², P, 2), and which of them count, bool (B, 1,
+    P).
 
-    Points without the flag do not count. Along each axis there are as many points as cells of the map in an output
-    cell, rounded up, and at most `most`. P is most² for every sample, so that nobody waits for the device.
+    Along each axis there are as many points as cells of the map in an output cell, rounded up, and at most `most`. P is
+    most² for every sample, so that nobody waits for the device.
     """
     across, down = placement[:, :, :2].abs().unbind(dim=1)
     number = (torch.maximum(across * size[0], down * size[1]) / grid).ceil().clamp(1, most)[:, :, None]  # (B, 2, 1)
@@ -136,7 +135,7 @@ def _points(placement: Tensor, *, grid: int, most: int, size: tuple[int, int]) -
 
 
 def _apply(affine: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x and y (B, N, P) of points (B, N, P, 2) after affine functions (B, 2, 3)."""
+    """Return x and y (B, N, P) of points (B, N, P, 2) after affine maps (B, 2, 3)."""
     moved = points.flatten(1, 2) @ affine[:, :, :2].transpose(1, 2) + affine[:, None, :, 2]
     x, y = moved.view(points.shape).unbind(dim=-1)
     return x, y
@@ -147,6 +146,6 @@ def _inside(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _interpolation(x: Tensor, size: int) -> Tensor:
-    """Return the weights float32 (..., size) of `size` cells at points of [0, 1]. The outermost reach to the border."""
+    """Return the weights float32 (..., size) of `size` cells at points of [0, 1]."""
     at = (x * size - 0.5).clamp(0, size - 1)
     return (1 - (at[..., None] - torch.arange(size, device=x.device)).abs()).clamp(min=0).float()

@@ -12,4 +12,4 @@ __all__ = [
 
 
 class Damaged(ValueError):
-    """Raised if a file cannot be read or used; the message names it, the reason and the remedy."""
+    """Raised for a file that cannot be used; the message names it, the reason and the remedy."""

@@ -1,4 +1,4 @@
-"""Writing aside and renaming: a file or folder appears under its name only when it is complete."""
+"""A file or folder that appears under its name only when it is complete."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def atomic_file(path: str | Path) -> Iterator[io.BufferedWriter]:
 
 
 def written_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Return `folder`; if it does not exist yet, `write` fills a temporary folder, which then gets this name."""
+    """Return `folder`; if it does not exist, `write` first fills a temporary folder, which then gets this name."""
     if folder.is_dir():
         return folder
     with locked(folder):

@@ -1,4 +1,4 @@
-"""The user's cache. Only folders that nobody else may write to are used, because a shared library is loaded from it."""
+"""The user's cache. Nobody else may write to it, because a shared library is loaded from it."""
 
 import errno
 import functools
@@ -13,9 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Return the folder largebatch in $XDG_CACHE_HOME or ~/.cache; a user id without a home folder gets
-    `temporary_cache`.
-    """
+    """Return largebatch in $XDG_CACHE_HOME or ~/.cache; a user without a home folder gets `temporary_cache`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not base:
         try:
@@ -34,8 +32,8 @@ def temporary_cache() -> Path:
 def safe_cache(wanted: Path, part: str = "", *, read_only: bool = False) -> Path:
     """Return the folder `part` of the cache `wanted`, made if it is missing.
 
-    If this user cannot write to it, or other users can, say so and return the same part of `temporary_cache`. Raise
-    ValueError if that cannot be used either. read_only: what is there need not be writable.
+    If this user cannot write to it, or other users can, log that and return the same part of `temporary_cache`;
+    ValueError if that cannot be used either. read_only: it need not be writable.
     """
     trouble, strangers = _make(wanted, part, read_only=read_only)
     if not trouble:

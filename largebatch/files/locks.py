@@ -13,15 +13,15 @@ POLL_S = 0.1  # between two tries of a process that waits
 
 
 def no_progress() -> None:
-    """Do nothing, for callers that do not watch the progress."""
+    """Do nothing."""
 
 
 @contextlib.contextmanager
 def locked(path: Path, progress: Callable[[], None] = no_progress) -> Iterator[Callable[[], None]]:
     """Hold the lock of `path`: one process at a time makes the file or folder, and the others wait and find it made.
 
-    Yields a function for the holder to call while it works: it calls `progress`, and so do the processes that wait. The
-    lock only saves work: without locks on a file system all processes may do the work, each aside, and rename.
+    Yields a function for the holder to call while it works: it calls `progress`, and so do the processes that wait. On
+    a file system without locks all may do the work, each aside, and rename.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.parent / f".{path.name}.lock", "a") as file:

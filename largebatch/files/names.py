@@ -12,9 +12,7 @@ def printable(text: str) -> str:
 
 
 def on_screen(text: str) -> str:
-    """Return a text that cannot command a terminal. Further lines are indented, so that none looks like another
-    message.
-    """
+    """Return a text that cannot command a terminal, or look like several messages: further lines are indented."""
     lines = [printable(line) for line in text.expandtabs().split("\n")]
     return "\n".join([lines[0], *(line if line[:1] in ("", " ") else f"    {line}" for line in lines[1:])])
 
@@ -27,7 +25,7 @@ def why(error: object) -> str:
 
 
 def listed(names: Collection[str], count: int | None = None) -> str:
-    """Return the first names, and how many more there are, of `count` in all."""
+    """Return the first names, and how many more there are of `count`."""
     shown, count = ", ".join(printable(name) for name in [*names][:SHOWN]), count or len(names)
     return shown + (f" and {count - SHOWN:,} more" if count > SHOWN else "")
 

@@ -7,7 +7,7 @@ from shlex import quote
 
 
 def distrust(path: Path) -> str:
-    """Return why somebody else may have made what lies in `path`, as the rest of a sentence; "" if nobody can have.
+    """Return why somebody else may have made what lies in `path`, as the rest of a sentence, or "".
 
     `path` and what it links to must belong to this user or to root, and nobody else may be allowed to write.
     """

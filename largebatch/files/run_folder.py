@@ -1,7 +1,6 @@
 """The folder of a run: the names of its files, and how they are written and read.
 
-A folder may be somebody else's, or that of a run that was killed: bytes that are no text are replaced, and damaged
-lines are left out.
+It may be somebody else's, or that of a run that was killed: damaged lines are left out.
 """
 
 import csv
@@ -47,7 +46,6 @@ class RunFolder:
         raise ValueError(f"{self.path} {why}")
 
     def write_config(self, text: str) -> None:
-        """Write config.yaml, which other processes see whole or not at all."""
         with atomic_file(self.config) as file:
             file.write(text.encode())
 
@@ -55,7 +53,6 @@ class RunFolder:
         return _text(self.log)
 
     def read_lines(self) -> Iterator[Any]:
-        """Yield the content of each line of starts.jsonl."""
         for line in _text(self.starts).splitlines():
             with suppress(ValueError, RecursionError):
                 yield json.loads(line)
@@ -72,7 +69,7 @@ def _text(path: Path) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a CSV file of a run as numbers, with nan for empty cells."""
+    """Return the rows of a run's CSV file as numbers, with nan for empty cells."""
     if not path.is_file():
         return []
     with open(path, newline="", encoding="utf-8", errors="replace") as file:

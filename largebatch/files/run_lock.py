@@ -1,8 +1,8 @@
 """One job per run folder: RUN/.lock names the job that holds it, and says that the job is alive.
 
-Two jobs in one folder would rotate each other's checkpoints. `flock` tells jobs of one host apart, and the kernel
-releases it. On some network file systems it is missing, or ends at the host. So the holder also counts up a number in
-the file, and a job on another host watches that number before it takes over.
+Two jobs in one folder would rotate each other's checkpoints. `flock` tells jobs of one host apart. On some network file
+systems it is missing, or ends at the host. So the holder also counts up a number in the file, and a job on another host
+watches that number before it takes over.
 """
 
 import errno
@@ -31,8 +31,6 @@ NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.E
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a run folder, as RUN/.lock describes it."""
-
     host: str
     pid: int
     since: str  # local time, to the second
@@ -61,7 +59,7 @@ def hold(folder: str | Path) -> Iterator[None]:
         finally:
             ended.set()
             beats.join(BEAT_S)
-            with suppress(OSError):  # an end without a last word is one that others have to wait for
+            with suppress(OSError):  # then other jobs have to wait
                 os.ftruncate(descriptor, 0)  # an empty file: nobody holds the folder
     finally:
         os.close(descriptor)  # which also releases the flock
@@ -129,7 +127,7 @@ def _count_up(descriptor: int, mine: Holder, ended: threading.Event, path: Path)
 
 
 def _read(path: Path) -> Holder | None:
-    """Return the holder, or None if nobody has written, or a job was killed while it wrote.
+    """Return the holder; None if nobody has written, or a job was killed while it wrote.
 
     The file is opened each time, so that a network file system asks its server.
     """

@@ -12,7 +12,7 @@ Row = dict[str, str]
 
 
 def read_table(path: Path, columns: Collection[str], *, what: str, expected: str) -> list[Row]:
-    """Return the rows of a CSV file, as texts; ValueError, one sentence, for a file that is no such table.
+    """Return the rows of a CSV file, as texts; ValueError for a file that is no such table.
 
     what: how the file was given. expected: what makes such tables.
     """
@@ -28,7 +28,7 @@ def read_table(path: Path, columns: Collection[str], *, what: str, expected: str
 
 
 def write_table(path: str | Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a CSV file atomically; cells with file names need not be UTF-8."""
+    """Write a CSV file atomically; file names in cells need not be UTF-8."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()

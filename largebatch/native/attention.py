@@ -1,8 +1,7 @@
 """The fastest way to compute attention on each device.
 
-GPUs use torch's fused kernel. CPUs use two matrix products around a softmax, except for a VOLO in bfloat16, which uses
-attention.cpp: it never writes the map of attention weights to memory (benchmark/NOTES.md). On a GPU torch chooses among
-its back-ends by shape, type and dropout; `describe_attention` asks for its choice, and nothing is forced.
+GPUs use torch's fused kernel, for which torch chooses a back-end. CPUs use two matrix products around a softmax, except
+for a VOLO in bfloat16: attention.cpp never writes the map of attention weights to memory (benchmark/NOTES.md).
 """
 
 import ctypes
@@ -38,7 +37,7 @@ def choose_attention(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def native_layers(model: nn.Module) -> list[Attention]:
-    """List VOLO's attention layers without dropout and with heads of a multiple of 16: attention.cpp computes these."""
+    """List the attention layers that attention.cpp can compute: VOLO's, without dropout, heads of a multiple of 16."""
     found = [module for module in model.modules() if isinstance(module, Attention) and not module.attn_drop.p]
     return [layer for layer in found if _is_known(layer.proj.in_features // layer.num_heads)]
 
@@ -68,7 +67,7 @@ def attend(qkv: Tensor, scale: float) -> Tensor:
 
 
 def describe_attention(model: nn.Module, images: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> str:
-    """Return the code that computes the model's attention in training, as a clause; "" if it has none that we know.
+    """Return the code that computes the model's attention in training, as a clause; "" if we know none.
 
     images: their shape (B, 3, H, W); dtype: that of autocast, or float32.
     """
@@ -98,7 +97,6 @@ class Call(NamedTuple):
 
 
 def fused_calls(model: nn.Module, images: tuple[int, ...]) -> set[Call]:
-    """Return the different calls of a training pass, without computing it."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     shapes = {name: tensor.detach().to("meta") for name, tensor in tensors}
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _Calls() as calls:
@@ -107,7 +105,7 @@ def fused_calls(model: nn.Module, images: tuple[int, ...]) -> set[Call]:
 
 
 def backend_of(call: Call, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the back-end that torch chooses for a call with gradients on this device."""
+    """Return the back-end that torch chooses for a call with gradients."""
     shape = (1, call.tokens, call.heads, call.dim)
     q, k, v = (torch.empty(shape, device=device, dtype=dtype, requires_grad=True).transpose(1, 2) for _ in range(3))
     number = torch._fused_sdp_choice(q, k, v, dropout_p=call.dropout)
@@ -115,8 +113,6 @@ def backend_of(call: Call, device: torch.device, dtype: torch.dtype) -> str:
 
 
 class _Calls(TorchFunctionMode):
-    """Notes the calls of torch's fused attention."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: set[Call] = set()
@@ -158,7 +154,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _call(name: str, tensors: tuple[Tensor, ...], qkv: Tensor, scale: float) -> None:
-    """Call a function of attention.cpp with as many threads as torch uses. It sees addresses, so check the rest."""
+    """Call a function of attention.cpp with torch's number of threads. It sees addresses, so check the rest."""
     batch, tokens, _, heads, dim = qkv.shape
     half = {(*qkv.shape,), (batch, tokens, heads, dim)}
     kinds = {(shape, torch.bfloat16) for shape in half} | {((batch, heads, tokens), torch.float32)}

@@ -24,7 +24,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping
 
 @functools.cache
 def can_load(what: str, source: Path, *flags: str) -> bool:
-    """Return whether the library can be loaded; if not, warn once that `what` could not be compiled, and why."""
+    """Return whether the library can be loaded; if not, warn once why `what` could not be compiled."""
     try:
         load_library(source, *flags)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -36,7 +36,7 @@ def can_load(what: str, source: Path, *flags: str) -> bool:
 
 @functools.cache
 def load_library(source: Path, *flags: str) -> ctypes.CDLL:
-    """Load the compiled source, from a cache if it is there. Raise OSError or CalledProcessError if that fails."""
+    """Load the compiled source from a cache, or compile it. Raise OSError or CalledProcessError if that fails."""
     for cache in _caches():
         with contextlib.suppress(OSError, ValueError):  # it cannot be written, or others may write to it
             folder = safe_cache(cache, "native", read_only=True)
@@ -54,7 +54,7 @@ def _caches() -> list[Path]:
 
 
 def compile_library(source: Path, flags: tuple[str, ...], folder: Path) -> Path:
-    """Return the library's file in `folder`; the first of several processes makes it, complete or not at all."""
+    """Return the library's file in `folder`; the first of several processes makes it."""
     compiler = [*shlex.split(os.environ.get("CXX", "g++")), *FLAGS, *flags]
     made_of = [source.read_text(), *compiler, platform.machine(), _processor()]
     path = folder / f"{source.stem}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"

@@ -1,7 +1,7 @@
 """Copies between the host and a GPU that nobody waits for.
 
-The thread that asks for a copy from ordinary memory waits, often until the GPU has finished everything before. A GPU
-reads page-locked memory by itself. So all copies inside a training step go through `to_device`.
+A copy from ordinary memory makes the host wait, often until the GPU has finished everything before. A GPU reads
+page-locked memory by itself. So all copies inside a training step go through `to_device`.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ def to_device(*tensors: Tensor, device: torch.device) -> list[Tensor]:
 
 
 def to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy a tensor to the host; return a function that waits for this copy, but not for any later work."""
+    """Begin to copy a tensor to the host; return a function that waits for this copy, but not for later work."""
     if tensor.device.type != "cuda":
         return lambda: tensor
     copied, done = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()
@@ -53,7 +53,6 @@ def set_aside(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def pack(tensors: Sequence[Tensor], *, pinned: bool) -> Tensor:
-    """Copy the bytes of tensors of the host into one uint8 block."""
     *starts, end = _starts(tensors)
     block = torch.empty(max(end, ALIGN), dtype=torch.uint8, pin_memory=pinned)
     for start, tensor in zip(starts, tensors):

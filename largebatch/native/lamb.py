@@ -1,4 +1,4 @@
-"""LAMB's update and the norm of its gradients on CPUs: calls lamb.cpp (benchmark/NOTES.md: it beats torch.compile)."""
+"""LAMB's update and the norm of its gradients on CPUs, by lamb.cpp (benchmark/NOTES.md: it beats torch.compile)."""
 
 import ctypes
 import threading
@@ -40,7 +40,7 @@ def available() -> bool:
 
 
 def lamb_native_(tensors: Sequence[Tensors], scalars: Sequence[float], factor: float) -> list[Tensor]:
-    """Update tensors of one dtype, float32 or float64, with as many threads as torch uses; return the trust ratios."""
+    """Update tensors of one dtype, with torch's number of threads; return the trust ratios."""
     example, longest = tensors[0][0], max(four[0].numel() for four in tensors)
     num_threads = min(torch.get_num_threads(), len(tensors))
     scratch = _address(_scratch(example, num_threads * longest))
@@ -59,10 +59,10 @@ def moments_native_(rows: Sequence[Row], scalars: Sequence[float], factor: float
 
 
 def norm_native(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients, 0-d, of their dtype, float32 or float64; added up in double precision."""
+    """Return the norm of all gradients, 0-d, in their dtype, added up in double precision."""
     whole = [as_kernels_read(g, gradients[0].dtype) for g in gradients]
     squares = torch.empty(len(whole), dtype=torch.float64, device="cpu")
-    _call("squares", [(g, g) for g in whole], torch.get_num_threads(), _address(squares))  # of a row it reads g alone
+    _call("squares", [(g, g) for g in whole], torch.get_num_threads(), _address(squares))  # it reads g alone
     return squares.sum().sqrt().to(whole[0].dtype)
 
 

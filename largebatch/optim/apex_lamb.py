@@ -1,8 +1,8 @@
 """NVIDIA's FusedLAMB, for users who have its library, apex. Our own Lamb needs no library and is the default.
 
-apex keeps use_nvlamb on the instance and reads max_grad_norm from the defaults. Both are lost when Horovod makes a new
-instance from the parameter groups, so the class made here sets both where they survive. apex clips inside its step, in
-addition to the engine's clip; with a limit of infinity it divides by exactly 1.
+apex keeps use_nvlamb on the instance and max_grad_norm in the defaults. Horovod, which makes a new instance from the
+parameter groups, would lose both, so the class here sets them where they survive. apex clips after the engine's clip;
+with a limit of infinity it divides by exactly 1.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ HINT = "build it from https://github.com/NVIDIA/apex with its CUDA extensions, o
 
 
 def apex_lamb(groups: Iterable[dict[str, Any]], *, use_nvlamb: bool, **options: Any) -> Optimizer:
-    """Build a FusedLAMB that keeps its options under Horovod. The options are lr, betas, eps and bias_correction.
+    """Build a FusedLAMB that keeps its options under Horovod: lr, betas, eps and bias_correction.
 
     With use_nvlamb every tensor has a trust ratio; otherwise tensors of groups without decay have none. Raises
     ValueError if apex is not installed, is another library of that name, or was built without CUDA.
@@ -31,7 +31,6 @@ def apex_lamb(groups: Iterable[dict[str, Any]], *, use_nvlamb: bool, **options: 
 
 
 def fused_lamb() -> type[Optimizer]:
-    """Return apex's class, made safe for Horovod."""
     if importlib.util.find_spec("apex") is None:
         raise ValueError(f"apex_lamb needs NVIDIA's apex, which is not installed: {HINT}")
     try:
@@ -47,7 +46,6 @@ def fused_lamb() -> type[Optimizer]:
                 group.setdefault("step", 0)  # apex's counter, which it would otherwise create in its first step
 
         def init_param(self, p: Tensor) -> None:
-            """Set the state of one parameter to zeros if it has none."""
             if not self.state[p]:
                 self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
 

@@ -1,4 +1,4 @@
-"""Build the optimizer of a run, with presets and parameter groups; and functions that work for every optimizer."""
+"""Build the optimizer of a run; and functions that work for every optimizer."""
 
 import math
 from collections.abc import Mapping
@@ -13,20 +13,16 @@ from largebatch.optim.lamb import Lamb
 from largebatch.optim.lars import Lars
 from largebatch.optim.muon import SCALES, Muon, divided, hidden_matrices
 from largebatch.optim.presets import PRESETS, options_of, param_groups
-from largebatch.optim.states import adam_state, init_params, momentum_state
+from largebatch.optim.states import adam_state, init_params, momentum_state, with_gradient
 
 
 def gradient_norm(optimizer: Optimizer) -> Tensor:
-    """Return the global norm of the gradients, 0-d."""
     norm = optimizer.gradient_norm() if isinstance(optimizer, Lamb) else None
-    return nn.utils.get_total_norm(_gradients(optimizer)) if norm is None else norm
+    return nn.utils.get_total_norm([p.grad for p in with_gradient(optimizer)]) if norm is None else norm
 
 
 def clip_gradients(optimizer: Optimizer, norm: Tensor, max_norm: float | None) -> None:
-    """Clip the gradients of the next step, whose global norm is `norm`, to `max_norm`; do nothing if that is None.
-
-    See `scale_gradients` for how the factor is applied.
-    """
+    """Clip the gradients of the next step, of global norm `norm`, as `scale_gradients` does; None: do not clip."""
     if max_norm is not None:
         scale_gradients(optimizer, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
@@ -34,26 +30,18 @@ def clip_gradients(optimizer: Optimizer, norm: Tensor, max_norm: float | None) -
 def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
     """Make the next step of `optimizer` use its gradients times `factor`, a 0-d tensor.
 
-    Lamb multiplies while it reads them, which saves a pass over memory; for any other optimizer the gradients
-    change here. Call it right before the step, on the instance that steps (Horovod's wrapper).
+    Lamb multiplies while it reads them, which saves a pass over memory. Call this right before the step, on the
+    instance that steps (Horovod's wrapper).
     """
     if isinstance(optimizer, Lamb):
         optimizer.clip_factor = factor
         return
-    if grads := _gradients(optimizer):
+    if grads := [p.grad for p in with_gradient(optimizer)]:
         torch._foreach_mul_(grads, factor)
 
 
-def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
 def trust_summary(optimizer: Optimizer) -> Tensor | None:
-    """Return minimum, median and maximum of the trust ratios of the last step: (3,), on the device of the parameters.
-
-    They are over the adapted tensors, each counted as a whole. Returns None if no tensor is adapted or the optimizer
-    has no trust ratios.
-    """
+    """Return minimum, median and maximum, (3,), of the trust ratios of the last step; None if there are none."""
     adapted = [*adapted_ratios(optimizer).values()]
     if not adapted:
         return None
@@ -61,7 +49,6 @@ def trust_summary(optimizer: Optimizer) -> Tensor | None:
 
 
 def adapted_ratios(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Return the trust ratio of each adapted parameter in the last step; empty if the optimizer has none."""
     ratios: Mapping[Tensor, Tensor] = getattr(optimizer, "trust_ratios", {})
     groups = (group["params"] for group in optimizer.param_groups if group.get("adapt"))
     return {p: ratios[p] for params in groups for p in params if p in ratios}
@@ -70,9 +57,9 @@ def adapted_ratios(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 def init_state(optimizer: Optimizer) -> None:
     """Set the state of every trainable parameter that has none to zeros, its value before the first step.
 
-    It never steps, because a step with zero gradients would decay the weights. Horovod's `broadcast_optimizer_state`
-    takes such a step if there is no state: call this first, for AdamW, SGD and Lars, too; `Lamb` guards against it by
-    itself. It knows the optimizers of `build_optimizer`.
+    Horovod's `broadcast_optimizer_state` takes a step with zero gradients if there is no state, which would decay the
+    weights: call this first, for AdamW, SGD and Lars, too; `Lamb` guards against it by itself. It knows the optimizers
+    of `build_optimizer`.
     """
     if hasattr(optimizer, "init_param"):  # one of ours
         init_params(optimizer)
@@ -97,7 +84,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"betas": (0.9, 0.999), "eps": 1e-8},
     "sgd": {"momentum": 0.9},
     "lars": {"momentum": 0.9, "eps": 1e-8, "trust_coefficient": 1e-3},
-    "muon": {"momentum": 0.95, "rest": "adamw"},  # and those of the rest's optimizer
+    "muon": {"momentum": 0.95, "rest": "adamw"},  # and the options of the optimizer for the rest
 }
 
 
@@ -127,8 +114,7 @@ def build_optimizer(
         betas, eps, preset, impl, momentum, trust_coefficient: see `DEFAULTS`, `PRESETS`, `Lamb` and `Lars`.
         rest: "adamw" or "lamb", for the tensors that muon leaves; they take its options.
 
-    Raises:
-        ValueError: an unknown name, a value out of range, or an option that the optimizer would not use.
+    Raises ValueError for an unknown name, a value out of range, or an option without a use.
     """
     if name not in DEFAULTS:
         raise ValueError(f"unknown optimizer {name!r}; choose one of {', '.join(DEFAULTS)}")
@@ -146,7 +132,6 @@ def build_optimizer(
 
 
 def _defaults(name: str, rest: str | None) -> dict[str, Any]:
-    """Return the options that an optimizer has; ValueError for a `rest` that cannot be."""
     own = DEFAULTS[name]
     if "rest" not in own:
         return own
@@ -157,12 +142,12 @@ def _defaults(name: str, rest: str | None) -> dict[str, Any]:
 
 
 def _build(model: nn.Module, name: str, decays: dict[str, Any], chosen: dict[str, Any]) -> Optimizer:
+    if not 0 <= chosen.get("momentum", 0) < 1:
+        raise ValueError(f"momentum must be a number in [0, 1), got {chosen['momentum']}")
     if "rest" in chosen:
         return _build_muon(model, decays, chosen)
     if "preset" in chosen:
         return _build_lamb(model, name, decays, chosen)
-    if not 0 <= chosen.get("momentum", 0) < 1:
-        raise ValueError(f"momentum must be a number in [0, 1), got {chosen['momentum']}")
     if name == "lars":
         return Lars(param_groups(model, **decays, adapt_excluded=False), **chosen)
     groups = param_groups(model, **decays)
@@ -181,8 +166,6 @@ def _refuse_unused(name: str, given: Mapping[str, Any], used: Mapping[str, Any])
 
 def _build_muon(model: nn.Module, decays: dict[str, Any], options: dict[str, Any]) -> Optimizer:
     rest, momentum, lr = (options.pop(option) for option in ("rest", "momentum", "lr"))
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum must be a number in [0, 1), got {momentum}")
     if rest == "lamb":
         groups, chosen = options_of(options.pop("preset"), model, **decays)
     else:

@@ -9,12 +9,10 @@ One step for one parameter tensor x with gradient g (arXiv:1904.00962), at its t
     x = x - lr ratio u
 
 |.| is the L2 norm of the whole tensor, added up in double precision. The ratio is 1 if the group has adapt=False, and
-if a norm is zero or not finite. Clipping is not part of LAMB: the caller computes a factor from the global gradient
-norm and hands it over with `factory.scale_gradients`; Lamb multiplies the gradients by it while it reads them.
+if a norm is zero or not finite. Lamb does not clip; see `factory.scale_gradients`.
 
-Every option sits in the parameter group, because Horovod's DistributedOptimizer is a new instance of a subclass that is
-built from `param_groups` alone: an option that a constructor stored elsewhere would silently return to its default.
-The step counter is per parameter, so that a parameter that is unfrozen late gets its own bias correction.
+Every option sits in the parameter group, because Horovod's DistributedOptimizer is a new instance that is built from
+`param_groups` alone. The step counter is per parameter, so that one that is unfrozen late gets its own bias correction.
 """
 
 import functools
@@ -34,7 +32,7 @@ from torch.autograd.graph import increment_version
 from largebatch.native import lamb as cpp_lamb
 from largebatch.native.lamb import DTYPES, as_kernels_read, same_kind
 from largebatch.optim.presets import options_of
-from largebatch.optim.states import Stateful, adopted, require_parameters, takes_closure
+from largebatch.optim.states import Stateful, adopted, require_parameters, takes_closure, with_gradient
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +69,7 @@ class Scalars(NamedTuple):
 
 
 def scalars(group: Mapping[str, Any], step: int) -> Scalars:
-    """Return the numbers of a group for update number `step` of its parameters; the first is 1."""
+    """Return the numbers of a group for update number `step`; the first is 1."""
     beta1, beta2 = group["betas"]
     bias1, bias2 = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
     return Scalars(
@@ -94,7 +92,7 @@ def scalars(group: Mapping[str, Any], step: int) -> Scalars:
 
 
 def trust_ratio(x_square: Tensor, u_square: Tensor, s: Scalars) -> Tensor:
-    """Return phi(|x|) / |u|, computed from the sums of squares: a 0-d tensor on their device."""
+    """Return phi(|x|) / |u|, 0-d, from the sums of squares."""
     x_norm, u_norm = x_square.sqrt(), u_square.sqrt()
     ratio = (x_norm.clamp(s.norm_min, s.norm_max) / u_norm).clamp(max=s.ratio_max)
     usable = (x_norm > 0) & (u_norm > 0) & (x_norm < math.inf) & (u_norm < math.inf) & (s.adapt > 0)
@@ -155,7 +153,7 @@ def moments_foreach_(rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tensor:
 
 @functools.cache
 def can_compile(device_type: str) -> bool:
-    """Tell whether LAMB can be compiled for this device: by a C++ compiler, or by torch on a GPU; each is tried."""
+    """Try whether LAMB can be compiled: by a C++ compiler for CPUs, by torch for GPUs."""
     if device_type == "cpu":
         return cpp_lamb.available()
     try:
@@ -169,7 +167,7 @@ def can_compile(device_type: str) -> bool:
 def lamb_compiled_(
     tensors: Sequence[Tensors], s: Scalars, factor: Tensor, finite: Tensor | None = None
 ) -> list[Tensor]:
-    """Update many tensors, of any shape, with compiled code; `finite` is for GPUs. Returns their trust ratios."""
+    """Update many tensors with compiled code; `finite` is for GPUs. Returns their trust ratios."""
     try:
         if factor.is_cpu:
             alike = [(x, as_kernels_read(g, x.dtype), m, v) for x, g, m, v in tensors]
@@ -184,9 +182,9 @@ def lamb_compiled_(
 def update(
     impl: str, tensors: Sequence[Tensors], s: Scalars, factor: Tensor, finite: Tensor | None = None
 ) -> list[Tensor]:
-    """Update tensors of one device and dtype, those of the factor, and of any shape. Returns their trust ratios.
+    """Update tensors of one device and dtype, those of the factor; return their trust ratios.
 
-    finite: see `lamb_`. With it, only the specification and the code that is compiled from it can be chosen.
+    finite: see `lamb_`; the eager code and lamb.cpp do not know it.
     """
     compiles = impl == "compile" or impl == "auto" and can_compile(factor.device.type)
     if compiles and (finite is None or not factor.is_cpu):
@@ -199,10 +197,7 @@ def update(
 
 
 def moments(impl: str, rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tensor:
-    """Call `moments_foreach_`, or its equal in C++ on CPUs.
-
-    The caller may add up squares of several ranks before the second half, x - lr ratio u.
-    """
+    """Call `moments_foreach_`, or its equal in C++ on CPUs."""
     if factor.device.type == "cpu" and (impl == "compile" or impl == "auto" and can_compile("cpu")):
         try:
             return cpp_lamb.moments_native_(rows, s, float(factor))
@@ -229,7 +224,7 @@ class Lamb(Stateful):
         impl: "compile", "eager", "plain" (the specification), or "auto": compile if a compiler is found.
         max_grad_norm: None, because Lamb does not clip; a number raises a ValueError, which names the way to clip.
 
-    `trust_ratios` holds each parameter's ratio in the last step, as 0-d tensors, so nobody waits until they are read.
+    `trust_ratios` holds each parameter's ratio in the last step, as 0-d tensors.
     """
 
     # Set for one step and used up by it, so not in the state_dict. Class defaults, because copies skip the constructor.
@@ -269,7 +264,7 @@ class Lamb(Stateful):
     def paper(cls, model: nn.Module, lr: float = 1e-3, *, weight_decay: float = 0.01, **options: Any) -> "Lamb":
         """Build `--optim.preset paper`: 1-D tensors and biases are neither decayed nor adapted.
 
-        The same holds for parameters that `model.no_weight_decay()` names. options: those of `Lamb`.
+        Nor are parameters that `model.no_weight_decay()` names. options: those of `Lamb`.
         """
         return cls._of("paper", model, lr, weight_decay, options)
 
@@ -321,20 +316,18 @@ class Lamb(Stateful):
     def gradient_norm(self) -> Tensor | None:
         """Return the global norm of the gradients, 0-d, if it can be computed in C++, as the step is; else None.
 
-        It depends on `impl`, on which all ranks agree, and not on the rank's compiler alone: so all have the same bits.
+        It depends on `impl`, on which all ranks agree, so all have the same bits.
         """
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in with_gradient(self)]
         kinds = {(g.device.type, g.dtype, g.layout) for g in gradients}
         wanted = all(group["impl"] in ("auto", "compile") for group in self.param_groups)
         in_cpp = wanted and len(kinds) == 1 and kinds <= NATIVE and can_compile("cpu")
         return cpp_lamb.norm_native(gradients) if in_cpp else None
 
     def take_back(self) -> None:
-        """Take back the count of the step just done, because its `finite` was False; the gradients are still there."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.state[p]["step"] -= 1
+        """Take back the count of the step just done, because its `finite` was False."""
+        for p in with_gradient(self):
+            self.state[p]["step"] -= 1
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Check what `load_state_dict` loads: a state of this class, of timm's or apex's LAMB, or of AdamW."""
@@ -348,7 +341,7 @@ class Lamb(Stateful):
         return tuple(p.shape)
 
     def init_param(self, p: Tensor) -> dict[str, Any]:
-        """Return the state of one parameter; if it has none, first set it to zeros."""
+        """Return the state of one parameter, first set to zeros if there is none."""
         state = self.state[p]
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
@@ -372,13 +365,11 @@ class Lamb(Stateful):
 
 
 def flat(tensors: Tensors) -> Tensors:
-    """Return 1-D aliases."""
     x, g, m, v = same_kind(tensors)
     return x.view(-1).data, g.view(-1).data, m.view(-1).data, v.view(-1).data
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise a ValueError for an option of a Lamb group that is out of range."""
     number: dict[str, Any] = {
         name: value if isinstance(value, (Real, Tensor)) else math.nan for name, value in options.items()
     }

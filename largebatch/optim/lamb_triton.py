@@ -6,9 +6,8 @@ A tensor is cut into chunks, and a program of a launch works on one:
     ratios     add up the sums of each tensor, in the order of its chunks; write its trust ratio
     apply      read x, m, v; compute u again; write x
 
-No two programs write to the same place and none adds to a number of another, so a repetition gives the same bits, and
-so do all ranks. u is computed twice, because to keep it would move as many bytes and take memory. No product is fused
-with a sum, so m and v have the bits of the specification.
+No two programs write to the same place, so a repetition gives the same bits, and so do all ranks. To keep u would move
+as many bytes as to compute it twice. No product is fused with a sum, so m and v have the bits of the specification.
 
 A table on the device has a row for each tensor. The host sends it before each step, as a gradient may have moved.
 """
@@ -46,7 +45,7 @@ NORM_MIN, NORM_MAX, RATIO_MAX, ADAPT = tl.constexpr(8), tl.constexpr(9), tl.cons
 
 @triton.jit
 def _row(table, owners, chunk, chunk_size: tl.constexpr):
-    """Return the table's row of a chunk's tensor, the chunk's first element, and its length. All in 64 bits."""
+    """Return the table's row of a chunk's tensor, the chunk's first element, and its length, in 64 bits."""
     row = table + tl.load(owners + chunk) * COLUMNS
     start = (chunk - tl.load(row + FIRST)) * chunk_size
     return row, start, tl.minimum(tl.load(row + SIZE) - start, chunk_size)
@@ -54,13 +53,11 @@ def _row(table, owners, chunk, chunk_size: tl.constexpr):
 
 @triton.jit
 def _whole(row, length, chunk_size: tl.constexpr):
-    """Tell whether a chunk can be read 16 bytes at a time and without a mask."""
     return (tl.load(row + ALIGNED) != 0) & (length == chunk_size)
 
 
 @triton.jit
 def _places(row, column: tl.constexpr, start, dtype: tl.constexpr, masked: tl.constexpr):
-    """Return the address of element `start` of one of the tensors of a row."""
     places = tl.load(row + column).to(tl.pointer_type(dtype)) + start
     if not masked:
         places = tl.multiple_of(places, 16)
@@ -99,7 +96,7 @@ def _moments(
         tl.store(ms + at, m, mask=inside)
         tl.store(vs + at, v, mask=inside)
         u = _update(x, m, v, numbers, dtype)
-        if masked:  # beyond the end are no numbers
+        if masked:  # behind the end of the tensor is other memory
             x, u = tl.where(inside, x, 0.0), tl.where(inside, u, 0.0)
         x_squares += (x * x).to(tl.float64)
         u_squares += (u * u).to(tl.float64)
@@ -111,7 +108,6 @@ def moments(
     table, owners, numbers, factor, finite, squares, dtype: tl.constexpr, chunk_size: tl.constexpr,
     block_size: tl.constexpr
 ):  # fmt: skip
-    """Update m and v of a chunk, and write its two sums of squares."""
     chunk = tl.program_id(0)
     row, start, length = _row(table, owners, chunk, chunk_size)
     scale, go = tl.load(factor), tl.load(finite) != 0
@@ -125,7 +121,6 @@ def moments(
 
 @triton.jit
 def ratios(table, numbers, squares, results, chunk_size: tl.constexpr, block_size: tl.constexpr):
-    """Write the trust ratio of a tensor, from the sums of its chunks."""
     tensor = tl.program_id(0)
     row = table + tensor * COLUMNS
     count = tl.cdiv(tl.load(row + SIZE), chunk_size)
@@ -163,7 +158,6 @@ def _apply(
 def apply(
     table, owners, numbers, finite, ratio, dtype: tl.constexpr, chunk_size: tl.constexpr, block_size: tl.constexpr
 ):
-    """Update x of a chunk, unless the gradient is not finite."""
     chunk = tl.program_id(0)
     row, start, length = _row(table, owners, chunk, chunk_size)
     own = tl.load(ratio + tl.load(owners + chunk))
@@ -185,7 +179,7 @@ def lamb_triton_(
 ) -> list[Tensor]:
     """Update tensors x, g, m, v of the factor's device and dtype, as `same_kind` returns them; return the trust ratios.
 
-    finite: 0-d; if it is False, x, m and v stay as they are.
+    finite: see `lamb_`.
     """
     device, sizes = factor.device, tuple(x.numel() for x, *_ in tensors)
     owners = chunk_owners(sizes, device)
@@ -203,7 +197,6 @@ def lamb_triton_(
 def launch(
     table: Tensor, owners: Tensor, numbers: Tensor, factor: Tensor, finite: Tensor, squares: Tensor, results: Tensor
 ) -> None:
-    """Launch the three kernels on the present stream of the factor's device."""
     dtype = tl.float32 if factor.dtype == torch.float32 else tl.float64
     chunks, sizes = (len(owners),), dict(chunk_size=CHUNK, block_size=BLOCK)
     with torch.cuda.device_of(factor):
@@ -216,14 +209,13 @@ def launch(
 
 @lru_cache(maxsize=8)
 def chunk_owners(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the tensor that each chunk belongs to, by number; int64, on the device."""
+    """Return the number of the tensor that each chunk belongs to, int64."""
     counts = torch.tensor([-(-size // CHUNK) for size in sizes])
     (owners,) = to_device(torch.repeat_interleave(torch.arange(len(sizes)), counts), device=device)
     return owners
 
 
 def _table(tensors: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> array:
-    """Return the rows of the table, one after the other."""
     first = accumulate((-(-size // CHUNK) for size in sizes), initial=0)
     table = array("q")
     for four, size, start in zip(tensors, sizes, first):

@@ -8,8 +8,8 @@ One step for one parameter tensor x with gradient g:
     x = x - lr m                        nesterov: x = x - lr (d + momentum m)
 
 |.| is the L2 norm of the whole tensor, added up in double precision. The ratio is 1 if the group has adapt=False, and
-if a norm is zero or not finite. The learning rate is outside of the momentum, as in torch's SGD; in the paper it is
-inside, which is the same as long as it does not change.
+if a norm is zero or not finite. The learning rate is outside of the momentum, as in torch's SGD, and inside in the
+paper, which is the same as long as it does not change.
 """
 
 import math
@@ -37,7 +37,7 @@ class Lars(Optimizer):
         nesterov: look ahead by one step.
         adapt: multiply by the ratio; if False, the group takes SGD's steps.
 
-    `trust_ratios` holds each parameter's ratio in the last step, as 0-d tensors, so nobody waits until they are read.
+    `trust_ratios` holds each parameter's ratio in the last step, as 0-d tensors.
     """
 
     trust_ratios: Mapping[Tensor, Tensor] = MappingProxyType({})  # a class default: copies skip the constructor
@@ -89,7 +89,6 @@ class Lars(Optimizer):
         self.trust_ratios = MappingProxyType(ratios)
 
     def init_param(self, p: Tensor) -> dict[str, Any]:
-        """Return the state of one parameter; if it has none, first set it to zeros."""
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
@@ -97,7 +96,7 @@ class Lars(Optimizer):
 
 
 def trust_ratios(params: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]) -> list[Tensor]:
-    """Return the ratio of each tensor of a group, 0-d, of its dtype and on its device."""
+    """Return the ratio of each tensor of a group, 0-d, in its dtype."""
     if not group["adapt"]:
         return [p.new_ones(()) for p in params]
     norms = (torch._foreach_norm(tensors, 2, torch.float64) for tensors in (params, grads))
@@ -110,7 +109,7 @@ def trust_ratios(params: list[Tensor], grads: list[Tensor], group: Mapping[str, 
 
 
 def lars_(x: Tensor, g: Tensor, m: Tensor, ratio: Tensor, group: Mapping[str, Any]) -> None:
-    """Update one tensor: x and m change in place, without a temporary of their size."""
+    """Update x and m in place, without a temporary of their size."""
     lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"] * ratio
     m.mul_(momentum).addcmul_(g, ratio).addcmul_(x, decay)
     if group["nesterov"]:
@@ -121,7 +120,6 @@ def lars_(x: Tensor, g: Tensor, m: Tensor, ratio: Tensor, group: Mapping[str, An
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise a ValueError for an option of a Lars group that is out of range."""
     rules = {
         "lr": (options["lr"] >= 0, "a number >= 0"),
         "momentum": (0 <= options["momentum"] < 1, "a number in [0, 1)"),

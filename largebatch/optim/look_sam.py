@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from largebatch.native.copies import set_aside
+from largebatch.optim.states import with_gradient
 
 DIRECTION = "sam_direction"  # key of a parameter's state: d, or g while the second gradient is computed
 AGE = "sam_age"  # option of each group: steps since d was computed; d is due when it is `every`
@@ -38,7 +39,6 @@ class LookSam:
     alpha: float = 0.1  # norm of the part that is used again, relative to that of the gradient
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Create the state of a run at its beginning; the optimizer's own state is there already."""
         for group in optimizer.param_groups:
             group[AGE] = self.every
             for p in group["params"]:
@@ -54,8 +54,8 @@ class LookSam:
     ) -> tuple[Tensor, Tensor]:
         """Leave the gradient for the base optimizer in the parameters; return the loss and the norm of g.
 
-        compute: a closure that is given micro-batches, leaves their reduced gradient in the parameters and returns its
-        loss and norm; with again=True it is called once more in the step, for the same micro-batches at x + e.
+        compute: leaves the reduced gradient of micro-batches in the parameters and returns its loss and norm; with
+        again=True it is called once more in the step, for the same micro-batches at x + e.
         """
         if not self.due(optimizer):
             loss, norm = compute(batches)
@@ -80,7 +80,7 @@ class LookSam:
 
     @contextmanager
     def perturbed(self, optimizer: Optimizer) -> Iterator[None]:
-        """Move the weights by e for the time of the block, and keep g. At its end the weights have their bits again."""
+        """Keep g, and move the weights by e for the time of the block; then they have their bits again."""
         params, kept, gradients = _parts(optimizer)
         saved = [p.detach().clone() for p in params]
         with torch.no_grad():
@@ -101,7 +101,7 @@ class LookSam:
 
     @torch.no_grad()
     def keep(self, optimizer: Optimizer) -> None:
-        """Compute d from g, which was kept, and the second gradient, which is in the parameters."""
+        """Compute d from g, which was kept, and the second gradient."""
         _, kept, gradients = _parts(optimizer)
         product = torch.stack([torch.mul(s, g).sum(dtype=torch.float64) for s, g in zip(gradients, kept)]).sum()
         share = product / _norm(kept).square()
@@ -110,7 +110,6 @@ class LookSam:
 
     @torch.no_grad()
     def reuse(self, optimizer: Optimizer) -> None:
-        """Add the kept part to the gradient."""
         _, kept, gradients = _parts(optimizer)
         length = _norm(kept)
         factor = torch.where(length > 0, self.alpha * _norm(gradients) / length, 0.0)
@@ -139,8 +138,8 @@ def _aside(value: Any) -> Callable[[], Any]:
 
 
 def _parts(optimizer: Optimizer) -> tuple[list[Any], list[Tensor], list[Tensor]]:
-    """Return the parameters that have a gradient, d of each, and the gradients; d of one just unfrozen is zeros."""
-    params: list[Any] = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    """Return the parameters that have a gradient, d of each (zeros if just unfrozen), and the gradients."""
+    params = with_gradient(optimizer)
     for p in (p for p in params if DIRECTION not in optimizer.state[p]):
         optimizer.state[p][DIRECTION] = torch.zeros_like(p)
     return params, [optimizer.state[p][DIRECTION] for p in params], [p.grad for p in params]

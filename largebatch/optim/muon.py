@@ -1,4 +1,4 @@
-"""Muon for the matrices of hidden linear layers, and AdamW or LAMB for all other tensors: one optimizer of several.
+"""Muon for the matrices of hidden linear layers, and AdamW or LAMB for all other tensors.
 
 One step for a matrix x (rows, columns) with gradient g, as torch.optim.Muon computes it, with the constants of
 https://kellerjordan.github.io/posts/muon:
@@ -9,9 +9,8 @@ https://kellerjordan.github.io/posts/muon:
     o = 3.4445 o + (-4.7750 a + 2.0315 a a) o   with a = o o'       five times, in bfloat16
     x = x - lr weight_decay x - lr scale o
 
-This iteration of Newton and Schulz brings all singular values of o near 1. It is a function of the gradient, which is
-the same on all ranks, so each rank computes the same bits by itself, and nothing is sent. It lifts small singular
-values by a factor of up to 3.4445^5, and roundings with them: see docs/optimizers.md.
+This iteration of Newton and Schulz brings all singular values of o near 1; it lifts small ones, and roundings with
+them, by a factor of up to 3.4445^5 (docs/optimizers.md). Each rank computes the same bits by itself.
 
 scale depends on the optimizer of the other tensors, so that one learning rate serves both:
 
@@ -42,8 +41,8 @@ SCALES = {"adamw": "match_rms_adamw", "lamb": "original"}  # torch's names, by t
 class Muon(Stateful):
     """Several optimizers as one. The option `kind` of a group names the one that steps it: muon, adamw or lamb.
 
-    The other options of a group are those of that optimizer, which also says what it takes. So all of them are in the
-    groups, from which Horovod's DistributedOptimizer is built; and the state is that of the optimizers.
+    The other options of a group are those of that optimizer. So all are in the groups, from which Horovod's
+    DistributedOptimizer is built.
     """
 
     _parts: dict[str, Optimizer] | None = None  # a class default: copies skip the constructor
@@ -78,12 +77,10 @@ class Muon(Stateful):
 
     @property
     def trust_ratios(self) -> Mapping[Tensor, Tensor]:
-        """The ratios of LAMB's parameters in the last step."""
         ratios: Mapping[Tensor, Tensor] = getattr((self._parts or {}).get("lamb"), "trust_ratios", MappingProxyType({}))
         return ratios
 
     def init_param(self, p: Tensor) -> dict[str, Any]:
-        """Return the state of one parameter; if it has none, first set it to zeros."""
         group = next(group for group in self.param_groups if any(p is other for other in group["params"]))
         state: dict[str, Any] = self.state[p]
         if not state and group["kind"] == "muon":
@@ -110,7 +107,7 @@ class Muon(Stateful):
 def hidden_matrices(model: nn.Module) -> set[Tensor]:
     """Return the weights of the linear layers that are not the classifier; ValueError if there are none.
 
-    The classifier is what timm's `default_cfg` names so; in a model without one it is the last linear layer.
+    The classifier is what timm's `default_cfg` names so, or else the last linear layer.
     """
     model = owner(model, "default_cfg")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}

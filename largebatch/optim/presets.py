@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Preset:
-    """One published reading of LAMB. 1-D tensors, biases and the parameters that the model names may be excluded."""
+    """One published reading of LAMB; "excluded" are 1-D tensors, biases and parameters that the model names."""
 
     bias_correction: bool
     exclude: bool
@@ -35,10 +35,10 @@ PRESETS: dict[str, Preset] = {
 
 
 def owner(model: nn.Module, attribute: str) -> nn.Module:
-    """Return what has an attribute, of which the names of its parameters tell: the model, or the one that it wraps.
+    """Return the model, or the one inside of a wrapper, that has an attribute; the model if none has.
 
-    A wrapper, such as DistributedDataParallel or what torch.compile returns, has one module and no parameters of its
-    own. If nothing has the attribute, that is the model.
+    Names of parameters are those in the model that has it. A wrapper, such as DistributedDataParallel or what
+    torch.compile returns, has one module and no parameters of its own.
     """
     inner = model
     while not (attribute in vars(inner) or hasattr(type(inner), attribute)):  # wrappers may pass `hasattr` on
@@ -52,10 +52,9 @@ def owner(model: nn.Module, attribute: str) -> nn.Module:
 def layer_scales(model: nn.Module, layer_decay: float) -> dict[nn.Parameter, float]:
     """Return the factor of each parameter's learning rate: layer_decay to the number of layers above its own.
 
-    The head is the last layer, with factor 1, and the factors are those of timm's `param_groups_layer_decay`. In the
-    code of BEiT (arXiv:2106.08254) a ViT's last norm has the head's factor; here it has that of the last block.
-    ValueError for a model that does not tell its layers, as timm's tell by `group_matcher`, or for a factor outside of
-    (0, 1].
+    The head has factor 1, and the factors are those of timm's `param_groups_layer_decay`. In the code of BEiT
+    (arXiv:2106.08254) a ViT's last norm has the head's factor; here it has that of the last block. ValueError for a
+    factor outside of (0, 1], or a model that does not tell its layers by `group_matcher`, as timm's do.
     """
     if not 0 < layer_decay <= 1:
         raise ValueError(f"layer_decay must be a number above 0 and at most 1, got {layer_decay}")
@@ -83,10 +82,10 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Return the parameter groups: decayed, and not decayed (1-D, biases, names in `model.no_weight_decay()`).
 
-    With `exclude=False` there is only the first group; `adapt_excluded` is the option `adapt` of the second, for Lamb
-    and Lars. Frozen parameters stay in their group: without a gradient they get no state and no update, and unfreezing
-    one does not renumber a saved state. With `layer_decay` each layer has these two groups, with its factor of the
-    learning rate as the option `lr_scale`; the engine multiplies by it.
+    With `exclude=False` there is only the first; `adapt_excluded` is the option `adapt` of the second. Frozen
+    parameters stay in their group: without a gradient they get no state and no update, and unfreezing one does not
+    renumber a saved state. With `layer_decay` each layer has these two groups, with its factor of the learning rate as
+    the option `lr_scale`; the engine multiplies by it.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"names choose the groups: give the model, not its parameters, got {type(model).__name__}")

@@ -1,4 +1,4 @@
-"""What our optimizers share: a step with a closure, the state before the first step, a saved state that is loaded."""
+"""Parts that our optimizers share: steps with a closure, the state before the first step, loading a state."""
 
 import functools
 import itertools
@@ -14,7 +14,7 @@ MOMENTS_OF = {"maximize": False, "grad_averaging": True, "dampening": 0}
 
 
 def takes_closure(step: Callable[[Any], None]) -> Callable[..., Any]:
-    """Turn a step without arguments into one as torch's: it may be given a closure, and returns what that returns."""
+    """Turn a step without arguments into one as torch's, which returns the result of its closure."""
 
     @functools.wraps(step)
     @torch.no_grad()
@@ -29,8 +29,11 @@ def takes_closure(step: Callable[[Any], None]) -> Callable[..., Any]:
     return stepping
 
 
+def with_gradient(optimizer: Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
 def init_params(optimizer: Any) -> None:
-    """Call `init_param` for every trainable parameter of one of our optimizers that has no state."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.requires_grad and not optimizer.state.get(p):
@@ -40,8 +43,7 @@ def init_params(optimizer: Any) -> None:
 class Stateful(Optimizer):
     """An optimizer whose state_dict has moments of zero before the first step.
 
-    Horovod's `broadcast_optimizer_state` takes a step with gradients of zero if it finds no state, and that step would
-    decay the weights.
+    Without a state Horovod's `broadcast_optimizer_state` would take a step, which decays the weights.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,7 +53,6 @@ class Stateful(Optimizer):
 
 
 def adam_state(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the state of Adam and AdamW for a parameter of a group."""
     on_device = group["capturable"] or group["fused"]  # otherwise torch keeps the step counter on the host
     state = {"step": torch.zeros((), device=p.device if on_device else "cpu")}
     names = ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
@@ -59,7 +60,7 @@ def adam_state(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def momentum_state(p: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return the momentum of SGD for a parameter of a group; ValueError for dampening."""
+    """Return the momentum of SGD for a parameter; ValueError for dampening."""
     if group["dampening"]:  # torch does not dampen the first gradient, which no initial buffer can express
         raise ValueError(f"SGD with dampening={group['dampening']} has no initial state; set dampening to 0")
     return torch.zeros_like(p)
@@ -80,24 +81,21 @@ def adopted(
     """Return what torch's `load_state_dict` hands to `__setstate__`, so that this optimizer goes on from it.
 
     It may be that of another optimizer with the same moments: options that its groups lack stay as they are here, and a
-    step of the group becomes one of each parameter. keys: what the state of a parameter of a group has; shape: that of
-    its moments. Raises ValueError for any other state.
+    step of the group becomes one of each parameter. keys: the entries of a parameter's state; shape: that of its
+    moments. Raises ValueError for any other state.
     """
-    state, groups, numbers = loaded["state"].copy(), [], itertools.count()  # torch's, for parameters without a state
+    state, groups, numbers = loaded["state"].copy(), [], itertools.count()  # state remains torch's defaultdict
     for own, saved in zip(optimizer.param_groups, loaded["param_groups"]):
         _check_moments(saved)
         merged, needed = own | saved, keys(own)
         step = {"step": merged.pop("step", None)} if "step" in needed else {}
         for p, number in zip(own["params"], numbers):
             if state.get(p):
-                state[p] = {key: _dense(value) for key, value in (step | state[p]).items()}
+                entry = (step | state[p]).items()
+                state[p] = {key: v.contiguous() if isinstance(v, Tensor) else v for key, v in entry}
                 _check_entry(state[p], needed, shape(p), number)
-        groups.append(merged | {key: own[key] for key in ("impl",) if key in own})  # that of this machine
+        groups.append(merged | ({"impl": own["impl"]} if "impl" in own else {}))  # that of this machine
     return {**loaded, "state": state, "param_groups": groups}
-
-
-def _dense(value: Any) -> Any:
-    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def _check_entry(entry: Mapping[str, Any], keys: Sequence[str], shape: tuple[int, ...], number: int) -> None:
@@ -116,7 +114,7 @@ def _check_entry(entry: Mapping[str, Any], keys: Sequence[str], shape: tuple[int
 
 
 def _check_moments(group: Mapping[str, Any]) -> None:
-    """Raise ValueError for moments that were made of something else than the gradients that our optimizers take."""
+    """Raise ValueError for moments of something else than the gradients that our optimizers take."""
     wanted = MOMENTS_OF | ({"decoupled_weight_decay": True} if group.get("weight_decay") else {})
     for key, value in wanted.items():
         if key in group and group[key] != value:

@@ -2,13 +2,11 @@
 
     python -m largebatch.pack check shards/
 
-Pillow and DALI decode all images of a folder, and quarantine.csv in that folder lists the bad ones: training,
-validation and packing leave them out. An entry may be a record with a wrong CRC; one with a wrong length has all bytes
-up to the next record that is found, which may be several records. If the folder cannot be written, give `--out FILE`
-here and `--data.quarantine FILE` to the training.
+Pillow and DALI decode all images, and quarantine.csv in the folder lists the bad ones: training, validation and packing
+leave them out. An entry may be a record with a wrong CRC, or a gap up to the next record. If the folder cannot be
+written, give `--out FILE` here and `--data.quarantine FILE` to the training.
 
-The exit status is 1 if an image is bad or the data are not complete. If all images are good, an old list is removed. If
-all of a split are bad, none is listed: the fault is not in the images.
+The exit status is 1 if an image is bad or the data are not complete. If all images of a split are bad, none is listed.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_split(data: str, split: str, *, num_threads: int) -> tuple[Path, list[quarantine.Entry], str]:
-    """Decode the images of a split; return the data's folder, the bad images, sorted, and the fault of the whole."""
+    """Decode a split; return the data's folder, the sorted bad images, and the fault of the whole."""
     folder, index = sources.open_everything(data, split=split)
     found = []
     with show_progress(f"checking {split}", len(index)) as show:
@@ -73,7 +71,6 @@ def _line(folder: Path, entry: quarantine.Entry) -> str:
 
 
 def _keep_list(file: Path, bad: Sequence[quarantine.Entry]) -> None:
-    """Write the list, or remove an old one if no image is bad."""
     try:
         if bad:
             quarantine.save(file, bad)

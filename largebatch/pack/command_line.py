@@ -21,7 +21,6 @@ SUB_COMMANDS = {"check": check.main, "token-labels": _token_labels}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of this process; return the exit code, 2 for a mistake."""
     screen = logging.StreamHandler()
     screen.setFormatter(Formatter("%(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[screen])
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(argv: Sequence[str]) -> int:
     """Run the sub-command that `argv` begins with, or else pack; return the exit code.
 
-    Raises ValueError for a mistake of the user, OSError for a full disk or a file that cannot be read.
+    Raises ValueError for a mistake of the user, OSError for a disk or file that fails.
     """
     if argv and argv[0] in SUB_COMMANDS:
         return SUB_COMMANDS[argv[0]](argv[1:])

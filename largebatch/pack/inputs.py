@@ -1,7 +1,7 @@
 """The sources that can be packed: image folders, ImageNet's tars, CIFAR-10's files, TFRecords, the built-in ones.
 
-JPEGs and records keep their bytes. Other files of an image folder or a tar become RGB JPEGs. Every image is decoded
-when it is read, so that no bad image is packed.
+JPEGs and records keep their bytes; other files become RGB JPEGs. Every image is decoded when it is read, so that no bad
+image is packed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from PIL import Image
 
 from largebatch.data import archives, quarantine, records, shard_check, sources
 from largebatch.data.imagenet_real import image_names
-from largebatch.data.shards import Images
+from largebatch.data.order import epoch_order
+from largebatch.data.shards import Images, encode_image
 
 SHRUNK_QUALITY = 90
 SIZES = ("image/height", "image/width")  # features of published records, which would be those of the larger image
@@ -30,17 +31,17 @@ def splits(source: str) -> list[str]:
 
 
 def open_images(source: str, split: str) -> Images:
-    """Return one split of a source, in the source's order, without the images in quarantine.
+    """Return one split of a source, in its order, without the images in quarantine.
 
-    Raise ValueError with the files that were looked for, if there are none. To read a bad image raises ValueError, too.
+    Raise ValueError if there are none, and when a bad image is read.
     """
     folder = Path(source).expanduser()
-    if source not in sources.BUILT_IN and not folder.is_dir() and not archives.is_cifar10(folder):
-        raise ValueError(f"{sources.why_no_folder(source)}: expected one with images, {', '.join(sources.BUILT_IN)}.")
     if source in sources.BUILT_IN:
         return {"digits": sources.digits, "synthetic": sources.synthetic}[source](split)
     if archives.is_cifar10(folder):
         return archives.cifar10(folder, split)
+    if not folder.is_dir():
+        raise ValueError(f"{sources.why_no_folder(source)}: expected one with images, {', '.join(sources.BUILT_IN)}.")
     if split in archives.imagenet_splits(folder):
         images = archives.imagenet(folder, split)
         return _as_jpegs(images, where=f"{folder / archives.TARS[split]}, ")
@@ -66,7 +67,7 @@ def _image_folder(folder: Path, split: str) -> Images:
 
 
 def _records(source: str, split: str) -> Images:
-    """Return records with all their features; their labels are renumbered to begin with 0."""
+    """Return records with all their features; their labels are renumbered from 0."""
     index = sources.open_source(source, split=split)
     spans = functools.cache(records.record_spans)
     places = [f"{os.path.basename(index.files[index.file[k]])} {index.offset[k]}" for k in range(len(index))]
@@ -82,7 +83,7 @@ def _records(source: str, split: str) -> Images:
         return {name: values for name, values in features.items() if values and name not in written}
 
     def encoded(k: int) -> bytes:
-        data = records.read_span(index.files[index.file[k]], int(index.offset[k]), int(index.length[k]))
+        data = index.read(k)
         as_jpeg(data, where=index.where(k))  # raises ValueError if it cannot be decoded
         return data
 
@@ -90,14 +91,9 @@ def _records(source: str, split: str) -> Images:
 
 
 def _tars(source: str, split: str) -> Images:
-    """Return the samples of WebDataset tars; their labels are renumbered to begin with 0."""
     index = sources.open_source(source, split=split)
     names = image_names(index)
-
-    def encoded(k: int) -> bytes:
-        return records.read_span(index.files[index.file[k]], int(index.offset[k]), int(index.length[k]))
-
-    return Images(index.label.tolist(), encoded, archives.named(names), names, sources.class_names(index))
+    return Images(index.label.tolist(), index.read, archives.named(names), names, sources.class_names(index))
 
 
 def _as_jpegs(images: Images, *, where: str, remedy: str = "") -> Images:
@@ -107,8 +103,7 @@ def _as_jpegs(images: Images, *, where: str, remedy: str = "") -> Images:
 
 
 def shuffled(images: Images, seed: int) -> Images:
-    words = np.random.Philox(key=[seed, 0]).random_raw(len(images.labels))
-    order = np.argsort(words, kind="stable").tolist()
+    order = epoch_order(seed, 0, len(images.labels)).tolist()
     labels = [images.labels[k] for k in order]
     return Images(labels, lambda k: images.encoded(order[k]), lambda k: images.others(order[k]))
 
@@ -121,9 +116,9 @@ def shrunk(images: Images, side: int) -> Images:
 
 
 def shrink(data: bytes, side: int) -> bytes:
-    """Return an image whose shorter side is `side` pixels as a JPEG, or `data` itself if that side is not longer.
+    """Return an image with a shorter side of `side` pixels, as a JPEG, or `data` itself if that side is not longer.
 
-    The size is that to which an evaluation resizes, so with an img_size / crop_pct of `side` it resizes no more.
+    An evaluation whose img_size / crop_pct is `side` then resizes no more.
     """
     with Image.open(io.BytesIO(data)) as image:
         shorter = min(image.size)
@@ -131,25 +126,22 @@ def shrink(data: bytes, side: int) -> bytes:
             return data
         width, height = (side * length // shorter for length in image.size)
         pixels = eight_bits(image) if image.mode in ("L", "I;16") else image.convert("RGB")
-        file = io.BytesIO()
-        pixels.resize((width, height), Image.Resampling.BICUBIC).save(file, "JPEG", quality=SHRUNK_QUALITY)
-        return file.getvalue()
+        resized = pixels.resize((width, height), Image.Resampling.BICUBIC)
+        return encode_image(resized, "JPEG", quality=SHRUNK_QUALITY)
 
 
 def as_jpeg(data: bytes, *, where: str, remedy: str = "") -> bytes:
-    """Return `data` itself if it is an RGB or grey JPEG, else the image as an RGB JPEG; ValueError for a bad one."""
+    """Return `data` itself if it is an RGB or grey JPEG, else an RGB JPEG; ValueError for a bad image."""
     if fault := quarantine.image_fault(lambda: data):
         raise ValueError(f"{where} cannot be decoded ({fault}){remedy}")
     with Image.open(io.BytesIO(data)) as image:
         if image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):
             return data
-        file = io.BytesIO()
-        eight_bits(image).convert("RGB").save(file, "JPEG", quality=100, subsampling=0)
-        return file.getvalue()
+        return encode_image(eight_bits(image).convert("RGB"), "JPEG", quality=100, subsampling=0)
 
 
 def eight_bits(image: Image.Image) -> Image.Image:
-    """Scale a grey PNG of 16 bits to 8 bits, as DALI does; Pillow's own conversion makes all levels above 255 white."""
+    """Scale a grey PNG of 16 bits as DALI does; Pillow would make all levels above 255 white."""
     if image.mode != "I;16":
         return image
     return Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))

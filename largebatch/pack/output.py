@@ -1,7 +1,7 @@
-"""The folder that shards are written into: its plan, by which an interrupted command goes on, and its last touches.
+"""The folder that shards are written into, and its plan, by which an interrupted command goes on.
 
-A plan is a small JSON file. The same command finds the same plan and keeps the complete shards; another command is
-refused, because its shards would not fit to those.
+The same command finds the same plan, a small JSON file, and keeps the complete shards. Another command is refused,
+because its shards would not fit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ def _differences(begun: Mapping[str, Any], plan: Mapping[str, Any], name: str) -
 
 
 def finish(folder: Path, splits: Iterable[str]) -> None:
-    """Remove the unfinished shards of processes that were killed, and build the indexes."""
     for split in splits:
         for unfinished in folder.glob(f".{split}-*"):
             unfinished.unlink()

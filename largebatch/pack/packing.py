@@ -7,19 +7,18 @@
     python -m largebatch.pack shards/ small/ --shorter-side 256      # a copy that fits into memory
     mpirun -np 8 python -m largebatch.pack tars/ shards/     # the processes share the shards
 
-The shards look like the published ImageNet records: they are named train-00000-of-01024, their labels count from 1 in
-the sorted order of the class names, and a fixed seed shuffles the training images. A record also has `image/filename`,
-if its image comes from a file; records that are packed again keep all their features. RGB and grey JPEG files are
-copied byte for byte, others (ImageNet has a PNG and 22 CMYK files under JPEG names) become RGB JPEGs; CIFAR-10 becomes
-PNG, which loses nothing. The default size gives ImageNet its published 1,024 and 128 shards.
+The shards look like the published ImageNet records: train-00000-of-01024, labels from 1 in the sorted order of the
+class names, training images shuffled by a fixed seed. The default size gives ImageNet its published 1,024 and 128
+shards. A record has `image/filename`, if its image comes from a file; records that are packed again keep all features.
+RGB and grey JPEGs are copied byte for byte, other files (ImageNet has a PNG and 22 CMYK files under JPEG names) become
+RGB JPEGs; CIFAR-10 becomes PNG, which loses nothing.
 
---shorter-side N shrinks images whose shorter side is longer: bicubic, as a JPEG of quality 90. It is a copy for
-training: random crops are cut from fewer pixels, and the pixels of an evaluation change (benchmark/NOTES.md). So
-compare with published accuracies on images of the full size. packing.json has the side.
+--shorter-side N shrinks larger images: bicubic, as a JPEG of quality 90. It is a copy for training: random crops are
+cut from fewer pixels, and the pixels of an evaluation change (benchmark/NOTES.md), so compare with published accuracies
+on images of the full size.
 
-The same command goes on with a packing that was interrupted: packing.json tells how the shards are made, complete
-shards are kept, and the bytes are those of an uninterrupted packing. Every image is decoded first; a bad image stops
-the packing, and the message names it. classes.json has the names of the classes, which go into the checkpoints.
+packing.json tells how the shards are made: the same command goes on with an interrupted packing. A bad image stops the
+packing, and the message names it. classes.json has the names of the classes, which go into the checkpoints.
 """
 
 from __future__ import annotations
@@ -106,9 +105,8 @@ def pack(
 ) -> dict[str, int]:
     """Write each split of `source` into the folder `out` and index it; return the number of images of each split.
 
-    0 shards of a split stand for the default number, a `shorter_side` of 0 for images as they are. Shards that an
-    interrupted call has completed are kept. Raise ValueError with the name of a bad image, or if `out` has other
-    shards.
+    0 shards of a split stand for the default number, a `shorter_side` of 0 for images as they are. Complete shards are
+    kept. Raise ValueError for a bad image, or if `out` has other shards.
     """
     if shorter_side < 0:
         raise ValueError(f"--shorter-side is {shorter_side}: expected a number of pixels, or 0 for images as they are.")
@@ -154,7 +152,7 @@ def _number_of_shards(split: str, count: int, *, wanted: int) -> int:
 
 
 def _digest(images: Mapping[str, Images]) -> str:
-    """Return a digest of the names and labels of all images; bad bytes may be mended before the packing goes on."""
+    """Return a digest of names and labels; bad bytes may be mended before the packing goes on."""
     digest = hashlib.sha256()
     for split, here in images.items():
         digest.update(repr((split, list(here.labels), list(here.names))).encode("utf-8", "surrogateescape"))

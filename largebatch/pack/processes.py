@@ -1,4 +1,4 @@
-"""The processes that share the work of one packing: those that an MPI launcher has started, or this one alone."""
+"""The processes that share the work of one packing: those of an MPI launcher, or this one alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOCAL_SIZES = tuple(launcher.local_size for launcher in MPI_LAUNCHERS)
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """This process among those that share the work; by default it works alone."""
+    """This process among those that share the work."""
 
     rank: int = 0
     size: int = 1
@@ -25,7 +25,7 @@ class World:
 
 @contextlib.contextmanager
 def mpi_world() -> Iterator[World]:
-    """Join the other processes if an MPI launcher started this one. An error in one process ends all of them."""
+    """Join the other processes of an MPI launcher. An error in one process ends all of them."""
     names = [launcher.size for launcher in MPI_LAUNCHERS] + (["SLURM_NTASKS"] if "PMIX_RANK" in os.environ else [])
     announced = next((os.environ[name] for name in names if name in os.environ), "1")
     if announced == "1":
@@ -49,7 +49,7 @@ def mpi_world() -> Iterator[World]:
 
 
 def _refuse_without_mpi() -> None:
-    """Raise ValueError if a launcher without MPI started several processes: each of them would pack everything."""
+    """Raise ValueError if a launcher without MPI started several processes: each would pack everything."""
     for variables in (TORCHRUN, HOROVODRUN):
         name, number = variables.size, os.environ.get(variables.size, "1")
         if number != "1":
@@ -60,6 +60,5 @@ def _refuse_without_mpi() -> None:
 
 
 def cores_per_process() -> int:
-    """Return this host's cores, divided by the processes that the launcher started on it."""
     of_host = next((os.environ[name] for name in LOCAL_SIZES if name in os.environ), "1")
     return max(1, len(os.sched_getaffinity(0)) // int(of_host))

@@ -5,9 +5,9 @@
     mpirun -np 8 python -m largebatch.pack token-labels ...                           # processes share the shards
 
 New shards have the names of the old ones and the same records in the same order, without those in quarantine. Held-out
-shards are copied. The same command goes on with an interrupted one: token_labels.json tells how the shards are made,
-and complete shards are kept. A teacher sees the centre square of each image (crop 1.0), scaled to its own image size;
-the five highest logits of each place are kept.
+shards are copied. The same command goes on with an interrupted one: token_labels.json tells how the shards are made. A
+teacher sees the centre square of each image (crop 1.0), scaled to its own image size; the five highest logits of each
+place are kept.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def _device(kind: str) -> torch.device:
 def add_maps(source: str, out: str, maps: Maps, *, made_by: Mapping[str, str], world: World = World()) -> int:
     """Write the training shards of the folder `source` with `maps` into `out`; return the number of images.
 
-    Rank r of n writes shards r, r + n, ..., unless they are complete already. Raise ValueError if `source` has no
-    shards, or if `out` has shards that were made differently.
+    Rank r of n writes shards r, r + n, ..., unless they are complete. Raise ValueError if `source` has no shards, or if
+    `out` has shards that were made differently.
     """
     folder, target = Path(source).expanduser(), Path(out).expanduser()
     if not sources.find_shards(folder, "train"):
@@ -119,7 +119,7 @@ def add_maps(source: str, out: str, maps: Maps, *, made_by: Mapping[str, str], w
         path = target / os.path.basename(index.files[number])
         if not path.exists():
             shard = index.without(np.flatnonzero(index.file != number).tolist())
-            written = records.write_records(path, _labelled(shard, number, maps))
+            written = records.write_records(path, _labelled(shard, maps))
             logger.info("%s: %d images", path.name, written)
     world.barrier()
     if world.rank == 0:
@@ -129,8 +129,7 @@ def add_maps(source: str, out: str, maps: Maps, *, made_by: Mapping[str, str], w
     return len(index)
 
 
-def _labelled(shard: Index, number: int, maps: Maps) -> Iterator[bytes]:
-    """Yield the records of file `number`, which `shard` describes, with their maps."""
+def _labelled(shard: Index, maps: Maps) -> Iterator[bytes]:
     if not len(shard):
         return
     for sample, (features, (scores, ids)) in enumerate(zip(_features(shard), maps(shard), strict=True)):
@@ -141,7 +140,7 @@ def _labelled(shard: Index, number: int, maps: Maps) -> Iterator[bytes]:
 
 
 def _features(shard: Index) -> Iterator[dict]:
-    """Yield the features of each record that holds an image of `shard`, an index of one file."""
+    """Yield the features of each record with an image of `shard`, an index of one file."""
     path = shard.files[shard.file[0]]
     kept = iter([*shard.offset.tolist(), -1])
     image = next(kept)
@@ -154,7 +153,6 @@ def _features(shard: Index) -> Iterator[dict]:
 
 
 def _copy_held_out(folder: Path, target: Path) -> list[str]:
-    """Copy the missing held-out shards; return all of them."""
     held_out = sources.find_shards(folder, "validation")
     for path in held_out:
         copy = target / os.path.basename(path)
@@ -170,8 +168,8 @@ def _copy_held_out(folder: Path, target: Path) -> list[str]:
 def converted(root: str) -> Maps:
     """Return the maps of the published files: <root>/<class>/<image>.pt, a tensor of half floats (2, k, h, w).
 
-    [0] are logits, [1] are classes. Classes are numbered in the sorted order of their folders. <image> is the file name
-    in the image's record, up to the first dot.
+    [0] are logits, [1] are classes, numbered in the sorted order of their folders. <image> is the file name in the
+    record, up to the first dot.
     """
     folder = Path(root).expanduser()
     if not folder.is_dir():
@@ -194,7 +192,7 @@ def converted(root: str) -> Maps:
 
 
 def load_published(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scores and classes (k, h, w) of a published label file; raise ValueError if it is not one."""
+    """Return the scores and classes (k, h, w) of a published file; ValueError if it is not one."""
     try:
         tensor = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file may raise nearly anything
@@ -210,7 +208,7 @@ def load_published(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def generated(model: torch.nn.Module, *, batch_size: int, num_threads: int) -> Maps:
-    """Return the maps that a teacher of `zoo.teacher` makes, on its device and at its own image size."""
+    """Return the maps that a teacher of `zoo.teacher` makes, on its device and at its image size."""
     cfg = getattr(model, "default_cfg")
     device = next(model.parameters()).device
 

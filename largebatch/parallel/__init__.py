@@ -1,4 +1,4 @@
 """The add-on: axes inside a model replica (pipeline, sequence, tensor), beside Horovod's data axis, and ZeRO.
 
-config/parallel.py defines the axes. Training without an axis imports nothing of this folder.
+Training without an axis imports nothing of this folder.
 """

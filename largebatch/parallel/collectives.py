@@ -1,9 +1,7 @@
 """Communication along an axis: five functions of (tensor, axis) with a gradient, and plain ones without.
 
-The gradient of a tensor is distributed as the tensor is. If all ranks of the axis hold the same tensor (replicated),
-the gradient is replicated. If each rank holds a part or a summand of it, each holds a part or a summand of the
-gradient. The loss is replicated, and every rank starts its backward pass with 1. This determines each backward
-function:
+The gradient of a tensor is distributed as the tensor is: replicated, or a part or a summand of it on each rank. The
+loss is replicated, and every rank starts its backward pass with 1. This determines each backward function:
 
     function    forward                              backward
     copy        replicated -> the same, used apart   sum over the axis
@@ -11,11 +9,6 @@ function:
     total       summands   -> sum, used apart        sum over the axis
     gather      parts      -> whole, replicated      this rank's part
     split       replicated -> this rank's part       whole, gathered
-
-torch.distributed.nn.functional has the like of `total` and `gather`; all five are here for symmetry.
-
-The plain functions (`all_reduce`, `all_max`, `all_gather`, `reduce_scatter`, `broadcast`, `reduce_to`) have no
-gradient. Optimizers use them, and layers with a backward pass of their own, as they do `gather_objects`.
 """
 
 from typing import Any
@@ -33,12 +26,10 @@ BUCKET_BYTES = 2**26
 
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return the sum over the axis as a new tensor."""
     return _reduced(tensor, axis, dist.ReduceOp.SUM)
 
 
 def all_max(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return the maximum over the axis, element by element, as a new tensor."""
     return _reduced(tensor, axis, dist.ReduceOp.MAX)
 
 
@@ -57,7 +48,6 @@ def all_reduce_(tensor: Tensor, axis: Axis) -> None:
 
 
 def all_gather(tensor: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Concatenate the parts of all ranks of the axis along `dim`."""
     if axis.size == 1:
         return tensor
     first = tensor.movedim(dim, 0).contiguous()
@@ -67,7 +57,7 @@ def all_gather(tensor: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Sum over the axis, and return this rank's part of the sum along `dim`."""
+    """Sum over the axis, and return this rank's part along `dim`."""
     if axis.size == 1:
         return tensor
     first = tensor.movedim(dim, 0).contiguous()
@@ -77,7 +67,7 @@ def reduce_scatter(tensor: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:
-    """Return the tensor of the rank at place `source` of the axis; all ranks pass tensors of the same shape."""
+    """Return the tensor of the rank at place `source`; all ranks pass tensors of the same shape."""
     if axis.size == 1:
         return tensor
     out = tensor.contiguous() if axis.index == source else tensor.new_empty(tensor.shape)
@@ -86,14 +76,14 @@ def broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:
 
 
 def reduce_to(tensor: Tensor, axis: Axis, target: int) -> Tensor:
-    """Sum over the axis into `tensor` on the rank at place `target`; on the other ranks `tensor` becomes undefined."""
+    """Sum over the axis into `tensor` on the rank at place `target`; elsewhere `tensor` becomes undefined."""
     if axis.size > 1:
         dist.reduce(tensor, group_dst=target, group=axis.group)
     return tensor
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Return the values of all ranks of the axis, which must be picklable and small."""
+    """Return the values of all ranks of the axis, picklable and small."""
     values: list[Any] = [value] * axis.size
     if axis.size > 1:
         dist.all_gather_object(values, value, group=axis.group)
@@ -101,7 +91,6 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 
 
 def own_part(tensor: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """View this rank's part along `dim`."""
     length = tensor.shape[dim] // axis.size
     return tensor.narrow(dim, axis.index * length, length)
 
@@ -153,25 +142,20 @@ class _Split(torch.autograd.Function):
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
-    """Return x, which each rank of the axis then uses for its own part."""
     return x if axis.size == 1 else _Copy.apply(x, axis)
 
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Return the sum over the axis, which all its ranks then use in the same way."""
     return x if axis.size == 1 else _Reduce.apply(x, axis)
 
 
 def total(x: Tensor, axis: Axis) -> Tensor:
-    """Return the sum over the axis, which each of its ranks then uses for its own part."""
     return copy(reduce(x, axis), axis)
 
 
 def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Concatenate the ranks' parts along `dim`; all ranks then use the whole in the same way."""
     return x if axis.size == 1 else _Gather.apply(x, axis, dim)
 
 
 def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's part, along `dim`, of a tensor that is the same on all ranks of the axis."""
     return x if axis.size == 1 else _Split.apply(x, axis, dim)

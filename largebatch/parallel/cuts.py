@@ -1,10 +1,11 @@
 """The part of each parameter that a rank has: cut it for a mesh, assemble it again, count it once.
 
-A layer that cuts its parameters describes this in its attribute `cuts`, a dict from parameter names to `Cut`. Any other
-parameter is whole on every rank of its pipeline stage. Parameters are plain tensors under the names of the serial
-model, so a plain checkpoint can be cut for any mesh and assembled from any mesh.
+A layer that cuts its parameters has an attribute `cuts`, a dict from their names to `Cut`. Any other parameter is whole
+on every rank of its pipeline stage. Parameters are plain tensors under the names of the serial model, so a plain
+checkpoint can be cut for any mesh.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -31,7 +32,6 @@ class Cut:
     flat: tuple[int, ...] = ()
 
     def axes(self) -> set[str]:
-        """All axes along which the parameter is cut."""
         return {axis for axes in self.dims.values() for axis in axes}
 
     def slice_(self, whole: Tensor, sizes: Mapping[str, int], place: Mapping[str, int]) -> Tensor:
@@ -71,19 +71,13 @@ def local(whole: Tensor, cut: Cut, mesh: Mesh) -> Tensor:
 
 def replicas(cut: Cut, mesh: Mesh) -> int:
     """Number of ranks of this pipeline stage that hold the same part."""
-    return mesh.shape.size // mesh.shape.sizes["pipeline"] // _product(mesh.shape.sizes, cut.axes())
-
-
-def _product(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
-    number = 1
-    for axis in axes:
-        number *= sizes[axis]
-    return number
+    sizes = mesh.shape.sizes
+    return mesh.shape.size // sizes["pipeline"] // math.prod(sizes[axis] for axis in cut.axes())
 
 
 @torch.no_grad()
 def sum_partial_gradients(model: nn.Module, cuts: Mapping[str, Cut], mesh: Mesh) -> None:
-    """Complete the gradients of which each rank of an axis has a summand, many of them in one message."""
+    """Complete the gradients of which each rank of an axis has a summand, many in one message."""
     for name in mesh.shape.sizes:
         axis = mesh.axis(name)
         grads = [
@@ -103,7 +97,7 @@ def _sum(bucket: list[Tensor], axis: Axis) -> None:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors, in order, into messages of at most `BUCKET_BYTES`; a larger tensor is a message of its own."""
+    """Group tensors, in order, into messages of at most `BUCKET_BYTES`, or of one larger tensor."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > collectives.BUCKET_BYTES:

@@ -14,11 +14,11 @@ from largebatch.precision import at_least_float32
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy of parts (b, ..., k) against the same parts of the targets, summed over all ranks of the layout."""
+    """Cross entropy of parts (b, ..., k) against the same parts of the targets, summed over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, mass: Tensor, mesh: Mesh, layout: Layout) -> Tensor:
-        """mass (b, ...): sum of targets over all classes; it and targets may be the same for all of a sample's rows."""
+        """mass (b, ...): sum of targets over all classes; it and targets may be the same for all rows of a sample."""
         largest = logits.amax(-1)
         for name in layout.features:
             largest = collectives.all_max(largest, mesh.axis(name))
@@ -53,7 +53,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, mesh: Mesh) -> Tensor:
 
 
 def classification(mesh: Mesh) -> Callable[[nn.Module, Augmented], Tensor]:
-    """Return the objective `losses.classification` for a model that vit.py has cut for this mesh."""
+    """Return the objective `losses.classification` for a model that vit.py has cut."""
 
     def objective(model: Any, batch: Augmented) -> Tensor:
         features = model.forward_head(model.forward_features(batch.images), pre_logits=True)

@@ -1,8 +1,7 @@
 """The ranks of a replica as a mesh: this rank's place on each axis, and the group of ranks along it.
 
-The groups belong to torch.distributed; Horovod still reduces along the data axis. The axes have the names that
-config/parallel.py gives them; "data", "model" (all ranks of the replica) and "job" (all ranks) are axes, too. So a
-layer asks for `mesh.axis("row")`, and no layer counts ranks.
+The groups belong to torch.distributed; Horovod still reduces along the data axis. The axes are those of
+config/parallel.py, "data", "model" (all ranks of the replica) and "job" (all ranks). No layer counts ranks.
 """
 
 from dataclasses import dataclass
@@ -31,13 +30,10 @@ class Axis:
 
 
 class Mesh:
-    """All axes of a job; torch.distributed must have been started on all its ranks."""
+    """All axes of a job; torch.distributed has been started on all its ranks."""
 
     def __init__(self, shape: Shape, *, limit_s: float = 0) -> None:
-        """Make the groups; every rank of the job calls this at the same place.
-
-        limit_s: see `start_process_groups`.
-        """
+        """Make the groups; every rank of the job calls this at the same place. limit_s: see `start_process_groups`."""
         self.shape, self._limit_s = shape, limit_s
         size, rank = dist.get_world_size(), dist.get_rank()
         sizes = {"data": shape.data_size(size)} | shape.sizes
@@ -52,7 +48,7 @@ class Mesh:
         self._axes = {name: self._axis(name, table, rank) for name, table in tables.items()}
 
     def _axis(self, name: str, table: np.ndarray, rank: int) -> Axis:
-        """Make one axis. Axes with the same ranks share a group: each group costs threads or memory of a GPU."""
+        """Make one axis. Axes with the same ranks share a group, which costs threads or memory of a GPU."""
         key = frozenset(map(tuple, table.tolist()))
         if key not in self._groups:
             self._groups[key] = _new_group(table, _limit(self._limit_s))
@@ -70,7 +66,6 @@ class Mesh:
         self._groups.clear()
 
     def axis(self, name: str) -> Axis:
-        """The axis of this name: one of config/parallel.py, or "data", "model" or "job"."""
         return self._axes[name]
 
     def __deepcopy__(self, memo: Any) -> "Mesh":
@@ -79,11 +74,10 @@ class Mesh:
     def places(self) -> list[dict[str, int]]:
         """The place of every rank of this replica, in the order of the axis "model"."""
         sizes = self.shape.sizes
-        indices = np.indices(tuple(sizes.values())).reshape(len(sizes), -1).T
-        return [dict(zip(sizes, map(int, row))) for row in indices]
+        return [dict(zip(sizes, place)) for place in np.ndindex(*sizes.values())]
 
     def block(self, axes: tuple[str, ...]) -> tuple[int, int]:
-        """(index, number) of this rank's block in a dimension that is cut along `axes`, the coarsest axis first."""
+        """(index, number) of this rank's block in a dimension that is cut along `axes`, the coarsest first."""
         return block(self.shape.sizes, self.place, axes)
 
 
@@ -111,7 +105,7 @@ def _limit(limit_s: float) -> timedelta:
 
 
 def start_process_groups(rank: int, size: int, store: Any, *, device: torch.device, limit_s: float = 0) -> None:
-    """Start torch.distributed in this process: gloo on CPUs, NCCL (with gloo beside it) on GPUs.
+    """Start torch.distributed: gloo on CPUs, NCCL (with gloo beside it) on GPUs.
 
     limit_s: the seconds after which a rank that waits for a message fails; 0: ten years.
     """

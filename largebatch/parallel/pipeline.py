@@ -1,9 +1,8 @@
 """Pipeline parallelism: a ViT cut into stages, and one micro-batch of the engine through all of them and back.
 
-torch.distributed.pipelining orders the passes and moves activations and their gradients. This file has the cut, the
-checks, the random draws and the evaluation. A stage keeps the modules of the serial model under their names, without
-those of other stages. So optimizer, checkpoint and weight decay see a smaller model of the same kind. Stages may
-exchange parts of activations (some rows, features or tokens); torch learns their shape from the first part of a batch.
+torch.distributed.pipelining orders the passes and moves activations and their gradients. A stage keeps its modules
+under the serial model's names, so optimizer, checkpoint and weight decay see a smaller model of the same kind. Stages
+may exchange parts of activations; torch learns their shape from the first part of a batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +32,6 @@ MAX_DIMS = 6
 
 
 def num_stages(config: ParallelConfig) -> int:
-    """Number of stages of the pipeline; with schedule interleaved every rank has two."""
     return config.pipeline * (2 if config.schedule == "interleaved" else 1)
 
 
@@ -42,7 +40,7 @@ def num_parts(config: ParallelConfig) -> int:
 
 
 def starts(config: ParallelConfig, depth: int) -> list[int]:
-    """First block of every stage of a model of `depth` blocks; ValueError if the model cannot be cut this way."""
+    """First block of every stage of a model of `depth` blocks; ValueError if it cannot be cut this way."""
     stages = num_stages(config)
     if stages > depth:
         raise ValueError(
@@ -61,7 +59,7 @@ def starts(config: ParallelConfig, depth: int) -> list[int]:
 
 
 def check(config: ParallelConfig, *, depth: int, batch_size: int) -> None:
-    """Raise ValueError if a model of `depth` blocks, or `batch_size` images per batch, do not fit the pipeline."""
+    """Raise ValueError if a model of `depth` blocks, or a batch of `batch_size` images, does not fit the pipeline."""
     starts(config, depth)
     stages, parts = num_stages(config), num_parts(config)
     if parts < 1 or batch_size % parts:
@@ -82,10 +80,7 @@ def check(config: ParallelConfig, *, depth: int, batch_size: int) -> None:
 
 
 def stage_of(name: str, firsts: list[int]) -> int:
-    """The stage of a parameter or module, by its name in the serial model.
-
-    firsts: the first block of every stage, see `starts`.
-    """
+    """The stage of a parameter or module of the serial model. firsts: see `starts`."""
     top, _, rest = name.partition(".")
     if top == "blocks":
         number = int(rest.partition(".")[0])
@@ -97,7 +92,7 @@ def stage_of(name: str, firsts: list[int]) -> int:
 
 
 class Stage(nn.Module):
-    """Some blocks of a model that has been cut: images or activations -> activations or, in the last stage, logits."""
+    """Some blocks of a model: images or activations -> activations or, in the last stage, logits."""
 
     def __init__(self, model: VisionTransformer, index: int, number: int, blocks: range) -> None:
         super().__init__()
@@ -119,7 +114,7 @@ class Stage(nn.Module):
         return model.forward_head(model.norm(x), pre_logits=True) if self.is_last else x.contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute `features`; in the last stage logits, or this rank's part of them if the head has `own_logits`."""
+        """Compute `features`, and in the last stage logits, or this rank's part if the head has `own_logits`."""
         dtype, enabled = self.precision or (None, torch.is_autocast_enabled(x.device.type))
         with torch.autocast(x.device.type, dtype=dtype, enabled=enabled):
             x = self.features(x)
@@ -161,10 +156,7 @@ class Pipeline:
     def __init__(
         self, model: VisionTransformer, mesh: Mesh, config: ParallelConfig, loss: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """Cut the model in place.
-
-        loss: (logits, or this rank's part of them; targets (b, K)) -> sum over the b samples.
-        """
+        """Cut the model in place. loss: (logits, or this rank's part; targets (b, K)) -> sum over b samples."""
         self.config = config
         self.axis = mesh.axis("pipeline")
         self.loss = loss
@@ -175,7 +167,6 @@ class Pipeline:
         self._schedule: tuple[object, Schedule] | None = None
 
     def log(self) -> str:
-        """Describe each stage in a line: its blocks, and the parameters on each of its ranks. Every rank calls it."""
         firsts = starts(self.config, self.depth)
         counts = torch.zeros(1, len(firsts), dtype=torch.int64, device=next(self._model.parameters()).device)
         for name, parameter in self._model.named_parameters():
@@ -188,11 +179,11 @@ class Pipeline:
         )
 
     def run(self, images: Tensor, targets: Tensor, weight: float) -> Tensor:
-        """Add the gradients of weight × sum of the losses of images (B, 3, H, W) and targets (B, K).
+        """Add the gradients of weight × sum of the losses of images (B, 3, H, W) and targets (B, K), which every rank
+        passes.
 
-        Returns this weighted sum on all stages, 0-d in float64, without a gradient. Every rank passes all images and
-        targets. Random masks follow from the state of torch's generator, which must be the same on all stages, and
-        stays the same. ValueError: see `check`.
+        Returns this weighted sum on all stages, 0-d in float64, without a gradient. Random masks follow from the state
+        of torch's generator, which must be the same on all stages, and stays the same. ValueError: see `check`.
         """
         check(self.config, depth=self.depth, batch_size=len(images))
         self._weight = weight
@@ -209,7 +200,7 @@ class Pipeline:
 
     @contextmanager
     def _own_draws(self, device: torch.device) -> Iterator[None]:
-        """Let each rank draw its own numbers: all ranks draw the seeds of all of them from the common generator."""
+        """Let each rank draw its own numbers: all ranks draw the seeds of all from the common generator."""
         seeds = torch.randint(2**62, (self.axis.size,))
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             seed_draws(int(seeds[self.axis.index]), device)
@@ -277,7 +268,7 @@ class Pipeline:
 
 
 def _header(tensor: Tensor) -> Tensor:
-    """Encode dtype, number of dimensions and shape of a tensor for `_empty`."""
+    """Encode dtype, number of dimensions and shape for `_empty`."""
     return torch.tensor([DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *[0] * (MAX_DIMS - tensor.ndim)])
 
 

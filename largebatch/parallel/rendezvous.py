@@ -1,8 +1,7 @@
 """Start torch.distributed beside Horovod: choose the addresses at which its ranks meet and communicate.
 
-Horovod has started before, and exchanges the addresses. On one host the address is 127.0.0.1. Between hosts it is the
-address of each host's own name, or of the network card that GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE names
-(mpi_scripts/env.sh sets them from INTERFACE).
+On one host the address is 127.0.0.1. Between hosts it is that of each host's name, or of the network card that
+GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE names (mpi_scripts/env.sh sets them from INTERFACE).
 """
 
 import os
@@ -29,10 +28,7 @@ from largebatch.ranks import Ranks
 
 
 def start_torch_distributed(comm: Ranks, device: torch.device) -> None:
-    """Start torch.distributed, unless it has been started already; it ends before Horovod does.
-
-    If one rank fails, all raise.
-    """
+    """Start torch.distributed, if it is not running; it ends before Horovod does. If one rank fails, all raise."""
     if dist.is_initialized():
         return
     with comm.together("starting torch.distributed"):
@@ -56,10 +52,7 @@ def start_torch_distributed(comm: Ranks, device: torch.device) -> None:
 
 
 def address_here(environment: MutableMapping[str, str]) -> str:
-    """The address at which other ranks find this one.
-
-    If only Horovod's variable names a network card, torch's is set as well.
-    """
+    """The address at which other ranks find this one. If only Horovod's variable names a card, set torch's as well."""
     cards = environment.get("GLOO_SOCKET_IFNAME") or environment.get("HOROVOD_GLOO_IFACE", "")
     if not cards:
         return own_address()

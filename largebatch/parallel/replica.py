@@ -1,12 +1,12 @@
-"""One copy of the model, divided among ranks: puts the parts of this package behind the methods of `Replica`.
+"""One copy of the model, divided among ranks, behind the methods of `Replica`.
 
-Every rank builds the whole model from the seed in host memory, cuts it and keeps its part. From then on the names are
-those of the serial model, and everything else asks the mesh. A checkpoint is always that of a whole model: rank 0 puts
-the ranks' parts together, tensor by tensor, into a model and an optimizer as one rank would have them, and divides what
-it reads in the same way.
+Every rank builds the whole model from the seed in host memory, cuts it and keeps its part, under the names of the
+serial model. A checkpoint is that of a whole model: rank 0 puts the parts together, tensor by tensor, as one rank would
+have them, and divides what it reads in the same way.
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -74,21 +74,17 @@ class ParallelReplica(Replica):
             (vit if self.is_vit else volo).parallelize(model, self.mesh)
         if config.sequence > 1:
             sequence.parallelize(model, self.mesh)
-        self.pipeline = Pipeline(model, self.mesh, config, self._loss) if config.pipeline > 1 else None
+        loss = functools.partial(cross_entropy, mesh=self.mesh)
+        self.pipeline = Pipeline(model, self.mesh, config, loss) if config.pipeline > 1 else None
         self.multiple = multiple_of(config)
         self.cuts = cuts_of(model)
         self.holders = self._find_holders(model)
         self.sharding: Sharding | None = None
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(logits, targets, self.mesh)
-
     def adapt_optimizer(self, serial: Optimizer) -> Optimizer:
-        """Return LAMB for parts of the parameters; other optimizers need none."""
         return ShardedLamb(serial.param_groups) if isinstance(serial, Lamb) else serial
 
     def adapt_objective(self, serial: Objective) -> Objective:
-        """Return the objective of parts of the logits, if no rank has them whole."""
         if not self.cuts_tensors:
             return serial
         if isinstance(serial, TokenLabeling):
@@ -96,7 +92,6 @@ class ParallelReplica(Replica):
         return classification(self.mesh) if self.is_vit else serial
 
     def attach(self, model: nn.Module, optimizer: Reduced, comm: Ranks) -> None:
-        """Take the parts, and tell the optimizer of which tensors its parameters are parts."""
         super().attach(model, optimizer, comm)
         self._device = next(model.parameters()).device
         zero, offload = bool(self.config.zero), self.config.zero == "offload"
@@ -111,10 +106,7 @@ class ParallelReplica(Replica):
     # -- one step ----------------------------------------------------------------------------------------------
 
     def run_pass(self, batch: Augmented, weight: float, forward_backward: ForwardBackward) -> Tensor:
-        """Fill a batch too short for the mesh up with images without a target, so without a loss, and run it.
-
-        A pipeline has a schedule of its own, in which the forward and backward passes of its stages alternate.
-        """
+        """Fill a batch too short for the mesh up with images without a target, so without a loss, and run it."""
         images, targets = (vit.filled(tensor, self.multiple) for tensor in (batch.images, batch.targets))
         batch = batch._replace(images=images, targets=targets)
         if self.pipeline is None:
@@ -126,12 +118,10 @@ class ParallelReplica(Replica):
         sum_partial_gradients(self.model, self.cuts, self.mesh)
 
     def gradient_norm(self) -> Tensor:
-        """Return the norm of the whole gradient, 0-d, with each element of the whole model counted once."""
         assert self.sharding is not None
         return global_norm(self.optimizer, self.sharding)
 
     def predictor(self, model: nn.Module) -> nn.Module:
-        """Return a module that runs batches of any size through all ranks of the replica."""
         predict = self.pipeline.predict if self.pipeline else model
         return vit.Predictor(model, predict, multiple=self.multiple)
 
@@ -218,14 +208,13 @@ class ParallelReplica(Replica):
 
 
 def check(config: ParallelConfig, model: Any, *, batch_size: int) -> None:
-    """Raise ValueError, one sentence with the numbers, for a module or a micro-batch that cannot be cut so."""
     shape = config.shape()
     if shape.size == 1:
         return
     if isinstance(model, VOLO):
         if config.pipeline * config.sequence > 1:
             raise ValueError(f"--parallel is {shape}, and VOLO is cut over tensor axes alone: set --parallel.tensor.")
-        volo.check(volo.Dimensions.of(model), shape)
+        volo.check(model, shape)
         return
     if num_blocks(shape, shape.tensor) > 1:
         vit.check(vit.Dimensions.of(model), shape, batch_size)

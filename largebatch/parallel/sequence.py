@@ -1,13 +1,11 @@
 """Sequence parallelism: the tokens of each image cut over the ranks of an axis, attention as a ring between them.
 
-Each rank keeps its queries, while blocks of keys and values travel around the ring, one block per rank. The rank merges
-the results of the blocks by the log of the sum of exponentials. So no rank ever has all keys, or a map of all tokens
-against all. In the backward pass the blocks travel once more together with their gradients, which are complete when
-they return. Per layer each of the p ranks sends 2 (p - 1) tensors of (tokens of a rank) × (features) forward, and 2 (p
-- 1) + 2 p backward.
+Each rank keeps its queries, while blocks of keys and values travel around the ring. The rank merges their results by
+the log of the sum of exponentials, so no rank ever has all keys, or a map of all tokens against all. In the backward
+pass the blocks travel once more together with their gradients. Per layer each of the p ranks sends 2 (p - 1) tensors of
+(tokens of a rank) × (features) forward, and 2 (p - 1) + 2 p backward.
 
-The number of tokens, 197 or 50, is rarely a multiple of the ranks: the last ranks get padding, and no token attends to
-it.
+The number of tokens, 197 or 50, is rarely a multiple of the ranks: the last ranks get padding, which no token sees.
 """
 
 from collections.abc import Iterator
@@ -29,12 +27,12 @@ from zoo.vit import VisionTransformer
 
 
 def tokens_per_rank(length: int, axis: Axis) -> int:
-    """Number of tokens of each rank, padding included, if there are `length` in all."""
+    """Number of tokens of each rank, padding included, of `length` in all."""
     return -(-length // axis.size)
 
 
 def _valid(owner: int, length: int, number: int) -> int:
-    """Count those of the `number` tokens of the rank at place `owner` that are not padding."""
+    """Count the tokens of the rank at place `owner` that are not padding."""
     return min(max(length - owner * number, 0), number)
 
 
@@ -53,7 +51,7 @@ def _finish(works: list[Any]) -> None:
 
 
 def _travel(block: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
-    """Yield (owner, block) for every rank, this one first; the next block travels while the present one is used."""
+    """Yield (owner, block) for every rank, this one first; the next block travels while this one is used."""
     for step in range(axis.size):
         last = step == axis.size - 1
         incoming, works = (block, []) if last else _pass_on(block, axis)
@@ -143,7 +141,6 @@ class RingAttention(nn.Module):
                 self.add_module(name, module)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """(B, n, C) -> the same, of this rank's tokens."""
         if attn_mask is not None or is_causal:
             raise ValueError("Ring attention supports no mask but that of the padding: call the model without one.")
         number, tokens, _ = x.shape
@@ -181,7 +178,7 @@ class ClassToken(nn.Module):
 class MeanToken(nn.Module):
     """This rank's tokens (B, n, C) -> the mean of all tokens but the first `prefix`, on all ranks.
 
-    The result is (B, prefix + 1, C), because the model then averages all tokens but the first `prefix` itself.
+    The result is (B, prefix + 1, C), because the model averages all tokens but the first `prefix` itself.
     """
 
     def __init__(self, axis: Axis, length: int, prefix: int) -> None:
@@ -196,7 +193,6 @@ class MeanToken(nn.Module):
 
 
 def check(model: nn.Module, size: int) -> None:
-    """Raise ValueError if the tokens of a model cannot be cut over `size` ranks."""
     option = f"--parallel.sequence is {size}"
     if not isinstance(model, VisionTransformer):
         raise ValueError(

@@ -6,8 +6,8 @@ Formulas, options and state are those of optim/lamb.py. LAMB needs norms of whol
        One sum over all ranks follows, for all tensors together. It counts each element once.
     2. Each rank computes x - lr ratio u. Under ZeRO the data ranks then gather the parameters.
 
-u depends on the clip factor, so the gradient norm is reduced first, in a collective of its own (`global_norm`).
-Between the phases u needs as much memory as the parameters that this rank updates; it is freed after the step.
+u depends on the clip factor, so the gradient norm is reduced first (`global_norm`). Between the phases u needs as much
+memory as the parameters that this rank updates.
 
 With adapt=False in every group and eps 1e-8 this is AdamW. That is how AdamW runs under ZeRO.
 """
@@ -22,13 +22,13 @@ from torch.optim import Optimizer
 
 from largebatch.native.copies import to_device
 from largebatch.optim.lamb import Lamb, Scalars, Tensors, flat, moments, scalars, trust_ratio
-from largebatch.optim.states import takes_closure
+from largebatch.optim.states import takes_closure, with_gradient
 from largebatch.parallel import collectives
 from largebatch.parallel.state_sharding import Sharding
 
 
 class _Work(NamedTuple):
-    """The results of the first phase that the second one needs."""
+    """The results of the first phase."""
 
     params: list[Tensor]  # of one group, at the same step
     s: Scalars
@@ -40,10 +40,9 @@ class _Work(NamedTuple):
 class ShardedLamb(Lamb):
     """`Lamb` for parts of tensors.
 
-    Set `sharding` before the first use and after comm.wrap, because Horovod makes a new instance there.
-
-    Under ZeRO `state` has the moments of this rank's piece, 1-D, and step counters of all parameters. `state_of` and
-    `set_state_of` always exchange whole local tensors.
+    Set `sharding` after comm.wrap, because Horovod makes a new instance there. Under ZeRO `state` has the moments of
+    this rank's piece, 1-D, and step counters of all parameters; `state_of` and `set_state_of` exchange whole local
+    tensors.
     """
 
     sharding: Sharding | None = None
@@ -85,7 +84,6 @@ class ShardedLamb(Lamb):
         return _Work(params, s, owned, x, u)
 
     def _second_phase(self, work: _Work, squares: Tensor) -> dict[Tensor, Tensor]:
-        """Update this rank's pieces; return the trust ratios of all parameters."""
         sharding = self._known()
         (numbers,) = to_device(sharding.numbers_of(work.params), device=squares.device)
         x_square, u_square = squares[:, numbers]
@@ -109,7 +107,6 @@ class ShardedLamb(Lamb):
         return flat((x, g, m.view(-1), v.view(-1)))
 
     def init_param(self, p: Tensor) -> dict[str, Any]:
-        """Return the state of one parameter, after creating it with zeros if there is none."""
         state = self.state[p]
         if not state:
             zeros = torch.zeros_like(p, memory_format=torch.contiguous_format)
@@ -130,7 +127,7 @@ class ShardedLamb(Lamb):
         return {"step": state["step"]} | {name: sharding.whole(p, state[name]) for name in ("exp_avg", "exp_avg_sq")}
 
     def set_state_of(self, p: Tensor, state: dict[str, Any]) -> None:
-        """Keep this rank's piece of a state of p's shape: of `state_of`'s, or of one that was cut for another mesh."""
+        """Keep this rank's piece of a state of p's shape, perhaps one that was cut for another mesh."""
         sharding = self._known()
         self.state.pop(p, None)
         if not state:
@@ -153,7 +150,7 @@ def global_norm(optimizer: Optimizer, sharding: Sharding) -> Tensor:
 
     Call `cuts.sum_partial_gradients` first if ranks have only summands of some gradients.
     """
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    params = with_gradient(optimizer)
     device = next(iter(sharding.numbers)).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     if params:

@@ -1,12 +1,11 @@
 """The optimizer's view of the mesh: how each rank's squared norms are weighted, and which slice each data rank updates.
 
-ZeRO stage 1: imagine all parameters of a rank joined into one long vector. It is cut into one piece per data rank. The
-pieces differ in length by one element at most, so a cut may lie inside a tensor. Each data rank keeps the optimizer's
-state of its own piece only. It updates this piece and receives the others from the other ranks (`Sharding.gather`).
+ZeRO stage 1: imagine all parameters of a rank joined into one long vector, which is cut into one piece per data rank,
+perhaps inside a tensor. Each data rank keeps the optimizer's state of its own piece, updates this piece and receives
+the others (`Sharding.gather`).
 
-The long vector is never built. Each parameter keeps memory of its own, because Horovod, checkpoints and compiled models
-expect that. `gather` copies the pieces through a buffer of `collectives.BUCKET_BYTES`, so every parameter is copied in
-memory once per step.
+The long vector is never built, because Horovod, checkpoints and compiled models expect each parameter in memory of its
+own. So every parameter is copied in memory once per step.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,9 +36,7 @@ class Piece(NamedTuple):
 
 
 class Sharding:
-    """The map from this rank's parameters to those of the whole model; assign it to `ShardedLamb.sharding`.
-
-    All ranks of a replica construct it together.
+    """The map from this rank's parameters to those of the whole model; all ranks of a replica construct it together.
 
     Args:
         parameters: this rank's parameters, by their names in the whole model.
@@ -93,19 +90,14 @@ class Sharding:
         return torch.tensor([self.numbers[p] for p in parameters])
 
     def gather(self, parameters: Iterable[Tensor]) -> None:
-        """Copy into these parameters the pieces that other data ranks have updated."""
         if self.data.size == 1 or not self.zero:
             return
         moved = set(parameters)
         runs = [[piece for piece in pieces if piece.parameter in moved] for pieces in self.pieces]
         longest = max(sum(piece.length for piece in run) for run in runs)
-        for first in range(0, longest, step := self._step()):
+        of_rank = collectives.BUCKET_BYTES // next(iter(self.numbers)).element_size() // self.data.size
+        for first in range(0, longest, step := max(1, of_rank)):
             self._gather(runs, first, min(first + step, longest))
-
-    def _step(self) -> int:
-        """Elements that each data rank contributes to one message."""
-        example = next(iter(self.numbers))
-        return max(1, collectives.BUCKET_BYTES // example.element_size() // self.data.size)
 
     def _gather(self, runs: list[list[Piece]], first: int, end: int) -> None:
         bucket = next(iter(self.numbers)).new_zeros(end - first)
@@ -133,7 +125,6 @@ def state_bytes(optimizer: Optimizer) -> int:
 
 
 def _between(parameters: Iterable[Tensor], first: int, end: int) -> Iterator[Piece]:
-    """Yield the pieces of parameters between two positions of the long vector."""
     at = 0
     for p in parameters:
         piece = Piece(p, max(first - at, 0), min(end - at, p.numel()))
@@ -143,7 +134,7 @@ def _between(parameters: Iterable[Tensor], first: int, end: int) -> Iterator[Pie
 
 
 def _window(run: list[Piece], first: int, end: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield (position in the window, view of a parameter) for the elements `first` to `end` of a run of pieces."""
+    """Yield (position in the window, view of a parameter) for the elements `first` to `end` of a run."""
     starts = accumulate((piece.length for piece in run), initial=0)
     for start, piece in zip(starts, run):
         low, high = max(first, start), min(end, start + piece.length)

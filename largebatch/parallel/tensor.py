@@ -1,8 +1,7 @@
 """Layers whose matrices are cut over the tensor axes of a mesh: in one, two, two and a half, three dimensions.
 
-A `Layout` says how activations (B, ..., C) are cut. Each mode has two layouts: the outer one of the residual stream,
-and the inner one between the two linear layers of a pair (qkv and proj, fc1 and fc2). So there are two kinds of linear
-layers, inwards and outwards. The axes of the mode decide how they compute:
+A `Layout` says how activations (B, ..., C) are cut. Each mode has two: the outer one of the residual stream, and the
+inner one between the two linear layers of a pair (qkv and proj, fc1 and fc2). So linear layers go inwards or outwards:
 
     mode    outer: batch; features    inner: batch; features    a linear layer, of x (B, C) and w (C', C)
     1d      -; -                      -; tensor                 inwards w is cut by rows; outwards by columns, and
@@ -12,9 +11,9 @@ layers, inwards and outwards. The axes of the mode decide how they compute:
     3d      x, y; z                   x, z; y                   x gathered over y, w over x, the product summed and
                                                                 cut over z; outwards y and z change places
 
-No rank ever holds a whole matrix: the backward pass fetches again the parts that the forward pass had fetched. Each
-rank has only a summand of the gradients of biases and of other parameters that the rows of the batch share.
-`Cut.partial` marks them, and they are summed once per step.
+No rank ever holds a whole matrix: the backward pass fetches its parts again. Each rank has only a summand of the
+gradients of biases and of other parameters that the rows of the batch share; `Cut.partial` marks them, and they are
+summed once per step.
 """
 
 from dataclasses import dataclass
@@ -43,7 +42,6 @@ class Layout:
 
 
 def layouts(shape: Shape) -> tuple[Layout, Layout]:
-    """The outer and the inner layout of the shape's tensor axes."""
     if "tensor" in shape.sizes:
         return Layout((), ()), Layout((), ("tensor",))
     if "z" in shape.sizes:
@@ -58,7 +56,6 @@ def num_blocks(shape: Shape, axes: tuple[str, ...]) -> int:
 
 
 def check_divisible(shape: Shape, what: str, value: int, number: int, option: str = "") -> None:
-    """Raise ValueError unless `value` of the model's `what` can be cut into `number` equal parts."""
     if value % number:
         raise ValueError(
             f"The model has {value} {what}, and {shape} cuts them into {number} equal parts, which is impossible: "
@@ -74,7 +71,7 @@ def own_block(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Tensor:
 
 
 def whole(x: Tensor, mesh: Mesh, layout: Layout) -> Tensor:
-    """Assemble an activation of this layout: whole on every rank, with a gradient."""
+    """Assemble an activation of this layout on every rank, with a gradient."""
     for dim, axes in ((-1, layout.features), (0, layout.batch)):
         for name in reversed(axes):
             x = collectives.gather(x, mesh.axis(name), dim)
@@ -133,7 +130,7 @@ class _Cube(torch.autograd.Function):
 
 
 class Linear(nn.Module):
-    """A linear layer that takes activations from the outer layout to the inner one, or back."""
+    """A linear layer from the outer layout to the inner one, or back."""
 
     def __init__(self, serial: nn.Linear | nn.Conv2d, mesh: Mesh, *, inwards: bool, pieces: int = 1) -> None:
         """Take this rank's part of `serial`. Its outputs are `pieces` blocks, each of which is cut by itself.
@@ -162,7 +159,6 @@ class Linear(nn.Module):
         return Cut({0: self.layout.features, 1: columns}, pieces=pieces, partial=partial, flat=flat)
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's part of the product; x is its part in the other layout."""
         y = self._product(_autocast(x), _autocast(self.weight))
         return y if self.bias is None else y + _autocast(self.bias)
 
@@ -198,7 +194,6 @@ def _autocast(x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(B, ..., C) as a matrix."""
     return x.flatten(0, -2)
 
 
@@ -241,7 +236,6 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(local(serial.bias.detach(), cut, mesh))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, ..., c), normalised over the features of all ranks of the axis; at least as precise as the weight."""
         x = x.to(torch.promote_types(x.dtype, self.weight.dtype))
         return _LayerNorm.apply(x, self.weight, self.bias, self.axis, self.eps)
 
@@ -252,8 +246,8 @@ class LayerNorm(nn.Module):
 class Dropout(nn.Module):
     """Dropout of an activation cut along `axes`: each block has its own mask, which all ranks of the block share.
 
-    All ranks draw the seeds of all blocks from the default generator. So its state stays the same on all ranks, and
-    code that restores it, such as activation checkpointing, gets the same masks again.
+    All ranks draw the seeds of all blocks from the default generator, so its state stays the same on all ranks, and
+    activation checkpointing, which restores it, gets the same masks again.
     """
 
     def __init__(self, rate: float, mesh: Mesh, axes: tuple[str, ...]) -> None:

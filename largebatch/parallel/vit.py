@@ -1,8 +1,7 @@
 """timm's VisionTransformer, as the zoo builds it, cut in place for a mesh.
 
-The model remains timm's class. Its layers are replaced one by one under their names, attention computes the heads of
-this rank, and the patch embedding cuts the images, which every rank gets whole. `model(images)` returns whole logits on
-every rank; loss.py computes the loss from their parts.
+Its layers are replaced under their names, attention computes the heads of this rank, and the patch embedding cuts the
+images. `model(images)` returns whole logits on every rank; loss.py computes the loss from their parts.
 """
 
 from collections.abc import Callable
@@ -49,7 +48,6 @@ class Dimensions:
 
 
 def check(dimensions: Dimensions, shape: Shape, batch: int) -> None:
-    """Raise ValueError if a ViT, or a batch of `batch` images, cannot be cut into equal parts."""
     _check_dimensions(dimensions, shape)
     number = num_blocks(shape, layouts(shape)[0].batch)
     if batch % number:
@@ -60,11 +58,9 @@ def check(dimensions: Dimensions, shape: Shape, batch: int) -> None:
 
 
 def _check_dimensions(dimensions: Dimensions, shape: Shape) -> None:
-    outer, inner = layouts(shape)
-    linear = 1  # largest number of parts of a matrix's inputs
-    for axes in (outer.features, inner.features):
-        linear = max(linear, num_blocks(shape, axes + (("x",) if "x" in shape.sizes else ())))
-    heads = num_blocks(shape, inner.features)
+    x = ("x",) if "x" in shape.sizes else ()
+    linear = max(num_blocks(shape, layout.features + x) for layout in layouts(shape))  # parts of a matrix's inputs
+    heads = num_blocks(shape, layouts(shape)[1].features)
     check_divisible(shape, "attention heads", dimensions.num_heads, heads)
     check_divisible(shape, "features", dimensions.embed_dim, linear)
     check_divisible(shape, "features inside its MLPs", dimensions.mlp_dim, linear)
@@ -73,7 +69,7 @@ def _check_dimensions(dimensions: Dimensions, shape: Shape) -> None:
 
 
 def parallelize(model: VisionTransformer, mesh: Mesh) -> None:
-    """Cut a whole model, which must be the same on all ranks of the mesh, in place; ValueError if it cannot be cut."""
+    """Cut a whole model, the same on all ranks, in place; ValueError if it cannot be cut."""
     _check_dimensions(Dimensions.of(model), mesh.shape)
     cut_embedding(model, mesh)
     for block in model.blocks:
@@ -92,7 +88,7 @@ def cut_embedding(model: Any, mesh: Mesh) -> None:
 
 
 def cut_block(block: Any, mesh: Mesh) -> None:
-    """Cut one block: attention by heads, the MLP by hidden features, norms and dropout by their activations."""
+    """Cut attention by heads, the MLP by hidden features, norms and dropout by their activations."""
     outer, inner = layouts(mesh.shape)
     attn, mlp = block.attn, block.mlp
     attn.num_heads //= num_blocks(mesh.shape, inner.features)
@@ -128,10 +124,7 @@ def _dropout(dropout: nn.Module, mesh: Mesh, layout: Layout) -> nn.Module:
 
 
 class PatchEmbed(nn.Module):
-    """Whole images -> patches in the outer layout: a linear layer outwards from their pixels.
-
-    Each rank reads its own part of the pixels only, in the inner layout.
-    """
+    """Whole images -> patches in the outer layout; each rank reads its part of the pixels only, in the inner layout."""
 
     def __init__(self, serial: Any, mesh: Mesh) -> None:
         super().__init__()
@@ -160,16 +153,14 @@ class Predictor(nn.Module):
     """A cut model for batches of any size, such as the last one of an evaluation."""
 
     def __init__(self, model: nn.Module, predict: Callable[[Tensor], Tensor], *, multiple: int) -> None:
-        """predict: computes the model's whole logits for a batch whose size is a multiple of `multiple`."""
+        """predict: computes the whole logits of a batch whose size is a multiple of `multiple`."""
         super().__init__()
         self.model, self.predict, self.multiple = model, predict, multiple
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (B, 3, H, W), replicated -> logits (B, K), replicated."""
         return self.predict(filled(images, self.multiple))[: len(images)]
 
 
 def filled(tensor: Tensor, multiple: int) -> Tensor:
-    """Pad the first dimension with zeros to a multiple of `multiple`."""
     missing = -len(tensor) % multiple
     return F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, missing)) if missing else tensor

@@ -1,12 +1,11 @@
 """VOLO cut in place in one dimension: its attentions by heads, its MLPs by hidden features, its heads by classes.
 
 Activations between these layers are whole on every rank. So are the stem, the layer between the two grids, norms and
-position embeddings: 3 % of D1's parameters and 1 % of D5's. No other mode is offered, because the other modes cut
-activations by images and features, and convolutions and batch norm need all features of all images.
+position embeddings: 3 % of D1's parameters and 1 % of D5's. The other modes cut activations by images and features, and
+convolutions and batch norm need all of both.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -22,39 +21,23 @@ from largebatch.parallel.tensor import Dropout, Head, Linear, check_divisible
 from zoo.volo import CELL, VOLO, Attention, Block, OutlookAttention, mix_back
 
 
-@dataclass(frozen=True)
-class Dimensions:
-    """The sizes of a VOLO that are cut."""
-
-    heads: frozenset[int]  # of all its attentions
-    mlp_dims: frozenset[int]
-    num_classes: int
-
-    @classmethod
-    def of(cls, model: VOLO) -> "Dimensions":
-        blocks: list[Any] = [module for module in model.modules() if isinstance(module, Block)]
-        heads = frozenset(block.attn.num_heads for block in blocks)
-        return cls(heads, frozenset(block.mlp.fc1.out_features for block in blocks), model.num_classes)
-
-
-def check(dimensions: Dimensions, shape: Shape) -> None:
-    """Raise ValueError if a VOLO cannot be cut for this shape."""
+def check(model: VOLO, shape: Shape) -> None:
     if "tensor" not in shape.sizes:
         raise ValueError(
             f"--parallel.tensor.mode cuts images and features ({shape}), and VOLO's convolutions and batch norm need "
             "all of them: set mode 1d, the only one that VOLO has, or take a ViT."
         )
     number = shape.sizes["tensor"]
-    for heads in sorted(dimensions.heads):
+    blocks: list[Any] = [module for module in model.modules() if isinstance(module, Block)]
+    for heads in sorted({block.attn.num_heads for block in blocks}):
         check_divisible(shape, "attention heads", heads, number)
-    for mlp_dim in sorted(dimensions.mlp_dims):
+    for mlp_dim in sorted({block.mlp.fc1.out_features for block in blocks}):
         check_divisible(shape, "features inside its MLPs", mlp_dim, number)
-    check_divisible(shape, "classes", dimensions.num_classes, number, "--model.num_classes, or ")
+    check_divisible(shape, "classes", model.num_classes, number, "--model.num_classes, or ")
 
 
 def parallelize(model: VOLO, mesh: Mesh) -> None:
-    """Cut a whole model, which must be the same on all ranks of the mesh, in place; ValueError if it cannot be cut."""
-    check(Dimensions.of(model), mesh.shape)
+    check(model, mesh.shape)
     for module in list(model.modules()):
         if isinstance(module, Block):
             cut_block(module, mesh)

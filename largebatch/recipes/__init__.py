@@ -79,12 +79,11 @@ def choose(given: Mapping[str, Any], num_images: int | None = None, *, argv: Seq
 def find(given: Mapping[str, Any], num_images: int | None = None, *, argv: Sequence[str] = ()) -> TrainConfig:
     """Return the recipe for the options that were given, by dotted name; the others are absent or None.
 
-    A named recipe is taken. Without data it is the quick start. With a million images or more it is the published
-    recipe of the model: its fine-tuning for the image size, if there is one and there are weights. Otherwise it is
-    finetune with weights and scratch without. The model is the one of the run whose weights are taken, or vit_b32, if
-    none was given. num_images: training images; None: not known yet, and taken to be many. argv: the command line; a
-    user's file is run only if it is named there, since a config may be somebody else's. ValueError for an unknown
-    recipe or model.
+    Without a name and without data it is the quick start. With a million images or more it is the published recipe of
+    the model, or with weights its fine-tuning for the image size; else finetune with weights and scratch without. The
+    default model is that of the run whose weights are taken, or vit_b32. num_images: training images; None: unknown,
+    and taken to be many. argv: the command line; a user's file is run only if it is named there, since a config may be
+    somebody else's. ValueError for an unknown recipe or model.
     """
     name = given.get("recipe") or ""
     if user_file.is_one(name) and name in typed(argv, "recipe"):
@@ -123,7 +122,7 @@ def depends_on_data(argv: Sequence[str]) -> bool:
 
 
 def check_model(model: str) -> None:
-    """Raise ValueError, with the nearest name, if the zoo has no such model; `zoo` checks those of timm."""
+    """Raise ValueError if the zoo has no such model; `zoo` checks those of timm."""
     if model in MODELS or model.startswith("timm/"):
         return
     base = model.rpartition("_")[0]

@@ -3,11 +3,10 @@
     python -m largebatch.pack cifar-10-batches-bin/ cifar10/
     horovodrun -np 4 python -m largebatch.train --recipe cifar10 --data cifar10/
 
-The settings follow the step-by-step tutorial of Colossal-AI. It names no accuracy, and could not have had a good one:
-it trains on images of 32 px inside a black frame of 224, and tests on images enlarged to 224. Here both are enlarged:
-training cuts the usual 32 px window out of the image with a border of 4. The data-parallel settings of the tutorial are
-kept, its accumulation (16 on 4 GPUs) as the global batch. The initialisation is the one that the tutorial names for its
-other models.
+The settings follow the step-by-step tutorial of Colossal-AI: its accumulation (16 on 4 GPUs) as the global batch, the
+initialisation of its other models. It names no accuracy: it trains on images of 32 px inside a black frame of 224, and
+tests on images enlarged to 224. Here both are enlarged: training cuts the usual 32 px window out of the image with a
+border of 4.
 """
 
 from largebatch.config import (

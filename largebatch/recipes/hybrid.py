@@ -3,9 +3,8 @@
     horovodrun -np 4 python -m largebatch.train --recipe cifar10_hybrid --data cifar10/
 
 No accuracy is known of any. The numbers are those of the hybrid-parallel examples of Colossal-AI (AdamW 3e-3, decay
-0.3, warm-up of 32 of 300 epochs, clip 1). Three things differ. The examples ran in pure fp16; here it is bf16 autocast
-with fp32 weights. Their schedule counted epochs but was stepped by batches; here its 32 and 300 are epochs. Their batch
-is that of a replica; here it is the job's, with one replica.
+0.3, warm-up of 32 of 300 epochs, clip 1), with three differences: bf16 autocast with fp32 weights for pure fp16; epochs
+for a schedule that was stepped by batches; the batch is the job's, with one replica, and not the replica's.
 """
 
 from dataclasses import replace
@@ -38,7 +37,7 @@ def cifar10_pipeline() -> TrainConfig:
 
 
 def cifar10_hybrid() -> TrainConfig:
-    """`cifar10_pipeline` with every matrix cut over two ranks (1D) in each of the two stages: one replica on 4 ranks.
+    """`cifar10_pipeline` with every matrix cut over two ranks (1D) in each stage: one replica on 4 ranks.
 
     horovodrun -np 4 python -m largebatch.train --recipe cifar10_hybrid --data cifar10/
     """
@@ -54,8 +53,8 @@ def cifar10_hybrid() -> TrainConfig:
 def vit_6b16(mode: Mode, *, size: int, stages: int, global_batch_size: int) -> TrainConfig:
     """A ViT/16 of 32 blocks of 4,096 features and 64 heads on ImageNet, on size × stages GPUs, at least 64 of 80 GB.
 
-    A micro-batch is the whole batch, and it goes through the pipeline in as many parts as there are stages. Every rank
-    builds the whole model in host memory before it keeps its part, so for a moment each needs 26 GB.
+    The whole batch is one micro-batch, in as many parts as there are stages. Every rank builds the whole model in host
+    memory before it keeps its part, so for a moment each needs 26 GB.
     """
     return TrainConfig(
         recipe=f"vit_6b16_{mode}",

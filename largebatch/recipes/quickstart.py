@@ -1,8 +1,6 @@
 """Any model on handwritten digits at 64 px with LAMB, batch 256: minutes on two CPU cores, 96.9 % with ViT-B/32.
 
     horovodrun -np 2 python -m largebatch.train --model vit_b32
-
-It runs the full model and the full stack on small images.
 """
 
 from dataclasses import replace
@@ -50,7 +48,7 @@ def quickstart(model: str = "vit_b32", *, own_images: bool = False) -> TrainConf
 
 
 def _with_tokens(config: TrainConfig) -> TrainConfig:
-    """Change the settings for a VOLO: a loss on its tokens, and more steps on smaller batches for its batch norms."""
+    """Change the settings for a VOLO: a loss on its tokens, and smaller batches for its batch norms."""
     return replace(
         config,
         data=replace(config.data, global_batch_size=128),

@@ -3,9 +3,8 @@
     scratch   from random weights, with LAMB: the settings of DeiT III, scaled to the data
     finetune  from other weights, with SGD: the settings of the ViT paper, scaled to the data
 
-Until the images are open and counted, the batch is the largest that the recipe takes. No number depends on the ranks:
-so the micro-batch is an eighth of the batch, for eight ranks, and 64 at most; if that is below the 16 that batch norm
-needs, up to a quarter, for four ranks.
+Until the images are counted, the batch is the largest that the recipe takes. The micro-batch is an eighth of the batch,
+for eight ranks, and 64 at most; if that is below the 16 that batch norm needs, up to a quarter, for four ranks.
 """
 
 import math
@@ -32,9 +31,9 @@ def scratch(model: str = "vit_b32", num_images: int = 0, *, batch_size: int = 0)
     horovodrun -np 4 python -m largebatch.train --model vit_s16 --data FOLDER
 
     The batch is the largest power of two that leaves 39 updates in an epoch, as 32,768 does on ImageNet: 1,024 for
-    50,000 images, and 64 at least. Sources: DeiT III (https://arxiv.org/abs/2204.07118) trains with LAMB, at 3e-3 and
-    a batch of 2,048, decay 0.02, mixup 0.8, CutMix 1; the square-root rule scales its rate. RandAugment takes the place
-    of its own policy. The accuracy depends on the data; it has not been measured on published ones.
+    50,000 images, and 64 at least. Source: DeiT III (https://arxiv.org/abs/2204.07118) trains with LAMB, at 3e-3 and a
+    batch of 2,048, decay 0.02, mixup 0.8, CutMix 1; the square-root rule scales its rate. RandAugment takes the place
+    of its own policy. The accuracy depends on the data, and has not been measured on published ones.
     """
     batch_size = batch_size or batch_for(num_images, updates=UPDATES, largest=4096)
     return TrainConfig(
@@ -57,9 +56,9 @@ def finetune(
     horovodrun -np 2 python -m largebatch.train --init-from runs/vit_b32 --data FOLDER --recipe finetune
 
     Source: the ViT paper (https://arxiv.org/abs/2010.11929), which clips at 1 and decays from 0.03 by a cosine, after a
-    warm-up of 500 steps. It takes 20,000 steps on ImageNet, which are 8 epochs, and 500 on 3,680 pets, 70 epochs. Here
-    the epochs are 8 on ImageNet, more on fewer images by the square root, and 40 at most. Small data leave 20 updates
-    in an epoch, and the rate follows the batch.
+    warm-up of 500 steps, for 20,000 steps on ImageNet, which are 8 epochs, and 500 on 3,680 pets, 70 epochs. Here the
+    epochs are 8 on ImageNet, more on fewer images by the square root, and 40 at most. Small data leave 20 updates in an
+    epoch, and the rate follows the batch.
     """
     batch_size = batch_size or batch_for(num_images, updates=20, largest=512)
     epochs = min(40, round(8 * math.sqrt(IMAGENET / (num_images or IMAGENET))))
@@ -75,7 +74,7 @@ def finetune(
 
 
 def batch_for(num_images: int, *, updates: int, largest: int) -> int:
-    """Return the largest power of two with `updates` in an epoch; at least 64, and not more images than there are."""
+    """Return the largest power of two with `updates` in an epoch, at least 64, and not more than the images."""
     if not num_images:
         return largest
     wanted = min(max(num_images // updates, SMALLEST), num_images, largest)

@@ -1,4 +1,4 @@
-"""What others train at batches of 1,024 to 4,096, to compare with 32,768: DeiT III, and plain ViTs of big_vision.
+"""Others' recipes for batches of 1,024 to 4,096, to compare with 32,768: DeiT III, and plain ViTs of big_vision.
 
     horovodrun -np 8 python -m largebatch.train --recipe deit3_b16 --data /data/imagenet_tfrecords
 
@@ -8,8 +8,8 @@
     deit3_b32 deit3_l32, plain_b32 plain_b16 plain_l32, augreg_l32
                                     the same settings for other sizes: ours, without a published accuracy
 
-No run of these has been made here. Another model is trained by the same settings with --model: `--recipe deit3_b16
---model vit_b16` is the model of the 32K recipe. Each docstring says what the options of this package cannot express.
+No run of these has been made here. `--recipe deit3_b16 --model vit_b16` trains the model of the 32K recipe by these
+settings. Each docstring says which differences the options of this package cannot express.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ FIRST_LR, LOWEST_LR = 1e-6, 1e-5  # of DeiT's warm-up and cosine
 
 
 def _deit3(recipe: str, model: str, *, img_size: int, lr: float, drop_path_rate: float) -> TrainConfig:
-    """The settings that DeiT III has for all sizes; its LAMB is apex's, with eps 1e-8, which clips at 1."""
+    """The settings of DeiT III for all sizes; its LAMB is apex's, with eps 1e-8, which clips at 1."""
     return TrainConfig(
         recipe=recipe,
         model=ModelConfig(name=model, img_size=img_size, drop_path_rate=drop_path_rate),
@@ -62,7 +62,7 @@ def deit3_s16() -> TrainConfig:
     """DeiT III, ViT-S/16 at 224 px, 800 epochs: 81.4 % top-1 published, on 8 GPUs.
 
     Source: the commands in README_revenge.md, and main.py, of facebookresearch/deit (https://arxiv.org/abs/2204.07118).
-    What cannot be expressed: its loss is a binary cross entropy of each class, here it is the cross entropy. Its own
+    It differs in four things. Its loss is a binary cross entropy of each class, here it is the cross entropy. Its own
     policy, which makes images grey, solarised or blurred and jitters their colours, is replaced by RandAugment. It
     repeats each image three times in a pass over a third of them. Its layer scale begins at 1e-4, and timm's at 1e-6.
     """
@@ -73,7 +73,7 @@ def deit3_s16() -> TrainConfig:
 def deit3_b16() -> TrainConfig:
     """DeiT III, ViT-B/16 at 192 px, 800 epochs: 82.8 % top-1 in the published log; 83.8 % after `deit3_b16_224`.
 
-    Differs from the published run as `deit3_s16` does: loss, policy, repeated images, beginning of layer scale.
+    Differs from the published run as `deit3_s16` does.
     """
     return _deit3("deit3_b16", "timm/deit3_base_patch16_224", img_size=192, lr=3e-3, drop_path_rate=0.2)
 
@@ -81,7 +81,7 @@ def deit3_b16() -> TrainConfig:
 def deit3_l16() -> TrainConfig:
     """DeiT III, ViT-L/16 at 192 px, 800 epochs, on 32 GPUs: 84.9 % top-1 published after `deit3_l16_224`.
 
-    Differs from the published run as `deit3_s16` does: loss, policy, repeated images, beginning of layer scale.
+    Differs from the published run as `deit3_s16` does.
     """
     base = _deit3("deit3_l16", "timm/deit3_large_patch16_224", img_size=192, lr=3e-3, drop_path_rate=0.45)
     return replace(base, data=replace(base.data, micro_batch_size=64))
@@ -90,7 +90,7 @@ def deit3_l16() -> TrainConfig:
 def deit3_b32() -> TrainConfig:
     """ViT-B/32 of the zoo at 224 px by the settings of `deit3_b16`: ours, no accuracy is known.
 
-    DeiT III has no model with patches of 32 px; its 192 px would leave 36 tokens. There is no layer scale.
+    DeiT III has no patches of 32 px; its 192 px would leave 36 tokens. There is no layer scale.
     """
     return _deit3("deit3_b32", "vit_b32", img_size=224, lr=3e-3, drop_path_rate=0.2)
 
@@ -98,7 +98,7 @@ def deit3_b32() -> TrainConfig:
 def deit3_l32() -> TrainConfig:
     """ViT-L/32 of the zoo at 224 px by the settings of `deit3_l16`: ours, no accuracy is known.
 
-    DeiT III has no model with patches of 32 px. There is no layer scale.
+    DeiT III has no patches of 32 px. There is no layer scale.
     """
     return _deit3("deit3_l32", "vit_l32", img_size=224, lr=3e-3, drop_path_rate=0.45)
 
@@ -169,10 +169,10 @@ def plain_s16() -> TrainConfig:
     """Plain ViT-S/16, 224 px, 90 epochs at 1,024 with AdamW: 76.5 % top-1 published, in 6 to 7 hours on a TPU v3-8.
 
     With `--run.duration "300 epochs"` 80 % are published. Source: "Better plain ViT baselines for ImageNet-1k"
-    (https://arxiv.org/abs/2205.01580) and vit_s16_i1k.py of big_vision. What cannot be expressed: its position
-    embedding is fixed (sines and cosines), here it is learned; its head has a hidden layer, here it is linear; there is
-    no class token, here there is one that the head does not see. It holds back 1 % of the training images, keeps the
-    first moment in bf16, and has RandAugment's operations of TensorFlow.
+    (https://arxiv.org/abs/2205.01580) and vit_s16_i1k.py of big_vision. Its position embedding is fixed (sines and
+    cosines), here it is learned; its head has a hidden layer, here it is linear; it has no class token, here the head
+    does not see it. It holds back 1 % of the training images, keeps the first moment in bf16, and has RandAugment's
+    operations of TensorFlow.
     """
     return _plain("plain_s16", "vit_s16")
 
@@ -201,9 +201,9 @@ def augreg_b16() -> TrainConfig:
     """ViT-B/16, 224 px, 300 epochs at 4,096 with AdamW: about 79 % top-1, as an author expects of this config.
 
     Sources: "How to train your ViT?" (https://arxiv.org/abs/2106.10270), vit_i1k.py of big_vision with its medium2 for
-    B/16, and issue 7 there. What cannot be expressed: its loss is a sigmoid cross entropy with a bias of -6.9 in the
-    head, here it is the cross entropy; its head has a hidden layer. It holds back 1 % of the training images, keeps the
-    first moment in bf16, and has RandAugment's operations of TensorFlow.
+    B/16, and issue 7 there. Its loss is a sigmoid cross entropy with a bias of -6.9 in the head, here it is the cross
+    entropy; its head has a hidden layer. It holds back 1 % of the training images, keeps the first moment in bf16, and
+    has RandAugment's operations of TensorFlow.
     """
     return _augreg("augreg_b16", "vit_b16")
 
@@ -211,8 +211,8 @@ def augreg_b16() -> TrainConfig:
 def augreg_b32() -> TrainConfig:
     """ViT-B/32 by the config of `augreg_b16`, which names B/32 with the same settings.
 
-    The paper's best weights have 74.9 % (timm's vit_base_patch32_224.augreg_in1k); they are chosen from a sweep over
-    dropout, stochastic depth and augmentation, so this config alone need not reach it.
+    The paper's best weights have 74.9 % (timm's vit_base_patch32_224.augreg_in1k), chosen from a sweep over dropout,
+    stochastic depth and augmentation, so this config alone need not reach it.
     """
     return _augreg("augreg_b32", "vit_b32")
 

@@ -1,7 +1,7 @@
 """Recipes from a user's file: `--recipe my.py:function`, whose function returns a `TrainConfig`.
 
-The config is recorded in full, so a run goes on without the file: --config RUN/config.yaml. All ranks call the
-function, and compare every option before the first step.
+The config is recorded in full, so a run goes on without the file. All ranks call the function, and compare every option
+before the first step.
 """
 
 import functools
@@ -20,7 +20,6 @@ def is_one(name: str) -> bool:
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """Return the file and the function, which may be missing."""
     file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "")
     return file, function
 

@@ -4,8 +4,8 @@
 
 Published on 4 A100: B/32 in 14.58 hours, B/16 in 78.58 hours (its curve ends near 72.7 % top-1), L/32 in 37.83 hours.
 
-The published sources disagree with each other. These recipes follow the run whose curve was published; each choice is
-named below. Only B/16 was published with code; B/32 and L/32 are said to have been trained in the same way.
+The published sources disagree. These recipes follow the run whose curve was published. Only B/16 was published with
+code; B/32 and L/32 are said to have been trained in the same way.
 """
 
 from dataclasses import replace
@@ -24,9 +24,9 @@ from largebatch.config import (
 def vit_b16() -> TrainConfig:
     """ViT-B/16, 224 px, 300 epochs at 32K: 11,730 updates.
 
-    Source: "How to quickly reproduce ViT pre-training with only one small server" and the data-parallel example
-    of ColossalAI-Examples (their 4 A100: 78.58 hours; on about 200: 1.87 hours). Its curve ends near 72.7 % top-1,
-    after a drop to about 49 % at the top of the warm-up, which is normal for this recipe.
+    Source: "How to quickly reproduce ViT pre-training with only one small server" and the data-parallel example of
+    ColossalAI-Examples (4 A100: 78.58 hours; about 200: 1.87 hours). Its curve ends near 72.7 % top-1, after a drop to
+    about 49 % at the top of the warm-up, which is normal for this recipe.
 
         horovodrun -np 4 python -m largebatch.train --model vit_b16 --data /data/imagenet_tfrecords
 
@@ -61,7 +61,7 @@ def vit_b32() -> TrainConfig:
 def vit_l32() -> TrainConfig:
     """ViT-L/32, 224 px, 300 epochs at 32K, as `vit_b16`: 37.83 hours on 4 A100, 1.30 hours on about 200 (published).
 
-    Its batch is not stated anywhere; it is assumed to be that of the other two.
+    Its batch is stated nowhere, and assumed to be that of the other two.
     """
     base = vit_b16()
     return replace(base, recipe="vit_l32", model=replace(base.model, name="vit_l32"))
@@ -71,7 +71,7 @@ def vit_s16() -> TrainConfig:
     """ViT-S/16, 224 px, 300 epochs at 4,096 with AdamW: about 74.5 % in 16.5 hours on 8 A100 (published).
 
     Source: the benchmark of ViT of the team of ColossalAI: 3e-3, decay 0.3, a cosine after 32 epochs of warm-up, label
-    smoothing 0.1, the initialisation that timm calls jax. Nothing is said of a clip, so there is none.
+    smoothing 0.1, the initialisation that timm calls jax. It says nothing of a clip, so there is none.
     """
     return TrainConfig(
         recipe="vit_s16",

@@ -2,8 +2,8 @@
 
     horovodrun -np 8 python -m largebatch.train --model volo_d1 --data /data/imagenet_with_token_labels
 
-Published top-1 is 84.2 % (D1) to 86.1 % (D5), and 85.2 % to 87.1 % after fine-tuning. D5 ran at 500 img/s on 8 A100,
-that is for 213 hours.
+Published top-1, with the model's own crop, is 84.2 % (D1) to 86.1 % (D5), and 85.2 % to 87.1 % after fine-tuning. D5
+ran at 500 img/s on 8 A100, that is for 213 hours. Nobody has run these recipes to their end here.
 
 Sources: the VOLO repository and its paper (https://arxiv.org/abs/2106.13112), and NVIDIA's account of training D5 on
 DGX A100s. The table of settings in the account and the repository disagree:
@@ -18,10 +18,9 @@ DGX A100s. The table of settings in the account and the repository disagree:
     D4, D5 at 448 px    only the results were published; see the functions.
     stochastic depth    the repository draws each image by itself, and so do these recipes.
 
-In the account's text the learning rate follows the global batch, base x batch / 1,024; the repository's command line
-does not scale it. The original used apex's O1, which no longer exists; here it is bf16 autocast (--run.precision fp16
-is nearer). Published top-1 is on the validation set with the model's own crop. Nobody has run these recipes to their
-end here.
+In the account's text the learning rate follows the global batch, base x batch / 1,024; the repository's command does
+not scale it. The original used apex's O1, which no longer exists; here it is bf16 autocast (--run.precision fp16 is
+nearer).
 """
 
 from collections.abc import Callable
@@ -172,8 +171,8 @@ def large_batch(published: Callable[[], TrainConfig]) -> TrainConfig:
     """A published VOLO with LAMB at a global batch of 32,768. It is our own recipe, and nobody has run it to its end.
 
     The learning rate is DeiT III's for LAMB (https://arxiv.org/abs/2204.07118), 3e-3 at 2,048, by the square-root rule.
-    Warm-up and decay change the rate at every step, because an epoch has only 39, and the warm-up is twice as long. The
-    micro-batch is the published one, so MixToken draws as before: 32768 = 8 ranks × 128 × 32 passes.
+    It changes at every step, because an epoch has only 39, and the warm-up is twice as long. The micro-batch is the
+    published one, so MixToken draws as before: 32768 = 8 ranks × 128 × 32 passes.
     """
     base = published()
     return replace(

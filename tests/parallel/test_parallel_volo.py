@@ -69,8 +69,6 @@ def test_a_cut_volo_equals_the_whole_one(size, fused, again, parts):
 def test_what_volo_cannot_be_is_refused():
     with torch.device("meta"):
         model = VOLO(STRUCTURES["volo_d1"], img_size=224, num_classes=1000)
-    dimensions = volo.Dimensions.of(model)
-    assert dimensions == volo.Dimensions(frozenset({6, 12}), frozenset({576, 1152}), 1000)
     for tensor, sentence in (
         (TensorConfig(mode="2d", size=4), "set mode 1d, the only one that VOLO has"),
         (TensorConfig(mode="3d", size=8), r"cuts images and features \(x 2 × y 2 × z 2\)"),
@@ -78,5 +76,5 @@ def test_what_volo_cannot_be_is_refused():
         (TensorConfig(size=3), "has 1000 classes, and tensor 3 cuts them"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            volo.check(dimensions, ParallelConfig(tensor=tensor).shape())
-    volo.check(dimensions, ParallelConfig(tensor=TensorConfig(size=2)).shape())
+            volo.check(model, ParallelConfig(tensor=tensor).shape())
+    volo.check(model, ParallelConfig(tensor=TensorConfig(size=2)).shape())
