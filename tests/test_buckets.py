@@ -76,10 +76,13 @@ def test_the_peak_of_what_is_sent_is_the_largest_absolute_value(sign, odd):
     gradients = [torch.randn(50, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     gradients[2][7], gradients[1][3] = 9.0 * sign, odd * sign
     sending = Unchanged()
-    assert sending.take_peak() is None
+    sending.complete()
+    assert sending.peak is None
     sending.measures = True
     for gradient in gradients:
         sending.compress(gradient)
     expected = torch.stack([gradient.double().abs().max() for gradient in gradients]).max()
-    torch.testing.assert_close(sending.take_peak(), expected, rtol=0, atol=0, equal_nan=True)
-    assert sending.take_peak() is None
+    sending.complete()
+    torch.testing.assert_close(sending.peak, expected, rtol=0, atol=0, equal_nan=True)
+    sending.complete()
+    assert sending.peak is None

@@ -16,8 +16,8 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 85,
-    "words of docstrings": 52_140,
-    "lines": 33_922,
+    "words of docstrings": 51_927,
+    "lines": 33_893,
     "files": 244,
     "methods of Trainer": 22,
     "fields of Trainer": 25,
@@ -32,7 +32,7 @@ LIMITS = {
     "lines in largebatch/doctor": 2_171,
     "lines in largebatch/export": 303,
     "lines in largebatch/files": 541,
-    "lines in largebatch/hooks": 1_749,
+    "lines in largebatch/hooks": 1_751,
     "lines in largebatch/launch": 1_477,
     "lines in largebatch/native": 466,
     "lines in largebatch/optim": 1_557,
@@ -41,7 +41,7 @@ LIMITS = {
     "lines in largebatch/plan": 2_249,
     "lines in largebatch/predict": 145,
     "lines in largebatch/process": 295,
-    "lines in largebatch/ranks": 2_455,
+    "lines in largebatch/ranks": 2_424,
     "lines in largebatch/recipes": 989,
     "lines in largebatch/report": 1_422,
     "lines in largebatch/reproduce": 1_041,

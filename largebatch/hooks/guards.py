@@ -8,6 +8,7 @@ import torch
 from largebatch.engine import Hook, StepOutput, Trainer
 from largebatch.hooks.origin import Where, find_origin
 from largebatch.ranks import Stopped
+from largebatch.ranks.fp16 import Fp16
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ class Guards(Hook):
         if math.isfinite(float(output.grad_norm)):  # that of the second gradient is not
             return "that at the weights which Look-LayerSAM has moved is not finite", "lower --optim.sam_rho"
         advice = "lower --optim.lr, or use --run.precision bf16 or fp32"
-        mine = bool(torch.isfinite(output.loss_sum)), trainer.optimizer.peak_sent()
+        peak = trainer.optimizer.sending.peak
+        mine = bool(torch.isfinite(output.loss_sum)), None if peak is None else float(peak)
         finite, peaks = zip(*trainer.comm.allgather_object(mine, name="guards/finite"))
         if all(finite) and all(peak is not None and math.isfinite(peak) for peak in peaks):
             return self.explain_sum(trainer, max(peaks), advice)
@@ -63,12 +65,12 @@ class Guards(Hook):
                 origin, found = find_origin(trainer, trainer.state.step - 1, self.where)
                 cause = f"{cause}; {origin}"
             if not found:  # should it come again, its rank is to be known
-                trainer.optimizer.measure_gradients()
+                trainer.optimizer.sending.measures = True
         return cause, advice
 
     def explain_sum(self, trainer: Trainer, peak: float, advice: str) -> tuple[str, str]:
         """Explains a sum that is not finite, although each rank's gradient is, at most `peak`."""
-        if not trainer.optimizer.sends_fp16():
+        if not isinstance(trainer.optimizer.sending, Fp16):
             return f"the gradient of each rank was finite, at most {peak:.3g}, but their sum is not", advice
         scale = f"loss scale now {trainer.scaler.get_scale():g}" if trainer.scaler.is_enabled() else "no loss scale"
         return (

@@ -85,7 +85,7 @@ class NoiseScale(Hook):
         self.scale = trainer.scaler.scale(torch.ones((), device=trainer.device))
         # A single pass begins to reduce its gradients in place before it ends.
         if plan.passes_in_step(step, trainer.comm.data_size) == 1:
-            trainer.optimizer.measure_square()
+            trainer.optimizer.sending.measure_norm()
         else:
             self.waits = True
 
@@ -96,7 +96,7 @@ class NoiseScale(Hook):
 
     def measured(self, trainer: Trainer) -> Tensor:
         """Return |G_b|^2 of this rank in the step just done and 1, or zeros if it has none; (2,), float64."""
-        square = trainer.optimizer.square_sent() if self.square is None else self.square
+        square = trainer.optimizer.sending.square if self.square is None else self.square
         found, scale = torch.zeros(2, dtype=torch.float64), self.scale
         if square is not None and scale is not None:
             # The loss of a micro-batch was a sum, times this weight and the loss scale.

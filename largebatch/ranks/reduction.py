@@ -9,6 +9,7 @@ calls a closure after the reduction. It answers mistakes by bare assertions, and
 replaces each of these, and lets Horovod send; tests/mpi has a test of each.
 """
 
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,15 +26,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from largebatch.native.copies import to_host
 from largebatch.ranks.buckets import buckets
-from largebatch.ranks.fp16 import Fp16
 from largebatch.ranks.mistakes import Mistake
 from largebatch.ranks.replicas import (
-    REMEDY,
     Votes,
-    average_statistics,
-    check_replicas,
-    is_due,
-    named_tensors,
+    Watch,
     parameters_of,
     refuse_unlike,
 )
@@ -53,14 +49,31 @@ class Step:
     sent: dict[int, Any] = field(default_factory=dict)  # bucket -> what `_send` returned; None: nothing
 
 
+class Trained:
+    """The parameters whose gradients are reduced, in buckets in the order of the backward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.parameters: set[nn.Parameter] = set()
+        self.buckets: list[tuple[nn.Parameter, ...]] = []
+        self.bucket_of: dict[nn.Parameter, int] = {}
+
+    def change(self, *, more: Iterable[nn.Parameter] = (), less: Iterable[nn.Parameter] = ()) -> None:
+        """Divide the gradients anew, between two steps."""
+        self.parameters = (self.parameters | {*more}) - {*less}
+        gradients = [parameter for parameter in reversed([*self.names]) if parameter in self.parameters]
+        numbers = buckets([parameter.nbytes for parameter in gradients])
+        self.buckets = [tuple(gradients[number] for number in bucket) for bucket in numbers]
+        self.bucket_of = {p: number for number, bucket in enumerate(self.buckets) for p in bucket}
+
+
 class Reduced(Optimizer):
     """The optimizer that `comm.wrap` returns: of the given one's class, with its groups, state, defaults and hooks.
 
     Its gradients are summed over the passes of a step and averaged over the data ranks, while the last pass still runs.
-    Frozen parameters are not reduced; `freeze` and `unfreeze` change that. If another optimizer of this model was
-    wrapped before, that one no longer sees the gradients. A step may have fewer passes, on each rank another number:
-    the gradients are those of the passes that were computed. A parameter that no rank has used in a step keeps its
-    value, as in one process. A copy, or one from a pickle, is an ordinary optimizer of the given class.
+    If another optimizer of this model was wrapped before, that one no longer sees the gradients. A rank may have fewer
+    passes in a step than others. A parameter that no rank has used in a step keeps its value, as in one process. A
+    copy, or one from a pickle, is an ordinary optimizer of the given class.
     """
 
     kind: type[Optimizer]  # the class of the optimizer that was given; its step is taken
@@ -70,22 +83,15 @@ class Reduced(Optimizer):
     def take_over(
         self, plain: Optimizer, model: nn.Module, comm: Any, *, passes: int, sending: Unchanged, watch: bool
     ) -> None:
-        """Begin to reduce what is trained of `plain`. watch: compare the ranks' weights now and then."""
+        """Begin to reduce what is trained of `plain`. watch: see `Watch`."""
         # A scheduler has replaced the step of the given instance; it still sees the param groups.
         self.__dict__.update({name: value for name, value in vars(plain).items() if name != "step"})
         self.kind, self.comm = type(plain), comm
         self.backward_passes_per_step, self.sending = passes, sending
         self.sends = comm.data_size > 1  # False: each rank keeps its own gradients
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
-        self.backward_order = [*reversed([*model.parameters()])]
-        self.trained: set[nn.Parameter] = set()  # those that are reduced
-        self.buckets: list[tuple[nn.Parameter, ...]] = []
-        self.bucket_of: dict[nn.Parameter, int] = {}
-        self.so_far = Step()
+        self.trained, self.so_far = Trained(model), Step()
         self.is_synchronized, self.synchronizes = False, True
-        self.peak: Tensor | None = None
-        self.square: Tensor | None = None
-        self.watched, self.steps_watched = model if watch else None, 0
+        self.watch = Watch(model) if watch and self.sends else None
         self._reduce(parameter for parameter in parameters_of(self) if parameter.requires_grad)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -97,26 +103,25 @@ class Reduced(Optimizer):
     # -- what is trained ---------------------------------------------------------------------------------------
 
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Stop training parameters, on every rank between the same two steps.
+        """Stop training parameters, on every rank between the same two steps; their state waits for `unfreeze`.
 
-        They are no longer reduced and keep their values to the bit, whatever the weight decay; their moments and
-        step counts wait for `unfreeze`. ValueError for parameters that the optimizer does not have, and inside a step.
+        They keep their values to the bit, whatever the weight decay. ValueError for parameters that the optimizer does
+        not have, and inside a step.
         """
-        for parameter in self._between_steps(parameters):
+        parameters = _owned(self, parameters)
+        for parameter in parameters:
             parameter.requires_grad_(False)
             parameter.grad = None  # the next step would apply a gradient that is left over
-            self.trained.discard(parameter)
             if parameter in HOOKS:
                 HOOKS.pop(parameter).remove()
-        self._divide()
+        self.trained.change(less=parameters)
 
     def unfreeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train parameters from the next step on, on every rank between the same two steps.
 
-        A parameter that was never trained begins as in a new optimizer, with moments of zero and a step count of its
-        own. ValueError for parameters that the optimizer does not have, and inside a step.
+        One that was never trained begins with moments of zero and its own step count. Errors: as in `freeze`.
         """
-        parameters = self._between_steps(parameters)
+        parameters = _owned(self, parameters)
         init_param = getattr(self, "init_param", None)  # torch's own optimizers do the same in their first step
         for parameter in parameters:
             parameter.requires_grad_(True)
@@ -125,49 +130,20 @@ class Reduced(Optimizer):
         self._reduce(parameters)
 
     def expect_passes(self, passes: int) -> None:
-        """Begin to reduce each gradient in this pass of a step from now on; call it between two steps, on every rank.
-
-        A rank may have fewer passes in a step, as `synchronize` then begins; it may not have more.
-        """
-        self._refuse_inside_step("The number of passes was changed")
+        """Begin to reduce each gradient in this pass of a step from now on; call it between two steps, on every rank."""
+        _refuse_inside_step(self, "The number of passes was changed")
         self.backward_passes_per_step = passes
 
     def _reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Reduce these gradients, too. It begins in the last pass of a step, bucket by bucket.
+        """Reduce these gradients, too: from the last pass of a step on, bucket by bucket.
 
-        If the model is divided among ranks, the reduction begins in `synchronize`: torch.distributed has then finished
-        its messages, and the two libraries would not wait for each other.
+        If ranks share a model, from `synchronize` on: Horovod and torch.distributed do not wait for each other.
         """
-        for parameter in parameters:
-            self.trained.add(parameter)
-            if self.comm.model_size == 1:
-                if parameter in HOOKS:  # of this optimizer, or of another one for the same model
-                    HOOKS.pop(parameter).remove()
-                HOOKS[parameter] = parameter.register_post_accumulate_grad_hook(self._count)
-        self._divide()
-
-    def _divide(self) -> None:
-        """Divide what is reduced into buckets, between two steps."""
-        gradients = [parameter for parameter in self.backward_order if parameter in self.trained]
-        numbers = buckets([parameter.nbytes for parameter in gradients])
-        self.buckets = [tuple(gradients[number] for number in bucket) for bucket in numbers]
-        self.bucket_of = {p: number for number, bucket in enumerate(self.buckets) for p in bucket}
-
-    def _between_steps(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters; ValueError if they cannot be frozen or unfrozen now."""
-        parameters = list(parameters)
-        self._refuse_inside_step("Parameters were frozen or unfrozen")
-        strangers = set(parameters) - set(parameters_of(self))
-        if strangers:
-            raise Mistake(
-                f"{len(strangers)} of {len(parameters)} parameters are not the optimizer's: give it all that are to be "
-                "trained at any time; frozen ones cost it nothing."
-            )
-        return parameters
-
-    def _refuse_inside_step(self, what: str) -> None:
-        if self.so_far.counts:
-            raise Mistake(f"{what} inside a step: do it after it, before the next backward.")
+        self.trained.change(more=(parameters := [*parameters]))
+        for parameter in parameters if self.comm.model_size == 1 else ():
+            if parameter in HOOKS:  # of this optimizer, or of another one for the same model
+                HOOKS.pop(parameter).remove()
+            HOOKS[parameter] = parameter.register_post_accumulate_grad_hook(self._count)
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -177,17 +153,13 @@ class Reduced(Optimizer):
         assert gradient is not None
         count = so_far.counts[parameter] = so_far.counts.get(parameter, 0) + 1
         if count > passes:
-            raise Mistake(
-                f"The gradient of {self.names[parameter]} was computed {count} times in a step of "
-                f"{passes} {'pass' if passes == 1 else 'passes'}: give comm.wrap passes={count}, or add the losses and "
-                "call backward() once; a step that is left out ends with optimizer.zero_grad()."
-            )
+            raise Mistake(_too_often(self.trained.names[parameter], count, passes))
         so_far.seen[parameter] = gradient, gradient._version
         self.is_synchronized = False
         if count == passes:
-            number = self.bucket_of[parameter]
+            number = self.trained.bucket_of[parameter]
             so_far.ready[number] = so_far.ready.get(number, 0) + 1
-            if so_far.ready[number] == len(self.buckets[number]):
+            if so_far.ready[number] == len(self.trained.buckets[number]):
                 _refuse_layouts(self, [number])
                 self._begin(number)
 
@@ -196,10 +168,10 @@ class Reduced(Optimizer):
         if not self.sends:  # what has no gradient stays without one
             self.so_far.sent[number] = None
             return
-        for parameter in self.buckets[number]:
+        for parameter in self.trained.buckets[number]:
             if parameter.grad is None:  # another rank may have one
                 parameter.grad = torch.zeros_like(parameter)
-        self.so_far.sent[number] = self._send(self.buckets[number])
+        self.so_far.sent[number] = self._send(self.trained.buckets[number])
 
     def _send(self, bucket: Sequence[nn.Parameter]) -> Any:
         """Begin to average the gradients of a bucket over the data ranks, in the form that `sending` gives them."""
@@ -212,16 +184,15 @@ class Reduced(Optimizer):
     def synchronize(self) -> None:
         """Finish the reduction of this step; afterwards all ranks hold the same gradients.
 
-        It also completes a step in which this rank had fewer passes than others, or none. If nobody calls it, the step
-        does. ValueError if parameters were frozen or unfrozen by other means than `freeze` and `unfreeze`.
+        It also completes a step in which this rank had fewer passes than others, or none. Without a call of it, `step`
+        reduces. ValueError if parameters were frozen or unfrozen by other means than `freeze` and `unfreeze`.
         """
         _refuse_frozen_otherwise(self)
         changed = _changed(self)
         so_far, comm = self.so_far, self.comm
-        # Some are left if this rank computed fewer gradients than others in this step, or none.
-        left = [number for number in range(len(self.buckets)) if number not in so_far.sent]
+        left = [number for number in range(len(self.trained.buckets)) if number not in so_far.sent]
         _refuse_layouts(self, left)
-        order = [parameter for bucket in self.buckets for parameter in bucket]
+        order = [parameter for bucket in self.trained.buckets for parameter in bucket]
         with comm.waiting("gradients"):
             used = torch.tensor([parameter.grad is not None for parameter in order], dtype=torch.int64)
             votes = Votes.begin(comm, self, used) if self.sends else None
@@ -237,28 +208,13 @@ class Reduced(Optimizer):
                 parameter.grad = None
         self.is_synchronized = True  # a step outside of skip_synchronize warns
         comm.started()
-        self.peak = self.sending.take_peak()
-        square = self.sending.take_square()
-        if square is not None:  # else a second reduction of the step would hide that of the first
-            self.square = square
+        self.sending.complete()
         if changed:
             raise Mistake(changed)
-        self._compare(alike=votes is None or votes.alike)
-
-    def _compare(self, *, alike: bool) -> None:
-        """Compare the ranks before each step. alike: whether options and columns are the same on all."""
-        comm, model = self.comm, self.watched
-        if not alike and comm.model_size == 1:
+        if votes and not votes.alike and comm.model_size == 1:
             refuse_unlike(comm, self)
-        if model is None or comm.data_size == 1:
-            return
-        average_statistics(comm, model)
-        if is_due(self.steps_watched):
-            buffers = dict(model.named_buffers())  # a rank's own, such as a queue of its images
-            whole = named_tensors(model, self)
-            tensors = {name: value for name, value in whole.items() if torch.is_tensor(value) and name not in buffers}
-            check_replicas(comm, tensors, place=f"step {self.steps_watched}", remedy=REMEDY)
-        self.steps_watched += 1
+        if self.watch:
+            self.watch.compare(comm, self)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -272,10 +228,8 @@ class Reduced(Optimizer):
     def step_if_finite(self, scaler: torch.amp.GradScaler, grad_norm: Tensor) -> bool:
         """Step with the gradients as they are, unless their norm is not finite; return whether the step was taken.
 
-        The norm is of reduced gradients, so every rank decides alike. Nothing is reduced a second time.
-
-        On a GPU, LAMB looks at the norm by itself. So the host hands it the work first, and then waits for the norm
-        alone: while it prepares the next step, the GPU computes this update.
+        The norm is of reduced gradients, so every rank decides alike. On a GPU, LAMB looks at the norm by itself: the
+        host hands it the work, then waits for the norm alone, and prepares the next step while the GPU computes.
         """
         finite = torch.isfinite(grad_norm)
         is_finite, decides = to_host(finite), not finite.is_cpu and getattr(self, "can_skip", False)
@@ -290,35 +244,6 @@ class Reduced(Optimizer):
         scaler.update()
         return applied
 
-    # -- what was sent -----------------------------------------------------------------------------------------
-
-    def measure_gradients(self) -> None:
-        """Read each gradient before it is sent from now on, for `peak_sent`; with fp16 this is always done."""
-        self.sending.measures = True
-
-    def peak_sent(self) -> float | None:
-        """Return the largest absolute value of this rank's gradient in the last step, taken before compression.
-
-        It includes the loss scale. None if it was not measured (see `measure_gradients`), as on one rank.
-        """
-        return None if self.peak is None else float(self.peak)
-
-    def measure_square(self) -> None:
-        """Read each gradient of the coming reduction before it is sent, for `square_sent`."""
-        self.square, self.sending.measures_norm = None, True
-
-    def square_sent(self) -> Tensor | None:
-        """Return the squared norm of this rank's own gradient in the reduction that was measured last, 0-d.
-
-        It is taken before compression, and includes the loss scale. None if nobody asked by `measure_square`, as on
-        one rank.
-        """
-        return self.square
-
-    def sends_fp16(self) -> bool:
-        """Return whether the gradients are sent in fp16."""
-        return isinstance(self.sending, Fp16)
-
     # -- torch's methods ---------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -327,32 +252,14 @@ class Reduced(Optimizer):
             loss = self.kind.step(self, partial(self._compute, closure))
             self.is_synchronized = False
             return loss
-        if self.synchronizes and _comes_from_scaler():
-            raise Mistake(
-                "scaler.step(optimizer) unscales gradients while they are being reduced: call optimizer.synchronize() "
-                "after the last backward(), and scaler.step(optimizer) inside `with optimizer.skip_synchronize():`."
-            )
-        if not self.synchronizes and not self.is_synchronized:
-            raise Mistake(
-                "step() inside optimizer.skip_synchronize() has gradients that are not reduced: call "
-                "optimizer.synchronize() before it, in each step."
-            )
+        _refuse_order(self, from_scaler=_comes_from_scaler())
         if self.synchronizes:
-            if self.is_synchronized:
-                warnings.warn(
-                    "optimizer.step() reduces the gradients once more after optimizer.synchronize(): step inside "
-                    "`with optimizer.skip_synchronize():`.",
-                    stacklevel=2,
-                )
             self.synchronize()
         self.is_synchronized = False
         return self.kind.step(self)
 
     def _compute(self, closure: Callable[[], Any]) -> Any:
-        """Call a closure, which computes gradients, and reduce them. Returns the mean of its loss over the ranks.
-
-        An optimizer that decides by the loss, such as LBFGS, then decides alike on all ranks.
-        """
+        """Call a closure and reduce its gradients. Returns the mean loss, by which LBFGS decides, over the ranks."""
         loss = closure()
         self.synchronize()
         if torch.is_tensor(loss) and self.sends:
@@ -370,12 +277,10 @@ class Reduced(Optimizer):
         self.kind.zero_grad(self, set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state between two steps."""
-        self._refuse_inside_step("A state was loaded")
+        _refuse_inside_step(self, "A state was loaded")
         self.kind.load_state_dict(self, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse a group that nothing would reduce."""
         raise Mistake(
             "A param group was added after comm.wrap, which reduces the gradients of those it was given: add it "
             "before, and use optimizer.freeze and unfreeze; frozen parameters cost nothing."
@@ -414,8 +319,55 @@ def refuse_irreducible(optimizer: Optimizer, model: nn.Module, passes: int) -> N
         )
 
 
+def _owned(optimizer: Reduced, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters; Mistake if they cannot be frozen or unfrozen now."""
+    parameters = list(parameters)
+    _refuse_inside_step(optimizer, "Parameters were frozen or unfrozen")
+    strangers = set(parameters) - set(parameters_of(optimizer))
+    if strangers:
+        raise Mistake(
+            f"{len(strangers)} of {len(parameters)} parameters are not the optimizer's: give it all that are to be "
+            "trained at any time; frozen ones cost it nothing."
+        )
+    return parameters
+
+
+def _refuse_inside_step(optimizer: Reduced, what: str) -> None:
+    if optimizer.so_far.counts:
+        raise Mistake(f"{what} inside a step: do it after it, before the next backward.")
+
+
+def _too_often(name: str, count: int, passes: int) -> str:
+    return (
+        f"The gradient of {name} was computed {count} times in a step of {passes} "
+        f"{'pass' if passes == 1 else 'passes'}: give comm.wrap passes={count}, or add the losses and call backward() "
+        "once; a step that is left out ends with optimizer.zero_grad()."
+    )
+
+
+def _refuse_order(optimizer: Reduced, *, from_scaler: bool) -> None:
+    """Raise Mistake if `step` and `synchronize` are called in an order that gives other gradients."""
+    if optimizer.synchronizes and from_scaler:
+        raise Mistake(
+            "scaler.step(optimizer) unscales gradients while they are being reduced: call optimizer.synchronize() "
+            "after the last backward(), and scaler.step(optimizer) inside `with optimizer.skip_synchronize():`."
+        )
+    if not optimizer.synchronizes and not optimizer.is_synchronized:
+        raise Mistake(
+            "step() inside optimizer.skip_synchronize() has gradients that are not reduced: call "
+            "optimizer.synchronize() before it, in each step."
+        )
+    if optimizer.synchronizes and optimizer.is_synchronized:
+        warnings.warn(
+            "optimizer.step() reduces the gradients once more after optimizer.synchronize(): step inside "
+            "`with optimizer.skip_synchronize():`.",
+            stacklevel=3,
+        )
+
+
 def _refuse_frozen_otherwise(optimizer: Reduced) -> None:
-    changed = optimizer.trained ^ {parameter for parameter in parameters_of(optimizer) if parameter.requires_grad}
+    wanted = {parameter for parameter in parameters_of(optimizer) if parameter.requires_grad}
+    changed = optimizer.trained.parameters ^ wanted
     if changed:
         raise Mistake(
             f"{len(changed)} parameters were frozen or unfrozen by requires_grad after the optimizer was wrapped: use "
@@ -425,11 +377,11 @@ def _refuse_frozen_otherwise(optimizer: Reduced) -> None:
 
 def _refuse_layouts(optimizer: Reduced, numbers: Iterable[int]) -> None:
     """Raise Mistake for a gradient, in buckets of these numbers, whose memory Horovod would add up in another order."""
-    for parameter in (parameter for number in numbers for parameter in optimizer.buckets[number]):
+    for parameter in itertools.chain.from_iterable(optimizer.trained.buckets[number] for number in numbers):
         gradient = parameter.grad
         if gradient is not None and (gradient.layout != torch.strided or not gradient.is_contiguous()):
             raise Mistake(
-                f"The gradient of {optimizer.names[parameter]} is not contiguous: give it the strides of "
+                f"The gradient of {optimizer.trained.names[parameter]} is not contiguous: give it the strides of "
                 "the parameter; leave sparse=True out of an embedding."
             )
 
@@ -442,7 +394,7 @@ def _changed(optimizer: Reduced) -> str:
     for parameter, (gradient, version) in optimizer.so_far.seen.items():
         if parameter.grad is not gradient or gradient._version != version:
             return (
-                f"The gradient of {optimizer.names[parameter]} was changed or dropped between backward() "
+                f"The gradient of {optimizer.trained.names[parameter]} was changed or dropped between backward() "
                 "and the step, while it is being reduced: call optimizer.synchronize() before you clip, unscale or "
                 "change gradients, and then step inside `with optimizer.skip_synchronize():`."
             )

@@ -244,6 +244,23 @@ def _optimizer_parts(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, 
 # -- batch norm ------------------------------------------------------------------------------------------------------
 
 
+class Watch:
+    """Compares the copies of a model in a loop of the user's own, and averages batch norm's statistics."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.steps = model, 0
+
+    def compare(self, comm: Any, optimizer: Optimizer) -> None:
+        """Before a step: all ranks raise Stopped if one holds other weights or another state of the optimizer."""
+        average_statistics(comm, self.model)
+        if is_due(self.steps):
+            buffers = dict(self.model.named_buffers())  # a rank's own, such as a queue of its images
+            whole = named_tensors(self.model, optimizer)
+            tensors = {name: value for name, value in whole.items() if torch.is_tensor(value) and name not in buffers}
+            check_replicas(comm, tensors, place=f"step {self.steps}", remedy=REMEDY)
+        self.steps += 1
+
+
 def average_statistics(comm: Any, model: nn.Module) -> None:
     """Give batch norm's running statistics their mean over the ranks: each rank has followed its own micro-batches."""
     layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]

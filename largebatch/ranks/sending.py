@@ -17,6 +17,9 @@ class Unchanged:
     def __init__(self) -> None:
         self.peaks: list[Tensor] = []  # a 0-d tensor per gradient of the step that is being sent
         self.norms: list[Tensor] = []
+        # Of this rank's gradient, before compression and with the loss scale, 0-d; None: not measured, or nothing sent.
+        self.peak: Tensor | None = None  # the largest absolute value of the newest reduction; it may be inf or nan
+        self.square: Tensor | None = None  # the squared norm of the newest reduction for which `measure_norm` asked
 
     def compress(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tensor to send and the gradient itself."""
@@ -30,18 +33,15 @@ class Unchanged:
     def decompress(self, wire: Tensor, gradient: Tensor) -> None:
         """Write what was received into the gradient: it is there."""
 
-    def take_peak(self) -> Tensor | None:
-        """Return the largest absolute value sent since the last call, as a 0-d tensor; it may be inf or nan.
+    def measure_norm(self) -> None:
+        """Read each gradient of the coming reduction, for `square`."""
+        self.square, self.measures_norm = None, True
 
-        None if nothing was measured, or nothing sent, as on one rank.
-        """
-        peak = torch.stack([peak.double() for peak in self.peaks]).max() if self.peaks else None
+    def complete(self) -> None:
+        """Keep what was measured in a reduction, which is complete now."""
+        self.peak = torch.stack([peak.double() for peak in self.peaks]).max() if self.peaks else None
+        if self.norms:  # a second reduction of the same step keeps the square of the first
+            self.square = torch.stack([norm.double() for norm in self.norms]).square().sum()
         self.peaks.clear()
-        return peak
-
-    def take_square(self) -> Tensor | None:
-        """Return the sum of squares of all gradients sent since the last call, 0-d; None if it was not wanted."""
-        square = torch.stack([norm.double() for norm in self.norms]).square().sum() if self.norms else None
         self.norms.clear()
         self.measures_norm = False
-        return square

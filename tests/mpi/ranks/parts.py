@@ -87,7 +87,7 @@ def seen_by_optimizer(trainer: Trainer, batches: Iterator[Batch]) -> tuple[list[
 def begun(optimizer: Any) -> set[nn.Parameter]:
     """What Horovod has begun to reduce in this step."""
     sent = [number for number, handle in optimizer.so_far.sent.items() if handle is not None]
-    return {parameter for number in sent for parameter in optimizer.buckets[number]}
+    return {parameter for number in sent for parameter in optimizer.trained.buckets[number]}
 
 
 def images(samples: list[int], *, dtype: torch.dtype) -> Tensor:
