@@ -130,7 +130,7 @@ class Reduced(Optimizer):
         self._reduce(parameters)
 
     def expect_passes(self, passes: int) -> None:
-        """Begin to reduce each gradient in this pass of a step from now on; call it between two steps, on every rank."""
+        """Begin to reduce each gradient in this pass of a step from now on; between two steps, on every rank."""
         _refuse_inside_step(self, "The number of passes was changed")
         self.backward_passes_per_step = passes
 
