@@ -9,7 +9,7 @@ import pytest
 
 from largebatch.launch import bind
 from largebatch.launch.bind import LOCAL_RANK, Binding, Machine, local_rank, numbers, plan, ranges, share, visible_gpus
-from largebatch.launch.launcher import LAUNCHERS, counts
+from largebatch.launch.launcher import LAUNCHERS
 
 ROOT = Path(__file__).parents[1]
 BIND = str(ROOT / "mpi_scripts" / "bind.sh")
@@ -218,8 +218,6 @@ def test_the_local_rank_of_each_launcher(environment, expected):
 def test_the_local_ranks_are_those_of_the_launchers_table():
     """bind.py is run by its path and imports nothing of the package, so it has a copy of its own."""
     assert list(LOCAL_RANK.items()) == [(launcher.local_rank, launcher.local_size) for launcher in LAUNCHERS]
-    for text in ("8", "4(x2),3", "1,2", ""):
-        assert bind._counts(text) == counts(text)
 
 
 def test_what_the_user_has_set_stays():

@@ -153,7 +153,7 @@ def server():
 
 
 def answer(server: AddressServer, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     connection.request(method, path, body)
     response = connection.getresponse()
     return response.status, response.read()
@@ -161,7 +161,7 @@ def answer(server: AddressServer, method: str, path: str, body: bytes | None = N
 
 def test_the_server_of_addresses_answers_its_ranks(server):
     """As Horovod asks: http://ADDR:PORT/SCOPE/KEY, with what the variables say."""
-    path = f"http://{server.host}:{server.port}/global_/0".partition(str(server.port))[2]
+    path = f"http://{server.host}:{server.server_port}/global_/0".partition(str(server.server_port))[2]
     assert answer(server, "GET", path)[0] == 404
     assert answer(server, "PUT", path, b"here")[0] == 200
     assert answer(server, "GET", path) == (200, b"here")
@@ -180,7 +180,7 @@ def test_the_server_of_addresses_refuses_everybody_else(server, method, start):
 
 def test_the_server_of_addresses_closes_its_port():
     started = AddressServer("127.0.0.1", [])
-    port = started.port
+    port = started.server_port
     started.stop()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=20)
@@ -192,7 +192,7 @@ from largebatch.launch import gloo_server
 
 gloo_server.REQUEST_S = 1000.0
 server = gloo_server.AddressServer("127.0.0.1", [])
-print(server.port, flush=True)
+print(server.server_port, flush=True)
 while sum("process_request" in thread.name for thread in threading.enumerate()) < 3:
     time.sleep(0.01)
 server.stop()
@@ -227,7 +227,7 @@ def test_a_stranger_who_stays_connected_does_not_hold_the_end(stranger):
 
 def test_a_request_has_a_limit_as_a_whole(server, monkeypatch):
     monkeypatch.setattr(gloo_server, "REQUEST_S", 0.5)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as stranger:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as stranger:
         stranger.sendall(b"GET /")
         stranger.settimeout(0.05)
         for _ in range(1000):  # the limit of Horovod's own, of each read, begins anew with each byte

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from recordings import FOLDER, recorded
 
-from largebatch.launch.launcher import Launch, counts, mismatch, recognise
+from largebatch.launch.bind import counts
+from largebatch.launch.launcher import Launch, mismatch, recognise
 
 TWO = [(0, 2, 0, 2), (1, 2, 1, 2)]
 THREE = [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]

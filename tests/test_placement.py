@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from largebatch.launch.cores import Cores, expand
+from largebatch.launch.bind import numbers
+from largebatch.launch.cores import Cores
 from largebatch.ranks.placement import FILLED, SCARCE, Place, by_host, filled_gpus, shared_gpus, short_of_cores
 
 
 def place(host: str, allowed: str = "0-15", *, device: str = "cpu", gpu: tuple = ("", ""), **changes) -> Place:
     """Return a place on a host of sixteen cores in two NUMA nodes. changes: fields of its Cores."""
-    cores = expand(allowed)
+    cores = numbers(allowed)
     nodes = tuple(node for node in (0, 1) if {core // 8 for core in cores} & {node})
     of_process = {"quotas": {}, "nodes": nodes, "physical": len(cores), "host_cores": 16} | changes
     local_rank = int(device.partition(":")[2] or 0)

@@ -86,11 +86,15 @@ def small(name: str, *, precision: str = "fp32", checkpointing: bool = False, **
 @pytest.fixture(scope="module")
 def vit() -> Pass:
     """A pass of ViT-B/32 on a GPU, 16 images."""
-    return trace(b32(), device="cuda", micro_batch_size=16)
+    return trace(of_images(b32(), 16), device="cuda")
 
 
 def b32() -> TrainConfig:
     return RECIPES["vit_b32"]()
+
+
+def of_images(config: TrainConfig, micro_batch_size: int) -> TrainConfig:
+    return replace(config, data=replace(config.data, micro_batch_size=micro_batch_size))
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
@@ -156,7 +160,7 @@ def traced(name: str, side: int) -> None:
         config = small(f"timm/{name}", precision="bf16", checkpointing=checkpointing)
         config = replace(config, model=replace(config.model, img_size=side))
         try:
-            found = trace(config, device="cuda", micro_batch_size=2)
+            found = trace(of_images(config, 2), device="cuda")
         except ValueError as error:
             assert checkpointing and "cannot do it: leave it out" in str(error)
             return
@@ -222,7 +226,7 @@ def test_memory_counts_until_it_is_free():
 
 def test_checkpointing_keeps_less_and_computes_a_third_more():
     configs = (small("vit_ti16", checkpointing=on) for on in (False, True))
-    plain, again = (trace(config, device="cuda", micro_batch_size=256) for config in configs)
+    plain, again = (trace(of_images(config, 256), device="cuda") for config in configs)
     assert again.activations < 0.2 * plain.activations and again.peak < 0.4 * plain.peak
     assert 1.2 < again.flops / plain.flops < 1.34
 
@@ -288,9 +292,9 @@ def test_an_optimizer_keeps_the_bytes_that_are_planned(name, rho):
 def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(vit):
     device = find_device("a100")
     most = largest_micro_batch(b32(), vit, device, ranks=8)
-    counted = trace(b32(), device="cuda", micro_batch_size=most)
+    counted = trace(of_images(b32(), most), device="cuda")
     assert of_rank(b32(), counted, device, ranks=8).total <= device.memory * 1.01
-    more = trace(b32(), device="cuda", micro_batch_size=round(1.03 * most))
+    more = trace(of_images(b32(), round(1.03 * most)), device="cuda")
     assert of_rank(b32(), more, device, ranks=8).total > device.memory
 
 

@@ -8,22 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from largebatch.launch.cores import (
-    Cores,
-    compact,
-    cores_of_process,
-    expand,
-    loader_threads,
-    quotas,
-    share_of_cores,
-    yields,
-)
+from largebatch.launch.bind import numbers, ranges
+from largebatch.launch.cores import Cores, cores_of_process, loader_threads, quotas, share_of_cores, yields
 
 LIMITS = Path("/sys/fs/cgroup/cpu")  # version 1
 
 
 def cores(allowed: str, quotas: dict[str, float] | None = None, *, host_cores: int = 16) -> Cores:
-    of_set = frozenset(expand(allowed))
+    of_set = frozenset(numbers(allowed))
     return Cores(of_set, quotas or {}, nodes=(0,), physical=len(of_set), host_cores=host_cores)
 
 
@@ -55,7 +47,7 @@ def test_one_core_is_left_to_the_rank(have, threads):
 
 @pytest.mark.parametrize("text", ["", "0", "0-3", "0-3,8,10-11", "7,64-127"])
 def test_a_compact_list_of_cores(text):
-    assert compact(expand(text)) == text
+    assert ranges(numbers(text)) == text
 
 
 def linux(folder: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
@@ -131,13 +123,13 @@ def test_nodes_and_threads_of_a_core(tmp_path):
     (tmp_path / "node" / "node0").mkdir(parents=True)
     (tmp_path / "node" / "node0" / "cpulist").write_text("900-903\n")
     (tmp_path / "node" / "node1").mkdir()
-    (tmp_path / "node" / "node1" / "cpulist").write_text(f"{compact(mine)}\n")
+    (tmp_path / "node" / "node1" / "cpulist").write_text(f"{ranges(mine)}\n")
     for core in mine:
         (tmp_path / "cpu" / f"cpu{core}" / "topology").mkdir(parents=True)
-        (tmp_path / "cpu" / f"cpu{core}" / "topology" / "thread_siblings_list").write_text(compact(mine))
+        (tmp_path / "cpu" / f"cpu{core}" / "topology" / "thread_siblings_list").write_text(ranges(mine))
     found = cores_of_process(system=tmp_path)
     assert (found.nodes, found.physical, found.allowed) == ((1,), 1, frozenset(mine))
-    assert str(found) == f"core{'s' * (len(mine) > 1)} {compact(mine)} of NUMA node 1"
+    assert str(found) == f"core{'s' * (len(mine) > 1)} {ranges(mine)} of NUMA node 1"
     assert cores_of_process(system=tmp_path / "none").physical == len(mine)
 
 

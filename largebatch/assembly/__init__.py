@@ -1,7 +1,7 @@
 """From a config to a run that can start: the only place that assembles the parts.
 
 Every rank builds the same from the config and the seed; then all get the state of rank 0, fresh or resumed. Work that
-can fail on one rank alone (files, memory, a GPU) is done inside `comm.together`, so that all ranks stop with the cause.
+can fail on one rank alone is done inside `comm.together`, so that all ranks stop with the cause.
 """
 
 from largebatch.assembly.images import (
@@ -44,36 +44,9 @@ from largebatch.assembly.trainer import (
 )
 
 __all__ = [
-    "Images",
-    "assemble",
-    "build_augment",
-    "build_ema",
-    "build_eval_loader",
-    "build_learning_rate",
-    "build_model",
-    "build_noise_scale",
-    "build_objective",
-    "build_optimizer",
-    "build_plan",
-    "build_replica",
-    "build_sam",
-    "build_schedule",
-    "build_trainer",
-    "check_batch",
-    "check_model",
-    "classes_of_run",
-    "count_passes",
-    "divides",
-    "lamb_impl",
-    "model_geometry",
-    "open_data",
-    "open_held_out",
-    "open_images",
-    "open_train_loader",
-    "peak_lr",
-    "put_together",
-    "refuse_lone_image",
-    "warn_of_few_statistics",
-    "warn_of_large_batch",
-    "with_classes",
-]
+    "Images", "assemble", "build_augment", "build_ema", "build_eval_loader", "build_learning_rate", "build_model",
+    "build_noise_scale", "build_objective", "build_optimizer", "build_plan", "build_replica", "build_sam",
+    "build_schedule", "build_trainer", "check_batch", "check_model", "classes_of_run", "count_passes", "divides",
+    "lamb_impl", "model_geometry", "open_data", "open_held_out", "open_images", "open_train_loader", "peak_lr",
+    "put_together", "refuse_lone_image", "warn_of_few_statistics", "warn_of_large_batch", "with_classes",
+]  # fmt: skip

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,10 +50,7 @@ class Images(NamedTuple):
 
 
 def check_model(config: TrainConfig, comm: Ranks) -> None:
-    """Refuse a model, a size or a rate that does not fit before data are opened: build the model without memory.
-
-    Weights that are not there are refused, too; whether they fit is found when they are loaded.
-    """
+    """Refuse a model, a size, a rate or missing weights before data are opened: build the model without memory."""
     values = config.model.arguments() | {"weights": None, "num_classes": config.model.num_classes or 1000}
     weights = config.model.weights
     with comm.together("model"), torch.device("meta"):
@@ -65,13 +63,13 @@ def check_model(config: TrainConfig, comm: Ranks) -> None:
 
 
 def _as_typed(mistake: str, options: Collection[str]) -> str:
-    """Return a sentence of the zoo with the option as it is typed, if it begins with one."""
+    """Return a sentence of the zoo; an option at its beginning is written as it is typed."""
     option = mistake.partition(" ")[0]
     return f"--model.{mistake}." if option in options else f"{mistake[0].upper()}{mistake[1:]}."
 
 
 def check_batch(config: TrainConfig, comm: Ranks) -> int:
-    """Return the passes of a rank in a step. Mistakes in batch and augmentation are refused before data are opened."""
+    """Return the passes of a rank in a step; refuse mistakes in batch and augmentation before data are opened."""
     saved = comm.rank == 0 and bool(checkpoint.checkpoints(config.folder))
     resuming = comm.broadcast_object(saved, name="build/resuming")
     with comm.together("batch"):
@@ -89,7 +87,7 @@ def _batch(config: TrainConfig, comm: Ranks, size: int) -> dict[str, Any]:
 
 
 def count_passes(config: TrainConfig, comm: Ranks) -> int:
-    """Return the passes of a rank in a step, and log them; of a batch ramp, those of the largest batch."""
+    """Log the passes of a rank in a step and return them; for a batch ramp, those of its largest batch."""
     passes = check_batch(config, comm)
     if config.schedule.batch_ramp:
         logger.info("batch ramp %s, with --schedule.scaling %s:", config.schedule.batch_ramp, config.schedule.scaling)
@@ -99,7 +97,6 @@ def count_passes(config: TrainConfig, comm: Ranks) -> int:
 
 
 def _log_batch(config: TrainConfig, comm: Ranks, size: int) -> None:
-    """Log how a global batch is computed."""
     count = size // config.data.micro_batch_size
     passes = -(-count // comm.data_size)
     rate = f", peak learning rate {peak_lr(config) * batch_scaling(config)(size):.3g}"
@@ -127,13 +124,13 @@ def _log_batch(config: TrainConfig, comm: Ranks, size: int) -> None:
 
 
 def open_images(config: TrainConfig, comm: Ranks) -> Images:
-    """Open the training images, and the held-out ones of the same classes if the run has evaluations."""
+    """Open the training images, and the held-out images of the same classes if the run has evaluations."""
     train = open_data(config, comm, "train", with_maps=config.data.token_labels)
     return Images(train, open_held_out(with_classes(config, train), comm, train))
 
 
 def open_held_out(config: TrainConfig, comm: Ranks, train: "Index") -> "Index | None":
-    """Open the held-out images of a config that has a number of classes; None if the run has no evaluations."""
+    """Open the held-out images; None if the run has no evaluations. The config has a number of classes."""
     from largebatch.data.sources import class_names
 
     if config.run.eval_every == NEVER:
@@ -144,14 +141,14 @@ def open_held_out(config: TrainConfig, comm: Ranks, train: "Index") -> "Index | 
 
 
 def classes_of_run(config: TrainConfig) -> tuple[str, ...]:
-    """Return the names of the classes in the newest checkpoint of a run that has its description whole."""
+    """Return the names of the classes in the newest checkpoint that has its description whole."""
     saved = (path / hub.WEIGHTS for path in checkpoint.checkpoints(config.folder))
     whole = (file for file in saved if file.is_file() and not hub.why_changed(file.with_name(hub.CONFIG)))
     return next(map(hub.label_names, whole), ())
 
 
 def with_classes(config: TrainConfig, train: "Index") -> TrainConfig:
-    """Return the config with the number of classes of the training images, if it leaves that open."""
+    """Return the config with a number of classes: its own, or that of the training images."""
     return replace(config, model=replace(config.model, num_classes=config.model.num_classes or train.num_classes))
 
 
@@ -160,9 +157,9 @@ def open_data(
 ) -> "Index":
     """Open the index of one split. Rank 0 finds and checks the files, and gives its index to all ranks.
 
-    So a file system gets no more calls if there are more ranks. Images that are written into a cache first are written
-    on each host. The first rank of each host looks if the files there are those of rank 0; a copy will do.
-    with_maps: each image must have a label map. names: those of the model's classes, which then number the labels.
+    Images that need a cache are written on each host. The first rank of each host checks that the files there are those
+    of rank 0, or copies. with_maps: each image must have a label map. names: of the model's classes, which number the
+    labels.
     """
     from largebatch.data import index_file  # a benchmark without images does without the packages behind these
     from largebatch.data.sources import find_folder, number_classes, open_source
@@ -195,7 +192,6 @@ def open_data(
 
 
 def warn_of_large_batch(global_batch_size: int, num_samples: int) -> None:
-    """Warn of a batch with more images than there are."""
     if global_batch_size > num_samples:
         logger.warning(
             "--data.global_batch_size is %d, and there are %d training images: a step sees each image %.1f times. For "
@@ -205,7 +201,7 @@ def warn_of_large_batch(global_batch_size: int, num_samples: int) -> None:
 
 
 def hint_at_weights(config: TrainConfig, num_samples: int) -> None:
-    """Say what a beginner expects otherwise: few images from random weights, and the loss of mixed targets."""
+    """Log hints for beginners: few images for random weights, and the loss of mixed targets."""
     own = not config.model.weights and config.data.path not in ("digits", "synthetic")
     name = hub.published(config.model.name) if own and num_samples < FEW_IMAGES else ""
     if name:
@@ -219,7 +215,7 @@ def hint_at_weights(config: TrainConfig, num_samples: int) -> None:
 
 
 def warn_of_few_statistics(model: nn.Module, micro_batch_size: int) -> None:
-    """Warn of batch norm over few images: it does not know of the other micro-batches of a step."""
+    """Warn of batch norm over few images: its statistics are of one micro-batch."""
     if micro_batch_size < FEW and batch_norms(model):
         logger.warning(
             "--data.micro_batch_size is %d, and the model has batch norm, whose statistics are those of a micro-batch: "
@@ -229,7 +225,7 @@ def warn_of_few_statistics(model: nn.Module, micro_batch_size: int) -> None:
 
 
 def refuse_lone_image(config: TrainConfig, plan: Plan) -> None:
-    """Raise ValueError if batch norm would see one value per channel: torch would, in the step that has one image."""
+    """Raise ValueError if batch norm would see one value per channel, which torch would refuse in that step."""
     size, images = plan.micro_batch_size, plan.num_images
     if size > 1 and images % size != 1:  # all steps but the last are whole numbers of micro-batches
         return
@@ -243,7 +239,7 @@ def refuse_lone_image(config: TrainConfig, plan: Plan) -> None:
 
 
 def _norm_of_one_value(config: TrainConfig) -> str:
-    """Return the name of the first batch norm that sees one value per channel of one image; "" if there is none."""
+    """Return the name of the first batch norm that sees one value per channel of one image; else ""."""
     found: list[str] = []
     with torch.device("meta"), torch.no_grad():
         model = create_model(**config.model.arguments() | {"weights": None}).eval()
@@ -261,7 +257,6 @@ def _norm_of_one_value(config: TrainConfig) -> str:
 
 
 def build_plan(config: TrainConfig, index: "Index") -> Plan:
-    """Build the plan that cuts the run's data into steps and micro-batches."""
     num_images = images_of(config, "run.duration", len(index))
     return Plan(
         num_samples=len(index),
@@ -285,7 +280,7 @@ def open_train_loader(
     plan: Plan,
     device: torch.device,
 ) -> "TrainLoader":
-    """Open the training images of this rank: its micro-batches from step `start_step` on, in the order of the plan."""
+    """Open the micro-batches of this rank from step `start_step` on, in the order of the plan."""
     from largebatch.data.dali import TrainLoader
 
     data, geometry = config.data, model_geometry(config.data, model)
@@ -312,7 +307,7 @@ def open_train_loader(
 def build_eval_loader(
     config: TrainConfig, comm: Ranks, *, model: nn.Module, index: "Index", device: torch.device
 ) -> "EvalLoader":
-    """Open the held-out images of this rank: numbered batches, which do not depend on the number of ranks."""
+    """Open the held-out images of this rank, in batches that do not depend on the number of ranks."""
     from largebatch.data.dali import EvalLoader
 
     return EvalLoader(
@@ -328,8 +323,6 @@ def build_eval_loader(
 
 
 class Geometry(NamedTuple):
-    """The preparation of images for a model."""
-
     crop_pct: float
     interpolation: str
     mean: tuple[float, float, float]
@@ -337,14 +330,13 @@ class Geometry(NamedTuple):
 
 
 def model_geometry(config: DataConfig, model: nn.Module) -> Geometry:
-    """Return the geometry of the config, and the model's own for each value that the config leaves open."""
+    """Return the geometry of the config; a value that it leaves open is the model's."""
     own: dict[str, Any] = getattr(model, "default_cfg")
     chosen = {name: getattr(config, name) for name in Geometry._fields}
     return Geometry(**{name: own[name] if value in (None, "random") else value for name, value in chosen.items()})
 
 
 def build_augment(config: TrainConfig) -> Augment:
-    """Build the augmentation of the config's sections."""
     a = config.augment
     return Augment(
         config.model.num_classes,
@@ -359,13 +351,11 @@ def build_augment(config: TrainConfig) -> Augment:
 
 
 def images_of(config: TrainConfig, option: str, num_samples: int, run_images: int = 0) -> int:
-    """Return a duration option as images; at least one."""
-    section, name = option.split(".")
-    text = getattr(getattr(config, section), name)
-    batch_size = config.data.global_batch_size
+    """Return a duration option in images; ValueError for less than one, except in the schedule."""
+    text, batch_size = attrgetter(option)(config), config.data.global_batch_size
     images = duration_images(
         text, option=f"--{option}", num_samples=num_samples, batch_size=batch_size, run_images=run_images
     )
-    if images < 1 and section != "schedule":
+    if images < 1 and not option.startswith("schedule."):
         raise ValueError(f"--{option} is {text!r}: expected more than nothing.")
     return images

@@ -1,4 +1,4 @@
-"""The replica of a run: its model, objective and optimizer on this rank, and the code that computes them."""
+"""The replica of a run: its model, objective and optimizer on this rank."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 def build_replica(
     config: TrainConfig, comm: Ranks, device: torch.device, *, passes: int, names: Sequence[str] = ()
 ) -> Replica:
-    """Build this rank's model, cut if ranks share it, and its optimizer, wrapped; both without a state yet.
+    """Build this rank's model, cut if ranks share it, and its optimizer, wrapped and without a state.
 
-    names: those of the classes, by which a fine-tuning knows whether the head of its first weights is for them.
+    names: of the classes. By them a fine-tuning knows whether the head of its first weights fits.
     """
     impl = lamb_impl(comm, device) if config.optim.name in ("lamb", "muon_lamb") else None
     make_optimizer = partial(build_optimizer, config, impl=impl)
@@ -67,9 +67,9 @@ def lamb_impl(comm: Ranks, device: torch.device) -> str:
 def build_model(
     config: TrainConfig, device: torch.device, *, weights: str | None, names: Sequence[str] = ()
 ) -> nn.Module:
-    """Build the zoo model with this config's rates, initialised from a weights file or the run's seed, for `device`.
+    """Build the model for `device`, from a weights file or the run's seed.
 
-    It is still in host memory: a model that ranks share may be too large for one device before it is cut.
+    It is still in host memory: before it is cut, a model that ranks share may be too large for a device.
     """
     torch.manual_seed(config.run.seed)
     given = {"weights": weights, "label_names": names if len(names) == config.model.num_classes else ()}
@@ -86,7 +86,7 @@ def build_model(
 def build_first_model(
     config: TrainConfig, device: torch.device, comm: Ranks, names: Sequence[str] = ()
 ) -> nn.Module:
-    """Build the model with its first weights, on every rank; other ones, if a run has removed these meanwhile."""
+    """Build the model with its first weights; look again if another run has removed them meanwhile."""
     place, weights = config.model.weights, None
 
     def find() -> str:  # on rank 0, because a run may add files while ranks look
@@ -107,7 +107,7 @@ def build_first_model(
 
 
 def log_attention(config: TrainConfig, model: nn.Module, device: torch.device, comm: Ranks) -> None:
-    """Log, on rank 0, which code computes the attention of a whole model."""
+    """Log the code that computes the attention of a whole model."""
     if comm.rank or config.parallel.shape().size > 1:
         return
     side, dtype = config.model.img_size, DTYPES[config.run.precision]
@@ -116,7 +116,7 @@ def log_attention(config: TrainConfig, model: nn.Module, device: torch.device, c
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module, impl: str | None) -> Optimizer:
-    """Build the optimizer of the config's section for a whole model. impl: see `lamb_impl`."""
+    """Build the optimizer for a whole model. impl: see `lamb_impl`."""
     o = config.optim
     return optim.build_optimizer(
         model,
@@ -133,7 +133,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, impl: str | None) -> 
 
 
 def build_sam(config: TrainConfig, optimizer: Optimizer) -> optim.LookSam | None:
-    """Build Look-LayerSAM, if the run has it, with its state in that of the optimizer, which is there already."""
+    """Build Look-LayerSAM, if the run has it. Its state is added to that of the optimizer."""
     o = config.optim
     if o.sam_rho is None:
         return None
@@ -150,7 +150,7 @@ def divides(config: TrainConfig) -> bool:
 def divide(
     config: TrainConfig, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], *, limit_s: float
 ) -> Replica:
-    """Return the replica of this rank; cuts the model in place if ranks share it."""
+    """Return the replica of this rank; cut the model in place if ranks share it."""
     if not divides(config):
         return Replica()
     from largebatch.parallel.replica import ParallelReplica
@@ -166,7 +166,7 @@ def divide(
 
 
 def build_objective(config: TrainConfig, model: nn.Module) -> Objective:
-    """Build the loss of the config's section; ValueError if the model has no token logits for it."""
+    """Build the loss; ValueError if the model has no token logits for it."""
     loss = config.loss
     if not loss.dense_weight:
         return classification
@@ -179,7 +179,6 @@ def build_objective(config: TrainConfig, model: nn.Module) -> Objective:
 
 
 def peak_lr(config: TrainConfig) -> float:
-    """Return optim.lr, scaled to the global batch if the schedule says so."""
     batch_size = config.data.global_batch_size
     reference = config.schedule.reference_batch_size or batch_size
     return scale_lr(
@@ -188,6 +187,6 @@ def peak_lr(config: TrainConfig) -> float:
 
 
 def batch_scaling(config: TrainConfig) -> Callable[[int], float]:
-    """Return the factor of `peak_lr` in the phase of a batch ramp, by its global batch: 1 for that of the config."""
+    """Return the factor of `peak_lr` for the global batch of a phase, 1 for that of the config."""
     whole, rule = config.data.global_batch_size, config.schedule.scaling
     return lambda size: scale_lr(1.0, batch_size=size, reference_batch_size=whole, rule=rule)

@@ -1,4 +1,4 @@
-"""The trainer of a run: its images and its replica, with schedule, hooks and state, resumed if it was there."""
+"""The trainer of a run: images, replica, schedule, hooks and state."""
 
 import json
 import logging
@@ -59,8 +59,8 @@ def build_trainer(
 ) -> Trainer:
     """Build a whole run, resumed from its folder if there is a checkpoint.
 
-    signals: those that stop the run early. device: that of `start.set_up`, if it has resolved the config already.
-    images: those of `open_images`, if they are open already.
+    signals: stop the run early. device: that of `start.set_up`, if it has resolved the config. images: of
+    `open_images`, if they are open.
     """
     if device is None:
         config, device = set_up(config, comm)
@@ -93,7 +93,7 @@ def assemble(
     images: Images,
     signals: Signals | None,
 ) -> Trainer:
-    """Build the parts that depend on the images, and put all together, with the run at its beginning."""
+    """Build the parts that depend on the images, and put all together, at the beginning of the run."""
     comm, model = replica.comm, replica.model
     with comm.together("building"):
         train, held_out = images
@@ -136,7 +136,7 @@ def put_together(
     ema: Ema | None,
     data: str,
 ) -> Trainer:
-    """Put the parts together, with the optimizer's state created; data: the digest of the training images."""
+    """Put the parts together, and create the optimizer's state. data: the digest of the training images."""
     init_state(replica.optimizer)
     return Trainer(
         comm=replica.comm,
@@ -163,20 +163,20 @@ def put_together(
 
 
 def evaluation_images(config: TrainConfig, plan: Plan) -> int:
-    """Return the training images between evaluations; 0: there are none."""
+    """Return the training images between evaluations; 0 without evaluations."""
     if config.run.eval_every == NEVER:
         return 0
     return images_of(config, "run.eval_every", plan.num_samples, plan.num_images)
 
 
 def build_learning_rate(config: TrainConfig, plan: Plan) -> Callable[[Plan, int], float]:
-    """Return the rate of a step of this plan, or of one with other phases."""
+    """Return a function of the learning rate in a step of this plan, or of one with other phases."""
     peak, scaling, schedule = peak_lr(config), batch_scaling(config), build_schedule(config, plan)
     return lambda plan, step: peak * scaling(plan.batch_size(step)) * schedule(plan.time(step))
 
 
 def build_schedule(config: TrainConfig, plan: Plan) -> Schedule:
-    """Build the schedule, in steps like the first one of this plan."""
+    """Build the schedule, in steps like the first of this plan."""
     s, batch_size = config.schedule, plan.batch_size(0)
     images = {
         option: images_of(config, f"schedule.{option}", plan.num_samples, plan.num_images)
@@ -198,12 +198,7 @@ def build_schedule(config: TrainConfig, plan: Plan) -> Schedule:
 def build_hooks(
     config: TrainConfig, index: "Index", plan: Plan, ema: Ema | None, signals: Signals | None, description: str
 ) -> list[Hook]:
-    """Build the hooks in the order in which they run.
-
-    Guards and Divergence may stop the run, Ema averages the weights, RecomputeCheck compares gradients over the ranks
-    and ReplicaCheck weights, Checkpoint saves them, StopEarly ends the run after a save, NoiseScale measures gradients,
-    Profile traces steps, and Log, last, writes down the numbers of all.
-    """
+    """Build the hooks in the order in which they run: checks before a save, StopEarly after it, Log last."""
 
     def images(option: str) -> int:
         return images_of(config, option, plan.num_samples, plan.num_images)
@@ -211,16 +206,14 @@ def build_hooks(
     def where(sample: int) -> str:
         return f"{sample} ({index.where(sample)})"
 
-    recomputing: list[Hook] = []
-    if config.run.recompute:
-        recomputing = [hooks.RecomputeCheck(interval_images=images("run.recompute"))]
-    comparing: list[hooks.ReplicaCheck] = []
+    recomputing = hooks.RecomputeCheck(interval_images=images("run.recompute")) if config.run.recompute else None
+    comparing = None
     if config.run.check_replicas:
         at_evaluations = config.run.check_replicas == "evaluation"
         interval = evaluation_images(config, plan) if at_evaluations else images("run.check_replicas")
         # Without evaluations the checks before each checkpoint and after the last step remain.
         interval = interval or plan.num_images
-        comparing = [hooks.ReplicaCheck(interval_images=interval, with_optimizer=not config.parallel.zero)]
+        comparing = hooks.ReplicaCheck(interval_images=interval, with_optimizer=not config.parallel.zero)
     every_s = duration_seconds(config.checkpoint.every) or 0.0
     divergence = hooks.Divergence(config, complete_saves=lambda trainer: saving.complete(trainer.comm))
     saving = hooks.Checkpoint(
@@ -230,29 +223,22 @@ def build_hooks(
         config_text=dump(config),
         description=description,
         best=config.checkpoint.best,
-        before_save=hooks.in_turn(divergence.settle, *(each.check for each in comparing)),
+        before_save=hooks.in_turn(divergence.settle, *([comparing.check] if comparing else [])),
     )
-    early: list[Hook] = []
+    early = None
     if signals:
-        early = [StopEarly(signals, end=end_time(config.run.end_time), longest_save_s=lambda: saving.longest_s)]
+        early = StopEarly(signals, end=end_time(config.run.end_time), longest_save_s=lambda: saving.longest_s)
     noise = build_noise_scale(config, plan)
     steps = profiled_steps(config.run.profile_steps)
-    return [
-        hooks.Guards(where=where),
-        divergence,
-        *([ema] if ema else []),
-        *recomputing,
-        *comparing,
-        saving,
-        *early,
-        *([noise] if noise else []),
-        *([Profile(*steps, run=Path(config.folder).resolve().name)] if steps else []),
-        hooks.Log(build_sinks(config), every_images=images("log.every"), noise=noise),
-    ]
+    profile = Profile(*steps, run=Path(config.folder).resolve().name) if steps else None
+    log = hooks.Log(build_sinks(config), every_images=images("log.every"), noise=noise)
+    guards = hooks.Guards(where=where)
+    in_order = (guards, divergence, ema, recomputing, comparing, saving, early, noise, profile, log)
+    return [hook for hook in in_order if hook]
 
 
 def build_noise_scale(config: TrainConfig, plan: Plan) -> hooks.NoiseScale | None:
-    """Build the hook that measures the gradient noise scale; if this run cannot have one, log why."""
+    """Build the hook of the gradient noise scale; if this run cannot have one, log why."""
     shape = config.parallel.shape()
     if shape.size > 1:
         logger.info("no gradient noise scale: with --parallel %s no rank has the gradient of a whole model", shape)
@@ -270,7 +256,7 @@ def build_noise_scale(config: TrainConfig, plan: Plan) -> hooks.NoiseScale | Non
 
 
 def describe(config: TrainConfig, model: nn.Module, index: "Index") -> str:
-    """Return the text of config.json: the model, its classes in these images, and how this run prepares images."""
+    """Return the text of config.json: the model, its classes, and the preparation of images."""
     from largebatch.data.sources import class_names
 
     names, geometry = class_names(index), model_geometry(config.data, model)._asdict()
@@ -280,7 +266,7 @@ def describe(config: TrainConfig, model: nn.Module, index: "Index") -> str:
 
 
 def build_sinks(config: TrainConfig) -> list[hooks.Sink]:
-    """Build the places that numbers go to. The picture comes after the tables, which it draws."""
+    """Build the places to which numbers are written. The picture comes after the tables that it draws."""
     sinks: list[hooks.Sink] = [hooks.Progress(), hooks.Csv(config.folder)]
     if "tensorboard" in (config.log.to or ""):
         sinks.append(hooks.TensorBoard(config.folder))
@@ -291,7 +277,6 @@ def build_sinks(config: TrainConfig) -> list[hooks.Sink]:
 
 
 def build_ema(config: TrainConfig, plan: Plan, model: nn.Module) -> Ema | None:
-    """Build the hook that averages the weights, if the run has one."""
     if not config.optim.ema_half_life:
         return None
     half_life_images = images_of(config, "optim.ema_half_life", plan.num_samples, plan.num_images)

@@ -1,7 +1,7 @@
 """The FLOP/s that a device can reach: by its datasheet, and measured with a large matrix product.
 
-Published utilisations (MFU) are of the datasheet's rate, and goals are set in it. No code reaches that rate, because
-processors lower their clock under such a load; the measured product shows how far code can come. So reports have both.
+Published utilisations (MFU) are of the datasheet's rate, which no code reaches, because processors lower their clock
+under such a load. The measured product shows how far code can come, so reports have both.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,8 @@ from largebatch.precision import DTYPES, computes
 
 @dataclass(frozen=True)
 class Ceiling:
-    product: float
-    """measured with a large matrix product"""
-    datasheet: float | None = None
-    """None: not known"""
+    product: float  # measured with a large matrix product
+    datasheet: float | None = None  # None: not known
 
 
 def measure_ceiling(device: torch.device, precision: str) -> Ceiling:
@@ -28,10 +26,9 @@ def measure_ceiling(device: torch.device, precision: str) -> Ceiling:
 
 
 def matmul_flops(device: torch.device, precision: str) -> float:
-    """Return FLOP/s of a large matrix product, by one thread pool or one GPU: the fastest row of a second.
+    """Return the FLOP/s of a large matrix product: the fastest row of a second, of at least three.
 
-    A row is ten products on a GPU, which would idle between single ones while the host waits for each, and one product
-    on a CPU. At least three rows are timed.
+    On a GPU a row is ten products, because it would idle between single ones; on a CPU it is one.
     """
     # Larger products would take a minute each where the device has no instructions for the type.
     size = 8192 if device.type == "cuda" else 2048 if computes(device, precision) else 256
@@ -49,9 +46,9 @@ def matmul_flops(device: torch.device, precision: str) -> float:
 
 
 def mfu(images_per_s: float, flops: float, ceiling: Ceiling, *, executed: float | None = None) -> str:
-    """Describe the model FLOP utilisation of one rank; images_per_s and ceiling are those of one rank, too.
+    """Describe the model FLOP utilisation of one rank, with its images_per_s and ceiling.
 
-    flops: those of the model, for one image. executed: those that are left where samples skip layers.
+    flops: of the model, for one image. executed: without layers that samples skip.
     """
     text = f"{images_per_s * flops / 1e9:.0f} GFLOP/s per rank, MFU {_shares(images_per_s * flops, ceiling)}"
     if executed is None or executed >= flops:

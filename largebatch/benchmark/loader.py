@@ -1,12 +1,10 @@
 """Training images out of JPEGs: our loader beside timm's, and beside itself on slow storage.
 
 The loaders decode, crop, resize, flip, augment (with --auto-augment) and normalise on a CPU, for a consumer that does
-nothing. A round takes a number of images out of a loader that is already running. It begins when all loaders are idle
-and no file is left in the page cache. The batches that a loader has ready before count for the round: three batches of
-ours, two of each of timm's workers.
+nothing. A round takes images out of a loader that is already running. It begins when all loaders are idle and no file
+is left in the page cache; batches that are ready then count: three of ours, two of each of timm's workers.
 
-The peer reads the same images as files in folders of classes, as timm's training script does, with as many worker
-processes as ours has threads.
+The peer reads the same images as files in folders of classes, with as many worker processes as ours has threads.
 """
 
 import argparse
@@ -90,7 +88,7 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def some(index: Index, most: int) -> Index:
-    """An index of at most `most` images, spread evenly over the data set."""
+    """Return an index of at most `most` images, spread evenly over the data set."""
     chosen = np.unique(np.linspace(0, len(index) - 1, min(most, len(index)), dtype=np.int64))
     return replace(index, **{name: getattr(index, name)[chosen] for name in COLUMNS})
 
@@ -129,7 +127,7 @@ def late_preadv(descriptor: int, buffers: list, offset: int) -> int:
 
 @contextmanager
 def ours(options: argparse.Namespace, index: Index, *, preadv: Any = os.preadv) -> Iterator[Round]:
-    """The loader that training uses, in a run that never ends."""
+    """Open the loader of training, in a run that never ends."""
     plan = Plan(len(index), options.batch_size, options.batch_size, 2**40, seed=0)
     loader = TrainLoader(
         index,
@@ -157,7 +155,7 @@ def consume(batches: Iterator[Any], count: int) -> None:
 
 
 def as_folders(index: Index) -> Path:
-    """The images of the index as files <class>/<number>.JPEG, written once into the cache."""
+    """Return a folder in the cache with the images as <class>/<number>.JPEG, written once."""
     known = (index.files, index.file_size.tolist(), index.file_mtime_ns.tolist(), len(index))
     folder = safe_cache(cache_folder()) / f"benchmark-{hashlib.sha256(repr(known).encode()).hexdigest()[:12]}"
     return written_once(folder, partial(_write_folders, index=index))
@@ -174,7 +172,7 @@ def _write_folders(folder: Path, *, index: Index) -> None:
 
 
 def faster_with_prefetcher(options: argparse.Namespace, folder: Path) -> bool:
-    """Measure if timm is faster when the main process, not its workers, normalises the images."""
+    """Return whether timm is faster when the main process, not its workers, normalises the images."""
     seconds = {}
     for choice in (True, False):
         with timms(options, folder, use_prefetcher=choice) as take:
@@ -195,7 +193,7 @@ def as_ours(transform: Any) -> None:
 
 @contextmanager
 def timms(options: argparse.Namespace, folder: Path, *, use_prefetcher: bool) -> Iterator[Round]:
-    """timm's loader with workers that survive the end of an epoch."""
+    """Open timm's loader, with workers that survive the end of an epoch."""
     from timm.data import ImageDataset, create_loader
 
     loader = create_loader(

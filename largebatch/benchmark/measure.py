@@ -1,9 +1,8 @@
 """The instrument: contenders take turns in one run, and the result is a ratio of their times.
 
-Absolute times mean little on a shared machine, and a peer that was measured on another day cannot be compared at all.
-So every round runs each contender once, in an order that is reversed every time. The ratio of two contenders is the
-median of their ratios round by round, because a slow phase of the machine slows both. Before that, each contender runs
-alone to measure the memory that it adds, and all run together once to warm up.
+Absolute times mean little on a shared machine. So every round runs each contender once, in an order that is reversed
+every time, and the ratio of two is the median of their ratios round by round. Before that, each contender runs alone to
+measure the memory that it adds, and all run once to warm up.
 """
 
 import argparse
@@ -40,10 +39,8 @@ class Contender:
 @dataclass
 class Result:
     name: str
-    peak_bytes: int = 0
-    """memory that it added at its peak, on this rank, in bytes"""
-    seconds: list[float] = field(default_factory=list)
-    """of each round"""
+    peak_bytes: int = 0  # memory that it added at its peak, on this rank, in bytes
+    seconds: list[float] = field(default_factory=list)  # of each round
 
 
 def compare(
@@ -55,7 +52,7 @@ def compare(
     barrier: Callable[[], None] = lambda: None,
     quiet: bool = False,
 ) -> list[Result]:
-    """Measure every contender. `barrier` makes the ranks, if there are several, wait for each other before a round."""
+    """Measure every contender. barrier: makes several ranks wait for each other before a round."""
     say = (lambda text: None) if quiet else partial(print, file=sys.stderr, flush=True)
     # Run one contender unmeasured: memory that libraries allocate at first use and keep belongs to none of them.
     _peak(contenders[0], device)
@@ -79,7 +76,6 @@ def compare(
 
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of benchmarks that run in one process, without Horovod."""
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads that compute")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
 
@@ -90,14 +86,14 @@ def set_up_device(options: argparse.Namespace) -> torch.device:
 
 
 def now(device: torch.device) -> float:
-    """The time in seconds, after waiting for the device to finish its work."""
+    """Return the time in seconds, when the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 class Span:
-    """A stretch of time that begins now, by the clock of the device: its events are read later, and nobody waits."""
+    """A stretch of time that begins now, by the clock of the device; only `seconds` waits for its end."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -107,7 +103,6 @@ class Span:
         self.ended = self._mark()
 
     def seconds(self) -> float:
-        """Return its length, as soon as the device has come to its end."""
         if self.device.type != "cuda":
             return self.ended - self.began
         self.ended.synchronize()
@@ -125,7 +120,7 @@ class Span:
 
 
 def _peak(contender: Contender, device: torch.device) -> int:
-    """Bytes that the contender adds at its peak, when it is opened alone and run twice."""
+    """Return the bytes that the contender adds at its peak, when it is opened alone and run twice."""
     before = _start_peak(device)
     with contender.open() as run:
         run()
@@ -176,24 +171,18 @@ def versions() -> str:
 class Report:
     """A benchmark's results as a printed table, NAME.csv and NAME.png. The first result is ours."""
 
-    name: str
-    """name of the files"""
+    name: str  # name of the files
     title: str
     results: Sequence[Result]
     device: torch.device
-    images: int = 0
-    """images per round on this rank; 0: rounds have no images"""
-    ranks: int = 1
-    """number of ranks that worked at the same time"""
-    cores: float = 0.0
-    """cores that a rank had, if ranks may have shared them; 0: not known"""
-    notes: Sequence[str] = ()
-    """further findings, a line each"""
-    work: Mapping[str, Any] = field(default_factory=dict)
-    """columns of the CSV for programs that read it: the model, its passes, and where images come from"""
+    images: int = 0  # images per round on this rank; 0: rounds have no images
+    ranks: int = 1  # number of ranks that worked at the same time
+    cores: float = 0.0  # cores that a rank had, if ranks may have shared them; 0: not known
+    notes: Sequence[str] = ()  # further findings, a line each
+    work: Mapping[str, Any] = field(default_factory=dict)  # more columns of the CSV, such as the model
 
     def ratios(self, peer: Result) -> list[float]:
-        """Our speed divided by that of `peer`, for each round."""
+        """Return our speed divided by that of `peer`, for each round."""
         return [theirs / ours for ours, theirs in zip(self.results[0].seconds, peer.seconds)]
 
     def lines(self) -> list[str]:
@@ -246,7 +235,7 @@ class Report:
         write_table(path, columns, rows)
 
     def _draw(self, path: Path) -> None:
-        """Draw every round as a dot and the median as a bar from zero, so that lengths can be compared."""
+        """Draw every round as a dot, and the median as a bar from zero."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 1.9 + 0.5 * len(self.results)), dpi=120, layout="constrained")
@@ -267,7 +256,7 @@ class Report:
 
 
 class Reports:
-    """Reports that are made one after the other. Each is written before the next begins, which may fail."""
+    """Reports that are made one after the other; each is written before the next begins, which may fail."""
 
     def __init__(self, reports: Iterable[Report]) -> None:
         self.reports = reports

@@ -41,7 +41,6 @@ VARIANTS = {
     "blocks": "largebatch, blocks compiled",
     "graphs": "largebatch, compiled to CUDA graphs",  # no option of training: whether it should become one is measured
 }
-PEERS = ["timm", "timm-unfused", "timm-compiled"]
 PASSES = 2  # per round; the second pass adds to gradients, as accumulation does
 
 
@@ -70,19 +69,14 @@ def run(options: argparse.Namespace) -> Reports:
 def measure(
     options: argparse.Namespace, device: torch.device, model: str, img_size: int, batch_size: int, *, alone: bool = True
 ) -> Report:
-    """Measure one model; batch_size 0 is the default. alone: it is the only report, so its files have short names."""
+    """Measure one model; batch_size 0 is the default. alone: without other reports, whose files need longer names."""
     config = config_of(model, img_size, plain=options.plain)
     batch_size = batch_size or default_batch_size(config, device)
     mine = partial(ours, config, device, grad_checkpointing=options.grad_checkpointing)
     makers: dict[str, Callable[[], nn.Module]] = {
         VARIANTS[variant]: partial(mine, variant=variant) for variant in options.variants
     }
-    if "timm" in options.vs:
-        makers["timm"] = partial(timms, config)
-    if "timm-unfused" in options.vs:
-        makers["timm, unfused attention"] = lambda: set_fused_attn(timms(config), False)
-    if "timm-compiled" in options.vs:
-        makers["timm, compiled"] = lambda: compiled(timms(config))
+    makers |= {name: partial(make, config) for choice, (name, make) in PEERS.items() if choice in options.vs}
     opened = partial(_opened, config=config, batch_size=batch_size, precision=options.precision, device=device)
     graphs = VARIANTS["graphs"]
     contenders = [Contender(name, partial(opened, make, in_place=name == graphs)) for name, make in makers.items()]
@@ -111,7 +105,7 @@ def _opened(
     device: torch.device,
     in_place: bool,
 ) -> Iterator[Round]:
-    """Prepare a model and a batch. in_place: gradients stay where they are, since a CUDA graph writes over its own."""
+    """Prepare a model and a batch. in_place: gradients stay where they are, for a CUDA graph."""
     torch.manual_seed(0)
     model = make().to(device).train()
     objective = build_objective(config, model)
@@ -134,7 +128,7 @@ def _opened(
 
 
 def config_of(model: str, img_size: int, *, plain: bool = False) -> TrainConfig:
-    """Return a model's recipe for images of this size; without one, or if `plain`, no dropout and no loss of tokens."""
+    """Return a model's recipe for images of this size; `plain`, or without a recipe, no dropout or loss of tokens."""
     config = RECIPES[model]() if model in RECIPES else TrainConfig(model=ModelConfig(name=model))
     if plain:
         depth = config.model.drop_path_rate
@@ -143,7 +137,7 @@ def config_of(model: str, img_size: int, *, plain: bool = False) -> TrainConfig:
 
 
 def default_batch_size(config: TrainConfig, device: torch.device) -> int:
-    """Return a batch that keeps the device busy, and that a CPU can compute in seconds."""
+    """Return a batch that keeps a GPU busy, and that a CPU computes in seconds."""
     if device.type != "cpu":
         return config.data.micro_batch_size
     return 8 if config.model.name in volo.STRUCTURES else 32
@@ -160,7 +154,7 @@ def training_batch(config: TrainConfig, batch_size: int, device: torch.device) -
 
 
 def box_of(config: TrainConfig) -> Callable[[], MixBox | None]:
-    """Return a function that draws the box of each pass, as `Augment` does; without mix-token there is none."""
+    """Return a function that draws the box of each pass as `Augment` does: None without mix-token."""
     if not config.mixes_tokens:
         return lambda: None
     generator = torch.Generator().manual_seed(0)
@@ -207,12 +201,19 @@ class TimmsTokens(nn.Module):
         self.model = model
 
     def forward_train(self, images: Tensor, mix_box: MixBox | None = None) -> tuple[Tensor, Tensor]:
-        """Return the logits of class and cells; timm draws a box by itself, instead of `mix_box`."""
+        """Return the logits of class and cells; timm ignores `mix_box` and draws its own."""
         token, cells, _ = self.model.forward_train(images)  # type: ignore[operator]
         return self.model.head(token), cells  # type: ignore[operator]
 
     def no_weight_decay(self) -> set[str]:
         return {f"model.{name}" for name in cast(ZooModel, self.model).no_weight_decay()}
+
+
+PEERS: dict[str, tuple[str, Callable[[TrainConfig], nn.Module]]] = {
+    "timm": ("timm", timms),
+    "timm-unfused": ("timm, unfused attention", lambda config: set_fused_attn(timms(config), False)),
+    "timm-compiled": ("timm, compiled", lambda config: compiled(timms(config))),
+}
 
 
 def timm_name(model: str) -> str:

@@ -1,7 +1,7 @@
 """One optimizer step on the shapes of a model, with the clip by global norm.
 
-Every contender has its own copy of the parameters and of the random gradients. So they are not in the cache when its
-step begins, as in a real run.
+Every contender has its own parameters and random gradients, which are not in the cache when its step begins, as in a
+real run.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> Report:
 
 @contextmanager
 def _opened(model: str, device: torch.device, make: Callable[[nn.Module], Round]) -> Iterator[Round]:
-    """Prepare parameters with gradients whose norm is above the clip, as in the first epochs."""
+    """Prepare parameters, with gradients whose norm is above the clip, as in the first epochs."""
     torch.manual_seed(0)
     module = create_model(model).to(device)
     for parameter in module.parameters():
@@ -74,12 +74,12 @@ def timm_lamb(model: nn.Module) -> Round:
 
 
 def adamw(model: nn.Module) -> Round:
-    """torch's fused AdamW: without clip and norms, so the lower bound that memory sets."""
+    """torch's fused AdamW without clip and norms: the lower bound that memory sets."""
     return build_optimizer(model, name="adamw", lr=LR, weight_decay=WEIGHT_DECAY).step
 
 
 def muon(model: nn.Module) -> Round:
-    """torch's Muon for the matrices and its fused AdamW for the rest, with the clip of the engine."""
+    """torch's Muon for the matrices and its fused AdamW for the rest, with our clip."""
     return _clipped(build_optimizer(model, name="muon", lr=LR, weight_decay=WEIGHT_DECAY))
 
 

@@ -40,7 +40,6 @@ class Page:
     tables: Sequence[Sequence[Row]]
 
     def write(self, folder: Path) -> None:
-        """Print the page, and write it into `folder`."""
         text = "\n".join(self.lines())
         print(text)
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +73,7 @@ def command(row: Row) -> str:
 
 
 def share(row: Row, seconds: Sequence[float]) -> str:
-    """Return the model FLOPs of rounds with images as a share of a known GPU's datasheet; else ""."""
+    """Return the model's FLOPs as a share of the datasheet; empty for an unknown GPU or rounds without images."""
     device = device_named(row["hardware"])
     if device is None or not row.get("model") or row.get("precision") == "fp32":
         return ""

@@ -2,10 +2,10 @@
 
     mpirun -np 8 python -m largebatch.benchmark parallel [--model vit_l32] [--depth 2] [--batch-size 16]
 
-Every contender runs a forward and backward pass of the same images on all ranks; if there are several replicas, they
-divide the images among them. The reduction of gradients over the data axis and the optimizer are left out. The bytes
-are those that a rank would send with ring algorithms, whatever the library does: 2 (n-1)/n of a tensor in an allreduce,
-(n-1)/n on average in a broadcast, and so on. The cost of a layer is the difference between models of depth 2 d and d.
+Every contender runs a forward and backward pass of the same images on all ranks; several replicas divide the images.
+The reduction of gradients over the data axis and the optimizer are left out. The bytes are those of ring algorithms,
+whatever the library does: 2 (n-1)/n of a tensor in an allreduce, (n-1)/n on average in a broadcast, and so on. The cost
+of a layer is the difference between models of depth 2 d and d.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> Report | None:
 
 
 def count(config: ParallelConfig, options: argparse.Namespace, comm: Ranks, device: torch.device) -> float:
-    """Bytes that a rank sends for one block, forward and backward, for its share of the images; mean over ranks."""
+    """Return the bytes that a rank sends for one block, forward and backward; the mean over ranks."""
     sent = []
     for depth in (options.depth, 2 * options.depth):
         with opened(config, options, comm, device, depth) as run_pass:
@@ -101,7 +101,7 @@ def count(config: ParallelConfig, options: argparse.Namespace, comm: Ranks, devi
 def opened(
     config: ParallelConfig, options: argparse.Namespace, comm: Ranks, device: torch.device, depth: int
 ) -> Iterator[Round]:
-    """Divide a model, and yield a function that runs a pass of this replica's share of the images."""
+    """Divide a model; yield a function that runs a pass of this replica's share of the images."""
     model = shortened(options, depth)
     batch_size = options.batch_size * config.shape().size // comm.size
     replica = ParallelReplica(
@@ -161,7 +161,7 @@ RINGS: dict[str, Callable[[Any, int], float]] = {
 
 @contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """Count the bytes that this rank sends by torch.distributed while the block runs, under the key "bytes"."""
+    """Count the bytes that this rank sends by torch.distributed in the block, under the key "bytes"."""
     sent: Counter[str] = Counter()
     originals = {name: getattr(dist, name) for name in (*RINGS, "batch_isend_irecv")}
 

@@ -1,7 +1,7 @@
 """Training steps on batches that stay on the device: no files, no loader, and with one process no Horovod.
 
-A step then takes as long as augmentation, passes, reduction, clip, update and average of the weights take, whatever
-feeds them. The pixels are noise, which costs the same.
+So a step is augmentation, passes, reduction, clip, update and average of the weights, whatever feeds them. The pixels
+are noise, which costs the same.
 """
 
 import itertools
@@ -30,7 +30,7 @@ MAP_CLASSES, MAP_SIDE = 5, 18  # classes that are kept in each cell of a label m
 
 
 class Batch(NamedTuple):
-    """One micro-batch in the form that the trainer takes; `data.stream.Batch` comes from images."""
+    """A micro-batch for the trainer, as `data.stream.Batch`."""
 
     images: Tensor
     labels: Tensor
@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
 
 def read_config(argv: Sequence[str]) -> TrainConfig:
-    """Return the recipe of the model, or the quick start if it has none, with the options of a command line."""
+    """Return the recipe of the model, or the quick start, with the options of a command line."""
     given = {"data.path": NAME} | given_options(argv)
     name = given.get("model.name", "vit_b32")
     recipe = quickstart(name) if name not in RECIPES and "recipe" not in given else find(given, argv=argv)
@@ -50,7 +50,7 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
 
 
 def build_resident(config: TrainConfig, comm: Ranks, *, device: torch.device) -> Trainer:
-    """Build a trainer as `assembly.build_trainer` does, without images, evaluation, log and checkpoints."""
+    """Build a trainer as `assembly.build_trainer`, without images, evaluation, log and checkpoints."""
     replica = build_replica(config, comm, device, passes=count_passes(config, comm))
     size = config.data.global_batch_size
     images = duration_images(config.run.duration, option="--run.duration", num_samples=NUM_SAMPLES, batch_size=size)
@@ -75,7 +75,7 @@ def build_resident(config: TrainConfig, comm: Ranks, *, device: torch.device) ->
 def open_batches(
     config: TrainConfig, comm: Ranks, start_step: int, *, plan: Plan, device: torch.device
 ) -> Generator[Batch, None, None]:
-    """Yield this rank's micro-batches from step `start_step` on; a few fixed ones take turns."""
+    """Yield this rank's micro-batches from step `start_step` on, of a few fixed ones."""
     torch.manual_seed(comm.rank)
     fixed = itertools.cycle([make_batch(config, device) for _ in range(NUM_BATCHES)])
     for step in range(start_step, plan.num_steps):
@@ -84,7 +84,7 @@ def open_batches(
 
 
 def make_batch(config: TrainConfig, device: torch.device) -> Batch:
-    """Draw a micro-batch on the device, with label maps if the recipe has them."""
+    """Draw a micro-batch on the device; with label maps if the recipe has them."""
     count, side, classes = config.data.micro_batch_size, config.model.img_size, config.model.num_classes
     images = torch.randn(count, 3, side, side, device=device)
     labels = torch.randint(classes, (count,), device=device)

@@ -1,7 +1,7 @@
 """Join the tables of `largebatch.benchmark step` at several numbers of ranks into one table and one picture.
 
 Images per second serve for weak scaling (the same work per rank) and strong scaling (the same global batch). Efficiency
-is images per second and rank, relative to the run with the fewest ranks.
+is images per second and rank, relative to the fewest ranks.
 """
 
 import argparse
@@ -31,8 +31,6 @@ def run(options: argparse.Namespace) -> "Scaling":
 
 @dataclass
 class Scaling:
-    """Steps in order of ranks; all are compared with the first."""
-
     rows: Sequence[Measured]
 
     def rate(self, row: Measured) -> float:
@@ -46,10 +44,7 @@ class Scaling:
         return {name: f"{figure:.6g}" for name, figure in figures.items()}
 
     def write(self, folder: Path) -> None:
-        """Print the table, and write scaling.csv and scaling.png into `folder`.
-
-        The last column is what `largebatch.plan` predicts from the row with the fewest ranks, all on one host.
-        """
+        """Print the table with the predictions of `largebatch.plan` from its first row; write scaling.csv and .png."""
         print(f"{'ranks':>6}{'s per step':>12}{'img/s':>12}{'efficiency':>12}{'plan: s per step':>18}")
         found = predicted(self.rows)
         plans = [f"{seconds:.4g}" for seconds in found] if found else ["-"] * len(self.rows)

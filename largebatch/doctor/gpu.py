@@ -1,12 +1,12 @@
-"""A GPU at work: all that a run asks of it, tried once in a child process, in the order in which a run meets it."""
+"""A GPU at work: each thing that a run asks of it, tried once in a child process."""
 
 import re
 import resource
 import sys
 from pathlib import Path
 
-from largebatch.doctor.result import REINSTALL, Output, Result, run
-from largebatch.launch.driver import OLDEST_DRIVER, Driver, find_driver
+from largebatch.doctor.result import REINSTALL, Result, run
+from largebatch.launch.driver import find_driver, oldest_driver
 from largebatch.process.installer import install_command
 
 GIB = 2**30
@@ -65,7 +65,8 @@ def check_gpu_works(facts: dict, *, limit_s: float, program: str = PROGRAM) -> R
     if not (facts["gpus"] and facts["nccl"]):
         return Result(name, True, "no GPU")
     output = run([sys.executable, "-c", program], limit_s=limit_s)
-    free, total = _memory(output)
+    found = re.search(r"^memory (\d+) (\d+)$", output.stdout, re.MULTILINE)
+    free, total = map(int, found.groups()) if found else (0, 0)
     if free < (1 - FILLED) * total:
         cause = f"only {free / GIB:.1f} of {total / GIB:.0f} GiB of the GPU are free: another process fills it"
         return Result(name, False, cause=cause, fix="nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv")
@@ -78,21 +79,11 @@ def check_gpu_works(facts: dict, *, limit_s: float, program: str = PROGRAM) -> R
     return Result(name, False, cause=f"{what}: the trial {output.how_it_ended}: {output.last_error}", fix=fix)
 
 
-def _memory(output: Output) -> tuple[int, int]:
-    found = re.search(r"^memory (\d+) (\d+)$", output.stdout, re.MULTILINE)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
 def check_driver(facts: dict) -> Result:
-    """Check that the driver runs programs of torch's CUDA."""
-    name, driver = "NVIDIA's driver", find_driver()
+    name, driver, cuda = "NVIDIA's driver", find_driver(), facts["cuda"]
     if driver is None:
         return Result(name, True, "no driver")
-    return judge_driver(name, driver, facts["cuda"])
-
-
-def judge_driver(name: str, driver: Driver, cuda: str | None) -> Result:
-    oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0) if cuda else 0
+    oldest = oldest_driver(cuda)
     if driver.major >= oldest:
         return Result(name, True, f"{driver.version}, {driver.num_gpus} GPUs")
     cause = f"driver {driver.version} is older than {oldest}, which torch's CUDA {cuda} needs, so torch sees no GPU"
@@ -102,7 +93,7 @@ def judge_driver(name: str, driver: Driver, cuda: str | None) -> Result:
 
 
 def check_locked_memory() -> Result:
-    """Check the memory that a process may lock, which InfiniBand and RoCE need for their messages."""
+    """Check the memory that a process may lock: InfiniBand and RoCE lock the memory of messages."""
     name, (soft, hard) = "locked memory", resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if not ADAPTERS.is_dir() or not any(ADAPTERS.iterdir()):
         return Result(name, True, "no InfiniBand")

@@ -1,9 +1,7 @@
 """Checks of several hosts before MPI is used: can each be reached, and do they agree on everything training needs?
 
-The doctor starts one ssh per host, all at the same time, each with a time limit. The script that ssh runs needs only
-Python's standard library. It announces each step, so if it hangs, the cause names the last step. The same connection
-reads the clock of the other host: the host reads it between our question and its answer, so the error is at most half
-the round trip.
+The doctor asks all hosts at the same time, each over an ssh with a time limit. The script there needs only Python's
+standard library. It announces each step, so that the cause can name the step that hangs.
 """
 
 import ipaddress
@@ -21,11 +19,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from statistics import mode
 from typing import IO
 
 from largebatch.doctor.result import INSTALL, Result, start
 from largebatch.process.installer import install_command
-from largebatch.process.majority import of_most
 
 MAX_SKEW_S = 1.0  # tolerated difference in the log lines of two hosts and in a checkpoint's age
 NO_FOLDER, NO_INTERPRETER = 91, 92  # exit codes of the remote script
@@ -109,10 +107,13 @@ print("facts " + json.dumps(facts), flush=True)
 
 @dataclass(frozen=True)
 class Host:
-    """A host by its name for ssh, and the number of ranks that may run there."""
+    """A host by its name for ssh. slots: how many ranks may run there."""
 
     name: str
     slots: int = 1
+
+
+Hosts = tuple[Host, ...]
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Interface:
 
 @dataclass
 class Answer:
-    """The answer of a host: its facts, and the seconds that its clock is ahead of ours, give or take `bound_s`."""
+    """The answer of a host: its facts, and how far its clock is ahead of ours, give or take `bound_s`."""
 
     host: Host
     facts: dict = field(default_factory=dict)
@@ -141,9 +142,8 @@ class Answer:
 
     @property
     def interfaces(self) -> list[Interface]:
-        """The interfaces that are up and have an IPv4 address."""
-        found = [(name, ipaddress.IPv4Interface(address), speed) for name, address, speed in self.facts["interfaces"]]
-        return [Interface(name, str(whole.ip), whole.network, speed) for name, whole, speed in found]
+        cards = ((name, ipaddress.IPv4Interface(address), speed) for name, address, speed in self.facts["interfaces"])
+        return [Interface(name, str(card.ip), card.network, speed) for name, card, speed in cards]
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,12 @@ class Network:
 
     @property
     def selector(self) -> str:
-        """The value for MPI: the name of the interface if it is the same on all hosts, otherwise the network."""
+        """The value for MPI: the interface if it has one name on all hosts, otherwise the network."""
         return self.names[0] if len(self.names) == 1 else self.cidr
 
 
-def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Parse "a:2,b:2"; a host without a number has one rank. Raises ValueError for any other text."""
+def parse_hosts(text: str) -> Hosts:
+    """Parse "a:2,b:2"; a host without a number has one rank. ValueError for any other text."""
     hosts: list[Host] = []
     for part in text.split(","):
         found = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d+))?", part.strip())
@@ -183,8 +183,8 @@ def is_here(name: str) -> bool:
     return name in (socket.gethostname(), socket.gethostname().partition(".")[0], "localhost", "127.0.0.1")
 
 
-def check_ssh(hosts: tuple[Host, ...]) -> Result:
-    """Check for an ssh client: the doctor, mpirun and horovodrun reach other hosts over ssh."""
+def check_ssh(hosts: Hosts) -> Result:
+    """Check for an ssh client, which the doctor, mpirun and horovodrun need for other hosts."""
     others = [host.name for host in hosts if not is_here(host.name)]
     if others and shutil.which("ssh") is None:
         cause = f"there is no ssh client on this host to reach {', '.join(others)}"
@@ -192,10 +192,7 @@ def check_ssh(hosts: tuple[Host, ...]) -> Result:
     return Result("ssh client", True, "found, or not needed")
 
 
-def examine_hosts(
-    hosts: tuple[Host, ...], *, data: str = "", launcher: str = "", packages: list[str], limit_s: float
-) -> list[Answer]:
-    """Ask all hosts at the same time, each with its own time limit."""
+def ask_all(hosts: Hosts, data: str, launcher: str, packages: list[str], *, limit_s: float) -> list[Answer]:
     asked = {"packages": packages, "data": os.path.abspath(data) if data else "", "launcher": launcher}
     with ThreadPoolExecutor(max_workers=min(len(hosts), 64)) as pool:
         return list(pool.map(lambda host: ask(host, asked, limit_s=limit_s), hosts))
@@ -225,7 +222,7 @@ def ask(host: Host, wanted: dict, *, limit_s: float) -> Answer:
 
 
 def converse(command: list[str], answer: Answer, errors: IO[str], *, limit_s: float) -> tuple[str, int | None]:
-    """Fill in the answer. Returns the last step of the probe and its exit code, None if its time ran out."""
+    """Fill in the answer; return the last step of the probe and its exit code, None if its time ran out."""
     last, over = "", threading.Event()
     with start(command, stderr=errors) as process:
 
@@ -254,7 +251,7 @@ def converse(command: list[str], answer: Answer, errors: IO[str], *, limit_s: fl
 
 
 def compare_clocks(questions: IO[str], answers: IO[str]) -> tuple[float, float]:
-    """Return (seconds ahead, bound) of the other clock, from the quickest of several questions."""
+    """Return (seconds ahead, bound) of the other clock, from the quickest of several answers."""
     measured = []
     for _ in range(CLOCK_QUESTIONS):
         sent = time.time()
@@ -265,12 +262,12 @@ def compare_clocks(questions: IO[str], answers: IO[str]) -> tuple[float, float]:
 
 
 def skew(sent: float, theirs: float, received: float) -> tuple[float, float]:
-    """Return (seconds ahead, bound): the other host read its clock at some moment between our two readings."""
+    """Return (seconds ahead, bound): the other host read its clock between our two readings."""
     return theirs - (sent + received) / 2, (received - sent) / 2
 
 
 def explain(host: Host, code: int | None, errors: str, last: str, *, limit_s: float) -> tuple[str, str]:
-    """Return cause and fix for a host that gave no facts, from its exit code and the errors of ssh."""
+    """Return cause and fix for a host that gave no facts."""
     name, by_hand = host.name, f"ssh -v {host.name} true"
     said = ([line.strip() for line in errors.splitlines() if line.strip()] or ["no message"])[-1]
     if code is None:
@@ -303,7 +300,7 @@ SSH_FAULTS = (
 
 
 def check_answers(answers: list[Answer], *, data: str = "") -> Iterator[Result]:
-    """Yield a result per host and, if all hosts answered, the checks that they agree."""
+    """Yield a result for each host and, if all answered, whether they agree."""
     yield from map(check_host, answers)
     if not all(answer.facts for answer in answers):
         return
@@ -315,7 +312,6 @@ def check_answers(answers: list[Answer], *, data: str = "") -> Iterator[Result]:
 
 
 def check_host(answer: Answer) -> Result:
-    """Check that the host answered, with this folder and this interpreter, and has the launcher."""
     if answer.cause:
         return Result(answer.name, False, cause=answer.cause, fix=answer.fix)
     if not answer.facts["launcher"]:
@@ -325,7 +321,7 @@ def check_host(answer: Answer) -> Result:
 
 
 def check_clocks(answers: list[Answer]) -> Result:
-    """Check that no clock surely differs from the clock of this machine by more than a second."""
+    """Check that no clock surely differs from ours by more than a second."""
     worst = max(answers, key=lambda answer: abs(answer.ahead_s) - answer.bound_s)
     text = f"{abs(worst.ahead_s):.3g} s {'ahead of' if worst.ahead_s > 0 else 'behind'} this machine's"
     text = f"the clock of {worst.name} is {text}, give or take {worst.bound_s:.2g} s"
@@ -335,35 +331,33 @@ def check_clocks(answers: list[Answer]) -> Result:
 
 
 def odd_ones(answers: list[Answer], values: list) -> tuple[Answer, list[Answer]]:
-    """Return one host with the most common value (the first host's in a tie), and the hosts with other values."""
+    """Return a host with the most common value (in a tie the first host's), and the hosts with other values."""
     keys = [json.dumps(value, sort_keys=True) for value in values]
-    usual = of_most(keys)
+    usual = mode(keys)
     odd = [answer for answer, key in zip(answers, keys) if key != usual]
     return answers[keys.index(usual)], odd
 
 
 def check_data(answers: list[Answer], folder: str) -> Result:
-    """Check that all hosts list the same files and sizes. If only the times of change differ, note a possible copy."""
-    name = "data folder"
-    for answer in answers:
-        if "error" in answer.facts["data"]:
-            cause = f"{answer.name} does not see {folder}: {answer.facts['data']['error']}"
-            return Result(name, False, cause=cause, fix=f"ssh {answer.name} ls {shlex.quote(folder)}")
-    usual, odd = odd_ones(answers, [answer.facts["data"]["listing"] for answer in answers])
-    counts = {answer.name: answer.facts["data"]["count"] for answer in answers}
-    if odd:
-        seen = f"{odd[0].name} {counts[odd[0].name]} entries, {usual.name} {counts[usual.name]}"
-        cause = f"{odd[0].name} and {usual.name} see different files in {folder}: {seen}"
-        return Result(name, False, cause=cause, fix=f"ssh {odd[0].name} df {shlex.quote(folder)}")
-    usual, odd = odd_ones(answers, [answer.facts["data"]["times"] for answer in answers])
-    if odd:
-        cause = f"{folder} holds the same files on all hosts, but their times differ on {odd[0].name}: is it a copy?"
-        return Result(name, True, cause=cause, fix=f"ssh {odd[0].name} df {shlex.quote(folder)}")
-    return Result(name, True, f"{folder} is the same on all hosts, {counts[usual.name]} entries")
+    """Check that all hosts list the same files and sizes; a note if only their times differ."""
+    name, seen = "data folder", {answer.name: answer.facts["data"] for answer in answers}
+    for host, data in seen.items():
+        if "error" in data:
+            cause = f"{host} does not see {folder}: {data['error']}"
+            return Result(name, False, cause=cause, fix=f"ssh {host} ls {shlex.quote(folder)}")
+    for kind in ("listing", "times"):
+        usual, odd = odd_ones(answers, [data[kind] for data in seen.values()])
+        if odd:
+            one, other = odd[0].name, usual.name
+            counts = f"{one} {seen[one]['count']} entries, {other} {seen[other]['count']}"
+            cause = f"{one} and {other} see different files in {folder}: {counts}"
+            if kind == "times":
+                cause = f"{folder} holds the same files on all hosts, but their times differ on {one}: is it a copy?"
+            return Result(name, kind == "times", cause=cause, fix=f"ssh {one} df {shlex.quote(folder)}")
+    return Result(name, True, f"{folder} is the same on all hosts, {seen[usual.name]['count']} entries")
 
 
 def check_packages(answers: list[Answer]) -> Result:
-    """Check that all hosts have the same versions of Python, the packages, Horovod and MPI."""
     name, packages = "same packages", [answer.facts["packages"] for answer in answers]
     for package in packages[0]:
         usual, odd = odd_ones(answers, [installed[package] for installed in packages])
@@ -378,7 +372,7 @@ def check_packages(answers: list[Answer]) -> Result:
 
 
 def check_sources(answers: list[Answer]) -> Result:
-    """Check that the files of this project, as imported in this folder, are the same on all hosts."""
+    """Check that the files of this project are the same on all hosts."""
     usual, odd = odd_ones(answers, [answer.facts["sources"] for answer in answers])
     if not odd:
         return Result("same sources", True, f"{len(usual.facts['sources'])} files are the same on all hosts")
@@ -390,7 +384,7 @@ def check_sources(answers: list[Answer]) -> Result:
 
 
 def check_names(answers: list[Answer]) -> Result:
-    """Check that each host resolves its own name to an address that others can reach: Gloo needs it, MPI does not."""
+    """Check that others can reach the address to which each host resolves its own name: Gloo needs it, MPI does not."""
     name = "own names"
     for answer in answers:
         own, address = answer.facts["hostname"], answer.facts["address"]
@@ -410,12 +404,12 @@ def usable(card: Interface) -> bool:
 
 
 def one_machine(answers: list[Answer]) -> bool:
-    """Return whether the hosts are names of one machine: then all have exactly the same addresses."""
+    """Return whether the hosts are names of one machine."""
     return len({tuple(sorted(card.address for card in answer.interfaces)) for answer in answers}) == 1
 
 
 def choose_network(answers: list[Answer]) -> Network | None:
-    """Return the fastest network that all hosts share; in a tie the one of the hosts' names, and then the first."""
+    """Return the fastest network that all hosts share; in a tie that of the hosts' names, then the first."""
     together = one_machine(answers)
 
     def shared(wanted: bool) -> list[tuple[int, int, Network]]:
@@ -435,7 +429,7 @@ def choose_network(answers: list[Answer]) -> Network | None:
 
 
 def check_network(answers: list[Answer]) -> Result:
-    """Check that all hosts share a network. Without one, MPI may work over routes, or hang."""
+    """Check that all hosts share a network. Without one, MPI may work or hang."""
     network = choose_network(answers)
     if network:
         unused = sorted({card.name for answer in answers for card in answer.interfaces} - set(network.names))
@@ -449,8 +443,8 @@ def check_network(answers: list[Answer]) -> Result:
     return Result("network", True, cause=cause, fix=f"ssh {answers[-1].name} ip -br addr")
 
 
-def local_network(hosts: tuple[Host, ...]) -> Network | None:
-    """Return the network of this machine that holds all hosts, by their names; it asks no host."""
+def local_network(hosts: Hosts) -> Network | None:
+    """Return the network of this machine that has the addresses of all hosts, without asking them."""
     try:
         addresses = [ipaddress.ip_address(socket.gethostbyname(host.name)) for host in hosts]
     except OSError:

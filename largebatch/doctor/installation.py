@@ -1,4 +1,4 @@
-"""Checks of the installation: packages, Horovod and the torch it was built for, launchers, the compiler."""
+"""Checks of the installation: packages, Horovod, launchers, the compiler."""
 
 import importlib.metadata
 import json
@@ -34,9 +34,8 @@ for module in sys.argv[1:]:
 COMPARE = {">=": operator.ge, "<=": operator.le, "<": operator.lt, ">": operator.gt, "==": operator.eq}
 HARMLESS = {"test", "tests", "examples"}  # common folder names that nobody imports from elsewhere
 
-# A child process runs this. First it reads from Horovod's files for which torch Horovod was built, because a Horovod
-# built for another torch may not load. Then it imports Horovod and prints what it was built with, and which MPI library
-# it loads. The import finds missing symbols, because Python resolves all symbols of an extension at once.
+# A child process runs this. It reads from files for which torch Horovod was built, because it may not load with another
+# torch. Then it imports Horovod, which finds missing symbols, and prints its parts and the MPI library that it loads.
 # "abi" is the C++ ABI, the layout of std::string: the mangled name of a constructor with such an argument shows it.
 HOROVOD_FACTS = """
 import ctypes, importlib.util, json, pathlib, re
@@ -68,7 +67,7 @@ COMPILED = "#include <Python.h>\n#include <omp.h>\nint threads() { return omp_ge
 
 
 class Requirement(NamedTuple):
-    """A package and the versions that the project can use, such as >=2,<3."""
+    """A package and the versions that are allowed, such as >=2,<3."""
 
     name: str
     versions: str
@@ -77,7 +76,7 @@ class Requirement(NamedTuple):
         return f"{self.name}{self.versions}"
 
     def allows(self, version: str) -> bool:
-        """Return whether a version is among them; 2.13.0+cpu is a build of 2.13.0."""
+        """Return whether a version is allowed; 2.13.0+cpu is a build of 2.13.0."""
         return all(
             COMPARE[sign](*_aligned(version.partition("+")[0], bound))
             for sign, bound in re.findall(r"([<>=]=?)\s*([\w.]+)", self.versions)
@@ -85,14 +84,14 @@ class Requirement(NamedTuple):
 
 
 def _aligned(*versions: str) -> Iterator[list[int]]:
-    """Yield versions as lists of numbers of one length: 2.13 and 2.13.0 are the same."""
+    """Yield versions as lists of numbers of one length: 2.13 is 2.13.0."""
     numbers = [[int(number) for number in re.findall(r"\d+", version)] for version in versions]
     for of_one in numbers:
         yield of_one + [0] * (max(map(len, numbers)) - len(of_one))
 
 
 def required() -> Iterator[Requirement]:
-    """Yield what the project requires to train; by the standard library, since the doctor runs where packages lack."""
+    """Yield what the project requires to train. The doctor also runs where `packaging` is missing."""
     for text in importlib.metadata.requires("largebatch") or []:
         requirement, _, marker = text.partition(";")
         if found := re.fullmatch(r"\s*([\w.-]+)\s*([\w.<>=,\s]*)", requirement):
@@ -101,13 +100,12 @@ def required() -> Iterator[Requirement]:
 
 
 def _as_installed(requirement: Requirement) -> Requirement:
-    """Return the requirement, or that of DALI for CUDA 13 where install.sh has chosen it for a torch of CUDA 13."""
+    """Return the requirement, or DALI for CUDA 13 in place of CUDA 12 if install.sh has chosen it."""
     other = requirement._replace(name=requirement.name.replace("nvidia-dali-cuda120", "nvidia-dali-cuda130"))
     return other if version_of(other.name) else requirement
 
 
 def check_versions() -> Result:
-    """Check that every required package is installed in a version that the project can use."""
     name = "package versions"
     try:
         requirements = list(required())
@@ -128,16 +126,12 @@ def check_versions() -> Result:
 
 
 def importable(folder: Path) -> set[str]:
-    """Return the names of the top-level modules and packages in a folder; none if there is no folder."""
     modules = {path.stem for path in folder.glob("*.py")}
     return (modules | {path.parent.name for path in folder.glob("*/__init__.py")}) - HARMLESS
 
 
 def check_shadowing() -> Result:
-    """Check that nothing in the working folder or on PYTHONPATH hides an installed module of the same name.
-
-    The check imports nothing: the import that fails is often that of another package, which gets the wrong module.
-    """
+    """Check that nothing in the working folder or on PYTHONPATH hides an installed module of the same name."""
     name = "import path"
     of_path = [Path(folder).resolve() for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     folders = [] if os.environ.get("PYTHONSAFEPATH") else [Path.cwd()]
@@ -153,7 +147,6 @@ def check_shadowing() -> Result:
 
 
 def check_imports(modules: Sequence[str] = MODULES, *, limit_s: float = 120) -> Result:
-    """Check that every package imports, one after the other in one child process."""
     name, modules = "package imports", [one for one in modules if one != "mpi4py" or version_of("horovod")]
     output = run([sys.executable, "-c", IMPORT_EACH, *modules], limit_s=limit_s)
     if output.code == 0:
@@ -168,7 +161,7 @@ def check_imports(modules: Sequence[str] = MODULES, *, limit_s: float = 120) -> 
 
 
 def horovod_facts(*, limit_s: float = 120) -> tuple[dict, Output]:
-    """Return the facts that HOROVOD_FACTS printed (with "version" if Horovod loads), and the output of the child."""
+    """Return the facts of HOROVOD_FACTS (with "version" if Horovod loads), and the child's output."""
     output = run([sys.executable, "-c", HOROVOD_FACTS], limit_s=limit_s)
     facts: dict = {}
     for line in output.stdout.splitlines():
@@ -178,7 +171,6 @@ def horovod_facts(*, limit_s: float = 120) -> tuple[dict, Output]:
 
 
 def check_horovod(facts: dict, output: Output) -> Result:
-    """Check that Horovod and its compiled extension load, with every symbol that they need."""
     name, error = "Horovod imports", output.stderr
     if "version" in facts:
         return Result(name, True, f"Horovod {facts['version']}")
@@ -199,7 +191,7 @@ def check_horovod(facts: dict, output: Output) -> Result:
 
 
 def check_built_for(facts: dict) -> Result:
-    """Check that Horovod was compiled for this very torch, in version and C++ ABI. A similar one may load and fail."""
+    """Check that Horovod was compiled for this version and C++ ABI of torch: for a similar one it may load and fail."""
     name = "Horovod's torch"
     if facts["built_for"] != facts["torch"]:
         built_for = f"torch {facts['built_for']}" if facts["built_for"] else "an unknown version of torch"
@@ -213,7 +205,6 @@ def check_built_for(facts: dict) -> Result:
 
 
 def check_controllers(facts: dict) -> Result:
-    """Check that Horovod was built with MPI, for horovodrun and mpirun, and Gloo, for horovodrun --gloo."""
     name = "MPI and Gloo"
     missing = [label for label, key in (("MPI", "mpi"), ("Gloo", "gloo")) if not facts[key]]
     if missing:
@@ -223,13 +214,12 @@ def check_controllers(facts: dict) -> Result:
 
 
 def mpi_number(text: str) -> str:
-    """Return the first version number in the text: 4.1.8 for "Open MPI v4.1.8, package: ..."."""
     found = re.search(r"\d+\.\d+(\.\d+)?", text)
     return found[0] if found else "of unknown version"
 
 
 def check_launchers(facts: dict, *, limit_s: float = 60) -> Result:
-    """Check that mpirun and horovodrun belong to this installation, and start the MPI that Horovod loads."""
+    """Check that mpirun and horovodrun are of this installation, and start the MPI that Horovod loads."""
     name, activate = "launchers", f". {shlex.quote(str(Path(sys.prefix, 'bin', 'activate')))}"
     horovodrun, mpirun = shutil.which("horovodrun"), shutil.which("mpirun")
     if horovodrun is None or mpirun is None:
@@ -253,7 +243,7 @@ def check_launchers(facts: dict, *, limit_s: float = 60) -> Result:
 
 
 def check_compiler(*, limit_s: float = 60) -> Result:
-    """Check the C++ compiler of LAMB, VOLO's attention and --run.compile. Without one, training works but is slower."""
+    """Check the C++ compiler of LAMB, VOLO's attention and --run.compile, without which training is slower."""
     name, include = "compiler", sysconfig.get_path("include")
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:

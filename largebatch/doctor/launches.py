@@ -1,4 +1,4 @@
-"""The check that counts: two real processes under each launcher. If they fail, it finds the variable to blame."""
+"""The check that counts: two real processes under each launcher; if they fail, which variable is to blame."""
 
 import os
 import re
@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 from largebatch.doctor.result import INSTALL, REINSTALL, Output, Result, run
 
-# Each of the ranks runs this. Without Python's searches for garbage it takes a tenth less. The values are integers in
-# float64, so the sum is exact in any order of adding. They are a group of three tensors, because only several at once
-# go through Horovod's own kernels, which fail without an error on a GPU that they were not compiled for.
+# Each rank runs this. Integers in float64 have an exact sum in any order. Three tensors at once go through Horovod's
+# own kernels, which fail without an error on a GPU that they were not compiled for.
 ALLREDUCE = """
 import gc, sys
 gc.disable()
@@ -44,7 +43,7 @@ WANTED = re.compile(r"ALLOW_RUN_AS_ROOT|oversubscribe|_policy=|yield_when_idle|O
 def check_allreduce(
     launch: str, launcher: list[str] | None = None, *, ranks: int = RANKS, device: str = "cpu", limit_s: float = 120
 ) -> Result:
-    """Let real processes reduce a tensor; all must print the exact sum. `launcher` may start them on several hosts."""
+    """Let real processes reduce a tensor; each must print the exact sum. launcher: a command instead of LAUNCHES'."""
     name = f"{ranks}-process allreduce, {launch}"
     launcher = launcher or LAUNCHES[launch]
     command = [*launcher, sys.executable, "-c", ALLREDUCE, device]
@@ -74,7 +73,6 @@ def progress(output: Output) -> str:
 
 
 def summed(output: Output, ranks: int = RANKS) -> bool:
-    """Return whether the launch succeeded and every rank had the exact sum."""
     exact = [(rank, ranks, expected_total(ranks)) for rank in range(ranks)]
     return output.code == 0 and sorted(answers(output)) == exact
 
@@ -101,8 +99,7 @@ def explain(output: Output, launch: str, launcher: list[str], *, ranks: int, lim
 def blame(command: list[str], *, ranks: int = RANKS, limit_s: float) -> tuple[str, str]:
     """Return the variable without which a failing launch works, in words, and the fix; empty if there is none.
 
-    First unset all variables. If the launch then works, repeat it with those that there are: it may have failed by
-    chance. If it fails again, bisect for the variable that breaks it.
+    If it works without any, repeat it with all, because it may have failed by chance. Then bisect.
     """
     names = sorted(
         name for name, value in os.environ.items() if OBEYED.match(name) and not WANTED.search(f"{name}={value}")
@@ -124,7 +121,7 @@ def blame(command: list[str], *, ranks: int = RANKS, limit_s: float) -> tuple[st
 
 
 def last_working(works: Callable[[int], bool], too_many: int) -> int:
-    """Return the largest count below `too_many` that works, given that 0 works and `too_many` does not."""
+    """Return the largest count that works; 0 does, `too_many` does not."""
     low, high = 0, too_many
     while high - low > 1:
         middle = (low + high) // 2
@@ -133,5 +130,5 @@ def last_working(works: Callable[[int], bool], too_many: int) -> int:
 
 
 def device_for_launches(facts: dict, device: str) -> str:
-    """Return cuda if each rank can have a GPU of its own, as NCCL requires, and otherwise cpu."""
+    """Return cuda if each rank can have its own GPU, as NCCL requires, otherwise cpu."""
     return "cuda" if device != "cpu" and facts["nccl"] and facts["gpus"] >= RANKS else "cpu"

@@ -1,4 +1,4 @@
-"""Checks of this host and shell. Without them, these faults would later look like faults of MPI or Horovod."""
+"""Checks of this host and shell, whose faults would later look like faults of MPI or Horovod."""
 
 import os
 import resource
@@ -22,7 +22,6 @@ NEEDED_FILES = 256  # Open MPI hangs or crashes below about 50; a loader takes a
 
 
 def check_launcher_variables() -> Result:
-    """Check that no variable makes this shell look like a rank of a launch."""
     name = "launcher variables"
     leftover = [name for name in LAUNCHER_SIZES if os.environ.get(name, "") not in ("", "1")]
     if "SLURM_JOB_ID" not in os.environ and os.environ.get("SLURM_NTASKS", "") not in ("", "1"):
@@ -35,7 +34,7 @@ def check_launcher_variables() -> Result:
 
 
 def check_hostname() -> Result:
-    """Check that this machine can resolve its own name. Gloo crashes without an address and hangs at a wrong one."""
+    """Check that this machine can resolve its own name: Gloo crashes without an address, and hangs at a wrong one."""
     name, host = "host name", socket.gethostname()
     fix = f"echo '127.0.0.1 {host}' | sudo tee -a /etc/hosts"
     try:
@@ -52,7 +51,7 @@ def check_hostname() -> Result:
 
 
 def check_home() -> Result:
-    """Check the home folder. Without one, mpirun ends by a signal and horovodrun with a traceback."""
+    """Check the home folder, without which mpirun and horovodrun crash."""
     name, home = "home folder", os.environ.get("HOME", "")
     if has_name() or (os.path.isdir(home) and os.access(home, os.W_OK | os.X_OK)):
         return Result(name, True, home or "that of the user's name")
@@ -62,7 +61,7 @@ def check_home() -> Result:
 
 
 def check_shared_memory(folder: str = "/dev/shm") -> Result:
-    """Check the space in /dev/shm, where the ranks of a host exchange messages through files."""
+    """Check the space in /dev/shm, through which the ranks of a host exchange messages."""
     name = "shared memory"
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
         fix = f"sudo mkdir -p {folder} && sudo mount -t tmpfs -o mode=1777 tmpfs {folder}"
@@ -75,7 +74,7 @@ def check_shared_memory(folder: str = "/dev/shm") -> Result:
 
 
 def check_disk(folder: str = ".") -> Result:
-    """Check that the working folder, where run folders are created, has room for checkpoints."""
+    """Check that the working folder has room for checkpoints."""
     name, free = "disk", shutil.disk_usage(folder).free
     if free < NEEDED_DISK_BYTES:
         needed = NEEDED_DISK_BYTES // GIB
@@ -85,7 +84,7 @@ def check_disk(folder: str = ".") -> Result:
 
 
 def check_open_files() -> Result:
-    """Check the limit of open files. MPI opens pipes and sockets for each rank, the loader a file per shard."""
+    """Check the limit of open files: MPI opens pipes and sockets for each rank, the loader a file per shard."""
     name, (soft, hard) = "open files", resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < NEEDED_FILES:
         may_raise = hard < 0 or hard >= NEEDED_FILES
@@ -96,7 +95,7 @@ def check_open_files() -> Result:
 
 
 def available_memory() -> int:
-    """Return the available memory in bytes, as the kernel reports it, but not more than the cgroup allows."""
+    """Return the bytes of memory that are available, at most those that the cgroup allows."""
     meminfo = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -106,7 +105,7 @@ def available_memory() -> int:
 
 
 def check_memory() -> Result:
-    """Check the memory for two ranks and the limit of address space, of which torch reserves far more than it uses."""
+    """Check the memory for two ranks, and the limit of address space, of which torch reserves more than it uses."""
     name, limit = "memory", resource.getrlimit(resource.RLIMIT_AS)[0]
     if 0 <= limit < NEEDED_MEMORY_BYTES:
         cause = f"the address space of a process is limited to {limit // MIB} MiB"
@@ -120,7 +119,7 @@ def check_memory() -> Result:
 
 
 def check_threads() -> Result:
-    """Check OMP_NUM_THREADS, which holds for each rank. If it is not set, the ranks share the cores well."""
+    """Check OMP_NUM_THREADS, which holds for each rank."""
     name, text, cores = "threads", os.environ.get("OMP_NUM_THREADS", ""), len(os.sched_getaffinity(0))
     if not text:
         return Result(name, True, f"{cores} cores, shared by the ranks")
@@ -135,7 +134,7 @@ def check_threads() -> Result:
 
 
 def visible_gpus(*, limit_s: float = 60) -> int:
-    """Return the number of GPUs that the driver shows. torch is not asked, because torch without CUDA sees no GPU."""
+    """Return the number of GPUs that the driver shows: torch without CUDA sees none."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return 0
@@ -143,7 +142,6 @@ def visible_gpus(*, limit_s: float = 60) -> int:
 
 
 def check_gpu(facts: dict, device: str) -> Result:
-    """Check that torch sees the GPUs of this machine and that Horovod was built with NCCL."""
     name = "GPU and NCCL"
     if device == "cpu":
         return Result(name, True, "not checked (--device cpu)")

@@ -1,9 +1,7 @@
 """Checks of the messages between hosts: mpirun to each host, every pair in turn, sums over all ranks, Horovod's sum.
 
-The steps are ordered so that each one tests something that the next one needs: daemons, a connection per pair, a
-collective. Each step has a time limit, and a failure names the two hosts. The ranks run exchange.py. This file reads
-their lines as they come, because a launch that hangs must be ended, and the last step that it began is the one that
-hangs.
+Each step tests something that the next one needs, has a time limit, and names the hosts that fail. The ranks run
+exchange.py. Their lines are read as they come: the last step that began is the one that hangs.
 """
 
 import json
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 
 from largebatch.doctor import commands, launches
 from largebatch.doctor.commands import Mpi
-from largebatch.doctor.hosts import Host, Network
+from largebatch.doctor.hosts import Host, Hosts, Network
 from largebatch.doctor.result import Output, Result, kill, run, start
 
 FAR_SLOWER = 4  # times slower than the faster pairs
@@ -34,10 +32,10 @@ STARTED = [sys.executable, "-c", "print('started')"]
 
 @dataclass(frozen=True)
 class Cluster:
-    """The hosts of the ranks, and the MPI and network that start them."""
+    """The hosts of the ranks, and the MPI and network between them."""
 
     mpi: Mpi
-    hosts: tuple[Host, ...]
+    hosts: Hosts
     network: Network | None
     here: str  # where mpirun is started
     names: dict[str, str]  # the hosts' names as given by the user, by the hosts' own names
@@ -46,8 +44,7 @@ class Cluster:
     def num_ranks(self) -> int:
         return sum(host.slots for host in self.hosts)
 
-    def mpirun(self, hosts: tuple[Host, ...], program: list[str]) -> list[str]:
-        """Return the command that starts the program on all slots of these hosts."""
+    def mpirun(self, hosts: Hosts, program: list[str]) -> list[str]:
         ranks = sum(host.slots for host in hosts)
         return commands.mpirun(self.mpi, hosts, ranks, program, network=self.network)
 
@@ -72,7 +69,7 @@ class Launch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Send SIGTERM, which mpirun hands on to its daemons, and then SIGKILL to all that is left here."""
+        """Send SIGTERM, which mpirun hands on to its daemons, then SIGKILL to the rest here."""
         if self.process.poll() is None:
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -82,7 +79,7 @@ class Launch:
         self.errors.close()
 
     def next_event(self, *, limit_s: float) -> dict:
-        """Return the next event of a rank. Raises TimeoutError without one, RuntimeError if the launch has ended."""
+        """Return the next event of a rank; TimeoutError without one, RuntimeError if the launch has ended."""
         while not self.kept:
             try:
                 line = self.lines.get(timeout=max(0.0, limit_s))
@@ -97,13 +94,12 @@ class Launch:
         return self.kept.pop(0)
 
     def output(self) -> Output:
-        """Return the exit code and the text on stderr so far."""
         self.errors.seek(0)
         return Output(self.process.poll(), "", self.errors.read())
 
 
 def check_messages(cluster: Cluster, *, device: str, limit_s: float) -> Iterator[Result]:
-    """Yield the checks between the hosts. Checks that depend on a failed one are left out."""
+    """Yield the checks between the hosts, until one fails."""
     steps = (check_starts, check_pairs, check_sums)
     between = [step(cluster, limit_s=limit_s) for step in steps]
     for results in [*between, check_horovod(cluster, device, limit_s=limit_s)]:
@@ -116,7 +112,7 @@ def check_messages(cluster: Cluster, *, device: str, limit_s: float) -> Iterator
 
 
 def check_starts(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
-    """Let mpirun start a process on each host alone, all at the same time, to find the hosts that it does not reach."""
+    """Let mpirun start a process on each host alone, all at once, to find the hosts that it does not reach."""
     limit_s = min(START_LIMIT_S, limit_s)
 
     def start_on(host: Host) -> Result:
@@ -136,7 +132,6 @@ def check_starts(cluster: Cluster, *, limit_s: float) -> Iterator[Result]:
 
 
 def explain_start(output: Output) -> str:
-    """Return why the daemon of mpirun does not start, from its output."""
     for phrase, meaning in START_FAULTS:
         if phrase in output.stderr:
             return meaning
@@ -155,7 +150,7 @@ START_FAULTS = (
 
 
 def wait_until_ready(launch: Launch, cluster: Cluster, num_ranks: int, *, limit_s: float) -> dict[int, str]:
-    """Wait until MPI runs on all ranks; return the hosts' names by rank. Errors name the missing hosts."""
+    """Wait until MPI runs on all ranks; return the hosts' names by rank. Errors name hosts that are missing."""
     started: list[str] = []
     early: list[dict] = []
     ready: dict[int, str] = {}
@@ -227,7 +222,7 @@ def figures(found: dict) -> str:
 
 
 def compare(found: dict[str, dict]) -> Iterator[Result]:
-    """Yield a note for each pair far slower than the fastest quarter; one slow host of three makes the median slow."""
+    """Yield a note for each pair far slower than the fastest quarter. One slow host of three slows the median."""
     if len(found) < 2:
         return
     quarter = (len(found) - 1) // 4
@@ -268,7 +263,7 @@ def judge_sum(what: str, event: dict, names: dict[int, str]) -> Result:
 
 
 def check_horovod(cluster: Cluster, device: str, *, limit_s: float) -> Iterator[Result]:
-    """Check that Horovod computes the exact sum over all ranks, under each launcher with the recommended command."""
+    """Check that Horovod computes the exact sum over all ranks under each launcher, started as recommended."""
     hosts, ranks, network = cluster.hosts, cluster.num_ranks, cluster.network
     over_mpi = commands.horovodrun(cluster.mpi, hosts, ranks, [], network=network)
     over_gloo = commands.horovodrun_gloo(hosts, ranks, [], network=network)

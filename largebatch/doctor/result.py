@@ -23,11 +23,7 @@ NO_ERROR = re.compile(
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of one check.
-
-    `detail` tells what the check found. `cause` tells what is wrong, and `fix` is one command that repairs it. A check
-    that passed but has a cause is a note: training works, but not as well as it could.
-    """
+    """The outcome of a check. fix: one command that repairs the cause. A check that passed with a cause is a note."""
 
     name: str
     ok: bool
@@ -36,7 +32,6 @@ class Result:
     fix: str = ""
 
     def __str__(self) -> str:
-        """Return one line, or three lines if there is something to fix."""
         if not self.cause:
             return on_screen(f"ok    {self.name}: {self.detail}")
         kind = "note" if self.ok else "FAIL"
@@ -49,7 +44,7 @@ def not_tried(name: str) -> Result:
 
 @dataclass(frozen=True)
 class Output:
-    """The output of a child process. `code` is its exit code, negative for a signal, None if it ran out of time."""
+    """The output of a child process. code: its exit code, negative for a signal, None if it ran out of time."""
 
     code: int | None
     stdout: str
@@ -57,7 +52,7 @@ class Output:
 
     @property
     def last_error(self) -> str:
-        """The last line with a message: of stderr, or of stdout if stderr has none."""
+        """The last line with a message, of stdout if stderr has none."""
         for text in (self.stderr, self.stdout):
             lines = [line.strip() for line in text.splitlines() if line.strip(" -*=") and not NO_ERROR.search(line)]
             if lines:
@@ -75,7 +70,7 @@ class Output:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """Kill a process and all its descendants: mpirun gives each ssh a process group of its own, which would live on."""
+    """Kill a process and all its descendants: mpirun gives each ssh a process group of its own."""
     family = [process.pid]
     for pid in family:  # the list grows in the loop
         with suppress(OSError):  # the process has ended meanwhile
@@ -88,15 +83,13 @@ def kill(process: subprocess.Popen) -> None:
 
 
 def start(command: list[str], *, stdin: int = subprocess.PIPE, **options: Any) -> subprocess.Popen[str]:
-    """Start a command in a process group of its own, whose text on stdout is read."""
+    """Start a command in a process group of its own; its stdout is text to read."""
     ours: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "errors": "replace", "start_new_session": True}
     return subprocess.Popen(command, stdin=stdin, **ours, **options)
 
 
-def run(
-    command: list[str], *, limit_s: float, environment: dict[str, str] | None = None, stdin: str = ""
-) -> Output:
-    """Run a command. When the time is up, it is killed with all its descendants."""
+def run(command: list[str], *, limit_s: float, environment: dict[str, str] | None = None, stdin: str = "") -> Output:
+    """Run a command, and kill it with all its descendants when its time is up."""
     with start(command, stderr=subprocess.PIPE, env=environment) as process:
         try:
             stdout, stderr = process.communicate(stdin, timeout=limit_s)

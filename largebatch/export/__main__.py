@@ -22,7 +22,7 @@ GRAPHS = {".onnx": write_onnx, ".pt2": write_torch}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of this process; return the exit code."""
+    """Run a command line; return the exit code."""
     args = _parser().parse_args(argv)
     target = Path(args.target)
     try:

@@ -1,7 +1,4 @@
-"""A folder in the form of the Hugging Face hub: model.safetensors, config.json, and README.md, the model card.
-
-The card tells what the run folder tells: accuracy, data, recipe. timm builds the model from the folder.
-"""
+"""A folder in the form of the Hugging Face hub: model.safetensors, config.json, and README.md, the model card."""
 
 import json
 import re
@@ -61,7 +58,7 @@ With largebatch: `python -m largebatch.predict {folder} image.jpg`, or `zoo.crea
 
 
 def write_folder(model: nn.Module, found: hub.Found, folder: Path, *, licence: str) -> str:
-    """Write the folder, the weights last; return a sentence about it."""
+    """Write the folder, with the weights last; return a sentence about it."""
     folder.mkdir(parents=True, exist_ok=True)
     description = hub.describe(found.name, model, label_names=found.cfg.get("label_names", ()))
     texts = {hub.CONFIG: json.dumps(description, indent=2) + "\n", CARD: card(model, found, folder, licence=licence)}
@@ -91,7 +88,7 @@ def card(model: nn.Module, found: hub.Found, folder: Path, *, licence: str) -> s
 
 
 def _cell(value: str) -> str:
-    """Return a text in a table of Markdown as it is, whatever others have put into it."""
+    """Escape a text, which others may have written, for a table of Markdown."""
     return re.sub(r"([\\`\[\]|<>&])", r"\\\1", printable(value))
 
 

@@ -1,7 +1,7 @@
 """A model as a graph that other programs run: ONNX, and torch.export. The batch may have any size.
 
-Before a file appears, the graph that was written is run on other numbers of images than it was made with, and its
-logits are compared with the model's.
+Before a file appears, its graph is run on other numbers of images than it was made with, and its logits are compared
+with the model's.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ TRACED, CHECKED = 2, (1, 3)  # images
 
 
 def write_torch(model: nn.Module, name: str, path: Path) -> str:
-    """Write the model for `torch.export.load`; return a sentence about it. Its logits are the model's own."""
+    """Write the model for `torch.export.load`, with exactly its logits; return a sentence about it."""
     program = _trace(model)
 
     save = partial(torch.export.save, program, extra_files={hub.CONFIG: _description(model, name)})
@@ -34,7 +34,7 @@ def write_torch(model: nn.Module, name: str, path: Path) -> str:
 
 
 def write_onnx(model: nn.Module, name: str, path: Path) -> str:
-    """Write the model as ONNX; return a sentence about it. Raises ValueError if a package for it is not installed."""
+    """Write the model as ONNX; return a sentence about it. ValueError if a package is not installed."""
     try:
         import onnxruntime
         import onnxscript  # noqa: F401
@@ -66,7 +66,7 @@ Graph = Callable[[Tensor], Tensor]
 def _write(
     model: nn.Module, path: Path, save: Callable[[Path], None], load: Callable[[Path], Graph], *, tolerance: float
 ) -> float:
-    """Save under another name, compare, and rename; return the largest difference, as a share of the largest logit."""
+    """Save under another name, compare, rename; return the largest difference as a share of the largest logit."""
     unfinished = path.with_name(f"unfinished-{path.name}")
     try:
         save(unfinished)
@@ -105,7 +105,7 @@ def _description(model: nn.Module, name: str) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's exporter from telling its progress; warnings of its libraries are nothing a user can change."""
+    """Silence torch's exporter: its progress, and warnings of its libraries, which a user cannot change."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

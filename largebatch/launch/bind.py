@@ -2,15 +2,13 @@
 
     mpirun -np 8 --bind-to none mpi_scripts/bind.sh [--dry-run] python -m largebatch.train ...
 
-A launcher binds ranks to cores by their number and knows nothing of GPUs; a rank on the wrong socket reaches its GPU,
-its adapter and its images through the link between the sockets. Every rank of a host computes the plan for all ranks
-there from the same files, so no rank has to ask another. If something cannot be bound, the program says so and leaves
-it as it was; this is never an error.
+A launcher binds ranks to cores by their number. A rank on the wrong socket reaches its GPU, its adapter and its images
+through the link between the sockets. Each rank computes the plan for its host from the same files. If something cannot
+be bound, the program says so; this is never an error.
 
-Ranks on one NUMA node get separate parts of its cores, with both hyperthreads of a core in the same part. UCX gets one
-adapter per rank: the nearest that no other rank has. NCCL searches the topology itself, and gets no list of adapters.
-If each rank sees only a GPU of its own (Slurm's --gpus-per-task=1), the parts are those of the host's GPUs, whether a
-rank of this job uses them or not: then no rank has to know the GPUs of the others.
+Ranks on one NUMA node get separate parts of its cores, with both hyperthreads of a core in one part. UCX gets the
+nearest adapter that no other rank has; NCCL finds its adapters itself. If each rank sees only its own GPU (Slurm's
+--gpus-per-task=1), there is a part for every GPU of the host, used or not.
 """
 
 import argparse
@@ -21,7 +19,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -41,23 +39,19 @@ LOCAL_RANK = {
 
 @dataclass(frozen=True)
 class Machine:
-    """A host, as its files describe it."""
-
     sysfs: Path
-    allowed: frozenset[int]
-    """The CPUs that this process may use."""
-    gpus: tuple[str, ...] = ()
-    """PCI addresses in the order of the local ranks; or only that of this rank's GPU, if it sees no other."""
+    allowed: frozenset[int]  # CPUs that this process may use
+    gpus: tuple[str, ...] = ()  # PCI addresses in the order of local ranks; or that of the only GPU in sight
 
     def host_gpus(self) -> tuple[str, ...]:
-        """Return the PCI addresses of all GPUs of the host, also of those that this process may not use."""
+        """Return the PCI addresses of all GPUs of the host, also those that this process may not use."""
         return tuple(sorted(path.name for path in (self.sysfs / "bus/pci/drivers/nvidia").glob("*:*:*.*")))
 
     def seat(self, rank: int, size: int) -> tuple["Machine", int, int]:
-        """Return the machine with a GPU for each seat near a GPU, the seat of a rank, and how many seats there are.
+        """Return the machine with a GPU for each seat, the seat of a rank, and the number of seats.
 
-        Seats are ranks, unless the rank sees only its own GPU: then they are all GPUs of the host. If the host shows
-        fewer GPUs than ranks, those of the other ranks are unknown.
+        Seats are ranks. If the rank sees only its own GPU, they are all GPUs of the host, or if the host shows fewer
+        GPUs than ranks, ranks whose GPUs are unknown.
         """
         if size == 1 or len(self.gpus) != 1:
             return self, rank, size
@@ -67,13 +61,12 @@ class Machine:
         return replace(self, gpus=("",) * rank + self.gpus + ("",) * (size - rank - 1)), rank, size
 
     def node_of_gpu(self, local_rank: int) -> int:
-        """Return the NUMA node of a rank's GPU; -1 if there is no such GPU or the machine does not say."""
+        """Return the NUMA node of a rank's GPU; -1 if unknown."""
         if local_rank >= len(self.gpus):
             return -1
         return int(_read(self.sysfs / "bus/pci/devices" / self.gpus[local_rank] / "numa_node", "-1"))
 
     def nodes(self) -> dict[int, frozenset[int]]:
-        """Return the allowed CPUs of each NUMA node."""
         found = {}
         for folder in (self.sysfs / "devices/system/node").glob("node[0-9]*"):
             found[int(folder.name[4:])] = frozenset(numbers(_read(folder / "cpulist", ""))) & self.allowed
@@ -88,10 +81,9 @@ class Machine:
         return [cores[first] for first in sorted(cores)]
 
     def nearest_adapters(self, local_rank: int) -> list[str]:
-        """Return the working InfiniBand and RoCE adapters behind one PCI bridge with a rank's GPU, nearest first.
+        """Return the working InfiniBand and RoCE adapters, as name:port, behind one PCI bridge with a rank's GPU.
 
-        They are written as name:port. If there are none, the adapters of the GPU's NUMA node are returned; if there are
-        none of these either, all adapters.
+        Nearest first. If there are none, those of the GPU's NUMA node; if there are none of these, all.
         """
         if local_rank >= len(self.gpus):
             return []
@@ -111,20 +103,12 @@ class Machine:
 
 @dataclass
 class Binding:
-    """The cores, memory and adapters of one rank."""
-
-    cpus: list[int] = field(default_factory=list)
-    """Empty: the rank keeps the CPUs it has."""
-    node: int = -1
-    """The NUMA node whose memory the rank uses; -1: any."""
-    gpu: str = ""
-    """The rank's GPU, in words."""
-    adapter: str = ""
-    """The adapter for UCX, as name:port."""
-    num_cores: int = 0
-    """How many cores the CPUs belong to."""
-    notes: list[str] = field(default_factory=list)
-    """Sentences about what was not bound, and why."""
+    cpus: list[int] = field(default_factory=list)  # empty: the rank keeps the CPUs that it has
+    node: int = -1  # NUMA node whose memory the rank uses; -1: any
+    gpu: str = ""  # the rank's GPU, in words
+    adapter: str = ""  # adapter for UCX, as name:port
+    num_cores: int = 0  # how many cores the CPUs belong to
+    notes: list[str] = field(default_factory=list)  # sentences: what was not bound, and why
 
 
 def plan(machine: Machine, rank: int, size: int) -> Binding:
@@ -163,22 +147,22 @@ def _choose_adapters(binding: Binding, machine: Machine, rank: int, size: int) -
 
 
 def share(cores: Sequence[list[int]], part: int, parts: int) -> list[int]:
-    """Return the CPUs of one of `parts` parts of whole cores; the parts differ by at most one core."""
+    """Return the CPUs of a part of whole cores; the parts differ by at most one core."""
     mine = cores[len(cores) * part // parts : len(cores) * (part + 1) // parts]
     return sorted(cpu for core in mine for cpu in core)
 
 
 def local_rank(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return (local rank, ranks on this host) as the launcher announced them; (0, 1) without a launcher."""
+    """Return (local rank, ranks on this host); (0, 1) without a launcher."""
     for name, size in LOCAL_RANK.items():
         if name in environment:
-            rank, sizes = int(environment[name]), _counts(environment.get(size, ""))
+            rank, sizes = int(environment[name]), counts(environment.get(size, ""))
             host = int(environment.get("SLURM_NODEID", 0)) if len(sizes) > 1 else 0
             return rank, max([rank + 1, *sizes[host : host + 1]])
     return 0, 1
 
 
-def _counts(text: str) -> list[int]:
+def counts(text: str) -> list[int]:
     """Read Slurm's list of a number for each host: 4(x2),3 stands for 4, 4 and 3; 8 for 8."""
     found: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -187,7 +171,7 @@ def _counts(text: str) -> list[int]:
 
 
 def visible_gpus(answer: str, visible: str | None) -> tuple[str, ...]:
-    """Return the PCI addresses in nvidia-smi's answer to QUERY, chosen and ordered by CUDA_VISIBLE_DEVICES."""
+    """Return the PCI addresses in the answer to QUERY, chosen and ordered by CUDA_VISIBLE_DEVICES."""
     rows = [[column.strip() for column in line.split(",")] for line in answer.splitlines() if line.count(",") == 2]
     # PCI domains have 8 digits in nvidia-smi's answer, and 4 in sysfs.
     addresses = {index: bus[-12:].lower() for index, bus, _ in rows}
@@ -206,7 +190,7 @@ def numbers(text: str) -> list[int]:
     return found
 
 
-def ranges(cpus: Sequence[int]) -> str:
+def ranges(cpus: Iterable[int]) -> str:
     """Write a list of CPUs: 0, 1, 2 and 8 become 0-2,8."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
@@ -218,7 +202,7 @@ def ranges(cpus: Sequence[int]) -> str:
 
 
 def this_machine(environment: Mapping[str, str]) -> Machine:
-    """Read this machine from /sys and nvidia-smi, or another one from the records named by SYSFS and GPUS."""
+    """Read this machine, or another one from the records in SYSFS and GPUS."""
     if recorded := environment.get("SYSFS"):
         allowed = numbers((Path(recorded) / "devices/system/cpu/online").read_text())
     else:
@@ -230,7 +214,7 @@ def this_machine(environment: Mapping[str, str]) -> Machine:
 
 
 def ask_gpus() -> str:
-    """Return nvidia-smi's answer to QUERY, empty if there is no nvidia-smi; exit if it does not answer in time."""
+    """Return nvidia-smi's answer, empty if it is not there; exit if it does not answer in time."""
     if shutil.which(QUERY[0]) is None:
         return ""
     asked = subprocess.Popen(QUERY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -245,7 +229,6 @@ def ask_gpus() -> str:
 
 
 def describe(binding: Binding, rank: int, size: int) -> str:
-    """Describe a binding in one line for a reader."""
     parts = [binding.gpu] if binding.gpu else []
     if binding.cpus:
         parts.append(f"CPUs {ranges(binding.cpus)}")
@@ -257,7 +240,7 @@ def describe(binding: Binding, rank: int, size: int) -> str:
 
 
 def memory_command(binding: Binding) -> list[str]:
-    """Return the words to put before a command to bind its memory; if that is impossible, note why."""
+    """Return the words before a command that bind its memory, or note why that is impossible."""
     if binding.node < 0:
         return []
     command = ["numactl", f"--membind={binding.node}"]
@@ -272,7 +255,7 @@ def memory_command(binding: Binding) -> list[str]:
 
 
 def settings(binding: Binding, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set, without those that the user has set."""
+    """Return the variables to set, apart from those of the user."""
     found = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # number GPUs as nvidia-smi does; CUDA by itself puts faster GPUs first
     if binding.adapter:
         found["UCX_NET_DEVICES"] = binding.adapter
@@ -282,7 +265,7 @@ def settings(binding: Binding, environment: Mapping[str, str]) -> dict[str, str]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: this process's). It returns only from a dry run."""
+    """Run a command line; return only from a dry run."""
     parser = argparse.ArgumentParser(prog="bind.sh", description="Bind a rank near its GPU, then run a command.")
     parser.add_argument("--dry-run", action="store_true", help="print the binding, and run nothing")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run, with its options")

@@ -24,7 +24,7 @@ OLDEST_DRIVER = {12: 525, 13: 580}
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver of this host: its version, such as 535.104.05, and how many GPUs it has."""
+    """The driver of this host. version: such as 535.104.05."""
 
     version: str
     num_gpus: int
@@ -35,12 +35,12 @@ class Driver:
 
     @property
     def cuda(self) -> str:
-        """The CUDA to install for it; empty for a driver that is too old for all."""
+        """The CUDA to install for it; empty if it is too old."""
         return next((cuda for oldest, cuda in CUDA_OF_DRIVER.items() if self.major >= oldest), "")
 
 
 def find_driver(proc: Path = PROC) -> Driver | None:
-    """Return the driver that is loaded on this host, None without one. proc: its folder in /proc."""
+    """Return the driver that is loaded, None without one. proc: its folder in /proc."""
     try:
         described = (proc / "version").read_text()
     except OSError:  # no driver, or one that has no such file, as in WSL
@@ -60,16 +60,13 @@ def _ask_driver() -> Driver | None:
     return Driver(versions[0], len(versions)) if versions else None
 
 
-def accept_cpu(
-    kind: str, *, torch: str, cuda: str | None, option: str = "--run.device", proc: Path | None = None
-) -> None:
-    """Raise ValueError if a process must not compute on the CPU although its torch sees no GPU.
+def accept_cpu(kind: str, *, torch: str, cuda: str | None, option: str = "--run.device") -> None:
+    """Raise ValueError if torch sees no GPU, but `kind`, the value of the option, is not auto or the host has a GPU.
 
-    That is so if kind, the value of the option, is not auto, or if the host has a GPU: a run that trains on CPUs
-    unnoticed would take weeks. GPUs that CUDA_VISIBLE_DEVICES hides are only named in a warning. torch: its version.
-    cuda: the CUDA that it was built with, None for a build without.
+    A run that trains on CPUs unnoticed would take weeks. If CUDA_VISIBLE_DEVICES hides the GPUs, there is only a
+    warning. torch: its version. cuda: the CUDA that it was built with, None without.
     """
-    driver, host = find_driver(proc or PROC), socket.gethostname()
+    driver, host = find_driver(PROC), socket.gethostname()
     if driver is None:
         if kind != "auto":
             raise ValueError(f"{option} is {kind}, and {host} has no NVIDIA driver: expected a host with GPUs, or cpu.")
@@ -82,8 +79,13 @@ def accept_cpu(
     raise ValueError(f"{found}, but {seen_by} sees none: {_cure(driver, cuda)}, or set {option} cpu.")
 
 
+def oldest_driver(cuda: str | None) -> int:
+    """Return the oldest major version of a driver for a CUDA such as 12.6; 0 for none."""
+    return OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0) if cuda else 0
+
+
 def _cure(driver: Driver, cuda: str | None) -> str:
-    oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0) if cuda else 0
+    oldest = oldest_driver(cuda)
     needs = f"CUDA {cuda} needs driver {oldest} or newer, so " if driver.major < oldest else ""
     if cuda and not needs:
         return "give the job or the container its GPUs, or parts of them (Slurm: --gpus-per-node, docker: --gpus all)"

@@ -1,7 +1,7 @@
 """The address of a rank for Gloo, Horovod's or torch's.
 
-Gloo connects to the address of each host's own name. On Debian that may be 127.0.1.1, at which every other host finds
-only itself. The functions here report that before the start, as Gloo would hang.
+Gloo connects to the address of each host's own name. On Debian that may be 127.0.1.1, which other hosts cannot reach:
+Gloo would hang, so it is refused before the start.
 """
 
 import os
@@ -28,7 +28,7 @@ class GlooAddress:
 
 
 def own_address() -> str:
-    """Return the address of this host's own name, at which Gloo listens; empty if it has none (Gloo would crash)."""
+    """Return the address of this host's own name, at which Gloo listens; empty if it has none."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -36,13 +36,13 @@ def own_address() -> str:
 
 
 def gloo_address(card: str) -> str:
-    """Return the address at which Gloo listens if HOROVOD_GLOO_IFACE is `card`; empty if Gloo would crash."""
+    """Return the address at which Gloo listens with HOROVOD_GLOO_IFACE=card; empty if Gloo would crash."""
     own = own_address()
     return (card_address(card) or own) if own else ""  # Gloo looks up the host's name, though it does not use it then
 
 
 def card_address(card: str) -> str:
-    """Return the IPv4 address of a network card, empty if this host has no such card or the card has no address."""
+    """Return the IPv4 address of a network card, empty if there is none."""
     import psutil
 
     found = [one.address for one in psutil.net_if_addrs().get(card, []) if one.family == socket.AF_INET]
@@ -50,16 +50,14 @@ def card_address(card: str) -> str:
 
 
 def loopback_card() -> str:
-    """Return the name of the network card with 127.0.0.1; empty if it has none."""
     return next((card for _, card in socket.if_nameindex() if card_address(card) == LOOPBACK), "")
 
 
 def store_address(host: str, *, one_host: bool) -> str:
-    """Return the address at which rank 0 serves the store that all ranks look for at `host`.
+    """Return the address at which rank 0 serves the store that all ranks look for at `host`; empty for all addresses.
 
-    Empty for all addresses of this host. That is left if `host` resolves to none of them, as with a Kubernetes service,
-    and if it is a name for a loopback address although other hosts may come. (They must be able to come and tell why
-    they cannot stay.)
+    It is empty if `host` is not this host's, as with a Kubernetes service, and if it is a name for a loopback address
+    although other hosts may come, which must be able to tell why they cannot stay.
     """
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     found.sort(key=lambda one: one[0] != socket.AF_INET)  # as Gloo knows IPv4 alone
@@ -75,7 +73,7 @@ def store_address(host: str, *, one_host: bool) -> str:
 
 
 def loopback() -> str:
-    """Return a text shared by the processes that reach each other at 127.0.0.1: one kernel, one network namespace."""
+    """Return a text for the kernel and the network namespace, in which processes reach each other at 127.0.0.1."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -84,12 +82,11 @@ def loopback() -> str:
 
 
 def on_one_host(addresses: Sequence[GlooAddress]) -> bool:
-    """Return whether all ranks reach each other at 127.0.0.1."""
     return len({one.loopback for one in addresses}) == 1
 
 
 def refuse_unreachable(addresses: Sequence[GlooAddress]) -> None:
-    """Raise ValueError, the same on all ranks, if other hosts cannot reach a host at its address."""
+    """Raise the same ValueError on all ranks if other hosts cannot reach a host at its address."""
     refuse_nameless(sorted({one.host for one in addresses if not one.address}))
     if not on_one_host(addresses):
         local = sorted({f"{one.host} ({one.address})" for one in addresses if one.address.startswith("127.")})
@@ -101,7 +98,7 @@ def refuse_unreachable(addresses: Sequence[GlooAddress]) -> None:
 
 
 def refuse_nameless(hosts: Sequence[str]) -> None:
-    """Raise ValueError if the list is not empty. hosts: those whose own name does not resolve."""
+    """Raise ValueError if there are hosts whose own name does not resolve."""
     if hosts:
         raise ValueError(
             f"{', '.join(hosts)} cannot resolve its own name, and Gloo would crash: add a line with its address and "

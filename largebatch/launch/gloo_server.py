@@ -1,7 +1,7 @@
 """The two servers at which ranks meet before Gloo connects them. Each listens at one address of the host.
 
-Horovod's own server and torch's store would listen at all addresses and answer everybody. Gloo believes what it reads
-there, so whoever writes to them decides whom the ranks talk to (SECURITY.md).
+Horovod's own server and torch's store would listen at all addresses and answer everybody, and whoever writes to them
+decides whom the ranks talk to (SECURITY.md).
 """
 
 import hmac
@@ -21,54 +21,40 @@ from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPSer
 REQUEST_S = 10.0  # for a whole request and its answer, of a few hundred bytes
 
 
-class AddressServer:
-    """Horovod's server of addresses in a thread. It listens at one address, and refuses requests without its secret."""
+class AddressServer(RendezvousHTTPServer):
+    """Horovod's server of addresses in a thread, which refuses requests without its secret."""
 
-    def __init__(self, address: str, slots: Sequence[SlotInfo]) -> None:
-        """Start. slots: the ranks that will come; an address is kept until the last of them has read it."""
-        self.secret = secrets.token_hex(16)
-        self._server = _Server((address, 0), _Handler, 0)
-        self._server.secret = self.secret
-        self._server.init(slots)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="addresses of ranks", daemon=True)
-        self._thread.start()
-
-    @property
-    def host(self) -> str:
-        """The text for HOROVOD_GLOO_RENDEZVOUS_ADDR.
-
-        Horovod asks for http://HOST:PORT/SCOPE/KEY. With a host of ADDRESS:PORT/SECRET, the secret becomes the first
-        part of the path.
-        """
-        address, port = self._server.server_address[:2]
-        return f"{address}:{port}/{self.secret}"
-
-    @property
-    def port(self) -> int:
-        """The port that the server listens on."""
-        return int(self._server.server_address[1])
-
-    def stop(self) -> None:
-        """End the thread and close the port. Requests under way are left to themselves."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-class _Server(RendezvousHTTPServer):
-    secret = ""
     # Nobody waits for the thread of a request: a stranger can make it last.
     daemon_threads = True
     block_on_close = False
 
+    def __init__(self, address: str, slots: Sequence[SlotInfo]) -> None:
+        """Start. slots: the ranks that will come; an address is kept until the last of them has read it."""
+        super().__init__((address, 0), _Handler, 0)
+        self.secret = secrets.token_hex(16)
+        self.init(slots)
+        self._thread = threading.Thread(target=self.serve_forever, name="addresses of ranks", daemon=True)
+        self._thread.start()
+
     def server_bind(self) -> None:
-        """Listen without a look-up of the host's name, which may take long."""
+        """Bind without a look-up of the host's name, which may take long."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]
 
+    @property
+    def host(self) -> str:
+        """HOROVOD_GLOO_RENDEZVOUS_ADDR: in Horovod's http://HOST:PORT/SCOPE/KEY, the secret begins the path."""
+        return f"{self.server_name}:{self.server_port}/{self.secret}"
+
+    def stop(self) -> None:
+        """End the thread and close the port; do not wait for requests under way."""
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
 
 class _Handler(RendezvousHandler):
-    """Passes requests with the secret on to Horovod, and ends each after REQUEST_S. (Horovod limits single reads.)"""
+    """Passes requests with the secret on to Horovod, and ends each after REQUEST_S."""
 
     def setup(self) -> None:
         super().setup()
@@ -97,13 +83,13 @@ class _Handler(RendezvousHandler):
             super().do_DELETE()
 
     def do_HEAD(self) -> None:
-        """Refuse: Python's handler, from which Horovod's is derived, would look for a file."""
+        """Refuse: Python's handler would look for a file."""
         self.send_status_code(HTTPStatus.FORBIDDEN)
 
     path: str
 
     def _is_admitted(self) -> bool:
-        """Take the secret off the path; answer the request, and return False, if it is missing or wrong."""
+        """Take the secret off the path. If it is missing or wrong, answer the request and return False."""
         _, _, path = self.path.partition("/")
         first, _, rest = path.partition("/")
         given = first.partition(":")[0]  # Horovod appends a port
@@ -115,9 +101,9 @@ class _Handler(RendezvousHandler):
 
 
 def serve_store(address: str, port: int = 0, *, limit: timedelta = timedelta(seconds=300)) -> Any:
-    """Return a store of torch that this process serves; OSError if it cannot listen at the address.
+    """Return a store of torch that this process serves; OSError if it cannot listen at the IP address.
 
-    address: an IP address of this host. port: 0 for any free one. limit: the longest wait for a key.
+    port: 0 for any free one. limit: the longest wait for a key.
     """
     from torch.distributed import TCPStore
 

@@ -1,7 +1,7 @@
 """The start of Horovod's Gloo controller for ranks that MPI cannot bring together.
 
-These are the ranks under torchrun, and under an srun whose PMI Horovod's MPI does not speak. `prepare` gives the
-controller what `horovodrun --gloo` would have given it.
+These are ranks of torchrun, and of an srun whose PMI Horovod's MPI does not speak. `prepare` sets what
+`horovodrun --gloo` would have set.
 """
 
 import ctypes
@@ -43,21 +43,20 @@ class Rendezvous:
         self.store: Any = None
 
     def serve(self, address: str, slots: Sequence["Slot"]) -> dict[str, str]:
-        """Start a server of addresses for these ranks; return the variables with which Horovod finds it."""
+        """Start a server of addresses; return the variables with which Horovod finds it."""
         from horovod.runner.common.util.hosts import SlotInfo
 
         from largebatch.launch.gloo_server import AddressServer
 
         self._server = AddressServer(address, [SlotInfo(**asdict(slot)) for slot in slots])
-        return dict(zip(GLOO_RENDEZVOUS, (self._server.host, str(self._server.port))))
+        return dict(zip(GLOO_RENDEZVOUS, (self._server.host, str(self._server.server_port))))
 
     def set(self, variables: Mapping[str, str]) -> None:
-        """Set environment variables until `close`."""
         self._before = {name: self._environment.get(name) for name in variables}
         self._environment.update(variables)
 
     def close(self) -> None:
-        """Restore the environment and end the server. Call this after every rank has ended Horovod."""
+        """Restore the environment and end the server, after every rank has ended Horovod."""
         for name, value in self._before.items():
             if value is None:
                 self._environment.pop(name, None)
@@ -71,7 +70,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Slot:
-    """The numbers of one rank: among all ranks, on its host, and among the ranks with its local rank on all hosts."""
+    """The numbers of a rank: among all, on its host, and (cross) among those with its local rank."""
 
     hostname: str
     rank: int
@@ -83,17 +82,17 @@ class Slot:
 
 
 def mpi_version(library: str) -> str:
-    """Return the version text of the MPI that a shared library is linked with, without starting MPI."""
+    """Return the version text of the MPI of a shared library, without starting MPI."""
     text = ctypes.create_string_buffer(8192)  # the longest MPI_MAX_LIBRARY_VERSION_STRING, MPICH's
     ctypes.CDLL(library).MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))
     return text.value.decode(errors="replace")
 
 
 def prepare(launch: Launch, environment: MutableMapping[str, str], *, mpi: str) -> Rendezvous:
-    """Do the launcher's work for `hvd.init()` if needed; close the result after `hvd.shutdown()`, on every rank.
+    """Do the launcher's work for `hvd.init()` if needed; every rank closes the result after `hvd.shutdown()`.
 
-    mpi: the text of `mpi_version` for Horovod's MPI, empty if it has none. ValueError for settings that cannot work,
-    RuntimeError if not all ranks come. If the ranks could reach each other, all of them raise the same error.
+    mpi: `mpi_version` of Horovod's MPI, empty without MPI. ValueError for settings that cannot work, RuntimeError if
+    not all ranks come. Ranks that could reach each other raise the same error.
     """
     rendezvous = Rendezvous(environment)
     if launch.launcher == "horovodrun --gloo":
@@ -109,7 +108,6 @@ def prepare(launch: Launch, environment: MutableMapping[str, str], *, mpi: str) 
 
 
 def refuse_many(launch: Launch) -> None:
-    """Raise ValueError for more ranks than Gloo's controller serves in the time of a step."""
     if launch.size > MOST_RANKS:
         raise ValueError(
             f"{launch.launcher} has started {launch.size} ranks that speak by Gloo, expected at most {MOST_RANKS}: "
@@ -119,7 +117,7 @@ def refuse_many(launch: Launch) -> None:
 
 
 def needs_gloo(launch: Launch, environment: Mapping[str, str], mpi: str) -> bool:
-    """Return whether Horovod must be told to start without MPI; ValueError if HOROVOD_CONTROLLER forbids it."""
+    """Return whether Horovod must start without MPI; ValueError if HOROVOD_CONTROLLER forbids it."""
     controller = environment.get("HOROVOD_CONTROLLER", "").lower()
     if controller == "gloo" and launch.launcher in ("mpirun", "mpiexec") and launch.size > 1:
         raise ValueError(
@@ -136,14 +134,14 @@ def needs_gloo(launch: Launch, environment: Mapping[str, str], mpi: str) -> bool
 
 
 def _speaks(environment: Mapping[str, str], mpi: str) -> bool:
-    """Return whether Horovod's MPI can ask this srun for its rank; Open MPI ends a process of a step if it cannot."""
+    """Return whether Horovod's MPI can ask this srun for its rank. Open MPI would end the process if it cannot."""
     if is_slurm_pmix(environment):
         return mpi.startswith("Open MPI")
     return "PMI_FD" in environment and mpi.startswith("MPICH")  # srun --mpi=pmi2
 
 
 def _meet(launch: Launch, environment: Mapping[str, str], rendezvous: Rendezvous) -> dict[str, str]:
-    """Exchange addresses with all ranks; return the variables that Gloo's controller reads."""
+    """Exchange addresses with all ranks; return the variables for Gloo's controller."""
     host, port, serves = _store_address(launch, environment)
     _refuse_unresolved(host)
     node = environment.get("GROUP_RANK" if launch.launcher == "torchrun" else "SLURM_NODEID", "")
@@ -168,11 +166,12 @@ def _meet(launch: Launch, environment: Mapping[str, str], rendezvous: Rendezvous
         rendezvous.close()
         raise
     only_here = {"HOROVOD_GLOO_IFACE": loopback_card()} if one_host and not card else {}
-    return _slot_variables(slots[launch.rank]) | server | only_here
+    slot = {f"HOROVOD_{name.upper()}": str(value) for name, value in asdict(slots[launch.rank]).items()}
+    return slot | server | only_here
 
 
 def start_server(rendezvous: Rendezvous, address: str, slots: Sequence["Slot"]) -> None:
-    """Start rank 0's server, and tell all ranks how to find it, or why it could not start."""
+    """Start rank 0's server; tell all ranks how to find it, or why it could not start."""
     try:
         server = rendezvous.serve(address, slots)
     except OSError as error:
@@ -185,7 +184,7 @@ def start_server(rendezvous: Rendezvous, address: str, slots: Sequence["Slot"]) 
 
 
 def find_server(store: Any) -> dict[str, str]:
-    """Return the variables with which Horovod finds rank 0's server; ValueError on all ranks if it could not start."""
+    """Return the variables for rank 0's server; ValueError on all ranks if it could not start."""
     server: dict[str, str] = json.loads(store.get("server"))
     if "error" in server:
         raise ValueError(server["error"])
@@ -193,7 +192,7 @@ def find_server(store: Any) -> dict[str, str]:
 
 
 def _store_address(launch: Launch, environment: Mapping[str, str]) -> tuple[str, int, bool]:
-    """Return the host and the port of the store, and whether this process serves it."""
+    """Return host and port of the store, and whether this process serves it."""
     host, port = environment.get("MASTER_ADDR", ""), read_number(environment, "MASTER_PORT")
     if launch.launcher == "torchrun":
         if not host or port is None:
@@ -232,7 +231,12 @@ def _open_store(host: str, port: int, serves: bool, launch: Launch, environment:
     limit = timedelta(seconds=JOIN_LIMIT_S)
     address = store_address(host, one_host=launch.local_size == launch.size) if serves else ""
     if address:
-        store = _serve_store(address, port, limit)
+        from largebatch.launch.gloo_server import serve_store
+
+        try:
+            store = serve_store(address, port, limit=limit)
+        except OSError as error:
+            raise RuntimeError(os.strerror(error.errno or 0).lower()) from None
     else:
         store = TCPStore(host, port, is_master=serves, timeout=limit, wait_for_workers=False)
     names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
@@ -240,17 +244,8 @@ def _open_store(host: str, port: int, serves: bool, launch: Launch, environment:
     return PrefixStore(f"largebatch/{start}", store)
 
 
-def _serve_store(address: str, port: int, limit: timedelta) -> Any:
-    from largebatch.launch.gloo_server import serve_store
-
-    try:
-        return serve_store(address, port, limit=limit)
-    except OSError as error:
-        raise RuntimeError(os.strerror(error.errno or 0).lower()) from None
-
-
 def _exchange(store: Any, mine: GlooAddress, *, rank: int, size: int) -> list[GlooAddress]:
-    """Return every rank's address, in rank order. Rank 0, which may serve the store, waits until all have read it."""
+    """Return every rank's address. Rank 0, which may serve the store, waits until all have read them."""
     limit = timedelta(seconds=JOIN_LIMIT_S)
     keys = [f"address/{other}" for other in range(size)]
     store.set(keys[rank], json.dumps(asdict(mine)))
@@ -263,7 +258,7 @@ def _exchange(store: Any, mine: GlooAddress, *, rank: int, size: int) -> list[Gl
 
 
 def number_slots(addresses: Sequence[GlooAddress]) -> list[Slot]:
-    """Number the ranks in Horovod's three ways, as it does itself under MPI."""
+    """Number the ranks as Horovod does under MPI."""
     by_host: dict[str, list[int]] = {}
     for rank, address in enumerate(addresses):
         by_host.setdefault(address.label, []).append(rank)
@@ -272,18 +267,6 @@ def number_slots(addresses: Sequence[GlooAddress]) -> list[Slot]:
         on_host = by_host[address.label]
         local_rank = on_host.index(rank)
         peers = [ranks[local_rank] for ranks in by_host.values() if len(ranks) > local_rank]
-        slot = Slot(
-            address.label,
-            rank=rank,
-            local_rank=local_rank,
-            cross_rank=peers.index(rank),
-            size=len(addresses),
-            local_size=len(on_host),
-            cross_size=len(peers),
-        )
-        slots.append(slot)
+        sizes = {"size": len(addresses), "local_size": len(on_host), "cross_size": len(peers)}
+        slots.append(Slot(address.label, rank, local_rank, cross_rank=peers.index(rank), **sizes))
     return slots
-
-
-def _slot_variables(slot: Slot) -> dict[str, str]:
-    return {f"HOROVOD_{name.upper()}": str(value) for name, value in asdict(slot).items()}

@@ -1,4 +1,4 @@
-"""A home folder for MPI. In a container of Kubernetes or OpenShift, a user id may have no name, and so no home."""
+"""A home folder for MPI: in a container a user id may have no name, and so no home."""
 
 import os
 import pwd
@@ -6,13 +6,12 @@ from collections.abc import MutableMapping
 
 
 def set_missing_home(environment: MutableMapping[str, str]) -> None:
-    """Set HOME to "/" if it is not set and the user id has no name: Open MPI would end the process."""
+    """Set HOME to "/" if Open MPI would end the process without it."""
     if "HOME" not in environment and not has_name():
         environment["HOME"] = "/"
 
 
 def has_name() -> bool:
-    """Return whether the list of users knows the id of this process."""
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:

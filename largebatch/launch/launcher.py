@@ -1,16 +1,14 @@
 """The launcher that started this process, and the rank that it gave to it.
 
-Each launcher announces rank and size in variables of its own; `LAUNCHERS` is the one table of them. `recognise` reads
-all of them and refuses contradictions. Horovod by itself reads only some, and would train alone on every rank if it
-missed the others.
-
-Nesting is allowed: inside a Slurm allocation, mpirun, mpiexec or torchrun is itself started by a one-task-per-node
-step. Two launchers that report different ranks are refused.
+Each launcher announces rank and size in its own variables, of which `LAUNCHERS` is the table. Horovod reads only some,
+and would train alone on every rank if it missed the others. Launchers may be nested: in a Slurm allocation a step with
+one task per node starts mpirun, mpiexec or torchrun.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from largebatch.launch.bind import counts
 
 DOCTOR = "run `python -m largebatch.doctor`"
 FIRST_RESERVED_STEP = 0xFFFFFFF0  # step ids from here up belong to Slurm itself (batch script, salloc's shell)
@@ -18,7 +16,7 @@ FIRST_RESERVED_STEP = 0xFFFFFFF0  # step ids from here up belong to Slurm itself
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process as its launcher announced it; None for a number that it did not announce."""
+    """The place of this process, as its launcher announced it; None for a number that is missing."""
 
     launcher: str
     rank: int = 0
@@ -49,7 +47,7 @@ MPIEXEC = Variables("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_L
 HOROVODRUN = Variables(
     "horovodrun --gloo", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
 )
-# Slurm gives the local sizes of all hosts in one list, see `counts`.
+# Slurm gives the local sizes of all hosts in one list.
 SRUN = Variables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 TORCHRUN = Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -62,10 +60,10 @@ GLOO_SLOT = tuple(
 
 
 def recognise(environment: Mapping[str, str]) -> Launch:
-    """Return the launch that this process is a rank of; its launcher is `python` if there was none.
+    """Return the launch of which this process is a rank; its launcher is `python` if there was none.
 
-    ValueError for variables of two launchers that contradict each other, for an incomplete set of variables, for
-    Horovod's elastic mode, and for a program that was started once although Slurm was asked for several tasks.
+    ValueError for variables that contradict each other or are incomplete, for Horovod's elastic mode, and for a program
+    that was started once although Slurm was asked for several tasks.
     """
     _refuse_elastic(environment)
     claims = [claim for variables in _candidates(environment) if (claim := _claim(variables, environment))]
@@ -82,7 +80,7 @@ def recognise(environment: Mapping[str, str]) -> Launch:
 
 
 def is_rank_0(environment: Mapping[str, str]) -> bool:
-    """Return whether no launcher says that this process is another rank; one that several claim counts as well."""
+    """Return whether no launcher says that this process is another rank. True if several contradict each other."""
     try:
         return recognise(environment).rank == 0
     except ValueError:
@@ -90,7 +88,7 @@ def is_rank_0(environment: Mapping[str, str]) -> bool:
 
 
 def mismatch(launch: Launch, *, rank: int, size: int, local_rank: int, local_size: int) -> str:
-    """Return a sentence, empty unless Horovod sees another place of this process than its launcher announced."""
+    """Return a sentence if Horovod sees another place of this process than its launcher announced; else empty."""
     seen = (rank, size, local_rank, local_size)
     announced = (launch.rank, launch.size, launch.local_rank, launch.local_size)
     if all(said in (None, found) for said, found in zip(announced, seen)):
@@ -111,7 +109,7 @@ def mismatch(launch: Launch, *, rank: int, size: int, local_rank: int, local_siz
 
 
 def read_number(environment: Mapping[str, str], name: str) -> int | None:
-    """Return the number in a variable, None if it is not set; ValueError if it is no number."""
+    """Return the number in a variable, None if it is not set; ValueError for another text."""
     text = environment.get(name, "")
     if not text:
         return None
@@ -121,21 +119,13 @@ def read_number(environment: Mapping[str, str], name: str) -> int | None:
         raise ValueError(f"{name}={text} should be a number, as a launcher sets it: unset it.") from None
 
 
-def counts(text: str) -> list[int]:
-    """Read Slurm's list of a number for each host: 2(x3),1 stands for 2, 2, 2 and 1."""
-    found: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        found += [int(count)] * int(times or 1)
-    return found
-
-
 def is_slurm_pmix(environment: Mapping[str, str]) -> bool:
     """Return whether srun --mpi=pmix started this process, and no mpirun after it."""
     return environment.get("PMIX_NAMESPACE", "").startswith("slurm.")
 
 
 def _candidates(environment: Mapping[str, str]) -> list[Variables]:
-    """Return the launchers that may have set variables here. If several agree, the first ones announce the most."""
+    """Return the launchers that may have set variables, first those that announce the most."""
     candidates = [HOROVODRUN, MPIRUN]
     if "TORCHELASTIC_RUN_ID" in environment:
         candidates.insert(1, TORCHRUN)
@@ -149,13 +139,13 @@ def _candidates(environment: Mapping[str, str]) -> list[Variables]:
 
 
 def _is_step(environment: Mapping[str, str]) -> bool:
-    """Return whether srun started this process or a parent of it; a batch script or salloc's shell does not count."""
+    """Return whether srun started this process or a parent of it, not only sbatch or salloc."""
     step = environment.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < FIRST_RESERVED_STEP
 
 
 def _claim(variables: Variables, environment: Mapping[str, str]) -> Launch | None:
-    """Return the place that one launcher's variables announce; None if they are not set."""
+    """Return the place that a launcher's variables announce; None if they are not set."""
     size = read_number(environment, variables.size)
     if size is None:
         return None
@@ -182,7 +172,6 @@ def _claim(variables: Variables, environment: Mapping[str, str]) -> Launch | Non
 
 
 def _step_local_size(environment: Mapping[str, str]) -> int | None:
-    """Return how many tasks of the Slurm step are on this host, None if Slurm does not say."""
     sizes = counts(environment.get(SRUN.local_size, ""))
     node = read_number(environment, "SLURM_NODEID")
     return sizes[node] if node is not None and node < len(sizes) else None
@@ -192,9 +181,9 @@ def _step_local_size(environment: Mapping[str, str]) -> int | None:
 
 
 def _agree(one: Launch, other: Launch, environment: Mapping[str, str]) -> bool:
-    """Return whether both announce the same rank, and neither launcher started the other.
+    """Return whether both announce the same rank, and neither started the other.
 
-    If one started the other, all ranks inherit the same variables of the outer one, so equal numbers mean nothing.
+    All ranks inherit the variables of an outer launcher, so equal numbers would mean nothing.
     """
     launchers = {one.launcher, other.launcher}
     nested = "torchrun" in launchers and "TORCHELASTIC_RUN_ID" in environment
@@ -204,7 +193,7 @@ def _agree(one: Launch, other: Launch, environment: Mapping[str, str]) -> bool:
 
 
 def _carries(outer: Launch, inner: Launch, environment: Mapping[str, str]) -> bool:
-    """Return whether the tasks of `outer` are not ranks but start the ranks of `inner` on each host."""
+    """Return whether the tasks of `outer` start the ranks of `inner` on each host."""
     if inner.launcher == "torchrun":
         return read_number(environment, "GROUP_WORLD_SIZE") == outer.size  # one agent per task
     spans_hosts = inner.local_size is not None and inner.local_size < inner.size

@@ -1,8 +1,7 @@
 """The processes that started this one, whether they are still there, and the ranks that cannot end without them.
 
 A launcher that is killed may leave its ranks behind: horovodrun becomes a shell that waits for mpirun, and a signal to
-that shell ends it alone. The ranks would train on, and nobody could stop them. A rank that is stopped, as by SIGSTOP,
-does not notice that its launcher is gone, and obeys nothing but SIGKILL.
+it ends the shell alone. A rank that was stopped, as by SIGSTOP, does not notice, and obeys only SIGKILL.
 """
 
 import os
@@ -24,7 +23,7 @@ BOOT, NUMBERING = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/p
 
 @dataclass(frozen=True)
 class Process:
-    """One process for ever: its number may be another's on another host, in another container, or later."""
+    """A process, told from those with the same number on another host, in another container, or later."""
 
     place: tuple[str, str]  # the boot of the host, and the space of process numbers
     pid: int
@@ -32,7 +31,7 @@ class Process:
 
 
 def this_process() -> Process | None:
-    """Return what tells this process from all others; None if the system does not."""
+    """Return this process, None if the system does not describe it."""
     fields = _stat(os.getpid())
     try:
         return Process((BOOT.read_text(), os.readlink(NUMBERING)), os.getpid(), fields[19])
@@ -52,10 +51,10 @@ def end_stopped(processes: Iterable[Process | None]) -> None:
 
 
 def end_hung_mpirun(pid: int) -> None:
-    """Send SIGKILL to `pid` in 20 seconds, if it is Open MPI's launcher, or its daemon, and is still there then.
+    """Send SIGKILL to `pid` in GRACE_S seconds if it is Open MPI's launcher or daemon and is still there.
 
-    mpirun hangs if it is stopped, or if anybody holds a connection to its port open, and then outlasts its ranks. This
-    rank ends meanwhile, so another process waits; it has its own session, since mpirun ends the groups of its ranks.
+    mpirun hangs if it is stopped, or if somebody holds a connection to its port open. Another process waits, because
+    this rank ends; it has its own session, because mpirun ends the groups of its ranks.
     """
     try:
         name = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
@@ -68,10 +67,9 @@ def end_hung_mpirun(pid: int) -> None:
 
 
 class Parents:
-    """The launcher of this process, as far as it runs on this host; nobody if no launcher started the process."""
+    """The launcher of this process, as far as it runs on this host; nobody without a launcher."""
 
     def __init__(self) -> None:
-        """Look for them; a parent that is gone already is not missed."""
         self._parent: int | None = None
         self._shell: int | None = None  # of horovodrun, if it is the parent's parent
         try:
@@ -94,13 +92,12 @@ class Parents:
 
 
 def _parent_of(pid: int) -> int | None:
-    """Return the parent of a process; None if the system does not tell."""
     fields = _stat(pid)
     return int(fields[1]) if fields else None
 
 
 def _stat(pid: int) -> list[bytes]:
-    """Return what the system tells of a process, from its state on; nothing if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of this process; return the exit code."""
+    """Run a command line; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["validate"]:
@@ -86,7 +86,7 @@ def validate(words: Sequence[str]) -> int:
 
 
 def read(words: Sequence[str]) -> tuple[argparse.Namespace, TrainConfig, "Cluster"]:
-    """Return the options of a plan, the config and the cluster that they ask for; ValueError for mistakes."""
+    """Return the options of a plan, the config and the cluster; ValueError for mistakes."""
     from largebatch.plan.planning import cluster_of
 
     run = expanded(words[0]) if words and not words[0].startswith("-") else ""
@@ -103,10 +103,7 @@ def read(words: Sequence[str]) -> tuple[argparse.Namespace, TrainConfig, "Cluste
 
 
 def read_config(run: str, options: argparse.Namespace, training: Sequence[str]) -> TrainConfig:
-    """Return the config of a run, a recipe or a model, with the options of largebatch.train; ValueError for mistakes.
-
-    run: the folder of a run; empty: the command line alone counts.
-    """
+    """Return the config of the folder `run`, if it is not empty, with the options of largebatch.train."""
     from largebatch.recipes import find
 
     words = list(training)

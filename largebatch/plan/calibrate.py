@@ -10,8 +10,8 @@ from largebatch.config import LossConfig, TrainConfig
 from largebatch.devices import device_named, find_device, is_part
 from largebatch.files.table import read_table
 from largebatch.plan.planning import cluster_of
-from largebatch.plan.step import Cluster, Speed, Step, pass_seconds, precision_of, step_of
-from largebatch.plan.trace import trace
+from largebatch.plan.step import Cluster, Speed, Step, pass_seconds, step_of
+from largebatch.plan.trace import precision_of, trace
 from largebatch.recipes import RECIPES
 
 EXPECTED = "a table of `largebatch.benchmark model` or `step`, of this version"
@@ -24,24 +24,19 @@ NUMBER = re.compile(r"(?=[^e]*[1-9])\d+(\.\d+)?(e[-+]?\d\d)?", re.ASCII)  # abov
 
 @dataclass(frozen=True)
 class Measured:
-    """The time of a step or of passes, as a table of a benchmark has it."""
+    """The time of a step or of passes, from the table of a benchmark."""
 
-    seconds: float
-    """median of the rounds of the first contender, which is ours"""
+    seconds: float  # median of the rounds of the first contender, which is ours
     model: str
     img_size: int
     precision: str
     ranks: int
     micro_batch: int
-    images: int
-    """of a rank in that time"""
+    images: int  # of a rank in that time
     hardware: str
-    cores: float = 0.0
-    """of a CPU that each rank computed with; 0: a GPU computed"""
-    data: str = ""
-    """where the images of steps came from; empty: passes alone were measured"""
-    plain: bool = False
-    """without dropout, with the cross entropy of the classes alone"""
+    cores: float = 0.0  # of a CPU that each rank computed with; 0: a GPU computed
+    data: str = ""  # where the images of steps came from; empty: passes alone were measured
+    plain: bool = False  # without dropout, with the cross entropy of the classes alone
     benchmark: str = ""
     command: str = ""
     versions: str = ""
@@ -96,10 +91,7 @@ def read_measured(path: Path, *, option: str) -> Measured:
 
 
 def calibrated(path: Path, config: TrainConfig, cluster: Cluster) -> Speed:
-    """Return the speed of the config's model by a table.
-
-    ValueError, one sentence, for a file that is no such table, and for another model, image size or device.
-    """
+    """Return the speed of the config's model by a table; ValueError if it is of another model, size or device."""
     measured = read_measured(path, option="--calibrate")
     wanted = (config.model.name, config.model.img_size)
     if (measured.model, measured.img_size) != wanted:
@@ -107,10 +99,11 @@ def calibrated(path: Path, config: TrainConfig, cluster: Cluster) -> Speed:
             f"--calibrate is {path}, measured with {measured.model} at {measured.img_size} px, and the plan is for "
             f"{wanted[0]} at {wanted[1]} px: measure that one, or leave --calibrate out."
         )
-    if measured.precision != precision_of(config, cluster.device):
+    precision = precision_of(config, cluster.device.kind)
+    if measured.precision != precision:
         raise ValueError(
-            f"--calibrate is {path}, measured in {measured.precision}, and the plan is for "
-            f"{precision_of(config, cluster.device)}: set --run.precision {measured.precision}."
+            f"--calibrate is {path}, measured in {measured.precision}, and the plan is for {precision}: "
+            f"set --run.precision {measured.precision}."
         )
     _check_device(path, measured, cluster)
     data = replace(config.data, micro_batch_size=measured.micro_batch)
@@ -127,7 +120,7 @@ def calibrated(path: Path, config: TrainConfig, cluster: Cluster) -> Speed:
 
 
 def _check_device(path: Path, measured: Measured, cluster: Cluster) -> None:
-    """Refuse a table of another device or of a part of one; a device that is not known may be the right one."""
+    """Refuse a table of another device or of a part of one; an unknown device may be the right one."""
     found, planned = device_named(measured.hardware), cluster.device
     name = "cpu" if measured.cores else found.name if found else planned.name
     if is_part(measured.hardware):
@@ -142,7 +135,7 @@ def _check_device(path: Path, measured: Measured, cluster: Cluster) -> None:
 
 
 def joined(paths: Sequence[Path]) -> list[Measured]:
-    """Read the tables of steps or passes; those with the same title count as one."""
+    """Read the tables; those with the same title count as one."""
     by_title: dict[str, list[Measured]] = {}
     for path in dict.fromkeys(paths):
         table = read_measured(path, option="TABLE")
@@ -153,10 +146,7 @@ def joined(paths: Sequence[Path]) -> list[Measured]:
 
 
 def predicted(tables: Sequence[Measured]) -> list[float] | None:
-    """Return the time of each table's steps or passes, if the first is as it was measured.
-
-    The ranks of each table are on one host. None if one of the GPUs is not known.
-    """
+    """Return the time of each table, predicted from the first; None for an unknown GPU. All ranks are on one host."""
     steps: list[Step] = []
     for table in tables:
         device = find_device("cpu") if table.cores else device_named(table.hardware)
@@ -169,12 +159,12 @@ def predicted(tables: Sequence[Measured]) -> list[float] | None:
 
 
 def _factor(step: Step, seconds: float) -> float:
-    """Return the time of the passes as a multiple of the counted one, in a step that takes so long."""
+    """Return the time of the passes as a multiple of the counted time, if the step takes `seconds`."""
     return (seconds - step.exposed - step.optimizer - step.input) / step.compute
 
 
 def _step(measured: Measured, config: TrainConfig, cluster: Cluster) -> Step:
-    """Return the step of a table, from counted kernels alone; passes alone are a step without anything else."""
+    """Return the counted step of a table; for a table of passes, the rest of the step is 0."""
     counted = trace(config, device=cluster.device.kind)
     if not measured.data:
         passes = measured.images / counted.images

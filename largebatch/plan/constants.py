@@ -1,7 +1,7 @@
 """The numbers that a plan is made of, each with its source. Nothing here is fitted to a run of docs/planner.md.
 
-Bytes, seconds, FLOP/s and bytes/s throughout. `ASSUMED` marks numbers without a published source: they are ours, and a
-calibration (`--calibrate`) or an option replaces them.
+Units are bytes, seconds, FLOP/s and bytes/s. `ASSUMED` marks numbers without a published source, which `--calibrate` or
+an option replaces.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,8 @@ class Link:
     """A network, as a ring or a tree of NCCL or MPI uses it."""
 
     name: str
-    bandwidth: float
-    """bytes/s that a rank of a host (inside), or a host (between hosts), sends and receives at once"""
-    latency: float
-    """seconds of a message from one rank to the next"""
+    bandwidth: float  # bytes/s that a rank of a host (inside), or a host (between hosts), sends and receives at once
+    latency: float  # seconds of a message from one rank to the next
     source: str
 
 
@@ -45,8 +43,8 @@ LINKS = {
         Link("ndr8", 360e9, 5e-6, f"eight, as in a DGX H100: {IB}"),
     )
 }
+# Networks between hosts, by the link inside of them; ethernet10 for the others.
 PORTS = {"nvlink2": "hdr", "nvlink3": "hdr8", "nvlink4": "ndr8", "nvlink5": "ndr8"}
-"""between hosts, by the link inside of them; ethernet10 for the others"""
 
 
 @dataclass(frozen=True)
@@ -93,10 +91,10 @@ GPU_HOURS_PER_FAILURE = Constant(
 )
 RESTART_S = Constant(300.0, f"from a failure to the first new step: {ASSUMED}")
 
-# Least and most of measured time by predicted time of the rows "counted" of docs/planner.md, on GPUs.
+# Least and most of measured time by predicted time of the rows "counted" of docs/planner.md, on GPUs. Whole runs took
+# 2.4 times as long at least, but another run need not.
 STEPS_TOOK = (0.98, 1.79)
 RUNS_TOOK = (0.98, 5.35)
-"""of whole runs, which took 2.4 times as long at least; nothing says that another one must"""
 
 
 def all_constants() -> Iterator[tuple[str, Constant]]:

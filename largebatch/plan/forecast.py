@@ -1,7 +1,4 @@
-"""The hours and the memory that a run logs at its start, and corrects by its first steps.
-
-A run that cannot fit into its GPU is refused.
-"""
+"""The hours and the memory that a run logs at its start, and corrects by its first steps."""
 
 import datetime
 import logging
@@ -24,12 +21,9 @@ from largebatch.ranks import Ranks
 logger = logging.getLogger(__name__)
 clock = time.perf_counter
 
-UNMEASURED = 5
-"""first steps, in which kernels are chosen and compiled, and the loader is ahead"""
-MEASURED = 20
-"""steps after these, by which the rest is predicted"""
-SHORT_S = 60.0
-"""a rest that is too short to be told"""
+UNMEASURED = 5  # first steps: kernels are chosen and compiled, and the loader is ahead
+MEASURED = 20  # steps after these, by which the rest is predicted
+SHORT_S = 60.0  # a shorter rest is not logged
 
 
 @dataclass(frozen=True)
@@ -40,8 +34,7 @@ class Forecast:
     cluster: Cluster
     counted: Pass
     num_images: int
-    step: Step | None
-    """None: a resumed run keeps its batch on any number of ranks, of which there is no plan"""
+    step: Step | None  # None: there is no plan for uneven ranks of a resumed run
 
     @property
     def memory(self) -> Memory:
@@ -51,10 +44,7 @@ class Forecast:
         return run_of(self.config, self.counted, self.cluster, step, speed, num_images=self.num_images)
 
     def rest(self, seconds: float, *, left: int) -> tuple[float, str]:
-        """Return the time of the rest of the run if its steps take so many seconds, and how far the plan was off.
-
-        left: steps of the rest, which has its share of the run's evaluations and checkpoints.
-        """
+        """Return the time of the `left` steps if each takes `seconds`, and a note: how far the plan was off."""
         if self.config.schedule.batch_ramp:
             return left * seconds, "if the batch stays as it is now, without evaluations and checkpoints"
         if self.step is None:
@@ -65,10 +55,7 @@ class Forecast:
         return share * (run.seconds - run.start), f"{factor:.2f} × the plan"
 
     def lines(self, name: str) -> list[str]:
-        """Return the lines for the log. ValueError if the counted parts, without those that are assumed, do not fit.
-
-        name: what torch calls the GPU.
-        """
+        """Return lines for the log; ValueError if the run surely does not fit. name: torch's name of the GPU."""
         needed, capacity = self.memory, self.cluster.device.memory
         certain = needed.total - needed.communication - needed.runtime - needed.inputs
         most = largest_micro_batch(self.config, self.counted, self.cluster.device, ranks=self.cluster.ranks)
@@ -92,10 +79,7 @@ class Forecast:
 
 
 def forecast(config: TrainConfig, comm: Ranks, device: torch.device, *, num_images: int) -> "Correction":
-    """Log the hours and the memory of a run on GPUs, and return the hook that corrects them.
-
-    All ranks stop if the run cannot fit.
-    """
+    """Log hours and memory of a run on GPUs; return the hook that corrects them. All ranks stop if it cannot fit."""
     found = None
     with comm.together("planning"):
         if comm.rank == 0 and device.type == "cuda":
@@ -114,7 +98,7 @@ def forecast(config: TrainConfig, comm: Ranks, device: torch.device, *, num_imag
 def forecast_on(
     config: TrainConfig, name: str, memory: float, *, ranks: int, per_host: int, num_images: int
 ) -> Forecast | None:
-    """Return the forecast on a GPU; None for one that is not known. name: what torch calls it; memory: its bytes."""
+    """Return the forecast on a GPU, None if it is not known. name: torch's name of the GPU; memory: its bytes."""
     known = device_named(name)
     if known is None:
         return None
@@ -133,10 +117,7 @@ def end(seconds: float) -> str:
 
 
 class Correction(Hook):
-    """Logs, once, how long the rest of the run takes if its steps go on as the first ones, and the memory in use.
-
-    Rank 0 reads its own clock, and no rank communicates: all ranks take their steps at the same time.
-    """
+    """Logs, once, the time of the rest of the run by its first steps, and the memory in use. Only rank 0 measures."""
 
     def __init__(self, plan: Forecast | None) -> None:
         self.plan = plan
@@ -148,12 +129,10 @@ class Correction(Hook):
         self.ends.append(clock())
         if len(self.ends) == UNMEASURED + MEASURED + 1:
             steps = [after - before for before, after in zip(self.ends, self.ends[1:])]
-            line = self.line(trainer, statistics.median(steps[UNMEASURED:]))
-            if line:
+            if line := self.line(trainer, statistics.median(steps[UNMEASURED:])):
                 logger.info("%s", line)
 
     def line(self, trainer: Trainer, seconds: float) -> str:
-        """Return the correction if steps take so many seconds; empty if the rest is short."""
         left = trainer.last_step - trainer.state.step
         rest, note = left * seconds, "without evaluations and checkpoints"
         if self.plan:

@@ -1,7 +1,6 @@
 """The memory of a rank by part, from a counted pass, and the largest micro-batch that fits. Bytes throughout."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from largebatch.config import ParallelConfig, TrainConfig
@@ -9,8 +8,8 @@ from largebatch.devices import Device
 from largebatch.plan import constants
 from largebatch.plan.trace import Pass
 
+# Tensors of each parameter. Muon keeps one of a matrix, and the optimizer of the rest two.
 MOMENTS = {"lamb": 2, "apex_lamb": 2, "adamw": 2, "sgd": 1, "lars": 1, "muon": 2, "muon_lamb": 2}
-"""tensors of each parameter; Muon keeps one of a matrix, and the optimizer of the rest two"""
 
 
 @dataclass(frozen=True)
@@ -19,16 +18,11 @@ class Memory:
     gradients: float
     moments: float
     average: float
-    inputs: float
-    """images and targets, twice: the loader prepares the next micro-batch"""
-    activations: float
-    """at the end of the forward pass"""
-    workspace: float
-    """what the peak of a pass adds to its activations, such as gradients of activations and recomputed blocks"""
-    communication: float
-    """fusion buffer of Horovod, buffers of NCCL"""
-    runtime: float
-    """CUDA's context, the loader's buffers, gaps between blocks of memory"""
+    inputs: float  # images and targets, twice: the loader prepares the next micro-batch
+    activations: float  # at the end of the forward pass
+    workspace: float  # the peak of a pass less its activations, such as their gradients and recomputed blocks
+    communication: float  # fusion buffer of Horovod, buffers of NCCL
+    runtime: float  # CUDA's context, the loader's buffers, gaps between blocks of memory
 
     @property
     def total(self) -> float:
@@ -44,10 +38,7 @@ class Share:
 
 
 def share_of(parallel: ParallelConfig, whole: float) -> Share:
-    """Return a rank's share of weights and activations, by the table of parallel/README.md.
-
-    whole: see `Pass.whole`. Norms and biases, 1 % of the weights at most, count as cut.
-    """
+    """Return a rank's share, by the table of parallel/README.md. whole: see `Pass`. Norms and biases count as cut."""
     shape, tensor = parallel.shape(), parallel.tensor
     cut = math.prod(shape.sizes[name] for name in shape.tensor)
     pieces = cut // tensor.depth if tensor.mode == "2.5d" else cut
@@ -59,9 +50,9 @@ def share_of(parallel: ParallelConfig, whole: float) -> Share:
 
 
 def blocks_bytes(parallel: ParallelConfig, counted: Pass) -> float:
-    """Return the bytes of the blocks of a matrix that the backward pass of a grid of ranks holds beside activations.
+    """Return the bytes of blocks of a matrix that the backward pass of parallel/tensor.py holds on a grid of ranks.
 
-    Those of parallel/tensor.py: the weights of another rank, a summand of the gradient, their sum, and the rank's own.
+    They are another rank's weights, a summand of the gradient, the sum, and the rank's own.
     """
     if parallel.tensor.mode == "1d" or parallel.tensor.size == 1:
         return 0.0
@@ -73,8 +64,8 @@ def blocks_bytes(parallel: ParallelConfig, counted: Pass) -> float:
 def of_rank(config: TrainConfig, counted: Pass, device: Device, *, ranks: int, micro_batch_size: int = 0) -> Memory:
     """Return the memory of a rank.
 
-    counted: a pass of the config's model, with or without checkpointing. micro_batch_size: another one than that of
-    the pass; activations grow in proportion, but for the casts of the weights.
+    counted: a pass of the config's model, with or without checkpointing. micro_batch_size: if it is not that of the
+    pass, activations grow in proportion, apart from the casts of weights.
     """
     share = share_of(config.parallel, counted.whole)
     scale = (micro_batch_size or counted.images) / counted.images
@@ -107,12 +98,12 @@ def of_rank(config: TrainConfig, counted: Pass, device: Device, *, ranks: int, m
 
 
 def moments_bytes(config: TrainConfig, counted: Pass) -> int:
-    """Return the bytes that the optimizer keeps for the whole model; Look-LayerSAM keeps a direction."""
+    """Return the bytes that the optimizer keeps for the whole model; Look-LayerSAM keeps one more direction."""
     return (MOMENTS[config.optim.name] + (config.optim.sam_rho is not None)) * counted.weights - counted.matrices
 
 
 def largest_micro_batch(config: TrainConfig, counted: Pass, device: Device, *, ranks: int) -> int:
-    """Return the largest micro-batch whose pass fits into the device; 0: not even one image does."""
+    """Return the largest micro-batch that fits into the device; 0 if not even one image does."""
     at = {n: of_rank(config, counted, device, ranks=ranks, micro_batch_size=n).total for n in (1, 2)}
     slope = at[2] - at[1]
     return max(0, math.floor((device.memory - (at[1] - slope)) / slope))
@@ -121,8 +112,3 @@ def largest_micro_batch(config: TrainConfig, counted: Pass, device: Device, *, r
 def checkpoint_bytes(config: TrainConfig, counted: Pass) -> float:
     models = 1 + bool(config.optim.ema_half_life)
     return (counted.weights + counted.buffers) * models + moments_bytes(config, counted)
-
-
-def by_block(counted: Pass) -> Mapping[str, int]:
-    """Return the activations that each block of the model keeps, without those parts that keep less than a MiB."""
-    return {name: size for name, size in counted.kept.items() if size >= 2**20}

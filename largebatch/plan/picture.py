@@ -1,6 +1,5 @@
 """A picture of a plan: hours and cost over the number of GPUs."""
 
-import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from largebatch.plan.planning import Plan, fitted, scaled
 from largebatch.plan.run import HOUR, run_of
 from largebatch.plan.step import step_of
 
+# Name and colour of each part of a run, and how it lets GPU-hours grow.
 PARTS = {
     "compute": ("passes", "#2463a6", "by passes that are too small to fill a GPU"),
     "exposed": ("reduction that they do not hide", "#c8442f", "by the reduction"),
@@ -17,15 +17,13 @@ PARTS = {
     "input": ("wait for images", "#8a5fb0", "by the wait for images"),
     "rest": ("start, evaluations, checkpoints", "#999999", "by evaluations, checkpoints and the start"),
 }
-"""name and colour of each part of a run, and how it lets GPU-hours grow"""
-Points = dict[int, dict[str, float]]
-"""hours by part, for each number of GPUs"""
+Points = dict[int, dict[str, float]]  # hours by part, for each number of GPUs
 
 
-def over_gpus(config: TrainConfig, plan: Plan, *, num_images: int, most: int = 10_000) -> Points:
-    """Return the run at 1 to `most` GPUs, as many as can share the global batch."""
+def over_gpus(config: TrainConfig, plan: Plan, *, num_images: int) -> Points:
+    """Return the run on 1 to 10,000 GPUs, where they can share the global batch."""
     points: Points = {}
-    for gpus in sorted({round(10 ** (power / 8)) for power in range(8 * math.ceil(math.log10(most)) + 1)}):
+    for gpus in sorted({round(10 ** (eighth / 8)) for eighth in range(4 * 8 + 1)}):
         cluster = replace(plan.cluster, ranks=gpus)
         try:
             at, _, _ = fitted(config, gpus)
@@ -51,7 +49,6 @@ def bend(points: Points) -> tuple[int, str] | None:
 
 
 def draw_scaling(path: Path, points: Points, *, title: str, price: float | None) -> None:
-    """Write a PNG: hours by part, and GPU-hours or cost, over the number of GPUs."""
     from matplotlib.figure import Figure  # takes half a second to import
 
     figure = Figure(figsize=(11, 4.8), dpi=120, layout="constrained")

@@ -17,19 +17,15 @@ from largebatch.plan.trace import Kernel, Pass, meta_model, trace
 
 @dataclass(frozen=True)
 class Plan:
-    config: TrainConfig
-    """with a batch that can be made"""
+    config: TrainConfig  # with a batch that can be made
     cluster: Cluster
     speed: Speed
     counted: Pass
     passes: int
-    correction: str
-    """why the batch is not the one that was asked for; empty: it is"""
+    correction: str  # why the batch is not the one that was asked for; empty: it is
     memory: Memory
-    largest: int
-    """largest micro-batch that fits"""
-    other: Memory | None
-    """with activation checkpointing, or without it if the config has it; None for a model that cannot do it"""
+    largest: int  # largest micro-batch that fits
+    other: Memory | None  # with activation checkpointing switched; None if the model cannot do it
     other_largest: int
     step: Step
     run: Run
@@ -38,9 +34,9 @@ class Plan:
 
 
 def cluster_of(ranks: int, gpu: str, *, per_host: int = 8, network: str = "", cores_per_rank: float = 0) -> Cluster:
-    """Return a cluster; ValueError, one sentence, for an unknown device or network and for impossible numbers.
+    """Return a cluster; ValueError for an unknown device or network, and for impossible numbers.
 
-    cores_per_rank: those that decode its images, and on a CPU compute, too; less than 1 if ranks share a core.
+    cores_per_rank: CPU cores that decode, and without a GPU compute; less than 1 if ranks share a core.
     """
     for option, number in (("--gpus", ranks), ("--gpus-per-host", per_host)):
         if number < 1:
@@ -64,7 +60,7 @@ def cluster_of(ranks: int, gpu: str, *, per_host: int = 8, network: str = "", co
 
 
 def fitted(config: TrainConfig, ranks: int) -> tuple[TrainConfig, int, str]:
-    """Return the config with the nearest batch that can be made, its passes, and why another one cannot be made."""
+    """Return the config with the nearest batch that can be made, its passes, and why the given one cannot be made."""
     replicas = config.parallel.shape().data_size(ranks)
     batch: dict[str, Any] = {
         "global_batch_size": config.data.global_batch_size,
@@ -100,10 +96,7 @@ def make_plan(
     num_images: int = int(constants.IMAGENET_IMAGES.value),
     hours_per_failure: float = constants.GPU_HOURS_PER_FAILURE.value,
 ) -> Plan:
-    """Return the plan of a config on a cluster.
-
-    num_images: training images. hours_per_failure: GPU-hours between two failures.
-    """
+    """Return a plan. num_images: training images. hours_per_failure: GPU-hours between two failures."""
     config, passes, correction = fitted(config, cluster.ranks)
     if config.parallel.shape().size > 1:  # with the sentences of training
         check_cuts(config.parallel, meta_model(config, cluster.device.kind), batch_size=config.data.micro_batch_size)
@@ -132,7 +125,7 @@ def make_plan(
 
 
 def otherwise(config: TrainConfig, cluster: Cluster) -> Pass | None:
-    """Return the pass with activation checkpointing, or without it if the config has it; None: the model has none."""
+    """Return the pass with activation checkpointing switched; None if the model cannot do it."""
     model = replace(config.model, grad_checkpointing=not config.model.grad_checkpointing)
     try:
         return trace(replace(config, model=model), device=cluster.device.kind)
@@ -141,7 +134,7 @@ def otherwise(config: TrainConfig, cluster: Cluster) -> Pass | None:
 
 
 def scaled(counted: Pass, images: int) -> Pass:
-    """Return a counted pass at another number of images: all work in proportion, the same number of kernels."""
+    """Return a counted pass with another number of images: its kernels grow in proportion."""
     ratio = images / counted.images
     kernels = tuple(Kernel(ratio * kernel.flops, ratio * kernel.moved) for kernel in counted.kernels)
     return replace(counted, images=images, kernels=kernels)

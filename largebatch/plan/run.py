@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from largebatch.config import NEVER, TrainConfig, duration_images, duration_seconds
 from largebatch.plan import constants
 from largebatch.plan.memory import checkpoint_bytes
-from largebatch.plan.step import Cluster, Speed, Step, pass_seconds, precision_of
-from largebatch.plan.trace import Pass
+from largebatch.plan.step import Cluster, Speed, Step, pass_seconds
+from largebatch.plan.trace import Pass, precision_of
 
 HOUR = 3600.0
 RAMP = (
@@ -21,8 +21,7 @@ class Run:
     start: float
     training: float
     evaluations: float
-    checkpoints: float
-    """time that training stands still for them; the writing itself goes on beside it, unless it takes longer"""
+    checkpoints: float  # training stands still; the writing goes on beside it, unless it takes longer
 
     @property
     def seconds(self) -> float:
@@ -33,18 +32,14 @@ class Run:
 class Input:
     images_per_s: float
     bytes_per_s: float
-    cores_per_rank: float
-    """CPU cores that decode them"""
+    cores_per_rank: float  # CPU cores that decode them
 
 
 @dataclass(frozen=True)
 class Failures:
-    mtbf: float
-    """mean time between failures of the job"""
-    interval: float
-    """between checkpoints, by Young and Daly"""
-    seconds: float
-    """expected time of the run"""
+    mtbf: float  # mean time between failures of the job
+    interval: float  # between checkpoints, by Young and Daly
+    seconds: float  # expected time of the run
 
 
 def num_steps(config: TrainConfig, num_images: int) -> int:
@@ -55,7 +50,7 @@ def num_steps(config: TrainConfig, num_images: int) -> int:
 
 
 def run_of(config: TrainConfig, counted: Pass, cluster: Cluster, step: Step, speed: Speed, *, num_images: int) -> Run:
-    """Return the time of a run whose steps are all like `step`."""
+    """Return the time of a run whose steps all take the time of `step`."""
     steps = num_steps(config, num_images)
     training = steps * step.seconds
     evaluations = _count(config, config.run.eval_every, "run.eval_every", steps, num_images, training)
@@ -81,8 +76,9 @@ def _count(config: TrainConfig, every: str, option: str, steps: int, num_images:
 
 
 def evaluation_seconds(config: TrainConfig, counted: Pass, cluster: Cluster, speed: Speed) -> float:
-    """Return the time of an evaluation: a forward pass of the held-out images, a third of a pass."""
-    per_image = pass_seconds(counted, cluster.device, precision_of(config, cluster.device), speed) / counted.images / 3
+    """Return the time of an evaluation; a forward pass is a third of a pass."""
+    precision = precision_of(config, cluster.device.kind)
+    per_image = pass_seconds(counted, cluster.device, precision, speed) / counted.images / 3
     replicas = config.parallel.shape().data_size(cluster.ranks)
     share = math.ceil(constants.HELD_OUT_IMAGES.value / replicas)
     average = 2 if config.optim.ema_half_life else 1
@@ -90,7 +86,7 @@ def evaluation_seconds(config: TrainConfig, counted: Pass, cluster: Cluster, spe
 
 
 def stall_seconds(config: TrainConfig, counted: Pass, *, between: float) -> float:
-    """Return the time that training waits for a checkpoint: the copy, and what is left of the save before."""
+    """Return the time that training waits for a checkpoint: the copy, and the rest of the save before."""
     size = checkpoint_bytes(config, counted)
     return size / constants.COPY_RATE.value + max(0.0, size / constants.WRITE_RATE.value - between)
 
@@ -106,9 +102,8 @@ def failures_of(
 ) -> Failures:
     """Return the expected time of a run of `seconds` with failures, at the best checkpoint interval.
 
-    Young (https://doi.org/10.1145/361147.361115) takes sqrt(2 δ M) for saves that cost δ and failures each M seconds.
-    The expected time is Daly's (https://doi.org/10.1016/j.future.2004.11.016): with interval τ and restart R,
-    M exp(R / M) (exp((τ + δ) / M) - 1) seconds for each τ of work.
+    The interval is Young's (https://doi.org/10.1145/361147.361115), the expected time Daly's
+    (https://doi.org/10.1016/j.future.2004.11.016).
     """
     mtbf = hours_per_failure * HOUR / ranks
     size = checkpoint_bytes(config, counted)

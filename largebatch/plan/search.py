@@ -1,4 +1,4 @@
-"""Ways to share a model among the ranks of a cluster, the fastest that fits first, and why the others are refused."""
+"""Meshes that share a model among the ranks of a cluster: the fastest that fits first, the others with a reason."""
 
 import itertools
 import math
@@ -12,8 +12,8 @@ from largebatch.devices import WITHOUT_BF16
 from largebatch.parallel.replica import check as check_cuts
 from largebatch.plan.memory import largest_micro_batch, of_rank
 from largebatch.plan.planning import fitted, scaled
-from largebatch.plan.step import Cluster, Speed, Step, passes_of, precision_of, step_of
-from largebatch.plan.trace import Pass, meta_model, trace
+from largebatch.plan.step import Cluster, Speed, Step, passes_of, step_of
+from largebatch.plan.trace import Pass, meta_model, precision_of, trace
 
 MODES = ("1d", "2d", "2.5d", "3d")
 
@@ -25,13 +25,12 @@ class Candidate:
     parallel: ParallelConfig
     micro_batch_size: int
     step: Step | None = None
-    memory: float = 0.0
-    """bytes of a rank"""
+    memory: float = 0.0  # bytes of a rank
     refused: str = ""
 
 
 def shareable(config: TrainConfig, cluster: Cluster) -> tuple[TrainConfig, list[str]]:
-    """Return the config with a batch and a precision that all meshes can have, and what was changed."""
+    """Return the config with a batch and a precision for all meshes, and notes of what was changed."""
     notes: list[str] = []
     try:
         even, _, why = fitted(replace(config, parallel=ParallelConfig()), cluster.ranks)
@@ -41,7 +40,7 @@ def shareable(config: TrainConfig, cluster: Cluster) -> tuple[TrainConfig, list[
         batch = even.data.global_batch_size
         notes.append(f"{why} All meshes are planned with a global batch of {batch}.")
         config = replace(config, data=replace(config.data, global_batch_size=batch))
-    if precision_of(config, cluster.device) == "fp16" and cluster.device.name not in WITHOUT_BF16:
+    if precision_of(config, cluster.device.kind) == "fp16" and cluster.device.name not in WITHOUT_BF16:
         notes.append("--run.precision is fp16, which ranks that share a model do not have: all meshes are in bf16.")
         config = replace(config, run=replace(config.run, precision="bf16"))
     return config, notes
@@ -91,7 +90,7 @@ def _candidate(config: TrainConfig, counted: Pass, model: torch.nn.Module, clust
 
 
 def _exact(global_batch_size: int, replicas: int, most: int) -> int:
-    """Return the largest micro-batch, up to `most`, that makes the global batch; `most` itself if none does."""
+    """Return the largest micro-batch, up to `most`, that makes the global batch; `most` if there is none."""
     share, rest = divmod(global_batch_size, replicas)
     if rest or most < 1:
         return max(1, most)

@@ -10,7 +10,7 @@ from largebatch.optim import LookSam
 from largebatch.plan import constants
 from largebatch.plan.constants import Link
 from largebatch.plan.memory import share_of
-from largebatch.plan.trace import Pass
+from largebatch.plan.trace import Pass, precision_of
 from largebatch.ranks.buckets import buckets
 from zoo import vit, volo
 
@@ -33,8 +33,7 @@ class Cluster:
 class Speed:
     """How fast a device runs a model, and how this is known."""
 
-    factor: float = 1.0
-    """time of a pass as a multiple of the counted one"""
+    factor: float = 1.0  # time of a pass as a multiple of the counted one
     source: str = "counted kernels at the rates of the device; no measurement of this model"
 
 
@@ -43,20 +42,16 @@ class Backward:
     """The last backward pass of a step, from its beginning, as the reduction sees it."""
 
     seconds: float
-    ready: tuple[float, ...]
-    """when each bucket of gradients is ready"""
-    sizes: tuple[int, ...]
-    """bytes that each bucket needs on the wire"""
+    ready: tuple[float, ...]  # when each bucket of gradients is ready
+    sizes: tuple[int, ...]  # bytes that each bucket needs on the wire
 
 
 @dataclass(frozen=True)
 class Step:
     compute: float
-    exposed: float
-    """reduction that the backward pass does not hide"""
+    exposed: float  # reduction that the backward pass does not hide
     optimizer: float
-    input: float
-    """wait for images"""
+    input: float  # wait for images
 
     @property
     def seconds(self) -> float:
@@ -72,16 +67,16 @@ def kernel_seconds(counted: Pass, device: Device, precision: str) -> list[float]
 
 
 def pass_seconds(counted: Pass, device: Device, precision: str, speed: Speed = Speed()) -> float:
-    """Return the time of a pass: the longer of the device's kernels and the host's launches of them."""
+    """Return the time of a pass: of its kernels on the device, or of their launches if these take longer."""
     on_device = sum(kernel_seconds(counted, device, precision))
     on_host = len(counted.kernels) * constants.LAUNCH_S.value if device.kind == "cuda" else 0.0
     return speed.factor * max(on_device, on_host)
 
 
 def backward_of(counted: Pass, cluster: Cluster, config: TrainConfig, speed: Speed) -> Backward:
-    times = kernel_seconds(counted, cluster.device, precision_of(config, cluster.device))
-    total = pass_seconds(counted, cluster.device, precision_of(config, cluster.device), speed)
-    stretch = total / sum(times)
+    device, precision = cluster.device, precision_of(config, cluster.device.kind)
+    times = kernel_seconds(counted, device, precision)
+    stretch = pass_seconds(counted, device, precision, speed) / sum(times)
     ends = [0.0, *accumulate(times)]
     begins = ends[counted.forward_kernels]
     wire = 0.5 if config.run.compression == "fp16" else 1.0  # after the division into buckets
@@ -95,20 +90,13 @@ def backward_of(counted: Pass, cluster: Cluster, config: TrainConfig, speed: Spe
     )
 
 
-def precision_of(config: TrainConfig, device: Device) -> str:
-    """Return the precision of a run on a device; auto is bf16 on a GPU and fp32 on a CPU."""
-    auto = "bf16" if device.kind == "cuda" else "fp32"
-    return auto if config.run.precision == "auto" else config.run.precision
-
-
 # -- communication --------------------------------------------------------------------------------------------------
 
 
 def allreduce_seconds(size: float, cluster: Cluster, ranks: int = 0) -> float:
-    """Return the time to sum `size` bytes over the ranks: the better of a ring and a tree, as NCCL chooses.
+    """Return the time to sum `size` bytes over the ranks, by a ring or a tree as in NCCL. The slowest link decides.
 
-    A ring sends 2 (n-1)/n of the bytes in 2 (n-1) messages, one after the other, a tree all bytes twice in 2 log2 n
-    (https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/). The slowest link decides.
+    https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/
     """
     ranks = ranks or cluster.ranks
     if ranks == 1:
@@ -122,7 +110,7 @@ def allreduce_seconds(size: float, cluster: Cluster, ranks: int = 0) -> float:
 
 
 def negotiation_seconds(cluster: Cluster) -> float:
-    """Return the time until Horovod knows that gradients are ready everywhere: half a cycle, and two small sums."""
+    """Return the time until Horovod knows that gradients are ready on all ranks: half a cycle, and two small sums."""
     rounds = 2 * 2 * math.ceil(math.log2(max(cluster.ranks, 1)))
     return cycle_seconds(cluster) / 2 + rounds * constants.NEGOTIATION_LATENCY_S.value
 
@@ -132,10 +120,7 @@ def cycle_seconds(cluster: Cluster) -> float:
 
 
 def exposed_seconds(backward: Backward, cluster: Cluster, *, data_ranks: int, overlaps: bool) -> float:
-    """Return the part of the reduction after the end of the backward pass.
-
-    Either the links are busy from the first gradient on, or the tail remains: the gradients of the last cycle.
-    """
+    """Return the time of the reduction after the backward pass: that of the last cycle, or more if links are slow."""
     if data_ranks == 1:
         return 0.0
     cycle, total = cycle_seconds(cluster), sum(backward.sizes)
@@ -151,14 +136,11 @@ def exposed_seconds(backward: Backward, cluster: Cluster, *, data_ranks: int, ov
 
 
 def inner_seconds(counted: Pass, config: TrainConfig, cluster: Cluster) -> float:
-    """Return the communication inside of a pass of a divided model, by the byte formulas of parallel/README.md.
-
-    None of it is hidden.
-    """
+    """Return the communication in a pass of a divided model, by parallel/README.md. None of it is hidden."""
     shape, parallel = config.parallel.shape(), config.parallel
     if shape.size == 1:
         return 0.0
-    width = 4 if precision_of(config, cluster.device) == "fp32" else 2
+    width = 4 if precision_of(config, cluster.device.kind) == "fp32" else 2
     sent = 0.0
     for tokens, features, depth in stages_of(config):
         a, w = counted.images * tokens * features * width, 12 * features**2 * width
@@ -170,7 +152,7 @@ def inner_seconds(counted: Pass, config: TrainConfig, cluster: Cluster) -> float
 
 
 def block_bytes(parallel: ParallelConfig, a: float, w: float) -> float:
-    """Return the bytes that a rank sends for a block, forward and backward; a: activations of a pass, w: matrices."""
+    """Return the bytes that a rank sends for a block in a pass; a, w: bytes of activations and of matrices."""
     tensor, sizes = parallel.tensor, parallel.shape().sizes
     side = max(sizes.get("row", 1), sizes.get("x", 1))
     if tensor.mode == "1d":
@@ -182,7 +164,7 @@ def block_bytes(parallel: ParallelConfig, a: float, w: float) -> float:
 
 
 def stages_of(config: TrainConfig) -> list[tuple[int, int, int]]:
-    """Return tokens, features and blocks of each stage of a model of the zoo."""
+    """Return (tokens, features, blocks) of each stage of a model of the zoo."""
     name, side = config.model.name, config.model.img_size
     if name in vit.STRUCTURES:
         structure = vit.STRUCTURES[name]
@@ -207,7 +189,7 @@ def optimizer_seconds(counted: Pass, config: TrainConfig, cluster: Cluster) -> f
 
 
 def passes_of(config: TrainConfig, ranks: int) -> int:
-    """Return the passes of a rank in a step; ValueError, with training's own sentence, if the batch cannot be made."""
+    """Return the passes of a rank in a step; ValueError if the batch cannot be made."""
     return accumulation_passes(
         global_batch_size=config.data.global_batch_size,
         micro_batch_size=config.data.micro_batch_size,
@@ -216,10 +198,9 @@ def passes_of(config: TrainConfig, ranks: int) -> int:
 
 
 def step_of(config: TrainConfig, counted: Pass, cluster: Cluster, speed: Speed = Speed()) -> Step:
-    """Return the time of a step of a config on a cluster. counted: a pass of its micro-batch."""
     data_ranks = config.parallel.shape().data_size(cluster.ranks)
     passes, parallel = passes_of(config, cluster.ranks), config.parallel
-    one = pass_seconds(counted, cluster.device, precision_of(config, cluster.device), speed)
+    one = pass_seconds(counted, cluster.device, precision_of(config, cluster.device.kind), speed)
     parts = parallel.micro_batches or parallel.pipeline
     bubble = (parallel.pipeline - 1) / parts
     compute = passes * (one / parallel.shape().size * (1 + bubble) + inner_seconds(counted, config, cluster))

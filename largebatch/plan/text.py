@@ -5,20 +5,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from largebatch.devices import GIB
 from largebatch.plan import constants
-from largebatch.plan.memory import by_block
 from largebatch.plan.planning import Plan
 from largebatch.plan.run import HOUR, RAMP
 from largebatch.plan.search import Candidate
 from largebatch.plan.step import Speed
 
-GIB = 2**30
-
 TOOK = "published {} took {:.2g} to {:.2g} × the prediction (docs/planner.md)"
 
 
 def ranges(plan: Plan) -> dict[str, list[float]]:
-    """Return the range of a step and of the run by the errors of published ones; empty for a measured speed."""
+    """Return the range of a step and of the run by the errors of published runs; empty for a measured speed."""
     if plan.speed != Speed() or plan.cluster.device.kind != "cuda":
         return {}
     pairs = (("step", plan.step.seconds, constants.STEPS_TOOK), ("run", plan.run.seconds, constants.RUNS_TOOK))
@@ -52,8 +50,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield f"memory of a rank: {plan.memory.total / GIB:.2f} of {capacity / GIB:.1f} GiB, {verdict}"
     for name, size in asdict(plan.memory).items():
         yield f"  {name:15}{size / GIB:9.2f} GiB"
-    blocks = sorted(by_block(plan.counted).values())
-    if blocks:
+    if blocks := sorted(size for size in plan.counted.kept.values() if size >= 2**20):
         middle, most = blocks[len(blocks) // 2] / 2**20, blocks[-1] / 2**20
         yield f"  a block keeps {middle:.0f} MiB of activations, the part of the model that keeps most {most:.0f}"
     names = ("with", "without") if plan.config.model.grad_checkpointing else ("without", "with")
@@ -147,7 +144,6 @@ def as_json(plan: Plan, *, price: float | None, watts: float | None) -> str:
 
 
 def search_lines(candidates: Sequence[Candidate], notes: Sequence[str] = (), *, shown: int = 12) -> Iterator[str]:
-    """Yield a sentence, the notes, the best meshes, and the most frequent reasons why others are refused."""
     best = [one for one in candidates if one.step]
     if best:
         yield f"{len(best)} of {len(candidates)} meshes fit; the fastest is: {name_of(best[0])}."
@@ -172,7 +168,6 @@ def search_lines(candidates: Sequence[Candidate], notes: Sequence[str] = (), *, 
 
 
 def search_json(candidates: Sequence[Candidate]) -> str:
-    """Return all meshes as JSON, in seconds and bytes; the refused ones with their reasons."""
     found = [
         {
             "mesh": name_of(one),

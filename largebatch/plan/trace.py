@@ -1,16 +1,12 @@
 """A pass forward and backward, counted without computing it: kernels, FLOPs, bytes, and the memory that autograd keeps.
 
-The model runs on the meta device, where tensors have shapes and no numbers. A dispatch mode sees every operation and
-every piece of memory from its allocation to its end, as an allocator would, the recomputation of checkpointed blocks
-included. So nothing here is a formula of one architecture, and any model of the zoo or of timm can be counted.
-
-The meta device knows neither autocast nor fused attention nor fused dropout. `_Casts` stands for these: it casts as
-torch.autocast does on the device that is planned for, and computes attention and dropout as kernels that keep as much.
+The model runs on the meta device, where tensors have shapes and no numbers. A dispatch mode sees every operation, and
+all memory from its allocation to its end. The meta device has no autocast, fused attention or fused dropout: `_Casts`
+stands for these.
 """
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from largebatch.assembly import build_objective
@@ -36,19 +33,15 @@ META = torch.device("meta")
 class Kernel(NamedTuple):
     """The work of one operation on the device."""
 
-    flops: float
-    """of products of matrices and convolutions; 0 for all others"""
-    moved: float
-    """bytes that it reads and writes, each tensor once"""
+    flops: float  # of products of matrices and convolutions; 0 for all others
+    moved: float  # bytes that it reads and writes, each tensor once
 
 
 @dataclass(frozen=True)
 class Gradient:
     name: str
-    size: int
-    """bytes"""
-    after: int
-    """number of kernels of the pass after which it is ready"""
+    size: int  # bytes
+    after: int  # number of kernels of the pass after which it is ready
 
 
 @dataclass(frozen=True)
@@ -57,25 +50,16 @@ class Pass:
 
     images: int
     kernels: tuple[Kernel, ...]
-    forward_kernels: int
-    """how many of the kernels belong to the forward pass"""
-    gradients: tuple[Gradient, ...]
-    """in the order in which the backward pass finishes them"""
+    forward_kernels: int  # how many of the kernels belong to the forward pass
+    gradients: tuple[Gradient, ...]  # in the order in which the backward pass finishes them
     weights: int
-    matrices: int
-    """weights of which Muon keeps one moment; 0 with another optimizer"""
-    buffers: int
-    """such as the statistics of batch norm"""
-    inputs: int
-    """images and targets of the micro-batch"""
-    kept: Mapping[str, int]
-    """activations at the end of the forward pass, by the module that made them; negative where more is freed"""
-    casts: int
-    """weights in half precision, which autocast keeps; the only part of the peak that does not grow with the images"""
-    whole: float
-    """share of the activations that are as wide as the embedding; a cut of the matrices leaves them whole in mode 1d"""
-    peak: int
-    """the most memory at once, beside weights, buffers, inputs and gradients that stay for the step"""
+    matrices: int  # weights of which Muon keeps one moment; 0 with another optimizer
+    buffers: int  # such as the statistics of batch norm
+    inputs: int  # images and targets of the micro-batch
+    kept: Mapping[str, int]  # activations after the forward pass, by their module; negative where more is freed
+    casts: int  # weights that autocast keeps in half precision; the rest of the peak grows with the images
+    whole: float  # share of the activations as wide as the embedding, which mode 1d does not cut
+    peak: int  # the most memory at once, beside weights, buffers, inputs and gradients that stay for the step
 
     @property
     def flops(self) -> float:
@@ -87,18 +71,17 @@ class Pass:
 
 
 class Uncountable(RuntimeError):
-    """A model with an operation that needs numbers: its passes can be measured alone."""
+    """An error: the model has an operation that needs numbers, so its passes can only be measured."""
 
 
-def trace(config: TrainConfig, *, device: str, micro_batch_size: int = 0) -> Pass:
+def trace(config: TrainConfig, *, device: str) -> Pass:
     """Count a pass of a config's model and loss on "cuda" or "cpu".
 
-    micro_batch_size: instead of the config's. Gradients of earlier passes are there already, as in all passes of a step
-    but the first, so the first needs less. Precision "auto" counts as bf16 on a GPU, and as fp32 on a CPU. ValueError
-    for a model that cannot be built, Uncountable for one that cannot be counted.
+    Gradients of earlier passes are in memory, as in all passes of a step but the first. ValueError for a model that
+    cannot be built, Uncountable for one that cannot be counted.
     """
     try:
-        return _trace(config, device=device, micro_batch_size=micro_batch_size)
+        return _trace(config, device)
     except RuntimeError as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
         raise Uncountable(
@@ -107,12 +90,9 @@ def trace(config: TrainConfig, *, device: str, micro_batch_size: int = 0) -> Pas
         ) from error
 
 
-def _trace(config: TrainConfig, *, device: str, micro_batch_size: int) -> Pass:
+def _trace(config: TrainConfig, device: str) -> Pass:
     config = replace(config, model=replace(config.model, num_classes=config.model.num_classes or 1000))
-    images = micro_batch_size or config.data.micro_batch_size
-    precision = config.run.precision
-    if precision == "auto":
-        precision = "bf16" if device == "cuda" else "fp32"
+    precision = precision_of(config, device)
     model = meta_model(config, device)
     counter = _Counter(model)
     if device == "cpu" and precision == "bf16" and torch.cpu.get_capabilities().get("avx512_bf16", False):
@@ -120,11 +100,13 @@ def _trace(config: TrainConfig, *, device: str, micro_batch_size: int) -> Pass:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     counter.ignore(parameter.grad for parameter in model.parameters())
-    batch = _inputs(config, images)
-    counter.ignore(tensor for tensor in batch if isinstance(tensor, Tensor))
+    batch = _inputs(config)
+    counter.ignore(tensors_in(batch))
     objective = build_objective(config, model)
     casts, widths = _Casts(device, precision, counter), _Widths(model)
-    with torch.random.fork_rng(devices=[]), counter.watching(model), casts.recomputing(model):
+    counter.watch(model)
+    casts.watch(model)
+    with torch.random.fork_rng(devices=[]), counter:
         torch.manual_seed(0)  # stochastic depth draws on the host
         with casts, widths:
             loss = objective(model, batch)
@@ -132,14 +114,14 @@ def _trace(config: TrainConfig, *, device: str, micro_batch_size: int) -> Pass:
         counter.end_forward()
         loss.backward()
     return Pass(
-        images=images,
+        images=config.data.micro_batch_size,
         kernels=tuple(counter.kernels),
         forward_kernels=counter.forward_kernels,
         gradients=tuple(counter.gradients),
         weights=sum(p.nbytes for p in model.parameters()),
         matrices=sum(p.nbytes for p in hidden_matrices(model)) if config.optim.name.startswith("muon") else 0,
         buffers=sum(b.nbytes for b in model.buffers()),
-        inputs=sum(t.numel() * t.element_size() for t in batch if isinstance(t, Tensor)),
+        inputs=sum(t.nbytes for t in tensors_in(batch)),
         kept=counter.kept,
         casts=casts.size,
         whole=widths.share(casts.size),
@@ -147,16 +129,21 @@ def _trace(config: TrainConfig, *, device: str, micro_batch_size: int) -> Pass:
     )
 
 
+def precision_of(config: TrainConfig, device: str) -> str:
+    auto = "bf16" if device == "cuda" else "fp32"
+    return auto if config.run.precision == "auto" else config.run.precision
+
+
 def meta_model(config: TrainConfig, device: str) -> nn.Module:
-    """Build the model on the meta device, with the attention that it would have on the device."""
+    """Build the model on the meta device, with the attention of this device."""
     options = config.model.arguments() | {"weights": None, "num_classes": config.model.num_classes or 1000}
     with META, _Uninitialised():
         model = create_model(**options).train()
     return set_fused_attn(model, device == "cuda")
 
 
-def _inputs(config: TrainConfig, images: int) -> Augmented:
-    side, classes = config.model.img_size, config.model.num_classes
+def _inputs(config: TrainConfig) -> Augmented:
+    images, side, classes = config.data.micro_batch_size, config.model.img_size, config.model.num_classes
     pixels, targets = torch.empty(images, 3, side, side, device=META), torch.empty(images, classes, device=META)
     if not config.loss.dense_weight:
         return Augmented(pixels, targets)
@@ -164,7 +151,7 @@ def _inputs(config: TrainConfig, images: int) -> Augmented:
 
 
 class _Uninitialised(TorchDispatchMode):
-    """Leaves out operations that write into a tensor, which would be most of the time in which a model is built."""
+    """Skips operations that write into a tensor: they would take most of the time to build a model."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable and isinstance(args[0], Tensor) and args[0].device == META:
@@ -187,26 +174,19 @@ class _Counter(TorchDispatchMode):
         self.ignore([*model.parameters(), *model.buffers()])
 
     def ignore(self, tensors: Iterable[Tensor | None]) -> None:
-        """Count none of the memory of these tensors, which must outlive the counter."""
+        """Do not count the memory of these tensors, which must outlive the counter."""
         for tensor in tensors:
             if tensor is not None:
                 storage = tensor.untyped_storage()
                 self._known[storage._cdata] = storage
 
-    @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Count while the block runs, and note what each part of the model keeps and when each gradient is ready."""
-        handles: list[Any] = []
+    def watch(self, model: nn.Module) -> None:
+        """Note what each part of the model keeps, and when each gradient is ready."""
         for name, module in _parts(model):
-            handles.append(module.register_forward_hook(lambda *_, name=name: self._note(name)))
+            module.register_forward_hook(lambda *_, name=name: self._note(name))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook
-                handles.append(hook(lambda p, name=name: self._finish(name, p)))
-        with self:
-            yield
-        for handle in handles:
-            handle.remove()
+                parameter.register_post_accumulate_grad_hook(partial(self._finish, name))
 
     def end_forward(self) -> None:
         self._note("head and loss")
@@ -218,13 +198,13 @@ class _Counter(TorchDispatchMode):
             self._before = self.live
 
     def _finish(self, name: str, parameter: Tensor) -> None:
-        self.gradients.append(Gradient(name, parameter.numel() * parameter.element_size(), len(self.kernels)))
+        self.gradients.append(Gradient(name, parameter.nbytes, len(self.kernels)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = list(tensors_in((args, tuple(kwargs.values()))))
+        inputs = tensors_in((args, kwargs))
         out = func(*args, **kwargs)
-        outputs = list(tensors_in(out))
+        outputs = tensors_in(out)
         read = {tensor.untyped_storage()._cdata for tensor in inputs}
         is_view = outputs and all(tensor.untyped_storage()._cdata in read for tensor in outputs)
         for tensor in outputs:
@@ -237,7 +217,6 @@ class _Counter(TorchDispatchMode):
         return out
 
     def count(self, flops: float, tensors: Iterable[Tensor]) -> None:
-        """Count a kernel that reads or writes each of these tensors once."""
         self.kernels.append(Kernel(flops, sum(_bytes(tensor) for tensor in tensors)))
 
     def _allocate(self, tensor: Tensor) -> None:
@@ -254,12 +233,11 @@ class _Counter(TorchDispatchMode):
         self.live -= size
 
 
-ROW_CUT = (".attn.proj", ".mlp.fc2")
-"""layers whose inputs mode 1d cuts, although they may be as wide as the embedding"""
+ROW_CUT = (".attn.proj", ".mlp.fc2")  # layers whose inputs mode 1d cuts, although they may be as wide as the embedding
 
 
 class _Widths(torch.autograd.graph.saved_tensors_hooks):
-    """Notes how many of the bytes that autograd saves are in activations as wide as the embedding."""
+    """Notes the bytes that autograd saves, and those of them in activations as wide as the embedding."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(self._pack, lambda tensor: tensor)
@@ -283,7 +261,7 @@ class _Widths(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
     def share(self, casts: int) -> float:
-        """Return the share of these bytes, without those of the weights' casts; 1 if nothing was saved."""
+        """Return the share of wide activations in these bytes, without the casts of weights; 1 if nothing was saved."""
         total = sum(size for size, _ in self._sizes.values()) - casts
         return sum(size for size, is_whole in self._sizes.values() if is_whole) / total if total > 0 else 1.0
 
@@ -291,16 +269,12 @@ class _Widths(torch.autograd.graph.saved_tensors_hooks):
 EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided}
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for branch in tree:
-            yield from tensors_in(branch)
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; those of an expanded one count once."""
+    """Return the bytes of a tensor, without the repetitions of an expanded one."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -327,7 +301,7 @@ UPPER |= {Tensor.log_softmax, torch.sum, Tensor.sum, torch.prod, Tensor.prod, F.
 
 
 class _Casts(TorchFunctionMode):
-    """Casts as torch.autocast does on a device, which the meta device does not."""
+    """Casts as torch.autocast does on a device; attention and dropout keep as much as the fused kernels."""
 
     def __init__(self, device: str, precision: str, counter: _Counter) -> None:
         super().__init__()
@@ -343,17 +317,12 @@ class _Casts(TorchFunctionMode):
         self.size = sum(_bytes(cast) for cast in self._kept or ())
         self._kept = None
 
-    @contextmanager
-    def recomputing(self, model: nn.Module) -> Iterator[None]:
-        """Cast as well in modules that the backward pass computes again, where modes of the forward pass are off."""
-        handles: list[Any] = []
-        for module in model.modules():  # any of them may be what is computed again
-            handles.append(module.register_forward_pre_hook(self._enter))
+    def watch(self, model: nn.Module) -> None:
+        """Cast also in modules that the backward pass computes again, where the modes of the forward pass are off."""
+        for module in model.modules():
+            module.register_forward_pre_hook(self._enter)
             # always_call: the recomputation stops by an exception when it has all that it needs
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        yield
-        for handle in handles:
-            handle.remove()
+            module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, *_: Any) -> None:
         if self._kept is None:
@@ -393,7 +362,7 @@ class _Casts(TorchFunctionMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Attention that keeps its inputs, its output and a number per row (https://arxiv.org/abs/2205.14135)."""
+    """Attention that keeps its inputs, its output and one number per row (https://arxiv.org/abs/2205.14135)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, counter: _Counter) -> Tensor:
@@ -414,7 +383,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 class _FusedDropout(torch.autograd.Function):
-    """Dropout that keeps a byte per element."""
+    """Dropout that keeps one byte per element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -432,7 +401,7 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
 
 
 class _Native(torch.autograd.Function):
-    """Attention of attention.cpp, which keeps its input, its output and a number per row."""
+    """Attention of attention.cpp, which keeps its input, its output and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, counter: _Counter) -> Tensor:

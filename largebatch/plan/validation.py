@@ -3,8 +3,8 @@
     python -m largebatch.plan validate docs/planner.csv         runs of others, and our own
     python -m largebatch.plan validate A/step.csv B/step.csv    your own steps, predicted from the first
 
-A row of docs/planner.csv has a figure and the options with which the plan predicts it. "counted": from kernels at the
-rates of the device alone. "from RUN": with the speed that gives the figure of that run, which is then no prediction.
+A row of docs/planner.csv has a figure and the options of its plan. "counted": predicted from the rates of the device
+alone. "from RUN": with the speed that gives the figure of that run, which is then no prediction.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,10 +23,9 @@ from largebatch.plan.step import Cluster, Speed, step_of
 from largebatch.plan.trace import Pass, trace
 
 COLUMNS = ("group", "run", "figure", "published", "from", "options", "source")
+# By figure: hours, images per second, a step with its images or without, the passes of a rank, their peak.
 UNITS = {"run": "h", "rate": "img/s", "step": "s", "resident": "s", "passes": "s", "memory": "MiB"}
-"""by what the figure is of: images per second, a step with its images or without, the passes of a rank, their peak"""
-ITSELF = "itself"
-"""in the column `from` of a run that only gives its speed to others"""
+ITSELF = "itself"  # in the column `from` of a run that only gives its speed to others
 
 Read = Callable[[Sequence[str]], tuple[TrainConfig, Cluster]]
 
@@ -49,7 +48,7 @@ class Row:
 
 
 def validated(paths: Sequence[Path], read: Read) -> list[Row]:
-    """Return the rows of published runs, or of one's own steps. read: returns what the options of a plan ask for."""
+    """Return the rows of published runs, or of one's own steps. read: reads the options of a plan."""
     first = read_table(paths[0], (), what="TABLE", expected="a table of runs")
     if first and "options" not in first[0]:
         return [*compared(paths)]
@@ -90,7 +89,6 @@ def predict(row: Cells, read: Read, speed: Speed) -> float:
 
 
 def speed_of(row: Cells, read: Read) -> Speed:
-    """Return the speed with which a run has its published figure."""
     rises = -1 if row["figure"] == "rate" else 1  # with the time of a pass
     return Speed(root(lambda factor: rises * (predict(row, read, Speed(factor)) - float(row["published"]))))
 
@@ -105,7 +103,6 @@ def root(function: Callable[[float], float]) -> float:
 
 
 def counted(config: TrainConfig, cluster: Cluster) -> Pass:
-    """Return the pass of a config, counted once."""
     micro = DataConfig(micro_batch_size=config.data.micro_batch_size)
     run = RunConfig(precision=config.run.precision)
     return _counted(TrainConfig(model=config.model, loss=config.loss, data=micro, run=run), cluster.device.kind)

@@ -29,7 +29,7 @@ BATCH = 32  # images that the model sees at once
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of this process; return the exit code."""
+    """Run a command line; return the exit code."""
     args = _parser().parse_args(argv)
     try:
         if args.top < 1:
@@ -65,7 +65,7 @@ def _parser() -> Parser:
 
 
 def open_model(source: str, *, average: bool = False) -> nn.Module:
-    """Build the model of a run or of weights, for evaluation. Raises ValueError if they do not tell their model."""
+    """Build the model of a run or of weights, for evaluation; ValueError if it is unknown or has no head."""
     model = create_model(weights=hub.read(source, average=average))
     if not getattr(model, "num_classes"):
         raise ValueError(f"{source} has no head, so it knows no classes: give weights of a classifier.")
@@ -79,7 +79,7 @@ def class_names(model: nn.Module) -> Sequence[str]:
 
 @torch.inference_mode()
 def probabilities(model: nn.Module, paths: Sequence[str]) -> Iterator[Tensor]:
-    """Yield the probability of each class, float64 (K,), for each image; all of them must be readable."""
+    """Yield the probability of each class, float64 (K,), for each image, which must be readable."""
     from largebatch.data.dali import EvalLoader
     from largebatch.data.scan import index_images
 
@@ -102,7 +102,7 @@ def probabilities(model: nn.Module, paths: Sequence[str]) -> Iterator[Tensor]:
 
 
 def images_in(path: str) -> list[str]:
-    """Return the images in a folder and in its folders, sorted; of anything else, and of an empty one, its own path."""
+    """Return the images in a folder and in its folders, sorted; if there are none, the path itself."""
     from largebatch.data.sources import EXTENSIONS
 
     found = Path(path).rglob("*") if os.path.isdir(path) else ()  # no error if this user may not look
@@ -110,7 +110,6 @@ def images_in(path: str) -> list[str]:
 
 
 def why_unreadable(path: str) -> str:
-    """Return the reason, or ""."""
     from largebatch.data.quarantine import image_fault
 
     if os.path.isdir(path):
@@ -124,7 +123,7 @@ def why_unreadable(path: str) -> str:
 
 
 def most_likely(shares: Tensor, names: Sequence[str], top: int) -> list[tuple[str, float]]:
-    """Return the names and probabilities of the `top` most likely classes; of equal ones the lower number is first."""
+    """Return names and probabilities of the most likely classes, of equal ones the lower number first."""
     ordered = shares.sort(descending=True, stable=True)
     return [(names[k], share) for k, share in zip(ordered.indices[:top].tolist(), ordered.values[:top].tolist())]
 

@@ -1,7 +1,7 @@
 """Work in a thread that does not keep the process from ending for long.
 
-A thread that has done its work waits for the next one of its name: libraries keep caches by thread, such as matplotlib
-its fonts and the C library its memory, so a new thread for each work would need more memory and descriptors each time.
+A thread waits for the next work of its name: libraries keep caches by thread, such as matplotlib its fonts, so a new
+thread for each work would need more memory and descriptors each time.
 """
 
 import atexit
@@ -22,7 +22,7 @@ _idle: defaultdict[str, list[Works]] = defaultdict(list)  # of the threads that 
 def in_background(work: Callable[[], T], *, name: str) -> futures.Future[T]:
     """Begin `work` in a daemon thread of this name; return its future result.
 
-    The threads of an executor are joined when the process ends, also one that hangs in a file system.
+    The process would wait for a thread of an executor at its end, even if that hangs in a file system.
     """
     future: futures.Future[T] = futures.Future()
     _begun.add(future)
@@ -42,7 +42,7 @@ def _serve(works: Works, name: str) -> None:
 
 
 def _do(works: Works, name: str) -> None:
-    """Do the next work. When this returns, nothing refers to the work any more."""
+    """Do the next work; keep no reference to it."""
     work, future = works.get()
     try:
         result = work()
@@ -56,5 +56,5 @@ def _do(works: Works, name: str) -> None:
 
 @atexit.register
 def _wait() -> None:
-    """Let the work come to its end: a thread inside a library of C may crash an interpreter that ends."""
+    """Let the work end: a thread inside a library of C may crash an interpreter that ends."""
     futures.wait(list(_begun), GRACE_S)

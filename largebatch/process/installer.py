@@ -1,4 +1,4 @@
-"""What installed this package: the command that sets it up, as messages name it, and what install.sh noted."""
+"""The command that installs this package, for messages, and the notes of install.sh."""
 
 import json
 import shlex
@@ -12,7 +12,7 @@ MARKER = Path(sys.prefix) / "largebatch-installed"  # install.sh notes there wha
 
 
 def install_command(*options: str, settings: str = "", script: Path = SCRIPT) -> str:
-    """Return the command with install.sh; settings: the variables before it, such as CUDA=12.6."""
+    """Return the command with install.sh. settings: variables before it, such as CUDA=12.6."""
     command = "mpi_scripts/install.sh"
     if not script.exists():  # a wheel does not have it
         source = installed_from()
@@ -22,7 +22,7 @@ def install_command(*options: str, settings: str = "", script: Path = SCRIPT) ->
 
 
 def installed_from() -> Path | None:
-    """Return the folder or archive from which pip installed this package, if it is still there."""
+    """Return the folder or archive from which pip installed this package, if it is there."""
     try:
         noted = distribution("largebatch").read_text("direct_url.json")
     except PackageNotFoundError:
@@ -32,10 +32,9 @@ def installed_from() -> Path | None:
 
 
 def foreign_gpu(capability: tuple[int, int], marker: Path = MARKER) -> str:
-    """Return the architectures of Horovod's kernels if none runs on a GPU of this capability, empty if one does.
+    """Return the architectures of Horovod's kernels if none runs on a GPU of this capability, otherwise "".
 
-    CUDA runs the code of the same major version and no greater minor one, and compiles that of the last architecture
-    for every later GPU.
+    CUDA runs code of the same major and no greater minor version, and compiles that of the last for every later GPU.
     """
     noted = dict(line.split("=", 1) for line in marker.read_text().splitlines()) if marker.exists() else {}
     listed = noted.get("architectures", "")

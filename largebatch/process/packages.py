@@ -1,11 +1,11 @@
-"""Versions of packages, which are not imported for it."""
+"""Versions of packages, read without an import."""
 
 import importlib.metadata
 from collections.abc import Iterable
 
 
 def version_of(package: str) -> str:
-    """Return the version in the metadata of a package; empty if it is not installed."""
+    """Return the version of a package; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -13,5 +13,5 @@ def version_of(package: str) -> str:
 
 
 def versions(packages: Iterable[str]) -> list[str]:
-    """Return name and version of those that are installed."""
+    """Return name and version of each that is installed."""
     return [f"{name} {version}" for name in packages if (version := version_of(name))]

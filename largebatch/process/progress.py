@@ -16,7 +16,7 @@ Show = Callable[[int], None]  # takes the number of pieces done so far
 
 @contextlib.contextmanager
 def show_progress(what: str, total: int, *, unit: str = "images", quiet: bool = False) -> Iterator[Show]:
-    """Yield a function that shows, on stderr, how many of `total` are done; it shows nothing if `quiet`."""
+    """Yield a function that shows on stderr how many of `total` are done."""
     if quiet:
         yield lambda done: None
     elif sys.stderr.isatty():
@@ -30,7 +30,7 @@ def show_progress(what: str, total: int, *, unit: str = "images", quiet: bool = 
 
 
 def _lines(what: str, total: int, unit: str) -> Show:
-    """Return a function that prints a line each time that another tenth is done."""
+    """Return a function that prints a line for each tenth."""
     tenths_shown = 0
 
     def show(done: int) -> None:
@@ -47,7 +47,7 @@ def _lines(what: str, total: int, unit: str) -> Show:
 def start_bar(text: str, total: int, *, done: int = 0) -> Bar:
     """Draw a bar on stderr with a text behind it, and let the log appear above it.
 
-    rich replaces sys.stderr, but logging handlers still hold the old stream, so they get the new one.
+    rich replaces sys.stderr, so handlers of logging get the new stream.
     """
     from rich import progress
     from rich.console import Console
@@ -63,14 +63,12 @@ def start_bar(text: str, total: int, *, done: int = 0) -> Bar:
 
 
 def stop_bar(bar: Bar) -> None:
-    """Take the bar away."""
     before = sys.stderr
     bar.stop()
     _redirect_log(before, sys.stderr)
 
 
 def _redirect_log(old: TextIO, new: TextIO) -> None:
-    """Give the new stream to every logging handler that writes to the old one."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is old:
             handler.setStream(new)

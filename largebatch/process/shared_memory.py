@@ -1,7 +1,7 @@
 """Shared memory that killed jobs left behind.
 
-Ranks of a host send each other messages through files in /dev/shm, which Open MPI removes when a job ends. If mpirun
-and all ranks are killed at once, nobody does, and each rank leaves 4 MB of the host's memory behind.
+Ranks of a host send each other messages through files in /dev/shm, which Open MPI removes at the end. If mpirun and all
+ranks are killed at once, each rank leaves 4 MB of the host's memory behind.
 """
 
 import os
@@ -26,7 +26,7 @@ def remove_leftovers(folder: Path = Path("/dev/shm")) -> list[str]:
 
 
 def _segments(folder: Path) -> list[str]:
-    """List the files of this user and host."""
+    """Return the files of this user and host."""
     found = []
     for entry in os.scandir(folder):
         parts = SEGMENT.fullmatch(entry.name)
@@ -37,7 +37,7 @@ def _segments(folder: Path) -> list[str]:
 
 
 def _mapped(names: list[str]) -> set[str]:
-    """Return those of the files that a process has mapped, as far as this user may see."""
+    """Return the files that a process has mapped, as far as this user may see."""
     mapped: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from largebatch.launch import cores
-from largebatch.launch.cores import Cores, compact, share_of_cores
+from largebatch.launch import bind, cores
+from largebatch.launch.cores import Cores, share_of_cores
 from largebatch.ranks.preflight import SHOWN, name_ranks
 from largebatch.ranks.stopped import Stopped
 
@@ -117,7 +117,7 @@ def by_host(places: Sequence[Place]) -> list[str]:
         resources.setdefault(place.host, {}).setdefault(f"{place.cores}{shared}, {threads}", []).append(rank)
     lines = []
     for host, ranks in hosts.items():
-        each = [f"rank{'s' * (len(of) > 1)} {compact(of)}: {text}" for text, of in resources[host].items()]
+        each = [f"rank{'s' * (len(of) > 1)} {bind.ranges(of)}: {text}" for text, of in resources[host].items()]
         lines.append(f"{host}: {', '.join(ranks)}; {'; '.join(each)}")
     return lines
 

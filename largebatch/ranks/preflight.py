@@ -15,10 +15,10 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import mode
 from typing import TYPE_CHECKING
 
 from largebatch.process.installer import install_command
-from largebatch.process.majority import of_most
 from largebatch.process.packages import version_of
 from largebatch.ranks.stopped import Stopped
 
@@ -133,7 +133,7 @@ def _missing(name: str) -> str:
 
 def _clause(name: str, values: Sequence[str], reports: Sequence[RankReport]) -> str:
     """Return a clause like "rank 2 on node7 has timm 1.0.30, the other 3 ranks 1.0.31"."""
-    usual = of_most(values)
+    usual = mode(values)
     odd: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         if value != usual:

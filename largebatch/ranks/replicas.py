@@ -9,6 +9,7 @@ import socket
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mode
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from largebatch.bit_sums import bit_sums, digest
-from largebatch.process.majority import of_most
 from largebatch.ranks.mistakes import Mistake
 from largebatch.ranks.stopped import Stopped
 
@@ -365,5 +365,5 @@ def differing(everyone: list[tuple[int, str, str]]) -> list[bool]:
 
     Of two equally frequent digests the one of the lowest rank counts.
     """
-    usual = {part: of_most(digest for p, _, digest in everyone if p == part) for part, _, _ in everyone}
+    usual = {part: mode(digest for p, _, digest in everyone if p == part) for part, _, _ in everyone}
     return [usual[part] != digest for part, _, digest in everyone]

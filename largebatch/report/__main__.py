@@ -24,7 +24,7 @@ from largebatch.report.diff import compare
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of this process; return the exit code."""
+    """Run a command line; return the exit code."""
     words = sys.argv[1:] if argv is None else argv
     try:
         return diff(words[1:]) if words[:1] == ["diff"] else report(words)
@@ -37,7 +37,7 @@ def report(words: Sequence[str]) -> int:
     from largebatch.report.page import write_page
     from largebatch.report.panels import panels, read_runs
 
-    parser = _parser("report")
+    parser = Parser("report", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder for the page and its pictures")
     parser.add_argument("--pictures", action="store_true", help="write the diagrams as PNG files, too")
@@ -59,7 +59,7 @@ def report(words: Sequence[str]) -> int:
 
 
 def diff(words: Sequence[str]) -> int:
-    parser = _parser("report diff")
+    parser = Parser("report diff", __doc__)
     parser.add_argument("one", type=Path, metavar="RUN_A", help="the folder of a run")
     parser.add_argument("other", type=Path, metavar="RUN_B", help="the folder of another run")
     args = parser.parse_args(words)
@@ -67,10 +67,6 @@ def diff(words: Sequence[str]) -> int:
     for finding in findings:
         print(on_screen(str(finding)))
     return int(any(finding.differs for finding in findings))
-
-
-def _parser(program: str) -> Parser:
-    return Parser(program, __doc__)
 
 
 if __name__ == "__main__":

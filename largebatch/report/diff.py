@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ SHOWN = 8  # options and columns in one line
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found about one part of two runs; differs is None if the folders do not tell."""
+    """The comparison of one part of two runs. differs: None if the folders do not tell."""
 
     part: str
     differs: bool | None
@@ -38,7 +37,7 @@ class Finding:
 
 
 def compare(one: Path, other: Path) -> list[Finding]:
-    """Compare two run folders part by part. Raises ValueError if one of them is not a run folder."""
+    """Compare two run folders part by part; ValueError if one is not a run folder."""
     runs = RunFolder(one).check(), RunFolder(other).check()
     configs = [config.load(str(run.config)) for run in runs]
     steps, evaluations = ([read_rows(run.steps) for run in runs], [read_rows(run.epochs) for run in runs])
@@ -56,7 +55,6 @@ def compare(one: Path, other: Path) -> list[Finding]:
 
 
 def compare_options(one: TrainConfig, other: TrainConfig) -> Finding:
-    """Compare all options but the run's own folder."""
     found = [(name, both) for name, both in config.differences(one, other).items() if name not in PLACES]
     if not found:
         return Finding("options", False, f"{len(config.options(one))} values")
@@ -64,17 +62,17 @@ def compare_options(one: TrainConfig, other: TrainConfig) -> Finding:
 
 
 def compare_versions(one: dict[str, str], other: dict[str, str]) -> Finding:
-    """Compare the versions of packages, and the digest of our sources, that the logs name last."""
+    """Compare the versions of packages and the digest of our sources that the logs name last."""
     names = dict.fromkeys([*one, *other])
-    found = [(name, one.get(name, "unknown"), other.get(name, "unknown")) for name in names]
-    differing = [f"{name} {was} and {now}" for name, was, now in found if was != now]
+    both = ((name, one.get(name, "unknown"), other.get(name, "unknown")) for name in names)
+    differing = [f"{name} {was} and {now}" for name, was, now in both if was != now]
     if not names:
         return Finding("versions", None, "no log.txt names them")
     return Finding("versions", bool(differing), _listed(differing) or f"{len(names)} packages")
 
 
 def _versions(run: RunFolder) -> dict[str, str]:
-    """Return the versions in the last line of a log that names them: a resumed run has a line for each start."""
+    """Return the versions that a log names last: each start has a line."""
     lines = re.findall(r"Python \d+\..*, torch \d.*", run.read_log())
     found = (re.fullmatch(NAME_AND_VERSION, text) for text in lines[-1].split(", ")) if lines else ()
     return {match[1]: match[2] for match in found if match}
@@ -84,7 +82,7 @@ def _versions(run: RunFolder) -> dict[str, str]:
 
 
 def compare_images(one: TrainConfig, other: TrainConfig, rows: list[Row], other_rows: list[Row]) -> Finding:
-    """Compare the numbers of the images that each step takes."""
+    """Compare the images of each step by their numbers."""
     first, second = _plan(one, rows), _plan(other, other_rows)
     if first is None or second is None:
         by_noise = any(map(config.ramp.by_noise, (one, other)))
@@ -115,7 +113,7 @@ def _plan(of: TrainConfig, rows: list[Row]) -> Plan | None:
 
 
 def _samples(plan: Plan, step: int) -> np.ndarray:
-    """Return the epoch and the number of each image of a step."""
+    """Return (epoch, number) of each image of a step."""
     start = plan.start(step)
     return np.stack(plan.samples(start, start + plan.window_images(step)), axis=1)
 
@@ -136,7 +134,7 @@ def compare_rows(part: str, one: list[Row], other: list[Row]) -> Finding:
 
 
 def _differing(one: Row, other: Row) -> list[str]:
-    """Return the columns of two rows that differ; an empty cell is nan, and equals another one."""
+    """Return the columns in which two rows differ; two empty cells (nan) are equal."""
     repeated = [name for name in one if name not in MEASURED]
     return [name for name in repeated if not np.array_equal(one[name], other.get(name, np.inf), equal_nan=True)]
 
@@ -149,7 +147,7 @@ def _digits(value: float | None) -> str:
 
 
 def compare_tensors(one: Path, other: Path) -> Finding:
-    """Compare weights, their average and the optimizer's state in the checkpoints of the same steps, oldest first."""
+    """Compare weights, average and optimizer's state in checkpoints of the same steps, oldest first."""
     paths = [{int(path.name): path for path in checkpoint.checkpoints(folder)} for folder in (one, other)]
     common = sorted(paths[0].keys() & paths[1].keys())
     for step in common:
@@ -172,12 +170,11 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
             yield from ((prefix + key, tensor) for key, tensor in read_weights(path / name).items())
     optimizer = checkpoint.read_state(path)["optimizer"]
     for number, state in optimizer["state"].items():
-        values: dict[str, Any] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        yield from ((f"{key} of parameter {number}", value) for key, value in values.items())
+        yield from ((f"{key} of parameter {number}", x) for key, x in state.items() if isinstance(x, Tensor))
 
 
 def _differing_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> Iterator[str]:
-    """Yield a clause for each tensor that differs; numbers are compared bit by bit."""
+    """Yield a clause for each tensor that differs in any bit."""
     for name in dict.fromkeys([*one, *other]):
         if name not in one or name not in other:
             yield f"{name} is in {'the first' if name in one else 'the second'} run alone"

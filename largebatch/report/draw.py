@@ -1,6 +1,6 @@
 """Draws panels: RUN/curves.png while a run goes on, the SVG in the page of a report, and its pictures.
 
-matplotlib takes half a second to import, and only rank 0 draws: the functions import it.
+The functions import matplotlib, because only rank 0 draws.
 """
 
 import html
@@ -18,7 +18,7 @@ from largebatch.report.panels import LIVE, MAP, Panel, Run, by_kind, panels, ten
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Inches: of the picture, of a row of panels, and of the margins, in which the numbers and titles of the panels stand.
+# Inches of the picture, of a row of panels, and of the margins with numbers and titles.
 WIDTH, HEIGHT = 10.5, 3.3
 LEFT, RIGHT, TOP, BOTTOM, BETWEEN_COLUMNS, BETWEEN_ROWS = 0.75, 0.2, 0.8, 0.55, 0.75, 0.65
 LETTER = 0.0081  # inches of a letter in the name of a kind, for each point of its size
@@ -30,7 +30,7 @@ IN_A_PAGE = {GRID: "var(--line)", "#000001": "var(--soft)"}  # a light and a dar
 
 
 def draw_curves(folder: Path, *, title: str) -> None:
-    """Draw RUN/curves.png from the tables of a run: its curves and, from the second evaluation on, all trust ratios."""
+    """Draw RUN/curves.png: the curves of a run and, from the second evaluation on, all trust ratios."""
     from matplotlib.figure import Figure
 
     run = Run(RunFolder(folder), title)
@@ -50,7 +50,7 @@ def draw_curves(folder: Path, *, title: str) -> None:
 
 
 def write_pictures(folder: Path, runs: Sequence[Run], drawn: Sequence[Panel]) -> list[Path]:
-    """Write report_KEY.png for each panel, and report_layers.png for a single run that has ratios; return the files."""
+    """Write report_KEY.png for each panel, and report_layers.png for a single run with ratios; return the files."""
     files = [write_picture(folder / f"report_{panel.key}.png", panel) for panel in drawn]
     if len(runs) == 1 and runs[0].layers:
         figure, axes = _alone()
@@ -67,7 +67,7 @@ def write_picture(path: Path, panel: Panel) -> Path:
 
 
 def panel_svg(panel: Panel) -> str:
-    """Return the panel for the inside of an HTML page, which has its own titles and legends."""
+    """Return the panel for an HTML page, which has its own titles and legends."""
     figure, axes = _alone(0.16, 0.1, 0.82, 0.87)
     draw_panel(axes, panel, in_a_page=True)
     return _svg(figure, panel.title)
@@ -94,7 +94,7 @@ def _save(figure: "Figure", path: Path) -> Path:
 
 
 def _svg(figure: "Figure", label: str) -> str:
-    """Return a figure as SVG inside HTML: text is text, and colours of the page stand for ours."""
+    """Return a figure as SVG for HTML, with text as text and the colours of the page."""
     from matplotlib import rc_context
 
     file = io.StringIO()
@@ -111,7 +111,6 @@ def _svg(figure: "Figure", label: str) -> str:
 
 
 def _layout(keys: Sequence[str], *, with_map: bool) -> list[list[str]]:
-    """Return the names of the panels, row by row."""
     above, below = [*keys[:2]], [*keys[2:]]
     curves = [below] if len(below) < 4 else [below[:2], below[2:]]
     return [above, *curves, *([[MAP]] if with_map else [])]
@@ -120,7 +119,7 @@ def _layout(keys: Sequence[str], *, with_map: bool) -> list[list[str]]:
 def _add_axes(figure: "Figure", rows: list[list[str]]) -> dict[str, Any]:
     """Add the axes of all panels, which share their epochs, at fixed places; return them by name.
 
-    matplotlib's own layouts measure every text of the picture first, which takes as long as to draw it.
+    matplotlib's own layouts would measure every text first, which takes as long as drawing.
     """
     places: dict[str, Any] = {}
     height = (HEIGHT * len(rows) - TOP - BOTTOM - BETWEEN_ROWS * (len(rows) - 1)) / len(rows)
@@ -195,10 +194,9 @@ def _log_scale(axes: Any) -> None:
 
 
 def draw_map(axes: Any, rows: Sequence[Row], *, in_a_page: bool = False) -> None:
-    """Draw a line of colours for each tensor of layers.csv, over the epochs, with a scale of colours beside it.
+    """Draw a line of colours for each tensor of layers.csv, over the epochs, with names and a scale of colours.
 
-    The colour of an evaluation reaches back to the evaluation before. Names and scale of colours take a part of the
-    place of the axes.
+    The colour of an evaluation reaches back to the evaluation before.
     """
     import numpy as np
     from matplotlib.colors import LogNorm
@@ -229,10 +227,7 @@ def draw_map(axes: Any, rows: Sequence[Row], *, in_a_page: bool = False) -> None
 
 
 def _label(axes: Any, kinds: dict[str, list[str]], *, height: int, size: float, largest: float) -> None:
-    """Name each kind at its middle, unless that is too near to the name above, and part the kinds by a line.
-
-    largest: the size of the letters in a narrow page.
-    """
+    """Name each kind at its middle, unless the name above is too near. largest: size of letters in a narrow page."""
     left, bottom, width, top = axes.get_position().bounds
     least = 1.25 * largest / 72 / (top * axes.figure.get_figheight()) * height
     begin, last, places = 0, -math.inf, {}

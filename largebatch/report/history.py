@@ -1,6 +1,6 @@
-"""RUN/starts.jsonl: a line for each start and each end of a run, and for the first checkpoint of each start.
+"""RUN/starts.jsonl: a line for each start and end of a run, and for the first checkpoint of each start.
 
-So its history can be told, and lost checkpoints are noticed. A start without an end was killed. Rank 0 alone writes.
+It tells the history of a run, and lost checkpoints. A start without an end was killed. Only rank 0 writes.
 """
 
 import shlex
@@ -22,7 +22,7 @@ GIT_S = 10.0  # longest wait for git, which may be slow on a file system that ma
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run, by whom and where; with its end, if it had one."""
+    """A start of a run, with its end if it had one."""
 
     time: float  # seconds since the epoch
     command: str
@@ -36,7 +36,7 @@ class Start:
     reason: str = ""  # of an early end
 
     def __post_init__(self) -> None:
-        """Raise TypeError for a line of somebody else with other kinds of values, or a time that no calendar has."""
+        """Raise TypeError for values of other types, and for a time that no calendar has."""
         texts = (self.command, self.launcher, self.commit, self.reason, *self.hosts)
         numbers = (self.time, self.ranks, self.step, self.ended or 0, self.last_step or 0)
         if not all(isinstance(text, str) for text in texts) or not all(0 <= number < 1e11 for number in numbers):
@@ -49,7 +49,7 @@ class Start:
 
 
 def describe_start(comm: "Ranks", words: Sequence[str]) -> Start:
-    """Return the start of this process, with the hosts of all ranks; every rank calls this."""
+    """Return the start of this process, with the hosts of all ranks. Every rank calls this."""
     hosts = comm.allgather_object(socket.gethostname(), name="starts")
     return Start(
         time=time.time(),
@@ -62,7 +62,7 @@ def describe_start(comm: "Ranks", words: Sequence[str]) -> Start:
 
 
 def commit() -> str:
-    """Return the git commit of the sources, with -dirty if they were changed; empty if git does not know them."""
+    """Return the git commit of the sources, with -dirty if they were changed; empty without one."""
     here = str(Path(__file__).parents[1])
     words = ["git", "--no-optional-locks", "-C", here, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
@@ -86,7 +86,7 @@ def write_saved(folder: Path, *, step: int) -> None:
 
 
 def saved_step(folder: Path) -> int:
-    """Return the newest step of which the history says that it was saved; 0: none was."""
+    """Return the newest step that was saved, by the history; 0 without one."""
     lines = [line for line in RunFolder(folder).read_lines() if isinstance(line, dict)]
     inside = [part for line in lines for part in (line, line.get("start"), line.get("end")) if isinstance(part, dict)]
     steps = [part.get(name) for part in inside for name in ("saved", "step", "last_step")]
@@ -94,7 +94,7 @@ def saved_step(folder: Path) -> int:
 
 
 def read_starts(folder: Path) -> list[Start]:
-    """Return the starts of a run, oldest first; lines that are cut off are left out."""
+    """Return the starts of a run, oldest first, without lines that are cut off."""
     starts = list[Start]()
     for line in RunFolder(folder).read_lines():
         try:

@@ -1,8 +1,9 @@
-"""One HTML page about runs. It loads nothing from elsewhere, so it can be sent by mail and read without a network."""
+"""One HTML page about runs. It loads nothing from elsewhere, so it can be sent by mail."""
 
 import datetime
 import html
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from shlex import quote
 
@@ -84,7 +85,7 @@ def _configuration(run: Run) -> str:
 
 
 def _results(runs: Sequence[Run]) -> str:
-    """Return a column for each run, so that a narrow window has room for the texts."""
+    """Return a table with a column for each run, so that a narrow window has room for the texts."""
     rows = {
         "model": [f"{run.config.model.name} at {run.config.model.img_size} px{_parameters(run)}" for run in runs],
         "data": [_data(run) for run in runs],
@@ -110,7 +111,7 @@ def _num_images(run: Run) -> int:
 
 
 def _parameters(run: Run) -> str:
-    """Return how many the model has; nothing for a model of a user's file, which is not run here."""
+    """Return the number of parameters; empty for a model of a user's file, which is not run here."""
     try:
         with torch.device("meta"):
             model = create_model(**run.config.model.arguments() | {"weights": None})
@@ -120,7 +121,7 @@ def _parameters(run: Run) -> str:
 
 
 def _changes(run: Run) -> str:
-    """Return the options that differ from the recipe; nothing for a recipe in a user's file, which is not run here."""
+    """Return the options that differ from the recipe; empty for a recipe in a user's file, which is not run here."""
     given = {name: value for name, value in options(run.config).items() if name in CHOOSES}
     try:
         found = differences(find(given | {"recipe": run.config.recipe}, _num_images(run)), run.config)
@@ -162,18 +163,10 @@ def _differences(runs: Sequence[Run]) -> str:
     if len(runs) < 2:
         return ""
     found = {name for run in runs[1:] for name in differences(runs[0].config, run.config)} - {"run.folder"}
-    values = {name: [str(_option(run, name)) for run in runs] for name in sorted(found)}
-    rows = [(f"--{name}", *map(_text, of)) for name, of in values.items()]
+    rows = [(f"--{name}", *(_text(attrgetter(name)(run.config)) for run in runs)) for name in sorted(found)]
     if not rows:
         return "<h2>Differences</h2><p>All options are the same.</p>"
     return "<h2>Differences</h2>" + _table(("option", *(_text(run.name) for run in runs)), rows)
-
-
-def _option(run: Run, name: str) -> object:
-    value: object = run.config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _predictions(run: Run, *, named: bool) -> str:
@@ -226,8 +219,8 @@ def _dot(run: Run) -> str:
     return f'<span class="dot" style="background: {run.colour}"></span>'
 
 
-def _text(text: str) -> str:
-    return html.escape(str(text))
+def _text(value: object) -> str:
+    return html.escape(str(value))
 
 
 def _moment(seconds: float) -> str:

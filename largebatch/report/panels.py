@@ -1,4 +1,4 @@
-"""The one list of panels: which lines of which runs they show. draw.py draws them, for a run and for a page."""
+"""The panels, and the lines of runs that they show. draw.py draws them."""
 
 import bisect
 import itertools
@@ -20,7 +20,7 @@ from largebatch.report.tables import TRUST
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 OF_A_STEP = ("loss", "grad_norm", "images_per_s", *TRUST)  # a short last step has others
 MAP = "trust ratio of each tensor (the first block of a kind is on top)"
-# Columns by table, with what they show, the number of their colour, and whether they are thin lines behind the others.
+# The title of each panel, and its columns: table, column, label, number of the colour, thin line behind the others.
 KINDS: dict[str, tuple[str, tuple[tuple[str, str, str, int, bool], ...]]] = {
     "loss": (
         "loss",
@@ -83,7 +83,7 @@ class Run:
 
     @cached_property
     def layers(self) -> list[Row]:
-        """Those of layers.csv, if the run has trust ratios and a course of them."""
+        """The rows of layers.csv, if there are several and the run has trust ratios."""
         rows = read_rows(self.folder.layers) if _has(self.steps, TRUST[1]) else []
         return rows if len(rows) > 1 and tensors(rows) else []
 
@@ -117,10 +117,7 @@ class Panel:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read run folders; each is named by the end of its path that tells it from the others.
-
-    ValueError if one is none.
-    """
+    """Read run folders, each named by the end of its path that differs; ValueError if one is not a run folder."""
     parts = [folder.resolve().parts for folder in folders]
     depth = next((k for k in range(1, 99) if len({part[-k:] for part in parts}) == len(parts)), 99)
     names = ("/".join(part[-depth:]).lstrip("/") for part in parts)
@@ -131,7 +128,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 def panels(runs: Sequence[Run], keys: Sequence[str] = tuple(KINDS)) -> list[Panel]:
     """Return the panels with these keys that have a number, and those of ALWAYS.
 
-    A single run has a colour for each column. Of several runs, each has its own colour in all panels.
+    A single run has a colour for each column; several runs have a colour each.
     """
     marks = [mark for run in runs for mark in _marks(run)]
     found = [
@@ -178,13 +175,13 @@ def _has(rows: Sequence[Row], column: str) -> bool:
 
 
 def at_middles(rows: list[Row]) -> list[Row]:
-    """Return rows about the time since the row before at the middle of that time, where their means belong."""
+    """Return rows at the middle of the time since the row before, where their means belong."""
     begins = [0.0, *(row["epoch"] for row in rows)]
     return [row | {"epoch": (begin + row["epoch"]) / 2} for begin, row in zip(begins, rows)]
 
 
 def whole_steps(rows: list[Row]) -> list[Row]:
-    """Return the rows without that of the run's last step if it is short: its norm and its rate are of fewer images."""
+    """Return the rows without that of a short last step, whose norm and rate are of fewer images."""
     if len(rows) < 2 or rows[-1]["step"] <= rows[-2]["step"]:
         return rows
     mean = (rows[-1]["images"] - rows[-2]["images"]) / (rows[-1]["step"] - rows[-2]["step"])
@@ -192,9 +189,9 @@ def whole_steps(rows: list[Row]) -> list[Row]:
 
 
 def batches(rows: list[Row]) -> list[Row]:
-    """Return the global batch at each row: the mean since the row before, without the run's last step, which is short.
+    """Return the global batch at each row: the mean since the row before, which lies between two phases of a ramp.
 
-    It never shrinks. Between two phases of a batch ramp it is between their batches.
+    It never shrinks, so a short last step does not count.
     """
     found, before, batch = [], {"step": 0.0, "images": 0.0}, 0.0
     for row in rows:
@@ -211,10 +208,7 @@ def _marks(run: Run) -> list[tuple[float, str]]:
 
 
 def epoch_of(step: int, rows: Sequence[Row]) -> float:
-    """Return the epoch after a step, between the rows around it: the steps of a batch ramp differ in length.
-
-    Steps after the last row are like those before it.
-    """
+    """Return the epoch after a step, interpolated between the rows around it, extrapolated after the last."""
     steps, epochs = ([0.0, *(row[name] for row in rows)] for name in ("step", "epoch"))
     after = min(bisect.bisect_left(steps, step, lo=1), len(rows))
     pace = (epochs[after] - epochs[after - 1]) / (steps[after] - steps[after - 1])
@@ -222,15 +216,13 @@ def epoch_of(step: int, rows: Sequence[Row]) -> float:
 
 
 def tensors(rows: Sequence[Row]) -> list[str]:
-    """Return the names of the tensors in layers.csv, in the order of the model."""
     return [name for name in (rows[0] if rows else {}) if name not in ("step", "epoch")]
 
 
 def by_kind(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the tensors of each kind, which is their name without its numbers; kinds come as the model has them.
+    """Return the tensors of each kind, such as attn.qkv of all blocks, in the order of the model.
 
-    Tensors of one kind, such as attn.qkv of all blocks, stand together in the map. In the order of the model neighbours
-    are of different kinds, and stripes would hide how the ratios change with depth.
+    They stand together in the map: otherwise stripes would hide how the ratios change with depth.
     """
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in names:

@@ -1,4 +1,4 @@
-"""RUN/predictions.csv: what a model said about each held-out image; its worst errors, and the classes that it confuses.
+"""RUN/predictions.csv: the answer of a model to each held-out image; its worst errors, and classes that it confuses.
 
     python -m largebatch.validate RUN --predictions RUN/predictions.csv
 """
@@ -57,7 +57,7 @@ def write(path: Path, index: Index, answers: Mapping[int, Answer]) -> None:
 
 
 def read(path: Path) -> list[Prediction]:
-    """Return the rows of a table; none if there is no table. Raises ValueError if the file is another one."""
+    """Return the rows of a table, none if there is no file; ValueError for another file."""
     if not path.is_file():
         return []
     kinds: dict[str, Any] = {field.name: field.type for field in fields(Prediction)}
@@ -72,9 +72,9 @@ def read(path: Path) -> list[Prediction]:
 
 
 def confusion(rows: Sequence[Prediction]) -> tuple[list[str], list[list[int]]]:
-    """Return the names of the classes and how many images of each (row) were taken for each (column).
+    """Return the names of classes, and the number of images of each (row) that were taken for each (column).
 
-    If there are more than MOST_CLASSES, only those with the most errors are shown.
+    Of more than MOST_CLASSES, only those with the most errors.
     """
     errors = Counter[int]()
     for row in rows:
@@ -95,7 +95,7 @@ def worst(rows: Sequence[Prediction], count: int) -> list[Prediction]:
 
 
 def small_images(config: TrainConfig, rows: Sequence[Prediction]) -> list[str]:
-    """Return the images as small JPEGs in `data:` addresses; none if the data of the run are not here any more."""
+    """Return the images as small JPEGs in `data:` addresses; none if they are not here any more."""
     data = config.data
     try:
         index = open_source(

@@ -1,4 +1,4 @@
-"""The block at the end of a run: what came of it, where it is, and the commands that go on with it."""
+"""The block at the end of a run: its results, its files, and the commands that go on with it."""
 
 import logging
 import math
@@ -25,9 +25,9 @@ COMMANDS = {
 
 
 def log_end(config: TrainConfig, trainer: Trainer, reason: str) -> None:
-    """Write down that this process ends, and log what came of the run. reason: of an early end.
+    """Note the end of this process, and log the results of the run. reason: of an early end.
 
-    The run has its last checkpoint: a full disk is no reason to fail now.
+    The run has its last checkpoint, so a full disk must not let it fail now.
     """
     folder, device, share = Path(config.folder), trainer.device, None
     try:
@@ -41,10 +41,7 @@ def log_end(config: TrainConfig, trainer: Trainer, reason: str) -> None:
 
 
 def describe(folder: Path, *, num_steps: int, mfu: float | None = None) -> str:
-    """Return the block for a run of `num_steps` steps.
-
-    mfu: the share of the devices' FLOP/s that one image per second takes; None if it is not known.
-    """
+    """Return the block for a run. mfu: the share of the devices' FLOP/s of one image per second, None if unknown."""
     run = RunFolder(folder)
     files = (run.config, run.log, run.steps, run.epochs, run.curves)
     steps, epochs, starts = read_rows(run.steps), read_rows(run.epochs), read_starts(folder)
@@ -66,7 +63,7 @@ def describe(folder: Path, *, num_steps: int, mfu: float | None = None) -> str:
 
 
 def accuracy(epochs: list[Row]) -> str:
-    """Return the last and the best top-1, that of averaged weights, too; or that there was no evaluation."""
+    """Return the last and the best top-1, also of averaged weights."""
     parts = []
     for column, what in (("top1", ""), ("ema_top1", "averaged weights: ")):
         rows = [row for row in epochs if math.isfinite(row.get(column, math.nan))]
@@ -78,7 +75,7 @@ def accuracy(epochs: list[Row]) -> str:
 
 
 def duration(starts: list[Start], steps: list[Row]) -> str:
-    """Return the hours of all starts together. One that was killed counts to the step from which the next went on."""
+    """Return the hours of all starts; one that was killed counts to the step from which the next went on."""
     seconds = 0.0
     for number, start in enumerate(starts):
         ended = start.ended
@@ -93,7 +90,7 @@ def duration(starts: list[Start], steps: list[Row]) -> str:
 
 
 def speed(steps: list[Row], mfu: float | None) -> str:
-    """Return images per second, the median of all rows, and the utilisation (MFU) at that rate."""
+    """Return the median of the images per second, and the utilisation (MFU) at that rate."""
     rates = [row["images_per_s"] for row in steps if math.isfinite(row.get("images_per_s", math.nan))]
     if not rates:
         return ""
@@ -102,6 +99,5 @@ def speed(steps: list[Row], mfu: float | None) -> str:
 
 
 def memory(steps: list[Row]) -> str:
-    """Return the peak of the memory of rank 0."""
     peaks = [row["memory_gib"] for row in steps if math.isfinite(row.get("memory_gib", math.nan))]
     return f"peak memory {max(peaks):.2f} GiB on rank 0" if peaks else ""

@@ -1,8 +1,6 @@
 """The CSV tables in the run folder: steps.csv has a row per logged step, epochs.csv a row per evaluation.
 
 layers.csv has the trust ratio of each tensor in the step before an evaluation, if the optimizer computes them.
-
-A resumed run continues the tables of its folder. The picture is drawn from them alone.
 """
 
 import csv
@@ -16,8 +14,8 @@ from largebatch.files.run_folder import Row, read_rows
 TRUST = ("trust_min", "trust_median", "trust_max")
 # |G|^2 and tr(Sigma), averaged over rows, and their quotient, the gradient noise scale in images (noise_scale.py).
 NOISE = ("grad_square", "grad_variance", "noise_scale")
-# Columns that are measured, so that a repeated run has other numbers: seconds since the epoch, images per second, the
-# part of the time in percent that rank 0 waited for images, and the peak of the memory that rank 0 used.
+# Measured columns, which differ when a run is repeated: seconds since the epoch, images per second, percent of the time
+# that rank 0 waited for images, peak memory of rank 0.
 MEASURED = ("time", "images_per_s", "stall", "memory_gib")
 STEP_COLUMNS = (
     "step", "epoch", "images", "lr", "loss", "grad_norm", "images_per_s", "skipped", *TRUST, "time", "stall",
@@ -30,13 +28,13 @@ EPOCH_COLUMNS = (
 
 
 class Table:
-    """A CSV file with rows in the order of their steps. A resumed run continues it."""
+    """A CSV file with rows in the order of their steps, which a resumed run continues."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self.path, self.columns = path, columns
 
     def open(self, *, last_step: int) -> None:
-        """Keep the rows up to `last_step`; the run will write the later ones again."""
+        """Keep the rows up to `last_step`; the run writes the later ones again."""
         kept = [row for row in read_rows(self.path) if row["step"] <= last_step]
         unfinished = self.path.with_suffix(".tmp")
         self.file = open(unfinished, "w", newline="")
@@ -48,7 +46,7 @@ class Table:
         os.replace(unfinished, self.path)  # the open file is renamed with it
 
     def append(self, row: Row) -> None:
-        """Write a row and flush it to the system, so that a kill of this process does not lose it."""
+        """Write a row and flush it, so that a kill of this process does not lose it."""
         self.writer.writerow({name: _cell(row.get(name, math.nan)) for name in self.columns})
         self.file.flush()
 

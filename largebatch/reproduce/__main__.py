@@ -31,11 +31,9 @@ from largebatch.reproduce.experiment import Experiment, Trial, cifar10, digits, 
 from largebatch.reproduce.results import Journal
 from largebatch.reproduce.workers import Alone, Processes, Workers
 
-EXPERIMENTS = ("digits", "cifar10")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of this process; return the exit code."""
+    """Run a command line; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         options = _parser().parse_args(words)
@@ -99,7 +97,6 @@ def estimate(experiment: Experiment, journal: Journal, crew: Workers, processes:
 
 
 def write(experiment: Experiment, folder: Path, journal: Journal, *, seconds: float) -> None:
-    """Write and print the table; write the CSV, and the picture of its figures."""
     import torch  # takes seconds to import
 
     from largebatch.benchmark.measure import hardware, versions
@@ -132,7 +129,7 @@ def tell(sentence: str) -> None:
 
 
 def sized(options: argparse.Namespace) -> Experiment:
-    """Return the experiment that a command line asks for; ValueError for a mistake."""
+    """Return the experiment of a command line; ValueError for a mistake."""
     if options.experiment == "digits" and options.data:
         raise ValueError(f"--data is {options.data}, and the digits are built in: leave it out, or choose cifar10.")
     experiment = digits() if options.experiment == "digits" else cifar10(cifar10_folder(options.data))
@@ -152,7 +149,6 @@ def sized(options: argparse.Namespace) -> Experiment:
 
 
 def cifar10_folder(data: str | None) -> str:
-    """Return the path of CIFAR-10's files; ValueError if they are not there."""
     from largebatch.data.archives import is_cifar10
 
     if data is None or not is_cifar10(Path(data).expanduser()):
@@ -164,7 +160,7 @@ def cifar10_folder(data: str | None) -> str:
 def _parser() -> Parser:
     parser = Parser("reproduce", __doc__)
     add = parser.add_argument
-    add("experiment", choices=EXPERIMENTS, help="the images")
+    add("experiment", choices=("digits", "cifar10"), help="the images")
     add("--quick", action="store_true", help="two batches, fewer epochs, rates and seeds")
     add("--data", metavar="FOLDER", help="CIFAR-10's files")
     add("--optimizers", nargs="+", metavar="NAME", help=f"some of {', '.join(CONTENDERS)} (default: all)")

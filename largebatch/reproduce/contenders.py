@@ -1,10 +1,8 @@
-"""The optimizers that are compared, as data: the options of `largebatch.train` that make each, and where to search.
+"""The optimizers that are compared: their options of `largebatch.train`, and where to search.
 
-`rate` is the middle of the grid of learning rates, for all batches alike. Momentum, decay rates of the moments and
-weight decay are the usual ones of each optimizer; the learning rate alone is searched. All have the same warm-up, decay
-and clipping.
-
-Look-LayerSAM has this package's defaults, which short runs chose (docs/optimizers.md); the others had no such runs.
+`rate` is the middle of the grid of learning rates, for all batches. Only the learning rate is searched; momentum, decay
+rates of the moments and weight decay are the usual ones. Warm-up, decay and clipping are the same for all.
+Look-LayerSAM's options were chosen by short runs (docs/optimizers.md), which the others did not have.
 """
 
 from collections.abc import Mapping
@@ -14,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Contender:
-    """An optimizer with its options. cost: the time of its step, relative to the others', for the estimate."""
+    """An optimizer with its options. cost: the time of its step, relative to the others', to estimate hours."""
 
     label: str
     rate: float

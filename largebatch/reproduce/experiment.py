@@ -1,8 +1,8 @@
-"""What is compared: data, model, batches, epochs, rates and seeds; and from them the config of each trial.
+"""An experiment: data, model, batches, epochs, rates and seeds; and the config of each trial.
 
 A trial is one training run. The trials of SEARCH_SEED choose the learning rate: they train on four fifths of the
-training images, with as many steps of the same batch, and are scored on the rest. Those of the other seeds train on all
-training images with the rate that was chosen, and are evaluated on the held-out images, which no search has seen.
+training images, with as many steps, and are scored on the rest. The other seeds train on all training images with the
+best rate, and are evaluated on the held-out images, which no search has seen.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class Experiment:
         return len(self.cells) * (self.rates + self.seeds)
 
     def config(self, trial: Trial) -> TrainConfig:
-        """Return the config of a trial: everything that `largebatch.train` needs to make the run again."""
+        """Return the config of a trial, with which `largebatch.train` makes the run again."""
         one_pass, epochs = min(trial.batch, LARGEST_PASS), f"{self.epochs} epochs"
         evaluations = "100 %" if trial.searches else "1 epoch"
         config = TrainConfig(
@@ -73,18 +73,18 @@ PADDED = DataConfig(crop_padding=4, crop_pct=1.0, eval_batch_size=512)
 
 
 def digits() -> Experiment:
-    """A ViT-nano/32 at 32 px on the 1,437 digits, moved by up to half of one of their 8 x 8 pixels."""
+    """Return an experiment on the 1,437 digits at 32 px, moved by up to half of one of their 8 x 8 pixels."""
     data = replace(PADDED, path="digits", hflip=0.0)
     return Experiment("digits", data, batches=(32, 128, 512, 1437), epochs=25, target=90.0)
 
 
 def cifar10(folder: str) -> Experiment:
-    """The same on CIFAR-10's files, with the usual crops and flips."""
+    """Return the same experiment on CIFAR-10's files, with the usual crops and flips."""
     data = replace(PADDED, path=folder, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010))
     return Experiment("cifar10", data, batches=(128, 512, 2048, 8192), epochs=15, target=40.0)
 
 
 def quick(experiment: Experiment) -> Experiment:
-    """A smaller size of the same, which shows that all works, and hardly more."""
+    """Return a smaller size of an experiment, which shows that all works, and little more."""
     few = (experiment.batches[1], experiment.batches[-1])
     return replace(experiment, batches=few, epochs=max(1, experiment.epochs // 4), rates=3, seeds=2)

@@ -1,8 +1,7 @@
 """Small images in memory: decoded once for all trials of a process, then cut, resized and normalised batch by batch.
 
-The batches are those of `data.dali.TrainLoader` and `EvalLoader` to the bit, on a CPU, for images of one size that are
-cut with `--data.crop_padding`. A loader needs threads and a pipeline, which take longer to start than such a trial
-needs for an epoch.
+On a CPU the batches are those of `data.dali.TrainLoader` and `EvalLoader` to the bit, for images of one size with
+`--data.crop_padding`. A loader's threads and pipeline take longer to start than such a trial takes for an epoch.
 """
 
 import copy
@@ -40,13 +39,11 @@ class Pixels:
         return len(self.labels)
 
     def subset(self, samples: np.ndarray) -> "Pixels":
-        """Return these images alone, in this order."""
         chosen = copy.copy(self)
         chosen.bordered, chosen.labels = self.bordered[samples], self.labels[torch.from_numpy(samples)]
         return chosen
 
     def whole(self, start: int, stop: int) -> np.ndarray:
-        """Return images without their border."""
         height, width = self.size
         return self.bordered[start:stop, self.border : self.border + height, self.border : self.border + width]
 
@@ -76,7 +73,7 @@ class Preparation:
         return functional.interpolate(pixels, size=size, mode=interpolation, antialias=True)
 
     def training(self, images: np.ndarray, flips: np.ndarray) -> torch.Tensor:
-        """Return windows (B, H, W, 3) at the size of the model, some of them mirrored."""
+        """Return windows (B, H, W, 3) at the size of the model, mirrored where `flips` (B,) says so."""
         resized = self.resize(images, (self.side, self.side), self.filter)
         if flips.any():
             mirrored = torch.from_numpy(flips)[:, None, None, None]

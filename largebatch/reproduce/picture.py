@@ -54,7 +54,7 @@ def figure(experiment: Experiment, found: Sequence[Cell]) -> "Figure":
 
 
 def _draw_optimizer(left: Any, right: Any, mine: Sequence[Cell], number: int, shift: float) -> None:
-    """Draw the lines of an optimizer; their gid is its name."""
+    """Draw the lines of an optimizer, with its name as their gid."""
     style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
     style |= {"label": CONTENDERS[mine[0].optimizer].label, "linewidth": 1.4}
     means, spreads = [cell.mean for cell in mine], [cell.spread for cell in mine]
@@ -67,7 +67,7 @@ def _draw_optimizer(left: Any, right: Any, mine: Sequence[Cell], number: int, sh
 
 
 def _draw_ideal(axes: Any, experiment: Experiment, found: Sequence[Cell]) -> None:
-    """Draw the line on which twice the batch needs half the steps, from the best optimizer at the smallest batch."""
+    """Draw a line from the best at the smallest batch, on which twice the batch needs half the steps."""
     smallest, largest = min(experiment.batches), max(experiment.batches)
     reached = [cell.steps_to_target for cell in found if cell.batch == smallest and cell.steps_to_target]
     if not reached:
@@ -78,7 +78,7 @@ def _draw_ideal(axes: Any, experiment: Experiment, found: Sequence[Cell]) -> Non
 
 
 def _error_scale(axes: Any) -> None:
-    """Space accuracies as the logarithm of the error, so that 97 and 98 % lie as far apart as 91 and 94 %."""
+    """Space accuracies by the logarithm of the error: 94 and 97 % lie as far apart as 97 and 98.5 %."""
     import numpy as np
 
     least = 0.5  # of the error in percent that is told from none

@@ -1,9 +1,7 @@
 """A file for each finished trial, and the trials that come next: a killed experiment goes on where it was.
 
     FOLDER/trials/NAME.yaml    the config, for `largebatch.train --config`
-    FOLDER/trials/NAME.json    the result; it is written last, and whole, so a trial that has it is finished
-
-The trials that can start depend on the finished ones alone, so an experiment that was killed makes the same ones.
+    FOLDER/trials/NAME.json    the result, written last: a trial that has it is finished
 """
 
 import json
@@ -19,7 +17,7 @@ from largebatch.reproduce.search import Score, best_rate, next_rates
 
 @dataclass(frozen=True)
 class Result:
-    """The evaluations of a trial, in order: steps done, top-1 in percent, losses. seconds: the time that it took."""
+    """The evaluations of a trial, in order: steps done, top-1 in percent, losses. seconds: of the whole trial."""
 
     steps: list[int]
     accuracies: list[float]
@@ -35,11 +33,11 @@ class Result:
 
     @property
     def score(self) -> Score:
-        """The higher, the better: the accuracy after the last step, and of equal ones the lower loss."""
+        """The accuracy after the last step, then the lower loss; the higher, the better."""
         return (0.0, float("-inf")) if self.diverged else (self.accuracies[-1], -self.losses[-1])
 
     def steps_to(self, target: float) -> int | None:
-        """Return the steps until the first evaluation with this accuracy; None if there is none."""
+        """Return the steps until the first evaluation with this accuracy, None without one."""
         return next((step for step, top1 in zip(self.steps, self.accuracies) if top1 >= target), None)
 
 
@@ -77,7 +75,7 @@ class Journal:
         self.results[trial] = result
 
     def next(self) -> list[Trial]:
-        """Return the trials that can start and are not finished, small batches, which take longest, first."""
+        """Return the trials that can start, first those with small batches, which take longest."""
         return [trial for cell in self.experiment.cells for trial in self._of_cell(*cell) if trial not in self.results]
 
     def _of_cell(self, optimizer: str, batch: int) -> list[Trial]:
@@ -89,7 +87,6 @@ class Journal:
         return [replace(first, seed=SEARCH_SEED + 1 + number) for number in range(self.experiment.seeds)]
 
     def scores(self, optimizer: str, batch: int) -> dict[float, Score]:
-        """Return the score of each rate that has been tried for a cell."""
         return {
             trial.lr: result.score
             for trial, result in self.results.items()

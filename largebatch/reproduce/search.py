@@ -1,9 +1,8 @@
 """The learning rates that are tried: a coarse grid, then single rates around the best so far, as many for everyone.
 
-The grid has steps of a factor SPACING around the contender's usual rate. Each further rate depends on all before: if
-the best rate is the lowest or the highest, the next one lies beyond it; otherwise it halves, on a logarithmic scale,
-the wider of the two gaps beside the best, or of two equal gaps the one towards the better neighbour. So no optimizer
-loses because the grid lies elsewhere, and none gets more trials.
+The grid has steps of a factor SPACING around the contender's usual rate. If the best rate is the lowest or the highest,
+the next one lies beyond it. Otherwise it halves, on a logarithmic scale, the wider of the two gaps beside the best; of
+equal gaps, that towards the better neighbour. So no optimizer loses because the grid lies elsewhere.
 """
 
 import math
@@ -14,18 +13,18 @@ Score = tuple[float, float]  # the higher, the better
 
 
 def grid(middle: float, budget: int) -> list[float]:
-    """Return the rates that are tried first: half of the budget, but two if there are two, in rising order."""
+    """Return the first rates, in rising order: half of the budget, but both of two."""
     count = max(min(budget, 2), (budget + 1) // 2)
     return [rounded(middle * SPACING ** (number - (count - 1) / 2)) for number in range(count)]
 
 
 def next_rates(middle: float, budget: int, scores: Mapping[float, Score]) -> list[float]:
-    """Return the rates to try now, beside those that have a score: empty if the budget is spent."""
+    """Return the rates to try now; none if the budget is spent."""
     return [rate for rate in tried_rates(middle, budget, scores) if rate not in scores]
 
 
 def tried_rates(middle: float, budget: int, scores: Mapping[float, Score]) -> list[float]:
-    """Return the rates in the order in which they are tried, up to those that have no score yet."""
+    """Return the rates in their order, up to those that have no score yet."""
     tried = grid(middle, budget)
     while len(tried) < budget and all(rate in scores for rate in tried):
         tried.append(refined({rate: scores[rate] for rate in tried}))
@@ -33,12 +32,11 @@ def tried_rates(middle: float, budget: int, scores: Mapping[float, Score]) -> li
 
 
 def best_rate(scores: Mapping[float, Score]) -> float:
-    """Return the rate with the best score, of equal ones the lowest."""
+    """Return the rate with the best score, of equal ones the lowest rate."""
     return max(sorted(scores), key=lambda rate: scores[rate])
 
 
 def refined(scores: Mapping[float, Score]) -> float:
-    """Return the rate to try after these."""
     rates, best = sorted(scores), best_rate(scores)
     place = rates.index(best)
     if place == 0:

@@ -1,7 +1,6 @@
-"""results.csv, a row for each trial, and the table of means and spreads that it gives.
+"""results.csv, a row for each trial, and the table of means and spreads that is computed from its rows.
 
-Neither has times, so the same command writes the same bytes. All figures of the table and of the picture are computed
-from the rows of the CSV.
+Neither has times, so the same command writes the same bytes.
 """
 
 import math
@@ -24,7 +23,7 @@ Row = dict[str, Any]
 class Cell(NamedTuple):
     """An optimizer with a batch, over the seeds: mean and standard deviation of the accuracy in percent.
 
-    steps_to_target: the mean over the seeds, None if one of them has not reached it. The spread of one seed is 0.
+    steps_to_target: the mean over the seeds, None if one has not reached it.
     """
 
     optimizer: str
@@ -40,7 +39,7 @@ class Cell(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """The standard deviation over the seeds, of a sample."""
+        """The standard deviation over the seeds, of a sample; of one seed 0."""
         return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else 0.0
 
 
@@ -48,7 +47,7 @@ class Cell(NamedTuple):
 
 
 def rows(journal: Journal) -> list[Row]:
-    """Return a row for each trial, cell by cell: the search first, in its own order."""
+    """Return a row for each trial, cell by cell, the search first."""
     experiment, found = journal.experiment, []
     for optimizer, batch in experiment.cells:
         scores = journal.scores(optimizer, batch)
@@ -61,7 +60,7 @@ def rows(journal: Journal) -> list[Row]:
 
 
 def row(journal: Journal, trial: Trial, chosen: bool) -> Row:
-    """Return the row of a trial; numbers that a diverged trial does not have are empty."""
+    """Return the row of a trial; a diverged one has empty cells."""
     result, experiment = journal.results[trial], journal.experiment
     reached = None if trial.searches else result.steps_to(experiment.target)
     last = None if result.diverged else -1

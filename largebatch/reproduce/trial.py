@@ -1,7 +1,4 @@
-"""One trial: the run that `largebatch.train` would make of its config on one rank, with images from memory.
-
-The trainer, the plan, the schedule, the optimizer and the augmentation are those of every run, assembled by `assembly`.
-"""
+"""One trial: the run that `largebatch.train` would make of its config on one rank, with images from memory."""
 
 import functools
 import time
@@ -24,7 +21,7 @@ from largebatch.reproduce.results import Result
 
 
 class Record(Hook):
-    """Keeps the evaluations of a trial, and ends it at the first gradient that is not finite, or if asked to."""
+    """Keeps the evaluations of a trial; ends it at a gradient that is not finite, or if asked to."""
 
     def __init__(self, given_up: Callable[[], bool]) -> None:
         self.given_up = given_up
@@ -45,14 +42,13 @@ class Record(Hook):
 
 @functools.lru_cache(maxsize=1)
 def images(path: str, border: int) -> tuple[Pixels, Pixels]:
-    """Return the training and the held-out images, decoded once in a process."""
     train, held_out = (open_source(path, split=split).for_classes(10) for split in ("train", "validation"))
     return Pixels(train, border), Pixels(held_out, border)
 
 
 @functools.lru_cache(maxsize=1)
 def images_of_search(path: str, border: int) -> tuple[Pixels, Pixels]:
-    """Return the training images on which a search trains, and those by which it is scored."""
+    """Return the training images of a search, and those by which it is scored."""
     train, _ = images(path, border)
     numbers = np.arange(len(train))
     scored = numbers % SEARCH_SHARE == 0
@@ -60,7 +56,7 @@ def images_of_search(path: str, border: int) -> tuple[Pixels, Pixels]:
 
 
 def run(config: TrainConfig, *, searches: bool, given_up: Callable[[], bool] = lambda: False) -> Result | None:
-    """Train on one thread; return None if `given_up` says that nobody waits. ValueError: the config does not fit."""
+    """Train on one thread; return None if `given_up` says that nobody waits. ValueError if the config does not fit."""
     began, threads = time.perf_counter(), torch.get_num_threads()
     record, comm = Record(given_up), Single()
     torch.set_num_threads(1)

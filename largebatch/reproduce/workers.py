@@ -1,7 +1,7 @@
 """Processes that train, one trial each at a time, on one thread.
 
-The processes are forked from a server that has imported torch once. If this process ends, by whatever signal, each of
-them sees the end of its pipe, and leaves its trial.
+They are forked from a server that has imported torch once. If this process ends, by whatever signal, they see the end
+of their pipes, and leave their trials.
 """
 
 import logging
@@ -87,7 +87,7 @@ Workers = Alone | Processes
 
 
 def serve(connection: Connection) -> None:
-    """Run the trials that come through a pipe until it is closed at its other end."""
+    """Run the trials that come through a pipe until its other end is closed."""
     from largebatch.reproduce import trial
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the first one ends the others

@@ -79,7 +79,7 @@ def test_the_planner_has_the_bytes_that_horovod_is_given(comm, monkeypatch, comp
     optimizer = comm.wrap(plain_sgd(model), model, compression=compression)
     model(torch.zeros(2, 3, 64, 64)).square().sum().backward()
     optimizer.synchronize()
-    counted = trace(config, device="cpu", micro_batch_size=2)
+    counted = trace(config, device="cpu")
     planned = backward_of(counted, cluster_of(2, "cpu"), config, Speed()).sizes
     assert sum(given) == sum(planned) * (comm.size > 1)
 
