@@ -1,9 +1,8 @@
 """The training step, and the loop around it.
 
-A step is one optimizer update on the global batch: gradient accumulation sums over this rank's numbered micro-batches
-and Horovod sums over the ranks, so that any number of ranks computes the same update. Training, fine-tuning and
-benchmarks share this one step. The engine knows neither recipes nor files: `assembly` gives it finished parts, and
-hooks do the rest.
+A step is one optimizer update on the global batch. Its passes sum over this rank's numbered micro-batches, and the
+reduction over the ranks, so any number of ranks computes the same update. The engine knows neither recipes nor files:
+`assembly` gives it finished parts, and hooks do the rest.
 """
 
 import itertools
@@ -83,7 +82,7 @@ class Batches(Sized, Iterable[Any], Protocol):
 
 @dataclass(kw_only=True)
 class Trainer:
-    """The parts of a run and the loop over them. `assembly.build_trainer` makes one from a config."""
+    """The parts of a run, and the loop; `assembly.build_trainer` makes one from a config."""
 
     comm: Ranks
     model: nn.Module
@@ -140,7 +139,7 @@ class Trainer:
     def compute_gradient(self, weight: float, batches: Iterator[Any], *, again: bool = False) -> tuple[Tensor, Tensor]:
         """Compute the gradient of the global batch; return this rank's summed loss × `weight`, and the norm, 0-d.
 
-        again: instead of the gradient that is there, of the same micro-batches at other weights.
+        again: replace the gradient by that of the same micro-batches at other weights.
         """
         if again:
             self.scaler.update(self.scaler.get_scale())  # the same scale, but there is another gradient to unscale
@@ -168,10 +167,7 @@ class Trainer:
         return loss.detach()
 
     def window(self, batches: Iterator[Any], *, again: bool = False) -> Iterator[Augmented]:
-        """Yield this rank's micro-batches of the coming step, augmented, in the order of their numbers.
-
-        again: for the second time in this step, at perturbed weights.
-        """
+        """Yield this rank's micro-batches of the coming step, augmented, in the order of their numbers."""
         mine = self.plan.micro_batches(self.state.step, self.comm.data_rank, self.comm.data_size)
         if not again:
             self.waited_s = 0.0
@@ -190,11 +186,7 @@ class Trainer:
             yield augmented
 
     def prepare(self, batch: Any) -> Augmented:
-        """Return a micro-batch augmented, with the random numbers of the model seeded for its pass.
-
-        Mixup, boxes and everything the model draws are seeded by (seed, step, number), so they do not depend on the
-        rank that computes a micro-batch.
-        """
+        """Return a micro-batch augmented. All that is drawn for it follows from (seed, step, number), on any rank."""
         seed_draws(seed_for(self.seed, batch.step, batch.number, purpose="model"), self.device)
         generator = torch.Generator().manual_seed(seed_for(self.seed, batch.step, batch.number))
         return self.augment(batch.images, batch.labels, generator, batch.token_labels)
@@ -229,10 +221,7 @@ class Trainer:
         self.state.phases = phases
 
     def _train(self) -> None:
-        """Train from the present state to the last step, or until a hook asks for a rollback.
-
-        The batches were read ahead, so they are opened anew if a hook changes the plan.
-        """
+        """Train to the last step, or until a hook asks for a rollback; reopen the batches if the plan changes."""
         if not self.eval_images:
             self.state.train_loss = None  # an evaluation that was due is no longer wanted
         elif self.state.train_loss is not None:  # the run was stopped in this evaluation
@@ -277,9 +266,9 @@ class Trainer:
         self.state.train_loss = None
 
     def pass_point(self, phase: str) -> None:
-        """Let the hooks end the run here: every rank comes here equally often, and between the same collectives.
+        """Let the hooks end the run before `phase`, where every rank comes between the same collectives.
 
-        Raises LeftEarly, on all ranks. phase: the work that follows.
+        Raises LeftEarly, on all ranks.
         """
         self.comm.progress(phase)
         self._each("at_point")
@@ -288,7 +277,6 @@ class Trainer:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run."""
         return self.plan.num_steps
 
     @property
@@ -332,14 +320,13 @@ class Trainer:
             getattr(hook, event)(self, *arguments)
 
     def evaluate(self, model: nn.Module | None = None) -> dict[str, float]:
-        """Call `evaluation.evaluate` for the model as it is now, or for another one."""
         model = self.replica.predictor(self.model if model is None else model)
         num_rounds = max(self.comm.allgather_object(len(self.eval_batches), name="evaluation/rounds"))
         with closing(self._evaluated_batches(num_rounds)) as batches:
             return evaluate(model, batches, comm=self.comm, device=self.device, precision=self.precision)
 
     def _evaluated_batches(self, num_rounds: int) -> Generator[Any, None, None]:
-        """Yield this rank's batches, with a point before each; a rank with fewer batches passes as many points.
+        """Yield this rank's batches, with as many points as on every other rank.
 
         No collective here: torch is in inference mode, in which Horovod cannot write its results.
         """

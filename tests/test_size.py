@@ -16,14 +16,14 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 85,
-    "words of docstrings": 48_882,
-    "lines": 33_436,
+    "words of docstrings": 48_795,
+    "lines": 33_423,
     "files": 243,
     "methods of Trainer": 22,
     "fields of Trainer": 25,
     "methods of Ranks": 26,
     "fields of Ranks": 3,
-    "lines in largebatch": 2_981,
+    "lines in largebatch": 2_968,
     "lines in largebatch/assembly": 889,
     "lines in largebatch/benchmark": 1_671,
     "lines in largebatch/checkpoint": 711,
