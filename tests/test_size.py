@@ -16,8 +16,8 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 85,
-    "words of docstrings": 48_795,
-    "lines": 33_423,
+    "words of docstrings": 46_722,
+    "lines": 33_254,
     "files": 243,
     "methods of Trainer": 22,
     "fields of Trainer": 25,
@@ -32,7 +32,7 @@ LIMITS = {
     "lines in largebatch/doctor": 2_087,
     "lines in largebatch/export": 300,
     "lines in largebatch/files": 541,
-    "lines in largebatch/hooks": 1_751,
+    "lines in largebatch/hooks": 1_643,
     "lines in largebatch/launch": 1_377,
     "lines in largebatch/native": 466,
     "lines in largebatch/optim": 1_557,
@@ -41,7 +41,7 @@ LIMITS = {
     "lines in largebatch/plan": 2_125,
     "lines in largebatch/predict": 144,
     "lines in largebatch/process": 279,
-    "lines in largebatch/ranks": 2_424,
+    "lines in largebatch/ranks": 2_363,
     "lines in largebatch/recipes": 989,
     "lines in largebatch/report": 1_389,
     "lines in largebatch/reproduce": 1_022,

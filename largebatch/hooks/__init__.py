@@ -1,20 +1,17 @@
 """The hooks that watch a run. `assembly` lets them run in this order, for these reasons:
 
-    Guards          guards.py          counts skipped steps; if it gives the run up, no other hook runs (origin.py finds
-                                       the images with which such a step began)
-    Divergence      divergence.py      stops a run whose loss diverges, or lets it go on from an older checkpoint
+    Guards          guards.py          counts skipped steps; if it stops the run, no other hook runs
+    Divergence      divergence.py      stops a run whose loss diverges, or goes back to an older checkpoint
     Ema             ema.py             averages the weights; Checkpoint saves them, Log writes their accuracy
     RecomputeCheck  recompute.py       compares the ranks' gradients of one micro-batch, before a step
-    ReplicaCheck    replicas.py        compares the ranks' weights, so that Checkpoint saves only what they agree on
+    ReplicaCheck    replicas.py        compares the ranks' weights before Checkpoint saves them
     Checkpoint      checkpointing.py   saves; StopEarly needs to know how long a save takes
     StopEarly       stop_early.py      ends the run at a signal, or before the time of the job is over
-    NoiseScale      noise_scale.py     measures the first micro-batch of a step, of which Log then writes a row
-                                       (noise_ramp.py doubles the batch by it, if the run's ramp says so)
+    NoiseScale      noise_scale.py     measures a step before Log writes its row; noise_ramp.py doubles the batch by it
     Profile         profile.py         starts to record after the hooks above, so the trace shows only steps
     Log             log.py             starts its clock last, so that no hook counts as training time
 
-Log computes rows of numbers and hands them to the sinks in sinks.py: a progress bar, CSV files, TensorBoard and a
-picture, and to weights_and_biases.py. largebatch/report has the tables, the history and the pictures of a run.
+Guards asks origin.py for the images of a skipped step. Log hands its rows to sinks.py and weights_and_biases.py.
 """
 
 from largebatch.hooks.checkpointing import Checkpoint, in_turn

@@ -1,8 +1,8 @@
 """Decides when to save a checkpoint, and what to do if a save fails. `largebatch.checkpoint` writes the files.
 
-In a step the state is only copied to host memory, on rank 0. A thread writes the copy while training goes on. The run
-waits for the thread if the next checkpoint is due before the last one is complete, and at the end. While rank 0 waits,
-it tells the other ranks so again and again: no rank then waits long in one collective, however slow the disk is.
+In a step, rank 0 only copies the state to host memory; a thread writes the copy while training goes on. The run waits
+for the thread when the next checkpoint is due, and at the end. Meanwhile rank 0 tells the other ranks again and again
+that it still writes, so no rank waits long in one collective.
 """
 
 import logging
@@ -28,10 +28,9 @@ TELL_EVERY_S = 0.5  # how often rank 0 tells the others that it still writes
 
 
 class Checkpoint(Hook):
-    """Saves a checkpoint every `every_images`, or every `every_s` by rank 0's clock, and at the end of the run.
+    """Saves every `every_images`, or every `every_s` by rank 0's clock, at the best evaluation so far, and at the end.
 
-    An evaluation that is better than all before is saved, too, and its checkpoint is kept as the best one. If a save
-    fails, the hook warns, keeps the older checkpoints and lets the run go on. If the last save fails, the run fails.
+    If a save fails, the hook warns, keeps the older checkpoints and lets the run go on; the last one must succeed.
     """
 
     def __init__(
@@ -46,10 +45,9 @@ class Checkpoint(Hook):
         best: str = "none",
         before_save: Callable[[Trainer], None] | None = None,
     ) -> None:
-        """before_save: is called on all ranks, and may raise comm.Stopped to keep a state from being saved.
+        """best: the metric that decides which evaluation is the best: top1, ema_top1, loss or none.
 
-        description: the text of config.json. best: the metric by which an evaluation is better than another one: top1,
-        ema_top1, loss or none.
+        before_save: called on all ranks, may raise comm.Stopped to refuse a state. description: for config.json.
         """
         assert bool(every_images) != bool(every_s), (every_images, every_s)
         self.folder = Path(folder)
@@ -65,14 +63,10 @@ class Checkpoint(Hook):
 
     @property
     def longest_s(self) -> float:
-        """Return the time that the next save may take until its state is safe, on rank 0."""
         return self.writer.next_takes_s()
 
     def before_fit(self, trainer: Trainer) -> None:
-        """A state that was resumed need not be saved again, unless its evaluation is made first.
-
-        If the run stops, the save under way is completed before the ranks end.
-        """
+        """A resumed state is saved again only if its evaluation is still to be made."""
         self.saved_step = trainer.state.step if trainer.state.train_loss is None else -1
         self.saved_at = time.monotonic()
         with trainer.comm.together("making the run folder"):
@@ -82,7 +76,7 @@ class Checkpoint(Hook):
         trainer.comm.before_shutdown(lambda: self.wait(trainer.comm))
 
     def check_space(self, trainer: Trainer) -> None:
-        """Raise ValueError if what this rank holds of a checkpoint cannot fit on the disk."""
+        """Raise ValueError if this rank's part of a checkpoint cannot fit on the disk."""
         models = [model.state_dict() for model in (trainer.model, trainer.average) if model is not None]
         try:
             needed = checkpoint.num_bytes([models, list(trainer.optimizer.state.values())])
@@ -91,7 +85,7 @@ class Checkpoint(Hook):
             raise ValueError(f"{error.strerror}: make room, or give another --run.folder.") from error
 
     def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Note an evaluation that is better than all before. The metrics, and so the answer, are those of all ranks."""
+        """Note the best evaluation; all ranks have the same metrics, so they decide alike."""
         value, best = metrics.get(self.best, math.nan), trainer.state.best
         if best is not None and best[0] == self.best:  # a resumed run may have another metric
             better = SIGNS[self.best] * value > SIGNS[self.best] * best[1]
@@ -101,25 +95,19 @@ class Checkpoint(Hook):
             trainer.state.best = self.best, value, trainer.state.step
 
     def after_step(self, trainer: Trainer) -> None:
-        """Save if a save is due."""
         due = trainer.due(self.every_images) if self.every_images else self.time_has_come(trainer.comm)
         if due or trainer.state.best and trainer.state.best[2] == trainer.state.step:
             self.save(trainer)
 
     def complete(self, comm: Ranks) -> None:
-        """Wait on all ranks until no message and no save is under way."""
         self.finish(comm)
         self.wait(comm)
 
     def after_rollback(self, trainer: Trainer) -> None:
-        """Save at once: the learning rate is another one than that of the checkpoint."""
         self.save(trainer)
 
     def after_fit(self, trainer: Trainer) -> None:
-        """Save the last step, also if run.max_steps ended the run, and wait until it is on the disk.
-
-        Raises comm.Stopped if no checkpoint holds what this process has trained.
-        """
+        """Save the last step and wait until it is on the disk; comm.Stopped if that failed."""
         self.finish(trainer.comm)
         if trainer.state.step != self.saved_step:
             self.save(trainer)
@@ -129,12 +117,12 @@ class Checkpoint(Hook):
                 raise ValueError(self.explain(trainer.state.step, self.writer.failure))
 
     def save(self, trainer: Trainer) -> None:
-        """Copy the state and begin to write it, on rank 0, when the save before is complete."""
+        """Begin to write the state, on rank 0, when the save before is complete. A collective."""
         if self.before_save:
             self.before_save(trainer)
         began = time.monotonic()
         self.wait(trainer.comm)
-        self.saved_step = trainer.state.step  # also if the save fails, so that all ranks hold the same number
+        self.saved_step = trainer.state.step  # also if the save fails, so that all ranks agree
         trainer.state.losses = trainer.total_losses()
         model, optimizer = trainer.replica.gather_whole()
         self.writing, self.saved_at = True, began
@@ -147,17 +135,16 @@ class Checkpoint(Hook):
             state=trainer.state,
             config_text=self.config_text,
             average=trainer.average,
-            # A model that was put together from several ranks is nobody else's.
+            # A model gathered from several ranks is a copy already.
             memory=self.memory if model is trainer.model else None,
             description=self.description,
         )
         self.writer.start(snapshot, began=began)
 
     def wait(self, comm: Ranks) -> None:
-        """Wait on all ranks until rank 0 has nothing to write.
+        """Wait on all ranks until rank 0 has nothing to write; comm.Stopped after --horovod.hang_limit_s.
 
-        Raises comm.Stopped if that takes longer than --horovod.hang_limit_s. Rounds are counted, not seconds, because
-        a suspended job does not wait.
+        Rounds are counted, not seconds, because a suspended job does not wait.
         """
         rounds = 0
         while self.writing:
@@ -174,10 +161,7 @@ class Checkpoint(Hook):
     # -- by time -----------------------------------------------------------------------------------------------
 
     def time_has_come(self, comm: Ranks) -> bool:
-        """Return whether rank 0's clock said so one step ago; if not, begin to ask again.
-
-        The answer travels while the next step runs, so no step waits for it.
-        """
+        """Return what rank 0's clock said one step ago; the answer travels during a step, so no step waits."""
         due = self.finish(comm)
         if not due:
             passed = comm.rank == 0 and time.monotonic() - self.saved_at >= self.every_s
@@ -192,7 +176,6 @@ class Checkpoint(Hook):
         return bool(comm.finish_allreduce(handle))
 
     def explain(self, step: int, failure: OSError) -> str:
-        """Return why the last checkpoint is missing, and what to do."""
         sentence = f"the last checkpoint, of step {step}, could not be written ({failure}): "
         if not self.folder.exists():
             return f"{sentence}nothing of this run is left; choose another --run.folder to train again."
@@ -200,7 +183,6 @@ class Checkpoint(Hook):
 
 
 def in_turn(*calls: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
-    """Return a function that makes these calls one after the other."""
 
     def call_all(trainer: Trainer) -> None:
         for call in calls:
@@ -221,21 +203,20 @@ class Writer:
         self._result: futures.Future[None] | None = None  # of the save under way
 
     def start(self, snapshot: checkpoint.Snapshot, *, began: float) -> None:
-        """Begin to write; the save before must be complete. began: when this one was due."""
         assert self._result is None
         self.failure, self._began = None, began
         # Whoever ends the process waits for the save before, but no longer than its limit.
         self._result = in_background(lambda: self._write(snapshot), name="largebatch-checkpoint")
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the save under way; return whether it is over. Raises what is no OSError."""
+        """Wait for the save under way; return whether it is over. Raises its error, except an OSError."""
         if self._result is not None and futures.wait([self._result], timeout_s).done:
             result, self._result = self._result, None
             result.result()
         return self._result is None
 
     def next_takes_s(self) -> float:
-        """Return the longest time of a save so far, and what is left of it for one under way, which comes before."""
+        """Return the longest time of a save so far, plus the rest of that time for a save under way."""
         if self._result is None or self._result.done():
             return self.longest_s
         passed = time.monotonic() - self._began
@@ -253,8 +234,7 @@ class Writer:
         self.longest_s = max(self.longest_s, time.monotonic() - self._began)
 
     def _record(self, step: int) -> None:
-        """Write down, once, that this run has a checkpoint, so that it does not begin anew if all are lost."""
         if not self.recorded:
-            with suppress(OSError):  # the checkpoint is what counts
+            with suppress(OSError):  # without this note, a run that has lost all checkpoints begins anew
                 history.write_saved(Path(self.folder), step=step)
                 self.recorded = True

@@ -1,23 +1,21 @@
-"""Tells a training loss that sags from one that diverges, and stops the run, or goes back, if it diverges.
+"""Tells a training loss that sags from one that diverges; at a divergence it stops the run, or goes back.
 
-A large batch at a high learning rate may lose ground for a while and win more later: the training loss of the published
-ViT-B/16 at 32,768 rises from 2.5 to 3.3 near the end of its warm-up, and ends at 1.1. A run that diverges loses all it
-has learned. So a rise is measured as a share of the way from the lowest loss back to the loss of a uniform guess:
+A large batch at a high learning rate may lose ground and win more later: the training loss of the published ViT-B/16 at
+32,768 rises from 2.5 to 3.3 near the end of its warm-up, and ends at 1.1. So a rise is measured as a share of the way
+from the lowest loss back to the loss of a uniform guess:
 
     window    1 % of the steps of the run, at least 25
     way       uniform - lowest, at least uniform / 3; uniform is ln(classes)
     smoothed  smoothed + (min(loss, lowest + way) - smoothed) / window, from the first loss on
     lowest    the lowest value of smoothed so far
-    share     (smoothed - lowest) / way: up to 0.03 the step is sound; above 0.125 the loss sags, which is told; above
-              0.85 it has diverged
+    share     (smoothed - lowest) / way: sound up to 0.03, a sag above 0.125, a divergence above 0.85
 
-The share of the published sag is 0.15. Runs on the digits came back from up to 0.72, and those that never did reached
-1.0 (tests/curves). As a loss counts at most `lowest + way`, it must stay high for 1.9 windows or longer, and one huge
-loss counts no more than others. By the least way, a run whose loss is still that of a uniform guess has not diverged.
-Skipped steps do not count: `Guards` has a limit for these.
+The published sag has a share of 0.15. Runs on the digits came back from up to 0.72; runs that never came back reached
+1.0 (tests/curves). A loss counts at most `lowest + way`, so it must stay high for 1.9 windows or longer. With the least
+way, a run that never left the loss of a uniform guess has not diverged. Skipped steps do not count.
 
-Each loss is the mean over the global batch. Its sum over the ranks travels while the next step runs, so no step waits
-for it; all ranks see the same sum and decide alike, one step later.
+Each loss is the mean over the global batch. The sum over the ranks travels while the next step runs, so no step waits,
+and all ranks decide alike, one step later.
 """
 
 import logging
@@ -37,18 +35,16 @@ SOUND, SAGS, DIVERGED = 0.03, 0.125, 0.85  # shares of the way back
 
 
 def window(num_steps: int) -> int:
-    """Return the steps over which the loss of a run of `num_steps` is smoothed."""
     return max(SHORTEST, round(num_steps / 100))
 
 
 def uniform_loss(config: TrainConfig) -> float:
-    """Return the loss of a model that gives all classes the same probability; the number of classes must be known."""
+    """Return the loss of a model that gives all classes the same probability."""
     num_classes = max(2, config.model.num_classes)  # with a single class there is no way back
     return (1.0 + config.loss.dense_weight) * math.log(num_classes)
 
 
 def way_back(lowest: float, uniform: float) -> float:
-    """Return the way from the lowest smoothed loss to that of a uniform guess."""
     return max(uniform - lowest, uniform / 3)
 
 
@@ -63,7 +59,6 @@ def smooth(before: Smoothed | None, loss: float, step: int, *, steps: int, unifo
 
 
 def share_of_way(smoothed: Smoothed | None, uniform: float) -> float:
-    """Return the rise of the smoothed loss as a share of the way back to a uniform guess."""
     if smoothed is None:
         return 0.0
     now, lowest, _ = smoothed
@@ -71,10 +66,10 @@ def share_of_way(smoothed: Smoothed | None, uniform: float) -> float:
 
 
 class Divergence(Hook):
-    """Watches the smoothed loss, which is part of the state, and does what --run.on_divergence says if it diverges."""
+    """Watches the smoothed loss, which is part of the state, and does what --run.on_divergence says."""
 
     def __init__(self, config: TrainConfig, *, complete_saves: Callable[[Trainer], None]) -> None:
-        """config: that of the run, with its number of classes. complete_saves: waits for a save that is under way."""
+        """config: with the number of classes. complete_saves: waits for a save under way."""
         self.config, self.complete_saves = config, complete_saves
         self.uniform = uniform_loss(config)
         self.handle: int | None = None  # of the allreduce in flight
@@ -82,7 +77,6 @@ class Divergence(Hook):
         self.told = 0.0  # the share that the log has been told of, since the last sound step
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
-        """Take the loss of the step before, decide, and send the loss of this step."""
         self.settle(trainer)
         share = share_of_way(trainer.state.smoothed, self.uniform)
         if share > DIVERGED:
@@ -99,11 +93,11 @@ class Divergence(Hook):
             self.step = trainer.state.step
 
     def after_fit(self, trainer: Trainer) -> None:
-        """Take the loss of the last step, so that no rank leaves with a message under way."""
+        """Leave no message under way."""
         self.settle(trainer)
 
     def settle(self, trainer: Trainer) -> None:
-        """Take the loss in flight into the state. Also called before each save, so that a resumed run decides alike."""
+        """Take the loss in flight into the state; also before each save, so that a resumed run decides alike."""
         if self.handle is None:
             return
         handle, self.handle = self.handle, None
@@ -115,7 +109,7 @@ class Divergence(Hook):
     # -- after a rise ------------------------------------------------------------------------------------------
 
     def act(self, trainer: Trainer) -> None:
-        """Stop, arrange for a return to a checkpoint, or warn once. All ranks come here at the same step."""
+        """Stop, arrange for a return to a checkpoint, or warn once; on all ranks at the same step."""
         action, found = self.config.run.on_divergence, f"the training loss diverged: {self.describe(trainer)}"
         if action == "ignore":
             if self.told < DIVERGED and trainer.comm.rank == 0:
@@ -129,7 +123,7 @@ class Divergence(Hook):
         trainer.rollback = self.roll_back
 
     def newest_sound(self, trainer: Trainer) -> int | None:
-        """Return the step of the newest checkpoint from before the rise, on all ranks; None if there is none."""
+        """Return the step of the newest checkpoint from before the rise, on all ranks."""
         assert trainer.state.smoothed
         last_step = trainer.state.smoothed[2]
         found = trainer.comm.from_rank_0(
@@ -138,7 +132,6 @@ class Divergence(Hook):
         return None if found is None else int(found.name)
 
     def advise(self, trainer: Trainer, sound: int | None) -> str:
-        """Return the ways to go on. sound: the step of a checkpoint from before the rise."""
         anew = "begin anew in another --run.folder with a lower --optim.lr or a longer --schedule.warmup"
         if trainer.state.halvings == MOST_HALVINGS:
             return f"The learning rate was halved {MOST_HALVINGS} times before (--run.on_divergence halve): {anew}."
@@ -150,7 +143,6 @@ class Divergence(Hook):
         )
 
     def describe(self, trainer: Trainer) -> str:
-        """Return the smoothed loss and its limit, as a clause."""
         assert trainer.state.smoothed
         now, lowest, sound_step = trainer.state.smoothed
         limit = lowest + DIVERGED * way_back(lowest, self.uniform)
@@ -161,10 +153,10 @@ class Divergence(Hook):
         )
 
     def roll_back(self, trainer: Trainer) -> None:
-        """Bring the run to the newest checkpoint from before the rise, at half the learning rate from there on.
+        """Go back to the newest checkpoint from before the rise, at half the learning rate. A collective.
 
-        Newer checkpoints are removed first. A process that is killed before the halved rate is saved comes here again,
-        because the same steps from the same checkpoint diverge again.
+        Newer checkpoints are removed first. If the process is killed before the halved rate is saved, the same steps
+        diverge again.
         """
         assert trainer.state.smoothed
         step, last_step, halvings = trainer.state.step, trainer.state.smoothed[2], trainer.state.halvings + 1

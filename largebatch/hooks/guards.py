@@ -14,18 +14,12 @@ logger = logging.getLogger(__name__)
 
 
 class Guards(Hook):
-    """Warns of each skipped step and ends the run after `max_skipped_steps` in a row."""
-
     def __init__(self, *, max_skipped_steps: int = 25, where: Where = str) -> None:
-        """where: names a sample in messages."""
         self.max_skipped_steps = max_skipped_steps
         self.where = where
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
-        """Raise comm.Stopped on every rank: `applied` is the same on all ranks, so all count alike.
-
-        Of a row, the steps 1, 2, 4, 8, ... are told.
-        """
+        """Tell the skipped steps 1, 2, 4, 8, ... of a row; raise comm.Stopped on every rank after too many."""
         count, step = trainer.state.in_a_row, trainer.state.step
         stops = count >= self.max_skipped_steps
         if output.applied or not stops and count.bit_count() > 1:
@@ -42,10 +36,7 @@ class Guards(Hook):
             )
 
     def explain(self, trainer: Trainer, output: StepOutput) -> tuple[str, str]:
-        """Return why the gradient is not finite and the option to change. A collective.
-
-        Either the model itself gave a gradient that is not finite, or the cast to fp16 for the allreduce did.
-        """
+        """Return why the gradient is not finite, in the model or in the cast to fp16, and the advice. A collective."""
         if math.isfinite(float(output.grad_norm)):  # that of the second gradient is not
             return "that at the weights which Look-LayerSAM has moved is not finite", "lower --optim.sam_rho"
         advice = "lower --optim.lr, or use --run.precision bf16 or fp32"
@@ -64,12 +55,12 @@ class Guards(Hook):
             if trainer.comm.model_size == 1:  # else a micro-batch is computed by several ranks together
                 origin, found = find_origin(trainer, trainer.state.step - 1, self.where)
                 cause = f"{cause}; {origin}"
-            if not found:  # should it come again, its rank is to be known
+            if not found:  # the next time, name the rank
                 trainer.optimizer.sending.measures = True
         return cause, advice
 
     def explain_sum(self, trainer: Trainer, peak: float, advice: str) -> tuple[str, str]:
-        """Explains a sum that is not finite, although each rank's gradient is, at most `peak`."""
+        """Explain a sum that is not finite, although each rank's gradient is, at most `peak`."""
         if not isinstance(trainer.optimizer.sending, Fp16):
             return f"the gradient of each rank was finite, at most {peak:.3g}, but their sum is not", advice
         scale = f"loss scale now {trainer.scaler.get_scale():g}" if trainer.scaler.is_enabled() else "no loss scale"
@@ -82,7 +73,7 @@ class Guards(Hook):
     def worth_a_step(self, trainer: Trainer) -> bool:
         """Return whether to compute the step again: the first of each row and the last.
 
-        With a loss scale the last alone: it grows until gradients overflow, so single skipped steps are part of it.
+        With a loss scale only the last: the scale grows until gradients overflow, so single skipped steps are normal.
         """
         count = trainer.state.in_a_row
         return count == 1 and not trainer.scaler.is_enabled() or count >= self.max_skipped_steps

@@ -1,7 +1,7 @@
 """Computes the rows of numbers of a run, and hands them to the sinks.
 
-All ranks compute each number together, once; the sinks on rank 0 only write. A row holds the numbers of its own step,
-not means since an earlier row, so an interrupted and resumed run leaves the same rows as a run without interruption.
+All ranks compute each number together; the sinks on rank 0 only write. A row holds the numbers of its own step, not
+means since an earlier row, so a resumed run leaves the same rows as one without interruption.
 """
 
 import logging
@@ -24,10 +24,7 @@ wall_clock = time.time  # seconds since the epoch
 
 
 class Log(Hook):
-    """Computes a row every `every_images` and at each evaluation, on all ranks, and hands it to the sinks.
-
-    It must be the last hook: its clock for a step starts after the other hooks, whose time is then not training time.
-    """
+    """Computes the rows. It must be the last hook, so that the time of the others is not training time."""
 
     def __init__(self, sinks: Sequence[Sink], *, every_images: int, noise: NoiseScale | None = None) -> None:
         """noise: a hook of the run, with the same every_images."""
@@ -38,19 +35,18 @@ class Log(Hook):
         self.started: float | None = None  # when the current step began; None during the first step
 
     def before_fit(self, trainer: Trainer) -> None:
-        """Open the sinks. Raises comm.Stopped if a sink cannot be opened."""
+        """Open the sinks; comm.Stopped if one cannot be opened."""
         with trainer.comm.together("log"):
             for sink in self.sinks if trainer.comm.rank == 0 else ():
                 sink.open(trainer)
 
     def after_rollback(self, trainer: Trainer) -> None:
-        """Open the sinks anew: as in a resumed run, the rows of later steps are written again."""
+        """Open the sinks anew: the rows of later steps are written again."""
         self.after_fit(trainer)
         self.since_row, self.since_epoch, self.started = Throughput(), Throughput(), None
         self.before_fit(trainer)
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
-        """Measure the step; if a row is due, write it. Only a row needs communication, one small allreduce."""
         if self.started is not None:
             for throughput in (self.since_row, self.since_epoch):
                 throughput.add(output.images, time.perf_counter() - self.started, output.waited_s)
@@ -71,7 +67,6 @@ class Log(Hook):
             self.tell(trainer, lambda sink: sink.write_step(row))
 
     def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Write the row of the evaluation. The engine has already reduced the metrics over all ranks."""
         row = self.position(trainer) | {
             "train_loss": metrics["train_loss"],
             "eval_loss": metrics["loss"],
@@ -94,7 +89,6 @@ class Log(Hook):
         self.tell(trainer, lambda sink: sink.close())
 
     def position(self, trainer: Trainer) -> Row:
-        """Return the columns that say where the run is, with the learning rate of the step just done."""
         # With optim.layer_decay the rate of the head, which is the schedule's.
         state, lr = trainer.state, max(group["lr"] for group in trainer.optimizer.param_groups)
         return {"step": state.step, "epoch": trainer.epoch, "images": state.images, "lr": lr, "skipped": state.skipped}
@@ -112,27 +106,21 @@ class Log(Hook):
 
 
 def trust_ratios(trainer: Trainer, output: StepOutput) -> Row:
-    """Return the smallest, median and largest trust ratio of the step just done, nan if it has none.
-
-    Waits for the device once.
-    """
+    """Return the smallest, median and largest trust ratio of the step, nan if it has none."""
     summary = trust_summary(trainer.optimizer) if output.applied else None  # a skipped step leaves older ratios
     values = [math.nan] * len(TRUST) if summary is None else summary.tolist()
     return dict(zip(TRUST, values))
 
 
 def layer_ratios(trainer: Trainer) -> Row:
-    """Return the trust ratio of each adapted tensor of this rank in the newest step, by its name.
-
-    Waits for the device once. Of a model that ranks share, these are the parts of this rank.
-    """
+    """Return the newest trust ratio of each adapted tensor of this rank, by its name."""
     ratios = adapted_ratios(trainer.optimizer)
     named = {name: ratios[p] for name, p in trainer.model.named_parameters() if p in ratios}
     return dict(zip(named, torch.stack([*named.values()]).tolist())) if named else {}
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that this process has used: those of torch on a GPU, or the memory of the host."""
+    """Return the most bytes that this process has used, on a GPU or else of the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -154,7 +142,7 @@ class Throughput:
         return 100 * self.waited_s / self.seconds if self.seconds else math.nan
 
     def take(self) -> float:
-        """Return images per second and starts anew; nan if no step was measured, as after the first step."""
+        """Return images per second and start anew; nan if no step was measured."""
         rate = self.images / self.seconds if self.seconds else math.nan
         self.images, self.seconds, self.waited_s = 0, 0.0, 0.0
         return rate

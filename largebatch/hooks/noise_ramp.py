@@ -1,9 +1,8 @@
 """A batch ramp that follows the gradient noise scale: the batch doubles while it is smaller than the noise scale.
 
-With --schedule.batch_ramp "1024@0,noise" the batch begins at 1,024. At each row of steps.csv, from the 30th on, it is
-compared with the averaged noise scale (`noise_scale`). If that is larger, the next step has twice the batch, or
-data.global_batch_size if that is less. The batch never shrinks. Rank 0 decides for all ranks, so rounding cannot part
-them. The phases so far and the averages are in each checkpoint, so a resumed run on as many ranks decides the same.
+With --schedule.batch_ramp "1024@0,noise" the batch begins at 1,024. At each row of steps.csv, from the 30th on, a batch
+below the averaged noise scale doubles, up to data.global_batch_size. Rank 0 decides for all ranks, so rounding cannot
+part them. Checkpoints have the phases and averages, so a resumed run on as many ranks decides the same.
 """
 
 import logging
@@ -15,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def follow_noise(trainer: Trainer, averages: Averages) -> None:
-    """Double the batch from the next step on, if the averages say so; every rank calls it after the same step."""
+    """Double the batch from the next step on, if the averages say so. A collective."""
     phases, plan, images = trainer.state.phases, trainer.plan, trainer.state.images
     batch, scale = phases[-1][1], averages.scale
     if batch == plan.global_batch_size or images == plan.num_images or averages.count < HORIZON:

@@ -7,12 +7,11 @@ estimates without bias (appendix A.1 there):
     |G|^2     = (B |G_B|^2 - b |G_b|^2) / (B - b)
     tr(Sigma) = (|G_b|^2 - |G_B|^2) / (1 / b - 1 / B)
 
-and the noise scale B_simple = tr(Sigma) / |G|^2. At a batch of B_simple a run needs about twice as many steps, and
-twice as many images, as the fewest possible. A quotient of noisy estimates has a bias, so each is averaged over rows
-first.
+and the noise scale tr(Sigma) / |G|^2. At that batch a run needs about twice the fewest possible steps, and twice the
+fewest possible images. A quotient of noisy estimates has a bias, so each is averaged over rows first.
 
-|G_b|^2 is the mean over the ranks of the first micro-batch of each: its gradient is alone until the second pass adds
-to it. Only steps that write a row are measured. That costs one read of the gradient, and no message of its own.
+|G_b|^2 is the mean over the ranks' first micro-batches. Only steps that write a row are measured, which costs one read
+of the gradient, and no message of its own.
 """
 
 import math
@@ -32,10 +31,7 @@ HORIZON = 30  # rows; the mean of the first rows, then a moving average that giv
 
 
 def estimates(small_square: float, large_square: float, *, small: int, large: int) -> tuple[float, float]:
-    """Return |G|^2 and tr(Sigma) by the squared norms of the mean gradients of `small` and of `large` images.
-
-    A single estimate may be negative.
-    """
+    """Return |G|^2 and tr(Sigma) by the squared norms for `small` and `large` images; they may be negative."""
     signal = (large * large_square - small * small_square) / (large - small)
     noise = (small_square - large_square) / (1 / small - 1 / large)
     return signal, noise
@@ -43,7 +39,7 @@ def estimates(small_square: float, large_square: float, *, small: int, large: in
 
 @dataclass
 class Averages:
-    """Moving averages of both estimates over rows, and the number of rows; a checkpoint has them (TrainState.noise)."""
+    """Moving averages of both estimates over rows, and the number of rows; saved as TrainState.noise."""
 
     signal: float = 0.0
     noise: float = 0.0
@@ -55,7 +51,6 @@ class Averages:
         return self.noise / self.signal if self.signal > 0 <= self.noise else math.nan
 
     def add(self, signal: float, noise: float) -> Row:
-        """Take the estimates of one step; return the columns NOISE."""
         self.count += 1
         weight = 1 / min(self.count, HORIZON)
         self.signal += weight * (signal - self.signal)
@@ -66,18 +61,18 @@ class Averages:
 class NoiseScale(Hook):
     """Measures the first micro-batch in each step that `Log` writes a row about; needs whole models.
 
-    `Log` asks for `measured`, adds it up over the ranks with its own number, and gives the sum to `row`.
+    `Log` sums `measured` over the ranks, and gives the sum to `row`.
     """
 
     def __init__(self, *, every_images: int, after_row: Callable[[Trainer, Averages], None] | None = None) -> None:
-        """every_images: those of Log. after_row: all ranks call it with the averages of each row that has some."""
+        """every_images: those of Log. after_row: all ranks call it with the averages after a measured row."""
         self.every_images, self.after_row = every_images, after_row
         self.scale: Tensor | None = None  # loss scale of the step that is measured; None: the step is not
         self.square: Tensor | None = None  # 0-d, of the gradient after the first pass
         self.waits = False  # the first pass runs
 
     def at_first_batch(self, trainer: Trainer, batch: Augmented) -> None:
-        """Arrange for the first pass to be measured, unless the step is short or a single micro-batch."""
+        """Arrange to measure the first pass, unless the step is short or a single micro-batch."""
         plan, step = trainer.plan, trainer.state.step
         full = plan.window_images(step) == plan.batch_size(step) > plan.micro_batch_size
         if not full or not trainer.due(self.every_images, ahead=True):
@@ -90,7 +85,6 @@ class NoiseScale(Hook):
             self.waits = True
 
     def at_point(self, trainer: Trainer) -> None:
-        """Measure the gradient of the first pass; this is the point before the second."""
         if self.waits:
             self.square, self.waits = gradient_norm(trainer.optimizer).double().square(), False
 
@@ -107,7 +101,7 @@ class NoiseScale(Hook):
         return found
 
     def row(self, trainer: Trainer, output: StepOutput, total: Tensor) -> Row:
-        """Return the columns NOISE; nan if the step was short or skipped. total: the sum of all ranks' `measured`."""
+        """Return the columns NOISE; nan if the step was short or skipped. total: the ranks' sum of `measured`."""
         square, count = total.tolist()
         if not count or not output.applied:
             return dict.fromkeys(NOISE, math.nan)

@@ -1,8 +1,8 @@
 """Finds the rank, the micro-batch and the images with which a gradient that is not finite began.
 
 The ranks' gradients are added in place, so after a step nobody knows whose was not finite. But a skipped step moves
-nothing, and its micro-batches depend on the seed and the step alone. So each rank computes its own once more, by itself
-and without a loss scale, and looks at the gradient of each. This costs a step, and nothing while all is well.
+nothing, and its micro-batches depend on the seed and the step alone. So each rank computes its own again, by itself and
+without a loss scale.
 """
 
 import itertools
@@ -43,7 +43,7 @@ class Found:
 
 
 def find_origin(trainer: Trainer, step: int, where: Where) -> tuple[str, bool]:
-    """Compute the micro-batches of a skipped step again; return a clause about what was found, and whether it was.
+    """Compute the micro-batches of a skipped step again; return a clause about the origin, and whether it was found.
 
     A collective. step: number of the step, from 0; nothing must have moved since. where: names a sample.
     """
@@ -58,7 +58,7 @@ def find_origin(trainer: Trainer, step: int, where: Where) -> tuple[str, bool]:
 
 
 def recompute(trainer: Trainer, step: int) -> Iterator[Place]:
-    """Yield the micro-batches of this rank whose gradient is not finite. The state of the run stays what it is."""
+    """Yield the micro-batches of this rank whose gradient is not finite. The run's state stays as it is."""
     mine = trainer.plan.micro_batches(step, trainer.comm.data_rank, trainer.comm.data_size)
     with as_before(trainer, step), closing(trainer.open_batches(step)) as batches:
         for batch in itertools.islice(batches, len(mine)):
@@ -74,8 +74,8 @@ def recompute(trainer: Trainer, step: int) -> Iterator[Place]:
 def examine(trainer: Trainer, batch: Augmented) -> list[int] | None:
     """Return the rows of a micro-batch whose part of the gradient is not finite, all if it cannot be told; else None.
 
-    The gradient of an image shows its row, since the images of a batch are computed apart from each other, unless batch
-    normalisation couples them. With mixup, the row of an image that took part of a bad one is bad, too.
+    The gradient of an image shows its row, unless batch normalisation couples the images. With mixup, the row of an
+    image mixed with a bad one is bad, too.
     """
     images = batch.images.detach().requires_grad_()
     parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
@@ -96,9 +96,9 @@ def rows(tensor: Tensor) -> list[int]:
 
 @contextmanager
 def as_before(trainer: Trainer, step: int) -> Iterator[None]:
-    """Put the run back to the beginning of `step`; restore its place, buffers and random state at the end of the block.
+    """Put the run back to the beginning of `step`; afterwards restore its place, buffers and random state.
 
-    Compiled models run uncompiled: for gradients of images they would be compiled once more.
+    Models run uncompiled: gradients of images would need another compilation.
     """
     state = trainer.state
     trainer.state = replace(state, step=step)
@@ -113,7 +113,6 @@ def as_before(trainer: Trainer, step: int) -> Iterator[None]:
 
 
 def describe_place(place: Place, where: Where) -> str:
-    """Return the clause of one micro-batch."""
     samples = first([where(sample) for sample in place.samples[:MOST]], len(place.samples), ", ")
     noun = "sample" if len(place.samples) == 1 else "samples"
     return f"micro-batch {place.number}, {noun} {samples}{place.cause}"
@@ -126,7 +125,6 @@ def first(texts: Sequence[str], count: int, comma: str) -> str:
 
 
 def describe(ranks: list[Found]) -> tuple[str, bool]:
-    """Return the clause of all ranks, and whether a place was found."""
     failed = [f"rank {rank} could not ({found.failure})" for rank, found in enumerate(ranks) if found.failure]
     bad = [rank for rank, found in enumerate(ranks) if found.places]
     if not bad:

@@ -1,8 +1,7 @@
 """Records a few steps with torch's profiler, as a trace that chrome://tracing and https://ui.perfetto.dev show.
 
-The engine names the phases of a step: load, forward, backward, synchronize and optimizer step. The file lies on the
-disk of rank 0's host, since a trace of 100 MB would delay everybody who shares the disk of the run folder. It has its
-name only when it is whole.
+The file lies on the disk of rank 0's host: a trace of 100 MB would delay everybody who shares the disk of the run
+folder.
 """
 
 import errno
@@ -29,13 +28,13 @@ class Profile(Hook):
         self.profiler: profile | None = None  # while it records
 
     def before_fit(self, trainer: Trainer) -> None:
-        """Start before the first step, if that is to be recorded."""
         self.after_step(trainer)
 
     def after_step(self, trainer: Trainer) -> None:
-        """Start before the next step, after other hooks have done their work."""
         if trainer.comm.rank == 0 and self.done + 1 == self.first:
-            self.start(trainer)
+            gpu = [ProfilerActivity.CUDA] if trainer.device.type == "cuda" else []
+            self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu])
+            self.profiler.start()
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
         """Stop before an evaluation, which would be most of the trace."""
@@ -44,20 +43,14 @@ class Profile(Hook):
             self.finish()
 
     def after_fit(self, trainer: Trainer) -> None:
-        """Write the steps there are, if the run ends before the last one to record."""
+        """Write the steps there are, if the run ends early."""
         if self.done >= self.first:
             self.finish()
         elif trainer.comm.rank == 0:
             logger.warning("no trace: this process had %d steps, and the first to record was %d", self.done, self.first)
 
-    def start(self, trainer: Trainer) -> None:
-        """Begin to record."""
-        gpu = [ProfilerActivity.CUDA] if trainer.device.type == "cuda" else []
-        self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu])
-        self.profiler.start()
-
     def finish(self) -> None:
-        """Stop recording and write the trace, if there is one. A full disk costs the trace, not the run."""
+        """Stop recording and write the trace. A full disk costs the trace, not the run."""
         if self.profiler is None:
             return
         profiler, self.profiler = self.profiler, None
@@ -74,7 +67,7 @@ class Profile(Hook):
 
 
 def _export(profiler: profile, trace: Path) -> None:
-    """Raise OSError if the file is not whole: the profiler does not report a full disk, and leaves part of a file."""
+    """Raise OSError if the file is not whole: the profiler does not report a full disk."""
     try:
         profiler.export_chrome_trace(str(trace))
     finally:

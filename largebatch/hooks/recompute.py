@@ -1,9 +1,8 @@
 """Finds a rank that computes wrongly: now and then all data ranks compute the gradient of one and the same micro-batch.
 
-The reduction spreads the wrong gradient of one rank to all of them, so their weights stay equal, and `replicas` sees
-nothing. But ranks that hold the same weights compute the same gradient of the same images, to the last bit. Before a
-step whose turn it is, rank 0's first micro-batch goes to all ranks; each computes its gradient, and the bits of the
-results are compared. On hosts with different processors the results may differ by rounding: leave --run.recompute out.
+The reduction spreads a wrong gradient to all ranks, so their weights stay equal, and `replicas` sees nothing. But ranks
+with the same weights compute the same gradient of the same images, to the last bit. On different processors it may
+differ by rounding: leave --run.recompute out.
 """
 
 from collections.abc import Iterator
@@ -20,18 +19,14 @@ from largebatch.ranks.replicas import Difference, differences
 
 
 class RecomputeCheck(Hook):
-    """Compares the ranks' gradients of one micro-batch, once every `interval_images`; needs whole models.
-
-    A check takes as long as a forward and backward pass. Nothing of the run changes by it. All ranks raise Stopped if
-    one differs.
-    """
+    """Needs whole models. A check takes one forward and backward pass; all ranks raise Stopped if one differs."""
 
     def __init__(self, *, interval_images: int) -> None:
         self.interval_images = interval_images
         self.due = True  # at the first step, too
 
     def at_first_batch(self, trainer: Trainer, batch: Augmented) -> None:
-        """Check, if it is time. A short last step is left out, because some ranks have no micro-batch in it."""
+        """Check, if it is time, but not in a short last step: some ranks have no micro-batch in it."""
         plan, step = trainer.plan, trainer.state.step
         full = plan.window_images(step) == plan.batch_size(step)
         if self.due and full and trainer.comm.data_size > 1:
@@ -39,15 +34,14 @@ class RecomputeCheck(Hook):
             self.due = False
 
     def after_step(self, trainer: Trainer) -> None:
-        """Let the next step begin with a check, if this one passed a multiple of `interval_images`."""
         self.due |= trainer.due(self.interval_images)
 
 
 def check_gradient(trainer: Trainer, batch: Augmented) -> None:
     """Compare the gradient of rank 0's `batch` over all ranks; a collective.
 
-    If results differ, all ranks compute again: a rank whose own two results differ is named alone. It is the only clue
-    where two ranks contradict each other.
+    If it differs, all ranks compute again. A rank whose two results differ is named alone, the only clue if there are
+    two ranks.
     """
     comm, place = trainer.comm, f"before step {trainer.state.step + 1}"
     batch = of_rank_0(comm, batch)
@@ -69,7 +63,7 @@ REMEDY = (
 
 
 def of_rank_0(comm: Ranks, batch: Augmented) -> Augmented:
-    """Return a copy of rank 0's micro-batch; `batch` gives the shapes."""
+    """Return a copy of rank 0's micro-batch; `batch` gives the shapes. A collective."""
     box = comm.broadcast_object(batch.mix_box, name="recompute/box")
     tensors = {name: value.contiguous().clone() for name, value in batch._asdict().items() if isinstance(value, Tensor)}
     comm.broadcast_tensors(tensors, name="recompute/batch")
@@ -77,7 +71,7 @@ def of_rank_0(comm: Ranks, batch: Augmented) -> Augmented:
 
 
 def gradients(trainer: Trainer, batch: Augmented) -> dict[str, Tensor]:
-    """Return the gradients of a micro-batch's loss by name, with rank 0's draws for the step; nothing else changes."""
+    """Return the gradients of a micro-batch by name, with rank 0's draws for the step; nothing else changes."""
     names, parameters = zip(*((n, p) for n, p in trainer.model.named_parameters() if p.requires_grad))
     number = trainer.plan.micro_batches(trainer.state.step, 0, trainer.comm.data_size)[0].number
     with undone(trainer):
@@ -104,7 +98,7 @@ def undone(trainer: Trainer) -> Iterator[None]:
 
 
 def describe(found: list[Difference], changed: list[list[str]]) -> list[str]:
-    """Return a clause for each rank that computes wrongly; changed: by rank, what it computes otherwise each time."""
+    """Return a clause for each rank that computes wrongly. changed: by rank, the gradients that did not repeat."""
     unsteady = [rank for rank, names in enumerate(changed) if names]
     if unsteady:
         hosts = {one.rank: f" ({one.host})" for one in found}

@@ -1,4 +1,4 @@
-"""The sinks: they write the rows of numbers that `Log` computes.
+"""The sinks: they write the rows of numbers that `Log` computes, on rank 0 only, so they cannot communicate.
 
     Csv            RUN/steps.csv      a row every log.every
                    RUN/epochs.csv     a row per evaluation
@@ -6,8 +6,6 @@
     Curves         RUN/curves.png     a picture of both tables
     TensorBoard    RUN/tensorboard/   the same numbers as event files
     Progress       the terminal       a bar, and in a log lines
-
-Sinks are open on rank 0 only, so they cannot communicate.
 """
 
 import datetime
@@ -33,10 +31,7 @@ REDRAW_S = 10.0  # shortest time between two drawings of the curves
 
 
 class Sink:
-    """A destination of rows; open on rank 0 only.
-
-    `write_step` gets rows with the columns STEP_COLUMNS, `write_epoch` rows with EPOCH_COLUMNS.
-    """
+    """A destination of rows, which have the columns STEP_COLUMNS and EPOCH_COLUMNS."""
 
     def open(self, trainer: Trainer) -> None:
         """The run starts or resumes at trainer.state."""
@@ -58,11 +53,11 @@ class Sink:
 
 
 class Progress(Sink):
-    """Shows a bar below the log if stderr is a terminal, else logs a line now and then; logs a line per evaluation."""
+    """Shows a bar below the log if stderr is a terminal, else logs a line now and then."""
 
     def open(self, trainer: Trainer) -> None:
         self.trainer, self.num_epochs = trainer, trainer.plan.num_images / trainer.plan.num_samples
-        # The end of the first step of this process, which is no measure of the others: it compiles and fills caches.
+        # The end of this process's first step, which is slower than the others: it compiles and fills caches.
         self.first: tuple[int, float] | None = None
         self.lines_done = -1
         text = "step {task.completed}/{task.total}  {task.description}"
@@ -97,7 +92,7 @@ class Progress(Sink):
             stop_bar(self.bar)
 
     def left(self, row: Row) -> str:
-        """Return the time to the last step at the pace since the first, including evaluations and checkpoints."""
+        """Return the time to the last step at the pace since the first, evaluations and checkpoints included."""
         step, at = self.first or (row["step"], 0.0)
         if row["step"] <= step:
             return ""
@@ -107,7 +102,7 @@ class Progress(Sink):
 
 
 class Csv(Sink):
-    """Writes steps.csv, epochs.csv and layers.csv. A row is flushed before the checkpoint of its step is saved."""
+    """Flushes each row, so that it is there before the checkpoint of its step."""
 
     def __init__(self, folder: str | Path) -> None:
         self.run = RunFolder(folder)
@@ -140,7 +135,7 @@ class Csv(Sink):
 
 
 class TensorBoard(Sink):
-    """Writes RUN/tensorboard. Points that an interrupted run wrote after the resumed step are hidden."""
+    """Writes RUN/tensorboard; hides points that an interrupted run wrote after the resumed step."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = RunFolder(folder).tensorboard
@@ -166,17 +161,13 @@ class TensorBoard(Sink):
         self.writer.close()
 
     def add(self, section: str, row: Row, names: Sequence[str]) -> None:
-        """Add a point for each name that has a number in the row."""
         for name in names:
             if not math.isnan(row.get(name, math.nan)):
                 self.writer.add_scalar(f"{section}/{name}", row[name], int(row["step"]))
 
 
 class Curves(Sink):
-    """Draws RUN/curves.png, in a thread while the run goes on, and once more at the end.
-
-    It must come after Csv, because it draws the files of Csv.
-    """
+    """Draws the files of Csv, which must come before, in a thread while the run goes on, and once more at the end."""
 
     def __init__(self, folder: str | Path, *, title: str) -> None:
         self.folder = Path(folder)
@@ -199,7 +190,6 @@ class Curves(Sink):
         self.draw()
 
     def draw(self) -> None:
-        """Draw the rows that are in the files now."""
         draw_curves(self.folder, title=self.title)
 
 

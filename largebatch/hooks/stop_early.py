@@ -1,14 +1,12 @@
 """Stops a run before the batch system kills it: at a signal, or while there is time left for a checkpoint.
 
-SIGUSR1, SIGTERM or SIGINT may reach any rank at any moment, and different ranks at different moments; the launcher may
-be gone, or the job's end be near. Before the first step is done there is nothing to lose, and the signal itself ends
-the process with exit code 75 (`ranks.signals`). Later the ranks agree on a point (`ranks.stop_points`) before a pass of
-a step or a batch of an evaluation, and all leave there. A step that is not complete is dropped; an evaluation that is
-not complete is made when the run is resumed. Then the last checkpoint is written, as at the end of a run.
+Before the first step is done there is nothing to lose, and a signal itself ends the process (`ranks.signals`). Later
+the ranks agree on a point (`ranks.stop_points`) before a pass of a step or a batch of an evaluation, and all leave
+there. An incomplete step is dropped; an incomplete evaluation is made when the run is resumed. Then the last checkpoint
+is written.
 
-So from a signal to the checkpoint pass less than a second and the pass or batch under way on the slowest rank. The
-process ends with exit code 75, and the same command line resumes the run. mpirun and horovodrun end with 75, too;
-horovodrun --gloo ends with 1 and prints the exit code of the ranks, 75. A second signal ends the process at once.
+The process ends with exit code 75, and the same command line resumes the run. mpirun and horovodrun end with 75, too;
+horovodrun --gloo ends with 1 and prints 75. A second signal ends the process at once.
 """
 
 import datetime
@@ -35,8 +33,8 @@ SLURM_END = "SLURM_JOB_END_TIME"
 def end_time(option: float | str | None) -> float | None:
     """Return the end of the job in seconds since the epoch, from --run.end_time or else Slurm; None if unknown.
 
-    Raises ValueError if the option is in the past. A time of Slurm's in the past is ignored, because Slurm does not
-    update the variable if the time limit of a job is raised.
+    ValueError if the option is in the past. A past time of Slurm's is ignored: its variable stays when a job's time
+    limit is raised.
     """
     if option is not None:
         end = epoch_seconds(option, option="run.end_time")
@@ -55,8 +53,7 @@ def end_time(option: float | str | None) -> float | None:
 class StopEarly(Hook):
     """Ends the run on all ranks at the same point, when a signal has reached any rank or `end` is near.
 
-    end: seconds since the epoch, or None; only the value of rank 0 counts, and only after the first step.
-    longest_save_s: returns the time of the longest checkpoint so far.
+    end: seconds since the epoch; only rank 0's counts, and only after the first step.
     """
 
     def __init__(self, signals: Signals, *, end: float | None, longest_save_s: Callable[[], float]) -> None:
@@ -70,7 +67,6 @@ class StopEarly(Hook):
         self.points: StopPoints | None = None
 
     def before_fit(self, trainer: Trainer) -> None:
-        """Start to ask the other ranks."""
         is_first = trainer.comm.rank == 0
 
         def requests() -> list[bool]:
@@ -80,35 +76,27 @@ class StopEarly(Hook):
         self.since = time.monotonic()
 
     def at_point(self, trainer: Trainer) -> None:
-        """Tell the trainer to stop, if the ranks have agreed on this point."""
         now = time.monotonic()
         self.pause_s, self.since = max(self.pause_s, now - self.since), now
         if self.points and self.points.leave():
             trainer.stop_reason = self.explain(self.points.counts, trainer.comm)
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
-        """Measure the step. From the first one on there is something to lose."""
-        self.signals.nothing_to_lose = False
+        self.signals.nothing_to_lose = False  # this step would be lost
         self.pauses_s.append(max(self.pause_s, time.monotonic() - self.since))
         self.pause_s = 0.0
         if self.end is not None:
             self.latest = self.end - self.needed_s()
 
     def after_fit(self, trainer: Trainer) -> None:
-        """All ranks have passed their last point."""
         if self.points:
             self.points.close()
 
     def needed_s(self) -> float:
-        """Return the time that the run may need from a request to its end.
-
-        The pass or the batch under way is completed. A checkpoint on a busy disk may take twice the longest time so
-        far.
-        """
+        """Return the longest time from a request to the end; a busy disk may double the time of a save."""
         return max(self.pauses_s) + 2 * self.longest_save_s() + MARGIN_S
 
     def explain(self, requests: list[int], comm: Ranks) -> str:
-        """Return the reasons for the end, as the end of a sentence."""
         *counts, gone, near = requests
         reasons = [f"{number.name} reached {n} of {comm.size} ranks" for number, n in zip(SIGNALS, counts) if n]
         if gone:

@@ -15,7 +15,7 @@ PROJECT = "largebatch"  # unless WANDB_PROJECT is set
 
 
 class WeightsAndBiases(Sink):
-    """Sends the rows to Weights & Biases, by their step. A resumed run goes on with the same entry."""
+    """Sends the rows by their step. A resumed run goes on with the same entry."""
 
     def __init__(self, folder: str | Path, options: Mapping[str, Any]) -> None:
         self.folder, self.options = Path(folder), dict(options)
@@ -58,6 +58,5 @@ class WeightsAndBiases(Sink):
         self.run.finish()
 
     def add(self, section: str, row: Row, names: Sequence[str]) -> None:
-        """Send the numbers of a row."""
         found = {f"{section}/{name}": row[name] for name in names if not math.isnan(row.get(name, math.nan))}
         self.run.log(found | {"step": int(row["step"]), "epoch": row["epoch"]})

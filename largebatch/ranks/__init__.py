@@ -1,7 +1,6 @@
 """The ranks of a run: what they exchange, and how they stop together. Only horovod.py imports Horovod.
 
-The names below are loaded when first used, so files that need only the standard library can be imported without
-Horovod and torch.
+The names below load when first used, so the files that need only the standard library do without Horovod and torch.
 """
 
 import importlib

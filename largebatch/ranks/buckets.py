@@ -1,8 +1,8 @@
 """Buckets of gradients: tensors that are handed over to Horovod together, in the order of the backward pass.
 
-Each tensor costs the host a call of Horovod, and one to receive the result, hundreds of times in a step. A bucket costs
-one of each, but begins only when its last gradient is ready. So buckets are small where time would be lost: at the
-beginning of the backward pass, when nothing is being reduced yet, and at its end, when all ranks wait for the rest.
+Each tensor, and each bucket, costs the host two calls of Horovod, but a bucket begins only when its last gradient is
+ready. So buckets are small at the beginning of the backward pass, when nothing is being reduced yet, and at its end,
+when all ranks wait for the rest.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ PARTS = 12  # there are about as many large buckets
 
 
 def buckets(sizes: Sequence[int]) -> Iterator[range]:
-    """Divide consecutive gradients of these sizes, in bytes; yield which belong together, as their numbers.
+    """Divide consecutive gradients of these sizes, in bytes; yield the numbers of each bucket.
 
     A bucket is full when it has SMALLEST bytes and, in addition, a PARTS-th of all, or as many as all buckets before
     it, or as many as are left after it.

@@ -1,8 +1,8 @@
 """The ranks that a launcher has started, which speak by Horovod.
 
 Horovod's own blocking calls busy-wait: they starve the loader, Horovod's own thread, and the rank that everyone waits
-for. `finish` polls and sleeps. Two more of Horovod's helpers are avoided: `broadcast_optimizer_state` takes a real step
-to create state, and `broadcast_parameters` refuses ordinary arguments.
+for. `finish` polls and sleeps. Two helpers of Horovod's are avoided: `broadcast_optimizer_state` takes a real step to
+create state, and `broadcast_parameters` refuses ordinary arguments.
 """
 
 import faulthandler
@@ -54,8 +54,8 @@ class HorovodRanks(Ranks):
     ) -> None:
         """Start Horovod. deterministic: reduce each tensor by itself, so that sums repeat to the last bit.
 
-        ValueError for settings, or launchers, that contradict each other; RuntimeError if Horovod sees other ranks than
-        the launcher announced, or if ranks do not come.
+        ValueError for settings or launchers that contradict each other; RuntimeError if ranks do not come, or not those
+        of the launcher.
         """
         on_gpus = bool(hvd.nccl_built()) and torch.cuda.is_available()
         horovod = horovod or HorovodConfig()
@@ -91,14 +91,14 @@ class HorovodRanks(Ranks):
             threading.Thread(target=self._watch_launcher, name="largebatch-launcher", daemon=True).start()
 
     def _share_cores(self) -> float:
-        """Return how many cores' worth of time this rank has, as all ranks of its host share its cores."""
+        """Return how many cores' worth of time this rank has. A collective."""
         host = socket.gethostname()
         everyone = self.allgather_object((host, self.cores, this_process()), name="cores")
         self._processes = [process for _, _, process in everyone]
         return share_of_cores(self.cores, [cores for theirs, cores, _ in everyone if theirs == host])
 
     def _watch_launcher(self) -> None:
-        """If MPI's launcher is gone, end the ranks of this host that are stopped: MPI ends this one in a second."""
+        """If MPI's launcher is gone, end this host's stopped ranks: MPI ends this one in a second."""
         while self.is_open:
             time.sleep(LOOK_S)
             self._end_stopped_without_launcher()
@@ -108,7 +108,7 @@ class HorovodRanks(Ranks):
             end_stopped(self._processes)
 
     def _refuse_mismatch(self, launch: launcher.Launch) -> None:
-        """Raise RuntimeError, on all ranks that Horovod sees, if one has another place than its launcher announced."""
+        """Raise RuntimeError on all ranks if one has another place than its launcher announced."""
         here = {"rank": self.rank, "size": self.size, "local_rank": self.local_rank, "local_size": self.local_size}
         causes = self.allgather_object(launcher.mismatch(launch, **here), name="launch")
         if any(causes):
@@ -201,7 +201,7 @@ class HorovodRanks(Ranks):
 
 
 def finish(handle: int, *, pause_s: float | None = None) -> Any:
-    """Sleep until a collective is done and return its result. pause_s: between two looks; None: short, then longer."""
+    """Sleep until a collective is done; return its result. pause_s: between two looks; None: short, then longer."""
     pause = pause_s or MIN_PAUSE_S
     while not hvd.poll(handle):
         time.sleep(pause)
@@ -225,7 +225,7 @@ class ReducedByHorovod(Reduced):
 
 
 class _Parameters(Optimizer):
-    """An optimizer that Horovod can make anew, as it does, from the groups alone."""
+    """An optimizer that Horovod can make anew from the groups alone."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -234,7 +234,7 @@ class _Parameters(Optimizer):
 def distribute(
     optimizer: Optimizer, model: nn.Module, *, passes: int, sending: Unchanged, data_set: Any
 ) -> ReducedByHorovod:
-    """Return Horovod's optimizer with our methods and those of this one; it averages over `data_set`."""
+    """Return Horovod's optimizer with our methods and those of `optimizer`; it averages over `data_set`."""
     with _without_gradients(model):  # Horovod's own hooks could not be removed again
         distributed: Any = hvd.DistributedOptimizer(
             _Parameters(parameters_of(optimizer)),
@@ -252,7 +252,6 @@ def distribute(
 
 @contextmanager
 def _without_gradients(model: nn.Module) -> Iterator[None]:
-    """Freeze all parameters for the time of a block."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trainable:
         parameter.requires_grad_(False)

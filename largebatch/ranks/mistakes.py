@@ -1,8 +1,4 @@
-"""The end of a program that is wrong, or whose command line is, or asks for a text. Needs Python's library alone.
-
-The ranks of a job read the same command line and run the same program, so what there is to say is said once. For a
-command line Horovod is not started.
-"""
+"""The end of a program with a wrong call or command line, or one that asks for a text. Needs Python's library alone."""
 
 import os
 import sys
@@ -18,17 +14,15 @@ WAIT_S = 10.0  # long enough for rank 0 to print its sentence and for the launch
 
 
 class Mistake(ValueError):
-    """A wrong call in a program of the user's own; the message is a sentence that needs no traceback."""
+    """A wrong call in a user's own program; the message is a sentence that needs no traceback."""
 
 
 @contextmanager
 def report_mistakes() -> Iterator[None]:
-    """End this process if the block, which reads a command line, raises ValueError (code 2) or Answer (code 0).
+    """End this process if the block raises ValueError or the OSError of a file (code 2), or Answer (code 0).
 
-    So does the OSError of a file.
-
-    Rank 0 prints a mistake, and the launcher then ends the other ranks. A rank that still runs after WAIT_S seconds
-    prints its own sentence: the mistake may be on that rank alone. An answer is printed by rank 0 only.
+    Only rank 0 prints an answer or a mistake, and the launcher then ends the other ranks. A rank that still runs after
+    WAIT_S seconds prints its own sentence: the mistake may be on that rank alone.
     """
     try:
         yield
@@ -44,7 +38,6 @@ def report_mistakes() -> Iterator[None]:
 
 
 def _for_one_rank(mistake: Exception) -> str:
-    """Return the sentence that this rank is to print; a rank other than 0 waits first and adds its number."""
     try:
         launch = recognise(os.environ)
     except ValueError as ambiguous:  # no process knows its rank, so each prints this
@@ -56,8 +49,7 @@ def _for_one_rank(mistake: Exception) -> str:
 
 
 def _print(text: str) -> None:
-    """Print a text, perhaps to a program that has read enough of it, such as head."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except BrokenPipeError:  # a program such as head has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends

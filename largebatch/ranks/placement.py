@@ -25,8 +25,8 @@ FILLED, SCARCE = 0.1, 0.5  # parts of a GPU's memory: with less free, a run cann
 def check_placement(comm: "Ranks", device: torch.device, *, loader_threads: int | None) -> list[str]:
     """Describe where the ranks compute, one line per host; rank 0 warns of ranks with too few cores or GPU memory.
 
-    loader_threads: the number in the config; None: it follows from the cores of each rank. All ranks raise Stopped if
-    two would use one GPU, or if another process fills one.
+    loader_threads: those of the config; None: by the cores of each rank. A collective: all ranks raise Stopped if two
+    would use one GPU, or if another process fills one.
     """
     with comm.together("looking at the GPU"):
         mine = Place(
@@ -60,10 +60,7 @@ def gpu_names(device: torch.device) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one rank. device: like cuda:0. gpu: see `gpu_names`.
-
-    memory: bytes of its GPU that are free, and all; None on a CPU.
-    """
+    """The place of one rank. gpu: see `gpu_names`. memory: free bytes of its GPU, and all; None on a CPU."""
 
     host: str
     pid: int
@@ -77,7 +74,7 @@ class Place:
 
 
 def shared_gpus(places: Sequence[Place]) -> str:
-    """Return a sentence with the ranks that would share a GPU; empty if none do. places: those of all ranks."""
+    """Return a sentence with the ranks that would share a GPU; empty if none do."""
     users: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(places):
         for name in zip(("", place.host), place.gpu):
@@ -94,7 +91,7 @@ def shared_gpus(places: Sequence[Place]) -> str:
 
 
 def filled_gpus(places: Sequence[Place], *, needed: float) -> str:
-    """Return a sentence with the ranks whose GPU has less than this part of its memory free; empty if none has."""
+    """Return a sentence with the ranks whose GPU has less than this part of its memory free."""
     filled: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         free, total = place.memory or (1, 1)
@@ -123,7 +120,6 @@ def by_host(places: Sequence[Place]) -> list[str]:
 
 
 def shares_of_cores(places: Sequence[Place]) -> list[float]:
-    """Return how many cores' worth of time each rank has; the ranks of one host share its cores."""
     of_host: dict[str, list[Cores]] = {}
     for place in places:
         of_host.setdefault(place.host, []).append(place.cores)
@@ -131,10 +127,10 @@ def shares_of_cores(places: Sequence[Place]) -> list[float]:
 
 
 def short_of_cores(places: Sequence[Place], *, asked: int | None) -> str:
-    """Return a sentence with the ranks that have too few cores for their threads and the remedy; empty if none do.
+    """Return a sentence with the ranks that have too few cores for their threads, and the remedy.
 
-    asked: the loader threads by --data.num_threads; None: their number follows from the cores. In that case a rank on a
-    single core is named only if the launcher bound it there although the host has more, or if it has less than a core.
+    asked: --data.num_threads; if None, a rank on a single core is named only if the launcher bound it there although
+    the host has more, or if it has less than a core.
     """
     short: dict[str, list[int]] = {}
     for rank, (place, num_cores) in enumerate(zip(places, shares_of_cores(places))):

@@ -1,9 +1,7 @@
 """The checks before the first step that all ranks run the same program on the same data.
 
-Each rank publishes a `RankReport`: its host and its traits (versions, our own source files, every option of the
-config, Horovod's variables). Hosts drift apart unnoticed: one is updated, one holds an old checkout, one rank was
-started with another command line. Such a run would train, but its result would mean nothing. Values are texts, so that
-ranks with different versions of a package can still read each other's report.
+Hosts drift apart unnoticed: one is updated, one holds an old checkout, one rank got another command line. The result of
+such a run would mean nothing. Reports hold texts, so ranks with different versions of a package can read each other's.
 """
 
 import hashlib
@@ -45,8 +43,8 @@ logger = logging.getLogger(__name__)
 def agree(comm: "Ranks", options: Mapping[str, object]) -> str:
     """Compare versions, sources, options and Horovod's variables of all ranks; return one line of versions for the log.
 
-    All ranks raise Stopped if one rank differs; the message names the rank, its value and the others'. Rank 0 warns if
-    a rank differs in a variable of NCCL, as some of them may belong to a host.
+    A collective: all ranks raise Stopped if one differs. Rank 0 warns if a variable of NCCL differs, as some of them
+    may belong to a host.
     """
     with comm.together("reporting"):
         mine = report_rank(options)
@@ -62,10 +60,9 @@ def agree(comm: "Ranks", options: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The host of one rank and its traits, which all ranks must share.
+    """The host of one rank and its traits, which all ranks must share; the name of an option begins with --.
 
-    The name of an option begins with --, and that of a variable with HOROVOD_. nccl: the variables of NCCL, which the
-    ranks should share.
+    nccl: the variables of NCCL, which the ranks should share.
     """
 
     host: str
@@ -89,7 +86,6 @@ def variables(prefix: str) -> dict[str, str]:
 
 
 def sources_digest() -> str:
-    """Return eight digits that stand for the contents of all Python and C++ files of largebatch and zoo."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[2]
     folders = (root / package for package in ("largebatch", "zoo"))
@@ -99,17 +95,19 @@ def sources_digest() -> str:
 
 
 def versions(report: RankReport) -> str:
-    """Return one line for the log of a run, like "Python 3.11.7, torch 2.13.0, ..."."""
     return ", ".join(f"{name} {value}" for name, value in report.traits.items() if not name.startswith(SET))
 
 
 def disagreement(reports: Sequence[RankReport]) -> str:
-    """Return a sentence with the ranks that differ from most, both values, and the remedy; empty if all ranks agree.
+    """Return a sentence with the ranks that differ from most, both values, and the remedy; empty if all agree.
 
-    If two values have the same number of ranks, that of the lowest rank counts as the right one.
+    Of two equally frequent values, the lowest rank's counts as right.
     """
     names = dict.fromkeys(name for report in reports for name in report.traits)
-    values = {name: [report.traits.get(name, _missing(name)) for report in reports] for name in names}
+    values = {
+        name: [report.traits.get(name, "not set" if name.startswith(VARIABLES) else "unknown") for report in reports]
+        for name in names
+    }
     differing = [name for name in names if len(set(values[name])) > 1]
     if not differing:
         return ""
@@ -125,10 +123,6 @@ def disagreement(reports: Sequence[RankReport]) -> str:
     else:
         remedy = f"set up all hosts alike with {install_command()}"
     return f"{'; '.join(clauses)}: {remedy}."
-
-
-def _missing(name: str) -> str:
-    return "not set" if name.startswith(VARIABLES) else "unknown"
 
 
 def _clause(name: str, values: Sequence[str], reports: Sequence[RankReport]) -> str:
@@ -149,10 +143,7 @@ def _clause(name: str, values: Sequence[str], reports: Sequence[RankReport]) -> 
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return a text like "rank 2 on node7" or "ranks 4, 5 on node7, 6 on node8"; long lists are cut.
-
-    hosts: those of all ranks.
-    """
+    """Return a text like "ranks 4, 5 on node7, 6 on node8", cut if long. hosts: by rank."""
     of_host: dict[str, list[int]] = {}
     for rank in ranks:
         of_host.setdefault(hosts[rank], []).append(rank)

@@ -1,8 +1,7 @@
 """The processes of a run: how many there are, what they exchange, how they end together.
 
-The calls are the same for any number of ranks, including one. `HorovodRanks` (horovod.py) are those that a launcher has
-started, `Single` (single.py) is the only one that needs none; `session` chooses. Every collective has a name, because
-unnamed ones hang after uneven work. tests/mpi has a test of each.
+`HorovodRanks` (horovod.py) are started by a launcher, `Single` (single.py) needs none; `session` chooses. Every
+collective has a name, because unnamed ones hang after uneven work. tests/mpi has a test of each.
 """
 
 import faulthandler
@@ -37,8 +36,7 @@ from largebatch.ranks.watchdog import Mark, Watchdog
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Ranks that give up began to wait within a step of each other; this gives each the time to report it.
-GRACE_S = 3
+GRACE_S = 3  # for the other ranks, which give up soon after, to report it, too
 BEAT_S = 5.0  # rank 0 tells the others this often that it goes on with a long piece of work
 COMPARED = 16  # the ranks compare so many batches of `micro_batches`, and then one of so many
 
@@ -59,7 +57,7 @@ class Ranks(ABC):
     failures: tuple[type[Exception], ...] = ()  # what is raised here because another rank has failed
 
     def __init__(self, *, stall_limit_s: float = 0.0, hang_limit_s: float, start_limit_s: float | None = None) -> None:
-        """Begin to watch that this rank goes on. Limits of 0: none."""
+        """Begin to watch that this rank goes on. A limit of 0: none."""
         self.stall_limit_s, self.hang_limit_s = stall_limit_s, hang_limit_s
         self.is_open = False
         self.columns = 0  # a digest of what `micro_batches` shared last
@@ -96,15 +94,15 @@ class Ranks(ABC):
     def progress(self, phase: str = "") -> None:
         """Tell the watchdog that this rank goes on. phase: what it does next; empty: as before.
 
-        From the first call on, a rank that makes no progress for --horovod.hang_limit_s is ended. Each collective and
-        each block of `together` are progress, too.
+        After the first call, a rank without progress for --horovod.hang_limit_s is ended. Collectives and blocks of
+        `together` are progress, too.
         """
         self._watchdog.progress(phase or self._watchdog.phase)
 
     def started(self) -> None:
         """Tell the watchdog that the start is over; so does the first reduction of gradients.
 
-        From now on, a rank waits for the others for --horovod.stall_limit_s, no longer for --horovod.start_limit_s.
+        Then a rank waits for the others for --horovod.stall_limit_s, no longer for --horovod.start_limit_s.
         """
         self._watchdog.started()
 
@@ -125,7 +123,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def finish(self, handle: Any, *, pause_s: float | None = None) -> Tensor:
-        """Return a new tensor with the sum over ranks; the caller limits the time. pause_s: look this often for it."""
+        """Return a new tensor with the sum; the caller limits the time. pause_s: seconds between two looks."""
 
     @abstractmethod
     def broadcast_object(self, value: Any, *, name: str) -> Any:
@@ -137,9 +135,9 @@ class Ranks(ABC):
 
     @abstractmethod
     def broadcast_tensors(self, tensors: dict[str, Tensor], *, name: str) -> None:
-        """Overwrite tensors in place by those of data rank 0 for the same part of the model.
+        """Overwrite tensors in place by those of data rank 0 for the same part of the model (rank 0 if it is whole).
 
-        If the model is not divided, data rank 0 is rank 0. Names and shapes must agree on these ranks.
+        Names and shapes must agree on these ranks.
         """
 
     def allreduce(self, tensor: Tensor, *, name: str, among_data_ranks: bool = False) -> Tensor:
@@ -157,10 +155,10 @@ class Ranks(ABC):
         self.allreduce(torch.zeros(1), name=name)
 
     def from_rank_0(self, work: Callable[[], T], *, phase: str) -> T:
-        """Return the picklable result of `work`, which rank 0 does for all; if it fails, all ranks raise Stopped.
+        """Return the picklable result of `work`, which only rank 0 calls; if it fails, all ranks raise Stopped.
 
-        It may take longer than a rank waits for the others: rank 0 does it in a thread, and tells them meanwhile that
-        it goes on. `work` has no collectives, and calls `progress` as any long work.
+        Every rank calls this. `work` has no collectives, calls `progress` as any long work, and may take longer than a
+        rank waits for the others: meanwhile rank 0 tells them that it goes on.
         """
         if self._watchdog.phase:
             self._watchdog.progress(phase)
@@ -188,7 +186,7 @@ class Ranks(ABC):
         replicas.broadcast_state(self, model, optimizer)
 
     def broadcast_model(self, model: nn.Module) -> None:
-        """Make parameters and buffers equal to rank 0's (see `broadcast_tensors`), also those that are never saved."""
+        """Make parameters and all buffers equal to rank 0's (see `broadcast_tensors`)."""
         self.broadcast_tensors({**dict(model.named_parameters()), **dict(model.named_buffers())}, name="state/model")
 
     # -- the step ----------------------------------------------------------------------------------------------
@@ -205,10 +203,10 @@ class Ranks(ABC):
         """Return an optimizer whose gradients are summed over `passes` and averaged over the data ranks.
 
         Every rank calls it, and gets rank 0's weights, buffers, options and optimizer state. In each step the ranks
-        compare the options of the param groups and average the statistics of batch norm. They compare weights and
-        state after 1, 2, 4, ... 1024 steps, then after each 1024. All ranks raise Stopped if something differs.
-        watch: False for a caller that does all this by itself, as with a model that ranks share, where it is always
-        False; the options are compared all the same.
+        compare the options of the param groups and average the statistics of batch norm. They compare weights and state
+        after 1, 2, 4, ... 1024 steps, then after each 1024. All ranks raise Stopped if something differs.
+        watch: False for a caller that does all this by itself; always False for a model that ranks share. The ranks
+        compare the options all the same.
         compression: the type in which gradients are sent. With fp16, train with an enabled GradScaler: without one,
         small gradients lose digits.
         ValueError for parameters that cannot be reduced.
@@ -225,7 +223,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def _mixed(self, optimizer: Optimizer, model: nn.Module, passes: int, sending: Unchanged) -> Reduced:
-        """Return a new instance of a class of `Reduced` and this optimizer's, which can send to the data ranks."""
+        """Return an instance of a class of `Reduced` and this optimizer's, which can send to the data ranks."""
 
     def micro_batches(self, *columns: Any, passes: int = 1) -> Iterator[tuple[Any, ...]]:
         """Return the parts of a global batch that this data rank computes, each with the weight of its mean loss.
@@ -237,8 +235,8 @@ class Ranks(ABC):
         dict of such. The ranks compare labels and indices in the first steps, then now and then.
         passes: those of `wrap`; a rank gets fewer parts if the batch is shorter than passes × ranks. The gradients,
         summed over the passes and averaged over the ranks, are those of the mean loss of the whole batch.
-        What torch draws for a part, such as dropout, depends on the part, not on the rank, and afterwards all ranks go
-        on with the same random numbers.
+        What torch draws for a part, such as dropout, depends on the part, not on the rank; afterwards all ranks go on
+        with the same random numbers.
         """
         lengths = [replicas.length_of(column) for column in columns]
         if not columns or len(set(lengths)) > 1 or passes < 1:
@@ -275,7 +273,7 @@ class Ranks(ABC):
         os._exit(code)
 
     def stop_points(self, requests: Callable[[], Sequence[bool]]) -> StopPoints:
-        """Return points at which all ranks can leave their work together; every rank calls this (stop_points.py)."""
+        """Return points at which all ranks can leave their work together; every rank calls this."""
         points = StopPoints(requests, self)
         self.before_shutdown(points.close)
         return points
@@ -297,7 +295,6 @@ class Ranks(ABC):
         """Part from the others, while the watchdog still looks."""
 
     def _give_up(self, mark: Mark) -> None:
-        """End the run, because this rank waited too long for the others, or worked too long without progress."""
         who = f"rank {self.rank} of {self.size}" if self.is_open else "a rank"
         if mark.waits:
             option = "stall_limit_s" if self._watchdog.start_limit_s is None else "start_limit_s"

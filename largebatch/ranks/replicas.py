@@ -1,8 +1,7 @@
 """Replicas: the copies of a model on the data ranks begin alike, are trained alike, and are compared.
 
-Every rank applies the same reduced gradient with the same arithmetic, so the copies are equal to the last bit as long
-as each rank also has the same weights and the same options, and takes its part of the same batches. In each step the
-ranks compare a digest of these (`Votes`), and now and then a sum of the bits of each tensor.
+Copies with the same weights, options and batches stay equal to the last bit. So in each step the ranks compare a digest
+of options and batches (`Votes`), and now and then a sum of the bits of each tensor.
 """
 
 import socket
@@ -30,7 +29,7 @@ OFTEN = 1024  # steps; up to there the weights are compared after 1, 2, 4, ... s
 
 
 class Votes:
-    """The sum over the ranks of what each sends in a step: which gradients it has, digests of what must be alike."""
+    """The sum over the ranks of what each sends in a step: flags of its gradients, digests that must be alike."""
 
     def __init__(self, comm: Any, handle: Any) -> None:
         self.comm, self.handle = comm, handle
@@ -38,7 +37,7 @@ class Votes:
 
     @staticmethod
     def begin(comm: Any, optimizer: Optimizer, used: Tensor) -> "Votes":
-        """Send a flag for each gradient, int64, and the digests of the param groups and of the columns."""
+        """Send an int64 flag for each gradient, and the digests of the param groups and of the columns."""
         digests = [value for digest in (digest_of(numbers(optimizer)), comm.columns) for value in (digest, digest**2)]
         sent = torch.cat([torch.tensor(digests), used])
         return Votes(comm, comm.start_allreduce(sent, name="votes", among_data_ranks=True))
@@ -53,7 +52,7 @@ class Votes:
 
 
 def numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each param group, as far as they are plain values."""
+    """Return the options of each param group that are plain values."""
     return [{key: group[key] for key in sorted(group) if _is_plain(group[key])} for group in optimizer.param_groups]
 
 
@@ -62,12 +61,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def digest_of(value: Any) -> int:
-    """Return a digest, less than DIGEST, of what has the same text on ranks that are alike."""
+    """Return a digest, less than DIGEST, of the text of a value."""
     return zlib.crc32(repr(value).encode()) % DIGEST
 
 
 def refuse_unlike(comm: Any, optimizer: Optimizer) -> None:
-    """Raise Stopped on all ranks, with what differs between rank 0 and the first rank that differs from it."""
+    """Raise Stopped on all ranks, with the first difference from rank 0. A collective."""
     (first, columns_of_0), *others = comm.allgather_object((numbers(optimizer), comm.columns), name="votes/numbers")
     for rank, (theirs, its_columns) in enumerate(others, start=1):
         for number, (group, other) in enumerate(zip(first, theirs)):
@@ -90,7 +89,7 @@ def refuse_unlike(comm: Any, optimizer: Optimizer) -> None:
 
 
 def length_of(column: Any) -> int:
-    """Return the number of samples in a column; Mistake if it cannot be sliced, or a dict has columns that differ."""
+    """Return the number of samples in a column; Mistake if it cannot be sliced, or a dict has several lengths."""
     if isinstance(column, Mapping):
         lengths = {key: length_of(value) for key, value in column.items()}
         if len(set(lengths.values())) == 1:
@@ -107,14 +106,13 @@ def length_of(column: Any) -> int:
 
 
 def part_of(column: Any, start: int, stop: int) -> Any:
-    """Return these samples of a column."""
     if isinstance(column, Mapping):
         return {key: part_of(value, start, stop) for key, value in column.items()}
     return column[start:stop]
 
 
 def parts_of(comm: Any, columns: tuple[Any, ...], length: int, parts: int) -> Iterator[tuple[Any, ...]]:
-    """Yield the parts of this data rank, as `micro_batches` does, of columns of this length, and their weights."""
+    """Yield what `micro_batches` returns, for columns of this length."""
     seed = int(torch.randint(2**62, ()))  # all ranks draw it
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
@@ -129,9 +127,9 @@ def parts_of(comm: Any, columns: tuple[Any, ...], length: int, parts: int) -> It
 
 
 def digest_of_columns(columns: Sequence[Any]) -> int:
-    """Return a digest of columns that ranks share: of whole numbers and texts, or, if there are none, of all.
+    """Return a digest of the columns of whole numbers and texts, or of all columns if there are none.
 
-    Images may be augmented on each rank in another way: their labels or numbers tell whether they are the same.
+    Each rank may augment the images in another way; their labels or numbers tell whether they are the same.
     """
     exact = [part for part in map(_exact_bytes, columns) if part]
     if not exact:
@@ -177,7 +175,7 @@ def share(comm: Any, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _make_room(comm: Any, optimizer: Optimizer) -> None:
-    """Give the optimizer of each rank the entries that rank 0's state has, for `broadcast_state` to fill."""
+    """Give each rank's optimizer the entries of rank 0's state, for `broadcast_state` to fill."""
     parameters = parameters_of(optimizer)
     mine = [
         {key: (value.shape, value.dtype, value.is_cpu) for key, value in optimizer.state.get(parameter, {}).items()
@@ -194,14 +192,13 @@ def _make_room(comm: Any, optimizer: Optimizer) -> None:
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return all parameters of an optimizer, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def broadcast_state(comm: Any, model: nn.Module, optimizer: Optimizer) -> None:
-    """Make model and optimizer equal to rank 0's.
+    """Make model and optimizer equal to rank 0's: scalars as an object, tensors in place. A collective.
 
-    Scalars travel as an object, tensors in place. Parameters come last, so that nothing before can change them.
+    Parameters come last, so that nothing before can change them.
     """
     scalars, tensors = _optimizer_parts(model, optimizer)
     _refuse_other_state(comm, tensors)
@@ -216,7 +213,7 @@ def broadcast_state(comm: Any, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _refuse_other_state(comm: Any, tensors: dict[str, Tensor]) -> None:
-    """Raise Stopped on all ranks if one has other tensors than the first rank with the same part of the model."""
+    """Raise Stopped on all ranks if one has other tensors than the first with its part of the model."""
     first: dict[int, set[str]] = {}
     all_names = comm.allgather_object((comm.model_rank, set(tensors)), name="state/names")
     for rank, (model_rank, names) in enumerate(all_names):
@@ -229,7 +226,6 @@ def _refuse_other_state(comm: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def _optimizer_parts(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Split the optimizer's state into picklable scalars and named tensors."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     states: list[dict[str, Any]] = []
@@ -245,13 +241,13 @@ def _optimizer_parts(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, 
 
 
 class Watch:
-    """Compares the copies of a model in a loop of the user's own, and averages batch norm's statistics."""
+    """Compares the copies of a model in a user's own loop, and averages batch norm's statistics."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.steps = model, 0
 
     def compare(self, comm: Any, optimizer: Optimizer) -> None:
-        """Before a step: all ranks raise Stopped if one holds other weights or another state of the optimizer."""
+        """Before a step: all ranks raise Stopped if one holds other weights or optimizer state. A collective."""
         average_statistics(comm, self.model)
         if is_due(self.steps):
             buffers = dict(self.model.named_buffers())  # a rank's own, such as a queue of its images
@@ -262,7 +258,7 @@ class Watch:
 
 
 def average_statistics(comm: Any, model: nn.Module) -> None:
-    """Give batch norm's running statistics their mean over the ranks: each rank has followed its own micro-batches."""
+    """Give batch norm's running statistics their mean over the ranks. A collective."""
     layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
     buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
     if not buffers or comm.data_size == 1:
@@ -284,15 +280,13 @@ REMEDY = (
 
 
 def is_due(step: int) -> bool:
-    """Return whether the weights are to be compared after this step."""
     return step % OFTEN == 0 if step > OFTEN else step & (step - 1) == 0
 
 
 def check_replicas(comm: Any, tensors: dict[str, Tensor], *, place: str, remedy: str) -> None:
-    """Compare over the data ranks that hold the same part of the model. All ranks raise Stopped if one differs.
+    """Compare the data ranks with the same part of the model; all ranks raise Stopped if one differs from most.
 
-    The message names the ranks that differ from most others, and the first tensor that does. place: where the run is.
-    remedy: what to do, in sentences.
+    place: where the run is. remedy: in sentences.
     """
     if found := differences(comm, tensors):
         clauses = [
@@ -307,9 +301,9 @@ def check_replicas(comm: Any, tensors: dict[str, Tensor], *, place: str, remedy:
 def named_tensors(
     model: nn.Module, optimizer: Optimizer | None = None, average: nn.Module | None = None
 ) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, also those that no checkpoint has, in the same order on all ranks.
+    """Return parameters and buffers by name, in the same order on all ranks.
 
-    The optimizer's tensors are called parameter/key, and those of the average have a word before their name.
+    The optimizer's tensors are called parameter/key; the average's have words before their name.
     """
     tensors = _held(model)
     if average is not None:
@@ -322,7 +316,7 @@ def named_tensors(
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:
-    """Such as tables of positions and attention masks, which are computed when a model is built, and not saved."""
+    """Return all tensors of a model, also tables of positions and attention masks, which are not saved."""
     return {**model.state_dict(keep_vars=True), **dict(model.named_buffers())}
 
 
@@ -338,10 +332,7 @@ class Difference:
 
 
 def differences(comm: Any, tensors: dict[str, Tensor]) -> list[Difference]:
-    """Compare tensors of the same names over the data ranks; return one entry for each rank that differs.
-
-    A collective; its result is the same on all ranks.
-    """
+    """Return one entry for each rank whose tensors differ, the same on all ranks. A collective."""
     sums = bit_sums(tensors.values()).cpu()
     mine = comm.model_rank, socket.gethostname(), digest(sums)
     everyone = comm.allgather_object(mine, name="replicas/digest")
@@ -361,9 +352,6 @@ def differences(comm: Any, tensors: dict[str, Tensor]) -> list[Difference]:
 
 
 def differing(everyone: list[tuple[int, str, str]]) -> list[bool]:
-    """Return, for each rank, whether its digest differs from that of most ranks with the same part of the model.
-
-    Of two equally frequent digests the one of the lowest rank counts.
-    """
+    """Return for each rank whether it differs from most with the same part; of a tie, the lowest rank counts."""
     usual = {part: mode(digest for p, _, digest in everyone if p == part) for part, _, _ in everyone}
     return [usual[part] != digest for part, _, digest in everyone]

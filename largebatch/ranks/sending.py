@@ -1,7 +1,6 @@
 """Gradients on their way to the other ranks, in the form that Horovod's DistributedOptimizer takes as `compression`.
 
-The ranks' gradients are added in place: afterwards nobody can tell on which rank a NaN began. So they may be measured
-before they are sent.
+They are added in place, and afterwards nobody can tell on which rank a NaN began. So they may be measured before.
 """
 
 import torch
@@ -22,7 +21,6 @@ class Unchanged:
         self.square: Tensor | None = None  # the squared norm of the newest reduction for which `measure_norm` asked
 
     def compress(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tensor to send and the gradient itself."""
         if self.measures:
             low, high = torch.aminmax(gradient)  # both are nan if the gradient has one
             self.peaks.append(torch.maximum(high, -low))
@@ -31,14 +29,13 @@ class Unchanged:
         return gradient, gradient
 
     def decompress(self, wire: Tensor, gradient: Tensor) -> None:
-        """Write what was received into the gradient: it is there."""
+        """Do nothing: the gradient has been received in place."""
 
     def measure_norm(self) -> None:
-        """Read each gradient of the coming reduction, for `square`."""
         self.square, self.measures_norm = None, True
 
     def complete(self) -> None:
-        """Keep what was measured in a reduction, which is complete now."""
+        """Keep the measurements of a complete reduction."""
         self.peak = torch.stack([peak.double() for peak in self.peaks]).max() if self.peaks else None
         if self.norms:  # a second reduction of the same step keeps the square of the first
             self.square = torch.stack([norm.double() for norm in self.norms]).square().sum()

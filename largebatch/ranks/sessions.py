@@ -37,8 +37,8 @@ _state = ""  # of this process: "open" in its session, "ended" after it
 def start(**options: Any) -> Ranks:
     """Start the ranks: Horovod's under a launcher, else a single one. RuntimeError for a second session in a process.
 
-    torch's threads of all ranks of a host share its cores, unless OMP_NUM_THREADS is set; so do the processes with
-    which torch compiles, unless TORCHINDUCTOR_COMPILE_THREADS is set.
+    The ranks of a host share its cores, for torch's threads unless OMP_NUM_THREADS is set, and for torch's compiler
+    unless TORCHINDUCTOR_COMPILE_THREADS is set.
     """
     global _state
     if _state == "open":
@@ -124,9 +124,9 @@ def _end(comm: Ranks) -> None:
 
 
 def share_random_numbers(comm: Ranks) -> None:
-    """Let torch, numpy and Python draw as on rank 0 from here on, so that all ranks shuffle alike.
+    """Let torch, numpy and Python draw as on rank 0 from here on, so that all ranks shuffle alike. A collective.
 
-    If the program has not seeded torch, its seed is 0, so that the run does not depend on the number of ranks.
+    If the program has not seeded torch, its seed is 0, for any number of ranks.
     """
     if torch.initial_seed() >= UNSEEDED:
         torch.manual_seed(0)

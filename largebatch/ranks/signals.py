@@ -1,7 +1,7 @@
 """The signals that tell a run to end, and the end of its launcher.
 
-Imports only Python's own library, so that a program can listen before its slow imports. A thread hears the signals,
-because Python calls handlers in the main thread alone, and not while that is inside a collective.
+Imports only Python's own library, so that a program can listen before its slow imports. A thread hears the signals:
+Python calls handlers only in the main thread, and not inside a collective.
 """
 
 import os
@@ -26,12 +26,12 @@ class Signals:
     """Notes the first of `SIGNALS` that reaches this process inside `with`, and ends the process at a later one.
 
     Signals within `ONCE_S` of the first are the same request: mpirun under Slurm was seen to deliver it twice. A
-    process that is ending ignores them: the run may have stopped for another rank's signal, and its own come late.
-    SIGINT stays ignored if it was, as in a job that a shell runs in the background.
+    process that is ending ignores them: another rank's signal may have stopped the run. SIGINT stays ignored if it was,
+    as in a shell's background job.
     """
 
     def __init__(self, *, nothing_to_lose: bool = False) -> None:
-        """nothing_to_lose: until this attribute is set to False, the first signal ends the process with code 75."""
+        """nothing_to_lose: while this attribute is True, the first signal ends the process with code 75."""
         self.first: signal.Signals | None = None
         self.nothing_to_lose = nothing_to_lose
         self.end: Callable[[int], object] = os._exit  # ends all ranks of the run with this code
@@ -39,11 +39,11 @@ class Signals:
         self._before: dict[signal.Signals, Any] = {}
 
     def requests(self) -> list[bool]:
-        """Return for each of `SIGNALS` whether it was the first, and at last whether the launcher is gone."""
+        """Return for each of `SIGNALS` whether it was the first, and last whether the launcher is gone."""
         return [*(self.first == number for number in SIGNALS), self._parents.gone()]
 
     def all_ranks_are_done(self) -> None:
-        """End this process at its first signal no more: it has a reason of its own to end, which the signal would hide.
+        """End this process at its first signal no more, so that its own exit code is seen.
 
         A launcher sends SIGTERM to all ranks as soon as one has ended with a code other than 0.
         """
@@ -82,7 +82,7 @@ class Signals:
                 os._exit(128 + number[0])  # as a shell reports it
 
     def _end_at_once(self, number: signal.Signals) -> None:
-        """End before the first step. Rank 0 alone says so: a launcher sends SIGTERM to all ranks if one has failed."""
+        """End before the first step. Rank 0 alone says so: a launcher may send SIGTERM to all ranks."""
         if is_rank_0(os.environ):
             sys.stderr.write(
                 f"largebatch: stopped before the first step was done, because {number.name} came; the same command "
@@ -96,4 +96,4 @@ class Signals:
 
 
 def _heard(number: int, frame: FrameType | None) -> None:
-    """Do nothing: this only replaces the default action, which would end the process. `_listen` does the work."""
+    """Replace the default action, which would end the process; `_listen` does the work."""

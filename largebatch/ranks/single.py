@@ -21,7 +21,7 @@ class Single(Ranks):
     def __init__(
         self, *, deterministic: bool = False, horovod: HorovodConfig | None = None, shape: Shape = WHOLE
     ) -> None:
-        """ValueError for a model that ranks share, and for the settings that would be wrong on several ranks."""
+        """ValueError for a model that ranks share, and for settings that would be wrong on several ranks."""
         if horovod:
             horovod.apply(os.environ, deterministic=deterministic, on_gpus=torch.cuda.is_available())
         shape.data_size(1)

@@ -1,13 +1,12 @@
 """Lets all ranks leave their work at the same place, soon after one of them asks for it.
 
-The ranks pass the same points in the same order: before each pass of a step, before each evaluated batch. A signal may
-come to any rank at any moment, so they must agree on the point at which they leave. Asking at each point would let the
-ranks wait for each other there. So a thread of each rank asks the others' threads a few times a second; to pass a point
-costs a lock and no message.
+The ranks pass the same points in the same order: before each pass of a step, before each evaluated batch. A message at
+each point would make them wait for each other. So a thread of each rank asks the other threads a few times a second;
+passing a point costs only a lock.
 
-If there is a request, each thread first holds its main thread at the next point. Then they compare the numbers of the
-points that the ranks have passed, and all leave at the one after the highest: no rank has passed it, and none waits for
-another before it. So a rank leaves PERIOD_S, two short messages and at most one pass after the request.
+After a request, each thread holds its main thread at the next point. The threads compare the numbers of the points
+passed, and all leave at the one after the highest: no rank has passed it, and none waits for another before it. That
+takes PERIOD_S, two short messages and at most one pass.
 """
 
 import logging
@@ -24,10 +23,10 @@ POLL_S = 0.005  # this thread is in no hurry, and leaves the core to the others
 
 
 class StopPoints:
-    """The points of this rank, and the thread that asks. All ranks make one, pass its points and close it."""
+    """The points of this rank. All ranks make one, pass its points and close it."""
 
     def __init__(self, requests: Callable[[], Sequence[bool]], comm: Any) -> None:
-        """requests: what this rank asks for, as many truth values on each rank; called in the thread."""
+        """requests: returns this rank's truth values, as many as on any rank; called in the thread."""
         self.counts: list[int] = []  # for each request the number of ranks that have it, once there is one
         self._requests, self._comm = requests, comm
         self._lock = threading.Lock()  # of the next two
@@ -74,7 +73,6 @@ class StopPoints:
             self._decided.set()
 
     def _reduce(self, values: Sequence[int], *, largest: bool = False) -> list[int]:
-        """Reduce whole numbers over the ranks, in this thread."""
         tensor, name = torch.tensor([int(value) for value in values]), f"stop points/{len(values)}"
         handle = self._comm.start_allreduce(tensor, name=name, largest=largest)
         found: list[int] = self._comm.finish(handle, pause_s=POLL_S).tolist()

@@ -14,13 +14,13 @@ class Stopped(Exception):
 
 
 class StoppedEarly(Stopped):
-    """Raised on every rank when a run was told to end before it is complete; the run can be resumed."""
+    """Raised on every rank when a run was told to end before it is complete; it can be resumed."""
 
     exit_code = os.EX_TEMPFAIL  # 75
 
 
 def sentence_of(error: Exception) -> str:
-    """Return the message of a ValueError or of a file that cannot be used; to any other error add type and place."""
+    """Return the message of a ValueError or of a file's error; add type and place to any other."""
     if isinstance(error, ValueError) or isinstance(error, OSError) and isinstance(error.filename, str):
         return why(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]

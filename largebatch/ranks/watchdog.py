@@ -1,12 +1,9 @@
 """Limits on waiting for other ranks, and on working without progress.
 
-Horovod itself looks for silent ranks only if MPI carries its messages, and it does not notice a rank that is stopped
-or a host that is gone. The other ranks then wait for ever, while their GPUs are paid for. So each rank watches its own
-waits, under every launcher. If all ranks hang alike, in a file system that does not answer, none waits for another. So
-each rank also watches that its main thread goes on: in long loops, the main thread leaves a mark now and then.
-
-A mark costs one small object. A thread looks at the newest mark now and then. If the whole job is suspended, the thread
-is, too: it subtracts the time in which it could not look, so the job can go on afterwards.
+Horovod looks for silent ranks only if MPI carries its messages, and does not notice a stopped rank or a lost host. The
+other ranks then wait for ever. So each rank limits its own waits. If all ranks hang alike, in a file system that does
+not answer, none waits for another. So the main thread also leaves marks in long loops, and a thread looks at the newest
+one. If the whole job is suspended, so is the thread: it subtracts the time in which it could not look.
 """
 
 import threading
@@ -21,7 +18,7 @@ LATE_S = 2.0  # a busy machine may delay a look by this much
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """The work of the main thread since a moment: it waits for other ranks, or it does something by itself."""
+    """The work of the main thread: it waits for other ranks, or works by itself."""
 
     what: str
     waits: bool
@@ -32,7 +29,7 @@ class Watchdog:
     """Calls `expired(mark)` once, from its own thread, if the main thread left no newer mark for too long.
 
     stall_limit_s: the limit of a wait for other ranks; start_limit_s: the same until the first call of `started`;
-    hang_limit_s: the limit of work without a mark, which is watched from the first call of `progress` on. 0: no limit.
+    hang_limit_s: the limit of work without a mark, from the first call of `progress` on. 0: no limit.
     """
 
     def __init__(
@@ -46,7 +43,7 @@ class Watchdog:
         self.stall_limit_s, self.hang_limit_s = stall_limit_s, hang_limit_s
         self.start_limit_s = start_limit_s  # None: as later, or the start is over
         self._expired = expired
-        self._phase = ""
+        self.phase = ""  # of the newest call of `progress`
         self._mark: Mark | None = None
         self._over = threading.Event()
         limits = (stall_limit_s, hang_limit_s, start_limit_s or 0.0)
@@ -66,31 +63,22 @@ class Watchdog:
             yield
         finally:
             if is_progress:
-                self._mark = Mark(self._phase, waits=False) if self._phase else None
+                self._mark = Mark(self.phase, waits=False) if self.phase else None
             else:
                 self._mark = before
 
     def progress(self, phase: str) -> None:
-        """Note that the main thread goes on. phase: what it does next, for the message if this takes too long."""
-        self._phase = phase
+        self.phase = phase
         self._mark = Mark(phase, waits=False)
 
     @property
     def wait_limit_s(self) -> float:
-        """The present limit of a wait for other ranks."""
         return self.stall_limit_s if self.start_limit_s is None else self.start_limit_s
 
-    @property
-    def phase(self) -> str:
-        """The phase of the newest call of `progress`; empty before the first."""
-        return self._phase
-
     def started(self) -> None:
-        """Note that all ranks have come as far as the first step."""
         self.start_limit_s = None
 
     def stop(self) -> None:
-        """Stop watching."""
         self._over.set()
 
     def _watch(self) -> None:
