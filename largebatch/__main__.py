@@ -1,7 +1,6 @@
-"""The command `largebatch`, which is also `python -m largebatch`: one program for each part of the work.
+"""The command `largebatch`: `largebatch train ...` is `python -m largebatch.train ...`.
 
-`largebatch train ...` is `python -m largebatch.train ...`. A program is imported when it is asked for; this file needs
-Python's library alone.
+This file needs Python's library alone; a program is imported when it is chosen.
 """
 
 import platform
@@ -33,7 +32,6 @@ PACKAGES = ("torch", "timm", "horovod", "mpi4py", "nvidia-dali-cuda120", "nvidia
 
 
 def main() -> None:
-    """Run the program that the command line begins with, as `python -m largebatch.PROGRAM` would."""
     with report_mistakes():
         name = chosen(sys.argv[1:])
     del sys.argv[1]
@@ -42,7 +40,7 @@ def main() -> None:
 
 
 def chosen(argv: Sequence[str]) -> str:
-    """Return the program that a command line begins with; ValueError if there is none such, Answer for a text."""
+    """Return the program that a command line names first; ValueError for another word, Answer for a text."""
     first = [*argv, ""][0]
     if first in PROGRAMS:
         return first
@@ -58,7 +56,6 @@ def chosen(argv: Sequence[str]) -> str:
 
 
 def overview() -> str:
-    """Return the list of programs."""
     lines = [f"  largebatch {name:11}{text}" for name, text in PROGRAMS.items()]
     lines += ["", "  largebatch PROGRAM --help                 its options"]
     lines += ["  largebatch --version                      versions, also of the packages below"]

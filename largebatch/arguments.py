@@ -1,7 +1,4 @@
-"""The command lines of the programs beside training: a mistake is said in one sentence, without argparse's usage.
-
-Training takes its paths by `expanded`, too.
-"""
+"""The command lines of the programs beside training: a mistake is one sentence, without argparse's usage."""
 
 import argparse
 import os
@@ -17,11 +14,11 @@ EXPECTED = {"int": "a whole number", "float": "a number"}
 
 
 class NoHome(argparse.ArgumentTypeError, ValueError):
-    """A path begins with the ~ of nobody."""
+    """A path begins with ~, and there is no such home folder."""
 
 
 def expect_utf8() -> None:
-    """Raise ValueError where Python takes names of files for another encoding: libraries in C++ and Rust do not."""
+    """Raise ValueError if Python reads names of files in another encoding than libraries in C++ and Rust."""
     if (encoding := sys.getfilesystemencoding()) != "utf-8":
         raise ValueError(
             f"Python reads the names of files as {encoding} here: expected UTF-8. Set PYTHONUTF8=1 in the environment."
@@ -29,7 +26,7 @@ def expect_utf8() -> None:
 
 
 def expanded(text: str) -> str:
-    """Return a path with the home folder for ~, which a shell leaves in --option=~/x, in quotes and in files."""
+    """Return a path with the home folder for ~: a shell leaves it in --option=~/x and in quotes."""
     found = os.path.expanduser(text)
     if found.startswith("~"):
         raise NoHome(f"{text!r} begins with ~, and there is no such home folder: a folder of this name is ./{text}.")
@@ -37,10 +34,10 @@ def expanded(text: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviations and says a mistake in one sentence."""
+    """A parser without abbreviations, whose errors are one sentence."""
 
     def __init__(self, program: str, text: str | None = None, **given: Any) -> None:
-        """program: the words after `python -m largebatch.`. text: shown as it is. given: as for ArgumentParser."""
+        """program: the words after `python -m largebatch.`; text: the description, printed as it is."""
         if text:
             given |= {"description": text, "formatter_class": argparse.RawDescriptionHelpFormatter}
         super().__init__(prog=f"python -m largebatch.{program}", allow_abbrev=False, **given)
@@ -48,7 +45,6 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, lambda text: Path(expanded(text)))
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
-        """Raise ValueError of `expect_utf8` as a mistake."""
         try:
             expect_utf8()
         except ValueError as error:
@@ -56,7 +52,6 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(*args, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Write the sentence, and end with exit code 2."""
         raise SystemExit(complain(sentence(message)))
 
 
@@ -67,7 +62,7 @@ def complain(mistake: object) -> int:
 
 
 def sentence(message: str) -> str:
-    """Return argparse's message as a sentence that names the option, what was given, and what was expected."""
+    """Return argparse's message as a sentence with the option, the value given and the value expected."""
     if found := NO_VALUE.fullmatch(message):
         kind = EXPECTED.get(found["kind"], f"a {found['kind']}")
         return f"{found['option']} is {found['value']}: expected {kind}."

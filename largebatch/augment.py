@@ -1,7 +1,7 @@
-"""Augmentation of one numbered micro-batch, on its device: random erasing, soft targets, mixup, cutmix and MixToken.
+"""Augmentation of a micro-batch on its device: random erasing, soft targets, mixup, cutmix and MixToken.
 
-Pure functions take the draw as an argument; `Augment` draws, from a generator that depends on (seed, step, number of
-the micro-batch) alone. So the number of ranks does not change a result. Draws are made on the CPU, the same for a GPU.
+Pure functions take the draw as an argument. `Augment` draws on the CPU, from a generator that depends on (seed, step,
+number of the micro-batch) alone; so neither the number of ranks nor the device changes a result.
 """
 
 import hashlib
@@ -36,10 +36,9 @@ class Augmented(NamedTuple):
 
 
 def seed_for(seed: int, step: int, number: int, *, purpose: str = "augment") -> int:
-    """Return the seed, in [0, 2**63), of all draws for one micro-batch.
+    """Return the seed, in [0, 2**63), of a micro-batch's draws for a purpose (at most 16 bytes).
 
-    It is a hash, not a sum: seed 1 at step 0 is not seed 0 at step 1. purpose: at most 16 bytes; augmentation and
-    dropout draw independently.
+    A sum would repeat: seed 1 at step 0 would be seed 0 at step 1.
     """
     place = struct.pack("<qqq", seed, step, number)
     digest = hashlib.blake2b(place, digest_size=8, person=purpose.encode()).digest()
@@ -47,16 +46,14 @@ def seed_for(seed: int, step: int, number: int, *, purpose: str = "augment") -> 
 
 
 def seed_draws(seed: int, device: torch.device) -> None:
-    """Seed a model's draws on the host and its device: `torch.manual_seed` without the devices that are not in use."""
+    """Seed a model's draws on the host and its device alone; `torch.manual_seed` seeds all devices."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
 
 
 def one_hot(labels: Tensor, num_classes: int, *, smoothing: float = 0.0) -> Tensor:
-    """Turn labels int64 (B,) into probabilities float32 (B, K); spread `smoothing` evenly over all K classes
-    (https://arxiv.org/abs/1512.00567).
-    """
+    """Turn labels int64 (B,) into probabilities float32 (B, K), smoothed as in https://arxiv.org/abs/1512.00567."""
     even = smoothing / num_classes
     targets = torch.full((len(labels), num_classes), even, dtype=torch.float32, device=labels.device)
     return targets.scatter_(1, labels[:, None], 1.0 - smoothing + even)
@@ -65,13 +62,13 @@ def one_hot(labels: Tensor, num_classes: int, *, smoothing: float = 0.0) -> Tens
 def mixup(images: Tensor, targets: Tensor, *, lam: float, partners: Tensor) -> tuple[Tensor, Tensor]:
     """Mix images (B, 3, H, W) and targets (B, K): lam of each sample i and 1 - lam of sample partners[i], int64 (B,).
 
-    As cross entropy is linear in its target, this is the published form (https://arxiv.org/abs/1710.09412).
+    Cross entropy is linear in its target, so this equals the published form (https://arxiv.org/abs/1710.09412).
     """
     return _blend(images, lam, partners), _blend(targets, lam, partners)
 
 
 def draw_mixup(num_images: int, alpha: float, *, generator: torch.Generator) -> tuple[float, Tensor]:
-    """Draw one lambda ~ Beta(alpha, alpha) and one random permutation as partners, from a CPU generator."""
+    """Draw lambda ~ Beta(alpha, alpha), and a permutation as partners, from a CPU generator."""
     partners = torch.randperm(num_images, generator=generator)
     # torch's Beta takes no generator, but numpy's does, so one draw of our generator seeds it.
     seed = int(torch.randint(2**63 - 1, (), generator=generator))
@@ -79,7 +76,7 @@ def draw_mixup(num_images: int, alpha: float, *, generator: torch.Generator) -> 
 
 
 class Box(NamedTuple):
-    """Rows top <= y < bottom and columns left <= x < right of an image."""
+    """Rows top <= y < bottom, columns left <= x < right."""
 
     top: int
     bottom: int
@@ -88,7 +85,7 @@ class Box(NamedTuple):
 
 
 def cutmix(images: Tensor, targets: Tensor, *, box: Box, partners: Tensor) -> tuple[Tensor, Tensor]:
-    """Put the box of sample partners[i], int64 (B,), into each sample i; targets mix as the areas do.
+    """Paste the box of sample partners[i], int64 (B,), into each sample i; targets mix as the areas do.
 
     Images (B, 3, H, W), targets (B, K) (https://arxiv.org/abs/1905.04899).
     """
@@ -101,10 +98,7 @@ def cutmix(images: Tensor, targets: Tensor, *, box: Box, partners: Tensor) -> tu
 def draw_cutmix(
     num_images: int, alpha: float, size: tuple[int, int], *, generator: torch.Generator
 ) -> tuple[Box, Tensor]:
-    """Draw one box for images of `size` (H, W), and partners as for mixup.
-
-    The box has the share 1 - lambda of the area, lambda ~ Beta(alpha, alpha), any centre, and is clipped to the image.
-    """
+    """Draw lambda and partners as for mixup, and a box of the share 1 - lambda of `size` (H, W), then clipped to it."""
     lam, partners = draw_mixup(num_images, alpha, generator=generator)
     edges: list[int] = []
     for side in size:
@@ -118,10 +112,10 @@ ATTEMPTS = 10
 
 
 def draw_boxes(num_images: int, size: tuple[int, int], prob: float, *, generator: torch.Generator) -> Tensor:
-    """Draw boxes to erase, int64 (num_images, 4) as top, bottom, left, right; each with probability `prob`, or empty.
+    """Draw boxes to erase, int64 (num_images, 4): top, bottom, left, right; empty with probability 1 - prob.
 
-    The area is uniform, the aspect ratio log-uniform. Of ten attempts the first that is smaller than the image, `size`
-    (H, W), is taken. The generator is a CPU one.
+    The area is uniform, the aspect ratio log-uniform; the first of ten attempts that fits into the image counts. size:
+    (H, W). The generator is a CPU one.
     """
     u = torch.rand(num_images, 1 + 4 * ATTEMPTS, dtype=torch.float64, generator=generator).numpy()
     area, aspect, down, along = u[:, 1:].reshape(num_images, 4, ATTEMPTS).swapaxes(0, 1)
@@ -140,10 +134,7 @@ def draw_boxes(num_images: int, size: tuple[int, int], prob: float, *, generator
 
 
 def erase(images: Tensor, *, boxes: Tensor, noise: Tensor) -> Tensor:
-    """Fill the boxes (of `draw_boxes`, on the host) of images (B, 3, H, W) with `noise`.
-
-    noise: one number for each erased pixel and channel, image by image, channel by channel, row by row.
-    """
+    """Fill the boxes of `draw_boxes` in images (B, 3, H, W) with noise, a number per erased value in memory order."""
     erased = torch.nonzero(boxes[:, 1] > boxes[:, 0])[:, 0]
     edges, samples, fill = to_device(boxes[erased, :, None], erased, noise, device=images.device)
     rows, columns = (torch.arange(side, device=images.device) for side in images.shape[-2:])
@@ -154,16 +145,14 @@ def erase(images: Tensor, *, boxes: Tensor, noise: Tensor) -> Tensor:
 
 
 def draw_noise(boxes: Tensor, num_channels: int, *, generator: torch.Generator) -> Tensor:
-    """Draw the normal numbers that `erase` needs, from a CPU generator."""
     pixels = (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2])
     return torch.randn(num_channels * int(pixels.sum()), generator=generator)
 
 
 def draw_mix_box(grid: int, *, generator: torch.Generator) -> MixBox:
-    """Draw MixToken's box among grid x grid output cells, from a CPU generator; it may be empty.
+    """Draw MixToken's box, perhaps empty, among grid x grid output cells, from a CPU generator.
 
-    As published: lambda ~ Beta(1, 1), sides of sqrt(1 - lambda) of the grid's, a random cell as the centre, clipped
-    (https://arxiv.org/abs/2104.10858).
+    As published (https://arxiv.org/abs/2104.10858): lambda ~ Beta(1, 1), sides of sqrt(1 - lambda), clipped.
     """
     lam = float(torch.rand((), generator=generator, dtype=torch.float64))
     half = int(grid * math.sqrt(1.0 - lam)) // 2
@@ -173,20 +162,15 @@ def draw_mix_box(grid: int, *, generator: torch.Generator) -> MixBox:
 
 
 def smooth(targets: Tensor, smoothing: float) -> Tensor:
-    """Spread a share `smoothing` of probabilities (..., K) evenly, in place; rows of zeros stay zero.
-
-    They add up to 1; those of the published code add up to 1 + smoothing / K.
-    """
+    """Smooth probabilities (..., K) in place; a sum stays 1 or 0, while the published code has 1 + smoothing / K."""
     even = targets.sum(dim=-1, keepdim=True) * (smoothing / targets.shape[-1])
     return targets.mul_(1.0 - smoothing).add_(even)
 
 
 def with_ground_truth(teacher: Tensor, own: Tensor, labels: Tensor, *, rule: str) -> Tensor:
-    """Mix the class targets (B, K) of a teacher and of the labels int64 (B,): r teacher + (1 - r) own, r of
-    `TEACHERS_SHARE`.
+    """Mix class targets (B, K) of the teacher and of the labels int64 (B,) by `TEACHERS_SHARE`.
 
-    published: r is 0.5 if the teacher's first class is the label, 0.9 if not. intended: 0.9 if it is, 0.5 if not, so
-    that a wrong teacher gets less, as the published code says.
+    The published code gives a wrong teacher more weight, though its text says less ("intended").
     """
     right, wrong = TEACHERS_SHARE[rule]
     share = torch.where(teacher.argmax(dim=1, keepdim=True) == labels[:, None], right, wrong)
@@ -195,13 +179,11 @@ def with_ground_truth(teacher: Tensor, own: Tensor, labels: Tensor, *, rule: str
 
 @dataclass
 class Augment:
-    """Erasing, labels -> soft targets, then mixup or cutmix. The 32K recipe has mixup alone (alpha 0.2, no smoothing).
+    """Erasing, labels -> soft targets, then mixup, cutmix or MixToken.
 
-    mixup_alpha, cutmix_alpha: of the Beta distributions, 0 for none; with both, each is as likely.
-    Erased pixels become normal noise. A teacher's token labels give an image its target
-    over the whole crop (as in ReLabel), mixed with the label by the rule `ground_truth` (`with_ground_truth`); the
-    label alone counts if the teacher saw nothing of the crop. grid: output cells along each side with token targets, 0:
-    none. mix_token: draw a box among them (`draw_mix_box`), instead of mixup and cutmix.
+    mixup_alpha, cutmix_alpha: 0: none; with both, each is as likely. A teacher's token labels give the target of the
+    whole crop (as in ReLabel), mixed with the label by `ground_truth`; if it saw nothing of the crop, the label
+    counts. grid: output cells along each side with token targets; 0: none. mix_token replaces mixup and cutmix.
     """
 
     num_classes: int
@@ -229,7 +211,7 @@ class Augment:
     def __call__(
         self, images: Tensor, labels: Tensor, generator: torch.Generator, token_labels: TokenLabels | None = None
     ) -> Augmented:
-        """Augment images (B, 3, H, W), labels int64 (B,) and token labels on one device; the generator is a CPU one."""
+        """Augment images (B, 3, H, W) with labels int64 (B,), on one device; the generator is a CPU one."""
         targets, taught = one_hot(labels, self.num_classes, smoothing=self.label_smoothing), None
         if token_labels is not None:
             targets, taught = self._taught(targets, labels, token_labels)
@@ -252,7 +234,7 @@ class Augment:
         return Augmented(images, targets, taught)
 
     def _taught(self, own: Tensor, labels: Tensor, token_labels: TokenLabels) -> tuple[Tensor, Tensor | None]:
-        """Return targets (B, K), a teacher's in place of the label's `own`, and (B, N, K); None without a grid."""
+        """Return the class targets (B, K) and the token targets (B, N, K), or None without a grid."""
         grids = [1, self.grid] if self.grid else [1]
         taught, seen = token_targets(token_labels, num_classes=self.num_classes, grids=grids)
         taught = smooth(taught, self.label_smoothing)

@@ -2,8 +2,7 @@
 
     statistics = statistics + momentum (mean over all micro-batches of the step - statistics)
 
-once per step. Every rank always holds the same numbers, so an evaluation or a checkpoint needs no agreement. With one
-rank and one pass per step this is what torch does.
+once per step, on every rank alike. With one rank and one pass per step torch does the same.
 """
 
 from collections.abc import Iterator
@@ -26,16 +25,14 @@ class _Layer:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The module's own: after a step the statistics, within a step the mean of its micro-batches so far."""
+        """Mean and variance of the module: after a step the statistics, within a step the mean so far."""
         mean, variance = self.module.running_mean, self.module.running_var
         assert mean is not None and variance is not None
         return [mean, variance]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Call the module; in training, torch takes the plain mean over the micro-batches of this step.
-
-        torch does so by itself without a momentum, but then waits for a GPU to read its count.
-        """
+        """Call the module; in training, its buffers become the plain mean over the micro-batches of this step."""
+        # Without a momentum torch takes this mean by itself, but it waits for the GPU to read the count.
         if self.module.training:
             self.passes += 1
             self.module.momentum = 1 / self.passes
@@ -50,10 +47,7 @@ class _Layer:
 
 
 class BatchNormStatistics:
-    """Applies momentum once per step instead of once per micro-batch, in every layer that has running statistics.
-
-    A step costs one small allreduce; a model without such layers costs nothing.
-    """
+    """Applies momentum once per step instead of once per micro-batch; a step costs one small allreduce."""
 
     def __init__(self, model: nn.Module, comm: Ranks) -> None:
         self.model, self.modules = model, batch_norms(model)
@@ -63,7 +57,7 @@ class BatchNormStatistics:
 
     @contextmanager
     def over_steps(self) -> Iterator[None]:
-        """Let torch take plain means inside the block, and give the modules their momentum back after it."""
+        """Let the modules take plain means inside the block."""
         for module in self.modules:
             assert module.momentum is not None
             layer = _Layer(module, module.momentum, [])
@@ -81,14 +75,14 @@ class BatchNormStatistics:
 
     @torch.no_grad()
     def take_up(self) -> None:
-        """Take the buffers, perhaps from a checkpoint, as the statistics of the last step."""
+        """Take the buffers, perhaps those of a checkpoint, as the statistics of the last step."""
         for layer in self.layers:
             layer.kept = [buffer.clone() for buffer in layer.buffers]
             layer.begin_step()
 
     @torch.no_grad()
     def complete_step(self, *, applied: bool) -> None:
-        """Average over all micro-batches of all ranks; skipped steps do not count."""
+        """Average over the micro-batches of all ranks; a step that was not applied does not count."""
         self._resume()
         if not self.layers:
             return
@@ -104,8 +98,8 @@ class BatchNormStatistics:
             layer.begin_step()
 
     def pause(self) -> None:
-        """Let the passes from here to the end of the step count for no statistics; all buffers are restored then."""
-        # They repeat the step's passes, so each rank counts twice as many, and the shares of the ranks stay the same.
+        """Let the passes from here to the end of the step count for no statistics."""
+        # These passes repeat the step's, so each rank counts twice as many, and the shares of the ranks stay the same.
         self.saved = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
 
     def _resume(self) -> None:
@@ -122,6 +116,6 @@ class BatchNormStatistics:
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    """List the batch-normalisation layers that keep running statistics by momentum."""
+    """Return the layers that keep running statistics by momentum."""
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     return [layer for layer in layers if layer.track_running_stats and layer.momentum is not None]

@@ -1,7 +1,7 @@
 """Compile the passes of a model before the first step, or go on without a compiler, on all ranks alike.
 
-A missing compiler would end a job in its first step. Therefore each rank first runs one pass of a compiled copy of the
-model, whose graphs the first step finds ready.
+A missing compiler would end a job in its first step. So each rank first runs one pass of a compiled copy of the model;
+the first step finds its graphs ready.
 """
 
 import copy
@@ -29,11 +29,10 @@ logger = logging.getLogger(__name__)
 def compile_model(
     config: TrainConfig, model: nn.Module, objective: Objective, device: torch.device, comm: Ranks
 ) -> None:
-    """Let torch compile the forward and backward pass as --run.compile says; names and state_dict stay as they are.
+    """Let torch compile the passes as --run.compile says; names and state_dict stay. Every rank calls it.
 
-    Every rank calls it, with the model on its device. If one rank cannot compile, rank 0 warns, and all compute without
-    a compiler. A compiled backward pass hands out all gradients at its end, and only then Horovod's hooks run; with
-    "blocks", each block by itself.
+    If one rank cannot compile, rank 0 warns, and all compute without a compiler. A compiled backward pass, of the model
+    or of each block, hands out its gradients at its end, and only then Horovod's hooks run.
     """
     wanted = config.run.compile
     given = f"--run.compile {str(wanted).lower()}"
@@ -45,7 +44,7 @@ def compile_model(
     comm.progress("compiling")
     cause = first_cause(comm, lacks_compiler(device), name="build/compiler")
     if not cause:  # only now, because to compile takes minutes
-        failed = why_not(lambda: _try_out(config, model, objective, device, comm, change))
+        failed = why_not(config, model, objective, device, comm, change)
         cause = first_cause(comm, failed, name="build/compile")
     if cause:
         if comm.rank == 0:
@@ -66,7 +65,7 @@ def compile_passes(model: nn.Module, **options: Any) -> None:
 
 
 def lacks_compiler(device: torch.device) -> str:
-    """Return what a compiler for the device needs and this rank lacks, as the end of a sentence; else ""."""
+    """Return what this rank lacks to compile for the device, as the end of a sentence; "" if it lacks nothing."""
     header = Path(sysconfig.get_path("include"), "Python.h")
     if can_compile(device.type) and (device.type != "cpu" or header.exists()):
         return ""
@@ -74,38 +73,30 @@ def lacks_compiler(device: torch.device) -> str:
     return f"has no compiler for {device.type}: expected {on_cpu if device.type == 'cpu' else on_gpu}"
 
 
-def why_not(try_out: Callable[[], None]) -> str:
-    """Return why this rank cannot compute what `try_out` compiles, as the end of a sentence; "" if it can."""
-    try:
-        try_out()
-    except Exception as error:  # of torch, of the compiler that it calls, of the driver; a lack of memory
-        return f"cannot compute a compiled pass ({first_line(error)})"
-    return ""
-
-
-def _try_out(
+def why_not(
     config: TrainConfig,
     model: nn.Module,
     objective: Objective,
     device: torch.device,
     comm: Ranks,
     change: Callable[[nn.Module], object],
-) -> None:
-    """Compute a pass forward and backward of a changed copy of the model."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        trial = copy.deepcopy(model).train()
-        change(trial)
-        with BatchNormStatistics(trial, comm).over_steps():  # which takes batch norm out of the graphs
-            with autocast(device, config.run.precision):
-                loss = objective(trial, micro_batch(config, trial, device))
-            loss.backward()
+) -> str:
+    """Return why this rank cannot compute both passes of a changed copy of the model; "" if it can."""
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            trial = copy.deepcopy(model).train()
+            change(trial)
+            with BatchNormStatistics(trial, comm).over_steps():  # takes batch norm out of the graphs
+                with autocast(device, config.run.precision):
+                    loss = objective(trial, micro_batch(config, trial, device))
+                loss.backward()
+    except Exception as error:  # of torch, of the compiler that it calls, of the driver; a lack of memory
+        return f"cannot compute a compiled pass ({first_line(error)})"
+    return ""
 
 
 def first_cause(comm: Ranks, cause: str, *, name: str) -> str:
-    """Return which rank cannot use something, and why; empty: all can. All ranks call it, and get the same.
-
-    cause: why this rank cannot, as the end of a sentence that begins with its name; empty: it can.
-    """
+    """Return the first rank with a cause, and its cause; "" if none has one. All ranks call it."""
     causes = comm.allgather_object(cause, name=name)
     return next((f"rank {rank} {cause}" for rank, cause in enumerate(causes) if cause), "")
 
@@ -119,7 +110,7 @@ def micro_batch(config: TrainConfig, model: nn.Module, device: torch.device) -> 
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type and the first line of the error that began: torch wraps those of a compiler."""
+    """Return the type and the first line of the innermost error: torch wraps errors of a compiler."""
     while inner := getattr(error, "inner_exception", None) or error.__cause__:
         error = inner
     lines = str(error).strip().splitlines()

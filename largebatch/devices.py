@@ -1,4 +1,4 @@
-"""GPUs, and the core of a CPU: what their datasheets say, each with its source, and the names that torch prints."""
+"""GPUs, and the core of a CPU: the figures of their datasheets, the sources, and the names that torch prints."""
 
 import re
 from collections.abc import Mapping
@@ -31,11 +31,11 @@ class Device:
     source: str
 
     def rate(self, precision: str) -> float:
-        """Return the FLOP/s that products reach in a precision; float32 as far below its peak as bf16 is below its."""
+        """Return the FLOP/s that products reach; in float32 the same share of the peak as in bf16."""
         return self.product if precision != "fp32" else self.peak_fp32 * self.product / self.peak
 
     def times(self, cores: float) -> "Device":
-        """Return so many cores as one device. Ranks that share a core have less than one."""
+        """Return `cores` cores as one device; a rank may have less than one."""
         rates = {name: cores * getattr(self, name) for name in ("peak", "peak_fp32", "product", "bandwidth")}
         return replace(self, **rates)
 
@@ -85,8 +85,8 @@ DEVICES = {
     )
 }
 
-# Words of the names that nvidia-smi and torch print; the first line that fits counts. None: another rate or memory than
-# the devices above.
+# Words of the names that nvidia-smi and torch print; the first line that fits counts. None: no device above has this
+# rate or memory.
 NAMED = {
     "GH200": "gh200",
     "B200": "b200",
@@ -117,7 +117,7 @@ def find_device(name: str) -> Device:
 
 
 def look_up(name: str, known: Mapping[str, T], option: str) -> T:
-    """Return what has this name; ValueError, with the nearest one, for an unknown name."""
+    """Return the value of a name; ValueError, with the nearest name, if it is not known."""
     if name.lower() in known:
         return known[name.lower()]
     hint = nearest(name.lower(), known, none=f"expected one of {', '.join(known)}.", cutoff=0.4)
@@ -125,11 +125,11 @@ def look_up(name: str, known: Mapping[str, T], option: str) -> T:
 
 
 def device_named(name: str) -> Device | None:
-    """Return the device that nvidia-smi, torch or a benchmark's table names so; None: not known, or a part of one."""
+    """Return the device by its name in nvidia-smi, torch or a benchmark; None: not known, or a part of a GPU."""
     found = (device for words, device in NAMED.items() if re.search(rf"\b{words}\b", name, re.IGNORECASE))
     return None if is_part(name) else DEVICES.get(next(found, None) or "")
 
 
 def is_part(name: str) -> bool:
-    """Return whether a name is that of a part of a GPU (MIG), which must not be taken for the whole one."""
+    """Return whether a name is that of a part of a GPU (MIG)."""
     return bool(re.search(r"\bMIG\b", name))

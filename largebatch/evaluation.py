@@ -1,7 +1,7 @@
 """Evaluation: the counts of a batch, their sums over batches and ranks, and smaller batches if memory is short.
 
-Counts do not depend on the batch size. So if one rank runs out of memory, all begin again with half of it, and the
-result is, to the last bit, the one that `--data.eval_batch_size` of that size gives.
+If one rank runs out of memory, all ranks begin again with half of --data.eval_batch_size; the result has the same bits
+as with that size from the start.
 """
 
 import logging
@@ -20,18 +20,18 @@ logger = logging.getLogger(__name__)
 
 COUNTS = ("images", "top1", "top5", "loss")
 LISTED_COUNTS = ("real_images", "real_top1", "real_top5")
-CHECK_EVERY = 16  # batches; if one fails, it is mostly the first
+CHECK_EVERY = 16  # batches; most often the first one fails
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")  # a CPU's, CUDA's, its libraries'
 
 # -- one batch -------------------------------------------------------------------------------------------------
 
 
 def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the counts of a batch: float64 (4,), in the order of `COUNTS`, of logits (B, K) and labels int64 (B,).
+    """Return the `COUNTS` of a batch, float64 (4,), from logits (B, K) and labels int64 (B,).
 
-    float64 holds the counts exactly, and keeps the order of adding from showing in any printed digit of the loss.
-    Classes of equal logits rank by their number, the lower first: half-precision logits do tie, and no library's top-k
-    promises an order. A sample with a NaN among its logits is wrong, and makes the loss NaN.
+    In float64 no printed digit of the loss shows the order of adding. Of equal logits, the lower class comes first:
+    half-precision logits do tie, and no library's top-k promises an order. A sample with a NaN logit is wrong and
+    makes the loss NaN.
     """
     logits = at_least_float32(logits)
     own = logits.gather(1, labels[:, None])
@@ -44,10 +44,9 @@ def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def count_listed(logits: Tensor, listed: Tensor) -> Tensor:
-    """Return the counts if an image may show several classes, or none that counts: float64 (3,), as `LISTED_COUNTS`.
+    """Return the `LISTED_COUNTS` of a batch, float64 (3,): an image is right with any class of its list.
 
-    listed: int64 (B, L), each row the classes of an image, filled up with -1. An image is right if one of its classes
-    is among the first 1, or the first 5, of logits (B, K). Ties and NaN as in `count_correct`.
+    logits: (B, K). listed: int64 (B, L), filled up with -1; a row of -1 does not count. Ties and NaN: `count_correct`.
     """
     first = at_least_float32(logits).sort(dim=1, descending=True, stable=True).indices[:, :5]
     valid = ~logits.isnan().any(dim=1, keepdim=True)
@@ -62,17 +61,13 @@ def count_listed(logits: Tensor, listed: Tensor) -> Tensor:
 def evaluate(
     model: nn.Module, batches: Iterable[Any], *, comm: Ranks, device: torch.device, precision: str
 ) -> dict[str, float]:
-    """Return top1 and top5 in percent, the mean loss in nats and the number of images.
-
-    They are exact: each image is counted once, at any number of ranks.
-    """
+    """Return top1 and top5 in percent, the mean loss in nats and the number of images, over all ranks."""
     totals = tally(model, batches, device=device, precision=precision)
     sums = dict(zip(COUNTS, comm.allreduce(totals, name="evaluate").tolist()))
     return means(sums) | {"images": sums["images"] / comm.model_size}  # each rank of a replica counts its images
 
 
 def means(sums: dict[str, float]) -> dict[str, float]:
-    """Return top1 and top5 in percent and the mean loss, from the sums of `COUNTS`."""
     images = sums["images"]
     return {"top1": 100 * sums["top1"] / images, "top5": 100 * sums["top5"] / images, "loss": sums["loss"] / images}
 
@@ -87,7 +82,7 @@ def tally(
     count: Callable[[Tensor, Any], Tensor] = lambda logits, batch: count_correct(logits, batch.labels),
     num_counts: int = len(COUNTS),
 ) -> Tensor:
-    """Add up `count(logits, batch)`, (num_counts,), over the batches of this rank: float64, on the host."""
+    """Return the sum of `count(logits, batch)` over the batches: float64 (num_counts,), on the host."""
     model.eval()
     totals = torch.zeros(num_counts, dtype=torch.float64, device=device)
     for batch in batches:
@@ -114,9 +109,8 @@ def tally_fitting(
 ) -> tuple[Tensor, int]:
     """Tally this rank's batches; return the totals and the size that fitted: `batch_size`, or a half, a quarter, ...
 
-    open_batches(size) cuts all `num_images` into batches of that size and gives those of this rank. A rank that ran out
-    of memory cannot go on alone: the others would wait for it. So the ranks ask one another every few batches. Raises
-    Stopped, on all ranks, if memory does not suffice for one image at a time.
+    open_batches(size) returns the batches of this rank. The ranks ask one another every few batches, because they would
+    wait for a rank that begins again alone. All ranks raise Stopped if memory does not suffice for one image.
     """
     batch_size = min(batch_size, num_images)
     while True:
@@ -136,7 +130,7 @@ def tally_fitting(
 def _attempt(
     tally: Callable[[Iterable[Any]], Tensor], batches: Iterable[Any], *, rounds: int, comm: Ranks
 ) -> Tensor | None:
-    """Tally the batches; return None, on all ranks, if one of them ran out of memory."""
+    """Tally the batches; return None, on all ranks, if one ran out of memory."""
     try:
         with closing(_watched(iter(batches), rounds, comm)) as watched:
             return tally(watched)
@@ -150,7 +144,7 @@ def _attempt(
 
 
 def _watched(batches: Iterator[Any], rounds: int, comm: Ranks) -> Generator[Any, None, None]:
-    """Yield the batches of this rank, and ask the other ranks between them; as many rounds on each rank."""
+    """Yield the batches of this rank, and ask the other ranks between them; all ranks have `rounds` rounds."""
     for number in range(rounds):
         comm.progress(f"evaluation, batch {number}")
         batch = next(batches, None)

@@ -1,4 +1,4 @@
-"""Search a learning rate: the options of a training, some 200 steps at a growing rate, a suggestion, and no weights.
+"""Search a learning rate: some 200 steps at a growing rate, a suggestion, and no weights.
 
     horovodrun -np 4 python -m largebatch.find_lr --model vit_b32 [--data FOLDER] [--section.option value ...]
 """
@@ -28,7 +28,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def search(argv: Sequence[str], config: "TrainConfig", comm: "Ranks", signals: Signals) -> None:
-    """Search a learning rate, and write nothing else into the run folder."""
     from largebatch import checkpoint
     from largebatch.rate_search import find_lr
 

@@ -1,4 +1,4 @@
-"""The FLOPs of models, and the share of a GPU's that a run takes (MFU)."""
+"""The FLOPs of models, and the share of a GPU's FLOP/s that a run uses (MFU)."""
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -8,10 +8,10 @@ from zoo import create_model, set_fused_attn, volo
 
 
 def training_flops(model: str, img_size: int, *, drop_path_rate: float = 0.0) -> float:
-    """Return FLOPs of one image forward and backward: three times those of the forward pass, without recomputation.
+    """Return the FLOPs of one image, forward and backward: three times those of the forward pass.
 
-    Only matrix products count, as usual for MFU; 26.5 GFLOP for ViT-B/32 at 224 px. drop_path_rate: leave out the work
-    that our stochastic depth at this rate saves on average; timm's, in ViTs, saves none.
+    Only matrix products count, as usual for MFU. drop_path_rate: leave out the work that our stochastic depth saves on
+    average; timm's, in ViTs, saves none.
     """
     with torch.device("meta"):
         module = set_fused_attn(create_model(model, img_size=img_size, drop_path_rate=drop_path_rate), False).eval()
@@ -24,9 +24,9 @@ def training_flops(model: str, img_size: int, *, drop_path_rate: float = 0.0) ->
 
 
 def utilisation(model: str, img_size: int, *, gpu: str, ranks: int) -> float | None:
-    """Return the share of the datasheets' FLOP/s that one image per second takes; None if that is not known.
+    """Return the share of the datasheets' FLOP/s that one image per second takes; None if not known.
 
-    gpu: what torch calls it.
+    gpu: torch's name for the GPU.
     """
     device = device_named(gpu)
     try:

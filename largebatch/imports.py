@@ -1,6 +1,6 @@
 """Why a program could not import a module: it is not installed, or a file of the same name hides it.
 
-At its start this file imports nothing that Python has not yet imported itself: such files also hide Python's own.
+At its start this file imports only modules that Python itself has imported: such files also hide Python's own.
 """
 
 import os
@@ -11,10 +11,7 @@ OURS = ("largebatch", "zoo", "__main__")
 
 
 def explain_import(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Print one sentence about an import that failed, and end with code 2; print other errors as Python does.
-
-    Of Ctrl-C it prints one word; Python then ends by the signal.
-    """
+    """Print one sentence about a failed import, and end with code 2; one word for Ctrl-C; else Python's traceback."""
     if sentence := why_not_imported(error):
         sys.stderr.write(f"largebatch: {sentence}\n")
         sys.exit(2)
@@ -25,7 +22,7 @@ def explain_import(kind: type[BaseException], error: BaseException, traceback: T
 
 
 def why_not_imported(error: BaseException) -> str:
-    """Return the sentence on a file that hides a module, a package that is missing, or a second NCCL; else empty."""
+    """Return a sentence on a file that hides a module, a missing package, or a second NCCL; else ""."""
     passed = _files_of(error)
     for name, file in _hiding():
         if f"'{name}'" in str(error) or file in passed:

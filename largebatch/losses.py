@@ -1,8 +1,7 @@
 """Losses and objectives.
 
-An objective is called with (model, batch) and returns the loss, the *sum* over the samples of the batch: the engine
-divides by the images of the global batch, so micro-batches of unequal size weigh right. Every loss is computed in at
-least float32.
+An objective takes (model, batch) and returns the *sum* of the loss over the samples: the engine divides by the images
+of the global batch, so micro-batches of unequal size weigh right. Losses are computed in at least float32.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ Objective = Callable[[nn.Module, Augmented], Tensor]
 
 
 def soft_target_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross entropy of logits (B, K) against probabilities (B, K), summed over the B samples, in nats."""
+    """Return the cross entropy of logits (B, K) and probabilities (B, K), summed over the samples, in nats."""
     logits = at_least_float32(logits)
     return F.cross_entropy(logits, targets.to(logits.dtype), reduction="sum")
 
@@ -35,10 +34,9 @@ class TokenLabeling:
 
         CE(class logits, class target) + dense_weight · mean over the N output cells of CE(token)
 
-    The model's forward_train(images, mix_box=...) returns class logits (B, K) and token logits (B, N, K). With a mix
-    box, class logits are of mixed images, so their targets are mixed by the box's share of the cells; token logits come
-    back un-mixed. Without token targets each cell has its image's. Published: 0.5
-    (VOLO), 1 (LV-ViT).
+    forward_train(images, mix_box=...) of the model returns class logits (B, K) and token logits (B, N, K). With a mix
+    box, class logits are of mixed images, but token logits come back un-mixed. Without token targets each cell has the
+    target of its image.
     """
 
     dense_weight: float
@@ -54,7 +52,7 @@ class TokenLabeling:
 
 
 def targets_of_tokens(batch: Augmented, num_tokens: int) -> Tensor:
-    """Return targets (B, N, K), or (B, 1, K) for all tokens of an image; ValueError if N is not `num_tokens`."""
+    """Return targets (B, N, K), or (B, 1, K) without token targets; ValueError if N is not `num_tokens`."""
     targets = batch.targets[:, None] if batch.token_targets is None else batch.token_targets
     if targets.shape[1] not in (1, num_tokens):
         raise ValueError(
@@ -65,7 +63,7 @@ def targets_of_tokens(batch: Augmented, num_tokens: int) -> Tensor:
 
 
 def mixed_targets(targets: Tensor, mix_box: MixBox | None, num_tokens: int) -> Tensor:
-    """Mix class targets (B, K) by the share that `mix_box`, from the flipped batch, has of `num_tokens` cells."""
+    """Mix class targets (B, K) with those of the flipped batch, by the box's share of the cells."""
     if mix_box is None:
         return targets
     first_row, first_column, last_row, last_column = mix_box

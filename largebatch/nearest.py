@@ -13,9 +13,6 @@ def nearest(
     hint: str = "{}?",
     shown: Mapping[str, str] = {},
 ) -> str:
-    """Return "did you mean" with the most similar of the known names in the hint; `none` if no name is similar.
-
-    shown: what to print instead of a name.
-    """
+    """Return "did you mean" with the most similar name in the hint, or `none`. shown: texts to print for names."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"did you mean {hint.format(shown.get(close[0], close[0]))}" if close else none

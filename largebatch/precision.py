@@ -7,10 +7,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device: torch.device, precision: str, *, cache: bool = True) -> torch.autocast:
-    """Compute in this precision inside the block; parameters and gradients stay fp32.
-
-    cache: cast each weight once in the block, not at each use.
-    """
+    """Compute in this precision; parameters and gradients stay fp32. cache: cast each weight once, not at each use."""
     return torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32", cache_enabled=cache)
 
 
@@ -19,7 +16,7 @@ def at_least_float32(logits: Tensor) -> Tensor:
 
 
 def computes(device: torch.device, precision: str) -> bool:
-    """Return whether the processor has instructions for this type; a CPU without them takes a hundred times as long."""
+    """Return whether the processor has instructions for this type; without them a CPU takes a hundred times as long."""
     if precision == "fp32":
         return True
     if device.type == "cuda":

@@ -1,8 +1,7 @@
-"""The search for a learning rate: a few steps of training, at a rate that grows from step to step.
+"""The search for a learning rate: the range test of arXiv:1506.01186 (section 3.3), at the run's global batch.
 
-It is the range test of arXiv:1506.01186 (section 3.3), on all ranks and at the run's global batch. The rate grows from
-LOWEST to HIGHEST by a constant factor; the loss falls, and rises when the rate is too high. All ranks see the same
-loss, so they stop at the same step. The program then ends and saves no weights.
+The rate grows from LOWEST to HIGHEST by a constant factor; the loss falls, and rises when the rate is too high. All
+ranks see the same loss, so they stop at the same step.
 """
 
 import logging
@@ -37,12 +36,11 @@ TABLE, PICTURE = "find_lr.csv", "find_lr.png"
 
 
 def rate(step: float) -> float:
-    """Return the learning rate of a step, from 0."""
     return LOWEST * (HIGHEST / LOWEST) ** (step / (STEPS - 1))
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the moving average of the losses, without the bias to 0 of its first values."""
+    """Return the moving average of the losses, without its bias to 0."""
     found, average = [], 0.0
     for number, loss in enumerate(losses, 1):
         average = DECAY * average + (1 - DECAY) * loss
@@ -51,7 +49,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def has_diverged(losses: Sequence[float]) -> bool:
-    """Return whether the newest loss is not finite, or the smoothed loss above its first and twice its lowest value."""
+    """Return whether the loss is not finite, or the smoothed loss is above its first and twice its lowest value."""
     if not math.isfinite(losses[-1]):
         return True
     curve = smoothed(losses)
@@ -61,7 +59,7 @@ def has_diverged(losses: Sequence[float]) -> bool:
 def fit_lines(rates: Sequence[float], losses: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """Fit a line to the losses around each rate; return its height and its slope per decade, both (len(rates),).
 
-    The weights are a normal distribution over the logarithm of the rate, which has no delay.
+    Unlike a moving average, these weights have no delay.
     """
     x, y = np.log10(np.asarray(rates)), np.minimum(losses, 2 * losses[0])  # the last losses may be huge
     weights = np.exp(-0.5 * ((x[:, None] - x) / WIDTH) ** 2)
@@ -71,9 +69,9 @@ def fit_lines(rates: Sequence[float], losses: Sequence[float]) -> tuple[np.ndarr
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Return the rate halfway, on a logarithmic scale, from the steepest fall of the loss to its lowest point.
+    """Return the geometric mean of the rates of the steepest fall, low for a run, and of the lowest loss, high for one.
 
-    None if the loss hardly falls. The first is low for a whole run, the second high.
+    None: the loss hardly falls.
     """
     if len(rates) < 2:
         return None
@@ -85,7 +83,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> float | None:
 
 
 class Search(Hook):
-    """Keeps the learning rate and the loss of each step, the same on all ranks, and ends the run if it diverges."""
+    """Keeps the learning rate and the loss of each step, and ends the run if it diverges."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -93,7 +91,7 @@ class Search(Hook):
         self.diverged = False
 
     def points(self) -> tuple[list[float], list[float]]:
-        """Return the rate of each update, and the finite loss after it, which the next step computed."""
+        """Return the rate of each update, and the finite loss after it, which the next step computes."""
         pairs = [pair for pair in zip(self.rates, self.losses[1:]) if math.isfinite(pair[1])]
         return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
@@ -109,10 +107,7 @@ class Search(Hook):
 def find_lr(
     config: TrainConfig, comm: Ranks, signals: Signals | None, *, device: "torch.device", images: Images
 ) -> None:
-    """Search from the initial state of a run; write the suggestion, the table and the picture.
-
-    All ranks raise StoppedEarly if a signal ends the search.
-    """
+    """Search, and write the suggestion, the table and the picture; StoppedEarly on all ranks if a signal came."""
     trainer = build_trainer(ramped(config), comm, signals, device=device, images=Images(images.train, None))
     search = Search()
     told = hooks.Log([hooks.Progress()], every_images=trainer.plan.global_batch_size)
@@ -127,7 +122,7 @@ def find_lr(
 
 
 def ramped(config: TrainConfig) -> TrainConfig:
-    """Return the config of the search: STEPS steps of learning rate `rate`, without evaluations, averages or checks."""
+    """Return the config of the search: STEPS steps without evaluations, averages or checks."""
     return replace(
         config,
         optim=replace(config.optim, lr=1.0, ema_half_life=""),

@@ -1,7 +1,6 @@
-"""One copy of the model, whole on one rank. `parallel.replica` has one that several ranks share.
+"""One copy of the model, whole on one rank; `parallel.replica` has one that several ranks share.
 
-A replica is given the model, the optimizer and the communicator once (`attach`) and never sees the trainer. The trainer
-asks it for everything that differs when ranks share a model.
+A replica never sees the trainer. The trainer calls it for everything that differs when ranks share a model.
 """
 
 from collections.abc import Callable
@@ -30,15 +29,14 @@ class Replica:
     # -- assembly ----------------------------------------------------------------------------------------------
 
     def adapt_optimizer(self, serial: Optimizer) -> Optimizer:
-        """Return the optimizer of this copy, given the one that would train a whole model."""
+        """Return the optimizer of this copy, given that of a whole model."""
         return serial
 
     def adapt_objective(self, serial: Objective) -> Objective:
-        """Return the objective of this copy, given the one of a whole model."""
+        """Return the objective of this copy, given that of a whole model."""
         return serial
 
     def attach(self, model: nn.Module, optimizer: Reduced, comm: Ranks) -> None:
-        """Take the parts that all methods below work on."""
         self.model, self.optimizer, self.comm = model, optimizer, comm
         self.statistics = BatchNormStatistics(model, comm)
 
@@ -49,23 +47,23 @@ class Replica:
     # -- one step ----------------------------------------------------------------------------------------------
 
     def run_pass(self, batch: Augmented, weight: float, forward_backward: ForwardBackward) -> Tensor:
-        """Add the gradients of a micro-batch's summed loss × `weight` to those there are; return that loss, 0-d."""
+        """Add the gradients of a micro-batch's summed loss × `weight`; return that loss, 0-d."""
         return forward_backward(batch, weight)
 
     def complete_gradients(self) -> None:
-        """Add the summands of the gradients that other ranks of this copy hold, after the last pass."""
+        """After the last pass, add the parts of the gradients from other ranks of this copy."""
 
     def gradient_norm(self) -> Tensor:
-        """Return the norm of the whole gradient, 0-d."""
+        """Return the global norm, 0-d."""
         return gradient_norm(self.optimizer)
 
     def begin_again(self) -> None:
-        """Drop the gradients: those of the same micro-batches at other weights follow, and count for no statistics."""
+        """Drop the gradients: the same micro-batches follow at other weights, and count for no statistics."""
         self.model.zero_grad(set_to_none=True)
         self.statistics.pause()
 
     def complete_step(self, *, applied: bool) -> None:
-        """Drop the gradients, and average the statistics of batch norm, unless the step was skipped. A collective."""
+        """Drop the gradients, and average the statistics of batch norm if the step was applied. A collective."""
         self.statistics.complete_step(applied=applied)
         self.model.zero_grad(set_to_none=True)
 
@@ -75,19 +73,19 @@ class Replica:
         self.model.zero_grad(set_to_none=True)
 
     def predictor(self, model: nn.Module) -> nn.Module:
-        """Return a module that computes logits (B, K) of images (B, 3, H, W) on every rank, by a model like ours."""
+        """Return a module that computes logits (B, K) of images (B, 3, H, W) on every rank."""
         return model
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def gather_whole(self) -> tuple[nn.Module, Optimizer]:
-        """Return model and optimizer as one rank would have them, for rank 0 to save; every rank calls it."""
+        """Return the whole model and optimizer, for rank 0 to save; every rank calls it."""
         return self.model, self.optimizer
 
     def empty_whole(self) -> tuple[nn.Module, Optimizer]:
-        """Return a model and an optimizer that rank 0 can load a checkpoint into; for `scatter_whole`."""
+        """Return a whole model and optimizer, into which rank 0 loads a checkpoint."""
         return self.model, self.optimizer
 
     def scatter_whole(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Give every rank its part of what rank 0 loaded into those of `empty_whole`; every rank calls it."""
+        """Give every rank its part of the checkpoint that rank 0 has loaded; every rank calls it."""
         self.comm.broadcast_state(model, optimizer)

@@ -1,8 +1,7 @@
 r"""Learning-rate schedules: pure functions from the optimizer step to a factor of the peak learning rate.
 
-The engine writes `group["lr"] = peak * factor(step)` at the top of every step, so a resumed run needs one integer.
-Durations arrive here in optimizer steps only. In a batch ramp they are counted in steps like the first: a larger step
-begins at a fraction of one, and the curve keeps its place in the epochs.
+The engine writes `group["lr"] = peak * factor(step)` at the top of every step, so a resumed run needs one integer. In a
+batch ramp the unit of durations is the first step: a larger step may begin at a fraction.
 
     factor
       1 |        ______ peak
@@ -12,9 +11,8 @@ begins at a fraction of one, and the curve keeps its place in the epochs.
         +--|-----|----------------|----------|--> step
            0     warmup_steps     end        total_steps        end = total_steps - cooldown_steps
 
-Without a `start` the warm-up is (step + 1) / (warmup_steps + 1): the first step has a rate above zero, and the step
-after the warm-up has the full one. With linear decay, (end - step) / (end - warmup_steps), that is the schedule of the
-published 32K run; it moved once per epoch (`steps_per_epoch`).
+Without a `start` the warm-up is (step + 1) / (warmup_steps + 1), which is above zero. With linear decay,
+(end - step) / (end - warmup_steps), and `steps_per_epoch`, this is the schedule of the published 32K run.
 """
 
 import math
@@ -22,7 +20,7 @@ from collections.abc import Callable
 
 Schedule = Callable[[float], float]
 
-# Decay from 1 to 0 (or not at all) as the progress through the decay, a number in [0, 1], goes from 0 to 1.
+# The decay from 1 to 0, or none, as a function of the progress through it, from 0 to 1.
 SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
@@ -41,20 +39,18 @@ def make_schedule(
     prefix: bool = True,
     steps_per_epoch: float | None = None,
 ) -> Schedule:
-    """Return the factor of the peak learning rate as a function of the optimizer step (0, 1, ..., total_steps - 1).
+    """Return the factor of the peak learning rate as a function of the optimizer step, from 0.
 
     Args:
         name: linear, cosine or constant.
         total_steps: length of the run, warm-up and cooldown included; later steps keep the last value.
-        start: factor at step 0 of a warm-up; 1 / (warmup_steps + 1) unless given.
+        start: factor at step 0 of a warm-up.
         floor: factor at the end of the decay and during the cooldown.
-        cooldown_steps: steps at the floor at the end; after a constant rate, steps of linear decay to it.
-        prefix: the decay begins when the warm-up ends; if false, at step 0, and the warm-up replaces its beginning (the
-            published VOLO runs; timm's default).
+        cooldown_steps: steps at the floor; after a constant rate, steps of linear decay to it.
+        prefix: the decay begins after the warm-up; if false, at step 0, as in timm and the published VOLO runs.
         steps_per_epoch: hold the factor during an epoch; may be fractional, as global batches straddle epochs.
 
-    Raises:
-        ValueError: an unknown name, a value out of range, or an option that this schedule would not use.
+    ValueError for an unknown name, a value out of range, or an argument that this schedule would not use.
     """
     _check_shape(name, floor=floor, cooldown_steps=cooldown_steps)
     _check_durations(total_steps, warmup_steps, cooldown_steps, steps_per_epoch)
@@ -80,7 +76,7 @@ def make_schedule(
 
 
 def scale_lr(lr: float, *, batch_size: int, reference_batch_size: int, rule: str = "none") -> float:
-    """Scale a learning rate to `batch_size` when `lr` was tuned at `reference_batch_size`.
+    """Scale a learning rate that was tuned at `reference_batch_size`.
 
     The linear rule is for SGD (arXiv:1706.02677), the square-root rule for Adam and LAMB (arXiv:1904.00962).
     """
@@ -96,11 +92,11 @@ def scale_lr(lr: float, *, batch_size: int, reference_batch_size: int, rule: str
 
 
 def _in_epochs(steps: int, steps_per_epoch: float | None) -> float:
-    """Convert a duration to the unit that the schedule counts: steps, or epochs if it moves once per epoch."""
+    """Convert a duration to epochs if the schedule moves once per epoch."""
     if steps_per_epoch is None:
         return float(steps)
     epochs = steps / steps_per_epoch
-    # 150 epochs of 39.1 steps were rounded to whole steps before they came here; give back the whole number.
+    # The caller has rounded 150 epochs of 39.1 steps to whole steps; give back the whole number of epochs.
     whole = abs(epochs - round(epochs)) * steps_per_epoch < 1.0
     return float(round(epochs)) if whole else epochs
 

@@ -1,4 +1,4 @@
-"""Start the ranks of a program, and make sure that all run the same program, each on its own device."""
+"""Start the ranks, and make sure that all run the same program, each on its own device."""
 
 import logging
 import os
@@ -18,25 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 def start_ranks(config: TrainConfig) -> AbstractContextManager[Ranks]:
-    """Start Horovod with the settings of the config; it ends with the block."""
     return session(config)
 
 
-def set_up_torch(config: TrainConfig) -> None:
-    """Choose repeatable kernels if --run.deterministic asks for them."""
-    if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums only with this
-        torch.use_deterministic_algorithms(True)
-
-
 def set_up(config: TrainConfig, comm: Ranks, *, final: bool = True) -> tuple[TrainConfig, torch.device]:
-    """Check that all ranks run the same program on devices of their own; return the resolved config and the device.
+    """Check that all ranks run the same program, each on its own device; return the resolved config and the device.
 
-    final: the config will not change any more, so its doubtful options are named.
+    final: the config will not change any more, so doubtful options are logged.
     """
     with comm.together("set-up"):
         device = comm.device(config.run.device)
-        set_up_torch(config)
+        if config.run.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums only with this
+            torch.use_deterministic_algorithms(True)
         config = resolve(config, device)
     if final:
         warn_of_doubtful(config, device, comm)
@@ -49,14 +43,13 @@ def set_up(config: TrainConfig, comm: Ranks, *, final: bool = True) -> tuple[Tra
 
 
 def warn_of_doubtful(config: TrainConfig, device: torch.device, comm: Ranks) -> None:
-    """Log the doubtful options of a config, once."""
     if comm.rank == 0:
         for line in doubtful(config, device, data_size=comm.data_size):
             logger.warning("%s", line)
 
 
 def doubtful(config: TrainConfig, device: torch.device, *, data_size: int) -> Iterator[str]:
-    """Yield a sentence for each option that is allowed and hardly meant, on `data_size` data ranks."""
+    """Yield a sentence for each option that is allowed but hardly meant."""
     if not computes(device, config.run.precision):
         yield (
             f"--run.precision is {config.run.precision}, for which this {device.type} has no instructions: it will be "
@@ -69,7 +62,7 @@ def doubtful(config: TrainConfig, device: torch.device, *, data_size: int) -> It
             f"{', '.join(rates)} and --parallel {shape}: ranks that share a model may draw other masks than a rank "
             "with a whole one, so a run that is shared otherwise has other numbers; those of this run repeat."
         )
-    # No error: an elastic run may go on with one rank. With offload the state still moves to the host.
+    # This is no error: an elastic run may go on with one rank. With offload the state still moves to the host.
     if config.parallel.zero == 1 and data_size == 1:
         yield (
             "--parallel.zero is 1, and there is 1 data rank, which keeps the whole state of the optimizer: start more "
@@ -86,10 +79,7 @@ def _remove_leftovers() -> None:
 
 
 def resolve(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """Replace a precision of "auto" by the one that suits the device; `set_up` compares the ranks.
-
-    Raises ValueError for an option that this device cannot keep.
-    """
+    """Replace precision "auto" by that of the device; ValueError for an option that the device cannot keep."""
     if config.run.recompute and device.type == "cuda" and not config.run.deterministic:
         raise ValueError(
             f"--run.recompute is {config.run.recompute!r}: it compares bits, and a GPU adds up in any order; set "

@@ -1,13 +1,7 @@
-"""Train a model: recipe -> run.
-
-    horovodrun -np 4 python -m largebatch.train --model vit_b32 [--data FOLDER] [--section.option value ...]
-
-With --data, the run follows the published recipe of the model, or, with fewer than a million images, one that is scaled
-to them; without it, a quick start on embedded images. With --init-from it is a fine-tuning. --recipe takes any, and any
-option of the config may follow as --section.option. The same command line resumes an interrupted run.
+"""Train a model: recipe -> run. `ABOUT` says how to start it.
 
 SIGUSR1, SIGTERM or Ctrl-C to any rank, or the near end of a Slurm job, stops the run before the next pass of a step or
-batch of an evaluation, with a checkpoint and exit code 75. A second signal ends it at once.
+batch of an evaluation, with a checkpoint and exit code 75. A second signal ends the run at once.
 """
 
 import logging
@@ -20,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Other imports take seconds, in which a signal may come. So they are in functions, which run when signals are heard.
+# Other imports take seconds, in which a signal may come. So they stand in functions, which run when signals are heard.
 from largebatch.files.run_folder import RunFolder
 from largebatch.process.garbage import gc_disabled, gc_freeze, gc_resume
 from largebatch.ranks.signals import Signals
@@ -63,7 +57,7 @@ OPTIONS = {
 
 
 def main(argv: Sequence[str] | None = None, *, about: str = ABOUT, work: "Work | None" = None) -> None:
-    """Do the work, by default the training, that a command line asks for; about: the beginning of its help."""
+    """Do the work of a command line, by default training; about: the beginning of its help."""
     with Signals(nothing_to_lose=True) as signals, gc_disabled():
         from largebatch.ranks.mistakes import report_mistakes
 
@@ -83,9 +77,9 @@ def main(argv: Sequence[str] | None = None, *, about: str = ABOUT, work: "Work |
 
 
 def read(argv: Sequence[str], num_images: int | None = None, *, about: str = ABOUT) -> "TrainConfig":
-    """Return the config of a command line; ValueError for a mistake in it, Answer if it asks for a text.
+    """Return the config of a command line; ValueError for a mistake, Answer for a text.
 
-    num_images: training images, by which a recipe may be chosen; None: not known yet.
+    num_images: training images, on which a recipe may depend; None: not known yet.
     """
     from largebatch.config import Page, Unsized, parse
     from largebatch.recipes import choose, depends_on_data
@@ -95,7 +89,7 @@ def read(argv: Sequence[str], num_images: int | None = None, *, about: str = ABO
 
 
 def sized(config: "Unsized", num_images: int) -> "TrainConfig":
-    """Return the config for so many training images, with what a program has changed since it read the command line."""
+    """Return the config for `num_images` training images; a program's changes to the config are kept."""
     from largebatch.config import check, differences
     from largebatch.config.values import with_values
 
@@ -107,10 +101,9 @@ def sized(config: "Unsized", num_images: int) -> "TrainConfig":
 
 @contextmanager
 def run_folder(config: "TrainConfig", comm: "Ranks") -> Iterator[None]:
-    """Make the run folder, hold it for this job until the block ends, and start the log in it.
+    """Make the run folder, hold it for this job until the block ends, and start the log.
 
-    Raises Stopped on all ranks, before anything in the folder is changed, if another job holds it. A run that is
-    refused leaves no folder behind.
+    All ranks raise Stopped if another job holds the folder. A refused run leaves no folder.
     """
     from largebatch.files import refuse_links_of_others, run_lock
     from largebatch.ranks import Stopped
@@ -138,7 +131,6 @@ def run_folder(config: "TrainConfig", comm: "Ranks") -> Iterator[None]:
 
 @contextmanager
 def refusing_read_only(folder: str) -> Iterator[None]:
-    """Turn an OSError of the block into the ValueError that names the option."""
     try:
         yield
     except OSError as error:
@@ -149,7 +141,7 @@ def refusing_read_only(folder: str) -> Iterator[None]:
 
 
 class LogFile(logging.FileHandler):
-    """Writes log.txt. If that fails, as on a full disk, it warns once, and the run goes on."""
+    """Writes log.txt; warns once if it cannot, as on a full disk."""
 
     failed = False
 
@@ -161,10 +153,7 @@ class LogFile(logging.FileHandler):
 
 
 def start_log(config: "TrainConfig", comm: "Ranks") -> None:
-    """Print what is logged with its time: all of it on rank 0, which writes it to log.txt, too; the others' warnings.
-
-    Other packages are heard if they warn.
-    """
+    """Print the log: all of it on rank 0, which also writes log.txt; warnings of other ranks and packages."""
     from largebatch.files.names import Formatter
 
     screen = logging.StreamHandler()
@@ -181,15 +170,15 @@ def start_log(config: "TrainConfig", comm: "Ranks") -> None:
 
 
 def build_trainer(config: "TrainConfig", comm: "Ranks", signals: Signals | None = None) -> "Trainer":
-    """Build the run of a config in a script of your own, resumed if its folder has a checkpoint.
+    """Build, or resume, a run in a script of your own.
 
         with largebatch.session(config) as comm:
             trainer = largebatch.build_trainer(config, comm)
             trainer.hooks = [MyHook(), *trainer.hooks]
             trainer.fit(max_steps=config.run.max_steps)
 
-    This job holds the run folder until the session ends. The log goes to stderr and to log.txt in the folder.
-    signals: with `Signals`, a signal ends `fit` with a checkpoint; without, it ends the process.
+    This job holds the run folder until the session ends; the log goes to stderr and to log.txt in the folder.
+    With `signals`, a signal ends `fit` with a checkpoint; without, it ends the process.
     """
     from largebatch.ranks import Stopped
 
@@ -207,7 +196,7 @@ def build_trainer(config: "TrainConfig", comm: "Ranks", signals: Signals | None 
 
 
 def prepare(config: "TrainConfig", comm: "Ranks", signals: Signals | None) -> "tuple[TrainConfig, Trainer]":
-    """Build the trainer of a run whose folder is open, and write its config.yaml; return the whole config as well."""
+    """Return the resolved config and the trainer of a run whose folder is open; write config.yaml."""
     from largebatch import assembly
     from largebatch.config import dump
     from largebatch.plan.forecast import forecast
@@ -228,7 +217,7 @@ def prepare(config: "TrainConfig", comm: "Ranks", signals: Signals | None) -> "t
 
 
 def refuse_lost_checkpoints(folder: Path) -> None:
-    """Raise ValueError if this run had a checkpoint and has none: it would begin anew, over its own tables."""
+    """Raise ValueError if this run has lost its checkpoints: it would begin anew, over its own tables."""
     from largebatch import checkpoint
     from largebatch.report import history
 
@@ -245,7 +234,7 @@ def refuse_lost_checkpoints(folder: Path) -> None:
 
 
 def warn_of_other_file(config: "TrainConfig") -> None:
-    """Say so if the config.yaml of a run that goes on was changed by hand: the command line counts."""
+    """Warn if somebody has changed the run's config.yaml: the command line counts."""
     from largebatch import checkpoint
     from largebatch.config import differences, load
 
@@ -261,7 +250,7 @@ def warn_of_other_file(config: "TrainConfig") -> None:
 
 
 def prepare_images(config: "TrainConfig", comm: "Ranks") -> "tuple[TrainConfig, torch.device, Images]":
-    """Open the images; return the whole config, the device of this rank, and the images."""
+    """Return the resolved config, the device of this rank, and the images."""
     from largebatch.config import Unsized
     from largebatch.start import set_up
 
@@ -272,10 +261,7 @@ def prepare_images(config: "TrainConfig", comm: "Ranks") -> "tuple[TrainConfig, 
 
 
 def train(argv: Sequence[str], config: "TrainConfig", comm: "Ranks", signals: Signals) -> None:
-    """Train, or resume the run in the folder of the config; all ranks raise StoppedEarly if it was told to end.
-
-    argv: the command line, for the log.
-    """
+    """Train or resume; all ranks raise StoppedEarly if told to end. argv: for the log."""
     from largebatch import checkpoint
     from largebatch.config import typed
     from largebatch.report import history
@@ -303,11 +289,7 @@ def train(argv: Sequence[str], config: "TrainConfig", comm: "Ranks", signals: Si
 
 
 def read_images(config: "TrainConfig", comm: "Ranks", device: "torch.device") -> "tuple[TrainConfig, Images]":
-    """Open the images; return them, and the config with their number of classes.
-
-    If the recipe depends on the number of images, rank 0 chooses it for all ranks, by the same command line, whose
-    options every rank has compared.
-    """
+    """Return the images, and the config with their classes; an `Unsized` config gets its recipe."""
     from largebatch import assembly
     from largebatch.config import Unsized
     from largebatch.start import resolve, warn_of_doubtful
@@ -330,7 +312,6 @@ def read_images(config: "TrainConfig", comm: "Ranks", device: "torch.device") ->
 
 
 def size_line(config: "TrainConfig") -> str:
-    """Describe what a recipe has taken from the number of images."""
     data, run = config.data, config.run
     return (
         f"recipe {config.recipe}, {config.model.img_size} px, global batch {data.global_batch_size} in micro-batches "
@@ -339,7 +320,7 @@ def size_line(config: "TrainConfig") -> str:
 
 
 def headline(config: "TrainConfig") -> str:
-    """Describe the recipe of a run, and how to get the other one."""
+    """Describe the recipe, and how to get another one."""
     from largebatch.config import Unsized
     from largebatch.recipes import RECIPES
 

@@ -1,12 +1,7 @@
-"""Exact top-1 and top-5 of a run or of a zoo model; every held-out image is counted once, with any number of ranks.
+"""Exact top-1 and top-5 of a run or of weights; `ABOUT` has examples.
 
-    python -m largebatch.validate RUN [--ema] [--section.option value ...]
-    python -m largebatch.validate RUN/checkpoints/best
-    horovodrun -np 4 python -m largebatch.validate --model vit_b16 --init-from FILE --data FOLDER
-
-Each model has its own crop, filter, mean and standard deviation (`default_cfg`); a crop_pct above 1 pads the image. If
-a
-file holds plain and averaged weights, the plain ones are used.
+Each model has its own crop, filter, mean and standard deviation (`default_cfg`); a crop_pct above 1 pads the image. Of
+a file with plain and averaged weights, the plain ones are used.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Sequence
 
-# Other imports take seconds, which a mistake on the command line need not wait for. So they are in functions.
+# Other imports take seconds, and a mistake on the command line need not wait for them. So they stand in functions.
 from largebatch.arguments import expanded
 from largebatch.config import ModelConfig, Page, TrainConfig, parse
 from largebatch.config.parallel import ParallelConfig
@@ -66,7 +61,7 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class Flags:
-    """The options of a validation that are not in the config of a run."""
+    """The options of a validation that are not in a config."""
 
     ema: bool = False
     all: bool = False
@@ -77,7 +72,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one model: percentages, and the mean loss in nats. Without ReaL's labels, its columns are None."""
+    """The result of one model: top-k in percent, the mean loss in nats; real_ columns are None without labels."""
 
     model: str
     weights: str
@@ -102,7 +97,6 @@ class Row:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command line, by default that of this process."""
     with report_mistakes():
         config, flags = read(sys.argv[1:] if argv is None else argv)
 
@@ -117,8 +111,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
     """Return the config and the flags of a command line.
 
-    If the first word is a run folder, or one of its checkpoints, the config is the run's, with the options of the
-    command line on top; model.weights is then that checkpoint, or empty, unless it is given, too.
+    If the first word is a run folder, or one of its checkpoints, the run's config gives the defaults, and the
+    checkpoint, if there is one, the weights.
     """
     flags, words = _take_flags(argv)
     given = Path(expanded(words.pop(0))) if words and not words[0].startswith("-") else None
@@ -135,12 +129,11 @@ def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
         raise ValueError(f"--ema finds no averaged weights: {given} was trained without --optim.ema_half_life.")
     if flags.predictions and flags.all:
         raise ValueError("--predictions keeps the answers of one model, and --all validates several: give one of them.")
-    # A checkpoint holds the whole model, and each rank has all of it here, however the run divided it.
+    # A checkpoint holds the whole model, however the run divided it.
     return replace(config, parallel=ParallelConfig()), flags
 
 
 def _take_flags(argv: Sequence[str]) -> tuple[Flags, list[str]]:
-    """Split a command line into the flags and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.register("type", None, expanded)
     for flag, _, value in (text.partition(" ") for text in FLAGS):
@@ -156,7 +149,7 @@ def _take_flags(argv: Sequence[str]) -> tuple[Flags, list[str]]:
 
 
 def defaults(given: Mapping[str, Any], *, argv: Sequence[str] = ()) -> TrainConfig:
-    """Choose a recipe as training does, but a model may have no recipe, and a fine-tuning needs no first weights."""
+    """Choose a recipe as training does, but allow a model without a recipe."""
     model, data = given.get("model.name"), given.get("data.path")
     if not given.get("recipe") and model and model not in RECIPES and data not in (None, "", "digits"):
         return TrainConfig(model=ModelConfig(name=model))
@@ -164,10 +157,7 @@ def defaults(given: Mapping[str, Any], *, argv: Sequence[str] = ()) -> TrainConf
 
 
 def validate(config: TrainConfig, comm: Ranks, flags: Flags) -> list[Row]:
-    """Evaluate config.model on the held-out images, with each set of weights that the flags choose.
-
-    If config.model.weights is empty, the newest checkpoint in the run folder has the weights. Rank 0 prints and writes.
-    """
+    """Evaluate the model on the held-out images with each file of weights; rank 0 prints and writes."""
     from largebatch.assembly import build_model, open_data
     from largebatch.report.predictions import write as write_predictions
     from largebatch.start import set_up
@@ -203,7 +193,7 @@ def validate(config: TrainConfig, comm: Ranks, flags: Flags) -> list[Row]:
 
 
 def choose(config: TrainConfig, flags: Flags) -> tuple[list[str], int, tuple[str, ...]]:
-    """Return the weights files to validate, the number of the model's classes, and their names, if known."""
+    """Return the files of weights, by default checkpoints of the run folder; the number of classes; their names."""
     from largebatch.checkpoint import find_weights
     from zoo.hub import TRIES, label_names
     from zoo.weights import Gone
@@ -219,10 +209,9 @@ def choose(config: TrainConfig, flags: Flags) -> tuple[list[str], int, tuple[str
 
 
 def load_each(paths: Sequence[str], model: nn.Module, comm: Ranks, again: Callable[[], list[str]]) -> Iterator[str]:
-    """Load one file after the other on all ranks, and yield its path.
+    """Load each file on all ranks, and yield its path.
 
-    A run may have removed a file since it was chosen. Then it is left out, if there are several; a single one is
-    replaced by the one that `again` chooses, if another.
+    A run may have removed a file since the choice: one of several is left out, and `again` replaces a single one.
     """
     from zoo import load_weights
     from zoo.weights import Gone
@@ -268,7 +257,7 @@ def evaluate_weights(
     listed: Tensor | None,
     answers: dict[int, Answer] | None = None,
 ) -> Row:
-    """Evaluate a model that holds the weights of `path`; fill `answers` with the answer to each image of this rank."""
+    """Evaluate the model, which holds the weights of `path`; put the answers for this rank into `answers`."""
     import torch
 
     from largebatch.assembly import build_eval_loader, model_geometry
@@ -315,7 +304,7 @@ def evaluate_weights(
 
 
 def _figures(sums: dict[str, float]) -> dict[str, Any]:
-    """Return the figures of a Row, per cent and means, from the sums over all images."""
+    """Return the figures of a Row from the sums over all images."""
     from largebatch.evaluation import means
 
     count = sums.get("real_images")
@@ -324,7 +313,7 @@ def _figures(sums: dict[str, float]) -> dict[str, Any]:
 
 
 def answer(logits: Tensor, labels: Tensor) -> list[Answer]:
-    """Return the answer to each image; equal logits rank as in `count_correct`."""
+    """Return an answer for each image; ties as in `count_correct`."""
     import torch.nn.functional as F
 
     from largebatch.precision import at_least_float32
@@ -338,7 +327,7 @@ def answer(logits: Tensor, labels: Tensor) -> list[Answer]:
 
 
 def _real_labels(path: str, held_out: Index, comm: Ranks) -> Tensor:
-    """Return the listed classes (N, L). Rank 0 alone reads the names of images, which records have inside."""
+    """Return the listed classes (N, L); rank 0 reads for all, as the names of images are inside the records."""
     import torch
 
     from largebatch.data.imagenet_real import real_labels
@@ -351,7 +340,7 @@ def _real_labels(path: str, held_out: Index, comm: Ranks) -> Tensor:
 
 
 def _read_table(path: str) -> list[dict[str, Any]]:
-    """Read the rows of earlier validations; ValueError if the file is another kind of table."""
+    """Return the rows of earlier validations; ValueError for another table."""
     if not Path(path).exists():
         return []
     with open(path, newline="") as file:

@@ -1,8 +1,7 @@
 """The checks of a config: options that must fit together. The range of a value stands at its field.
 
-Each check raises ValueError with one sentence: the value given, the value expected, and the option to change. An
-option that has no effect beside the others is refused on a command line, and only reported if a file names it: a run
-that was started before the check was there must go on.
+An option without effect is refused on a command line, and only reported if a file names it: a run from before this
+check must go on.
 """
 
 from largebatch.config import ramp
@@ -15,12 +14,12 @@ DROPS = ("pos_drop_rate", "proj_drop_rate", "drop_rate", "drop_path_rate")
 
 
 def dropping(config: TrainConfig) -> list[str]:
-    """Return the options with which a pass drops at random, with their rates."""
+    """Return the options by which a pass drops at random, with their rates."""
     return [f"--model.{option} {getattr(config.model, option)}" for option in DROPS if getattr(config.model, option)]
 
 
 def without_effect(config: TrainConfig) -> list[str]:
-    """Return a sentence for each option that is set and changes nothing."""
+    """Return a sentence for each option that changes nothing."""
     schedule, tensor = config.schedule, config.parallel.tensor
     found = []
     if schedule.stairs == "timm" and not _warmup(config):
@@ -37,15 +36,14 @@ def without_effect(config: TrainConfig) -> list[str]:
 
 
 def _warmup(config: TrainConfig) -> int:
-    """Return the images of the warm-up of a data set of any size: only 0 is of interest."""
-    size = 10**6
+    size = 10**6  # of any data set: the caller asks for 0 alone
     return duration_images(
         config.schedule.warmup, option="--schedule.warmup", num_samples=size, batch_size=size, run_images=size
     )
 
 
 def check(config: TrainConfig) -> None:
-    """Raise ValueError for the first invalid value, or the first options that contradict each other."""
+    """Raise ValueError for the first invalid value, or the first two options that contradict each other."""
     c = config
     check_values(c)
     _check_crop(c.data)
@@ -69,15 +67,8 @@ def check(config: TrainConfig) -> None:
     _check_timm(c)
 
 
-def _divided(parallel: ParallelConfig) -> str:
-    """Return the option that divides tensors or their state among ranks, with its value; "" if none does."""
-    if parallel.shape().size > 1:
-        return f"--parallel {parallel.shape()}"
-    return "--parallel.zero 1" if parallel.zero else ""
-
-
 def _check_sam(config: TrainConfig) -> None:
-    rho = config.optim.sam_rho
+    rho, parallel = config.optim.sam_rho, config.parallel
     if rho is None:
         return
     if config.optim.name == "apex_lamb":
@@ -85,15 +76,16 @@ def _check_sam(config: TrainConfig) -> None:
             f"--optim.sam_rho is {rho} and --optim.name apex_lamb, which it was never tried with: choose lamb, which "
             "computes the same."
         )
-    if ways := _divided(config.parallel):
+    if (shape := parallel.shape()).size > 1 or parallel.zero:
+        other = f"--parallel {shape}" if shape.size > 1 else f"--parallel.zero {parallel.zero}"
         raise ValueError(
-            f"--optim.sam_rho is {rho} and {ways}: Look-LayerSAM needs whole tensors and their state on every rank, so "
-            "leave one of the two out."
+            f"--optim.sam_rho is {rho} and {other}: Look-LayerSAM needs whole tensors and their state on every rank, "
+            "so leave one of the two out."
         )
 
 
 def _check_durations(config: TrainConfig) -> None:
-    """Refuse a duration without a number or a unit. What it amounts to is known with the images."""
+    """Refuse a duration without a number or a unit."""
     run, size = config.run, 10**6
     durations = {
         "optim.ema_half_life": config.optim.ema_half_life,
@@ -153,15 +145,13 @@ def _check_parallel(config: TrainConfig) -> None:
             f"--optim.name is {config.optim.name}, which needs whole tensors on every rank: with --parallel choose "
             "lamb, adamw or sgd."
         )
-    for option, refused, reason in (
-        ("run.precision", "fp16", "the ranks of a replica would choose different loss scales; choose bf16 or fp32"),
-        ("run.compression", "fp16", "the ranks of a replica would choose different loss scales; choose none"),
-        ("run.compile", True, "torch.compile cannot compile the messages inside a model; choose false"),
-        ("run.compile", "blocks", "torch.compile cannot compile the messages inside a model; choose false"),
+    for name, refused, reason in (
+        ("precision", ["fp16"], "the ranks of a replica would choose different loss scales; choose bf16 or fp32"),
+        ("compression", ["fp16"], "the ranks of a replica would choose different loss scales; choose none"),
+        ("compile", [True, "blocks"], "torch.compile cannot compile the messages inside a model; choose false"),
     ):
-        section, name = option.split(".")
-        if getattr(getattr(config, section), name) == refused:
-            raise ValueError(f"--{option} is {refused} and --parallel {parallel.shape()}: {reason}.")
+        if (value := getattr(config.run, name)) in refused:
+            raise ValueError(f"--run.{name} is {value} and --parallel {parallel.shape()}: {reason}.")
     if config.run.recompute:
         raise ValueError(
             f"--run.recompute is {config.run.recompute!r} and --parallel {parallel.shape()}: it needs a whole model on "

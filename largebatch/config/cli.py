@@ -1,12 +1,12 @@
 """The two written forms of a config, command line and YAML, and the comparison of two configs.
 
-A recipe (largebatch/recipes) gives the defaults. A YAML file (--config) replaces some of them, and so do the options of
-the command line, in their order. The result is written to the run folder, and --config reads it back. All but files
-needs the standard library alone; PyYAML reads and writes them.
+A recipe gives the defaults; YAML files (--config) and options of the command line replace them in their order. Only
+YAML needs a package.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,12 +26,9 @@ EXPECTED = "expected lines such as 'run:' and, indented below, 'seed: 1'."
 def parse(
     argv: Sequence[str], *, choose_recipe: Callable[[Mapping[str, Any]], TrainConfig], page: Page = Page()
 ) -> TrainConfig:
-    """Read a command line into a checked config.
+    """Return the checked config of a command line; ValueError for a mistake, Answer if it asks for a text.
 
-    choose_recipe: returns the defaults for the options that the command line gives, by dotted name.
-    page: the short help.
-    ValueError for an unknown option, with the nearest known one, and for a value that is not allowed. Answer if the
-    command line asks for help, or for the config.
+    choose_recipe: returns the defaults for the given options, by dotted name. page: the short help.
     """
     expect_utf8()
     argv, asked = requests(argv)
@@ -47,7 +44,7 @@ def parse(
 
 
 def requests(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Split a command line into its options, and what it asks for: help, perhaps on a word, or print_config."""
+    """Return the options of a command line, and its requests: help, perhaps on a word, or print_config."""
     words, asked, left = list(argv), {}, []
     while words:
         given = words.pop(0)
@@ -62,16 +59,15 @@ def requests(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def apply(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
-    """Return a checked config with the options of a command line; ValueError, one sentence, for a mistake."""
     return checked(config, given_options(argv))
 
 
 def checked(config: TrainConfig, given: Mapping[str, Any], *, from_file: bool = False) -> TrainConfig:
-    """Return a config with other values, by dotted name, if they are allowed and fit together."""
+    """Return a config with other values, by dotted name; ValueError if they are not allowed together."""
     config = with_values(config, given)
     check(config)
     idle = without_effect(config)
-    if idle and not from_file:  # those in a file are reported when the ranks have started
+    if idle and not from_file:  # `start.doubtful` reports those of a file
         raise ValueError(idle[0])
     return config
 
@@ -80,7 +76,7 @@ def checked(config: TrainConfig, given: Mapping[str, Any], *, from_file: bool = 
 
 
 def given_options(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the values that a command line gives, by dotted name; the last one of an option counts."""
+    """Return the values that a command line gives, by dotted name; the last one counts."""
     known = types_of(TrainConfig)
     found: dict[str, Any] = {}
     for name, texts in pairs(argv):
@@ -94,21 +90,17 @@ def given_options(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(name: str, given: Any, kind: Any, *, option: str) -> Any:
-    """Return the value of an option; a path with the home folder for ~."""
     value = value_of(given, kind, option=option)
     return expanded(value) if name in PATHS else value
 
 
 def typed(argv: Sequence[str], option: str) -> list[str]:
-    """Return the texts that a command line itself, and not a file, gives for an option, or as --config."""
+    """Return the texts that the command line itself gives for an option, or as --config."""
     return [expanded(text) for name, text in pairs(requests(argv)[0]) if name == option]
 
 
 def pairs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name, without dashes, and the text of each option: --name=text, --name text, --name 0.9 0.95, --switch.
-
-    The text of a switch is "true".
-    """
+    """Yield name and text of each option: --name=text, --name text, --name 0.9 0.95, or --switch, which is "true"."""
     given = list(argv)
     while given:
         name, equals, text = given.pop(0).partition("=")
@@ -129,14 +121,13 @@ def pairs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _advice(word: str) -> str:
-    """Return what a word that stands alone may have been meant for."""
+    """Return the advice on a word that stands alone."""
     if word.endswith((".yaml", ".yml")):
         return f"; a file of options is --config {word}"
     return "; a value with a space stands in quotes" if not word.startswith("-") else ""
 
 
 def unknown(name: str, known: Mapping[str, Any], *, place: str) -> str:
-    """Return the sentence on an option that does not exist."""
     if any(option.startswith(f"{name}.") for option in known):
         inside = [option for option in known if option.startswith(f"{name}.")]
         first = f"{name}.size" if f"{name}.size" in inside else inside[0]
@@ -148,7 +139,6 @@ def unknown(name: str, known: Mapping[str, Any], *, place: str) -> str:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """Return the values of a YAML file, by dotted name."""
     try:
         if (file := Path(expanded(path))).is_fifo() or file.is_char_device():  # to read it may have no end
             raise OSError(0, "it is a FIFO or a device")
@@ -160,9 +150,9 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def read_text(text: str, *, place: str) -> dict[str, Any]:
-    """Return the values of a YAML text, by dotted name; place: its name, for an error.
+    """Return the values of a YAML text, by dotted name; place: the file, for an error.
 
-    A scalar is the text that stands there, as on a command line: YAML would take 10:13 and 0123 for other numbers.
+    A scalar is read as on a command line: YAML would take 10:13 and 0123 for other numbers.
     """
     import yaml
 
@@ -197,7 +187,7 @@ def read_text(text: str, *, place: str) -> dict[str, Any]:
 
 
 def _flat(prefix: str, section: Any, *, place: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the node of each option; no deeper than sections are, as a text may refer to itself."""
+    """Yield name and node of each option; not deeper than sections, as a text may refer to itself."""
     _refuse_objects(section, place)
     for key, node in section.value:
         name = f"{prefix}{key.value if key.id == 'scalar' else '?'}"
@@ -208,13 +198,13 @@ def _flat(prefix: str, section: Any, *, place: str) -> Iterator[tuple[str, Any]]
 
 
 def _plain(node: Any) -> str:
-    """Return a scalar, or a list of scalars, as it would stand on a command line; empty for anything else."""
+    """Return a scalar, or a list of scalars, as on a command line; "" for another node."""
     inside = node.value if node.id == "sequence" else [node]
     return ",".join(str(one.value) for one in inside) if all(one.id == "scalar" for one in inside) else ""
 
 
 def _texts(node: Any, *, place: str, null: str, inside: bool = False) -> Any:
-    """Return a node of YAML as it would stand on a command line. null: the text for no value."""
+    """Return a text, or a list of texts, for `value_of`; null: the text for no value."""
     _refuse_objects(node, place)
     if node.id == "scalar":
         return null if node.tag.endswith(":null") and node.style is None else node.value
@@ -235,26 +225,26 @@ def _line(node: Any, place: str) -> str:
 
 
 def dump(config: TrainConfig) -> str:
-    """Write a config as YAML, with every option; `load` reads it back."""
+    """Return a config as YAML, with every option; `load` reads it back."""
     import yaml
 
-    return yaml.safe_dump(_lists(_sections(config)), sort_keys=False, allow_unicode=True)
+    sections = {name: value for name, value in asdict(config).items() if name in TrainConfig.__dataclass_fields__}
+    return yaml.safe_dump(_lists(sections), sort_keys=False, allow_unicode=True)
 
 
 def _lists(value: Any) -> Any:
-    """Return a value with lists in the place of tuples, which YAML does not have."""
+    """Replace tuples, which YAML does not have, by lists."""
     if isinstance(value, dict):
         return {name: _lists(inside) for name, inside in value.items()}
     return list(value) if isinstance(value, tuple) else value
 
 
 def load(path: str) -> TrainConfig:
-    """Read a YAML file that `dump` wrote."""
     return checked(TrainConfig(), read_file(path), from_file=True)
 
 
 def load_text(text: str, *, place: str) -> TrainConfig:
-    """Return the config of a text that `dump` wrote, perhaps by another version; place: its name, for an error."""
+    """Return the config of a text that `dump` wrote, perhaps in another version."""
     return checked(TrainConfig(), read_text(text, place=place), from_file=True)
 
 
@@ -262,10 +252,7 @@ def load_text(text: str, *, place: str) -> TrainConfig:
 
 
 def for_optimizer(optim: OptimConfig, name: str | None) -> OptimConfig:
-    """The section of a recipe if the command line chooses optimizer `name`.
-
-    For another optimizer it loses the options that only the recipe's optimizer uses; lamb and apex_lamb share theirs.
-    """
+    """Return a recipe's section for optimizer `name`, without options that only the recipe's own optimizer uses."""
     lambs = ("lamb", "apex_lamb")
     if name is None or name == optim.name or (name in lambs and optim.name in lambs):
         return optim
@@ -273,22 +260,10 @@ def for_optimizer(optim: OptimConfig, name: str | None) -> OptimConfig:
 
 
 def options(config: TrainConfig) -> dict[str, Any]:
-    """Return the value of every option by its dotted name."""
-    return _dotted("", _sections(config))
-
-
-def _sections(config: TrainConfig) -> dict[str, Any]:
-    return {name: value for name, value in asdict(config).items() if name in TrainConfig.__dataclass_fields__}
-
-
-def _dotted(prefix: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in section.items():
-        found |= _dotted(f"{prefix}{name}.", value) if isinstance(value, dict) else {prefix + name: value}
-    return found
+    return {name: attrgetter(name)(config) for name in types_of(TrainConfig)}
 
 
 def differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the dotted options that differ between two configs, each with both values."""
+    """Return the options that differ, by dotted name, each with both values."""
     left, right = options(one), options(other)
     return {name: (value, right[name]) for name, value in left.items() if "." in name and value != right[name]}

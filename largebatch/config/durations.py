@@ -12,8 +12,7 @@ SECONDS = {"second": 1, "minute": 60, "hour": 3600}
 def duration_images(text: str, *, option: str, num_samples: int, batch_size: int, run_images: int = 0) -> int:
     """Turn "300 epochs", "500 steps", "1e6 images" or "5 %" (of the run) into a number of images.
 
-    num_samples: images of one epoch. batch_size: images of one step. run_images: images of the run, needed for a
-    percentage. option: the name of the option, for the error.
+    num_samples: images of an epoch. batch_size: images of a step. run_images: images of the run, for a percentage.
     """
     match = re.fullmatch(r"\s*([0-9.eE+]+)\s*(epoch|step|image|%)s?\s*", text)
     try:
@@ -29,13 +28,13 @@ def duration_images(text: str, *, option: str, num_samples: int, batch_size: int
 
 
 def duration_seconds(text: str) -> float | None:
-    """Turn "90 seconds", "10 minutes" or "1.5 hours" into seconds; None for any other text."""
+    """Turn "90 seconds", "10 minutes" or "1.5 hours" into seconds; None for another text."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(second|minute|hour)s?\s*", text)
     return float(match[1]) * SECONDS[match[2]] if match else None
 
 
 def epoch_seconds(value: float | str, *, option: str) -> float:
-    """Return a time as seconds since the epoch; a text in ISO 8601 without a zone is in local time."""
+    """Return a time as seconds since the epoch; ISO 8601 without a zone is local time."""
     try:
         if isinstance(value, str) and not re.fullmatch(r"[0-9.]+", value):
             return datetime.datetime.fromisoformat(value).timestamp()
@@ -47,7 +46,7 @@ def epoch_seconds(value: float | str, *, option: str) -> float:
 
 
 def profiled_steps(text: str) -> tuple[int, int] | None:
-    """Return the first and the last step of run.profile_steps, None if it is empty; ValueError for an invalid range."""
+    """Return the first and the last step of run.profile_steps; None if it is empty."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if not text:
         return None
@@ -61,10 +60,9 @@ def profiled_steps(text: str) -> tuple[int, int] | None:
 def accumulation_passes(
     *, global_batch_size: int, micro_batch_size: int, num_ranks: int, resuming: bool = False
 ) -> int:
-    """Return the largest number of micro-batches that a rank has in a step; others may have one fewer.
+    """Return the largest number of micro-batches of a rank in a step; other ranks may have one fewer.
 
-    ValueError, with the nearest exact batches, if the batch is not a whole number of micro-batches, or if some ranks
-    would have none. resuming: these ranks are accepted, because the batch of a run cannot change.
+    ValueError if the batch is not a whole number of micro-batches, or, unless resuming, if a rank has none.
     """
     count, rest = divmod(global_batch_size, micro_batch_size)
     if count and not rest and (resuming or count >= num_ranks):
@@ -80,10 +78,7 @@ def accumulation_passes(
 
 
 def nearest_batches(*, global_batch_size: int, micro_batch_size: int, num_ranks: int) -> str:
-    """Return the nearest global batches of which every rank computes the same number of passes, as a text.
-
-    The batch itself comes first, if a smaller micro-batch makes it exact; others follow if that one is less than half.
-    """
+    """Describe the nearest global batches of which every rank computes the same number of passes."""
     found = exact_batches(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, num_ranks=num_ranks)
     return ", or ".join(
         f"{num_ranks * micro * passes} = {num_ranks} ranks × {micro} micro-batch × {passes} passes"
@@ -92,7 +87,7 @@ def nearest_batches(*, global_batch_size: int, micro_batch_size: int, num_ranks:
 
 
 def exact_batches(*, global_batch_size: int, micro_batch_size: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Return micro-batch and passes of the batches that `nearest_batches` describes."""
+    """Return (micro-batch, passes) of the nearest batches; first the batch itself, if a micro-batch makes it exact."""
     found: list[tuple[int, int]] = []
     share, rest = divmod(global_batch_size, num_ranks)
     most = min(micro_batch_size, share)

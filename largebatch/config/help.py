@@ -1,7 +1,7 @@
-"""The texts of --help, made of the options themselves.
+"""The texts of --help. The text of an option stands below it in sections.py.
 
-A page is short: the options that most people need. `--help all` has every option, `--help optim` a section, and
-`--help accumulation` the options that say this word. The texts of options are those below them in sections.py.
+A page has the options that most people need; `--help all` has every option, `--help optim` those of a section, and
+`--help accumulation` those that say this word.
 """
 
 import ast
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from largebatch.config.sections import TrainConfig
@@ -34,12 +35,12 @@ LINES = 2  # of a meaning in the short help
 
 
 class Answer(Exception):
-    """A text, such as that of --help, which a program prints instead of doing its work."""
+    """A text, such as that of --help, that a program prints instead of its work."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """The short help of a program: what it does, with examples; options by group; and those that no other has."""
+    """The short help of a program: a description with examples, options by group, and options of its own."""
 
     about: str = ""
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Option:
-    """An option with its type, its meaning, and its value in a config."""
+    """An option with its type, its meaning and its value."""
 
     name: str
     kind: Any
@@ -64,7 +65,7 @@ class Option:
         return f"{names} {_form(self.kind)}"
 
     def lines(self, width: int, *, short: bool = False) -> Iterator[str]:
-        """Yield the lines of this option; short: as many clauses of its meaning as fit into two lines."""
+        """Yield the lines of help; short: as many clauses of the meaning as fit into two lines."""
         default, room = f" [{typed(self.value)}]", width - COLUMN
         text = self.text
         while short and len(text) + len(default) > LINES * room - 8 and (cut := max(map(text.rfind, ("; ", ". ")))) > 0:
@@ -73,7 +74,7 @@ class Option:
 
 
 def answer(word: str, config: TrainConfig, page: Page) -> Answer:
-    """Return the text of --help, or of --help and a word; ValueError if no option says the word."""
+    """Return the text of --help WORD; ValueError if no option says the word."""
     width = max(60, min(shutil.get_terminal_size((120, 24)).columns, 120))
     options = all_options(config)
     if word:
@@ -90,7 +91,6 @@ def answer(word: str, config: TrainConfig, page: Page) -> Answer:
 
 
 def _about_word(word: str, options: Mapping[str, Option], width: int) -> Iterator[str]:
-    """Yield every option, those of a section, or those with the word in name or meaning."""
     wanted = word.lower().lstrip("-").removesuffix(".")
     chosen = {name: text for name, text in sections().items() if wanted in ("all", name)}
     found = [option for option in options.values() if wanted in f"{option.usage()} {option.text}".lower()]
@@ -109,20 +109,13 @@ def _about_word(word: str, options: Mapping[str, Option], width: int) -> Iterato
 
 
 def all_options(config: TrainConfig) -> dict[str, Option]:
-    """Return all options with their values in a config."""
     kinds = types_of(TrainConfig)
-    return {name: Option(name, kinds[name], text, _value(config, name)) for name, text in _texts().items()}
-
-
-def _value(config: Any, name: str) -> Any:
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
+    return {name: Option(name, kinds[name], text, attrgetter(name)(config)) for name, text in _texts().items()}
 
 
 @cache
 def _texts(section: type = TrainConfig, prefix: str = "") -> dict[str, str]:
-    """Return the meaning of every option below a section: the text that follows it in the source."""
+    """Return the meaning of every option below a section: the text below it in the source."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     below = {
         one.target.id: " ".join(ast.literal_eval(two.value).split())
@@ -137,7 +130,7 @@ def _texts(section: type = TrainConfig, prefix: str = "") -> dict[str, str]:
 
 
 def sections() -> dict[str, str]:
-    """Return the sections with their meaning."""
+    """Return the meaning of each section."""
     kinds = get_type_hints(TrainConfig).items()
     return {name: (kind.__doc__ or "").strip() for name, kind in kinds if is_dataclass(kind)}
 
@@ -151,7 +144,6 @@ def _entries(entries: Mapping[str, str], width: int) -> Iterator[str]:
 
 
 def _entry(usage: str, text: str, width: int) -> Iterator[str]:
-    """Yield the lines of one option: its form on the left, its meaning on the right."""
     left, lines = f"  {usage}", textwrap.wrap(text, width - COLUMN, break_long_words=False, break_on_hyphens=False)
     if len(left) > COLUMN - 2:
         yield left
@@ -162,7 +154,7 @@ def _entry(usage: str, text: str, width: int) -> Iterator[str]:
 
 
 def _form(kind: Any) -> str:
-    """Describe the value of an option in a word."""
+    """Return the form of a value, such as N or true|false."""
     if words := choices(kind):
         return "|".join(words)
     parts = get_args(kind)
@@ -174,7 +166,7 @@ def _form(kind: Any) -> str:
 
 
 def typed(value: Any) -> str:
-    """Return a value as one would type it."""
+    """Return a value as a user would type it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (tuple, list)):

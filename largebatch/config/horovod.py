@@ -1,7 +1,7 @@
-"""How long a rank waits for the others, as options, and the variables of the environment that Horovod reads.
+"""How long a rank waits for the others, as options, and the environment variables that Horovod reads.
 
-Horovod reads them without any message: a variable that contradicts an option, or that is harmful on this machine, costs
-speed or correctness unseen, so it is refused with the reason. This file does not import Horovod.
+Horovod reads a variable without a message. So a variable that contradicts an option, or is harmful on this machine, is
+refused. This file does not import Horovod.
 """
 
 import math
@@ -39,10 +39,7 @@ class HorovodConfig:
     more than one pass, one file of images or the compilation of a model takes. 0: work for ever, as a debugger needs"""
 
     def apply(self, environment: MutableMapping[str, str], *, deterministic: bool, on_gpus: bool) -> None:
-        """Set the environment variables that Horovod reads; on_gpus: NCCL reduces the gradients.
-
-        ValueError, one sentence, for a variable that contradicts an option, or is harmful on this machine.
-        """
+        """Set Horovod's variables, or raise ValueError for a wrong one; on_gpus: NCCL reduces the gradients."""
         check_values(self, "--horovod.")
         tuned = environment.get("HOROVOD_AUTOTUNE", "0") not in ("", "0")
         if deterministic and tuned:
@@ -70,7 +67,7 @@ class HorovodConfig:
             environment.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, round(limit_s / 2))))
 
     def start_limit(self, environment: Mapping[str, str]) -> float:
-        """Return for how many seconds a rank may wait for the others at the start, 0: for ever; call before `apply`."""
+        """Return the seconds that a rank may wait at the start, 0: for ever; call before `apply`."""
         if self.start_limit_s is not None:
             return self.start_limit_s
         if self.stall_limit_s is not None:
@@ -79,7 +76,7 @@ class HorovodConfig:
 
 
 def stall_limit(environment: Mapping[str, str]) -> float:
-    """Return for how many seconds a rank may wait for the others, 0: for ever; call `HorovodConfig.apply` before."""
+    """Return the seconds that a rank may wait for the others, 0: for ever; call after `HorovodConfig.apply`."""
     text = environment[STALL]
     try:
         return float(text)
@@ -89,9 +86,9 @@ def stall_limit(environment: Mapping[str, str]) -> float:
 
 @contextmanager
 def told_the_longest(environment: MutableMapping[str, str], limits: Sequence[float]) -> Iterator[None]:
-    """Tell Horovod, which starts in this block, the longest of the limits; 0: none.
+    """Tell Horovod, which starts in this block, the longest limit in seconds; 0: none.
 
-    Under MPI, Horovod watches waits by itself, with one limit for the whole run. The others are the watchdog's.
+    Under MPI, Horovod itself watches waits, with one limit for the whole run. Our watchdog has the other limits.
     """
     before = environment[STALL]
     environment[STALL] = str(math.ceil(max(limits)) if all(limits) else 0)

@@ -1,11 +1,11 @@
-"""Options for a model replica that several ranks share, and the axes along which they cut it. No torch here.
+"""Options for a model replica that several ranks share, and the axes along which they cut it.
 
 The ranks of a job are numbered with the last axis fastest:
 
     data × pipeline × sequence × tensor        1d: tensor;  2d: row, column;  2.5d: depth, row, column;  3d: x, y, z
 
-so the ranks of one replica are neighbours, on one host if it has enough ranks, and the ranks that talk most are the
-nearest. The size of the data axis is the number of replicas. All ranks of a replica work on the same batch.
+so the ranks of a replica are neighbours, and the ranks that talk most are the nearest. The size of the data axis is the
+number of replicas. All ranks of a replica work on the same batch.
 """
 
 import math
@@ -49,7 +49,7 @@ class ParallelConfig:
     memory"""
 
     def shape(self) -> "Shape":
-        """Return the axes and their sizes; ValueError, one sentence, for impossible numbers of ranks."""
+        """Return the axes; ValueError for impossible numbers of ranks."""
         for name, size in (("pipeline", self.pipeline), ("sequence", self.sequence), ("tensor.size", self.tensor.size)):
             if size < 1:
                 raise ValueError(f"--parallel.{name} is {size}: expected a number of ranks, 1 or more.")
@@ -57,7 +57,6 @@ class ParallelConfig:
 
 
 def _tensor_axes(tensor: TensorConfig) -> dict[str, int]:
-    """Return the names and sizes of the axes of a tensor-parallel mode."""
     size, depth = tensor.size, tensor.depth
     if tensor.mode != "2.5d" and depth != 1:
         raise ValueError(f"--parallel.tensor.depth is {depth}, which only mode 2.5d uses: leave it out, or set 2.5d.")
@@ -86,16 +85,16 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """Number of ranks of one replica."""
+        """Ranks of one replica."""
         return math.prod(self.sizes.values())
 
     @property
     def tensor(self) -> tuple[str, ...]:
-        """Names of the axes over which every matrix is cut."""
+        """Axes over which every matrix is cut."""
         return tuple(name for name in self.sizes if name not in ("pipeline", "sequence"))
 
     def data_size(self, num_ranks: int) -> int:
-        """Return the number of replicas in a job; ValueError if its ranks do not make whole replicas."""
+        """Return the number of replicas; ValueError if it is not whole."""
         if num_ranks % self.size:
             raise ValueError(
                 f"--parallel asks for replicas of {self.size} ranks ({self}), and the job has {num_ranks}: start a "

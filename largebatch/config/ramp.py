@@ -1,16 +1,16 @@
-"""The batch ramp of a run: --schedule.batch_ramp as the phases in which the global batch grows.
+"""The batch ramp of a run, --schedule.batch_ramp: phases in which the global batch grows.
 
     1024@0,4096@10 epochs,32768@50 epochs    phases, each with its batch and the place where it begins
     1024@0,noise                             from 1024 on, twice the batch whenever the noise scale exceeds it
 
-Places are in images, and a phase begins with the first step that starts there or later. So no step is cut, and the
-stream of images is the one of a run without a ramp. The last batch of both forms is data.global_batch_size, the one by
-which memory, rates and durations in steps are reckoned.
+A phase begins with the first step at its place or later: no step is cut, and the order of images does not change. The
+last batch is data.global_batch_size, on which memory, rates and durations in steps depend.
 """
 
 import math
 import re
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from largebatch.config.durations import accumulation_passes, duration_images, nearest_batches
@@ -23,7 +23,7 @@ IN_STEPS = ("run.duration", "schedule.warmup", "schedule.cooldown", "optim.ema_h
 
 
 class Ramp(NamedTuple):
-    """The batches of the phases, and the places where they begin as texts; by_noise: the rest is decided in the run."""
+    """The batches of the phases, and the places where they begin; by_noise: the run decides all but the first."""
 
     batches: tuple[int, ...]
     places: tuple[str, ...]
@@ -31,7 +31,7 @@ class Ramp(NamedTuple):
 
 
 def parse(text: str) -> Ramp:
-    """Return the ramp of the option; ValueError for a text that is none, or whose first place is not 0."""
+    """Return the ramp of a text; ValueError for another text, or a first place that is not 0."""
     *phases, last = [part.strip() for part in text.split(",")]
     by_noise = last == NOISE
     found = [re.fullmatch(r"([1-9]\d*)\s*@\s*(.+)", part) for part in (phases if by_noise else [*phases, last])]
@@ -45,7 +45,7 @@ def parse(text: str) -> Ramp:
 
 
 def check(config: TrainConfig) -> None:
-    """Raise ValueError for a ramp that no images and no batch could suit."""
+    """Raise ValueError for a ramp that fits no data and no global batch."""
     text = config.schedule.batch_ramp
     if not text:
         return
@@ -56,8 +56,7 @@ def check(config: TrainConfig) -> None:
         if batch <= before:
             raise ValueError(f"{OPTION} is {text!r}: {batch} comes after {before}, expected a larger batch.")
     for option in IN_STEPS:
-        section, name = option.split(".")
-        if "step" in (given := getattr(getattr(config, section), name)):
+        if "step" in (given := attrgetter(option)(config)):
             raise ValueError(
                 f"--{option} is {given!r} and {OPTION} {text!r}: the steps of a ramp differ in length, so give epochs, "
                 "images or %."
@@ -70,10 +69,7 @@ def check(config: TrainConfig) -> None:
 
 
 def check_batches(config: TrainConfig, *, num_ranks: int, resuming: bool) -> None:
-    """Raise ValueError for a ramp whose batches do not fit the global batch, the micro-batch or the ranks.
-
-    resuming: any number of ranks is accepted.
-    """
+    """Raise ValueError for batches that do not fit the global batch, the micro-batch or, unless resuming, the ranks."""
     text, batch, micro = config.schedule.batch_ramp, config.data.global_batch_size, config.data.micro_batch_size
     if not text:
         return
@@ -100,12 +96,11 @@ def check_batches(config: TrainConfig, *, num_ranks: int, resuming: bool) -> Non
 
 
 def by_noise(config: TrainConfig) -> bool:
-    """Return whether a run decides its phases by the noise scale."""
     return bool(config.schedule.batch_ramp) and parse(config.schedule.batch_ramp).by_noise
 
 
 def batches(config: TrainConfig) -> tuple[int, ...]:
-    """Return the global batches of a run in their order; of a ramp by noise, the first and the last."""
+    """Return the global batches in their order; of a ramp by noise, the first and the last."""
     if not config.schedule.batch_ramp:
         return (config.data.global_batch_size,)
     first = parse(config.schedule.batch_ramp).batches
@@ -113,9 +108,9 @@ def batches(config: TrainConfig) -> tuple[int, ...]:
 
 
 def phases(config: TrainConfig, *, num_samples: int, run_images: int) -> tuple[tuple[int, int], ...]:
-    """Return the first image and the batch of each phase, for `data.order.Plan`; none without a ramp.
+    """Return the first image and the batch of each phase, for `data.order.Plan`; ValueError for a phase without steps.
 
-    num_samples: images of an epoch. run_images: those of the run. ValueError if a phase would have no step.
+    num_samples: images of an epoch. run_images: images of the run.
     """
     text = config.schedule.batch_ramp
     if not text:
@@ -139,7 +134,6 @@ def phases(config: TrainConfig, *, num_samples: int, run_images: int) -> tuple[t
 
 
 def _images(text: str, place: str, num_samples: int, run_images: int) -> int:
-    """Return a place of the ramp in images."""
     if place == "0":
         return 0
     if "step" in place:

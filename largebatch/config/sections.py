@@ -1,7 +1,6 @@
-"""Every option of a run: one tree of dataclasses; each option has a default, a meaning and, if measured, a cost.
+"""Every option of a run, in a tree of dataclasses. The docstring below an option is its text in --help.
 
-Durations stay texts here, such as "300 epochs", because only a run knows how many images its data has; `durations`
-turns them into images. The docstring below an option is its text in --help.
+Durations are texts, such as "300 epochs": only a run knows how many images its data has.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -283,12 +282,11 @@ class TrainConfig:
 
     @property
     def folder(self) -> str:
-        """The run folder: `run.folder`, or runs/<recipe>."""
         return self.run.folder or f"runs/{self.recipe or 'custom'}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unsized(TrainConfig):
-    """A run whose recipe is chosen again when the number of its images is known."""
+    """A run whose recipe depends on the number of its images, not known yet."""
 
-    argv: tuple[str, ...] = ()  # the command line that chooses it; no option of a run
+    argv: tuple[str, ...] = ()  # the command line; no option of a run

@@ -1,4 +1,4 @@
-"""Texts of a command line, and scalars of a YAML file, as values of options; and what to say if they are none."""
+"""Values of options: read from texts, checked, described and replaced."""
 
 import math
 import types
@@ -11,7 +11,7 @@ SYNONYMS = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "b
 
 
 def limited(default: Any, allowed: Callable[[Any], bool], expected: str) -> Any:
-    """Return the field of an option that `check_values` checks."""
+    """Return the field of an option whose value `check_values` checks."""
     return field(default=default, metadata={"allowed": allowed, "expected": expected})
 
 
@@ -20,7 +20,7 @@ def at_least(default: float | None, low: int) -> Any:
 
 
 def check_values(section: Any, prefix: str = "--") -> None:
-    """Raise ValueError for the first option below a section whose field does not allow its value."""
+    """Raise ValueError for the first value that its field does not allow."""
     for one in fields(section):
         value = getattr(section, one.name)
         if is_dataclass(value):
@@ -31,7 +31,7 @@ def check_values(section: Any, prefix: str = "--") -> None:
 
 
 def types_of(section: type) -> dict[str, Any]:
-    """Return the type of every option below a section, by its dotted name."""
+    """Return the type of every option by its dotted name."""
     found: dict[str, Any] = {}
     for name, hint in get_type_hints(section).items():
         inside = types_of(hint) if is_dataclass(hint) and isinstance(hint, type) else None
@@ -40,7 +40,7 @@ def types_of(section: type) -> dict[str, Any]:
 
 
 def value_of(given: Any, hint: Any, *, option: str) -> Any:
-    """Return the value that was given for an option of this type; ValueError if it is none, which names `option`."""
+    """Convert the given text to this type; the ValueError names the option."""
     try:
         return read(given, hint)
     except (ValueError, KeyError, TypeError):
@@ -48,7 +48,7 @@ def value_of(given: Any, hint: Any, *, option: str) -> Any:
 
 
 def read(given: Any, hint: Any) -> Any:
-    """Return the value of a text, or of a list of texts; ValueError, KeyError or TypeError if this type has none."""
+    """Return the value of a text, or of a list of texts; ValueError, KeyError or TypeError for a wrong one."""
     kind, parts = get_origin(hint), get_args(hint)
     if kind in (Union, types.UnionType):
         for part in sorted(parts, key=lambda part: part is not types.NoneType):  # a str would take "null" as well
@@ -79,7 +79,7 @@ def read(given: Any, hint: Any) -> Any:
 
 
 def expected(hint: Any) -> str:
-    """Describe the texts that `read` takes for a type."""
+    """Describe the texts of a type."""
     if hint is types.NoneType:
         return "null"
     if get_origin(hint) in (Union, types.UnionType):
@@ -92,7 +92,7 @@ def expected(hint: Any) -> str:
 
 
 def choices(hint: Any) -> list[str]:
-    """Return the texts of a type that has only a few."""
+    """Return the texts of a type that has few."""
     if hint is bool:
         return ["true", "false"]
     parts = get_args(hint)
@@ -102,13 +102,11 @@ def choices(hint: Any) -> list[str]:
 
 
 def with_values(section: Any, given: Mapping[str, Any]) -> Any:
-    """Return a section of a config with other values, by dotted name."""
     for name, value in given.items():
         section = with_value(section, name, value)
     return section
 
 
 def with_value(section: Any, name: str, value: Any) -> Any:
-    """Return a section of a config with a new value for the option of this dotted name."""
     first, _, rest = name.partition(".")
     return replace(section, **{first: with_value(getattr(section, first), rest, value) if rest else value})

@@ -1,4 +1,4 @@
-"""Options that do not exist, and what to give instead: misspelt ones, and the words of timm, torchvision and others."""
+"""Options that do not exist (misspelt, or of timm, torchvision and others), and the options to give instead."""
 
 from collections.abc import Collection, Mapping
 
@@ -26,7 +26,7 @@ INSTEAD = {  # our option: the words for it elsewhere
     "--augment.label_smoothing": "smoothing",
     "--checkpoint.every": "save_every save_steps checkpoint_freq save_freq",
 }
-SENTENCES = {  # what no single option does: the words for it elsewhere
+SENTENCES = {  # advice where no single option fits: the words elsewhere
     "--data.global_batch_size is the batch of a step on all ranks, --data.micro_batch_size that of a pass of a rank.":
         "batch_size batch b train_batch_size per_device_train_batch_size",
     "the passes of a step follow from --data.global_batch_size, --data.micro_batch_size and the number of ranks.":
@@ -74,7 +74,7 @@ GONE = {
     "horovod.autotune": ("false", "set HOROVOD_AUTOTUNE=1"),
     "horovod.timeline": ("", "set HOROVOD_TIMELINE to a file"),
 }
-# Values of a file of an older version, and what says the same now.
+# Values in a file of an older version, and the values that mean the same now.
 MERGED: list[tuple[dict[str, str], dict[str, str]]] = [
     ({"data.train_crop": "pad"}, {}),
     ({"augment.mix_token": "false", "loss.dense_weight": "0.0"}, {}),
@@ -91,7 +91,7 @@ WORDS |= {word: sentence for sentence, words in SENTENCES.items() for word in wo
 
 
 def modern(texts: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the texts of a file that stand for others now, by dotted name; None: there is no such option any more."""
+    """Return the new texts of a file's merged options, by dotted name; None: the option is gone."""
     found: dict[str, str | None] = {}
     for old, new in MERGED:
         if old.items() <= texts.items():
@@ -100,7 +100,7 @@ def modern(texts: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def hint(name: str, known: Collection[str]) -> str:
-    """Return what to give instead of an option that does not exist; known: those that do, without dashes."""
+    """Return what to give instead of an unknown option; known: the options, without dashes."""
     if name in GONE:
         return f"{GONE[name][1]}, and of an older run --{name} loads with its default alone."
     section, _, word = name.replace("-", "_").rpartition(".")
