@@ -16,8 +16,8 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 85,
-    "words of docstrings": 45_066,
-    "lines": 33_082,
+    "words of docstrings": 44_997,
+    "lines": 33_080,
     "files": 243,
     "methods of Trainer": 22,
     "fields of Trainer": 25,
@@ -41,7 +41,7 @@ LIMITS = {
     "lines in largebatch/plan": 2_125,
     "lines in largebatch/predict": 144,
     "lines in largebatch/process": 279,
-    "lines in largebatch/ranks": 2_363,
+    "lines in largebatch/ranks": 2_361,
     "lines in largebatch/recipes": 989,
     "lines in largebatch/report": 1_389,
     "lines in largebatch/reproduce": 1_022,

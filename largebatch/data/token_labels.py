@@ -7,8 +7,8 @@ in each cell of the output. For a crop inside the map and without a warp these w
 one cell are not enlarged.
 
 The published code treats the map as one of the full image, and swaps the axes of the crop after the flip. Here points
-outside of the centre square, or empty after a warp, do not count. An output cell without other points has no target, a
-row of zeros: scores of zero would be a uniform target, for a fourth of a typical photograph.
+outside of the centre square, or empty after a warp, do not count; an output cell without other points has no target, a
+row of zeros.
 """
 
 from __future__ import annotations

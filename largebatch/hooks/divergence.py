@@ -1,8 +1,8 @@
 """Tells a training loss that sags from one that diverges; at a divergence it stops the run, or goes back.
 
-A large batch at a high learning rate may lose ground and win more later: the training loss of the published ViT-B/16 at
-32,768 rises from 2.5 to 3.3 near the end of its warm-up, and ends at 1.1. So a rise is measured as a share of the way
-from the lowest loss back to the loss of a uniform guess:
+A large batch at a high learning rate may lose ground and win more later: the loss of the published ViT-B/16 at 32,768
+rises from 2.5 to 3.3 in its warm-up, and ends at 1.1. So a rise is measured as a share of the way from the lowest loss
+back to that of a uniform guess:
 
     window    1 % of the steps of the run, at least 25
     way       uniform - lowest, at least uniform / 3; uniform is ln(classes)
@@ -14,8 +14,8 @@ The published sag has a share of 0.15. Runs on the digits came back from up to 0
 1.0 (tests/curves). A loss counts at most `lowest + way`, so it must stay high for 1.9 windows or longer. With the least
 way, a run that never left the loss of a uniform guess has not diverged. Skipped steps do not count.
 
-Each loss is the mean over the global batch. The sum over the ranks travels while the next step runs, so no step waits,
-and all ranks decide alike, one step later.
+The sum of the loss over the ranks travels while the next step runs, so no step waits, and all ranks decide alike, one
+step later.
 """
 
 import logging

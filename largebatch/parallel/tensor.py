@@ -1,4 +1,4 @@
-"""Layers whose matrices are cut over the tensor axes of a mesh: in one, two, two and a half, three dimensions.
+"""Layers whose matrices are cut over the tensor axes of a mesh: 1D, 2D, 2.5D and 3D.
 
 A `Layout` says how activations (B, ..., C) are cut. Each mode has two: the outer one of the residual stream, and the
 inner one between the two linear layers of a pair (qkv and proj, fc1 and fc2). So linear layers go inwards or outwards:

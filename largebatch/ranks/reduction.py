@@ -1,12 +1,10 @@
 """The reduction of gradients: an optimizer that averages them over the ranks, in place of Horovod's.
 
-Horovod's DistributedOptimizer surprises in many ways. Its `zero_grad` refuses ordinary arguments. Parameters that are
-unfrozen after wrapping are silently not reduced. Frozen ones still are, as zeros, which weight decay turns into steps;
-so are those that no rank has used. A second optimizer for the same model reduces each gradient twice. Its `synchronize`
-busy-waits (see horovod.py). If a rank did not compute each gradient of one of its groups, the others wait for ever. Its
-counts of passes outlive a step. It loses the hooks and the defaults of the optimizer, calls hooks of `step` twice, and
-calls a closure after the reduction. It answers mistakes by bare assertions, and on one rank not at all. `Reduced`
-replaces each of these, and lets Horovod send; tests/mpi has a test of each.
+`Reduced` lets Horovod send, and replaces what surprises in its DistributedOptimizer; tests/mpi has a test of each.
+Parameters that are unfrozen after wrapping are not reduced. Frozen and unused ones are, as zeros, which weight decay
+turns into steps. A second optimizer of the model reduces gradients twice. Ranks that lack a gradient of a group let the
+others wait for ever; `synchronize` busy-waits. Counts of passes outlive a step. Hooks and defaults are lost, hooks of
+`step` run twice, closures after the reduction. Mistakes are bare assertions, and on one rank silent.
 """
 
 import itertools
