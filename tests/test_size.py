@@ -16,8 +16,8 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 85,
-    "words of docstrings": 44_997,
-    "lines": 33_080,
+    "words of docstrings": 44_995,
+    "lines": 33_100,
     "files": 243,
     "methods of Trainer": 22,
     "fields of Trainer": 25,
@@ -33,7 +33,7 @@ LIMITS = {
     "lines in largebatch/export": 300,
     "lines in largebatch/files": 541,
     "lines in largebatch/hooks": 1_643,
-    "lines in largebatch/launch": 1_377,
+    "lines in largebatch/launch": 1_406,
     "lines in largebatch/native": 466,
     "lines in largebatch/optim": 1_557,
     "lines in largebatch/pack": 798,
@@ -41,7 +41,7 @@ LIMITS = {
     "lines in largebatch/plan": 2_125,
     "lines in largebatch/predict": 144,
     "lines in largebatch/process": 279,
-    "lines in largebatch/ranks": 2_361,
+    "lines in largebatch/ranks": 2_352,
     "lines in largebatch/recipes": 989,
     "lines in largebatch/report": 1_389,
     "lines in largebatch/reproduce": 1_022,

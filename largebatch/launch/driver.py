@@ -8,8 +8,12 @@ import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from largebatch.process.installer import install_command
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +81,31 @@ def accept_cpu(kind: str, *, torch: str, cuda: str | None, option: str = "--run.
         return
     seen_by = f"torch {torch}, {f'for CUDA {cuda}' if cuda else 'a build without CUDA'},"
     raise ValueError(f"{found}, but {seen_by} sees none: {_cure(driver, cuda)}, or set {option} cpu.")
+
+
+def device_of(kind: str, *, local_rank: int, local_size: int) -> "torch.device":
+    import torch
+
+    if kind != "cpu" and not torch.cuda.is_available():
+        accept_cpu(kind, torch=torch.__version__, cuda=torch.version.cuda)
+        kind = "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if visible < local_size and visible != 1:
+        raise ValueError(
+            f"{socket.gethostname()} has {visible} visible GPUs for {local_size} ranks: start fewer ranks per host, or "
+            "set --run.device cpu."
+        )
+    # A single visible GPU may be this rank's own, or that of all ranks of the host: ranks/placement.py finds out.
+    number = local_rank if visible > 1 else 0
+    try:
+        torch.cuda.set_device(number)
+        torch.cuda.mem_get_info(number)
+    except torch.AcceleratorError as error:
+        found = f"GPU {number} of {socket.gethostname()} takes no process ({str(error).splitlines()[0]})"
+        raise ValueError(f"{found}: another one may have it for itself alone; nvidia-smi names it.") from None
+    return torch.device("cuda", number)
 
 
 def oldest_driver(cuda: str | None) -> int:

@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.launch.cores import Cores
-from largebatch.launch.driver import accept_cpu
+from largebatch.launch.driver import device_of
 from largebatch.process.background import in_background
 from largebatch.ranks import replicas
 from largebatch.ranks.fp16 import Fp16
-from largebatch.ranks.mistakes import Mistake
 from largebatch.ranks.reduction import Compression, Reduced, refuse_irreducible
 from largebatch.ranks.sending import Unchanged
 from largebatch.ranks.stop_points import StopPoints
@@ -70,26 +69,7 @@ class Ranks(ABC):
 
         ValueError if there is a GPU that torch does not see, unless kind is cpu.
         """
-        if kind != "cpu" and not torch.cuda.is_available():
-            accept_cpu(kind, torch=torch.__version__, cuda=torch.version.cuda)
-            kind = "cpu"
-        if kind == "cpu":
-            return torch.device("cpu")
-        visible = torch.cuda.device_count()
-        if visible < self.local_size and visible != 1:
-            raise ValueError(
-                f"{socket.gethostname()} has {visible} visible GPUs for {self.local_size} ranks: "
-                "start fewer ranks per host, or set --run.device cpu."
-            )
-        # A single visible GPU may be this rank's own, or that of all ranks of the host: placement.py finds out.
-        number = self.local_rank if visible > 1 else 0
-        try:
-            torch.cuda.set_device(number)
-            torch.cuda.mem_get_info(number)
-        except torch.AcceleratorError as error:
-            found = f"GPU {number} of {socket.gethostname()} takes no process ({str(error).splitlines()[0]})"
-            raise ValueError(f"{found}: another one may have it for itself alone; nvidia-smi names it.") from None
-        return torch.device("cuda", number)
+        return device_of(kind, local_rank=self.local_rank, local_size=self.local_size)
 
     def progress(self, phase: str = "") -> None:
         """Tell the watchdog that this rank goes on. phase: what it does next; empty: as before.
@@ -157,26 +137,10 @@ class Ranks(ABC):
     def from_rank_0(self, work: Callable[[], T], *, phase: str) -> T:
         """Return the picklable result of `work`, which only rank 0 calls; if it fails, all ranks raise Stopped.
 
-        Every rank calls this. `work` has no collectives, calls `progress` as any long work, and may take longer than a
-        rank waits for the others: meanwhile rank 0 tells them that it goes on.
+        Every rank calls this. `work` has no collectives, calls `progress`, and may take longer than a rank waits for
+        the others: meanwhile rank 0 tells them that it goes on.
         """
-        if self._watchdog.phase:
-            self._watchdog.progress(phase)
-        result, cause, done = None, "", False
-        task = in_background(work, name="largebatch-work") if self.rank == 0 else None
-        while not done:
-            mine = torch.tensor(float(bool(task and wait([task], BEAT_S).done)))
-            with self._watchdog.waiting(phase, is_progress=task is None):
-                done = bool(self.finish(self.start_allreduce(mine, name=f"{phase}/done")))
-        try:
-            result = task.result() if task else None
-        except Exception as error:
-            cause = sentence_of(error)
-            logger.debug("%s", traceback.format_exc())
-        cause = self.broadcast_object(cause, name=f"{phase}/cause")
-        if cause:
-            raise Stopped(cause)
-        return cast(T, self.broadcast_object(result, name=f"{phase}/result"))
+        return _of_rank_0(self, self._watchdog, work, phase)
 
     def broadcast_state(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Make model and optimizer equal to rank 0's (see `broadcast_tensors`) without taking a step.
@@ -238,16 +202,11 @@ class Ranks(ABC):
         What torch draws for a part, such as dropout, depends on the part, not on the rank; afterwards all ranks go on
         with the same random numbers.
         """
-        lengths = [replicas.length_of(column) for column in columns]
-        if not columns or len(set(lengths)) > 1 or passes < 1:
-            raise Mistake(
-                f"micro_batches got columns of the lengths {lengths} and passes={passes}: expected one column or more, "
-                "of the same length, and at least one pass."
-            )
+        length = replicas.common_length(columns, passes)
         if self._shared < COMPARED or self._shared % COMPARED == 0:
             self.columns = replicas.digest_of_columns(columns)
         self._shared += 1
-        return replicas.parts_of(self, columns, lengths[0], passes * self.data_size)
+        return replicas.parts_of(self, columns, length, passes * self.data_size)
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -296,19 +255,28 @@ class Ranks(ABC):
 
     def _give_up(self, mark: Mark) -> None:
         who = f"rank {self.rank} of {self.size}" if self.is_open else "a rank"
-        if mark.waits:
-            option = "stall_limit_s" if self._watchdog.start_limit_s is None else "start_limit_s"
-            cause = (
-                f"waited {self._watchdog.wait_limit_s:g} s for the others ({mark.what}): one that does not say so "
-                f"hangs, or is lost. --horovod.{option} is the limit; this rank is here:"
-            )
-        else:
-            cause = (
-                f"made no progress for {self._watchdog.hang_limit_s:g} s ({mark.what}): it hangs, perhaps in a file "
-                "system that does not answer. --horovod.hang_limit_s is the limit; this rank is here:"
-            )
-        sys.stderr.write(f"largebatch: {who} on {socket.gethostname()} {cause}\n")
+        sys.stderr.write(f"largebatch: {who} on {socket.gethostname()} {self._watchdog.explain(mark)}\n")
         faulthandler.dump_traceback()
         sys.stderr.flush()
         time.sleep(GRACE_S)
         self.abort(1)
+
+
+def _of_rank_0(comm: Ranks, watchdog: Watchdog, work: Callable[[], T], phase: str) -> T:
+    if watchdog.phase:
+        watchdog.progress(phase)
+    result, cause, done = None, "", False
+    task = in_background(work, name="largebatch-work") if comm.rank == 0 else None
+    while not done:
+        mine = torch.tensor(float(bool(task and wait([task], BEAT_S).done)))
+        with watchdog.waiting(phase, is_progress=task is None):
+            done = bool(comm.finish(comm.start_allreduce(mine, name=f"{phase}/done")))
+    try:
+        result = task.result() if task else None
+    except Exception as error:
+        cause = sentence_of(error)
+        logger.debug("%s", traceback.format_exc())
+    cause = comm.broadcast_object(cause, name=f"{phase}/cause")
+    if cause:
+        raise Stopped(cause)
+    return cast(T, comm.broadcast_object(result, name=f"{phase}/result"))

@@ -88,6 +88,17 @@ def refuse_unlike(comm: Any, optimizer: Optimizer) -> None:
 # -- a batch that ranks share ----------------------------------------------------------------------------------------
 
 
+def common_length(columns: Sequence[Any], passes: int) -> int:
+    """Return the number of samples in every column; Mistake if they differ."""
+    lengths = [length_of(column) for column in columns]
+    if not columns or len(set(lengths)) > 1 or passes < 1:
+        raise Mistake(
+            f"micro_batches got columns of the lengths {lengths} and passes={passes}: expected one column or more, of "
+            "the same length, and at least one pass."
+        )
+    return lengths[0]
+
+
 def length_of(column: Any) -> int:
     """Return the number of samples in a column; Mistake if it cannot be sliced, or a dict has several lengths."""
     if isinstance(column, Mapping):

@@ -1,9 +1,9 @@
 """Limits on waiting for other ranks, and on working without progress.
 
-Horovod looks for silent ranks only if MPI carries its messages, and does not notice a stopped rank or a lost host. The
-other ranks then wait for ever. So each rank limits its own waits. If all ranks hang alike, in a file system that does
-not answer, none waits for another. So the main thread also leaves marks in long loops, and a thread looks at the newest
-one. If the whole job is suspended, so is the thread: it subtracts the time in which it could not look.
+Horovod looks for silent ranks only under MPI, and does not notice a stopped rank or a lost host. So each rank limits
+its own waits. If all ranks hang alike, in a file system that does not answer, none waits for another. So the main
+thread also leaves marks in long loops, and a thread looks at the newest one. If the whole job is suspended, so is the
+thread: it subtracts the time in which it could not look.
 """
 
 import threading
@@ -74,6 +74,18 @@ class Watchdog:
     @property
     def wait_limit_s(self) -> float:
         return self.stall_limit_s if self.start_limit_s is None else self.start_limit_s
+
+    def explain(self, mark: Mark) -> str:
+        if mark.waits:
+            option = "stall_limit_s" if self.start_limit_s is None else "start_limit_s"
+            return (
+                f"waited {self.wait_limit_s:g} s for the others ({mark.what}): one that does not say so hangs, or is "
+                f"lost. --horovod.{option} is the limit; this rank is here:"
+            )
+        return (
+            f"made no progress for {self.hang_limit_s:g} s ({mark.what}): it hangs, perhaps in a file system that does "
+            "not answer. --horovod.hang_limit_s is the limit; this rank is here:"
+        )
 
     def started(self) -> None:
         self.start_limit_s = None
