@@ -48,26 +48,6 @@ NAMES = "Python reads the names of files as {} here: expected UTF-8. Set PYTHONU
 COMMANDS = ["report diff", "plan validate", "benchmark step", "benchmark page", "pack check", "pack token-labels"]
 
 
-@pytest.mark.parametrize("line", [*sorted(PROGRAMS.keys() - {"benchmark"}), *COMMANDS])
-def test_every_program_needs_names_in_utf8(line, monkeypatch, capsys):
-    program, *words = line.split()
-    module = importlib.import_module(f"largebatch.{program}")
-    if not hasattr(module, "main"):
-        module = importlib.import_module(f"largebatch.{program}.__main__")
-    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
-    with pytest.raises(SystemExit) as end:
-        raise SystemExit(module.main([*words, "--help"]))
-    assert end.value.code == 2 and capsys.readouterr().err == f"largebatch: {NAMES.format('iso8859-1')}\n"
-
-
-def test_what_the_sentence_on_names_asks_for_is_enough():
-    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
-    for more, code, error in [({}, 2, f"largebatch: {NAMES.format('ascii')}\n"), ({"PYTHONUTF8": "1"}, 0, "")]:
-        command = [sys.executable, "-m", "largebatch.plan"]
-        ended = subprocess.run(command, env=environment | more, capture_output=True, text=True)
-        assert (ended.returncode, ended.stderr) == (code, error), ended
-
-
 IN_TURN = """
 import contextlib, importlib, io, json, sys
 for program, *words in json.loads(sys.argv[1]):
@@ -80,6 +60,31 @@ for program, *words in json.loads(sys.argv[1]):
             code = end.code
     print(json.dumps([code, said.getvalue()]))
 """
+
+
+def in_turn(lines, *, before=(), **environment):
+    """The exit code and the stderr of each line, all in one process: training ignores signals when it has ended."""
+    command = [*before, sys.executable, "-c", IN_TURN, json.dumps([line.split() for line in lines])]
+    ended = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    answers = dict(zip(lines, map(json.loads, ended.stdout.splitlines())))
+    assert len(answers) == len(lines), ended
+    return answers
+
+
+def test_every_program_needs_names_in_utf8():
+    lines = [f"{line} --help" for line in [*sorted(PROGRAMS.keys() - {"benchmark"}), *COMMANDS]]
+    for line, answer in in_turn(lines, LC_ALL="C", PYTHONUTF8="0").items():
+        assert answer == [2, f"largebatch: {NAMES.format('ascii')}\n"], line
+
+
+def test_what_the_sentence_on_names_asks_for_is_enough():
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    for more, code, error in [({}, 2, f"largebatch: {NAMES.format('ascii')}\n"), ({"PYTHONUTF8": "1"}, 0, "")]:
+        command = [sys.executable, "-m", "largebatch.plan"]
+        ended = subprocess.run(command, env=environment | more, capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr) == (code, error), ended
+
+
 FILE = "largebatch: {} cannot be read or written: Permission denied.\n"
 OF_RUN = "largebatch: --run.folder is {}, which cannot be written (Permission denied): choose a folder that this user"
 
@@ -108,10 +113,7 @@ def test_every_program_names_a_file_that_this_user_may_not_use(tmp_path):
     # What permissions say does not hold for root with these two capabilities.
     drop = "-dac_override,-dac_read_search"
     as_user = ["setpriv", f"--bounding-set={drop}", f"--inh-caps={drop}"] if os.geteuid() == 0 else []
-    command = [*as_user, sys.executable, "-c", IN_TURN, json.dumps([line.split() for line in lines])]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    answers = dict(zip(lines, map(json.loads, ended.stdout.splitlines())))
-    assert len(answers) == len(lines), ended
+    answers = in_turn(lines, before=as_user)
     for line, sentence in lines.items():
         code, said = answers[line]
         assert code == 2 and sentence.format(shut / "a.csv") in said and "Traceback" not in said, (line, said)
