@@ -624,6 +624,28 @@ def test_the_options_of_older_recipes_mean_the_same():
             c.load_text(text, place="old")
 
 
+@pytest.mark.parametrize("option", GONE)
+def test_the_command_of_an_older_run_still_resumes_it(option):
+    default, instead = GONE[option]
+    assert parse(f"--{option}={default}") == parse()
+    with pytest.raises(ValueError, match=f"no option {option}; {re.escape(instead)}, and of an older run --"):
+        parse(f"--{option}=else")
+
+
+@pytest.mark.parametrize(
+    "line, same",
+    [
+        ("--log.tensorboard false", "--log.to none"),
+        ("--log.tensorboard true --log.wandb true", "--log.to tensorboard,wandb"),
+        ("--log.wandb true --log.tensorboard false", "--log.to wandb"),
+        ("--parallel.offload true --parallel.zero 1", "--parallel.zero offload"),
+        ("--schedule.stairs true --schedule.prefix false", "--schedule.stairs timm"),
+    ],
+)
+def test_options_that_were_merged_mean_the_same_on_a_command_line(line, same):
+    assert parse(*line.split()) == parse(*same.split())
+
+
 def test_no_option_is_offered_that_was_not_measured():
     assert [name for name, one in all_options(c.TrainConfig()).items() if "not yet measured" in one.text.lower()] == []
 

@@ -79,13 +79,19 @@ def given_options(argv: Sequence[str]) -> dict[str, Any]:
     """Return the values that a command line gives, by dotted name; the last one counts."""
     known = types_of(TrainConfig)
     found: dict[str, Any] = {}
-    for name, texts in pairs(argv):
+    given = [*pairs(argv)]
+    modern = words.modern(dict(given))  # the command of an older run still resumes it
+    for name, texts in given:
         if name == FILE:
             found |= read_file(texts)
+            continue
+        if name in words.GONE and (name in modern or texts == words.GONE[name][0]):
             continue
         if name not in known:
             raise ValueError(unknown(name, known, place=f"There is no option {name}"))
         found[name] = _value(name, texts, known[name], option=f"--{name}")
+    for name in modern.keys() & known.keys():
+        found[name] = _value(name, modern[name], known[name], option=f"--{name}")
     return found
 
 
