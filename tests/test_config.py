@@ -638,12 +638,18 @@ def test_the_command_of_an_older_run_still_resumes_it(option):
         ("--log.tensorboard false", "--log.to none"),
         ("--log.tensorboard true --log.wandb true", "--log.to tensorboard,wandb"),
         ("--log.wandb true --log.tensorboard false", "--log.to wandb"),
+        ("--log.wandb", "--log.to tensorboard,wandb"),
         ("--parallel.offload true --parallel.zero 1", "--parallel.zero offload"),
         ("--schedule.stairs true --schedule.prefix false", "--schedule.stairs timm"),
     ],
 )
 def test_options_that_were_merged_mean_the_same_on_a_command_line(line, same):
     assert parse(*line.split()) == parse(*same.split())
+
+
+def test_an_option_that_went_is_refused_beside_the_one_that_took_its_place():
+    with pytest.raises(ValueError, match="no option log.tensorboard; --log.to names where the numbers go, or none"):
+        parse("--log.to", "wandb", "--log.tensorboard", "false")
 
 
 def test_no_option_is_offered_that_was_not_measured():

@@ -17,7 +17,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 85,
     "words of docstrings": 44_995,
-    "lines": 33_106,
+    "lines": 33_107,
     "files": 243,
     "methods of Trainer": 22,
     "fields of Trainer": 25,
@@ -27,7 +27,7 @@ LIMITS = {
     "lines in largebatch/assembly": 889,
     "lines in largebatch/benchmark": 1_671,
     "lines in largebatch/checkpoint": 711,
-    "lines in largebatch/config": 1_707,
+    "lines in largebatch/config": 1_708,
     "lines in largebatch/data": 4_009,
     "lines in largebatch/doctor": 2_087,
     "lines in largebatch/export": 300,

@@ -61,7 +61,7 @@ GONE = {
     "optim.momentum": ("null", "sgd and lars have 0.9, muon 0.95"),
     "optim.rest": ("null", "--optim.name muon_lamb is muon with lamb for the rest"),
     "optim.impl": ("null", "lamb is compiled if every rank has a compiler"),
-    "data.ratio": ("0.75,1.3333333333333333", "crops have 3/4 to 4/3; --data.crop_padding 0 crops nothing"),
+    "data.ratio": ("0.75,1.3333333333333333", "crops have ratios of 3/4 to 4/3"),
     "log.tensorboard": ("true", "--log.to names where the numbers go, or none"),
     "log.wandb": ("false", "--log.to names where the numbers go, as tensorboard,wandb"),
     "parallel.offload": ("false", "--parallel.zero offload moves the optimizer's state to the host"),
@@ -74,16 +74,17 @@ GONE = {
     "horovod.autotune": ("false", "set HOROVOD_AUTOTUNE=1"),
     "horovod.timeline": ("", "set HOROVOD_TIMELINE to a file"),
 }
-# Values in a file of an older version, and the values that mean the same now.
-MERGED: list[tuple[dict[str, str], dict[str, str]]] = [
+# Values of an older version, and the values that mean the same now. None: the option is not given.
+MERGED: list[tuple[dict[str, str | None], dict[str, str]]] = [
     ({"data.train_crop": "pad"}, {}),
     ({"augment.mix_token": "false", "loss.dense_weight": "0.0"}, {}),
     ({"data.train_crop": "random_resized"}, {"data.crop_padding": "null"}),
     ({"data.train_interpolation": "random", "data.interpolation": "null"}, {"data.interpolation": "random"}),
     ({"parallel.zero": "1", "parallel.offload": "true"}, {"parallel.zero": "offload"}),
-    ({"log.tensorboard": "false"}, {"log.to": "null"}),
-    ({"log.tensorboard": "true", "log.wandb": "true"}, {"log.to": "tensorboard,wandb"}),
-    ({"log.tensorboard": "false", "log.wandb": "true"}, {"log.to": "wandb"}),
+    ({"log.tensorboard": "false", "log.to": None}, {"log.to": "null"}),
+    ({"log.tensorboard": "true", "log.wandb": "true", "log.to": None}, {"log.to": "tensorboard,wandb"}),
+    ({"log.tensorboard": None, "log.wandb": "true", "log.to": None}, {"log.to": "tensorboard,wandb"}),
+    ({"log.tensorboard": "false", "log.wandb": "true", "log.to": None}, {"log.to": "wandb"}),
     ({"schedule.prefix": "false", "schedule.stairs": "true"}, {"schedule.stairs": "timm"}),
 ]
 WORDS = {word: f"did you mean {option}?" for option, words in INSTEAD.items() for word in words.split()}
@@ -94,7 +95,7 @@ def modern(texts: Mapping[str, str]) -> dict[str, str | None]:
     """Return the new texts of a file's merged options, by dotted name; None: the option is gone."""
     found: dict[str, str | None] = {}
     for old, new in MERGED:
-        if old.items() <= texts.items():
+        if all(texts.get(name) == text for name, text in old.items()):
             found |= dict.fromkeys(old.keys() & GONE.keys()) | new
     return found
 
