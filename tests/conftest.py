@@ -6,11 +6,12 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ SHARED_MEMORY = Path("/dev/shm")
 NVIDIA = Path("/dev/nvidiactl")
 # Open MPI 4 and 5: the folder of the segments by which ranks of a host talk. It keeps them if mpirun is killed.
 MPI_MEMORY = ("OMPI_MCA_btl_vader_backing_directory", "OMPI_MCA_btl_sm_backing_directory")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TIERS = {  # marker: what its tests are
     "cluster": "several hosts, failing networks and Slurm on this machine; runs that are killed, hang or told to end",
     "evidence": "full-size runs, and the breaks of mutants.py",
@@ -135,6 +137,14 @@ def one_thread() -> None:
     """
     if torch := sys.modules.get("torch"):  # it takes seconds to import where no test has
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """A program ignores signals when it has ended; called in this process, it would let those of later tests do so."""
+    before = [signal.getsignal(number) for number in SIGNALS]
+    yield
+    assert [signal.getsignal(number) for number in SIGNALS] == before, "the test leaves another answer to a signal"
 
 
 @pytest.fixture
