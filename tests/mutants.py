@@ -57,7 +57,8 @@ class Mutant:
     """A break: `text`, which occurs once in `function` of `file`, becomes something else, and `tests` fail.
 
     function: "Class.method" or "function"; "": the whole file, as in C++ and for what no function holds.
-    ranks: how many to start by mpirun, for tests/mpi/ranks; 1: no launcher. hang: that they never end counts as failed.
+    ranks: how many to start by mpirun, for tests/mpi/ranks, torch_ranks: by torchrun; 1: no launcher. hang: that they
+    never end counts as failed.
     """
 
     file: str
@@ -67,8 +68,15 @@ class Mutant:
     tests: tuple[str, ...]
     function: str = ""
     ranks: int = 1
+    torch_ranks: int = 1
     hang: bool = False
     limit_s: float = LIMIT_S
+
+    @property
+    def launcher(self) -> str:
+        if self.torch_ranks > 1:
+            return f"torchrun --nproc-per-node {self.torch_ranks} --no-python"
+        return f"mpirun -np {self.ranks}" if self.ranks > 1 else ""
 
     @property
     def folder(self) -> str:
@@ -105,7 +113,7 @@ class Job:
     """One run of pytest. mutant: what is broken in its copy; None: nothing."""
 
     tests: tuple[str, ...]
-    ranks: int
+    launcher: str  # its command line; empty: none
     limit_s: float
     mutant: Mutant | None = None
 
@@ -190,18 +198,18 @@ def _copy(source: Path, target: Path, *ignored: str) -> None:
         shutil.copy2(source, target)
 
 
-def groups_of(mutant: Mutant) -> set[tuple[str, int]]:
-    """Files of tests, each with a number of ranks, as they run without a break."""
-    return {(test.partition("::")[0], mutant.ranks) for test in mutant.tests}
+def groups_of(mutant: Mutant) -> set[tuple[str, str]]:
+    """Files of tests, each with a launcher, as they run without a break."""
+    return {(test.partition("::")[0], mutant.launcher) for test in mutant.tests}
 
 
-def red_without_a_break(mutants: list[Mutant], jobs: int, base: Path) -> set[tuple[str, int]]:
+def red_without_a_break(mutants: list[Mutant], jobs: int, base: Path) -> set[tuple[str, str]]:
     """Run all named tests once; the groups that failed, or left a test out."""
-    tests: dict[tuple[str, int], dict[str, None]] = {}
+    tests: dict[tuple[str, str], dict[str, None]] = {}
     for mutant in mutants:
         for test in mutant.tests:
-            tests.setdefault((test.partition("::")[0], mutant.ranks), {})[test] = None
-    groups = {Job(tuple(names), ranks, 5 * LIMIT_S): (file, ranks) for (file, ranks), names in tests.items()}
+            tests.setdefault((test.partition("::")[0], mutant.launcher), {})[test] = None
+    groups = {Job(tuple(names), group[1], 5 * LIMIT_S): group for group, names in tests.items()}
     began, red = time.monotonic(), set()
     for job, outcome in run(groups, jobs, base):
         if outcome.code != 0 or re.search(r"\d skipped", outcome.output):
@@ -212,12 +220,12 @@ def red_without_a_break(mutants: list[Mutant], jobs: int, base: Path) -> set[tup
 
 
 def judge(
-    mutants: list[Mutant], jobs: int, base: Path, red: set[tuple[str, int]]
+    mutants: list[Mutant], jobs: int, base: Path, red: set[tuple[str, str]]
 ) -> Iterator[tuple[Mutant, Outcome | None]]:
     """How each break's run ended, as they end; None for those whose tests fail anyway."""
     sound = [mutant for mutant in mutants if not groups_of(mutant) & red]
     yield from ((mutant, None) for mutant in mutants if mutant not in sound)
-    todo = [Job(mutant.tests, mutant.ranks, mutant.limit_s, mutant) for mutant in sound]
+    todo = [Job(mutant.tests, mutant.launcher, mutant.limit_s, mutant) for mutant in sound]
     for job, outcome in run(todo, jobs, base):
         assert job.mutant is not None
         yield job.mutant, outcome
@@ -234,7 +242,7 @@ def verdict(mutant: Mutant, outcome: Outcome | None) -> tuple[str, str]:
     return "error", f"exit code {outcome.code}, which is no failed test\n{outcome.output}"
 
 
-def _report(mutant: Mutant, outcome: Outcome | None, red: set[tuple[str, int]]) -> str:
+def _report(mutant: Mutant, outcome: Outcome | None, red: set[tuple[str, str]]) -> str:
     word, why = verdict(mutant, outcome)
     seconds = f"{outcome.seconds:6.1f} s" if outcome else " " * 8
     print(f"{word:8} {seconds}  {mutant.file}: {mutant.breaks}", *([why] if why else []), sep="\n    ", flush=True)
@@ -377,11 +385,12 @@ def _become_pytest(job: Job, folder: Path, cache: Path, output: int) -> None:
         tree = str(folder / "tree")
         os.chdir(tree)
         os.environ.update(PYTHONPATH=tree, TMPDIR=str(folder / "tmp"), XDG_CACHE_HOME=str(cache))
-        os.environ["LARGEBATCH_RANK_TESTS"] = ""  # tests of mpi/ranks run in this process, or in those of mpirun
+        os.environ["LARGEBATCH_RANK_TESTS"] = ""  # tests of mpi/ranks run in this process, or in those of a launcher
         tempfile.tempdir = None  # as found by the parent
         arguments = ["-m", "", "-x", "-q", "--color=no", "-p", "no:cacheprovider", *job.tests]
-        if job.ranks > 1:
-            os.execvp("mpirun", ["mpirun", "-np", str(job.ranks), sys.executable, "-m", "pytest", *arguments])
+        if job.launcher:
+            command = [*job.launcher.split(), sys.executable, "-m", "pytest", *arguments]
+            os.execvp(command[0], command)
         sys.path[:] = [tree, *(path for path in sys.path if path not in ("", str(ROOT)))]
         sys.modules["__main__"] = ModuleType("__main__")  # or processes of the tests would import this file
         importlib.invalidate_caches()

@@ -153,7 +153,7 @@ def test_numbers_for_each_host(text, expected):
     assert counts(text) == expected
 
 
-BARE = ["launch.launcher", "launch.gloo_start", "launch.cores", "ranks.preflight", "doctor.machine"]
+BARE = ["launch.launcher", "launch.meeting", "launch.cores", "ranks.preflight", "doctor.machine"]
 
 
 @pytest.mark.parametrize("file", BARE)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 PLAN = """
 precision:; files:; nearest:; schedules:; bit_sums:; arguments: files; devices: nearest; zoo: timm; process: rich;
-config: arguments nearest; flops: devices zoo; native: files zoo; imports: process; launch: horovod process; recipes:
+config: arguments nearest; flops: devices zoo; native: files zoo; imports: process; launch: process; recipes:
 config files nearest; optim: native timm; data: files native nvidia; largebatch: imports; doctor: arguments files launch
 mpi4py process; ranks: bit_sums config files horovod launch mpi4py native process; augment: data native zoo; predict:
 arguments data files recipes zoo; pack: arguments data files launch mpi4py process zoo; export: arguments config files

@@ -45,11 +45,11 @@ PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 LAUNCHERS = ("horovodrun", "torchrun")  # written in Python: to import what they need takes a core a second or two
 IMPORTED = (  # zoo comes before timm, which it makes importable
-    "zoo cloudpickle horovod.torch horovod.runner.http.http_server matplotlib.pyplot mpi4py nvidia.dali.fn "
+    "zoo cloudpickle horovod.torch matplotlib.pyplot mpi4py nvidia.dali.fn "
     "nvidia.dali.plugin.pytorch psutil pytest rich.progress scipy.ndimage sklearn.datasets timm torch "
     "torch._dynamo torch.distributed torch.utils.tensorboard largebatch.benchmark.step largebatch.assembly "
     "largebatch.data.sources largebatch.parallel.replica largebatch.parallel.rendezvous largebatch.recipes "
-    "largebatch.train largebatch.validate"
+    "largebatch.ranks.torch_distributed largebatch.train largebatch.validate"
 ).split()
 
 

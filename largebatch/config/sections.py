@@ -228,9 +228,13 @@ class RunConfig:
     reduction no longer overlaps with the backward pass. blocks: compile each block of a ViT or a VOLO by itself, and
     equal ones once, so that it still does. With both, dropout draws other masks, which still depend on the seed alone.
     A pass is tried first: if one rank cannot compile it, all compute without a compiler"""
-    compression: Literal["none", "fp16"] = "none"
-    """type in which gradients are sent; fp16 halves the bytes, rounds the reduced gradient by 4e-4 (3 CPU ranks), and
-    trains with a loss scale in every precision; a step whose gradients overflow in fp16 is skipped"""
+    ranks: Literal["auto", "horovod", "torch"] = "auto"
+    """what the ranks of a launcher speak by; auto: torch.distributed (NCCL, Gloo) under torchrun and an srun without
+    MPI, Horovod under horovodrun, mpirun and an srun with its MPI; torch: torch.distributed under these, too"""
+    compression: Literal["none", "fp16", "bf16"] = "none"
+    """type in which gradients are sent; both halve the bytes. fp16 rounds the reduced gradient by 4e-4 (3 CPU ranks),
+    and trains with a loss scale in every precision; a step whose gradients overflow in fp16 is skipped. bf16 rounds by
+    3e-3, needs no loss scale, and works with the ranks of torch.distributed alone"""
 
 
 @dataclass(frozen=True, kw_only=True)

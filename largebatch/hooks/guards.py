@@ -8,7 +8,6 @@ import torch
 from largebatch.engine import Hook, StepOutput, Trainer
 from largebatch.hooks.origin import Where, find_origin
 from largebatch.ranks import Stopped
-from largebatch.ranks.fp16 import Fp16
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class Guards(Hook):
 
     def explain_sum(self, trainer: Trainer, peak: float, advice: str) -> tuple[str, str]:
         """Explain a sum that is not finite, although each rank's gradient is, at most `peak`."""
-        if not isinstance(trainer.optimizer.sending, Fp16):
+        if trainer.optimizer.sending.dtype != torch.float16:
             return f"the gradient of each rank was finite, at most {peak:.3g}, but their sum is not", advice
         scale = f"loss scale now {trainer.scaler.get_scale():g}" if trainer.scaler.is_enabled() else "no loss scale"
         return (

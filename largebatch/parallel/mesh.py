@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from largebatch.config.parallel import Shape
+from largebatch.launch.meeting import limit_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Mesh:
         """Make one axis. Axes with the same ranks share a group, which costs threads or memory of a GPU."""
         key = frozenset(map(tuple, table.tolist()))
         if key not in self._groups:
-            self._groups[key] = _new_group(table, _limit(self._limit_s))
+            self._groups[key] = _new_group(table, limit_of(self._limit_s))
         (row,), (index,) = np.where(table == rank)
         return Axis(name, table.shape[1], int(index), tuple(map(int, table[row])), self._groups[key])
 
@@ -100,17 +101,13 @@ def _new_group(table: np.ndarray, limit: timedelta) -> Any:
     return dist.new_subgroups_by_enumeration(table.tolist(), timeout=limit)[0]
 
 
-def _limit(limit_s: float) -> timedelta:
-    return timedelta(seconds=limit_s) if limit_s else timedelta(days=3650)
-
-
 def start_process_groups(rank: int, size: int, store: Any, *, device: torch.device, limit_s: float = 0) -> None:
     """Start torch.distributed: gloo on CPUs, NCCL (with gloo beside it) on GPUs.
 
     limit_s: the seconds after which a rank that waits for a message fails; 0: ten years.
     """
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_limit(limit_s))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit_of(limit_s))
 
 
 def stop_process_groups() -> None:

@@ -79,7 +79,7 @@ def backward_of(counted: Pass, cluster: Cluster, config: TrainConfig, speed: Spe
     stretch = pass_seconds(counted, device, precision, speed) / sum(times)
     ends = [0.0, *accumulate(times)]
     begins = ends[counted.forward_kernels]
-    wire = 0.5 if config.run.compression == "fp16" else 1.0  # after the division into buckets
+    wire = 1.0 if config.run.compression == "none" else 0.5  # after the division into buckets
     share = share_of(config.parallel, counted.whole).weights
     sizes = [round(gradient.size * share) for gradient in counted.gradients]
     parts = [*buckets(sizes)]

@@ -5,14 +5,14 @@ for. `finish` polls and sleeps. Two helpers of Horovod's are avoided: `broadcast
 create state, and `broadcast_parameters` refuses ordinary arguments.
 """
 
+import ctypes
 import faulthandler
 import os
 import pickle
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,13 +24,13 @@ from torch.optim import Optimizer
 
 from largebatch.config.horovod import HorovodConfig, stall_limit, told_the_longest
 from largebatch.config.parallel import WHOLE, Shape
-from largebatch.launch import gloo_start, launcher
-from largebatch.launch.cores import cores_of_process, share_of_cores, yields
+from largebatch.launch import launcher, meeting
+from largebatch.launch.cores import cores_of_process, yields
 from largebatch.launch.home import set_missing_home
-from largebatch.launch.parents import Process, end_hung_mpirun, end_stopped, this_process
+from largebatch.launch.parents import end_hung_mpirun
 from largebatch.process.installer import foreign_gpu, install_command
-from largebatch.ranks.fp16 import Fp16
-from largebatch.ranks.ranks import Ranks
+from largebatch.ranks.mistakes import Mistake
+from largebatch.ranks.ranks import Ranks, sleep_until
 from largebatch.ranks.reduction import Reduced
 from largebatch.ranks.replicas import parameters_of
 from largebatch.ranks.sending import Unchanged
@@ -38,7 +38,8 @@ from largebatch.ranks.sending import Unchanged
 hvd: Any = horovod.torch
 END_S = 10
 LOOK_S = 0.1  # between two looks whether MPI's launcher is there
-MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 200e-6  # between two polls; each pause is twice the one before
+# Gloo's controller sends 2 (n - 1) messages one after the other before each reduction: 6 to 20 ms with 200 ranks.
+MOST_RANKS_BY_GLOO = 32
 PIECE = 2**30  # bytes in one message: MPI counts them in 31 bits
 # What Horovod can send; all other types are sent as bytes.
 TYPES = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
@@ -65,13 +66,10 @@ class HorovodRanks(Ranks):
         self.launcher = launch.launcher  # Horovod's variables, which are set from here on, would look like a second one
         shape.data_size(launch.size)  # raises before any rank waits for another
         set_missing_home(os.environ)
-        mpi = gloo_start.mpi_version(hvd.mpi_lib_v2.__file__) if hvd.mpi_built() else ""
+        _refuse_controller(launch)
         self.cores = cores_of_process()
         if launch.local_size:  # mpi_scripts/bind.sh, which knows the cores of each rank, has set the variable already
             os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", str(int(yields(self.cores, launch.local_size))))
-        self._rendezvous = gloo_start.prepare(launch, os.environ, mpi=mpi)
-        self._parent = os.getppid()
-        self._processes: list[Process | None] = []  # of all ranks
         stall_limit_s = stall_limit(os.environ)
         super().__init__(
             stall_limit_s=stall_limit_s, hang_limit_s=horovod.hang_limit_s, start_limit_s=start_limit_s
@@ -86,26 +84,15 @@ class HorovodRanks(Ranks):
         self._data_set = data_sets[self.model_rank] if shape.size > 1 else hvd.global_process_set
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self._refuse_mismatch(launch)
-        self.num_cores = self._share_cores()
+        self._introduce()
         if hvd.mpi_enabled():
             threading.Thread(target=self._watch_launcher, name="largebatch-launcher", daemon=True).start()
-
-    def _share_cores(self) -> float:
-        """Return how many cores' worth of time this rank has. A collective."""
-        host = socket.gethostname()
-        everyone = self.allgather_object((host, self.cores, this_process()), name="cores")
-        self._processes = [process for _, _, process in everyone]
-        return share_of_cores(self.cores, [cores for theirs, cores, _ in everyone if theirs == host])
 
     def _watch_launcher(self) -> None:
         """If MPI's launcher is gone, end this host's stopped ranks: MPI ends this one in a second."""
         while self.is_open:
             time.sleep(LOOK_S)
             self._end_stopped_without_launcher()
-
-    def _end_stopped_without_launcher(self) -> None:
-        if os.getppid() != self._parent:  # else the launcher ends them
-            end_stopped(self._processes)
 
     def _refuse_mismatch(self, launch: launcher.Launch) -> None:
         """Raise RuntimeError on all ranks if one has another place than its launcher announced."""
@@ -128,7 +115,13 @@ class HorovodRanks(Ranks):
     # -- collectives -------------------------------------------------------------------------------------------
 
     def start_allreduce(
-        self, tensor: Tensor, *, name: str, among_data_ranks: bool = False, largest: bool = False
+        self,
+        tensor: Tensor,
+        *,
+        name: str,
+        among_data_ranks: bool = False,
+        largest: bool = False,
+        aside: bool = False,
     ) -> int:
         ranks = self._data_set if among_data_ranks else hvd.global_process_set
         operation = hvd.Max if largest else hvd.Sum
@@ -179,8 +172,6 @@ class HorovodRanks(Ranks):
     # -- the end -----------------------------------------------------------------------------------------------
 
     def abort(self, code: int = 1) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
         end_hung_mpirun(self._parent)
         faulthandler.dump_traceback_later(END_S, exit=True)  # MPI's Abort hangs if mpirun does
         # Under Gloo the import of mpi4py.MPI would start MPI on this rank alone. A single rank has nobody else to end.
@@ -191,21 +182,16 @@ class HorovodRanks(Ranks):
             from mpi4py import MPI
 
             MPI.COMM_WORLD.Abort(code)
-        self._end_stopped_without_launcher()
-        os._exit(code)  # under Gloo the other ranks see the lost connection, and the launcher ends them
+        super().abort(code)
 
     def _part(self) -> None:
         with self._watchdog.waiting("shutdown"):
             hvd.shutdown()
-        self._rendezvous.close()
 
 
 def finish(handle: int, *, pause_s: float | None = None) -> Any:
-    """Sleep until a collective is done; return its result. pause_s: between two looks; None: short, then longer."""
-    pause = pause_s or MIN_PAUSE_S
-    while not hvd.poll(handle):
-        time.sleep(pause)
-        pause = pause_s or min(2 * pause, MAX_PAUSE_S)
+    """Sleep until a collective is done; return its result."""
+    sleep_until(lambda: bool(hvd.poll(handle)), pause_s=pause_s)
     return hvd.synchronize(handle)
 
 
@@ -235,13 +221,18 @@ def distribute(
     optimizer: Optimizer, model: nn.Module, *, passes: int, sending: Unchanged, data_set: Any
 ) -> ReducedByHorovod:
     """Return Horovod's optimizer with our methods and those of `optimizer`; it averages over `data_set`."""
+    if sending.dtype == torch.bfloat16:
+        raise Mistake(
+            "Horovod does not add numbers in bf16: start the ranks with torchrun, or with --run.ranks torch, or send "
+            "the gradients with --run.compression fp16."
+        )
     with _without_gradients(model):  # Horovod's own hooks could not be removed again
         distributed: Any = hvd.DistributedOptimizer(
             _Parameters(parameters_of(optimizer)),
             named_parameters=model.named_parameters(),
             backward_passes_per_step=passes,
             compression=sending,
-            op=hvd.Sum if isinstance(sending, Fp16) else hvd.Average,  # Fp16 divides before it casts
+            op=hvd.Sum if sending.averages else hvd.Average,
             process_set=data_set,
         )
     kind = type(optimizer)
@@ -260,6 +251,42 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in trainable:
             parameter.requires_grad_(True)
+
+
+def _refuse_controller(launch: launcher.Launch) -> None:
+    """Raise ValueError if Horovod could not start, or only slowly, with the controller that is asked for."""
+    controller = os.environ.get("HOROVOD_CONTROLLER", "").lower()
+    if controller == "gloo" and launch.launcher in ("mpirun", "mpiexec") and launch.size > 1:
+        raise ValueError(
+            f"HOROVOD_CONTROLLER=gloo is set, but {launch.launcher} does not tell Gloo its ranks: unset it, or use "
+            "`horovodrun --gloo`."
+        )
+    if launch.launcher != "horovodrun --gloo":
+        return
+    if launch.size > MOST_RANKS_BY_GLOO:
+        raise ValueError(
+            f"{launch.launcher} has started {launch.size} ranks that speak by Gloo, expected at most "
+            f"{MOST_RANKS_BY_GLOO}: before each reduction Gloo sends {2 * (launch.size - 1)} messages one after the "
+            "other; start the ranks with mpirun, horovodrun --mpi or `srun --mpi=pmix`, or with torchrun."
+        )
+    meeting.refuse_nameless([] if meeting.own_address() else [socket.gethostname()])
+
+
+def mpi_version() -> str:
+    """Return the version text of Horovod's MPI, without starting it; empty for a Horovod without MPI."""
+    text = ctypes.create_string_buffer(8192)  # the longest MPI_MAX_LIBRARY_VERSION_STRING, MPICH's
+    if hvd.mpi_built():
+        ctypes.CDLL(hvd.mpi_lib_v2.__file__).MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))
+    return text.value.decode(errors="replace")
+
+
+def speaks(environment: Mapping[str, str], mpi: str) -> bool:
+    """Return whether an MPI can ask this srun for its rank. Open MPI would end the process if it cannot."""
+    if environment.get("HOROVOD_CONTROLLER", "").lower() == "mpi":
+        return True
+    if launcher.is_slurm_pmix(environment):
+        return mpi.startswith("Open MPI")
+    return "PMI_FD" in environment and mpi.startswith("MPICH")  # srun --mpi=pmi2
 
 
 def _refuse_foreign_gpu(device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """The processes of a run: how many there are, what they exchange, how they end together.
 
-`HorovodRanks` (horovod.py) are started by a launcher, `Single` (single.py) needs none; `session` chooses. Every
-collective has a name, because unnamed ones hang after uneven work. tests/mpi has a test of each.
+`HorovodRanks` (horovod.py) and `TorchRanks` (torch_distributed.py) are started by a launcher, `Single` (single.py)
+needs none; `session` chooses. Every collective has a name, because Horovod's unnamed ones hang after uneven work; and
+all ranks begin them in the same order, by which torch matches them. tests/mpi has a test of each.
 """
 
 import faulthandler
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from largebatch.launch.cores import Cores
+from largebatch.launch.cores import Cores, share_of_cores
 from largebatch.launch.driver import device_of
+from largebatch.launch.parents import Process, end_stopped, this_process
 from largebatch.process.background import in_background
 from largebatch.ranks import replicas
-from largebatch.ranks.fp16 import Fp16
+from largebatch.ranks.narrow import TYPES, Narrow
 from largebatch.ranks.reduction import Compression, Reduced, refuse_irreducible
 from largebatch.ranks.sending import Unchanged
 from largebatch.ranks.stop_points import StopPoints
@@ -37,6 +39,7 @@ T = TypeVar("T")
 
 GRACE_S = 3  # for the other ranks, which give up soon after, to report it, too
 BEAT_S = 5.0  # rank 0 tells the others this often that it goes on with a long piece of work
+MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 200e-6  # between two looks at a collective; each pause is twice the one before
 COMPARED = 16  # the ranks compare so many batches of `micro_batches`, and then one of so many
 
 
@@ -62,6 +65,8 @@ class Ranks(ABC):
         self.columns = 0  # a digest of what `micro_batches` shared last
         self._shared = 0  # the batches that it has shared since the last `wrap`
         self._closing: list[Callable[[], None]] = []
+        self._parent = os.getppid()
+        self._processes: list[Process | None] = []  # of all ranks
         self._watchdog = Watchdog(stall_limit_s, hang_limit_s, self._give_up, start_limit_s=start_limit_s)
 
     def device(self, kind: str = "auto") -> torch.device:
@@ -94,11 +99,18 @@ class Ranks(ABC):
 
     @abstractmethod
     def start_allreduce(
-        self, tensor: Tensor, *, name: str, among_data_ranks: bool = False, largest: bool = False
+        self,
+        tensor: Tensor,
+        *,
+        name: str,
+        among_data_ranks: bool = False,
+        largest: bool = False,
+        aside: bool = False,
     ) -> Any:
         """Begin to sum over all ranks, or over those with the same part of the model; return a handle for `finish`.
 
-        Other collectives may come in between. largest: take the largest value instead.
+        Other collectives may come in between. largest: take the largest value instead. aside: the one other thread
+        calls, beside the collectives of the main thread.
         """
 
     @abstractmethod
@@ -177,7 +189,7 @@ class Ranks(ABC):
         """
         watch = watch and self.model_size == 1
         refuse_irreducible(optimizer, model, passes)
-        sending = Fp16(self.data_size) if compression == "fp16" else Unchanged()
+        sending = Unchanged() if compression == "none" else Narrow(self.data_size, TYPES[compression])
         wrapped = self._mixed(optimizer, model, passes, sending)
         wrapped.take_over(optimizer, model, self, passes=passes, sending=sending, watch=watch)
         self._shared = 0
@@ -229,7 +241,19 @@ class Ranks(ABC):
         """End every process of the run now."""
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        self._end_stopped_without_launcher()
+        os._exit(code)  # the other ranks see the lost connection, and the launcher ends them
+
+    def _introduce(self) -> None:
+        """Tell the other ranks the cores and the process of this one. A collective."""
+        host = socket.gethostname()
+        everyone = self.allgather_object((host, self.cores, this_process()), name="cores")
+        self._processes = [process for _, _, process in everyone]
+        self.num_cores = share_of_cores(self.cores, [cores for theirs, cores, _ in everyone if theirs == host])
+
+    def _end_stopped_without_launcher(self) -> None:
+        if os.getppid() != self._parent:  # else the launcher ends them
+            end_stopped(self._processes)
 
     def stop_points(self, requests: Callable[[], Sequence[bool]]) -> StopPoints:
         """Return points at which all ranks can leave their work together; every rank calls this."""
@@ -260,6 +284,14 @@ class Ranks(ABC):
         sys.stderr.flush()
         time.sleep(GRACE_S)
         self.abort(1)
+
+
+def sleep_until(done: Callable[[], bool], *, pause_s: float | None = None) -> None:
+    """Look again and again, and sleep in between for pause_s; None: short, then longer."""
+    pause = pause_s or MIN_PAUSE_S
+    while not done():
+        time.sleep(pause)
+        pause = pause_s or min(2 * pause, MAX_PAUSE_S)
 
 
 def _of_rank_0(comm: Ranks, watchdog: Watchdog, work: Callable[[], T], phase: str) -> T:

@@ -33,7 +33,7 @@ from largebatch.ranks.replicas import (
 )
 from largebatch.ranks.sending import Unchanged
 
-Compression = Literal["none", "fp16"]
+Compression = Literal["none", "fp16", "bf16"]
 HOOKS: Any = WeakTensorKeyDictionary()  # parameter -> handle of the hook that counts its passes
 
 
@@ -159,7 +159,11 @@ class Reduced(Optimizer):
             so_far.ready[number] = so_far.ready.get(number, 0) + 1
             if so_far.ready[number] == len(self.trained.buckets[number]):
                 _refuse_layouts(self, [number])
-                self._begin(number)
+                self._complete(number)
+
+    def _complete(self, number: int) -> None:
+        """Begin to reduce a bucket of which this rank has computed each gradient."""
+        self._begin(number)
 
     def _begin(self, number: int) -> None:
         """Begin to reduce a bucket, of which this rank need not have computed each gradient."""
@@ -172,7 +176,10 @@ class Reduced(Optimizer):
         self.so_far.sent[number] = self._send(self.trained.buckets[number])
 
     def _send(self, bucket: Sequence[nn.Parameter]) -> Any:
-        """Begin to average the gradients of a bucket over the data ranks, in the form that `sending` gives them."""
+        """Begin to average the gradients of a bucket over the data ranks, in the form that `sending` gives them.
+
+        All ranks send all buckets; the class in ranks/ decides whether in the same order.
+        """
         raise NotImplementedError
 
     def _receive(self, sent: Any) -> None:
@@ -285,12 +292,12 @@ class Reduced(Optimizer):
         )
 
 
-def keep(optimizer: Optimizer) -> Reduced:
-    """Return an instance of `Reduced` that sends nothing, to take over this optimizer."""
+def mixed(reduced: type[Reduced], optimizer: Optimizer) -> Reduced:
+    """Return an instance of both classes, to take over this optimizer."""
     kind = type(optimizer)
-    mixed: Any = type(kind.__name__, (Reduced, kind), {})
-    reduced: Reduced = mixed.__new__(mixed)
-    return reduced
+    both: Any = type(kind.__name__, (reduced, kind), {})
+    found: Reduced = both.__new__(both)
+    return found
 
 
 def refuse_irreducible(optimizer: Optimizer, model: nn.Module, passes: int) -> None:

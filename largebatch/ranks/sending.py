@@ -10,6 +10,8 @@ from torch import Tensor
 class Unchanged:
     """Sends gradients in their own type. One instance serves one optimizer."""
 
+    dtype: torch.dtype | None = None  # on the wire; None: that of the gradient
+    averages = False  # whether the sum of what is sent is the mean
     measures = False  # whether to read each gradient before it is sent
     measures_norm = False  # whether to take the norm of each in the coming step
 

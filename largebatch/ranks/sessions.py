@@ -9,7 +9,8 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from largebatch.config.parallel import WHOLE, Shape
 from largebatch.files import Damaged
 from largebatch.files.names import on_screen
 from largebatch.launch.cores import compiler_processes
-from largebatch.launch.launcher import recognise
+from largebatch.launch.launcher import Launch, recognise
 from largebatch.ranks.mistakes import WAIT_S, Mistake, report_mistakes
 from largebatch.ranks.ranks import Ranks
 from largebatch.ranks.single import Single
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
 LIBRARIES = ("site-packages", "dist-packages")  # folders of programs that are not the user's own
 UNSEEDED = 2**32  # torch begins with a seed of 53 random bits, a program gives a smaller one
 OTHER_LAUNCHERS = ("PMIX_RANK", "PMI_FD", "PMI_PORT")  # variables of launchers that we do not know, but an MPI does
+RanksKind = Literal["auto", "horovod", "torch"]
 _state = ""  # of this process: "open" in its session, "ended" after it
 
 
-def start(**options: Any) -> Ranks:
-    """Start the ranks: Horovod's under a launcher, else a single one. RuntimeError for a second session in a process.
+def start(*, ranks: RanksKind = "auto", **options: Any) -> Ranks:
+    """Start the ranks: see `kind_of_ranks`. RuntimeError for a second session in a process.
 
     The ranks of a host share its cores, for torch's threads unless OMP_NUM_THREADS is set, and for torch's compiler
     unless TORCHINDUCTOR_COMPILE_THREADS is set.
@@ -48,17 +50,47 @@ def start(**options: Any) -> Ranks:
             "a session has ended in this process, and MPI cannot start again: put all work into one session(), or "
             "start another process."
         )
-    if recognise(os.environ).launcher == "python" and os.environ.keys().isdisjoint(OTHER_LAUNCHERS):
-        comm: Ranks = Single(**options)
-    else:
-        from largebatch.ranks.horovod import HorovodRanks
-
-        comm = HorovodRanks(**options)
+    comm = kind_of_ranks(recognise(os.environ), ranks)(**options)
     _state = "open"
-    if "OMP_NUM_THREADS" not in os.environ:  # torch of each rank would use all cores of the host
+    # torch of each rank would use all cores of the host, or, since torchrun sets the variable, one.
+    if "OMP_NUM_THREADS" not in os.environ or comm.launcher == "torchrun" and os.environ["OMP_NUM_THREADS"] == "1":
         torch.set_num_threads(max(1, int(comm.num_cores)))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compiler_processes(comm.num_cores)))
     return comm
+
+
+def kind_of_ranks(launch: Launch, wanted: RanksKind) -> type[Ranks]:
+    """Return the class of the ranks: a single one without a launcher, else what is wanted.
+
+    auto: torch.distributed under torchrun, and under an srun that Horovod's MPI cannot ask for its ranks; else Horovod.
+    ValueError if a launcher cannot start Horovod.
+    """
+    if launch.launcher == "python" and os.environ.keys().isdisjoint(OTHER_LAUNCHERS):
+        return Single
+    reason = "" if wanted == "torch" else _why_not_horovod(launch)
+    if wanted == "torch" or wanted == "auto" and reason:
+        from largebatch.ranks.torch_distributed import TorchRanks
+
+        return TorchRanks
+    if reason:
+        raise ValueError(f"--run.ranks is horovod, and {reason}: leave it out, or use mpirun or horovodrun.")
+    from largebatch.ranks.horovod import HorovodRanks
+
+    return HorovodRanks
+
+
+def _why_not_horovod(launch: Launch) -> str:
+    if launch.launcher == "torchrun":
+        return "torchrun does not start it"
+    if launch.launcher != "srun":
+        return ""
+    if find_spec("horovod") is None:
+        return "it is not installed"
+    from largebatch.ranks.horovod import mpi_version, speaks
+
+    if speaks(os.environ, mpi_version()):
+        return ""
+    return "its MPI cannot ask this srun for its rank (srun --mpi=pmix may do)"
 
 
 @contextmanager
@@ -68,19 +100,23 @@ def session(
     deterministic: bool = False,
     horovod: HorovodConfig | None = None,
     shape: Shape = WHOLE,
+    ranks: RanksKind = "auto",
 ) -> Iterator[Ranks]:
     """Start the ranks of one program. Any failure ends all ranks with its cause and a non-zero exit code.
 
     The code is 2 for `Stopped` (raised by all ranks) and `Mistake` (a wrong call of the program), 75 for
     `StoppedEarly`, 130 for Ctrl-C, 1 for a failure of this rank alone. The program may end by sys.exit(); with a code
     other than 0 it ends all ranks. Random numbers begin alike on all ranks.
-    config: that of `build_trainer`; it decides instead of the other options. A process has one session.
+    config: that of `build_trainer`; it decides instead of the other options. ranks: see `kind_of_ranks`. A process has
+    one session.
     """
     if config is not None:
         deterministic, horovod, shape = config.run.deterministic, config.horovod, config.parallel.shape()
+        ranks = config.run.ranks
     try:
         with report_mistakes():
-            comm = start(deterministic=deterministic, horovod=horovod or HorovodConfig(), shape=shape)
+            horovod = horovod or HorovodConfig()
+            comm = start(ranks=ranks, deterministic=deterministic, horovod=horovod, shape=shape)
     except RuntimeError as error:
         sys.exit(f"largebatch: {error}")
     try:

@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 
 from largebatch.config.horovod import HorovodConfig
 from largebatch.config.parallel import WHOLE, Shape
-from largebatch.launch.cores import cores_of_process, share_of_cores
+from largebatch.launch.cores import cores_of_process
 from largebatch.ranks.ranks import Ranks
-from largebatch.ranks.reduction import Reduced, keep
+from largebatch.ranks.reduction import Reduced, mixed
 from largebatch.ranks.sending import Unchanged
 
 
@@ -27,11 +27,17 @@ class Single(Ranks):
         shape.data_size(1)
         super().__init__(hang_limit_s=horovod.hang_limit_s if horovod else 0.0)
         self.cores = cores_of_process()
-        self.num_cores = share_of_cores(self.cores, [self.cores])
+        self._introduce()
         self.is_open = True
 
     def start_allreduce(
-        self, tensor: Tensor, *, name: str, among_data_ranks: bool = False, largest: bool = False
+        self,
+        tensor: Tensor,
+        *,
+        name: str,
+        among_data_ranks: bool = False,
+        largest: bool = False,
+        aside: bool = False,
     ) -> Tensor:
         return tensor.clone()
 
@@ -48,4 +54,4 @@ class Single(Ranks):
         pass
 
     def _mixed(self, optimizer: Optimizer, model: nn.Module, passes: int, sending: Unchanged) -> Reduced:
-        return keep(optimizer)
+        return mixed(Reduced, optimizer)

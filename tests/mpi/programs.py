@@ -25,11 +25,15 @@ from largebatch.ranks import Ranks, session
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def places(first_start: str = "") -> None:
-    """Print every rank's place. "fails": rank 1 fails the first time that torchrun starts the ranks."""
+def places(what: str = "") -> None:
+    """Print every rank's place. fails: rank 1 fails the first time that torchrun starts the ranks.
+
+    torch: of torch.distributed, mixed: on rank 1 alone.
+    """
     before = dict(os.environ)
-    with session() as comm:
-        if first_start == "fails" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and comm.rank == 1:
+    by_torch = what == "torch" or what == "mixed" and os.environ["OMPI_COMM_WORLD_RANK"] == "1"
+    with session(ranks="torch" if by_torch else "auto") as comm:
+        if what == "fails" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and comm.rank == 1:
             raise RuntimeError("planted")
         everyone = comm.allgather_object((comm.rank, comm.size, comm.local_rank, comm.local_size), name="places")
         if comm.rank == 0:
@@ -53,6 +57,20 @@ def listens(*parts: str) -> None:
         everyone = comm.allgather_object(mine, name="listens")
         if comm.rank == 0:
             print(f"listens {everyone}", flush=True)
+
+
+def waits_for_strangers(folder: str) -> None:
+    """Reduce a gradient again and again until there is a file; say whether each mean was right."""
+    with session() as comm:
+        model, steps = torch.nn.Linear(2000, 200), 0
+        optimizer = comm.wrap(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        while not any(comm.allgather_object(os.path.exists(f"{folder}/go on"), name="go on")) or steps < 200:
+            (model.weight.sum() * comm.rank).backward()
+            optimizer.synchronize()
+            assert bool((model.weight.grad == (comm.size - 1) / 2).all())
+            optimizer.zero_grad()
+            steps += 1
+        print("the sum is right", flush=True)
 
 
 def cores(*options: str) -> None:

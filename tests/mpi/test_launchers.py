@@ -1,14 +1,18 @@
 """Real launchers give the same places and the same weights; an impossible start is refused in one sentence."""
 
 import os
+import random
 import re
 import socket
 import subprocess
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
-from launch import LAUNCHERS, launch, run
+from launch import LAUNCHERS, launch, run, started
 from runs import SMALL, different, weights
 
 PLACES = ["-m", "tests.mpi.programs", "places"]
@@ -23,9 +27,9 @@ def places(command: list[str], *arguments: str, cold: bool = False) -> list[tupl
     return [tuple(map(int, place.split(","))) for place in re.findall(r"\(([^)]*)\)", seen)]
 
 
-def refusal(command: list[str], **options) -> str:
+def refusal(command: list[str], *arguments: str, **options) -> str:
     """What a launch says that must fail."""
-    code, output = run([*command, "python", *PLACES], timeout_s=120, **options)
+    code, output = run([*command, "python", *PLACES, *arguments], timeout_s=120, **options)
     assert code != 0 and "places [" not in output and not re.search(r"/largebatch/\w+\.py", output), output
     return output
 
@@ -33,6 +37,22 @@ def refusal(command: list[str], **options) -> str:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_gives_the_same_places(launcher):
     assert places(LAUNCHERS[launcher](2), cold=True) == ([(0, 1, 0, 1)] if launcher == "python" else TWO)
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun --gloo"])
+def test_the_ranks_of_torch_distributed_under_the_launchers_of_horovod(launcher):
+    assert places(LAUNCHERS[launcher](2), "torch") == TWO
+
+
+def test_ranks_that_speak_by_different_means_end_in_one_sentence():
+    said = refusal(["mpirun", "-np", "2"], "mixed", environment={"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5"})
+    assert said.count("The 2 ranks did not meet at 127.0.0.1") == 1 and "with the same --run.ranks" in said, said
+
+
+def test_one_process_announced_as_one_of_four():
+    announced = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29574"}
+    said = refusal([], environment=announced | {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5"})
+    assert "largebatch: The 4 ranks did not meet at 127.0.0.1, port 29574, within 5 s" in said, said
 
 
 BY_HAND = "export WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29573; RANK=1 \"$@\" & RANK=0 \"$@\"; wait"
@@ -99,16 +119,56 @@ def test_one_process_where_slurm_was_asked_for_four():
     assert "SLURM_NTASKS=4 tasks were asked for" in refusal([], environment={"SLURM_NTASKS": "4"})
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun --gloo", "torchrun"])
-def test_a_host_that_does_not_know_its_own_name(launcher):
-    """Gloo would end it by a signal. torchrun, too, looks for its host by name, unless it is told the address."""
+def test_a_host_that_does_not_know_its_own_name():
+    """Horovod's Gloo would end it by a signal. torch's is told the address, and so must be torchrun."""
     elsewhere = ["unshare", "--uts", "sh", "-c", 'hostname no-such-host.invalid && exec "$@"', "sh"]
     tried = subprocess.run([*elsewhere, "true"], capture_output=True, text=True, timeout=20)
     if tried.returncode != 0:
         pytest.skip(f"a host name of its own needs root: {tried.stderr.strip()}")
-    start = LAUNCHERS[launcher](2)
-    if launcher == "torchrun":
-        start[1:1] = ["--local-addr", "127.0.0.1"]
-    said = refusal([*elsewhere, *start])
+    start = LAUNCHERS["torchrun"](2)
+    assert places([*elsewhere, start[0], "--local-addr", "127.0.0.1", *start[1:]]) == TWO
+    said = refusal([*elsewhere, *LAUNCHERS["horovodrun --gloo"](2)])
     assert "largebatch: no-such-host.invalid cannot resolve its own name, and Gloo would crash" in said, said
     assert "/etc/hosts" in said and "SIGSEGV" not in said
+
+
+STRANGERS = {
+    "is silent": lambda connection: None,
+    "sends a byte now and then": lambda connection: connection.send(b"G"),
+    "sends garbage": lambda connection: connection.send(random.Random(0).randbytes(1024)),
+}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_stranger_at_every_port_holds_nothing(tmp_path, stranger):
+    """From the moment that a port is there until the job has ended; the ranks wait long enough for all to be tried."""
+    output, tried, connections = tmp_path / "output", set[int](), list[socket.socket]()
+    command = [*LAUNCHERS["torchrun"](2), "python", "-m", "tests.mpi.programs", "waits_for_strangers", str(tmp_path)]
+    with started(command, output) as process:
+        while process.poll() is None:
+            for port in listening(process.pid) - tried:
+                with suppress(OSError):
+                    connections.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+                    tried.add(port)
+            for connection in connections:
+                connection.settimeout(0.1)
+                with suppress(OSError):
+                    STRANGERS[stranger](connection)
+            if len(tried) >= 7:  # torchrun's store, and each rank's for three groups
+                (tmp_path / "go on").touch()
+            time.sleep(0.05)
+        for connection in connections:
+            connection.close()
+    assert process.returncode == 0 and output.read_text().count("the sum is right") == 2, output.read_text()
+    assert len(tried) >= 7
+
+
+def listening(launcher: int) -> set[int]:
+    """Return the ports at which a launcher and its ranks listen."""
+    found = set()
+    for process in [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]:
+        with suppress(psutil.Error):
+            sockets = process.net_connections(kind="inet")
+            found |= {one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN}
+    return found

@@ -107,7 +107,7 @@ def test_the_optimizers_state_is_plain(run, name):
             torch.testing.assert_close(ours["state"][number][name], theirs[name], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo", "torchrun"])
 def test_data_ranks_reduce_and_broadcast_among_those_of_the_same_part(launcher):
     code, output = launch(["-m", "tests.mpi.programs", "reduces_among_data_ranks"], ranks=4, launcher=launcher)
     assert code == 0 and output.count("sound 4") == 4, output

@@ -59,7 +59,9 @@ def interrupted(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("ranks, launcher", [(1, "python"), (2, "horovodrun --gloo"), (4, "horovodrun")])
+@pytest.mark.parametrize(
+    "ranks, launcher", [(1, "python"), (2, "horovodrun --gloo"), (3, "torchrun"), (4, "horovodrun")]
+)
 def test_every_launch_form_trains_the_same(tmp_path, uninterrupted, ranks, launcher):
     """With every augmentation, dropout, stochastic depth: ranks, launchers, an average change only the order of sums.
 

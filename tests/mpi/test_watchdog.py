@@ -12,7 +12,8 @@ LIMIT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}  # the option says the same
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    "launcher, what", [("mpirun", "sleeps"), ("mpirun", "is stopped"), ("horovodrun --gloo", "is stopped")]
+    "launcher, what",
+    [("mpirun", "sleeps"), ("mpirun", "is stopped"), ("horovodrun --gloo", "is stopped"), ("torchrun", "sleeps")],
 )
 def test_a_rank_that_does_not_come_ends_all(launcher, what):
     code, output = launch([*PROGRAM, what], ranks=3, launcher=launcher, timeout_s=100, environment=LIMIT, cold=True)
@@ -28,13 +29,13 @@ def test_an_mpirun_that_does_not_answer_is_ended_with_its_ranks():
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo", "torchrun"])
 def test_one_that_is_late_does_not(launcher):
     code, output = launch([*PROGRAM, "is late"], ranks=2, launcher=launcher, timeout_s=100, environment=LIMIT)
     assert code == 0 and output.count("done") == 2 and "waited" not in output, output
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo", "torchrun"])
 def test_at_the_start_a_rank_may_be_later(launcher):
     """Horovod's own limit, under MPI, is the longer one, too."""
     program, limit = ["-m", "tests.mpi.programs", "late_at_the_start"], {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}

@@ -28,31 +28,33 @@ class World(NamedTuple):
     launcher: str = "mpirun"
 
     def __str__(self) -> str:
-        return f"{self.ranks}_rank{'s' * (self.ranks > 1)}{'_gloo' * ('gloo' in self.launcher)}"
+        speak_by = {"torchrun": "_torch", "horovodrun --gloo": "_gloo"}.get(self.launcher, "")
+        return f"{self.ranks}_rank{'s' * (self.ranks > 1)}{speak_by}"
 
 
 ONE, TWO, GLOO, THREE, FOUR = World(1, "python"), World(2), World(2, "horovodrun --gloo"), World(3), World(4)
+TWO_TORCH, THREE_TORCH = World(2, "torchrun"), World(3, "torchrun")
 WORLDS = {
-    "test_batch_norm": [ONE, THREE],
-    "test_captured": [TWO],
-    "test_compile": [TWO],
-    "test_data": [ONE, GLOO, THREE, FOUR],
-    "test_freezing": [ONE, GLOO, THREE],
-    "test_gradients": [ONE, GLOO, THREE, FOUR],
-    "test_growing": [ONE, GLOO, THREE],
-    "test_handing_over": [ONE, GLOO, THREE],
-    "test_levers": [ONE, GLOO, THREE],
-    "test_noise_scale": [ONE, THREE, FOUR],
-    "test_origin": [ONE, THREE],
-    "test_recompute": [TWO, THREE],
-    "test_replicas": [TWO, THREE],
-    "test_rollback": [THREE],
-    "test_saving": [GLOO, THREE],
-    "test_second_gradient": [ONE, THREE],
-    "test_stop_points": [ONE, GLOO, THREE],
-    "test_traps": [ONE, GLOO, THREE],
-    "test_validation": [THREE],
-    "test_zero": [GLOO, THREE],
+    "test_batch_norm": [ONE, THREE, THREE_TORCH],
+    "test_captured": [TWO, TWO_TORCH],
+    "test_compile": [TWO, TWO_TORCH],
+    "test_data": [ONE, GLOO, THREE, FOUR, TWO_TORCH, THREE_TORCH],
+    "test_freezing": [ONE, GLOO, THREE, TWO_TORCH, THREE_TORCH],
+    "test_gradients": [ONE, GLOO, THREE, FOUR, TWO_TORCH, THREE_TORCH],
+    "test_growing": [ONE, GLOO, THREE, TWO_TORCH, THREE_TORCH],
+    "test_handing_over": [ONE, GLOO, THREE, TWO_TORCH, THREE_TORCH],
+    "test_levers": [ONE, GLOO, THREE, TWO_TORCH, THREE_TORCH],
+    "test_noise_scale": [ONE, THREE, FOUR, THREE_TORCH],
+    "test_origin": [ONE, THREE, THREE_TORCH],
+    "test_recompute": [TWO, THREE, TWO_TORCH, THREE_TORCH],
+    "test_replicas": [TWO, THREE, TWO_TORCH, THREE_TORCH],
+    "test_rollback": [THREE, THREE_TORCH],
+    "test_saving": [GLOO, THREE, TWO_TORCH, THREE_TORCH],
+    "test_second_gradient": [ONE, THREE, THREE_TORCH],
+    "test_stop_points": [ONE, GLOO, THREE, TWO_TORCH, THREE_TORCH],
+    "test_traps": [ONE, GLOO, THREE, TWO_TORCH, THREE_TORCH],
+    "test_validation": [THREE, THREE_TORCH],
+    "test_zero": [GLOO, THREE, TWO_TORCH, THREE_TORCH],
 }
 INSIDE = "LARGEBATCH_RANK_TESTS"  # in the ranks: the folder of the launch; empty: only this process, for trying things
 LIMIT_S = 600
@@ -85,8 +87,9 @@ LIVE: list[Any] = []
 
 
 def rank() -> str:
-    """The number of this process, before Horovod has started."""
-    return os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("HOROVOD_RANK") or "0"
+    """The number of this process, before the ranks have met."""
+    names = ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "RANK")
+    return next((os.environ[name] for name in names if name in os.environ), "0")
 
 
 @pytest.fixture(scope="session")

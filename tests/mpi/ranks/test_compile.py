@@ -139,7 +139,7 @@ def test_gradients_are_reduced_only_after_the_compiled_backward_pass(comm):
         optimizer.synchronize()
         found.append([parameter.grad for parameter in model.parameters()])
         eager = model._compiled_call_impl is None
-        assert (handed_over[0] > 15) if eager else (handed_over[0] == 0)
+        assert (handed_over[0] > 12) if eager else (handed_over[0] == 0)
     assert graphs() == 2
     assert all(distance(compiled, found[0]) <= BOUND[torch.float32] for compiled in found[1:])
 

@@ -1,4 +1,4 @@
-"""Gradients are handed over to Horovod in buckets, each as soon as its last gradient is ready."""
+"""Gradients are handed over in buckets, each as soon as its last gradient is ready."""
 
 import copy
 from dataclasses import replace
@@ -7,6 +7,7 @@ from typing import Any
 import horovod.torch as hvd
 import pytest
 import torch
+import torch.distributed as dist
 from horovod.torch import mpi_ops
 from parts import CLASSES, OPTIONAL, TIED, TWICE, OddModel, begun, images, replicas_agree, small_model, tiny_vit
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from largebatch.optim import build_optimizer
 from largebatch.plan.planning import cluster_of
 from largebatch.plan.step import Speed, backward_of
 from largebatch.plan.trace import trace
-from largebatch.ranks import buckets
+from largebatch.ranks import buckets, torch_distributed
 from zoo import create_model
 
 
@@ -31,22 +32,35 @@ def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.fixture
-def calls(monkeypatch) -> list[int]:
-    """How many tensors each call of Horovod hands over."""
-    counts: list[int] = []
-    of_horovod = mpi_ops.mpi_lib.horovod_torch_grouped_allreduce_async_torch_FloatTensor
+def given(comm, monkeypatch, kind: str) -> list[list[Tensor]]:
+    """What each call of Horovod, or of torch.distributed, is given to reduce. kind: that of the tensors."""
+    calls: list[list[Tensor]] = []
+    if comm.launcher == "torchrun":
+        of_torch = dist.all_reduce
 
-    def counted(tensors: Any, *rest: Any) -> int:
-        counts.append(len(tensors))
+        def reduce(tensor: Tensor, **options: Any) -> Any:
+            if options.get("group") is comm.data_group:
+                calls.append([tensor])
+            return of_torch(tensor, **options)
+
+        monkeypatch.setattr(dist, "all_reduce", reduce)
+        return calls
+    name = f"horovod_torch_grouped_allreduce_async_torch_{kind}Tensor"
+    of_horovod = getattr(mpi_ops.mpi_lib, name)
+
+    def hand_over(tensors: Any, *rest: Any) -> int:
+        calls.append(list(tensors))
         return of_horovod(tensors, *rest)
 
-    monkeypatch.setattr(mpi_ops.mpi_lib, "horovod_torch_grouped_allreduce_async_torch_FloatTensor", counted)
-    return counts
+    monkeypatch.setattr(mpi_ops.mpi_lib, name, hand_over)
+    return calls
 
 
-def test_a_bucket_is_one_call_with_the_sums_of_single_tensors(comm, calls):
-    """To the last bit, since nothing is fused here."""
+def test_a_bucket_is_one_call_with_the_sums_of_single_tensors(comm, monkeypatch):
+    """To the last bit, since nothing is fused here. torch.distributed is given the tensors one by one."""
+    if by_torch := comm.launcher == "torchrun":
+        monkeypatch.setattr(torch_distributed, "SMALLEST", 1)  # else a bucket's small ones are one
+    calls = given(comm, monkeypatch, "Float")
     model = tiny_vit()
     alone = copy.deepcopy(model)
     optimizer = comm.wrap(plain_sgd(model), model, passes=2)
@@ -56,23 +70,20 @@ def test_a_bucket_is_one_call_with_the_sums_of_single_tensors(comm, calls):
     optimizer.synchronize()
     sizes = [parameter.nbytes for parameter in model.parameters()][::-1]
     expected = [len(bucket) for bucket in buckets.buckets(sizes)]
-    assert 8 < len(expected) < len(sizes) / 2 and sorted(calls) == sorted(expected) * (comm.size > 1)
+    assert 8 < len(expected) < len(sizes) / 2
+    expected = [1] * len(sizes) if by_torch else expected
+    assert sorted(map(len, calls)) == sorted(expected) * (comm.size > 1)
     for (name, parameter), other in zip(model.named_parameters(), alone.parameters()):
-        if comm.size > 1:
+        if by_torch:
+            other.grad = comm.allreduce(other.grad, name=f"alone/{name}") / comm.size
+        elif comm.size > 1:
             other.grad = hvd.allreduce(other.grad, name=f"alone/{name}", op=hvd.Average)
         assert torch.equal(parameter.grad, other.grad)
 
 
 @pytest.mark.parametrize("compression, kind", [("none", "Float"), ("fp16", "Half")])
-def test_the_planner_has_the_bytes_that_horovod_is_given(comm, monkeypatch, compression, kind):
-    name, given = f"horovod_torch_grouped_allreduce_async_torch_{kind}Tensor", []
-    of_horovod = getattr(mpi_ops.mpi_lib, name)
-
-    def weighed(tensors: Any, *rest: Any) -> int:
-        given.append(sum(tensor.nbytes for tensor in tensors))
-        return of_horovod(tensors, *rest)
-
-    monkeypatch.setattr(mpi_ops.mpi_lib, name, weighed)
+def test_the_planner_has_the_bytes_that_are_sent(comm, monkeypatch, compression, kind):
+    calls = given(comm, monkeypatch, kind)
     config = TrainConfig(model=ModelConfig(name="vit_nano32", img_size=64, num_classes=10))
     config = replace(config, run=replace(config.run, compression=compression))
     model = create_model("vit_nano32", img_size=64, num_classes=10)
@@ -81,7 +92,7 @@ def test_the_planner_has_the_bytes_that_horovod_is_given(comm, monkeypatch, comp
     optimizer.synchronize()
     counted = trace(config, device="cpu")
     planned = backward_of(counted, cluster_of(2, "cpu"), config, Speed()).sizes
-    assert sum(given) == sum(planned) * (comm.size > 1)
+    assert sum(tensor.nbytes for call in calls for tensor in call) == sum(planned) * (comm.size > 1)
 
 
 def test_buckets_are_reduced_while_the_backward_pass_goes_on(comm):

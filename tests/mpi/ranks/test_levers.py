@@ -2,6 +2,7 @@
 
 import logging
 
+import horovod.torch as hvd
 import pytest
 import torch
 from parts import (
@@ -126,6 +127,31 @@ def test_compressed_gradients_keep_three_digits(comm, weight, scale):
     assert abs(norm - whole) <= FP16_BOUND * whole
     exact = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in zip(gradients, expected)) < 5e-6
     assert exact == (comm.size == 1)  # what is sent is compressed
+
+
+def test_gradients_in_bf16_are_wrong_by_no_more_than_their_bound(comm):
+    """n roundings by 2⁻⁸ each, of numbers far out of fp16's range; Horovod says that it cannot add them.
+
+    One process sends nothing.
+    """
+    model, draw = nn.Linear(1000, 3), torch.Generator().manual_seed(comm.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if comm.failures == (hvd.HorovodInternalError,):
+        with pytest.raises(ValueError, match="Horovod does not add numbers in bf16:"):
+            comm.wrap(optimizer, model, compression="bf16")
+        return
+    optimizer = comm.wrap(optimizer, model, compression="bf16")
+    sent = [torch.randn(parameter.shape, generator=draw) * 1e20 for parameter in model.parameters()]
+    sum((parameter * gradient).sum() for parameter, gradient in zip(model.parameters(), sent)).backward()
+    optimizer.synchronize()
+    everyone = comm.allgather_object(sent, name="sent")
+    for number, parameter in enumerate(model.parameters()):
+        whole = torch.stack([gradients[number].double() for gradients in everyone])
+        bound = ((1 + 2.0**-8) ** comm.size - 1) * whole.abs().mean(0) if comm.size > 1 else 0.0
+        wrong = (parameter.grad.double() - whole.mean(0)).abs()
+        assert bool((wrong <= bound).all()) and bool((wrong > 0).any()) == (comm.size > 1)
+        if comm.size > 1 and whole.numel() > 1000:
+            print(f"bf16 of {comm.size} ranks: {wrong.norm() / whole.mean(0).norm():.1e}")
 
 
 def test_a_rank_without_a_pass_in_its_first_step_has_the_loss_scale_too(comm):

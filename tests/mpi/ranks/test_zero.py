@@ -1,17 +1,15 @@
-"""LAMB's state in pieces over Horovod's ranks: as if every rank had all of it."""
-
-from datetime import timedelta
+"""LAMB's state in pieces over the ranks: as if every rank had all of it."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from parts import CLASSES, images, small_model
-from torch import distributed as dist
 
 from largebatch.config.parallel import ParallelConfig
 from largebatch.optim import Lamb, clip_gradients, gradient_norm, init_state
 from largebatch.parallel.cuts import cuts_of
-from largebatch.parallel.mesh import Mesh, start_process_groups, stop_process_groups
+from largebatch.parallel.mesh import Mesh
+from largebatch.parallel.rendezvous import start_torch_distributed
 from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
 from largebatch.parallel.state_sharding import Sharding, state_bytes
 
@@ -20,14 +18,9 @@ PASSES, MICRO = 2, 3
 
 @pytest.fixture(scope="module")
 def mesh(comm):
-    """torch.distributed beside Horovod, over the same ranks."""
-    limit = timedelta(seconds=60)
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=limit) if comm.rank == 0 else None
-    port = comm.broadcast_object(store and store.port, name="store")
-    store = store or dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=limit)
-    start_process_groups(comm.rank, comm.size, store, device=torch.device("cpu"))
-    yield Mesh(ParallelConfig(zero=1).shape())
-    stop_process_groups()
+    """torch.distributed over the same ranks, beside Horovod if they speak by that."""
+    start_torch_distributed(comm, torch.device("cpu"))
+    return Mesh(ParallelConfig(zero=1).shape())
 
 
 def train(comm, model, optimizer, steps, norm_of):
