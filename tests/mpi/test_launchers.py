@@ -89,6 +89,17 @@ def test_torchrun_trains_as_mpirun_does(tmp_path):
     assert different(weights(tmp_path / "mpirun"), weights(tmp_path / "torchrun")) == []
 
 
+def test_a_run_goes_on_under_the_other_launcher_in_the_middle_of_an_epoch(tmp_path):
+    """From Horovod's ranks to those of torch.distributed and back; two ranks add alike, so to the last bit."""
+    batch = ["--data.global_batch_size", "16", "--data.micro_batch_size", "4", "--run.duration", "6 steps"]
+    for folder, launchers in (("whole", ["mpirun"]), ("mixed", ["mpirun", "torchrun", "mpirun"])):
+        for number, launcher in enumerate(launchers, start=1):
+            stop = ["--run.max_steps", str(6 * number // len(launchers)), "--run.folder", f"{tmp_path}/{folder}"]
+            code, output = launch(["-m", "largebatch.train", *SMALL, *batch, *stop], ranks=2, launcher=launcher)
+            assert code == 0 and ("resumed at step" in output) == (number > 1), output
+    assert different(weights(tmp_path / "whole"), weights(tmp_path / "mixed")) == []
+
+
 def test_no_mpirun_removes_the_folder_that_others_use():
     """conftest.keep_mpi_folder: otherwise one launch in a hundred, which starts at that moment, would fail."""
     folder = Path(tempfile.gettempdir(), f"ompi.{socket.gethostname()}.{os.getuid()}")
