@@ -31,7 +31,8 @@ if [ -z "${IMAGE:-}" ]; then                    # an image (train_slurm.sbatch) 
         fail "there is no $VENV: create it with mpi_scripts/install.sh, or give its folder with VENV=..."
     # shellcheck disable=SC1091  # made by install.sh
     . "$VENV/bin/activate"
-    command -v mpirun >/dev/null || fail "there is no mpirun on PATH, which MPI=system needs: load your MPI module"
+    command -v mpirun >/dev/null ||
+        fail "there is no mpirun on PATH: load your MPI module (MPI=system), or install without --no-horovod"
 else
     unset VENV
 fi

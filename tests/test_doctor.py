@@ -245,7 +245,7 @@ def test_horovod_not_installed(horovod):
     """As for a Python of elsewhere that has torch: the name leads nowhere."""
     rewrite(horovod / "__init__.py", "raise ModuleNotFoundError(\"No module named 'horovod'\")")
     found = horovod_result()
-    assert found.ok and found.cause == "Horovod is not installed: one process trains without it, not several"
+    assert_noted(found, cause="torchrun starts several ranks without it, mpirun and horovodrun do", fix="install.sh")
 
 
 def test_horovod_without_its_compiled_part(horovod):
@@ -533,7 +533,7 @@ def test_a_gpu_works():
         ("Triton", "import os; os.kill(os.getpid(), 9)", "in its part Triton: the trial was killed by SIGK", "gcc"),
         ("", "import os; os.kill(os.getpid(), 9)", "in its part start: the trial was killed by SIGKILL", "-c 'imp"),
         ("", "1 / 0", "the trial does not begin: the trial ended with exit code 1: ZeroDivisionError", "-c 'import"),
-        ("NCCL end", "raise SystemExit(3)", "Horovod cannot reduce a tensor of the GPU: the trial ended", "NCCL_DEBUG"),
+        ("NCCL end", "raise SystemExit(3)", "NCCL cannot reduce a tensor of the GPU: the trial ended", "NCCL_DEBUG"),
     ],
 )
 def test_a_part_of_a_gpus_work_fails(parts, last, cause, fix):
@@ -614,7 +614,7 @@ def test_launch_goes_wrong(programs, script, cause, fix):
 
 def test_launch_hangs(programs):
     programs("mpirun", f"echo process=started.; echo rank=1 size=2 total={EXACT}.; sleep 600 & wait")
-    cause = "did not end within 1 s: of 2 processes, 1 started, 0 came out of hvd.init(), 1 have the sum"
+    cause = "did not end within 1 s: of 2 processes, 1 started, 0 met, 1 have the sum"
     result = launches.check_allreduce("mpirun", limit_s=1)
     assert_failed(result, cause=cause, fix="HOROVOD_LOG_LEVEL=debug mpirun -np 2")
 
@@ -622,8 +622,9 @@ def test_launch_hangs(programs):
 @pytest.mark.parametrize("launch", launches.LAUNCHES)
 def test_processes_say_how_far_they_came(launch):
     """Really launched, as a user of the doctor would see it: each launcher hands on what its processes print."""
-    output = run([*launches.LAUNCHES[launch], sys.executable, "-c", launches.ALLREDUCE, "cpu"], limit_s=120)
-    assert launches.progress(output) == "2 started, 2 came out of hvd.init(), 2 have the sum", output
+    program = launches.TORCH_ALLREDUCE if launch == "torchrun" else launches.ALLREDUCE
+    output = run([*launches.LAUNCHES[launch], sys.executable, "-c", program, "cpu"], limit_s=120)
+    assert launches.progress(output) == "2 started, 2 met, 2 have the sum", output
 
 
 @pytest.mark.parametrize("works_up_to, count", [(0, 1), (0, 5), (3, 5), (4, 5), (6, 20)])
@@ -673,6 +674,29 @@ def test_several_variables_are_to_blame(monkeypatch):
     assert launches.check_allreduce("mpirun").ok
 
 
+def test_a_variable_is_to_blame_under_torchrun(monkeypatch):
+    """Really launched: Gloo looks for a card that is not there. torchrun adds a traceback of its own."""
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope")
+    result = launches.check_allreduce("torchrun")
+    cause = "Unable to find address for: nope; without GLOO_SOCKET_IFNAME=nope it works"
+    assert_failed(result, cause=cause, fix="unset GLOO_SOCKET_IFNAME")
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_main_tries_torchrun_alone_without_horovod(horovod, monkeypatch, capsys, missing):
+    """Ranks are really launched. A Horovod that is broken is an error, one that is not there is a note."""
+    error = "ModuleNotFoundError(\"No module named 'horovod'\")" if missing else "ImportError('odd')"
+    rewrite(horovod / "__init__.py", f"raise {error}")
+    monkeypatch.setattr(command_line, "before_launching", lambda *arguments, **options: iter(()))
+    assert command_line.main(["--device", "cpu"]) == (0 if missing else 1)
+    printed = capsys.readouterr().out
+    assert f"ok    2-process allreduce, torchrun: the sum is exactly {EXACT} on cpu\n" in printed
+    assert "ok    several ranks: they start under torchrun\n" in printed
+    assert printed.count("FAIL") == (0 if missing else 2) and ("ready to train" in printed) is missing
+    assert ("FAIL  2-process allreduce, mpirun and horovodrun\n      cause: not tried" in printed) is not missing
+
+
 def test_main_stops_where_horovod_does_not_load(horovod, monkeypatch, capsys):
     rewrite(horovod / "torch" / "mpi_ops.py", "raise ImportError('undefined symbol: _ZN5torch')")
     monkeypatch.setattr(installation, "check_imports", lambda **options: Result("package imports", True))
@@ -685,9 +709,11 @@ def test_main_stops_where_horovod_does_not_load(horovod, monkeypatch, capsys):
 
 def test_what_ails_mpirun_is_said_once(programs, monkeypatch, capsys):
     """horovodrun would start the same mpirun; Gloo does not need it."""
-    monkeypatch.setattr(command_line, "before_launching", lambda *arguments, **options: iter(()))
+    for checks in ("before_launching", "of_horovod"):
+        monkeypatch.setattr(command_line, checks, lambda *arguments, **options: iter(()))
     programs("mpirun", "exit 3")
     assert command_line.main(["--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAIL") == 1 and "mpirun ended with exit code 3" in printed
+    assert "ok    several ranks: they start under horovodrun --gloo, torchrun\n" in printed
     assert "ok    2-process allreduce, horovodrun --gloo" in printed

@@ -243,6 +243,39 @@ def test_choices_that_do_not_fit(plan, driver, host, parts):
     assert_refused(plan(driver, **host), *parts)
 
 
+@pytest.mark.parametrize(
+    "host, parts",
+    [
+        ({"OPERATIONS": "nccl"}, ("--no-horovod and OPERATIONS=nccl", "torch brings its own NCCL", "CUDA=... chooses")),
+        ({"MPI": "system"}, ("--no-horovod and MPI=system", "only Horovod uses MPI", "leave one of them out")),
+        ({"arguments": ["--horovod-source", "/tmp"]}, ("--no-horovod and --horovod-source", "leave one of them out")),
+        ({"slurm": True}, ("may be a login node", "with CUDA=12.6 (or 12.9, 13.0", "or with CUDA=none")),
+        ({"CUDA": "11.8"}, ("CUDA=11.8 is unknown",)),
+    ],
+)
+def test_choices_that_do_not_fit_without_horovod(plan, host, parts):
+    arguments = ["--no-horovod", *host.get("arguments", ())]
+    assert_refused(plan("", **host | {"arguments": arguments}), *parts)
+
+
+@pytest.mark.parametrize(
+    "driver, host, torch, dali",
+    [
+        ("535.104.05", {}, torch_of("cu126"), "120"),
+        ("580.65.06", {"nvcc": "12.8"}, REGISTRY, "130"),  # no nvcc is needed
+        ("580.65.06", {"CUDA": "none"}, torch_of("cpu"), "120"),
+        ("", {"CUDA": "12.9", "slurm": True, "OPERATIONS": "auto"}, torch_of("cu129"), "120"),
+    ],
+)
+def test_torch_and_dali_fit_the_driver_without_horovod(plan, tmp_path, driver, host, torch, dali):
+    """Neither a compiler nor Python's headers are there."""
+    python = python_where(tmp_path / "python", pattern="sysconfig", action="echo /no/such/include; exit 0")
+    result = plan(driver, arguments=["--no-horovod"], CXX="no-such-compiler", PYTHON=python, **host)
+    assert result.returncode == 0, result.stderr
+    assert f"install.sh: {torch}\n" in result.stdout and f"nvidia-dali-cuda{dali}==2.4.0\n" in result.stdout
+    assert "Horovod: none, because of --no-horovod\n" in result.stdout and "operations" not in result.stdout
+
+
 def test_the_nvcc_of_cuda_13_is_taken_from_the_registry_if_the_host_has_another(plan):
     for nvcc, said in ("12.2", "that of the registry (CUDA 13.0)"), ("13.2", "bin/nvcc (CUDA 13.2)"):
         assert f"{said}\n" in plan("580.65.06", CUDA="13.0", nvcc=nvcc).stdout
@@ -448,6 +481,27 @@ def test_a_whole_venv_is_found():
     assert result.returncode == 0, result.stderr
     assert "install.sh: found " in result.stdout and "Horovod 0.28.1" in result.stdout
     assert INSTALLED.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    "has, wanted, found", [("0.28.1", "yes", 1), ("0.28.1", "no", 1), ("none", "no", 1), ("none", "yes", 0)]
+)
+def test_a_venv_with_or_without_horovod_is_found(tmp_path, has, wanted, found):
+    """A venv with Horovod will do for both; one without it gets Horovod, if it is asked for."""
+    (tmp_path / "bin").mkdir()
+    version = f'case "$*" in *torch) echo 2.13.0 ;; *) [ {has} != none ] && echo {has} ;; esac'
+    program(tmp_path / "bin" / "python", version)
+    marker = "{ echo fingerprint=$(fingerprint); echo torch=2.13.0; echo cuda=none; echo horovod=" + has
+    script = f'MPI=wheel HOROVOD={wanted}; {marker}; }} >"$MARKER"; if whole; then report found; fi'
+    result = functions(script, VENV=str(tmp_path))
+    assert not result.stderr and ("install.sh: found " in result.stdout) == found
+    assert ("no Horovod: several ranks start under torchrun\n" in result.stdout) == (found and has == "none")
+
+
+def test_a_horovod_that_is_out_of_date_is_not_left_behind(tmp_path):
+    (tmp_path / "largebatch-installed").write_text("fingerprint=old\nhorovod=0.28.1\n")
+    result = functions("FORCE=no CUDA='' HOROVOD=no; make_venv python3", VENV=str(tmp_path))
+    assert_refused(result, "has a Horovod, but is not up to date: run install.sh without --no-horovod, or with --force")
 
 
 def test_startup_without_activation():

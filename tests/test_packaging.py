@@ -9,11 +9,13 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
+from test_install import functions
 
 import largebatch
 from largebatch.process import installer
@@ -25,6 +27,7 @@ CONFIG.read(ROOT / "setup.cfg")
 LISTS = {"core": CONFIG["options"]["install_requires"], **CONFIG["options.extras_require"]}
 INSTALLED = ("core", "train", "horovod", "test")  # by install.sh
 VERSIONS = ("3.11", "3.12", "3.13")
+TRAIN = "--model vit_nano32 --run.max_steps 1 --data.global_batch_size 8 --data.micro_batch_size 4".split()
 MADE = shutil.ignore_patterns(".git", ".venv*", "build", "runs", "shared", "*.egg-info", "__pycache__", ".*_cache")
 
 
@@ -43,6 +46,12 @@ def test_the_lock_has_a_version_in_the_range_of_each_package_that_is_installed()
     assert locked.keys() == dict(ranges).keys() and len(lines) == len(locked)
     for name, requirement in ranges:
         assert requirement.specifier.contains(locked[name]), (str(requirement), locked[name])
+
+
+def test_install_sh_without_horovod_takes_what_the_train_extra_has():
+    taken = functions("HOROVOD=no CUDA=''; requirements")
+    names = [line.partition("==")[0] for line in taken.stdout.splitlines()]
+    assert sorted(names) == sorted([*requirements("core"), *requirements("train")]), taken.stderr
 
 
 def test_every_package_has_a_lower_limit_and_a_reason():
@@ -223,3 +232,34 @@ def test_the_wheel_in_an_empty_environment(archives, tmp_path, version):
     told = run(tools / "largebatch", "doctor", code=1)
     assert "FOLDER_OF_THE_SOURCES/mpi_scripts/install.sh" in told and "-m pip install 'torch<3,>=2.13' " in told
     assert {path.name for path in tmp_path.iterdir()} == {"venv"}
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("installer", ["uv", "install.sh"])
+def test_the_wheel_trains_on_two_ranks_without_horovod_and_a_compiler(archives, tmp_path, installer):
+    """In an empty environment, where torchrun starts the ranks. Its packages are downloaded: 1 to 7 GB on the disk."""
+    venv = tmp_path / "venv"
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    found = {"PATH": f"{venv / 'bin'}:/usr/bin:/bin", "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "")}
+    given = {"VENV": str(venv), "PYTHON": sys.executable, "CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
+
+    def run(*command: str | Path) -> str:
+        where = {"cwd": tmp_path, "env": inherited | found | given}
+        done = subprocess.run(command, **where, capture_output=True, text=True, timeout=1200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    if installer == "uv":
+        run(sys.executable, "-m", "venv", "--without-pip", venv)
+        run(sys.executable, "-m", "pip", "install", "--quiet", "--target", tmp_path / "tool", "uv")
+        (tmp_path / "limits.txt").write_text(f"torch=={version('torch').partition('+')[0]}\n")
+        uv = [tmp_path / "tool/bin/uv", "pip", "install", "--python", venv / "bin/python", "-c", "limits.txt"]
+        run(*uv, f"{archives[1]}[train]")
+    else:
+        assert "no Horovod" in run(archives[0].parent / "tree/mpi_scripts/install.sh", "--no-horovod")
+    assert not {path.name for path in (venv / "bin").iterdir()} & {"mpirun", "horovodrun", "pytest"}
+    told = run(venv / "bin/largebatch", "doctor", "--device", "cpu")
+    assert "ok    several ranks: they start under torchrun\n" in told and "FAIL" not in told
+    launched = [venv / "bin/torchrun", *"--standalone --nproc-per-node 2 -m largebatch.train".split()]
+    run(*launched, *TRAIN, "--run.device", "cpu", "--run.folder", "run")
+    assert (tmp_path / "run" / "steps.csv").read_text().count("\n") == 2

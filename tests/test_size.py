@@ -16,8 +16,8 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 86,
-    "words of docstrings": 45_001,
-    "lines": 33_118,
+    "words of docstrings": 45_051,
+    "lines": 33_159,
     "files": 242,
     "methods of Trainer": 22,
     "fields of Trainer": 25,
@@ -29,7 +29,7 @@ LIMITS = {
     "lines in largebatch/checkpoint": 711,
     "lines in largebatch/config": 1_712,
     "lines in largebatch/data": 4_009,
-    "lines in largebatch/doctor": 2_087,
+    "lines in largebatch/doctor": 2_128,
     "lines in largebatch/export": 300,
     "lines in largebatch/files": 541,
     "lines in largebatch/hooks": 1_642,

@@ -5,7 +5,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from largebatch import doctor
 from largebatch.arguments import Parser
@@ -14,51 +14,62 @@ from largebatch.doctor.result import Output, Result, not_tried
 
 
 def examine(*, device: str = "auto", limit_s: float = 120) -> Iterator[Result]:
-    """Yield the results of this host; launches only if all checks before passed."""
+    """Yield the results of this host: launches only if all checks before passed, under torchrun without Horovod's."""
     began = time.monotonic()
     facts, output = installation.horovod_facts(limit_s=limit_s)
     import_s = time.monotonic() - began
-    all_ok = True
-    for result in before_launching(facts, output, device=device, limit_s=limit_s):
+    all_ok = horovod_ok = True
+    for result in before_launching(facts, device=device, limit_s=limit_s):
         all_ok &= result.ok
         yield result
-    if all_ok and "version" in facts:
+    for result in of_horovod(facts, output):
+        horovod_ok &= result.ok
+        yield result
+    if not (all_ok and horovod_ok):
+        yield not_tried(f"{launches.RANKS}-process allreduce{', mpirun and horovodrun' if all_ok else ''}")
+    if all_ok:
+        chosen = launches.LAUNCHES if horovod_ok and "version" in facts else ["torchrun"]
         limit_s = min(limit_s, 10 + 7 * import_s)  # if imports are slow, launches are slow, too
-        yield from launch_each(device=launches.device_for_launches(facts, device), limit_s=limit_s)
-    elif not all_ok:
-        yield not_tried(f"{launches.RANKS}-process allreduce")
+        yield from launch_each(chosen, device=launches.device_for_launches(facts, device), limit_s=limit_s)
 
 
-def before_launching(facts: dict, output: Output, *, device: str, limit_s: float) -> Iterator[Result]:
-    """Yield the checks that start no ranks, those of Horovod only if it loads."""
+def before_launching(facts: dict, *, device: str, limit_s: float) -> Iterator[Result]:
+    """Yield the checks that start no ranks, without Horovod's; of a GPU only if Horovod loads, or is not installed."""
     for check in (*machine.CHECKS, gpu.check_locked_memory):
         yield check()
     yield installation.check_shadowing()
     yield installation.check_versions()
     yield installation.check_imports(limit_s=limit_s)
-    if "built_for" in facts:
-        yield installation.check_built_for(facts)
-    yield installation.check_horovod(facts, output)
-    if "version" in facts:
-        yield installation.check_controllers(facts)
-        yield installation.check_launchers(facts)
+    yield installation.check_compiler()
+    if "torch" in facts and ("version" in facts or "built_for" not in facts):
         if device != "cpu":
             yield gpu.check_driver(facts)
         seen = machine.check_gpu(facts, device)
         yield seen
         if device != "cpu" and seen.ok:
             yield gpu.check_gpu_works(facts, limit_s=limit_s)
-    yield installation.check_compiler()
 
 
-def launch_each(*, device: str, limit_s: float) -> Iterator[Result]:
-    """Start two processes under each launcher; horovodrun only if mpirun works, which it uses."""
+def of_horovod(facts: dict, output: Output) -> Iterator[Result]:
+    """Yield the checks of Horovod that start no ranks, most of them only if it loads."""
+    if "built_for" in facts:
+        yield installation.check_built_for(facts)
+    yield installation.check_horovod(facts, output)
+    if "version" in facts:
+        yield installation.check_controllers(facts)
+        yield installation.check_launchers(facts)
+
+
+def launch_each(chosen: Iterable[str], *, device: str, limit_s: float) -> Iterator[Result]:
+    """Start two processes under each launcher, horovodrun only if mpirun works, which it uses; name those that did."""
     ok: dict[str, bool] = {}
-    for launch in launches.LAUNCHES:
+    for launch in chosen:
         if launch != "horovodrun" or ok["mpirun"]:
             result = launches.check_allreduce(launch, device=device, limit_s=limit_s)
             ok[launch] = result.ok
             yield result
+    if any(ok.values()):
+        yield Result("several ranks", True, f"they start under {', '.join(launch for launch in ok if ok[launch])}")
 
 
 def examine_hosts(options: argparse.Namespace) -> Iterator[Result]:

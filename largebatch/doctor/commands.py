@@ -53,7 +53,7 @@ def detect_mpi(*, limit_s: float = 60) -> Mpi:
     """Return the MPI of the mpirun on PATH; ValueError if there is none or it is unknown."""
     launcher = shutil.which("mpirun")
     if launcher is None:
-        raise ValueError("mpirun is not on PATH; activate the environment that install.sh made")
+        raise ValueError("mpirun is not on PATH; activate the environment that install.sh made, with Horovod")
     output = run([launcher, "--version"], limit_s=limit_s)
     return Mpi(*recognise(output.stdout + output.stderr), os.path.abspath(launcher))
 

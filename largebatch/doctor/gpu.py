@@ -40,10 +40,17 @@ pipeline.build()
 pixels = pipeline.run()[0].as_cpu().as_array()
 assert pixels.shape == (1, 48, 64, 3) and abs(int(pixels[0, 0, 0, 0]) - 200) < 9, "an image is wrong"
 at("NCCL")
-import horovod.torch as hvd
-hvd.init()
-group = list(torch.arange(1.0, 4, device="cuda").split(1))  # several at once go through Horovod's own kernels
-totals = hvd.grouped_allreduce(group, op=hvd.Sum, name="largebatch.doctor")
+import importlib.util
+totals = list(torch.arange(1.0, 4, device="cuda").split(1))  # several at once go through Horovod's own kernels
+if importlib.util.find_spec("horovod"):
+    import horovod.torch as hvd
+    hvd.init()
+    totals = hvd.grouped_allreduce(totals, op=hvd.Sum, name="largebatch.doctor")
+else:
+    import torch.distributed as dist
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    for total in totals:
+        dist.all_reduce(total)
 assert [total.item() for total in totals] == [1, 2, 3], "a sum is wrong"
 at("end")
 """
@@ -55,7 +62,7 @@ FAULTS = {
     "product": ("the GPU does not compute", "nvidia-smi -q -d ECC,ROW_REMAPPER; sudo dmesg | grep -i xid"),
     "Triton": ("Triton cannot compile for the GPU", f"sudo apt-get install gcc python3.{sys.version_info[1]}-dev"),
     "DALI": ("DALI cannot decode an image on the GPU", REINSTALL),
-    "NCCL": ("Horovod cannot reduce a tensor of the GPU", f"NCCL_DEBUG=INFO {sys.executable} -m largebatch.doctor"),
+    "NCCL": ("NCCL cannot reduce a tensor of the GPU", f"NCCL_DEBUG=INFO {sys.executable} -m largebatch.doctor"),
 }
 
 

@@ -42,6 +42,7 @@ import ctypes, importlib.util, json, pathlib, re
 import torch
 def tell(**facts): print("facts " + json.dumps(facts), flush=True)
 tell(torch=torch.__version__, torch_abi=bool(torch.compiled_with_cxx11_abi()))
+tell(cuda=torch.version.cuda, gpus=torch.cuda.device_count(), nccl=torch.distributed.is_nccl_available())
 spec = importlib.util.find_spec("horovod")
 if spec and spec.origin:
     home = pathlib.Path(spec.origin).parent
@@ -52,7 +53,7 @@ if spec and spec.origin:
         tell(horovod_abi=text[1] != b"Ss" if text else None)
 import horovod, horovod.torch as hvd
 tell(
-    version=horovod.__version__, cuda=torch.version.cuda, gpus=torch.cuda.device_count(), libmpi=None, mpi_version=None,
+    version=horovod.__version__, libmpi=None, mpi_version=None,
     mpi=bool(hvd.mpi_built()), gloo=bool(hvd.gloo_built()), nccl=bool(hvd.nccl_built()),
 )
 libraries = re.findall(r" (/.*/libmpi\\.so[^/\\n]*)$", pathlib.Path("/proc/self/maps").read_text(), re.MULTILINE)
@@ -177,7 +178,7 @@ def check_horovod(facts: dict, output: Output) -> Result:
     if output.code is None:
         return Result(name, False, cause="importing Horovod did not end in time", fix=REINSTALL)
     if re.search(r"No module named 'horovod'", error):
-        cause = "Horovod is not installed: one process trains without it, not several"
+        cause = "Horovod is not installed: torchrun starts several ranks without it, mpirun and horovodrun do not"
         return Result(name, True, cause=cause, fix=INSTALL)
     if "built_for" in facts and "horovod_abi" not in facts:  # then horovod.torch imports, but is empty
         return Result(name, False, cause="Horovod was installed without its torch extension", fix=REINSTALL)

@@ -26,17 +26,33 @@ total = torch.cat(group).sum().item()
 print(f"rank={hvd.rank()} size={hvd.size()} total={total:.0f}.", flush=True)
 hvd.shutdown()
 """
+# The same over torch.distributed, for torchrun.
+TORCH_ALLREDUCE = """
+import os, sys
+print("process=started.", flush=True)
+import torch
+import torch.distributed as dist
+device = f"cuda:{os.environ['LOCAL_RANK']}" if sys.argv[1] == "cuda" else "cpu"
+dist.init_process_group("nccl" if sys.argv[1] == "cuda" else "gloo")
+print("process=initialised.", flush=True)
+sums = torch.arange(1000, dtype=torch.float64, device=device) + 1000 * dist.get_rank()
+dist.all_reduce(sums)
+print(f"rank={dist.get_rank()} size={dist.get_world_size()} total={sums.sum().item():.0f}.", flush=True)
+dist.destroy_process_group()
+"""
 RANKS = 2
+TORCHRUN = "torch.distributed.run --standalone --no-python --nproc-per-node"
 
 LAUNCHES: dict[str, list[str]] = {
     "mpirun": ["mpirun", "-np", str(RANKS)],
     "horovodrun": ["horovodrun", "-np", str(RANKS)],
     "horovodrun --gloo": ["horovodrun", "--gloo", "-np", str(RANKS)],
+    "torchrun": [sys.executable, "-m", *TORCHRUN.split(), str(RANKS)],
 }
 
-# OBEYED: variables that launchers, MPI, Gloo, NCCL and Horovod read. WANTED: those of them, as name=value, that the
-# installation sets or a site needs; they are never blamed.
-OBEYED = re.compile(r"(HOROVOD|OMPI|OPAL|ORTE|PRTE|PMIX?|SLURM|UCX|FI|NCCL|GLOO|HYDRA)_|LD_PRELOAD$|TMPDIR$")
+# OBEYED: variables that launchers, MPI, Gloo, NCCL, torch and Horovod read. WANTED: those of them, as name=value, that
+# the installation sets or a site needs; they are never blamed.
+OBEYED = re.compile(r"(HOROVOD|OMPI|OPAL|ORTE|PRTE|PMIX?|SLURM|UCX|FI|NCCL|GLOO|HYDRA|TORCH|PET)_|LD_PRELOAD$|TMPDIR$")
 WANTED = re.compile(r"ALLOW_RUN_AS_ROOT|oversubscribe|_policy=|yield_when_idle|OPAL_PREFIX=|/largebatch-no-ssh$")
 
 
@@ -46,7 +62,8 @@ def check_allreduce(
     """Let real processes reduce a tensor; each must print the exact sum. launcher: a command instead of LAUNCHES'."""
     name = f"{ranks}-process allreduce, {launch}"
     launcher = launcher or LAUNCHES[launch]
-    command = [*launcher, sys.executable, "-c", ALLREDUCE, device]
+    program = TORCH_ALLREDUCE if launch == "torchrun" else ALLREDUCE
+    command = [*launcher, sys.executable, "-c", program, device]
     output = run(command, limit_s=limit_s)
     if summed(output, ranks):
         return Result(name, True, f"the sum is exactly {expected_total(ranks)} on {device}")
@@ -69,7 +86,7 @@ def answers(output: Output) -> list[tuple[int, int, int]]:
 
 def progress(output: Output) -> str:
     started, initialised = (output.stdout.count(f"process={stage}.") for stage in ("started", "initialised"))
-    return f"{started} started, {initialised} came out of hvd.init(), {len(answers(output))} have the sum"
+    return f"{started} started, {initialised} met, {len(answers(output))} have the sum"
 
 
 def summed(output: Output, ranks: int = RANKS) -> bool:
@@ -78,11 +95,14 @@ def summed(output: Output, ranks: int = RANKS) -> bool:
 
 
 def explain(output: Output, launch: str, launcher: list[str], *, ranks: int, limit_s: float) -> tuple[str, str]:
-    by_hand = shlex.join([*launcher, sys.executable, "-c", "import horovod.torch as hvd; hvd.init()"])
+    log, start = "HOROVOD_LOG_LEVEL=debug", "import horovod.torch as hvd; hvd.init()"
+    if launch == "torchrun":
+        log, start = "TORCH_CPP_LOG_LEVEL=INFO", "import torch.distributed as dist; dist.init_process_group()"
+    by_hand = shlex.join([*launcher, sys.executable, "-c", start])
     got = answers(output)
     if output.code is None:
         cause = f"{launch} did not end within {limit_s:.3g} s: of {ranks} processes, {progress(output)}"
-        return cause, f"HOROVOD_LOG_LEVEL=debug {by_hand}"
+        return cause, f"{log} {by_hand}"
     if {size for _, size, _ in got} == {1}:
         cause = f"{ranks} processes were started, but each sees a size of 1: another MPI than Horovod's started them"
         return cause, REINSTALL

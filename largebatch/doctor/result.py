@@ -14,10 +14,10 @@ from largebatch.process.installer import install_command
 
 INSTALL, REINSTALL = install_command(), install_command("--force")
 
-# What is no error: noise that Open MPI prints after the real one, and the stages of launches.ALLREDUCE.
+# What is no error: noise that Open MPI and torchrun print around the real one, and the stages of launches.ALLREDUCE.
 NO_ERROR = re.compile(
     r"PMIX ERROR|ORTE_ERROR_LOG|sent help message|orte_base_help_aggregate|job has been aborted|"
-    r"process=(started|initialised)\."
+    r"process=(started|initialised)\.|Setting OMP_NUM_THREADS|torch/distributed/elastic/multiprocessing/api"
 )
 
 
@@ -54,6 +54,7 @@ class Output:
     def last_error(self) -> str:
         """The last line with a message, of stdout if stderr has none."""
         for text in (self.stderr, self.stdout):
+            text = text.partition("failed (exitcode")[0]  # here torchrun's own traceback begins
             lines = [line.strip() for line in text.splitlines() if line.strip(" -*=") and not NO_ERROR.search(line)]
             if lines:
                 return lines[-1][:300]

@@ -151,11 +151,15 @@ STRANGERS = {
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("stranger", STRANGERS)
-def test_a_stranger_at_every_port_holds_nothing(tmp_path, stranger):
+@pytest.mark.parametrize(
+    "start, stranger",
+    [*((LAUNCHERS["torchrun"](2), stranger) for stranger in STRANGERS), (["sh", "-c", BY_HAND, "sh"], "sends garbage")],
+    ids=[*STRANGERS, "sends garbage to a store of ours"],
+)
+def test_a_stranger_at_every_port_holds_nothing(tmp_path, start, stranger):
     """From the moment that a port is there until the job has ended; the ranks wait long enough for all to be tried."""
     output, tried, connections = tmp_path / "output", set[int](), list[socket.socket]()
-    command = [*LAUNCHERS["torchrun"](2), "python", "-m", "tests.mpi.programs", "waits_for_strangers", str(tmp_path)]
+    command = [*start, "python", "-m", "tests.mpi.programs", "waits_for_strangers", str(tmp_path)]
     with started(command, output) as process:
         while process.poll() is None:
             for port in listening(process.pid) - tried:
@@ -166,7 +170,7 @@ def test_a_stranger_at_every_port_holds_nothing(tmp_path, stranger):
                 connection.settimeout(0.1)
                 with suppress(OSError):
                     STRANGERS[stranger](connection)
-            if len(tried) >= 7:  # torchrun's store, and each rank's for three groups
+            if len(tried) >= 7:  # that of the store, and each rank's for three groups
                 (tmp_path / "go on").touch()
             time.sleep(0.05)
         for connection in connections:
