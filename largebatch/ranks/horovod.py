@@ -27,7 +27,7 @@ from largebatch.config.parallel import WHOLE, Shape
 from largebatch.launch import gloo_start, launcher
 from largebatch.launch.cores import cores_of_process, share_of_cores, yields
 from largebatch.launch.home import set_missing_home
-from largebatch.launch.parents import Process, end_hung_mpirun, end_stopped, this_process
+from largebatch.launch.parents import end_hung_mpirun, end_stopped, this_process
 from largebatch.process.installer import foreign_gpu, install_command
 from largebatch.ranks.fp16 import Fp16
 from largebatch.ranks.ranks import Ranks
@@ -71,7 +71,6 @@ class HorovodRanks(Ranks):
             os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", str(int(yields(self.cores, launch.local_size))))
         self._rendezvous = gloo_start.prepare(launch, os.environ, mpi=mpi)
         self._parent = os.getppid()
-        self._processes: list[Process | None] = []  # of all ranks
         stall_limit_s = stall_limit(os.environ)
         super().__init__(
             stall_limit_s=stall_limit_s, hang_limit_s=horovod.hang_limit_s, start_limit_s=start_limit_s
@@ -94,7 +93,7 @@ class HorovodRanks(Ranks):
         """Return how many cores' worth of time this rank has. A collective."""
         host = socket.gethostname()
         everyone = self.allgather_object((host, self.cores, this_process()), name="cores")
-        self._processes = [process for _, _, process in everyone]
+        self.processes = [process for _, _, process in everyone]
         return share_of_cores(self.cores, [cores for theirs, cores, _ in everyone if theirs == host])
 
     def _watch_launcher(self) -> None:
@@ -105,7 +104,7 @@ class HorovodRanks(Ranks):
 
     def _end_stopped_without_launcher(self) -> None:
         if os.getppid() != self._parent:  # else the launcher ends them
-            end_stopped(self._processes)
+            end_stopped(self.processes)
 
     def _refuse_mismatch(self, launch: launcher.Launch) -> None:
         """Raise RuntimeError on all ranks if one has another place than its launcher announced."""

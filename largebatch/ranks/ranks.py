@@ -14,7 +14,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,9 +23,11 @@ from torch.optim import Optimizer
 
 from largebatch.launch.cores import Cores
 from largebatch.launch.driver import device_of
+from largebatch.launch.parents import Process
 from largebatch.process.background import in_background
 from largebatch.ranks import replicas
 from largebatch.ranks.fp16 import Fp16
+from largebatch.ranks.record import Record, recorded
 from largebatch.ranks.reduction import Compression, Reduced, refuse_irreducible
 from largebatch.ranks.sending import Unchanged
 from largebatch.ranks.stop_points import StopPoints
@@ -37,6 +39,7 @@ T = TypeVar("T")
 
 GRACE_S = 3  # for the other ranks, which give up soon after, to report it, too
 BEAT_S = 5.0  # rank 0 tells the others this often that it goes on with a long piece of work
+COLLECTIVES = ("start_allreduce", "broadcast_object", "allgather_object", "broadcast_tensors")
 COMPARED = 16  # the ranks compare so many batches of `micro_batches`, and then one of so many
 
 
@@ -53,7 +56,12 @@ class Ranks(ABC):
     size = data_size = model_size = local_size = 1
     cores: Cores
     num_cores: float  # how many cores' worth of time this rank has
+    processes: Sequence[Process | None] = ()  # of all ranks, if they are known
     failures: tuple[type[Exception], ...] = ()  # what is raised here because another rank has failed
+
+    def __init_subclass__(cls) -> None:
+        for name in {*COLLECTIVES} & vars(cls).keys():
+            setattr(cls, name, recorded(vars(cls)[name]))
 
     def __init__(self, *, stall_limit_s: float = 0.0, hang_limit_s: float, start_limit_s: float | None = None) -> None:
         """Begin to watch that this rank goes on. A limit of 0: none."""
@@ -63,6 +71,8 @@ class Ranks(ABC):
         self._shared = 0  # the batches that it has shared since the last `wrap`
         self._closing: list[Callable[[], None]] = []
         self._watchdog = Watchdog(stall_limit_s, hang_limit_s, self._give_up, start_limit_s=start_limit_s)
+        self.record = Record(self._watchdog)
+        self._points: StopPoints | None = None
 
     def device(self, kind: str = "auto") -> torch.device:
         """Return the device of this rank: the CPU, the GPU with the number of the local rank, or the only GPU.
@@ -233,9 +243,9 @@ class Ranks(ABC):
 
     def stop_points(self, requests: Callable[[], Sequence[bool]]) -> StopPoints:
         """Return points at which all ranks can leave their work together; every rank calls this."""
-        points = StopPoints(requests, self)
-        self.before_shutdown(points.close)
-        return points
+        self._points = StopPoints(requests, self)
+        self.before_shutdown(self._points.close)
+        return self._points
 
     def before_shutdown(self, close: Callable[[], None]) -> None:
         """Register a function that this rank calls when all ranks are done, before they part."""
@@ -255,6 +265,10 @@ class Ranks(ABC):
 
     def _give_up(self, mark: Mark) -> None:
         who = f"rank {self.rank} of {self.size}" if self.is_open else "a rank"
+        with suppress(Exception):  # this rank must end
+            seen = f"largebatch: {self._points.compare(mark.began)}\n" if self._points else ""
+            newest = self.record.lines()
+            sys.stderr.write(seen + f"largebatch: the newest collectives of {who}:\n{newest}" * bool(newest))
         sys.stderr.write(f"largebatch: {who} on {socket.gethostname()} {self._watchdog.explain(mark)}\n")
         faulthandler.dump_traceback()
         sys.stderr.flush()
