@@ -100,6 +100,11 @@ class Ranks(ABC):
         """Let the watchdog limit the time of a block, which waits for the other ranks in this collective."""
         return self._watchdog.waiting(name)
 
+    @property
+    def waited_s(self) -> float:
+        """The time that this rank has waited for others so far."""
+        return self._watchdog.waited_s
+
     # -- collectives -------------------------------------------------------------------------------------------
 
     @abstractmethod
