@@ -107,6 +107,7 @@ class Trainer:
     losses: Tensor | None = None  # those of this rank, whose mean goes into the state when it is saved
     max_steps: int = 0  # those that `fit` was given
     waited_s: float = 0.0  # the time that this rank waited for the images of the newest step
+    pass_s: list[float] = field(default_factory=list)  # the time of each forward and backward pass of the newest step
     stop_reason: str = ""  # a hook that ends the run says why, on all ranks at the same point
     # A hook sets it, on all ranks after the same step, if the run is to go on from an older state, which it loads.
     rollback: "Callable[[Trainer], None] | None" = None
@@ -170,7 +171,7 @@ class Trainer:
         """Yield this rank's micro-batches of the coming step, augmented, in the order of their numbers."""
         mine = self.plan.micro_batches(self.state.step, self.comm.data_rank, self.comm.data_size)
         if not again:
-            self.waited_s = 0.0
+            self.waited_s, self.pass_s = 0.0, []
         for number in range(self.plan.passes_in_step(self.state.step, self.comm.data_size)):
             self.pass_point(f"step {self.state.step + 1}, pass {number + 1}{' at perturbed weights' * again}")
             if number == len(mine):  # the last pass of a step may have fewer micro-batches than ranks
@@ -183,7 +184,9 @@ class Trainer:
             augmented = self.prepare(batch)
             if number == 0 and not again:
                 self._each("at_first_batch", augmented)
+            began = time.perf_counter()
             yield augmented
+            self.pass_s.append(time.perf_counter() - began)
 
     def prepare(self, batch: Any) -> Augmented:
         """Return a micro-batch augmented. All that is drawn for it follows from (seed, step, number), on any rank."""

@@ -228,12 +228,13 @@ def build_hooks(
     early = None
     if signals:
         early = StopEarly(signals, end=end_time(config.run.end_time), longest_save_s=lambda: saving.longest_s)
+    slow = hooks.SlowRank() if config.parallel.shape().size == 1 else None
     noise = build_noise_scale(config, plan)
     steps = profiled_steps(config.run.profile_steps)
     profile = Profile(*steps, run=Path(config.folder).resolve().name) if steps else None
-    log = hooks.Log(build_sinks(config), every_images=images("log.every"), noise=noise)
+    log = hooks.Log(build_sinks(config), every_images=images("log.every"), noise=noise, slow=slow)
     guards = hooks.Guards(where=where)
-    in_order = (guards, divergence, ema, recomputing, comparing, saving, early, noise, profile, log)
+    in_order = (guards, divergence, ema, recomputing, comparing, saving, early, slow, noise, profile, log)
     return [hook for hook in in_order if hook]
 
 

@@ -7,6 +7,7 @@
     ReplicaCheck    replicas.py        compares the ranks' weights before Checkpoint saves them
     Checkpoint      checkpointing.py   saves; StopEarly needs to know how long a save takes
     StopEarly       stop_early.py      ends the run at a signal, or before the time of the job is over
+    SlowRank        slow_rank.py       names a rank that is slower than the others; Log writes its number
     NoiseScale      noise_scale.py     measures a step before Log writes its row; noise_ramp.py doubles the batch by it
     Profile         profile.py         starts to record after the hooks above, so the trace shows only steps
     Log             log.py             starts its clock last, so that no hook counts as training time
@@ -25,11 +26,12 @@ from largebatch.hooks.profile import Profile
 from largebatch.hooks.recompute import RecomputeCheck
 from largebatch.hooks.replicas import ReplicaCheck
 from largebatch.hooks.sinks import Csv, Curves, Progress, Sink, TensorBoard
+from largebatch.hooks.slow_rank import SlowRank
 from largebatch.hooks.stop_early import StopEarly, end_time
 from largebatch.hooks.weights_and_biases import WeightsAndBiases
 
 __all__ = [
     "Checkpoint", "Csv", "Curves", "Divergence", "Ema", "Guards", "Log", "NoiseScale", "Profile", "Progress",
-    "RecomputeCheck", "ReplicaCheck", "Sink", "StopEarly", "TensorBoard", "WeightsAndBiases", "check_half_life",
-    "end_time", "follow_noise", "in_turn",
+    "RecomputeCheck", "ReplicaCheck", "Sink", "SlowRank", "StopEarly", "TensorBoard", "WeightsAndBiases",
+    "check_half_life", "end_time", "follow_noise", "in_turn",
 ]  # fmt: skip

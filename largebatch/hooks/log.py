@@ -16,6 +16,7 @@ from largebatch.engine import Hook, StepOutput, Trainer
 from largebatch.files.run_folder import Row
 from largebatch.hooks.noise_scale import NoiseScale
 from largebatch.hooks.sinks import Sink
+from largebatch.hooks.slow_rank import SlowRank
 from largebatch.optim import adapted_ratios, trust_summary
 from largebatch.report.tables import TRUST
 
@@ -26,9 +27,11 @@ wall_clock = time.time  # seconds since the epoch
 class Log(Hook):
     """Computes the rows. It must be the last hook, so that the time of the others is not training time."""
 
-    def __init__(self, sinks: Sequence[Sink], *, every_images: int, noise: NoiseScale | None = None) -> None:
-        """noise: a hook of the run, with the same every_images."""
-        self.sinks, self.noise = sinks, noise
+    def __init__(
+        self, sinks: Sequence[Sink], *, every_images: int, noise: NoiseScale | None = None, slow: SlowRank | None = None
+    ) -> None:
+        """noise and slow: hooks of the run, noise with the same every_images."""
+        self.sinks, self.noise, self.slow = sinks, noise, slow
         self.every_images = every_images
         self.since_row, self.since_epoch = Throughput(), Throughput()
         self.failed = set[str]()  # sinks
@@ -60,6 +63,7 @@ class Log(Hook):
                 "stall": self.since_row.stall(),
                 "images_per_s": self.since_row.take(),
                 "memory_gib": peak_memory(trainer.device) / 2**30,
+                "slow_rank": self.slow.rank if self.slow else math.nan,
                 "time": round(wall_clock()),
             }
             row |= trust_ratios(trainer, output)

@@ -41,13 +41,17 @@ def this_process() -> Process | None:
 
 def end_stopped(processes: Iterable[Process | None]) -> None:
     """Send SIGKILL to those of the processes that are here and stopped."""
-    here = this_process()
     for process in processes:
-        if here and process and process.place == here.place:
-            state, *_, began = _stat(process.pid)[:20] or [b"", b""]
-            if state == b"T" and began == process.began:
-                with suppress(OSError):
-                    os.kill(process.pid, signal.SIGKILL)
+        if process and is_stopped(process):
+            with suppress(OSError):
+                os.kill(process.pid, signal.SIGKILL)
+
+
+def is_stopped(process: Process) -> bool:
+    """Return whether this process is here and stopped."""
+    here = this_process()
+    state, *_, began = _stat(process.pid)[:20] or [b"", b""]
+    return here is not None and process.place == here.place and state == b"T" and began == process.began
 
 
 def end_hung_mpirun(pid: int) -> None:

@@ -15,7 +15,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,6 +28,7 @@ from largebatch.launch.parents import Process, end_stopped, this_process
 from largebatch.process.background import in_background
 from largebatch.ranks import replicas
 from largebatch.ranks.narrow import TYPES, Narrow
+from largebatch.ranks.record import Record, recorded
 from largebatch.ranks.reduction import Compression, Reduced, refuse_irreducible
 from largebatch.ranks.sending import Unchanged
 from largebatch.ranks.stop_points import StopPoints
@@ -40,6 +41,7 @@ T = TypeVar("T")
 GRACE_S = 3  # for the other ranks, which give up soon after, to report it, too
 BEAT_S = 5.0  # rank 0 tells the others this often that it goes on with a long piece of work
 MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 200e-6  # between two looks at a collective; each pause is twice the one before
+COLLECTIVES = ("start_allreduce", "broadcast_object", "allgather_object", "broadcast_tensors")
 COMPARED = 16  # the ranks compare so many batches of `micro_batches`, and then one of so many
 
 
@@ -56,7 +58,12 @@ class Ranks(ABC):
     size = data_size = model_size = local_size = 1
     cores: Cores
     num_cores: float  # how many cores' worth of time this rank has
+    processes: Sequence[Process | None] = ()  # of all ranks, if they are known
     failures: tuple[type[Exception], ...] = ()  # what is raised here because another rank has failed
+
+    def __init_subclass__(cls) -> None:
+        for name in {*COLLECTIVES} & vars(cls).keys():
+            setattr(cls, name, recorded(vars(cls)[name]))
 
     def __init__(self, *, stall_limit_s: float = 0.0, hang_limit_s: float, start_limit_s: float | None = None) -> None:
         """Begin to watch that this rank goes on. A limit of 0: none."""
@@ -66,8 +73,9 @@ class Ranks(ABC):
         self._shared = 0  # the batches that it has shared since the last `wrap`
         self._closing: list[Callable[[], None]] = []
         self._parent = os.getppid()
-        self._processes: list[Process | None] = []  # of all ranks
         self._watchdog = Watchdog(stall_limit_s, hang_limit_s, self._give_up, start_limit_s=start_limit_s)
+        self.record = Record(self._watchdog)
+        self._points: StopPoints | None = None
 
     def device(self, kind: str = "auto") -> torch.device:
         """Return the device of this rank: the CPU, the GPU with the number of the local rank, or the only GPU.
@@ -94,6 +102,11 @@ class Ranks(ABC):
     def waiting(self, name: str) -> AbstractContextManager[None]:
         """Let the watchdog limit the time of a block, which waits for the other ranks in this collective."""
         return self._watchdog.waiting(name)
+
+    @property
+    def waited_s(self) -> float:
+        """The time that this rank has waited for others so far."""
+        return self._watchdog.waited_s
 
     # -- collectives -------------------------------------------------------------------------------------------
 
@@ -248,18 +261,18 @@ class Ranks(ABC):
         """Tell the other ranks the cores and the process of this one. A collective."""
         host = socket.gethostname()
         everyone = self.allgather_object((host, self.cores, this_process()), name="cores")
-        self._processes = [process for _, _, process in everyone]
+        self.processes = [process for _, _, process in everyone]
         self.num_cores = share_of_cores(self.cores, [cores for theirs, cores, _ in everyone if theirs == host])
 
     def _end_stopped_without_launcher(self) -> None:
         if os.getppid() != self._parent:  # else the launcher ends them
-            end_stopped(self._processes)
+            end_stopped(self.processes)
 
     def stop_points(self, requests: Callable[[], Sequence[bool]]) -> StopPoints:
         """Return points at which all ranks can leave their work together; every rank calls this."""
-        points = StopPoints(requests, self)
-        self.before_shutdown(points.close)
-        return points
+        self._points = StopPoints(requests, self)
+        self.before_shutdown(self._points.close)
+        return self._points
 
     def before_shutdown(self, close: Callable[[], None]) -> None:
         """Register a function that this rank calls when all ranks are done, before they part."""
@@ -279,6 +292,10 @@ class Ranks(ABC):
 
     def _give_up(self, mark: Mark) -> None:
         who = f"rank {self.rank} of {self.size}" if self.is_open else "a rank"
+        with suppress(Exception):  # this rank must end
+            seen = f"largebatch: {self._points.compare(mark.began)}\n" if self._points else ""
+            newest = self.record.lines()
+            sys.stderr.write(seen + f"largebatch: the newest collectives of {who}:\n{newest}" * bool(newest))
         sys.stderr.write(f"largebatch: {who} on {socket.gethostname()} {self._watchdog.explain(mark)}\n")
         faulthandler.dump_traceback()
         sys.stderr.flush()

@@ -55,6 +55,7 @@ class Trained:
         self.parameters: set[nn.Parameter] = set()
         self.buckets: list[tuple[nn.Parameter, ...]] = []
         self.bucket_of: dict[nn.Parameter, int] = {}
+        self.nbytes: list[int] = []  # of the buckets
 
     def change(self, *, more: Iterable[nn.Parameter] = (), less: Iterable[nn.Parameter] = ()) -> None:
         """Divide the gradients anew, between two steps."""
@@ -62,6 +63,7 @@ class Trained:
         gradients = [parameter for parameter in reversed([*self.names]) if parameter in self.parameters]
         numbers = buckets([parameter.nbytes for parameter in gradients])
         self.buckets = [tuple(gradients[number] for number in bucket) for bucket in numbers]
+        self.nbytes = [sum(parameter.nbytes for parameter in bucket) for bucket in self.buckets]
         self.bucket_of = {p: number for number, bucket in enumerate(self.buckets) for p in bucket}
 
 
@@ -173,6 +175,7 @@ class Reduced(Optimizer):
         for parameter in self.trained.buckets[number]:
             if parameter.grad is None:  # another rank may have one
                 parameter.grad = torch.zeros_like(parameter)
+        self.comm.record.begin(f"bucket {number}", self.trained.nbytes[number])
         self.so_far.sent[number] = self._send(self.trained.buckets[number])
 
     def _send(self, bucket: Sequence[nn.Parameter]) -> Any:

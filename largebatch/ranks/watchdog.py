@@ -44,6 +44,7 @@ class Watchdog:
         self.start_limit_s = start_limit_s  # None: as later, or the start is over
         self._expired = expired
         self.phase = ""  # of the newest call of `progress`
+        self.waited_s = 0.0  # in all blocks of `waiting` that are over
         self._mark: Mark | None = None
         self._over = threading.Event()
         limits = (stall_limit_s, hang_limit_s, start_limit_s or 0.0)
@@ -57,11 +58,12 @@ class Watchdog:
 
         is_progress: False if another thread of this rank works meanwhile, whose time goes on.
         """
-        before = self._mark
-        self._mark = Mark(what, waits=True)
+        before, mark = self._mark, Mark(what, waits=True)
+        self._mark = mark
         try:
             yield
         finally:
+            self.waited_s += time.monotonic() - mark.began
             if is_progress:
                 self._mark = Mark(self.phase, waits=False) if self.phase else None
             else:

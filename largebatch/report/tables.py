@@ -15,11 +15,11 @@ TRUST = ("trust_min", "trust_median", "trust_max")
 # |G|^2 and tr(Sigma), averaged over rows, and their quotient, the gradient noise scale in images (noise_scale.py).
 NOISE = ("grad_square", "grad_variance", "noise_scale")
 # Measured columns, which differ when a run is repeated: seconds since the epoch, images per second, percent of the time
-# that rank 0 waited for images, peak memory of rank 0.
-MEASURED = ("time", "images_per_s", "stall", "memory_gib")
+# that rank 0 waited for images, peak memory of rank 0, the slowest rank if it is too slow (slow_rank.py).
+MEASURED = ("time", "images_per_s", "stall", "memory_gib", "slow_rank")
 STEP_COLUMNS = (
     "step", "epoch", "images", "lr", "loss", "grad_norm", "images_per_s", "skipped", *TRUST, "time", "stall",
-    "memory_gib", *NOISE,
+    "memory_gib", *NOISE, "slow_rank",
 )  # fmt: skip
 EMA = ("ema_loss", "ema_top1")
 EPOCH_COLUMNS = (

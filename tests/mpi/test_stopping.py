@@ -140,7 +140,8 @@ def test_ranks_whose_horovodrun_is_killed(tmp_path):
 def test_a_rank_that_is_stopped_ends_without_its_launcher(tmp_path, launcher):
     """It obeys nothing but SIGKILL. Under torchrun the other rank first waits for it, as long as it may."""
     folder, output = tmp_path / "run", tmp_path / "output"
-    command = training(folder, "--horovod.stall_limit_s", "4", faults="is_slow")
+    limits = ["--horovod.stall_limit_s", "4", "--horovod.start_limit_s", "100"]
+    command = training(folder, *limits, faults="is_slow")
     with started([*LAUNCHERS[launcher](2), "python", *command], output) as process:
         wait_for(lambda: len(rows(folder, "steps.csv")) >= 2 or process.poll() is not None, output)
         pids = [int(pid) for pid in re.findall(r"rank \d cpu \(pid (\d+)\)", output.read_text())]

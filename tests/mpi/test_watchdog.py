@@ -1,5 +1,7 @@
 """Ranks that wait too long for one another, or that all hang alike, end the run and say where they were."""
 
+import os
+import re
 import signal
 
 import pytest
@@ -7,6 +9,7 @@ from launch import launch
 from runs import SMALL, steps_saved
 
 PROGRAM = ["-m", "tests.mpi.programs", "one_rank"]
+LIMITS = ["--horovod.stall_limit_s", "4", "--horovod.hang_limit_s", "60"]
 LIMIT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}  # the option says the same
 
 
@@ -20,6 +23,23 @@ def test_a_rank_that_does_not_come_ends_all(launcher, what):
     assert code != 0 and "done" not in output, output
     assert "waited 4 s for the others (middle)" in output and "in allreduce" in output, output
     assert "rank 0 of 3" in output and "rank 2 of 3" in output and "rank 1 of 3" not in output, output
+    newest = r"the newest collectives of rank 0 of 3:\n(.*\n)*.* middle: 4 bytes, \d\.\d s ago\n"
+    assert re.search(newest, output), output
+
+
+@pytest.mark.parametrize("kind, launcher", [("hang", "mpirun"), ("SIGSTOP", "horovodrun --gloo")])
+def test_a_rank_that_hangs_in_a_step_is_named_with_its_collective(tmp_path, kind, launcher):
+    """The thread of a rank that hangs still answers; that a rank is stopped is seen by those of its host."""
+    batch = ["--data.global_batch_size", "24", "--data.micro_batch_size", "4", "--run.duration", "5 steps"]
+    command = ["-m", "tests.reliability.injector", *SMALL, *batch, "--run.folder", str(tmp_path), *LIMITS]
+    fault = LIMIT | {"LARGEBATCH_FAULT": f"1 forward 3 {kind}"}
+    code, output = launch(command, ranks=3, launcher=launcher, timeout_s=100, environment=fault)
+    host = os.uname().nodename
+    behind = rf"rank 1 on {host} is behind, after collective (\d+), .*, and not yet in (\d+), "
+    named = re.search(behind + "bucket 0 of step 3, pass 2; the others have come to", output)
+    assert code != 0 and "rank 0 of 3" in output, output
+    assert kind == "SIGSTOP" or named and int(named[2]) == int(named[1]) + 1, output
+    assert kind == "hang" or f"largebatch: rank 1 on {host} is stopped." in output, output
 
 
 @pytest.mark.cluster

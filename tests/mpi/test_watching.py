@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from launch import ENVIRONMENT, ROOT, launch, with_python
 from PIL import Image
-from runs import SMALL
+from runs import SMALL, rows
 
 from largebatch.report.history import read_starts
 
@@ -118,6 +118,18 @@ def test_a_truncated_image_ends_a_run_with_one_sentence(tmp_path):
     assert code != 0 and "Traceback" not in output and "operator" not in output, output
     check = f"`python -m largebatch.pack check {tmp_path}/data` lists all such images, and training then leaves them "
     assert len(said) == 1 and f"{bad}, record 0 (at byte 0) cannot be decoded (" in said[0] and check in said[0], output
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_slow_rank_is_named_in_the_log_and_in_the_table(tmp_path, passes):
+    batch = ["--data.global_batch_size", str(12 * passes), "--data.micro_batch_size", "4"]
+    options = [*SMALL, *batch, "--run.duration", "30 steps", "--log.every", "5 steps", "--run.folder", str(tmp_path)]
+    code, output = launch(["-m", "tests.mpi.programs", "is_slow_on_rank_1", *options], ranks=3)
+    log = (tmp_path / "log.txt").read_text()
+    told = re.findall(r"rank (\d) on (\S+) is \d+ % slower than the median rank: its (.+) takes (\d+) ms a step", log)
+    assert code == 0 and [one[:3] for one in told] == [("1", os.uname().nodename, "forward and backward")], output
+    assert int(told[0][3]) >= 150
+    assert [row["slow_rank"] for row in rows(tmp_path, "steps.csv")] == ["", "", "", "", "", "1"]
 
 
 def test_a_start_that_was_killed_has_no_end(watched, tmp_path):

@@ -1,5 +1,6 @@
 """The campaigns: each a promise of the README, tried many times. `faults` and `programs` have the trials."""
 
+import itertools
 import json
 import re
 import shutil
@@ -42,10 +43,10 @@ def program(name: str, *, ranks: int, gate: int, full: int, check: Callable[[dic
             reports = re.findall(r"report: (\{.*\})", output)
             if code != 0 or len(reports) != 1:
                 return f"exit code {code}: {output[-3000:]}"
-            (size.folder / "report.json").write_text(reports[0])
+            (size.folder / f"{name}.json").write_text(reports[0])
             return check(json.loads(reports[0]))
 
-        yield Trial(f"{rounds} rounds on {ranks} ranks", run)
+        yield Trial(f"{name}, {rounds} rounds on {ranks} ranks", run)
 
     return trials
 
@@ -62,7 +63,15 @@ def is_flat(report: dict) -> str:
 
 def is_cheap(report: dict) -> str:
     """Say if the guards take too much of a run."""
-    return "" if report["of_an_epoch"] <= 0.01 and report["of_500_steps"] <= 0.005 else f"too slow: {report}"
+    limits = {"of_an_epoch": 0.01, "of_500_steps": 0.005, "of_a_step": 0.001}
+    return "" if all(report[name] <= limit for name, limit in limits.items()) else f"too slow: {report}"
+
+
+def names_slow_rank(report: dict) -> str:
+    """Say if a slow rank was not named within 20 steps, with its phase, or another one was."""
+    late = [one for one in report["rounds"] if one[-1] > 20]
+    right = report["told"] == report["right"] == len(report["rounds"]) and not late
+    return "" if right else f"late {late}, wrong {report['wrong']}: {report}"
 
 
 CAMPAIGNS = (
@@ -105,7 +114,8 @@ CAMPAIGNS = (
     Campaign("R9", "a rank that computes a wrong gradient is named", tests("tests/mpi/ranks/test_recompute.py")),
     Campaign(
         "R10",
-        "checkpoint and check of each epoch cost at most 1 % of it, and recomputation 0.5 % of 500 steps",
+        "checkpoint and check of each epoch cost at most 1 % of it, recomputation 0.5 % of 500 steps, and the "
+        "watch for slow ranks 0.1 % of a step",
         program("cost", ranks=2, gate=2, full=10, check=is_cheap),
     ),
     Campaign("R11", "a lost host ends the job everywhere", tests("tests/cluster/test_faults.py", "-k", "killed")),
@@ -117,4 +127,12 @@ CAMPAIGNS = (
     ),
     Campaign("R14", "a repetition computes the same bits", tests("tests/mpi/test_runs.py", "-k", "resumed_equals")),
     Campaign("R15", "the doctor names what is broken", tests("tests/test_doctor.py")),
+    Campaign(
+        "R16",
+        "a rank that takes 200 ms longer to load or to compute is named within 20 steps, and no healthy rank ever",
+        lambda size: itertools.chain(
+            program("slow", ranks=4, gate=2, full=100, check=names_slow_rank)(size),
+            program("healthy", ranks=4, gate=200, full=10_000, check=names_slow_rank)(size),
+        ),
+    ),
 )

@@ -97,7 +97,10 @@ def explains(fault: Fault, output: str) -> bool:
         return bool(re.search(rf"{fault.kind} |(status code |errorcode ){PREEMPTED}\b", output))
     horovod = rf"Missing ranks:\n{fault.rank}!: .*\n.* is stalled for longer than {WAIT_S} seconds"  # it may come first
     waited = f"({WAIT_S}|{START_S})" if in_first_step(fault) else WAIT_S
-    return bool(re.search(rf"waited {waited} s for the others|made no progress for {HANG_S} s|{horovod}", output))
+    named = re.findall(r"largebatch: (rank .*) (?:is|are) (?:behind|stopped)", output)
+    others = [one for one in named if fault.rank is not None and not re.fullmatch(rf"rank {fault.rank} on \S+", one)]
+    why = re.search(rf"waited {waited} s for the others|made no progress for {HANG_S} s|{horovod}", output)
+    return why is not None and not others
 
 
 def ending(fault: Fault, folder: Path, *, ranks: int, launcher: str) -> str:

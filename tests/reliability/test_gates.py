@@ -3,10 +3,11 @@
 import pytest
 
 from tests.reliability.campaign import Campaign, Size, Trial, carry_out
-from tests.reliability.campaigns import CAMPAIGNS, is_flat
+from tests.reliability.campaigns import CAMPAIGNS, is_flat, names_slow_rank
+from tests.reliability.faults import explains
 from tests.reliability.injector import PHASES, Fault
 
-OWN = ("R1", "R2", "R3", "R5", "R6", "R7", "R8", "R13")
+OWN = ("R1", "R2", "R3", "R5", "R6", "R7", "R8", "R13", "R16")
 
 pytestmark = pytest.mark.cluster  # a tier of its own: such runs mostly wait
 
@@ -37,6 +38,20 @@ def test_memory_and_descriptors_that_grow_fail_the_soak():
     assert is_flat(flat) == ""
     assert is_flat(flat | {"descriptors": [40, 41]}).startswith("descriptors grew")
     assert is_flat(flat | {"megabytes": [500, 543]}).startswith("megabytes grew")
+
+
+def test_a_slow_rank_that_is_named_late_or_beside_another_one_fails_the_campaign():
+    found = {"rounds": [[3, "loading", 12], [0, "loading", 20]], "told": 2, "right": 2, "wrong": []}
+    assert names_slow_rank(found) == "" and names_slow_rank({"rounds": [], "told": 0, "right": 0, "wrong": []}) == ""
+    assert names_slow_rank(found | {"rounds": [[3, "loading", 12], [0, "loading", 21]]}).startswith("late [[0, ")
+    assert names_slow_rank(found | {"told": 3, "wrong": ["rank 1 on a"]}).startswith("late [], wrong ['rank 1 on a']")
+
+
+def test_a_report_that_names_another_rank_than_the_one_that_hangs_fails_the_campaign():
+    fault, waited = Fault.read("1 forward 3 hang"), "waited 4 s for the others"
+    assert explains(fault, waited) and explains(fault, f"largebatch: rank 1 on a is behind, after\n{waited}")
+    assert not explains(fault, f"largebatch: rank 2 on a is behind, after\n{waited}")
+    assert not explains(fault, f"largebatch: rank 1 on a, rank 2 on a are behind, after\n{waited}")
 
 
 def test_a_fault_is_written_as_it_is_read():
