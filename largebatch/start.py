@@ -34,7 +34,7 @@ def set_up(config: TrainConfig, comm: Ranks, *, final: bool = True) -> tuple[Tra
         config = resolve(config, device)
     if final:
         warn_of_doubtful(config, device, comm)
-    logger.info("%s", preflight.agree(comm, options(config)))
+    logger.info("%s; ranks: %s", preflight.agree(comm, options(config)), comm.kind)
     if comm.local_rank == 0:
         _remove_leftovers()
     for line in check_placement(comm, device, loader_threads=config.data.num_threads):

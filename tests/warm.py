@@ -48,7 +48,7 @@ IMPORTED = (  # zoo comes before timm, which it makes importable
     "zoo cloudpickle horovod.torch matplotlib.pyplot mpi4py nvidia.dali.fn "
     "nvidia.dali.plugin.pytorch psutil pytest rich.progress scipy.ndimage sklearn.datasets timm torch "
     "torch._dynamo torch.distributed torch.utils.tensorboard largebatch.benchmark.step largebatch.assembly "
-    "largebatch.data.sources largebatch.parallel.replica largebatch.parallel.rendezvous largebatch.recipes "
+    "largebatch.data.sources largebatch.parallel.replica largebatch.recipes "
     "largebatch.ranks.torch_distributed largebatch.train largebatch.validate"
 ).split()
 

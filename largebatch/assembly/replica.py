@@ -34,9 +34,9 @@ def build_replica(
     impl = lamb_impl(comm, device) if config.optim.name in ("lamb", "muon_lamb") else None
     make_optimizer = partial(build_optimizer, config, impl=impl)
     if divides(config):
-        from largebatch.parallel import rendezvous  # imported only by runs that need it
+        from largebatch.parallel.mesh import start_torch_distributed  # imported only by runs that need it
 
-        rendezvous.start_torch_distributed(comm, device)
+        start_torch_distributed(comm, device)
     model = build_first_model(config, device, comm, names)
     with comm.together("building"):
         log_attention(config, model, device, comm)

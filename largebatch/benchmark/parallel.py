@@ -24,7 +24,7 @@ from largebatch.augment import Augmented
 from largebatch.benchmark.measure import Contender, Report, Round, compare
 from largebatch.config.parallel import ParallelConfig, TensorConfig
 from largebatch.losses import classification
-from largebatch.parallel.rendezvous import start_torch_distributed
+from largebatch.parallel.mesh import start_torch_distributed
 from largebatch.parallel.replica import ParallelReplica
 from largebatch.precision import DTYPES, autocast, choose_precision
 from largebatch.ranks import Ranks, session

@@ -296,7 +296,7 @@ def distributed(
     """Return a module whose gradients are reduced, and a context in which they are not; one rank needs neither."""
     if comm.size == 1:
         return module, nullcontext
-    from largebatch.parallel.rendezvous import start_torch_distributed
+    from largebatch.parallel.mesh import start_torch_distributed
 
     start_torch_distributed(comm, device)
     parallel = DistributedDataParallel(module)

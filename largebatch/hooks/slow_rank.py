@@ -1,12 +1,10 @@
 """Names a rank that is slower than the others, which all wait for it in each step.
 
-A rank's own time in a step is that without its waits for others. It has three phases: the wait for images; the passes
-that do not communicate, or the only one; and the rest, from one step to the next. Other work on a host makes some steps
-longer, and none shorter. So each rank takes the lower quartile of a phase over WINDOW steps, and an allreduce that
-nobody waits for shares them.
+A rank's own time, without waits for others, has three phases: the wait for images; the passes that do not communicate,
+or the only one; and the rest. Other work on a host makes steps longer, and none shorter. So each rank takes the lower
+quartile of a phase over WINDOW steps, and an allreduce that nobody waits for shares them.
 
-The host does not see how long a GPU computes, and its waits for the GPU are waits for other ranks, too. So on a GPU
-events around the first pass tell its time, if a step has several, and the rest does not count.
+On a GPU, events around the first pass tell its time, if a step has several. The rest does not count there.
 """
 
 import logging
@@ -32,7 +30,7 @@ Table = Sequence[Sequence[float]]  # by rank, the seconds of each phase
 
 
 def excess(table: Table) -> list[float]:
-    """Return for each rank how far it is above the median of the ranks; 1 is the limit of a slow rank."""
+    """Return how far each rank is above the median; 1 is the limit of a slow rank."""
     totals = [sum(times) for times in table]
     usual = statistics.median_low(totals)
     return [(total - usual) / max(LIMIT * usual, FLOOR_S) for total in totals]

@@ -1,16 +1,18 @@
-"""The place where the ranks of torch.distributed meet: a store of torch, in which each leaves its address.
+"""Where the ranks of torch.distributed meet: a store of torch, in which each leaves its address.
 
-On one host, the store and Gloo listen at 127.0.0.1 alone. Between hosts they listen at the address of each host's own
-name, or of the network card in GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE (mpi_scripts/env.sh sets them from INTERFACE).
-On Debian the own name may resolve to 127.0.1.1, which other hosts cannot reach: Gloo would hang, so it is refused.
+On one host, the store and Gloo listen at 127.0.0.1 alone; between hosts at the address of each host's own name, or of
+the network card in GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE. On Debian the own name may resolve to 127.0.1.1, which
+other hosts cannot reach: Gloo would hang, so it is refused.
 """
 
 import json
 import os
 import re
 import socket
+import time
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 from largebatch.launch.launcher import Launch, read_number
 
 LOOPBACK = "127.0.0.1"
+CONNECT_S, PAUSE_S = 10.0, 0.1  # for one try to connect, and between two
 # What tells a start of a job from others on its hosts.
 START = "SLURM_JOB_ID SLURM_STEP_ID SLURM_RESTART_COUNT TORCHELASTIC_RESTART_COUNT PMIX_NAMESPACE PMI_JOBID".split()
 
@@ -68,6 +71,8 @@ def meet(launch: Launch, environment: MutableMapping[str, str], *, limit_s: floa
     ValueError for settings that cannot work, RuntimeError if not all ranks come. Ranks that could reach each other
     raise the same error.
     """
+    from torch.distributed import PrefixStore
+
     host, port, serves = _address_of_store(launch, environment)
     try:
         socket.getaddrinfo(host, None)
@@ -79,8 +84,10 @@ def meet(launch: Launch, environment: MutableMapping[str, str], *, limit_s: floa
     group = "GROUP_RANK" if launch.launcher == "torchrun" else "SLURM_NODEID"
     mine = place_here(environment, environment.get(group, ""))
     try:
+        if launch.rank > 0:
+            _wait_for_server(host, port, limit_s)
         store = _open_store(host, port, serves, limit=limit_of(limit_s), one_host=launch.local_size == launch.size)
-        store = _of_this_start(store, environment)
+        store = PrefixStore(f"largebatch/{_start(environment)}", store)  # in which no earlier start has left anything
         places = _exchange(store, mine, rank=launch.rank, size=launch.size, limit=limit_of(limit_s))
     except (RuntimeError, OSError) as error:  # torch's text is a page, of which the first line is enough
         cause = os.strerror(error.errno).lower() if isinstance(error, OSError) and error.errno else str(error)
@@ -123,16 +130,21 @@ def _start(environment: Mapping[str, str]) -> str:
     return "-".join(environment.get(name, "") for name in START)
 
 
-def _of_this_start(store: Any, environment: Mapping[str, str]) -> Any:
-    """Return the part of a store in which an earlier start, which torchrun repeats, has left nothing."""
-    from torch.distributed import PrefixStore
-
-    return PrefixStore(f"largebatch/{_start(environment)}", store)
-
-
 def limit_of(seconds: float) -> timedelta:
     """Return a limit for torch.distributed, which knows none that is endless; 0: ten years."""
     return timedelta(seconds=seconds) if seconds else timedelta(days=3650)
+
+
+def _wait_for_server(host: str, port: int, limit_s: float) -> None:
+    """Wait until somebody listens; torch's own client would print pages. OSError if nobody does in time."""
+    end = time.monotonic() + limit_s
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=CONNECT_S).close()
+        except OSError:
+            if limit_s and time.monotonic() > end:
+                raise
+            time.sleep(PAUSE_S)
 
 
 def _open_store(host: str, port: int, serves: bool, *, limit: timedelta, one_host: bool) -> Any:
@@ -154,12 +166,10 @@ def store_address(host: str, *, one_host: bool) -> str:
     address = str(found[0][4][0])
     if host not in (address, "localhost") and address.startswith("127.") and not one_host:
         return ""
-    try:
-        with socket.socket(_family(address)) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return ""
-    return address
+    with socket.socket(_family(address)) as probe, suppress(OSError):
+        probe.bind((address, 0))
+        return address
+    return ""
 
 
 def serve_store(address: str, port: int = 0, *, limit: timedelta = timedelta(seconds=300)) -> Any:

@@ -1,9 +1,10 @@
 """The ranks of a replica as a mesh: this rank's place on each axis, and the group of ranks along it.
 
-The groups belong to torch.distributed; Horovod still reduces along the data axis. The axes are those of
+The groups belong to torch.distributed; along the data axis `Ranks` still reduces. The axes are those of
 config/parallel.py, "data", "model" (all ranks of the replica) and "job" (all ranks). No layer counts ranks.
 """
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from largebatch.config.parallel import Shape
-from largebatch.launch.meeting import limit_of
+from largebatch.launch import meeting
+from largebatch.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Mesh:
     """All axes of a job; torch.distributed has been started on all its ranks."""
 
     def __init__(self, shape: Shape, *, limit_s: float = 0) -> None:
-        """Make the groups; every rank of the job calls this at the same place. limit_s: see `start_process_groups`."""
+        """Make the groups; every rank of the job calls this at the same place. limit_s: of a wait, 0: none."""
         self.shape, self._limit_s = shape, limit_s
         size, rank = dist.get_world_size(), dist.get_rank()
         sizes = {"data": shape.data_size(size)} | shape.sizes
@@ -52,14 +54,14 @@ class Mesh:
         """Make one axis. Axes with the same ranks share a group, which costs threads or memory of a GPU."""
         key = frozenset(map(tuple, table.tolist()))
         if key not in self._groups:
-            self._groups[key] = _new_group(table, limit_of(self._limit_s))
+            self._groups[key] = _new_group(table, meeting.limit_of(self._limit_s))
         (row,), (index,) = np.where(table == rank)
         return Axis(name, table.shape[1], int(index), tuple(map(int, table[row])), self._groups[key])
 
     def close(self) -> None:
         """Give the groups back; all ranks do so together, when no message is under way.
 
-        The last mesh of a process may leave this to `stop_process_groups`.
+        The last mesh of a process need not.
         """
         for group in self._groups.values():
             if group not in (None, dist.group.WORLD):
@@ -101,16 +103,29 @@ def _new_group(table: np.ndarray, limit: timedelta) -> Any:
     return dist.new_subgroups_by_enumeration(table.tolist(), timeout=limit)[0]
 
 
-def start_process_groups(rank: int, size: int, store: Any, *, device: torch.device, limit_s: float = 0) -> None:
-    """Start torch.distributed: gloo on CPUs, NCCL (with gloo beside it) on GPUs.
+def start_torch_distributed(comm: Ranks, device: torch.device) -> None:
+    """Start torch.distributed beside Horovod, if it is not running: gloo on CPUs, NCCL (with gloo beside it) on GPUs.
 
-    limit_s: the seconds after which a rank that waits for a message fails; 0: ten years.
+    It ends before Horovod does. If one rank fails, all raise.
     """
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit_of(limit_s))
+    if dist.is_initialized():
+        return
+    with comm.together("starting torch.distributed"):
+        mine = meeting.place_here(os.environ)
+    places = comm.allgather_object(mine, name="parallel/places")
+    store = None
+    with comm.together("starting torch.distributed"):
+        host = meeting.listen_nowhere_else(places, os.environ)
+        if comm.rank == 0:
+            store = meeting.serve_store(host)
+    port = comm.broadcast_object(store.port if store else None, name="parallel/port")
+    store = store or dist.TCPStore(host, port, None, is_master=False)
+    backend, limit = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", meeting.limit_of(comm.stall_limit_s)
+    dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=limit)
+    comm.before_shutdown(_stop_torch_distributed)
 
 
-def stop_process_groups() -> None:
+def _stop_torch_distributed() -> None:
     """Leave torch.distributed once every rank is done; otherwise its threads may outlive Python and crash."""
     if dist.is_initialized():
         dist.barrier()

@@ -48,6 +48,7 @@ TYPES = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch
 class HorovodRanks(Ranks):
     """The ranks of one launch. If `shape` divides the model, each part has a process set of Horovod's."""
 
+    kind = "Horovod"
     failures = (hvd.HorovodInternalError,)
 
     def __init__(

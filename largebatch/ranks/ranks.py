@@ -54,6 +54,7 @@ class Ranks(ABC):
     """
 
     launcher = "python"
+    kind = "one process"
     rank = data_rank = model_rank = local_rank = 0
     size = data_size = model_size = local_size = 1
     cores: Cores

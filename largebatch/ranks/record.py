@@ -1,6 +1,6 @@
-"""The newest collectives of a rank, which the report of a hang prints, and the ranks that have begun fewer.
+"""The newest collectives of a rank, for the report of a hang, and the ranks that have begun fewer.
 
-All ranks begin the same collectives, in the same order but for the buckets of one step.
+All ranks begin the same ones, in the same order but for the buckets of a step.
 """
 
 import threading

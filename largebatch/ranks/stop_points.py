@@ -2,7 +2,7 @@
 
 The ranks pass the same points in the same order: before each pass of a step, before each evaluated batch. A message at
 each point would make them wait for each other. So a thread of each rank asks the other threads a few times a second;
-passing a point costs only a lock. The same message tells them how many collectives each rank has begun.
+passing a point costs only a lock. The message also tells how many collectives each rank has begun.
 
 After a request, each thread holds its main thread at the next point. The threads compare the numbers of the points
 passed, and all leave at the one after the highest: no rank has passed it, and none waits for another before it. That

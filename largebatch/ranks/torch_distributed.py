@@ -35,6 +35,7 @@ class RankLost(Exception):
 class TorchRanks(Ranks):
     """The ranks of one launch. data_group: the process group of this rank's gradients."""
 
+    kind = "torch.distributed"
     failures = (RankLost,)
 
     def __init__(

@@ -32,7 +32,9 @@ def places(what: str = "") -> None:
     """
     before = dict(os.environ)
     by_torch = what == "torch" or what == "mixed" and os.environ["OMPI_COMM_WORLD_RANK"] == "1"
-    with session(ranks="torch" if by_torch else "auto") as comm:
+    # The one that tells whom it could not meet is not to be ended by the other.
+    limits = HorovodConfig(start_limit_s=5 if by_torch else 60) if what == "mixed" else None
+    with session(ranks="torch" if by_torch else "auto", horovod=limits) as comm:
         if what == "fails" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and comm.rank == 1:
             raise RuntimeError("planted")
         everyone = comm.allgather_object((comm.rank, comm.size, comm.local_rank, comm.local_size), name="places")
@@ -47,7 +49,7 @@ def listens(*parts: str) -> None:
     """Print the addresses at which each rank listens. "parallel": also for the ranks of a replica."""
     import psutil
 
-    from largebatch.parallel.rendezvous import start_torch_distributed
+    from largebatch.parallel.mesh import start_torch_distributed
 
     with session() as comm:
         if "parallel" in parts:

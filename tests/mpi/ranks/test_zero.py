@@ -8,8 +8,7 @@ from parts import CLASSES, images, small_model
 from largebatch.config.parallel import ParallelConfig
 from largebatch.optim import Lamb, clip_gradients, gradient_norm, init_state
 from largebatch.parallel.cuts import cuts_of
-from largebatch.parallel.mesh import Mesh
-from largebatch.parallel.rendezvous import start_torch_distributed
+from largebatch.parallel.mesh import Mesh, start_torch_distributed
 from largebatch.parallel.sharded_lamb import ShardedLamb, global_norm
 from largebatch.parallel.state_sharding import Sharding, state_bytes
 
