@@ -22,6 +22,7 @@ LAUNCHES = (
 SMALL = ("zero", "offload", "1d", "sequence", "2d", "pipeline", "chain")
 RUNS = [*SMALL, *(pytest.param(name, marks=pytest.mark.cluster) for name in ("2.5d", "3d", "cubes"))]
 Run = Callable[[str], Path]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": "."}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def run(tmp_path_factory) -> Run:
                 ["tests/mpi/parallel_runs.py", str(folder), *names],
                 ranks=ranks,
                 timeout_s=600,
-                environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": "."},
+                environment=ENVIRONMENT,
             )
             assert code == 0, output
             done.add(number)
@@ -105,6 +106,23 @@ def test_the_optimizers_state_is_plain(run, name):
         assert ours["state"][number]["step"] == theirs["step"] == 6
         for name in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(ours["state"][number][name], theirs[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("ranks, names", [(ranks, names) for ranks, names in LAUNCHES if ranks > 1], ids=str)
+def test_every_mesh_of_ranks_of_torch_distributed(run, tmp_path, ranks, names):
+    """Horovod has no part in it; the weights are put together as ever."""
+    names = [name for name in names if "/" not in name]
+    command = ["tests/mpi/parallel_runs.py", str(tmp_path), *names]
+    code, output = launch(command, ranks=ranks, launcher="torchrun", timeout_s=600, environment=ENVIRONMENT)
+    assert code == 0, output
+    for name in names:
+        theirs, ours = run("volo" if "volo" in name else "plain"), tmp_path / name
+        assert "ranks: torch.distributed" in (ours / "log.txt").read_text()
+        assert_steps_equal(theirs, ours, precision=1e-3 if "volo" in name else 2e-6)
+        whole, parts = (load_file(one / "checkpoints" / "00000006" / "model.safetensors") for one in (theirs, ours))
+        for key, value in whole.items():
+            assert float((parts[key] - value).double().norm()) <= 1e-4 * float(value.double().norm()), key
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo", "torchrun"])

@@ -14,8 +14,8 @@ from tests.reliability.campaign import Campaign, Size, Trial
 from tests.reliability.faults import STOPS, chain, matrix
 
 PROGRAMS = "tests.reliability.programs"
-LAUNCHERS = ("mpirun", "horovodrun", "horovodrun --gloo")
-CONTROLLERS = ("mpirun", "horovodrun --gloo")  # what waits is the same under horovodrun, which starts mpirun
+LAUNCHERS = ("mpirun", "horovodrun", "horovodrun --gloo", "torchrun")
+CONTROLLERS = ("mpirun", "horovodrun --gloo", "torchrun")  # horovodrun starts mpirun
 Trials = Callable[[Size], Iterator[Trial]]
 
 
