@@ -94,7 +94,7 @@ def explains(fault: Fault, output: str) -> bool:
         return bool(re.search(r"signal 9|SIGKILL|Killed|status code 137", output))
     if fault.kind in STOPS:
         # At the start rank 0 alone has words; for another rank the launcher has.
-        return bool(re.search(rf"{fault.kind} |(status code |errorcode ){PREEMPTED}\b", output))
+        return bool(re.search(rf"{fault.kind} |(status code |errorcode |exitcode *: ){PREEMPTED}\b", output))
     horovod = rf"Missing ranks:\n{fault.rank}!: .*\n.* is stalled for longer than {WAIT_S} seconds"  # it may come first
     waited = f"({WAIT_S}|{START_S})" if in_first_step(fault) else WAIT_S
     named = re.findall(r"largebatch: (rank .*) (?:is|are) (?:behind|stopped)", output)
