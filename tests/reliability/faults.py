@@ -22,6 +22,7 @@ EVERY_STEP = ["--run.eval_every", "1 steps", "--checkpoint.every", "1 steps", "-
 WAIT_S, HANG_S = 4, 8  # limits of the run for one rank that does not come, and for all that hang
 START_S = 25  # the same until the first step is done, when some come late; below the 30 s that Gloo itself waits
 ENDS_S = 30.0  # from a fault to the end of the last process, the limits above included
+TORCHRUN_S = 30  # until it sends SIGKILL to a rank that does not obey SIGTERM
 LIMITS = ["--horovod.stall_limit_s", str(WAIT_S), "--horovod.hang_limit_s", str(HANG_S)]
 TOLD = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(WAIT_S)}
 SAME = 1e-5  # relative difference of losses, from the order of sums
@@ -111,6 +112,7 @@ def ending(fault: Fault, folder: Path, *, ranks: int, launcher: str) -> str:
     whole = fault.phase == "end" or (fault.phase in AFTER_STEP and run.code == 0 and newest(folder) == 2)
     over = fault.kind in STOPS and whole
     ends_s = ENDS_S + START_S * in_first_step(fault)
+    ends_s += TORCHRUN_S * (launcher == "torchrun" and fault.kind == "SIGSTOP")
     wrong = {
         "the fault did not happen": not list(folder.glob("planted.*")),
         f"exit code {run.code}": (run.code == 0) != over,
