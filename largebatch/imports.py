@@ -71,7 +71,9 @@ def _remedy_for(package: str) -> str:
     activate = SCRIPT.parents[1] / ".venv" / "bin" / "activate"
     if activate.exists() and sys.prefix != str(activate.parents[1]):
         return f"activate the environment that has it, `. {quote(str(activate))}`"
-    if SCRIPT.exists() or package == "horovod":  # pip alone would build Horovod without torch and MPI, or not at all
+    if package == "horovod":  # pip alone would build it without torch and MPI, or not at all
+        return f"install it with `{install_command()}`, or start the ranks with torchrun, which needs none"
+    if SCRIPT.exists():
         return f"install it with `{install_command()}`"
     source = quote(f"{installed_from() or 'largebatch'}[train]")
     return f"install this package's requirements with `pip install {source}`, and then Horovod"

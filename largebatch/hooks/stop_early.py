@@ -6,7 +6,7 @@ there. An incomplete step is dropped; an incomplete evaluation is made when the 
 is written.
 
 The process ends with exit code 75, and the same command line resumes the run. mpirun and horovodrun end with 75, too;
-horovodrun --gloo ends with 1 and prints 75. A second signal ends the process at once.
+horovodrun --gloo and torchrun end with 1 and print 75. A second signal ends the process at once.
 """
 
 import datetime

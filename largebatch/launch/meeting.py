@@ -1,8 +1,8 @@
 """Where the ranks of torch.distributed meet: a store of torch, in which each leaves its address.
 
-On one host, the store and Gloo listen at 127.0.0.1 alone; between hosts at the address of each host's own name, or of
-the network card in GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE. On Debian the own name may resolve to 127.0.1.1, which
-other hosts cannot reach: Gloo would hang, so it is refused.
+On one host, the store and Gloo listen at 127.0.0.1 alone; between hosts at the address of each host's own name. Gloo
+takes the network card in GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE, if there is one. On Debian the own name may resolve
+to 127.0.1.1, which other hosts cannot reach: Gloo would hang, so it is refused.
 """
 
 import json

@@ -64,6 +64,7 @@ class HorovodRanks(Ranks):
         start_limit_s = horovod.start_limit(os.environ)
         horovod.apply(os.environ, deterministic=deterministic, on_gpus=on_gpus)
         launch = launcher.recognise(os.environ)
+        self._wrapped = 0  # optimizers
         self.launcher = launch.launcher  # Horovod's variables, which are set from here on, would look like a second one
         shape.data_size(launch.size)  # raises before any rank waits for another
         set_missing_home(os.environ)
@@ -168,7 +169,10 @@ class HorovodRanks(Ranks):
         increment_version(tensors.values())  # Horovod does not tell torch that they changed
 
     def _mixed(self, optimizer: Optimizer, model: nn.Module, passes: int, sending: Unchanged) -> Reduced:
-        return distribute(optimizer, model, passes=passes, sending=sending, data_set=self._data_set)
+        self._wrapped += 1
+        # Two models, as of a GAN, may have equal names, and Horovod refuses to send two tensors of one name at a time.
+        prefix = f"{self._wrapped}/" if self._wrapped > 1 else ""
+        return distribute(optimizer, model, prefix, passes=passes, sending=sending, data_set=self._data_set)
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -219,7 +223,7 @@ class _Parameters(Optimizer):
 
 
 def distribute(
-    optimizer: Optimizer, model: nn.Module, *, passes: int, sending: Unchanged, data_set: Any
+    optimizer: Optimizer, model: nn.Module, prefix: str, *, passes: int, sending: Unchanged, data_set: Any
 ) -> ReducedByHorovod:
     """Return Horovod's optimizer with our methods and those of `optimizer`; it averages over `data_set`."""
     if sending.dtype == torch.bfloat16:
@@ -230,7 +234,7 @@ def distribute(
     with _without_gradients(model):  # Horovod's own hooks could not be removed again
         distributed: Any = hvd.DistributedOptimizer(
             _Parameters(parameters_of(optimizer)),
-            named_parameters=model.named_parameters(),
+            named_parameters=[(prefix + name, parameter) for name, parameter in model.named_parameters()],
             backward_passes_per_step=passes,
             compression=sending,
             op=hvd.Sum if sending.averages else hvd.Average,

@@ -67,6 +67,11 @@ def kind_of_ranks(launch: Launch, wanted: RanksKind) -> type[Ranks]:
     """
     if launch.launcher == "python" and os.environ.keys().isdisjoint(OTHER_LAUNCHERS):
         return Single
+    if launch.launcher == "python" and wanted == "torch":
+        raise ValueError(
+            "--run.ranks is torch, and the launcher of this process is not known, so each rank would train alone: use "
+            "torchrun, mpirun or srun."
+        )
     reason = "" if wanted == "torch" else _why_not_horovod(launch)
     if wanted == "torch" or wanted == "auto" and reason:
         from largebatch.ranks.torch_distributed import TorchRanks
@@ -145,9 +150,8 @@ def session(
         comm.abort(128 + signal.SIGINT)
     except BaseException as error:
         if isinstance(error, comm.failures):
-            cause = "stopped, because another rank failed"
-        else:
-            cause = str(error) if isinstance(error, Damaged) else traceback.format_exc()
+            _stop_for_another(comm, error)
+        cause = str(error) if isinstance(error, Damaged) else traceback.format_exc()
         sys.stderr.write(f"largebatch: rank {comm.rank} of {comm.size} on {socket.gethostname()}: {cause}\n")
         comm.abort(1)
     _end(comm)
@@ -155,8 +159,18 @@ def session(
 
 def _end(comm: Ranks) -> None:
     global _state
-    comm.shutdown()
+    try:
+        comm.shutdown()
+    except comm.failures as error:
+        _stop_for_another(comm, error)
     _state = "ended"
+
+
+def _stop_for_another(comm: Ranks, error: BaseException) -> None:
+    why = f" ({error})" if comm.kind == "torch.distributed" else ""  # it has one error for all that may have happened
+    who = f"rank {comm.rank} of {comm.size} on {socket.gethostname()}"
+    sys.stderr.write(f"largebatch: {who}: stopped, because another rank failed{why}\n")
+    comm.abort(1)
 
 
 def share_random_numbers(comm: Ranks) -> None:

@@ -1,10 +1,11 @@
 """The ranks that torch.distributed brings together, by NCCL on GPUs and Gloo elsewhere: no MPI, and nothing to build.
 
-It matches the messages of a process group by their order, not by their name. So gradients have a group of their own, in
-which the buckets are sent in one order, and so has the thread of the stop points.
+It matches the messages of a process group by their order, not by their name. So the gradients of each optimizer have a
+group of their own, in which the buckets are sent in one order, and so has the thread of the stop points.
 """
 
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -33,7 +34,7 @@ class RankLost(Exception):
 
 
 class TorchRanks(Ranks):
-    """The ranks of one launch. data_group: the process group of this rank's gradients."""
+    """The ranks of one launch."""
 
     kind = "torch.distributed"
     failures = (RankLost,)
@@ -62,7 +63,7 @@ class TorchRanks(Ranks):
                     f"The {self.size} ranks met, but cannot reach each other ({str(error).splitlines()[0]}): see that "
                     "no firewall is between their hosts, and that GLOO_SOCKET_IFNAME, if set, names their network."
                 ) from None
-        self._same_part = self.data_group if shape.size > 1 else None
+        self._same_part = self._groups[0] if shape.size > 1 else None
         self.is_open = True
         here = [(place.host, place.node) for place in places]
         self.local_rank = here[: self.rank].count(here[self.rank]) if launch.local_rank is None else launch.local_rank
@@ -74,10 +75,13 @@ class TorchRanks(Ranks):
         backend = "cpu:gloo,cuda:nccl" if by_nccl else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=limit)
         self._aside = dist.new_group(backend="gloo", timeout=limit)
-        table = np.arange(self.size).reshape(-1, shape.size).T.tolist()
-        self.data_group = dist.new_subgroups_by_enumeration(table, timeout=limit)[0]
-        for group in (None, self._aside, self.data_group):  # a rank whose place a stranger has taken would show now
+        self._table, self._limit = np.arange(self.size).reshape(-1, shape.size).T.tolist(), limit
+        self._groups, self._users = [self._new_group()], list[Any]()  # of gradients, and the optimizers that use them
+        for group in (None, self._aside, *self._groups):  # a rank whose place a stranger has taken would show now
             dist.all_reduce(torch.zeros(1), group=group)
+
+    def _new_group(self) -> Any:
+        return dist.new_subgroups_by_enumeration(self._table, timeout=self._limit)[0]
 
     def device(self, kind: str = "auto") -> torch.device:
         device = super().device(kind)
@@ -133,7 +137,17 @@ class TorchRanks(Ranks):
         increment_version(tensors.values())  # torch.distributed does not tell autograd that they changed
 
     def _mixed(self, optimizer: Optimizer, model: nn.Module, passes: int, sending: Unchanged) -> Reduced:
-        return mixed(ReducedByTorch, optimizer)
+        """Give it a process group that no optimizer of any rank uses: two would send their buckets in any order."""
+        reduced: Any = mixed(ReducedByTorch, optimizer)
+        number = 0
+        if self._users:
+            used = torch.tensor([float(user() is not None) for user in self._users])
+            number = [*self.allreduce(used, name="wrap/groups").tolist(), 0.0].index(0.0)
+        if number == len(self._groups):
+            self._groups.append(self._new_group())
+        self._users[number:number + 1] = [weakref.ref(reduced)]
+        reduced.group = self._groups[number]
+        return cast(Reduced, reduced)
 
     def _part(self) -> None:
         with self._watchdog.waiting("shutdown"):
@@ -146,7 +160,7 @@ def losing_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(str(error).splitlines()[0]) from error
+        raise RankLost(str(error).splitlines()[0].partition(". ")[0]) from error
 
 
 def _wait(work: Any, *, pause_s: float | None = None) -> None:
@@ -157,6 +171,8 @@ def _wait(work: Any, *, pause_s: float | None = None) -> None:
 
 class ReducedByTorch(Reduced):
     """Sends large gradients as they are, and the small ones of a bucket in one message."""
+
+    group: Any  # torch's ProcessGroup for its gradients
 
     def _complete(self, number: int) -> None:
         """Send all buckets in whose turn it is: a rank that lacks a gradient would send in another order."""
@@ -173,7 +189,7 @@ class ReducedByTorch(Reduced):
         joined = [(torch.cat([wire.view(-1) for wire in wires]), wires) for wires in small.values()]
         messages = [whole for whole, _ in joined] + [wire for wire, _ in pairs if wire.nbytes >= SMALLEST]
         with losing_ranks():
-            works = [dist.all_reduce(message, group=self.comm.data_group, async_op=True) for message in messages]
+            works = [dist.all_reduce(message, group=self.group, async_op=True) for message in messages]
         return works, pairs, joined
 
     def _receive(self, sent: Any) -> None:

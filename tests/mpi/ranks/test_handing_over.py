@@ -39,7 +39,7 @@ def given(comm, monkeypatch, kind: str) -> list[list[Tensor]]:
         of_torch = dist.all_reduce
 
         def reduce(tensor: Tensor, **options: Any) -> Any:
-            if options.get("group") is comm.data_group:
+            if any(options.get("group") is group for group in comm._groups):
                 calls.append([tensor])
             return of_torch(tensor, **options)
 
@@ -229,3 +229,24 @@ def test_layers_that_some_leave_out_are_trained_as_in_one_process(comm, monkeypa
         optimizer.zero_grad()
         alone.zero_grad()
     assert replicas_agree(comm, model, "left out")
+
+
+@pytest.mark.parametrize("unequal", ["passes", "layers"])
+def test_two_optimizers_do_not_mix_their_gradients(comm, unequal):
+    """As in a GAN; rank 0 has fewer passes than the others, or leaves out a layer of the first model."""
+    nets = [Switched(), Switched()]
+    optimizers = [comm.wrap(plain_sgd(net), net, passes=2) for net in nets]
+    for factor, net in zip((1.0, 1000.0), nets):
+        for number in range(1 if unequal == "passes" and comm.rank == 0 else 2):
+            used = [0] if unequal == "layers" and comm.rank == 0 and factor == 1 else [0, 1]
+            (factor * net(torch.ones(2, 3), used)).backward()
+    for optimizer in reversed(optimizers):
+        optimizer.synchronize()
+    all_ranks, others = 2 * comm.size - (unequal == "passes"), 2 * comm.size - (1 if unequal == "passes" else 2)
+    for factor, net in zip((1.0, 1000.0), nets):
+        last = others if factor == 1 else all_ranks
+        for layer, passes in zip(net.layers, (all_ranks, last)):
+            grad = layer.weight.grad if layer.weight.grad is not None else torch.zeros(3, 3)
+            torch.testing.assert_close(grad, torch.full((3, 3), 2 * factor * passes / comm.size))
+    for optimizer in optimizers:
+        optimizer.zero_grad()
