@@ -54,7 +54,7 @@ def test_without_a_launcher_there_is_one_rank_which_needs_neither(monkeypatch, w
 
 def test_ranks_of_a_launcher_that_is_not_known_do_not_train_alone(monkeypatch):
     monkeypatch.setattr(os, "environ", {"PMIX_RANK": "1", "MASTER_ADDR": "127.0.0.1"})
-    with pytest.raises(ValueError, match="--run.ranks is torch, and the launcher of this process is not known, so each"):
+    with pytest.raises(ValueError, match="--run.ranks is torch, and the launcher of this process is not known"):
         kind_of_ranks(Launch("python"), "torch")
     assert kind_of_ranks(Launch("python"), "auto") is HorovodRanks  # which sees whether it is alone
 
