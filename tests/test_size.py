@@ -16,8 +16,8 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 86,
-    "words of docstrings": 45_319,
-    "lines": 33_443,
+    "words of docstrings": 45_333,
+    "lines": 33_406,
     "files": 243,
     "methods of Trainer": 22,
     "fields of Trainer": 26,
@@ -33,7 +33,7 @@ LIMITS = {
     "lines in largebatch/export": 300,
     "lines in largebatch/files": 541,
     "lines in largebatch/hooks": 1_768,
-    "lines in largebatch/launch": 1_167,
+    "lines in largebatch/launch": 1_164,
     "lines in largebatch/native": 466,
     "lines in largebatch/optim": 1_557,
     "lines in largebatch/pack": 798,
@@ -41,7 +41,7 @@ LIMITS = {
     "lines in largebatch/plan": 2_125,
     "lines in largebatch/predict": 144,
     "lines in largebatch/process": 279,
-    "lines in largebatch/ranks": 2_806,
+    "lines in largebatch/ranks": 2_772,
     "lines in largebatch/recipes": 989,
     "lines in largebatch/report": 1_389,
     "lines in largebatch/reproduce": 1_022,

@@ -166,7 +166,7 @@ def store_address(host: str, *, one_host: bool) -> str:
     address = str(found[0][4][0])
     if host not in (address, "localhost") and address.startswith("127.") and not one_host:
         return ""
-    with socket.socket(_family(address)) as probe, suppress(OSError):
+    with socket.socket(found[0][0]) as probe, suppress(OSError):
         probe.bind((address, 0))
         return address
     return ""
@@ -179,15 +179,12 @@ def serve_store(address: str, port: int = 0, *, limit: timedelta = timedelta(sec
     """
     from torch.distributed import TCPStore
 
-    listening = socket.create_server((address, port), family=_family(address), backlog=2048)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, port), family=family, backlog=2048)
     port = listening.getsockname()[1]
     return TCPStore(
         address, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listening.detach()
     )
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _exchange(store: Any, mine: Place, *, rank: int, size: int, limit: timedelta) -> list[Place]:

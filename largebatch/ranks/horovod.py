@@ -30,7 +30,7 @@ from largebatch.launch.home import set_missing_home
 from largebatch.launch.parents import end_hung_mpirun
 from largebatch.process.installer import foreign_gpu, install_command
 from largebatch.ranks.mistakes import Mistake
-from largebatch.ranks.ranks import Ranks, sleep_until
+from largebatch.ranks.ranks import Among, Ranks, sleep_until
 from largebatch.ranks.reduction import Reduced
 from largebatch.ranks.replicas import parameters_of
 from largebatch.ranks.sending import Unchanged
@@ -116,16 +116,8 @@ class HorovodRanks(Ranks):
 
     # -- collectives -------------------------------------------------------------------------------------------
 
-    def start_allreduce(
-        self,
-        tensor: Tensor,
-        *,
-        name: str,
-        among_data_ranks: bool = False,
-        largest: bool = False,
-        aside: bool = False,
-    ) -> int:
-        ranks = self._data_set if among_data_ranks else hvd.global_process_set
+    def start_allreduce(self, tensor: Tensor, *, name: str, among: Among = "all", largest: bool = False) -> int:
+        ranks = self._data_set if among == "data" else hvd.global_process_set
         operation = hvd.Max if largest else hvd.Sum
         handle: int = hvd.allreduce_async(tensor, name=name, op=operation, process_set=ranks)
         return handle

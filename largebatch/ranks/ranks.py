@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from largebatch.ranks.watchdog import Mark, Watchdog
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Among = Literal["all", "data", "aside"]
 
 GRACE_S = 3  # for the other ranks, which give up soon after, to report it, too
 BEAT_S = 5.0  # rank 0 tells the others this often that it goes on with a long piece of work
@@ -112,19 +113,11 @@ class Ranks(ABC):
     # -- collectives -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def start_allreduce(
-        self,
-        tensor: Tensor,
-        *,
-        name: str,
-        among_data_ranks: bool = False,
-        largest: bool = False,
-        aside: bool = False,
-    ) -> Any:
-        """Begin to sum over all ranks, or over those with the same part of the model; return a handle for `finish`.
+    def start_allreduce(self, tensor: Tensor, *, name: str, among: Among = "all", largest: bool = False) -> Any:
+        """Begin to sum over ranks; return a handle for `finish`. Other collectives may come in between.
 
-        Other collectives may come in between. largest: take the largest value instead. aside: the one other thread
-        calls, beside the collectives of the main thread.
+        among: all ranks; data: those with the same part of the model; aside: all, for the one other thread that calls
+        this beside the main thread. largest: take the largest value instead.
         """
 
     @abstractmethod
@@ -146,10 +139,10 @@ class Ranks(ABC):
         Names and shapes must agree on these ranks.
         """
 
-    def allreduce(self, tensor: Tensor, *, name: str, among_data_ranks: bool = False) -> Tensor:
+    def allreduce(self, tensor: Tensor, *, name: str, among: Among = "all") -> Tensor:
         """Return the sum over ranks, a new tensor of the same shape."""
         with self._watchdog.waiting(name):
-            return self.finish(self.start_allreduce(tensor, name=name, among_data_ranks=among_data_ranks))
+            return self.finish(self.start_allreduce(tensor, name=name, among=among))
 
     def finish_allreduce(self, handle: Any) -> Tensor:
         """Return the sum over ranks of the tensors given to `start_allreduce`."""

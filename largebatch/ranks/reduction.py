@@ -1,6 +1,7 @@
 """The reduction of gradients: an optimizer that averages them over the ranks, in place of Horovod's.
 
-`Reduced` lets Horovod send, and replaces what surprises in its DistributedOptimizer; tests/mpi has a test of each.
+The classes in horovod.py and torch_distributed.py send. `Reduced` replaces what surprises in Horovod's
+DistributedOptimizer; tests/mpi has a test of each.
 Parameters that are unfrozen after wrapping are not reduced. Frozen and unused ones are, as zeros, which weight decay
 turns into steps. A second optimizer of the model reduces gradients twice. Ranks that lack a gradient of a group let the
 others wait for ever; `synchronize` busy-waits. Counts of passes outlive a step. Hooks and defaults are lost, hooks of
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from largebatch.ranks.replicas import (
 )
 from largebatch.ranks.sending import Unchanged
 
+R = TypeVar("R", bound="Reduced")
 Compression = Literal["none", "fp16", "bf16"]
 HOOKS: Any = WeakTensorKeyDictionary()  # parameter -> handle of the hook that counts its passes
 
@@ -271,7 +273,7 @@ class Reduced(Optimizer):
         loss = closure()
         self.synchronize()
         if torch.is_tensor(loss) and self.sends:
-            loss = self.comm.allreduce(loss.detach(), name="closure/loss", among_data_ranks=True) / self.comm.data_size
+            loss = self.comm.allreduce(loss.detach(), name="closure/loss", among="data") / self.comm.data_size
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -295,11 +297,11 @@ class Reduced(Optimizer):
         )
 
 
-def mixed(reduced: type[Reduced], optimizer: Optimizer) -> Reduced:
+def mixed(reduced: type[R], optimizer: Optimizer) -> R:
     """Return an instance of both classes, to take over this optimizer."""
     kind = type(optimizer)
     both: Any = type(kind.__name__, (reduced, kind), {})
-    found: Reduced = both.__new__(both)
+    found: R = both.__new__(both)
     return found
 
 

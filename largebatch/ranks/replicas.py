@@ -40,7 +40,7 @@ class Votes:
         """Send an int64 flag for each gradient, and the digests of the param groups and of the columns."""
         digests = [value for digest in (digest_of(numbers(optimizer)), comm.columns) for value in (digest, digest**2)]
         sent = torch.cat([torch.tensor(digests), used])
-        return Votes(comm, comm.start_allreduce(sent, name="votes", among_data_ranks=True))
+        return Votes(comm, comm.start_allreduce(sent, name="votes", among="data"))
 
     def finish(self) -> list[int]:
         """Wait for the sum; return how many ranks have each gradient."""

@@ -39,8 +39,8 @@ _state = ""  # of this process: "open" in its session, "ended" after it
 def start(*, ranks: RanksKind = "auto", **options: Any) -> Ranks:
     """Start the ranks: see `kind_of_ranks`. RuntimeError for a second session in a process.
 
-    The ranks of a host share its cores, for torch's threads unless OMP_NUM_THREADS is set, and for torch's compiler
-    unless TORCHINDUCTOR_COMPILE_THREADS is set.
+    The ranks of a host share its cores, for torch's threads unless OMP_NUM_THREADS is set (torchrun sets 1 by itself,
+    which does not count), and for torch's compiler unless TORCHINDUCTOR_COMPILE_THREADS is set.
     """
     global _state
     if _state == "open":
@@ -93,9 +93,7 @@ def _why_not_horovod(launch: Launch) -> str:
         return "it is not installed"
     from largebatch.ranks.horovod import mpi_version, speaks
 
-    if speaks(os.environ, mpi_version()):
-        return ""
-    return "its MPI cannot ask this srun for its rank (srun --mpi=pmix may do)"
+    return "" if speaks(os.environ, mpi_version()) else "its MPI cannot ask this srun for its rank"
 
 
 @contextmanager
@@ -120,8 +118,7 @@ def session(
         ranks = config.run.ranks
     try:
         with report_mistakes():
-            horovod = horovod or HorovodConfig()
-            comm = start(ranks=ranks, deterministic=deterministic, horovod=horovod, shape=shape)
+            comm = start(ranks=ranks, deterministic=deterministic, horovod=horovod or HorovodConfig(), shape=shape)
     except RuntimeError as error:
         sys.exit(f"largebatch: {error}")
     try:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from largebatch.config.horovod import HorovodConfig
 from largebatch.config.parallel import WHOLE, Shape
 from largebatch.launch.cores import cores_of_process
-from largebatch.ranks.ranks import Ranks
+from largebatch.ranks.ranks import Among, Ranks
 from largebatch.ranks.reduction import Reduced, mixed
 from largebatch.ranks.sending import Unchanged
 
@@ -30,15 +30,7 @@ class Single(Ranks):
         self._introduce()
         self.is_open = True
 
-    def start_allreduce(
-        self,
-        tensor: Tensor,
-        *,
-        name: str,
-        among_data_ranks: bool = False,
-        largest: bool = False,
-        aside: bool = False,
-    ) -> Tensor:
+    def start_allreduce(self, tensor: Tensor, *, name: str, among: Among = "all", largest: bool = False) -> Tensor:
         return tensor.clone()
 
     def finish(self, handle: Tensor, *, pause_s: float | None = None) -> Tensor:

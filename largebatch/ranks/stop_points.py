@@ -98,6 +98,6 @@ class StopPoints:
 
     def _reduce(self, values: Sequence[int], *, largest: bool = False) -> list[int]:
         tensor, name = torch.tensor([int(value) for value in values]), f"stop points/{len(values)}"
-        handle = self._comm.start_allreduce(tensor, name=name, largest=largest, aside=True)
+        handle = self._comm.start_allreduce(tensor, name=name, largest=largest, among="aside")
         found: list[int] = self._comm.finish(handle, pause_s=POLL_S).tolist()
         return found

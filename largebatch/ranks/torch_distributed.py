@@ -24,7 +24,7 @@ from largebatch.launch import meeting
 from largebatch.launch.cores import cores_of_process
 from largebatch.launch.launcher import recognise
 from largebatch.ranks.buckets import SMALLEST
-from largebatch.ranks.ranks import Ranks, sleep_until
+from largebatch.ranks.ranks import Among, Ranks, sleep_until
 from largebatch.ranks.reduction import Reduced, mixed
 from largebatch.ranks.sending import Unchanged
 
@@ -58,7 +58,8 @@ class TorchRanks(Ranks):
         with self._watchdog.waiting("start"):
             try:
                 self._connect(store, shape, meeting.limit_of(max(limits) if all(limits) else 0))
-            except RuntimeError as error:
+                self._introduce()
+            except (RuntimeError, RankLost) as error:
                 raise RuntimeError(
                     f"The {self.size} ranks met, but cannot reach each other ({str(error).splitlines()[0]}): see that "
                     "no firewall is between their hosts, and that GLOO_SOCKET_IFNAME, if set, names their network."
@@ -68,20 +69,17 @@ class TorchRanks(Ranks):
         here = [(place.host, place.node) for place in places]
         self.local_rank = here[: self.rank].count(here[self.rank]) if launch.local_rank is None else launch.local_rank
         self.local_size = launch.local_size or here.count(here[self.rank])
-        self._introduce()
 
     def _connect(self, store: Any, shape: Shape, limit: timedelta) -> None:
         by_nccl = torch.cuda.is_available() and dist.is_nccl_available()
         backend = "cpu:gloo,cuda:nccl" if by_nccl else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=limit)
         self._aside = dist.new_group(backend="gloo", timeout=limit)
-        self._table, self._limit = np.arange(self.size).reshape(-1, shape.size).T.tolist(), limit
+        table = np.arange(self.size).reshape(-1, shape.size).T.tolist()
+        self._new_group = lambda: dist.new_subgroups_by_enumeration(table, timeout=limit)[0]
         self._groups, self._users = [self._new_group()], list[Any]()  # of gradients, and the optimizers that use them
         for group in (None, self._aside, *self._groups):  # a rank whose place a stranger has taken would show now
             dist.all_reduce(torch.zeros(1), group=group)
-
-    def _new_group(self) -> Any:
-        return dist.new_subgroups_by_enumeration(self._table, timeout=self._limit)[0]
 
     def device(self, kind: str = "auto") -> torch.device:
         device = super().device(kind)
@@ -94,25 +92,17 @@ class TorchRanks(Ranks):
 
     # -- collectives -------------------------------------------------------------------------------------------
 
-    def start_allreduce(
-        self,
-        tensor: Tensor,
-        *,
-        name: str,
-        among_data_ranks: bool = False,
-        largest: bool = False,
-        aside: bool = False,
-    ) -> tuple[Any, Tensor]:
-        group = self._aside if aside else self._same_part if among_data_ranks else None
+    def start_allreduce(self, tensor: Tensor, *, name: str, among: Among = "all", largest: bool = False) -> Any:
+        group = {"all": None, "data": self._same_part, "aside": self._aside}[among]
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         with losing_ranks():
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             return dist.all_reduce(result, op=op, group=group, async_op=True), result
 
-    def finish(self, handle: tuple[Any, Tensor], *, pause_s: float | None = None) -> Tensor:
+    def finish(self, handle: Any, *, pause_s: float | None = None) -> Tensor:
         work, result = handle
         _wait(work, pause_s=pause_s)
-        return result
+        return cast(Tensor, result)
 
     def broadcast_object(self, value: Any, *, name: str) -> Any:
         box = [value if self.rank == 0 else None]
@@ -138,16 +128,16 @@ class TorchRanks(Ranks):
 
     def _mixed(self, optimizer: Optimizer, model: nn.Module, passes: int, sending: Unchanged) -> Reduced:
         """Give it a process group that no optimizer of any rank uses: two would send their buckets in any order."""
-        reduced: Any = mixed(ReducedByTorch, optimizer)
+        reduced = mixed(ReducedByTorch, optimizer)
         number = 0
         if self._users:
             used = torch.tensor([float(user() is not None) for user in self._users])
             number = [*self.allreduce(used, name="wrap/groups").tolist(), 0.0].index(0.0)
         if number == len(self._groups):
             self._groups.append(self._new_group())
-        self._users[number:number + 1] = [weakref.ref(reduced)]
+        self._users[number : number + 1] = [weakref.ref(reduced)]
         reduced.group = self._groups[number]
-        return cast(Reduced, reduced)
+        return reduced
 
     def _part(self) -> None:
         with self._watchdog.waiting("shutdown"):
