@@ -3,10 +3,11 @@
 import os
 
 import pytest
+import torch
 from recordings import recorded
 
 from largebatch.launch.launcher import Launch, recognise
-from largebatch.ranks import sessions
+from largebatch.ranks import Ranks, sessions
 from largebatch.ranks.horovod import HorovodRanks, speaks
 from largebatch.ranks.sessions import kind_of_ranks
 from largebatch.ranks.single import Single
@@ -65,6 +66,16 @@ def test_an_srun_without_horovod(monkeypatch):
     assert kind_of_ranks(recognise(os.environ), "auto") is TorchRanks
     with pytest.raises(ValueError, match="it is not installed"):
         kind_of_ranks(recognise(os.environ), "horovod")
+
+
+def test_a_torch_that_cannot_reduce_on_gpus_is_refused(monkeypatch):
+    """As built by a distribution; without its GPUs, which are planted here."""
+    comm = object.__new__(TorchRanks)
+    monkeypatch.setattr(Ranks, "device", lambda self, kind: torch.device("cpu" if kind == "cpu" else "cuda"))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(ValueError, match="was built without NCCL .*: install PyTorch's own build, or set"):
+        comm.device()
+    assert comm.device("cpu").type == "cpu"
 
 
 @pytest.mark.parametrize(
