@@ -16,7 +16,7 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 86,
-    "words of docstrings": 45_333,
+    "words of docstrings": 45_335,
     "lines": 33_406,
     "files": 243,
     "methods of Trainer": 22,

@@ -1,6 +1,6 @@
 """The newest collectives of a rank, for the report of a hang, and the ranks that have begun fewer.
 
-All ranks begin the same ones, in the same order but for the buckets of a step.
+All ranks begin the same ones, in the same order, but for the buckets of a step under Horovod.
 """
 
 import threading

@@ -23,7 +23,7 @@ class Unchanged:
         self.square: Tensor | None = None  # the squared norm of the newest reduction for which `measure_norm` asked
 
     def compress(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        if self.measures:
+        if self.measures and gradient.numel():  # an empty one has no largest value
             low, high = torch.aminmax(gradient)  # both are nan if the gradient has one
             self.peaks.append(torch.maximum(high, -low))
         if self.measures_norm:

@@ -214,3 +214,11 @@ def test_an_overflow_of_the_wire_skips_the_step_and_is_told_from_the_models(comm
     with pytest.raises(Stopped, match=f"the loss is not finite on rank {comm.size - 1}"):
         trainer.fit()
     assert trainer.state.skipped == 3
+
+
+def test_an_empty_parameter_has_no_largest_value(comm):
+    model = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.empty(0))])
+    optimizer = comm.wrap(torch.optim.SGD(model.parameters(), lr=1.0), model, compression="fp16")
+    (2 * sum(parameter.sum() for parameter in model)).backward()
+    optimizer.synchronize()
+    assert model[0].grad.tolist() == [2.0] * 3 and optimizer.sending.peak in (None, 2.0)
