@@ -22,7 +22,7 @@ PROGRAMS = {
     "report": "show runs on one page, or name the first difference of two",
     "predict": "name the classes of images with the weights of a run",
     "export": "write a folder for timm and the hub, ONNX or torch.export",
-    "pack": "write images, ImageNet's tars or CIFAR-10 into TFRecord shards, and check shards",
+    "pack": "write images, ImageNet's tars, CIFAR-10 or IDX files into TFRecord shards, and check shards",
     "doctor": "check that this installation and these hosts can train",
     "benchmark": "measure our speed beside timm's and torch's",
     "reproduce": "compare optimizers at larger and larger batches, each tuned alike",

@@ -55,7 +55,8 @@ class DataConfig:
     """The images, the sizes of batches, and the crops."""
 
     path: str = "digits"
-    """folder of TFRecords, of WebDataset tars, of images or of CIFAR-10's files; "synthetic" or "digits" (built in)"""
+    """folder of TFRecords, of WebDataset tars, of images, or of CIFAR-10's or IDX files
+    (MNIST, Fashion-MNIST, KMNIST, EMNIST); "synthetic" or "digits" (built in)"""
     allow_incomplete: bool = False
     """go on, with a warning, if a shard is missing, empty or doubled, or if records are lost; the default refuses such
     data, because a model that has not seen some images looks like any other"""

@@ -12,7 +12,6 @@ A tar is scanned once; then each image takes one read at its offset. CIFAR-10 be
 
 from __future__ import annotations
 
-import hashlib
 import io
 import pickle
 import pickletools
@@ -159,13 +158,6 @@ def cifar10_files(path: Path, split: str) -> list[Path]:
         return [path]
     suffix = ".bin" if (path / "data_batch_1.bin").is_file() else ""
     return [path / (name + suffix) for name in CIFAR_BATCHES[split]]
-
-
-def cifar10_key(path: Path) -> str:
-    """Return twelve digits that change when a file does."""
-    files = [file for split in CIFAR_BATCHES for file in cifar10_files(path, split) if file.is_file()]
-    seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr(seen).encode()).hexdigest()[:12]
 
 
 def cifar10(path: Path, split: str) -> Images:

@@ -1,7 +1,7 @@
-"""The sources that `--data` can name: digits, synthetic images, folders of shards or images, and CIFAR-10's files.
+"""The sources that `--data` can name: digits, synthetic images, folders of shards or images, CIFAR-10's and IDX files.
 
-`open_source` turns each into an `Index`. The built-in sources and CIFAR-10 are written once as TFRecords into the
-user's cache. The user's data folder is never written to.
+`open_source` turns each into an `Index`. The built-in sources, CIFAR-10 and IDX files are written once as TFRecords
+into the user's cache. The user's data folder is never written to.
 
     digits      scikit-learn's 1,797 handwritten digits of 8 x 8 pixels: 1,437 for training, 36 of each digit held out.
                 Stored as grey JPEGs of 64 x 64 (bicubic, quality 95), which lose nothing.
@@ -13,6 +13,7 @@ user's cache. The user's data folder is never written to.
     images      train/<class>/*.JPEG and validation/<class>/* (or val/, valid/, or else test/), and deeper folders:
                 sorted class names are the labels 0, 1, ...
     CIFAR-10    the folder or tar.gz of its binary or python version, as PNG
+    IDX         the four files of MNIST, Fashion-MNIST, KMNIST or a data set of EMNIST, as grey PNG
 
 `largebatch.pack` writes quarantine.csv, whose images are left out, and classes.json, which names TFRecords' classes.
 """
@@ -27,13 +28,13 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from largebatch.data import archives, index_file, quarantine, shard_check
+from largebatch.data import archives, idx, index_file, quarantine, shard_check
 from largebatch.data.index import Index
 from largebatch.data.order import epoch_order
 from largebatch.data.scan import index_images, index_shards
@@ -138,8 +139,8 @@ def find_folder(path: str, *, split: str, progress: Progress = no_progress) -> P
         name = "digits-v2"
     elif path == "synthetic":
         name, images, shards = f"synthetic-v2-{split}", synthetic, {split: _SYNTHETIC_SHARDS[split]}
-    elif _listed(folder) and archives.is_cifar10(folder):
-        name, images = f"cifar10-v2-{archives.cifar10_key(folder)}", functools.partial(archives.cifar10, folder)
+    elif _listed(folder) and (found := published(folder)):
+        name, images = found
         shards = {"train": 40, "validation": 8}
     if name:
         write = functools.partial(_write, images, shards, source=path, progress=progress)
@@ -147,9 +148,25 @@ def find_folder(path: str, *, split: str, progress: Progress = no_progress) -> P
     if not folder.is_dir():
         raise ValueError(
             f"{why_no_folder(path)}: expected digits, synthetic, CIFAR-10's files, or a folder of TFRecords, "
-            "WebDataset tars or images."
+            "WebDataset tars, images or IDX files."
         )
     return folder.resolve()  # an index has one place, whatever links lead to the folder
+
+
+def published(folder: Path) -> tuple[str, functools.partial[Images]] | None:
+    """Return the name in the cache, and the reader of a split, of CIFAR-10's or IDX files; None for other data."""
+    if archives.is_cifar10(folder):
+        files = [file for split in SPLITS for file in archives.cifar10_files(folder, split) if file.is_file()]
+        return f"cifar10-v2-{_state(files)}", functools.partial(archives.cifar10, folder)
+    if idx.is_idx(folder):
+        return f"idx-v1-{_state(idx.idx_files(folder).values())}", functools.partial(idx.idx_images, folder)
+    return None
+
+
+def _state(files: Iterable[Path]) -> str:
+    """Return twelve digits that change when a file does."""
+    seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr(seen).encode()).hexdigest()[:12]
 
 
 def _listed(folder: Path) -> bool:
@@ -354,7 +371,7 @@ def _other_folder_hint(folder: Path) -> str:
 
 def available_splits(path: str) -> list[str]:
     folder = Path(path).expanduser()
-    if path in BUILT_IN or archives.is_cifar10(folder):
+    if path in BUILT_IN or published(folder):
         return list(SPLITS)
     return [split for split in SPLITS if _find_shards(folder, split) or _split_folder(folder, split)]
 

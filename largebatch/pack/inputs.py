@@ -1,4 +1,4 @@
-"""The sources that can be packed: image folders, ImageNet's tars, CIFAR-10's files, TFRecords, the built-in ones.
+"""The sources that can be packed: image folders, ImageNet's tars, CIFAR-10's and IDX files, TFRecords, built-in ones.
 
 JPEGs and records keep their bytes; other files become RGB JPEGs. Every image is decoded when it is read, so that no bad
 image is packed.
@@ -38,8 +38,8 @@ def open_images(source: str, split: str) -> Images:
     folder = Path(source).expanduser()
     if source in sources.BUILT_IN:
         return {"digits": sources.digits, "synthetic": sources.synthetic}[source](split)
-    if archives.is_cifar10(folder):
-        return archives.cifar10(folder, split)
+    if found := sources.published(folder):
+        return found[1](split)
     if not folder.is_dir():
         raise ValueError(f"{sources.why_no_folder(source)}: expected one with images, {', '.join(sources.BUILT_IN)}.")
     if split in archives.imagenet_splits(folder):

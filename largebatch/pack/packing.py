@@ -3,6 +3,7 @@
     python -m largebatch.pack imagenet/ shards/              # train/<class>/*, validation/<class>/* (or val/)
     python -m largebatch.pack tars/ shards/                  # ILSVRC2012_img_train.tar, _val.tar, devkit_t12.tar.gz
     python -m largebatch.pack cifar-10-batches-bin/ shards/  # or -py, or the .tar.gz of either
+    python -m largebatch.pack fashion-mnist/ shards/         # IDX files: train-images-idx3-ubyte.gz and three more
     python -m largebatch.pack shards/ other/ --shards 64     # TFRecords again: another order, another number
     python -m largebatch.pack shards/ small/ --shorter-side 256      # a copy that fits into memory
     mpirun -np 8 python -m largebatch.pack tars/ shards/     # the processes share the shards
@@ -11,7 +12,7 @@ The shards look like the published ImageNet records: train-00000-of-01024, label
 class names, training images shuffled by a fixed seed. The default size gives ImageNet its published 1,024 and 128
 shards. A record has `image/filename`, if its image comes from a file; records that are packed again keep all features.
 RGB and grey JPEGs are copied byte for byte, other files (ImageNet has a PNG and 22 CMYK files under JPEG names) become
-RGB JPEGs; CIFAR-10 becomes PNG, which loses nothing.
+RGB JPEGs; CIFAR-10 and IDX files become PNGs, which lose nothing.
 
 --shorter-side N shrinks larger images: bicubic, as a JPEG of quality 90. It is a copy for training: random crops are
 cut from fewer pixels, and the pixels of an evaluation change (benchmark/NOTES.md), so compare with published accuracies
@@ -49,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "source",
-        help="folder of images, of ImageNet's tars, of CIFAR-10 or of TFRecords; or digits or synthetic, which are "
-        "built in",
+        help="folder of images, of ImageNet's tars, of CIFAR-10's or IDX files or of TFRecords; or digits or "
+        "synthetic, which are built in",
     )
     parser.add_argument("out", help="folder for the shards")
     parser.add_argument(
