@@ -120,10 +120,11 @@ def test_packed_images_are_those_of_the_folder(tmp_path, capsys):
 
 
 def test_changed_files_are_read_again_and_the_unpacked_ones_first(tmp_path):
-    before = write(tmp_path / "mnist")["validation"][0]
-    assert np.array_equal(stored(sources.open_source(str(tmp_path / "mnist"), split="validation")), before)
-    (tmp_path / "mnist" / names("validation")[0]).write_bytes(content(255 - before))
-    assert np.array_equal(stored(sources.open_source(str(tmp_path / "mnist"), split="validation")), 255 - before)
+    pixels, name = write(tmp_path / "mnist")["validation"][0], names("validation")[0]
+    for file, shown in ((f"{name}.gz", pixels), (f"{name}.gz", 255 - pixels), (name, pixels // 2)):
+        packed = file.endswith(".gz")
+        (tmp_path / "mnist" / file).write_bytes(gzip.compress(content(shown)) if packed else content(shown))
+        assert np.array_equal(stored(sources.open_source(str(tmp_path / "mnist"), split="validation")), shown)
 
 
 def test_folder_around_is_told_its_name(tmp_path):

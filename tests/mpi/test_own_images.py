@@ -9,6 +9,7 @@ import torch
 from launch import launch
 from PIL import Image
 from runs import different, distance, rows, weights
+from test_idx import names, write
 
 TRAIN = ["-m", "largebatch.train"]
 SMALL = ["--log.to", "none", "--run.precision", "fp32", "--run.deterministic", "true"]
@@ -57,6 +58,20 @@ def test_two_commands_train_and_one_each_resumes_validates_and_fine_tunes(tmp_pa
     assert "recipe finetune, 96 px, global batch 64 in micro-batches of 16" in output
     assert "position embedding resized from 2 x 2 to 3 x 3" in output and "left out" not in output
     assert re.search(r"(\d+) of the model's (\d+) tensors are as in this file, not pos_embed$", output, re.MULTILINE)
+
+
+def test_idx_files_train_validate_and_a_damaged_one_ends_all_ranks(tmp_path):
+    write(tmp_path / "mnist", sides=(28, 28))
+    run, batch = str(tmp_path / "run"), ["--data.global_batch_size", "20", "--data.micro_batch_size", "5"]
+    command = ["--model", "vit_nano32", "--img-size", "32", "--data", str(tmp_path / "mnist"), *batch, "--run.folder"]
+    assert "20 training images of 10 classes" in train(*command, run, ranks=2, steps=1)
+    code, output = launch(["-m", "largebatch.validate", run], ranks=2)
+    assert code == 0 and "images 7 " in output, output
+    labels = tmp_path / "mnist" / f"{names('validation')[1]}.gz"
+    labels.write_bytes(labels.read_bytes()[:-1])
+    code, output = launch([*TRAIN, *SMALL, *command, str(tmp_path / "other")], ranks=2)
+    assert code != 0 and f"{labels} is no whole IDX file of labels, copy it again: " in output, output
+    assert "Traceback" not in output and not (tmp_path / "other").exists()
 
 
 OWN = """
