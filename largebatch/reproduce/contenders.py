@@ -2,7 +2,8 @@
 
 `rate` is the middle of the grid of learning rates, for all batches. Only the learning rate is searched; momentum, decay
 rates of the moments and weight decay are the usual ones. Warm-up, decay and clipping are the same for all.
-Look-LayerSAM's options were chosen by short runs (docs/optimizers.md), which the others did not have.
+Look-LayerSAM is our variant of it; its options were chosen by short runs (docs/optimizers.md), which the others did not
+have.
 """
 
 from collections.abc import Mapping
@@ -26,6 +27,6 @@ CONTENDERS = {
     "adamw": Contender("AdamW", 4e-3, {"optim.name": "adamw", "optim.weight_decay": 0.05}),
     "lars": Contender("LARS", 8.0, {"optim.name": "lars", "optim.weight_decay": 1e-4}),
     "lamb": Contender("LAMB", 4e-2, LAMB),
-    "lamb_look_sam": Contender("LAMB with Look-LayerSAM", 4e-2, LAMB | {"optim.sam_rho": 0.005}, cost=1.3),
+    "lamb_look_sam": Contender("LAMB with our Look-LayerSAM", 4e-2, LAMB | {"optim.sam_rho": 0.005}, cost=1.3),
     "muon": Contender("Muon", 4e-3, {"optim.name": "muon", "optim.weight_decay": 0.05}, cost=1.2),
 }
