@@ -2,8 +2,7 @@
 
 `rate` is the middle of the grid of learning rates, for all batches. Only the learning rate is searched; momentum, decay
 rates of the moments and weight decay are the usual ones. Warm-up, decay and clipping are the same for all.
-Look-LayerSAM is our variant of it; its options were chosen by short runs (docs/optimizers.md), which the others did not
-have.
+Look-LayerSAM is our variant; short runs chose its options (docs/optimizers.md), which the others did not have.
 """
 
 from collections.abc import Mapping
