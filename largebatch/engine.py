@@ -23,7 +23,7 @@ from largebatch.data.order import Plan
 from largebatch.evaluation import evaluate
 from largebatch.losses import Objective
 from largebatch.native.copies import to_host
-from largebatch.optim import LookSam, clip_gradients
+from largebatch.optim import LookSam, clip_gradients, follow_half_life
 from largebatch.precision import autocast
 from largebatch.ranks import Ranks
 from largebatch.ranks.reduction import Reduced
@@ -39,6 +39,7 @@ class TrainState:
 
     step: int = 0  # optimizer steps done, skipped ones included
     images: int = 0  # training images seen
+    applied_images: int = 0  # those of the steps that were not skipped
     skipped: int = 0  # steps whose gradient was not finite
     data: str = ""  # Index.digest() of the training images
     # The mean training loss up to this step, if the evaluation after the step is still to be made. None: it is not.
@@ -56,6 +57,7 @@ class TrainState:
         """Count one step over `images`."""
         self.step += 1
         self.images += images
+        self.applied_images += images * applied
         self.skipped += not applied
         self.in_a_row = 0 if applied else self.in_a_row + 1
 
@@ -121,6 +123,7 @@ class Trainer:
         self.optimizer.expect_passes(self.plan.passes_in_phase(self.state.step, ranks))
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr() * group.get("lr_scale", 1.0)  # the scale is that of optim.layer_decay
+            follow_half_life(group, images, before=self.state.applied_images)
         # Losses are sums over samples. Scaled by ranks / images, the mean over ranks of the accumulated gradients is
         # the gradient of the batch mean.
         compute = partial(self.compute_gradient, ranks / images)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from largebatch import hooks
-from largebatch.assembly import Images, build_trainer, peak_lr
+from largebatch.assembly import Images, build_trainer, images_of, peak_lr
 from largebatch.config import NEVER, ScheduleConfig, TrainConfig
 from largebatch.engine import Hook, StepOutput, Trainer
 from largebatch.files.table import write_table
@@ -108,7 +108,8 @@ def find_lr(
     config: TrainConfig, comm: Ranks, signals: Signals | None, *, device: "torch.device", images: Images
 ) -> None:
     """Search, and write the suggestion, the table and the picture; StoppedEarly on all ranks if a signal came."""
-    trainer = build_trainer(ramped(config), comm, signals, device=device, images=Images(images.train, None))
+    searched, images = ramped(config, len(images.train)), Images(images.train, None)
+    trainer = build_trainer(searched, comm, signals, device=device, images=images)
     search = Search()
     told = hooks.Log([hooks.Progress()], every_images=trainer.plan.global_batch_size)
     trainer.hooks = [*(hook for hook in trainer.hooks if isinstance(hook, hooks.StopEarly)), search, told]
@@ -121,11 +122,15 @@ def find_lr(
             tell(config, *search.points())
 
 
-def ramped(config: TrainConfig) -> TrainConfig:
+def ramped(config: TrainConfig, num_samples: int) -> TrainConfig:
     """Return the config of the search: STEPS steps without evaluations, averages or checks."""
+    half_life = config.optim.second_moment_half_life
+    if half_life:  # of the run's images, not of the search's
+        run_images = images_of(config, "run.duration", num_samples)
+        half_life = f"{images_of(config, 'optim.second_moment_half_life', num_samples, run_images)} images"
     return replace(
         config,
-        optim=replace(config.optim, lr=1.0, ema_half_life=""),
+        optim=replace(config.optim, lr=1.0, ema_half_life="", second_moment_half_life=half_life),
         schedule=ScheduleConfig(name="constant"),
         run=replace(config.run, duration=f"{STEPS} steps", eval_every=NEVER, check_replicas="", recompute=""),
         checkpoint=replace(config.checkpoint, best="none"),

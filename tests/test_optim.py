@@ -691,7 +691,7 @@ def test_adamw_by_one_field():
         (dict(preset="apex"), "unknown LAMB preset 'apex'; choose one of paper, colossal"),
         (dict(preset=""), "unknown LAMB preset ''"),
         (dict(name="adamw", preset="paper"), "preset='paper' has no effect on adamw; .* one of lamb, apex_lamb"),
-        (dict(name="adamw", impl="eager"), "impl='eager' has no effect on adamw; remove it or choose one of lamb"),
+        (dict(name="sgd", impl="eager"), "impl='eager' has no effect on sgd; remove it or choose one of lamb"),
         (dict(name="adamw", momentum=0.9), "momentum=0.9 has no effect on adamw; .* choose one of sgd, lars"),
         (dict(trust_coefficient=1e-3), "trust_coefficient=0.001 has no effect on lamb; .* choose one of lars"),
         (dict(name="sgd", betas=(0.9, 0.999)), "betas=.* has no effect on sgd; .* one of lamb, apex_lamb, adamw"),

@@ -13,6 +13,7 @@ from largebatch.assembly.images import (
     check_model,
     classes_of_run,
     count_passes,
+    images_of,
     model_geometry,
     open_data,
     open_held_out,
@@ -41,12 +42,14 @@ from largebatch.assembly.trainer import (
     build_schedule,
     build_trainer,
     put_together,
+    set_half_life,
 )
 
 __all__ = [
     "Images", "assemble", "build_augment", "build_ema", "build_eval_loader", "build_learning_rate", "build_model",
     "build_noise_scale", "build_objective", "build_optimizer", "build_plan", "build_replica", "build_sam",
     "build_schedule", "build_trainer", "check_batch", "check_model", "classes_of_run", "count_passes", "divides",
-    "lamb_impl", "model_geometry", "open_data", "open_held_out", "open_images", "open_train_loader", "peak_lr",
-    "put_together", "refuse_lone_image", "warn_of_few_statistics", "warn_of_large_batch", "with_classes",
+    "images_of", "lamb_impl", "model_geometry", "open_data", "open_held_out", "open_images", "open_train_loader",
+    "peak_lr", "put_together", "refuse_lone_image", "set_half_life", "warn_of_few_statistics", "warn_of_large_batch",
+    "with_classes",
 ]  # fmt: skip

@@ -31,7 +31,8 @@ def build_replica(
 
     names: of the classes. By them a fine-tuning knows whether the head of its first weights fits.
     """
-    impl = lamb_impl(comm, device) if config.optim.name in ("lamb", "muon_lamb") else None
+    o = config.optim
+    impl = lamb_impl(comm, device) if o.name in ("lamb", "muon_lamb") or o.second_moment_half_life else None
     make_optimizer = partial(build_optimizer, config, impl=impl)
     if divides(config):
         from largebatch.parallel.mesh import start_torch_distributed  # imported only by runs that need it

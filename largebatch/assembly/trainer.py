@@ -2,12 +2,14 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from largebatch import checkpoint, hooks
 from largebatch.assembly.images import (
@@ -138,6 +140,7 @@ def put_together(
 ) -> Trainer:
     """Put the parts together, and create the optimizer's state. data: the digest of the training images."""
     init_state(replica.optimizer)
+    set_half_life(config, replica.optimizer, plan)
     return Trainer(
         comm=replica.comm,
         model=replica.model,
@@ -160,6 +163,26 @@ def put_together(
         average=ema.model if ema else None,
         state=TrainState(data=data, phases=plan.phases),
     )
+
+
+def set_half_life(config: TrainConfig, optimizer: Optimizer, plan: Plan) -> None:
+    """Give the groups with a second moment its half-life in images, by which the engine sets beta2 in each step."""
+    text = config.optim.second_moment_half_life
+    if not text:
+        return
+    images = images_of(config, "optim.second_moment_half_life", plan.num_samples, plan.num_images)
+    sizes = ramp.batches(config)
+    low, high = math.ceil(max(sizes) / 126), min(sizes) * 2**24  # the smallest normal number of float32 is 2^-126
+    if not low <= images <= high:
+        raise ValueError(
+            f"--optim.second_moment_half_life is {text!r}, {images} images: expected {low} to {high} images, for which "
+            f"beta2 is neither 0 nor 1 in float32 at a global batch of {' or '.join(map(str, sizes))}."
+        )
+    rates = ", ".join(f"{0.5 ** (size / images):.6g} at a global batch of {size}" for size in sizes)
+    logger.info("second moment: a half-life of %d images, so beta2 is %s", images, rates)
+    for group in optimizer.param_groups:
+        if "betas" in group:
+            group["half_life"] = images
 
 
 def evaluation_images(config: TrainConfig, plan: Plan) -> int:

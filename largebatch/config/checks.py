@@ -7,7 +7,7 @@ check must go on.
 from largebatch.config import ramp
 from largebatch.config.durations import NEVER, duration_images, duration_seconds, epoch_seconds, profiled_steps
 from largebatch.config.parallel import ParallelConfig
-from largebatch.config.sections import DataConfig, TrainConfig
+from largebatch.config.sections import DataConfig, OptimConfig, TrainConfig
 from largebatch.config.values import check_values
 
 DROPS = ("pos_drop_rate", "proj_drop_rate", "drop_rate", "drop_path_rate")
@@ -62,9 +62,23 @@ def check(config: TrainConfig) -> None:
             "--checkpoint.best is ema_top1, and there are no averaged weights: set --optim.ema_half_life, or take top1."
         )
     _check_tokens(c)
+    _check_half_life(c.optim)
     _check_sam(c)
     _check_parallel(c)
     _check_timm(c)
+
+
+def _check_half_life(optim: OptimConfig) -> None:
+    given = f"--optim.second_moment_half_life is {optim.second_moment_half_life!r} and"
+    reasons = dict.fromkeys(("sgd", "lars"), "which has no second moment")
+    reasons["apex_lamb"] = "whose bias correction expects one rate"
+    if optim.second_moment_half_life and (reason := reasons.get(optim.name)):
+        raise ValueError(f"{given} --optim.name {optim.name}, {reason}: choose lamb or adamw, or leave it out.")
+    if optim.second_moment_half_life and optim.betas is not None:
+        raise ValueError(
+            f"{given} --optim.betas {list(optim.betas)}: both give the decay rate of the second moment, so leave one "
+            "of the two out."
+        )
 
 
 def _check_sam(config: TrainConfig) -> None:
@@ -89,6 +103,7 @@ def _check_durations(config: TrainConfig) -> None:
     run, size = config.run, 10**6
     durations = {
         "optim.ema_half_life": config.optim.ema_half_life,
+        "optim.second_moment_half_life": config.optim.second_moment_half_life,
         "schedule.warmup": config.schedule.warmup,
         "schedule.cooldown": config.schedule.cooldown,
         "run.eval_every": "" if run.eval_every == NEVER else run.eval_every,

@@ -262,7 +262,7 @@ def for_optimizer(optim: OptimConfig, name: str | None) -> OptimConfig:
     lambs = ("lamb", "apex_lamb")
     if name is None or name == optim.name or (name in lambs and optim.name in lambs):
         return optim
-    return replace(optim, preset=None, betas=None, eps=None)
+    return replace(optim, preset=None, betas=None, eps=None, second_moment_half_life="")
 
 
 def options(config: TrainConfig) -> dict[str, Any]:

@@ -19,7 +19,10 @@ from largebatch.config.sections import TrainConfig
 OPTION = "--schedule.batch_ramp"
 FORM = f"{OPTION} is {{!r}}: expected phases such as '1024@0,4096@10 epochs,32768@50 epochs', or '1024@0,noise'"
 NOISE = "noise"
-IN_STEPS = ("run.duration", "schedule.warmup", "schedule.cooldown", "optim.ema_half_life")  # places in the run
+IN_STEPS = (  # options that are a number of images of the run
+    *("run.duration", "schedule.warmup", "schedule.cooldown", "optim.ema_half_life"),
+    "optim.second_moment_half_life",
+)
 
 
 class Ramp(NamedTuple):

@@ -144,6 +144,10 @@ class OptimConfig:
     whole rate, and the first layers have the lowest; null: all layers have the same"""
     betas: tuple[float, float] | None = None
     """decay rates of the two moments; null: 0.9 and 0.999; an error for sgd and lars"""
+    second_moment_half_life: str = ""
+    """half-life of the second moment, such as "1 epoch": its decay rate is 2^(-images of the step / half-life), so it
+    follows the batch, also in a batch ramp; the first rate is 0.9. For lamb, adamw, muon and muon_lamb; empty: the rate
+    of optim.betas at every batch"""
     eps: float | None = None
     """number added to the divisor; null: 1e-6 for lamb and apex_lamb, 1e-8 for adamw and lars; an error for sgd"""
     clip_norm: float | None = limited(1.0, lambda x: x > 0, "a positive norm, or null for no clip")

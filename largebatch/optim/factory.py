@@ -40,6 +40,16 @@ def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
         torch._foreach_mul_(grads, factor)
 
 
+def follow_half_life(group: dict[str, Any], images: int, *, before: int) -> None:
+    """Set beta2 for a step of `images` images, after `before` in all steps taken, if the group has a half_life.
+
+    beta2_power is the product of beta2 over all steps, this one included, by which LAMB corrects the bias.
+    """
+    if half_life := group.get("half_life"):
+        group["betas"] = (group["betas"][0], 0.5 ** (images / half_life))
+        group["beta2_power"] = 0.5 ** ((before + images) / half_life)
+
+
 def trust_summary(optimizer: Optimizer) -> Tensor | None:
     """Return minimum, median and maximum, (3,), of the trust ratios of the last step; None if there are none."""
     adapted = [*adapted_ratios(optimizer).values()]
@@ -81,7 +91,7 @@ def init_state(optimizer: Optimizer) -> None:
 DEFAULTS: dict[str, dict[str, Any]] = {
     "lamb": {"preset": "paper", "betas": (0.9, 0.999), "eps": 1e-6, "impl": "auto"},
     "apex_lamb": {"preset": "paper", "betas": (0.9, 0.999), "eps": 1e-6},
-    "adamw": {"betas": (0.9, 0.999), "eps": 1e-8},
+    "adamw": {"betas": (0.9, 0.999), "eps": 1e-8, "impl": None},
     "sgd": {"momentum": 0.9},
     "lars": {"momentum": 0.9, "eps": 1e-8, "trust_coefficient": 1e-3},
     "muon": {"momentum": 0.95, "rest": "adamw"},  # and the options of the optimizer for the rest
@@ -111,7 +121,8 @@ def build_optimizer(
         weight_decay: decoupled for adamw and muon, added to the gradient for sgd and lars, in the update for LAMB.
         layer_decay: factor of the learning rate from a layer to the one below it; None: all have the same. Each group
             has its factor as `lr_scale`, and starts with lr × lr_scale.
-        betas, eps, preset, impl, momentum, trust_coefficient: see `DEFAULTS`, `PRESETS`, `Lamb` and `Lars`.
+        betas, eps, preset, impl, momentum, trust_coefficient: see `DEFAULTS`, `PRESETS`, `Lamb` and `Lars`. adamw with
+            an impl is `Lamb` without trust ratios, which corrects the bias also while beta2 changes.
         rest: "adamw" or "lamb", for the tensors that muon leaves; they take its options.
 
     Raises ValueError for an unknown name, a value out of range, or an option without a use.
@@ -153,7 +164,8 @@ def _build(model: nn.Module, name: str, decays: dict[str, Any], chosen: dict[str
     groups = param_groups(model, **decays)
     if name == "sgd":
         return torch.optim.SGD(groups, **chosen, nesterov=chosen["momentum"] > 0, fused=True)
-    return torch.optim.AdamW(groups, **chosen, fused=True)
+    kind, chosen = _adamw(chosen)
+    return kind(groups, **chosen)
 
 
 def _refuse_unused(name: str, given: Mapping[str, Any], used: Mapping[str, Any]) -> None:
@@ -169,8 +181,14 @@ def _build_muon(model: nn.Module, decays: dict[str, Any], options: dict[str, Any
     if rest == "lamb":
         groups, chosen = options_of(options.pop("preset"), model, **decays)
     else:
-        groups, chosen = param_groups(model, **decays), {"fused": True}
+        groups, (_, chosen) = param_groups(model, **decays), _adamw(options)
     return Muon(divided(groups, hidden_matrices(model), momentum=momentum, rest=rest, options=options | chosen), lr)
+
+
+def _adamw(options: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
+    """Return the class and the options of AdamW: torch's, or, with an impl, `Lamb` without trust ratios."""
+    impl = options.pop("impl")
+    return (Lamb, options | {"impl": impl, "adapt": False}) if impl else (torch.optim.AdamW, options | {"fused": True})
 
 
 def _build_lamb(model: nn.Module, name: str, decays: dict[str, Any], options: dict[str, Any]) -> Optimizer:

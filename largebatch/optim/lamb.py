@@ -9,7 +9,8 @@ One step for one parameter tensor x with gradient g (arXiv:1904.00962), at its t
     x = x - lr ratio u
 
 |.| is the L2 norm of the whole tensor, added up in double precision. The ratio is 1 if the group has adapt=False, and
-if a norm is zero or not finite. Lamb does not clip; see `factory.scale_gradients`.
+if a norm is zero or not finite. Lamb does not clip; see `factory.scale_gradients`. If beta2 changes from step to step,
+the option beta2_power of a group is the product that takes the place of beta2^t (`factory.follow_half_life`).
 
 Every option sits in the parameter group, because Horovod's DistributedOptimizer is a new instance that is built from
 `param_groups` alone. The step counter is per parameter, so that one that is unfrozen late gets its own bias correction.
@@ -71,7 +72,8 @@ class Scalars(NamedTuple):
 def scalars(group: Mapping[str, Any], step: int) -> Scalars:
     """Return the numbers of a group for update number `step`; the first is 1."""
     beta1, beta2 = group["betas"]
-    bias1, bias2 = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+    beta2_power = group.get("beta2_power", beta2**step)
+    bias1, bias2 = (1 - beta1**step, 1 - beta2_power) if group["bias_correction"] else (1.0, 1.0)
     return Scalars(
         lr=float(group["lr"]),
         beta1=beta1,

@@ -132,5 +132,5 @@ def divided(
             own |= {"kind": "muon", "momentum": momentum, "adjust_lr_fn": SCALES[rest]}
             found.append(own | {"params": inside})
         if others:
-            found.append({"kind": rest, **options, **group, "params": others})
+            found.append({"kind": "lamb" if "impl" in options else rest, **options, **group, "params": others})
     return found

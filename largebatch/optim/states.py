@@ -88,6 +88,7 @@ def adopted(
     for own, saved in zip(optimizer.param_groups, loaded["param_groups"]):
         _check_moments(saved)
         merged, needed = own | saved, keys(own)
+        merged.pop("beta2_power", None)  # of the last step alone
         step = {"step": merged.pop("step", None)} if "step" in needed else {}
         for p, number in zip(own["params"], numbers):
             if state.get(p):

@@ -3,6 +3,7 @@
     python -m largebatch.plan --gpus 200 --gpu a100 --model vit_b32 --global-batch 32768 --epochs 300
     python -m largebatch.plan --gpus 64 --gpu h100 --recipe volo_d5 --price-per-gpu-hour 2.5
     python -m largebatch.plan RUN --gpus 64 --gpu h100                the options of a run, from its config.yaml
+    python -m largebatch.plan --target results.csv --global-batch 512 hours to a target, and on how many GPUs
     python -m largebatch.plan validate docs/planner.csv               predictions beside published and measured runs
     python -m largebatch.plan validate A/step.csv B/step.csv          beside your own steps, predicted from the first
 
@@ -56,15 +57,19 @@ def plan(words: Sequence[str]) -> int:
     speed = calibrated(options.calibrate, config, cluster) if options.calibrate else Speed()
     if options.search:
         return _search(config, cluster, speed, json=options.json)
-    made = make_plan(
-        config,
-        cluster,
-        speed=speed,
-        num_images=options.num_images,
-        hours_per_failure=options.gpu_hours_per_failure,
-    )
+    curve = None
+    if options.target:
+        from largebatch.plan.target import at_target, choices, curve_of
+
+        curve = curve_of(options.target, config, num_images=options.num_images)
+        config = at_target(config, curve, num_images=options.num_images)
+    counts = {"num_images": options.num_images, "hours_per_failure": options.gpu_hours_per_failure}
+    made = make_plan(config, cluster, speed=speed, **counts)
     cost = {"price": options.price_per_gpu_hour, "watts": options.watts_per_gpu}
-    print(text.as_json(made, **cost) if options.json else "\n".join(text.lines(made, **cost)))
+    target = choices(config, made, curve, **counts) if curve else []
+    print(text.as_json(made, **cost, target=target) if options.json else "\n".join(text.lines(made, **cost)))
+    if curve and not options.json:
+        print(*map(printable, text.target_lines(made, curve, target, price=options.price_per_gpu_hour)), sep="\n")
     if options.picture:
         from largebatch.plan.picture import draw_scaling, over_gpus
 
@@ -131,6 +136,10 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}: expected 0 or more.")
+    if options.target and options.search:
+        raise ValueError(f"--target is {options.target} and --search, which compares steps: leave one out.")
+    if options.epochs and options.target and Path(options.target).is_file():
+        raise ValueError(f"--epochs is {options.epochs:g}, and --target {options.target} has them: leave it out.")
 
 
 def _search(config: TrainConfig, cluster: "Cluster", speed: "Speed", *, json: bool) -> int:
@@ -165,6 +174,11 @@ def _parser() -> Parser:
         help="GPU-hours between two failures (default: %(default).0f)",
     )
     add("--calibrate", type=Path, metavar="FILE", help="CSV of `largebatch.benchmark model` or `step`, of this model")
+    add(
+        "--target",
+        metavar="TABLE",
+        help="hours to a target: a CSV of batch and epochs (or steps) to it, or lars or lamb, MLPerf's points",
+    )
     add("--search", action="store_true", help="list the fastest meshes that fit, and why others are refused")
     add("--json", action="store_true", help="print JSON, in seconds and bytes")
     add("--picture", type=Path, metavar="PNG", help="hours and cost over 1 to 10,000 GPUs")

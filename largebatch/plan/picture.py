@@ -1,13 +1,12 @@
 """A picture of a plan: hours and cost over the number of GPUs."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from largebatch.config import TrainConfig
 from largebatch.files import atomic_file
-from largebatch.plan.planning import Plan, fitted, scaled
-from largebatch.plan.run import HOUR, run_of
-from largebatch.plan.step import step_of
+from largebatch.plan.planning import Plan, fitted, on_gpus
+from largebatch.plan.run import HOUR
 
 # Name and colour of each part of a run, and how it lets GPU-hours grow.
 PARTS = {
@@ -24,14 +23,11 @@ def over_gpus(config: TrainConfig, plan: Plan, *, num_images: int) -> Points:
     """Return the run on 1 to 10,000 GPUs, where they can share the global batch."""
     points: Points = {}
     for gpus in sorted({round(10 ** (eighth / 8)) for eighth in range(4 * 8 + 1)}):
-        cluster = replace(plan.cluster, ranks=gpus)
         try:
             at, _, _ = fitted(config, gpus)
         except ValueError:  # no whole replica, or fewer images than GPUs
             continue
-        counted = scaled(plan.counted, at.data.micro_batch_size)
-        step = step_of(at, counted, cluster, plan.speed)
-        run = run_of(at, counted, cluster, step, plan.speed, num_images=num_images)
+        step, run = on_gpus(at, plan, gpus, num_images=num_images)
         hours = run.training / step.seconds / HOUR
         points[gpus] = {name: seconds * hours for name, seconds in asdict(step).items()}
         points[gpus]["rest"] = (run.seconds - run.training) / HOUR

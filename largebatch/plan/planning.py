@@ -124,6 +124,13 @@ def make_plan(
     )
 
 
+def on_gpus(config: TrainConfig, plan: Plan, gpus: int, *, num_images: int) -> tuple[Step, Run]:
+    """Return the step and the run of a config that `fitted` returned, on other GPUs than those of the plan."""
+    cluster, counted = replace(plan.cluster, ranks=gpus), scaled(plan.counted, config.data.micro_batch_size)
+    step = step_of(config, counted, cluster, plan.speed)
+    return step, run_of(config, counted, cluster, step, plan.speed, num_images=num_images)
+
+
 def otherwise(config: TrainConfig, cluster: Cluster) -> Pass | None:
     """Return the pass with activation checkpointing switched; None if the model cannot do it."""
     model = replace(config.model, grad_checkpointing=not config.model.grad_checkpointing)

@@ -11,6 +11,7 @@ from largebatch.plan.planning import Plan
 from largebatch.plan.run import HOUR, RAMP
 from largebatch.plan.search import Candidate
 from largebatch.plan.step import Speed
+from largebatch.plan.target import POINTS, Choice, Curve
 
 TOOK = "published {} took {:.2g} to {:.2g} × the prediction (docs/planner.md)"
 
@@ -113,7 +114,7 @@ def _sources(plan: Plan) -> Iterator[str]:
     yield f"  assumed, without a source: {', '.join(assumed)} (largebatch/plan/constants.py)"
 
 
-def as_json(plan: Plan, *, price: float | None, watts: float | None) -> str:
+def as_json(plan: Plan, *, price: float | None, watts: float | None, target: Sequence[Choice] = ()) -> str:
     data, gpu_hours = plan.config.data, plan.cluster.ranks * plan.failures.seconds / HOUR
     found: dict[str, Any] = {
         "model": plan.config.model.name,
@@ -139,8 +140,36 @@ def as_json(plan: Plan, *, price: float | None, watts: float | None) -> str:
         "input": asdict(plan.input),
         "failures": asdict(plan.failures),
         "speed": asdict(plan.speed),
+        "target": [asdict(choice) for choice in target],
     }
     return json.dumps(found, indent=2)
+
+
+def target_lines(plan: Plan, curve: Curve, found: Sequence[Choice], *, price: float | None) -> Iterator[str]:
+    first, last = curve.points[0][0], curve.points[-1][0]
+    yield ""
+    yield f"to the target, by {curve.source}: global batches from {first:g} to {last:g}"
+    if curve.source in POINTS:
+        yield "  note: MLPerf's points are of other models; the plan's own epochs at its batch are taken to reach it"
+    yield f"  the other points give the epochs of one of them within a factor of {curve.factor:.2f}"
+    yield f"  {'GPUs':>6}{'global batch':>14}{'epochs':>9}{'hours':>10}{'GPU-hours':>12}"
+    for one in found:
+        hours = one.seconds / HOUR
+        yield f"  {one.gpus:6}{one.batch:14}{one.epochs:9.2f}{hours:10.2f}{one.gpus * hours:12.1f}"
+    low, high = constants.RUNS_TOOK if ranges(plan) else (1.0, 1.0)
+    for name, best in best_of(found).items():
+        hours = best.seconds / HOUR
+        gpus = f"{best.gpus} GPU{'s' * (best.gpus > 1)}"
+        paid = "" if price is None else f", price {price * best.gpus * hours:,.2f}"
+        yield (
+            f"{name}: {gpus}, global batch {best.batch}: {hours:.2f} h, failures included{paid}; "
+            f"expect {low * hours / curve.factor:.2f} to {high * hours * curve.factor:.2f} h"
+        )
+
+
+def best_of(found: Sequence[Choice]) -> dict[str, Choice]:
+    cheapest, fastest = min(found, key=lambda one: one.gpus * one.seconds), min(found, key=lambda one: one.seconds)
+    return {"cheapest": cheapest, "fastest": fastest}
 
 
 def search_lines(candidates: Sequence[Candidate], notes: Sequence[str] = (), *, shown: int = 12) -> Iterator[str]:

@@ -125,11 +125,12 @@ def test_resumed_on_two_ranks_of_three(tmp_path, interrupted, uninterrupted):
 
 RAMP = ["--schedule.batch_ramp", "12@0,20@24 images,40@64 images", "--run.duration", "200 images"]
 SCALED = ["--schedule.scaling", "linear", "--schedule.reference_batch_size", "40", "--schedule.warmup", "30 images"]
+FORGETS = ["--optim.second_moment_half_life", "30 images"]
 
 
 def test_a_batch_ramp_stopped_inside_a_phase_and_resumed_on_other_ranks(tmp_path):
     """Steps of 12, 12, 20, 20, 40, 40, 40 and 16 images: first all on one rank, then five on three and three on two."""
-    options = [*RAMP, *SCALED, "--log.every", "1 image"]
+    options = [*RAMP, *SCALED, *FORGETS, "--log.every", "1 image"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     reference = trained(whole, *options, ranks=1, launcher="python")
     trained(parts, *options, "--run.max_steps", "5", ranks=3)
@@ -138,6 +139,10 @@ def test_a_batch_ramp_stopped_inside_a_phase_and_resumed_on_other_ranks(tmp_path
     for column, places in (("images", [12, 24, 44, 64, 104, 144, 184, 200]), ("lr", None), ("loss", None)):
         ours, theirs = ([float(row[column]) for row in table] for table in steps)
         assert ours == pytest.approx(theirs, rel=1e-4 if column == "loss" else 1e-12) and ours == (places or ours)
+    said = "second moment: a half-life of 30 images, so beta2 is 0.757858 at a global batch of 12, 0.629961 at a "
+    assert (whole / "log.txt").read_text().count(said) == 1
+    code, output = train(parts, *options[:-4], "--optim.second_moment_half_life", "31 images", ranks=2)
+    assert code == 2 and "--optim.second_moment_half_life 30 images, now 31 images: give the options it" in output
 
 
 def test_validation_from_the_command_line(uninterrupted, tmp_path):

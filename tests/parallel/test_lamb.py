@@ -9,7 +9,7 @@ from gloo import assemble, on_ranks
 from torch import nn
 
 from largebatch.config.parallel import ParallelConfig, TensorConfig
-from largebatch.optim import build_optimizer, clip_gradients, gradient_norm, init_state
+from largebatch.optim import build_optimizer, clip_gradients, follow_half_life, gradient_norm, init_state
 from largebatch.parallel import collectives
 from largebatch.parallel.cuts import UNCUT, Cut, local
 from largebatch.parallel.mesh import Mesh
@@ -89,7 +89,16 @@ def build(model, preset):
     if preset == "lambc":
         for group in optimizer.param_groups:
             group["norm_range"] = (2.5, 3.0)
+    if preset == "paper":
+        for group in optimizer.param_groups:
+            group["half_life"] = 60
     return optimizer
+
+
+def grow(optimizer, step):
+    """Set beta2 for a batch that grows by an image in each step."""
+    for group in optimizer.param_groups:
+        follow_half_life(group, 8 + step, before=sum(8 + earlier for earlier in range(step)))
 
 
 def reference(preset, clip, steps=range(STEPS)):
@@ -98,6 +107,7 @@ def reference(preset, clip, steps=range(STEPS)):
     optimizer, norms = build(model, preset), []
     for step in steps:
         set_gradients(model, step)
+        grow(optimizer, step)
         norms.append(gradient_norm(optimizer))
         clip_gradients(optimizer, norms[-1], clip)
         optimizer.step()
@@ -126,6 +136,7 @@ class Rank:
         norms = []
         for step in steps:
             set_gradients(self.model, step, self.part)
+            grow(self.optimizer, step)
             norms.append(global_norm(self.optimizer, self.sharding))
             clip_gradients(self.optimizer, norms[-1], clip)
             self.optimizer.step()

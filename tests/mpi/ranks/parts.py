@@ -168,8 +168,11 @@ def small_trainer(
     return trainer
 
 
-def serial_run(plan: Plan, model: nn.Module, scaling: Callable[[int], float] = lambda batch: 1.0) -> nn.Module:
+def serial_run(
+    plan: Plan, model: nn.Module, scaling: Callable[[int], float] = lambda batch: 1.0, *, half_life: float = 0
+) -> nn.Module:
     """The same run written out in one process, float64: the reference for any number of ranks."""
+    power = 1.0
     augment, optimizer = Augment(CLASSES, mixup_alpha=0.2), build_optimizer(
         model, lr=0.01, weight_decay=0.1, impl="plain"
     )
@@ -180,8 +183,11 @@ def serial_run(plan: Plan, model: nn.Module, scaling: Callable[[int], float] = l
             generator = torch.Generator().manual_seed(seed_for(3, step, micro.number))
             mixed = augment(batch.images, batch.labels, generator)
             (classification(model, mixed) / plan.window_images(step)).backward()
+        beta2 = 2 ** (-plan.window_images(step) / half_life) if half_life else 0.999
+        power *= beta2
         for group in optimizer.param_groups:
             group["lr"] = 0.01 / (1 + plan.time(step)) * scaling(plan.batch_size(step))
+            group["betas"], group["beta2_power"] = (0.9, beta2), power
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -19,6 +19,7 @@ from largebatch.ranks import Ranks
 MICRO = 4
 PHASES = ((0, 8), (16, 20), (56, 36))  # 2, 5 and 9 micro-batches: on three ranks, one has none at first
 PLAN = Plan(num_samples=37, global_batch_size=36, micro_batch_size=MICRO, num_images=133, seed=1, phases=PHASES)
+HALF_LIFE = 60  # of the second moment, in images
 BY_NOISE = Plan(num_samples=37, global_batch_size=40, micro_batch_size=MICRO, num_images=210, seed=1, phases=((0, 8),))
 
 
@@ -27,10 +28,12 @@ def rooted(batch_size: int) -> float:
 
 
 def growing(comm: Ranks, plan: Plan = PLAN, **options) -> Trainer:
-    """A run with a ramp, wrapped for the passes of another batch."""
+    """A run with a ramp, wrapped for the passes of another batch; the second moment follows the batch."""
     trainer = small_trainer(comm, plan, passes=1, model=OddModel(), **options)
     rate = trainer.learning_rate
     trainer.learning_rate = lambda plan, step: rate(plan, step) * rooted(plan.batch_size(step))
+    for group in trainer.optimizer.param_groups:
+        group["half_life"] = HALF_LIFE
     return trainer
 
 
@@ -57,7 +60,7 @@ def test_any_number_of_ranks_trains_as_one_in_every_phase(comm):
     trainer, sizes = growing(comm, dtype=torch.float64), Sizes()
     trainer.hooks = [sizes]
     trainer.fit()
-    serial = serial_run(PLAN, OddModel().double(), rooted)
+    serial = serial_run(PLAN, OddModel().double(), rooted, half_life=HALF_LIFE)
     for ours, theirs in zip(trainer.model.parameters(), serial.parameters()):
         assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
     assert sizes.found == [8, 8, 20, 20, 36, 36, 5]
