@@ -23,7 +23,7 @@ augment config devices engine files native optim parallel precision ranks recipe
 engine files plan process ranks recipes report start; benchmark: arguments assembly augment batch_norm compiling config
 data devices engine files flops hooks losses native optim parallel plan precision process ranks recipes start timm zoo;
 find_lr: checkpoint config process ranks rate_search train; reproduce: arguments assembly benchmark config data engine
-files process ranks
+files hooks process ranks
 """
 LIBRARIES = {"horovod", "mpi4py", "nvidia", "rich", "timm"}
 INSTRUMENTS = ("largebatch.benchmark", "largebatch.doctor", "largebatch.reproduce", "largebatch.plan.__main__")

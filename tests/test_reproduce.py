@@ -26,13 +26,12 @@ from largebatch.assembly import (
     open_train_loader,
 )
 from largebatch.config import load
-from largebatch.data import archives
 from largebatch.data.sources import open_source
 from largebatch.ranks.single import Single
 from largebatch.reproduce import images, picture, search, table, trial
 from largebatch.reproduce.__main__ import main
 from largebatch.reproduce.contenders import CONTENDERS
-from largebatch.reproduce.experiment import Experiment, Trial, cifar10, digits, quick
+from largebatch.reproduce.experiment import Experiment, Trial, digits, every_fifth, quick
 from largebatch.reproduce.results import Journal
 
 ROOT = Path(__file__).parents[1]
@@ -72,7 +71,7 @@ def test_images_from_memory_are_those_of_the_loaders(hflip):
 def test_a_trial_is_the_run_of_its_config():
     """As `largebatch.train` puts it together, with the loaders: the same accuracies and losses, to the bit."""
     config = replace(digits(), epochs=2).config(Trial("lamb", 256, 0.02, seed=1))
-    found = trial.run(config, searches=False)
+    found = trial.run(config, split=None)
     comm, record, threads = Single(), trial.Record(lambda: False), torch.get_num_threads()
     torch.set_num_threads(1)
     trainer = assemble(config, build_replica(config, comm, CPU, passes=1), CPU, images=opened(), signals=None)
@@ -88,12 +87,12 @@ def test_a_trial_is_the_run_of_its_config():
 
 def test_a_search_sees_no_held_out_image_and_scores_images_on_which_it_does_not_train():
     config = replace(digits(), epochs=1).config(Trial("lamb", 1437, 0.01, seed=0))
-    trained, scored = trial.images_of_search("digits", config.data.crop_padding)
+    trained, scored = trial.images_of_search("digits", config.data.crop_padding, every_fifth)
     everything, _ = trial.images("digits", config.data.crop_padding)
     assert (len(trained), len(scored)) == (1149, 288)
     rows = sorted(image.tobytes() for part in (trained, scored) for image in part.bordered)
     assert rows == sorted(image.tobytes() for image in everything.bordered)
-    trainer = trial.build(config, Single(), searches=True, hook=trial.Record(lambda: False))
+    trainer = trial.build(config, Single(), split=every_fifth, hooks=[trial.Record(lambda: False)])
     assert trainer.plan.num_steps == 1 and trainer.plan.num_samples == 1149  # as many steps of the same batch
     assert sum(len(batch.labels) for batch in trainer.eval_batches) == 288
     seen = np.unique(trainer.plan.samples(0, 1437)[1])
@@ -102,23 +101,23 @@ def test_a_search_sees_no_held_out_image_and_scores_images_on_which_it_does_not_
 
 def test_a_trial_that_diverges_has_the_lowest_score_and_one_that_nobody_wants_has_none():
     experiment = replace(digits(), epochs=4)
-    diverged = trial.run(experiment.config(Trial("sgd", 1437, 1e30, seed=0)), searches=True)
+    diverged = trial.run(experiment.config(Trial("sgd", 1437, 1e30, seed=0)), split=every_fifth)
     assert diverged.diverged and diverged.accuracy == 0.0 and diverged.score < (0.0, -100.0)
     wanted = iter([False, True])
     config = experiment.config(Trial("sgd", 1437, 0.1, seed=0))
-    assert trial.run(config, searches=True, given_up=lambda: next(wanted)) is None
+    assert trial.run(config, split=every_fifth, given_up=lambda: next(wanted)) is None
 
 
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_every_contender_trains_with_every_batch(name):
     """The config is one that `largebatch.train` takes, and differs from another contender's in the optimizer alone."""
-    for experiment in (digits(), quick(digits()), cifar10("cifar")):
+    for experiment in (digits(), quick(digits())):
         for batch in experiment.batches:
             config = experiment.config(Trial(name, batch, 0.01, seed=1))
             other = experiment.config(Trial("sgd", batch, 0.01, seed=1))
             assert replace(config, optim=other.optim) == other and config.optim.lr == 0.01
     short = replace(digits(), epochs=2).config(Trial(name, 1437, CONTENDERS[name].rate, seed=1))
-    assert trial.run(short, searches=False).losses[-1] < 2.6
+    assert trial.run(short, split=None).losses[-1] < 2.6
 
 
 # -- searches ------------------------------------------------------------------------------------------------
@@ -127,7 +126,7 @@ def test_every_contender_trains_with_every_batch(name):
 def searched(middle: float, budget: int, score) -> list[float]:
     scores: dict[float, tuple[float, float]] = {}
     tried = []
-    while rates := search.next_rates(middle, budget, scores):
+    while rates := [rate for rate in search.tried_rates(middle, budget, scores) if rate not in scores]:
         tried += rates
         scores |= {rate: score(rate) for rate in rates}
     assert tried == search.tried_rates(middle, budget, scores)
@@ -232,7 +231,7 @@ def test_an_experiment_that_was_killed_goes_on_to_the_same_bytes(tiny, tmp_path,
         (tmp_path / "trials" / file.name).write_bytes(file.read_bytes())
     before = {file.name: (tmp_path / "trials" / file.name).stat().st_mtime_ns for file in kept}
     assert main(["digits", *TINY, "--processes", "1", "--output", str(tmp_path)]) == 0
-    assert ", 5 of them are there" in capsys.readouterr().err
+    assert "5 trials are there" in capsys.readouterr().err
     assert {name: (tmp_path / "trials" / name).stat().st_mtime_ns for name in before} == before
     assert [(tmp_path / name).read_bytes() for name in FILES] == [(tiny / name).read_bytes() for name in FILES]
     assert sorted(file.name for file in (tmp_path / "trials").iterdir()) == [file.name for file in files]
@@ -259,30 +258,13 @@ def test_two_processes_killed_and_started_again_give_the_same_bytes(tiny, tmp_pa
     assert [(tmp_path / name).read_bytes() for name in FILES] == [(tiny / name).read_bytes() for name in FILES]
 
 
-def test_cifar10_from_its_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    rng, folder = np.random.default_rng(0), tmp_path / "cifar-10-batches-bin"
-    folder.mkdir()
-    for name in (*archives.CIFAR_BATCHES["train"], *archives.CIFAR_BATCHES["validation"]):
-        labels = np.arange(10, dtype=np.uint8)[:, None]
-        pixels = rng.integers(0, 256, (10, 3072), dtype=np.uint8)
-        (folder / f"{name}.bin").write_bytes(np.concatenate([labels, pixels], axis=1).tobytes())
-    size = "--batches 8 50 --optimizers lars --epochs 1 --rates 1 --seeds 1 --processes 1".split()
-    assert main(["cifar10", "--data", str(folder), *size, "--output", str(tmp_path / "out")]) == 0
-    rows = rows_of(tmp_path / "out")
-    assert [(row["batch"], row["purpose"], row["steps"]) for row in rows] == [
-        ("8", "search", "7"), ("8", "result", "7"), ("50", "search", "1"), ("50", "result", "1")
-    ]  # fmt: skip
-    (config,) = (load(str(file)) for file in tmp_path.glob("out/trials/*batch50*seed1.yaml"))
-    assert config.data.path == str(folder) and config.data.hflip == 0.5
-
-
 @pytest.mark.parametrize(
     "line, sentence",
     [
-        ("digits --data x", "--data is x, and the digits are built in: leave it out, or choose cifar10."),
-        ("cifar10", "--data is None: expected CIFAR-10's files"),
-        ("cifar10 --data nowhere", "--data is nowhere: expected CIFAR-10's files"),
+        ("digits --data x", "--data is x, and the digits are built in: leave it out, or choose fashion."),
+        ("fashion --data nowhere", "nowhere has no IDX files of Fashion-MNIST: `apt-get download"),
+        ("fashion --epochs 3", "--epochs is for the digits: the sizes of fashion were written down beforehand."),
+        ("fashion --minutes 0", "--minutes is 0.0: expected at least 1."),
         ("digits --rates 0", "--rates is 0: expected at least 1."),
         ("digits --seeds -1", "--seeds is -1: expected at least 1."),
         ("digits --optimizers lamb adam", "--optimizers has 'adam': expected some of sgd, adamw, lars, lamb"),
@@ -294,7 +276,7 @@ def test_cifar10_from_its_files(tmp_path, monkeypatch):
 def test_mistakes_are_one_sentence(line, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(line.split()) == 2
-    errors = [said for said in capsys.readouterr().err.splitlines() if "trials in" not in said]
+    errors = [said for said in capsys.readouterr().err.splitlines() if "are there in" not in said]
     assert len(errors) == 1 and errors[0].startswith("largebatch: ") and sentence in errors[0], errors
 
 
@@ -305,9 +287,10 @@ def test_quick_shows_every_optimizer_far_above_chance(tmp_path):
     experiment: Experiment = quick(digits())
     found = table.cells(rows_of(tmp_path))
     assert {(cell.optimizer, cell.batch) for cell in found} == {*experiment.cells}
-    assert len(rows_of(tmp_path)) == experiment.num_trials == len([*tmp_path.glob("trials/*.json")])
+    assert len(rows_of(tmp_path)) == len([*tmp_path.glob("trials/*.json")])
     assert min(cell.mean for cell in found if cell.batch == 128) > 20  # chance is 10
     assert all(CONTENDERS[name].label in done.stdout for name in experiment.optimizers)
     journal = Journal(tmp_path, experiment)
     journal.read()
     assert not journal.next()
+    assert sum(map(experiment.images, journal.results)) == experiment.total(journal.results)

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Structure:
-    """The sizes of a ViT; its MLP is four times as wide as its embedding."""
+    """The sizes of a ViT. mlp_ratio: width of its MLP, in widths of its embedding."""
 
     patch_size: int
     embed_dim: int
     depth: int
     num_heads: int
     timm_name: str
+    mlp_ratio: float = 4.0
 
 
 STRUCTURES = {
@@ -35,6 +36,7 @@ STRUCTURES = {
     "vit_6b16": Structure(16, embed_dim=4096, depth=32, num_heads=64, timm_name=""),  # for ranks that share it
     "vit_ti16": Structure(16, embed_dim=192, depth=12, num_heads=3, timm_name="vit_tiny_patch16_224"),
     "vit_nano32": Structure(32, embed_dim=32, depth=2, num_heads=2, timm_name=""),  # for tests: seconds, not minutes
+    "vit_nano7": Structure(7, embed_dim=48, depth=2, num_heads=3, timm_name="", mlp_ratio=2.0),  # for images of 28 px
 }
 
 
@@ -64,6 +66,7 @@ def build_vit(
         embed_dim=structure.embed_dim,
         depth=structure.depth,
         num_heads=structure.num_heads,
+        mlp_ratio=structure.mlp_ratio,
         drop_rate=drop_rate,
         pos_drop_rate=pos_drop_rate,
         proj_drop_rate=proj_drop_rate,

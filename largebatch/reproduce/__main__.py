@@ -2,11 +2,12 @@
 
     python -m largebatch.reproduce digits                          a ViT on handwritten digits
     python -m largebatch.reproduce digits --quick                  a smaller size, in a minute or two
-    python -m largebatch.reproduce cifar10 --data FOLDER           the same on CIFAR-10's files
+    python -m largebatch.reproduce fashion [--data FOLDER]         a ViT on Fashion-MNIST, batches up to 32,768; hours
+    python -m largebatch.reproduce fashion --minutes 60            an hour of it
 
-Every run has the same number of epochs, so a larger batch has fewer steps. The search trains on four fifths of the
-training images and scores a rate by its accuracy on the rest; then other seeds train on all training images with the
-best rate, and are evaluated on the held-out images. Two trials run at once, each on one thread of the CPU.
+Every run has the same number of epochs, so a larger batch has fewer steps. The search trains on a part of the training
+images and scores a rate by its accuracy on the rest; then other seeds train on all training images with the best rate,
+and are evaluated on the held-out images. Two trials run at once, each on one thread of the CPU.
 
 Written into --output: results.csv, table.md, picture.png, and the config and the result of each trial. The same
 command goes on with the trials that are missing, and gives the same table. Neither Horovod nor DALI nor a GPU is
@@ -21,15 +22,19 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from largebatch.arguments import Parser, complain
-from largebatch.files import atomic_file
 from largebatch.files.run_lock import hold
 from largebatch.process.progress import show_progress
 from largebatch.reproduce.contenders import CONTENDERS
-from largebatch.reproduce.experiment import Experiment, Trial, cifar10, digits, quick
-from largebatch.reproduce.results import Journal
+from largebatch.reproduce.experiment import Experiment, digits, quick
+from largebatch.reproduce.fashion import Fashion, fashion
+from largebatch.reproduce.fashion import quick as fashion_quick
+from largebatch.reproduce.results import Journal, Result, Study
 from largebatch.reproduce.workers import Alone, Processes, Workers
+
+DEBIAN = "/usr/share/datasets/fashion-mnist"  # of Debian's package
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = options.output or Path("runs/reproduce", options.experiment + "_quick" * options.quick)
         folder.mkdir(parents=True, exist_ok=True)
         with hold(folder):
-            reproduce(experiment, folder, processes=options.processes)
+            reproduce(experiment, folder, processes=options.processes, minutes=options.minutes)
     except (ValueError, OSError) as mistake:
         return complain(mistake)
     except KeyboardInterrupt:
@@ -50,74 +55,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def reproduce(experiment: Experiment, folder: Path, *, processes: int) -> None:
-    """Make the trials that are missing, then the table, the CSV and the picture."""
-    journal = Journal(folder, experiment)
+def reproduce(study: Study, folder: Path, *, processes: int, minutes: float) -> None:
+    """Make the trials that are missing, then the tables and the picture; begin none that would end after `minutes`."""
+    journal, began = Journal(folder, study), time.perf_counter()
     journal.read()
-    began = time.perf_counter()
+    if journal.next():
+        tell(f"{len(journal.results)} trials are there in {folder}, {len(journal.next())} can begin")
     with closing(Processes(processes) if processes > 1 else Alone()) as crew:
-        if len(journal.results) < experiment.num_trials:
-            tell(f"{experiment.num_trials} trials in {folder}, {len(journal.results)} of them are there")
-            tell(f"the others take about {minutes(estimate(experiment, journal, crew, processes))}")
-        compute(journal, crew)
-    write(experiment, folder, journal, seconds=time.perf_counter() - began)
+        compute(journal, crew, until=began + 60 * minutes)
+    spent = f"{time_of(time.perf_counter() - began)} now, {time_of(journal.spent())} of a process in all"
+    if journal.next():
+        tell(f"{spent}; the same command goes on with the trials that are missing")
+        return
+    print(f"{write(study, folder, journal.results)}\n{spent}; the files are in {folder}")
 
 
-def compute(journal: Journal, crew: Workers) -> None:
-    experiment, running = journal.experiment, set[Trial]()
-    with show_progress("reproduce", experiment.num_trials, unit="trials") as show:
-        while True:
-            journal.read()  # also those that a search with fewer or more rates has left
-            show(len(journal.results))
-            for trial in journal.next():
-                if trial not in running and crew.idle():
-                    running.add(trial)
-                    crew.start(trial, (experiment.config(trial), trial.searches))
-            if not running:
-                return
-            for trial, result in crew.wait():
-                running.discard(trial)
-                journal.add(trial, result)
+def compute(journal: Journal, crew: Workers, *, until: float) -> None:
+    study, running = journal.study, set[Any]()
+    while True:
+        total = study.total(journal.results)
+        with show_progress("reproduce", total, quiet=not journal.next()) as show:
+            while study.total(journal.results) == total:
+                journal.read()  # also those that a search with fewer or more rates has left
+                show(sum(map(study.images, journal.results)))
+                for trial in journal.next():
+                    if trial not in running and crew.idle() and time.perf_counter() + journal.seconds(trial) < until:
+                        running.add(trial)
+                        crew.start(trial, (study.config(trial), study.split(trial)))
+                if not running:
+                    return
+                for trial, result in crew.wait():
+                    running.discard(trial)
+                    journal.add(trial, result)
 
 
-def estimate(experiment: Experiment, journal: Journal, crew: Workers, processes: int) -> float:
-    """Measure an epoch at each batch; return the seconds that the missing trials take."""
-    short = replace(experiment, epochs=1)
-    name, seconds = experiment.optimizers[0], {}
-    for batch in (*experiment.batches, experiment.batches[0]):  # the first one also reads the images
-        crew.start(batch, (short.config(Trial(name, batch, CONTENDERS[name].rate, seed=1)), False))
-        ((_, result),) = crew.wait()
-        seconds[batch] = result.seconds
-    work = 0.0
-    for optimizer, batch in experiment.cells:
-        done = sum((trial.contender, trial.batch) == (optimizer, batch) for trial in journal.results)
-        missing = experiment.rates + experiment.seeds - done
-        work += missing * experiment.epochs * seconds[batch] * CONTENDERS[optimizer].cost
-    return work / CONTENDERS[name].cost / processes
-
-
-def write(experiment: Experiment, folder: Path, journal: Journal, *, seconds: float) -> None:
+def write(study: Any, folder: Path, results: dict[Any, Result]) -> str:
+    """Write the tables and the picture; return the text of the tables, and where they were computed."""
     import torch  # takes seconds to import
 
     from largebatch.benchmark.measure import hardware, versions
-    from largebatch.files.table import read_table, write_table
-    from largebatch.reproduce import table
-    from largebatch.reproduce.picture import draw
+    from largebatch.reproduce import fashion_picture, hypotheses, picture, table
 
-    results = folder / "results.csv"
-    write_table(results, table.COLUMNS, table.rows(journal))
-    cells = table.cells(read_table(results, table.COLUMNS, what="results.csv", expected="one of this program"))
-    text = table.markdown(experiment, cells)
-    with atomic_file(folder / "table.md") as file:
-        file.write(f"{text}\n".encode())
-    draw(folder / "picture.png", experiment, cells)
+    if isinstance(study, Fashion):
+        found = hypotheses.Found(study, results)
+        text = hypotheses.write(found, folder)
+        fashion_picture.draw(folder / "picture.png", found)
+    else:
+        text, cells = table.write(study, folder, results)
+        picture.draw(folder / "picture.png", study, cells)
     processor = hardware(torch.device("cpu")).partition(", threads")[0]
-    print(f"{text}\n\n{processor}, a thread for each trial; {versions()}; {datetime.date.today()}")
-    spent = sum(result.seconds for result in journal.results.values())
-    print(f"{minutes(seconds)} now, {minutes(spent)} of a process in all; {folder}/table.md, results.csv, picture.png")
+    return f"{text}\n\n{processor}, a thread for each trial; {versions()}; {datetime.date.today()}"
 
 
-def minutes(seconds: float) -> str:
+def time_of(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
 
 
@@ -128,50 +118,58 @@ def tell(sentence: str) -> None:
 # -- the command line ----------------------------------------------------------------------------------------
 
 
-def sized(options: argparse.Namespace) -> Experiment:
+def sized(options: argparse.Namespace) -> Experiment | Fashion:
     """Return the experiment of a command line; ValueError for a mistake."""
-    if options.experiment == "digits" and options.data:
-        raise ValueError(f"--data is {options.data}, and the digits are built in: leave it out, or choose cifar10.")
-    experiment = digits() if options.experiment == "digits" else cifar10(cifar10_folder(options.data))
-    experiment = quick(experiment) if options.quick else experiment
-    for option in ("epochs", "rates", "seeds", "processes"):
+    for option in ("epochs", "rates", "seeds", "processes", "minutes"):
         value = getattr(options, option)
-        if value is not None and value < 1:
+        if value is not None and not value >= 1:
             raise ValueError(f"--{option} is {value}: expected at least 1.")
+    given = {name: getattr(options, name) for name in ("optimizers", "batches", "epochs", "rates", "seeds", "target")}
+    given = {name: value for name, value in (given | {"model": options.model}).items() if value}
+    if options.experiment == "fashion":
+        if given:
+            raise ValueError(f"--{[*given][0]} is for the digits: the sizes of fashion were written down beforehand.")
+        found = fashion(fashion_folder(options.data))
+        return fashion_quick(found) if options.quick else found
+    if options.data:
+        raise ValueError(f"--data is {options.data}, and the digits are built in: leave it out, or choose fashion.")
     for name in options.optimizers or ():
         if name not in CONTENDERS:
             raise ValueError(f"--optimizers has {name!r}: expected some of {', '.join(CONTENDERS)}.")
     if options.batches and min(options.batches) < 1:
         raise ValueError(f"--batches has {min(options.batches)}: expected at least 1.")
-    given = {name: getattr(options, name) for name in ("epochs", "rates", "seeds", "target", "model")}
-    given |= {"batches": tuple(sorted({*(options.batches or ())})), "optimizers": tuple(options.optimizers or ())}
-    return replace(experiment, **{name: value for name, value in given.items() if value})
+    if options.batches:
+        given["batches"] = tuple(sorted({*options.batches}))
+    return replace(quick(digits()) if options.quick else digits(), **given)
 
 
-def cifar10_folder(data: str | None) -> str:
-    from largebatch.data.archives import is_cifar10
+def fashion_folder(data: str | None) -> str:
+    from largebatch.data.idx import is_idx
 
-    if data is None or not is_cifar10(Path(data).expanduser()):
-        files = "cifar-10-binary.tar.gz or cifar-10-python.tar.gz, or the folder with its batches"
-        raise ValueError(f"--data is {data}: expected CIFAR-10's files, that is {files}.")
-    return data
+    folder = Path(data or DEBIAN).expanduser()
+    if not is_idx(folder):
+        commands = "apt-get download dataset-fashion-mnist && dpkg -x dataset-fashion-mnist_*.deb DIR"
+        advice = f"`{commands}` puts Debian's into DIR{DEBIAN}, which --data takes."
+        raise ValueError(f"{folder} has no IDX files of Fashion-MNIST: {advice}")
+    return str(folder)
 
 
 def _parser() -> Parser:
     parser = Parser("reproduce", __doc__)
     add = parser.add_argument
-    add("experiment", choices=("digits", "cifar10"), help="the images")
-    add("--quick", action="store_true", help="two batches, fewer epochs, rates and seeds")
-    add("--data", metavar="FOLDER", help="CIFAR-10's files")
-    add("--optimizers", nargs="+", metavar="NAME", help=f"some of {', '.join(CONTENDERS)} (default: all)")
-    add("--batches", nargs="+", type=int, metavar="N", help="images per step (default: 32, 128, 512 and all 1,437)")
-    add("--epochs", type=int, metavar="N", help="length of each run (default: 25; cifar10: 15)")
-    add("--rates", type=int, metavar="N", help="learning rates tried for each optimizer and batch (default: 5)")
-    add("--seeds", type=int, metavar="N", help="runs with the best rate (default: 3)")
-    add("--target", type=float, metavar="PERCENT", help="accuracy to which steps count (default: 90; cifar10: 40)")
-    add("--model", metavar="NAME", help="a model of the zoo that takes 32 px (default: vit_nano32)")
+    add("experiment", choices=("digits", "fashion"), help="the images")
+    add("--quick", action="store_true", help="a few minutes: smaller batches, fewer epochs, rates and seeds")
+    add("--data", metavar="FOLDER", help=f"Fashion-MNIST's four IDX files (default: {DEBIAN})")
+    add("--minutes", type=float, default=float("inf"), metavar="N", help="begin no trial that would end later")
+    add("--optimizers", nargs="+", metavar="NAME", help=f"digits: some of {', '.join(CONTENDERS)} (default: all)")
+    add("--batches", nargs="+", type=int, metavar="N", help="digits: images per step (default: 32 128 512 1437)")
+    add("--epochs", type=int, metavar="N", help="digits: length of each run (default: 25)")
+    add("--rates", type=int, metavar="N", help="digits: learning rates tried for each optimizer and batch (default: 5)")
+    add("--seeds", type=int, metavar="N", help="digits: runs with the best rate (default: 3)")
+    add("--target", type=float, metavar="PERCENT", help="digits: accuracy to which steps count (default: 90)")
+    add("--model", metavar="NAME", help="digits: a model of the zoo that takes 32 px (default: vit_nano32)")
     add("--processes", type=int, default=2, metavar="N", help="trials at once (default: %(default)s)")
-    add("--output", type=Path, metavar="FOLDER", help="folder of all results (default: runs/reproduce/digits)")
+    add("--output", type=Path, metavar="FOLDER", help="folder of all results (default: runs/reproduce/EXPERIMENT)")
     return parser
 
 

@@ -12,12 +12,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Contender:
-    """An optimizer with its options. cost: the time of its step, relative to the others', to estimate hours."""
-
     label: str
     rate: float
     options: Mapping[str, Any]
-    cost: float = 1.0
 
 
 LAMB = {"optim.name": "lamb", "optim.weight_decay": 0.01}
@@ -26,6 +23,6 @@ CONTENDERS = {
     "adamw": Contender("AdamW", 4e-3, {"optim.name": "adamw", "optim.weight_decay": 0.05}),
     "lars": Contender("LARS", 8.0, {"optim.name": "lars", "optim.weight_decay": 1e-4}),
     "lamb": Contender("LAMB", 4e-2, LAMB),
-    "lamb_look_sam": Contender("LAMB with our Look-LayerSAM", 4e-2, LAMB | {"optim.sam_rho": 0.005}, cost=1.3),
-    "muon": Contender("Muon", 4e-3, {"optim.name": "muon", "optim.weight_decay": 0.05}, cost=1.2),
+    "lamb_look_sam": Contender("LAMB with our Look-LayerSAM", 4e-2, LAMB | {"optim.sam_rho": 0.005}),
+    "muon": Contender("Muon", 4e-3, {"optim.name": "muon", "optim.weight_decay": 0.05}),
 }

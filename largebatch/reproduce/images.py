@@ -70,6 +70,8 @@ class Preparation:
 
     def resize(self, images: np.ndarray, size: tuple[int, int], interpolation: str) -> torch.Tensor:
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
+        if images.shape[1:3] == size:
+            return pixels
         return functional.interpolate(pixels, size=size, mode=interpolation, antialias=True)
 
     def training(self, images: np.ndarray, flips: np.ndarray) -> torch.Tensor:

@@ -5,19 +5,24 @@
 """
 
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
-from largebatch.config import differences, dump, load
+import numpy as np
+
+from largebatch.config import TrainConfig, differences, dump, load
 from largebatch.files import atomic_file
-from largebatch.reproduce.contenders import CONTENDERS
-from largebatch.reproduce.experiment import SEARCH_SEED, Experiment, Trial
-from largebatch.reproduce.search import Score, best_rate, next_rates
+from largebatch.reproduce.search import Score
 
 
 @dataclass(frozen=True)
 class Result:
-    """The evaluations of a trial, in order: steps done, top-1 in percent, losses. seconds: of the whole trial."""
+    """The evaluations of a trial, in order: steps done, top-1 in percent, losses. seconds: of the whole trial.
+
+    noise_scales: in images, one for each quarter of the run; nan if a step is a single pass.
+    """
 
     steps: list[int]
     accuracies: list[float]
@@ -25,6 +30,7 @@ class Result:
     train_losses: list[float]
     diverged: bool
     seconds: float
+    noise_scales: list[float]
 
     @property
     def accuracy(self) -> float:
@@ -41,54 +47,69 @@ class Result:
         return next((step for step, top1 in zip(self.steps, self.accuracies) if top1 >= target), None)
 
 
+Split = Callable[[np.ndarray], np.ndarray]  # labels -> True for images that score a search
+
+
+class Study(Protocol):
+    """An experiment. Its trials are hashable, and have a name."""
+
+    def config(self, trial: Any) -> TrainConfig: ...
+
+    def split(self, trial: Any) -> Split | None:
+        """Return the split of a trial that searches, None for the others."""
+
+    def images(self, trial: Any) -> int:
+        """Return the training images of a trial."""
+
+    def total(self, results: Mapping[Any, Result]) -> int:
+        """Return the training images of all trials, as far as they are known by these results."""
+
+    def wanted(self, results: Mapping[Any, Result]) -> list[Any]:
+        """Return the trials that are known by these results, finished ones included, in the order of their start."""
+
+
 class Journal:
     """The finished trials of an experiment, in its folder."""
 
-    def __init__(self, folder: Path, experiment: Experiment) -> None:
-        self.folder, self.experiment = folder / "trials", experiment
+    def __init__(self, folder: Path, study: Study) -> None:
+        self.folder, self.study = folder / "trials", study
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.results: dict[Trial, Result] = {}
+        self.results: dict[Any, Result] = {}
 
     def read(self) -> None:
         """Read the trials of this experiment that are finished; ValueError if one had another config."""
         while found := {trial: result for trial in self.next() if (result := self._read(trial))}:
             self.results |= found
 
-    def _read(self, trial: Trial) -> Result | None:
+    def _read(self, trial: Any) -> Result | None:
         file = self.folder / f"{trial.name}.json"
         if not file.is_file():
             return None
         config = file.with_suffix(".yaml")
-        expected = self.experiment.config(trial)
+        expected = self.study.config(trial)
         same = config.read_text() == dump(expected)  # reading YAML is slow
         if not same and (other := [*differences(load(str(config)), expected)]):
             advice = "choose another --output, or remove it."
             raise ValueError(f"{config} is of a trial whose {other[0]} was another one: {advice}")
         return Result(**json.loads(file.read_text()))
 
-    def add(self, trial: Trial, result: Result) -> None:
+    def add(self, trial: Any, result: Result) -> None:
         file = self.folder / f"{trial.name}.json"
         with atomic_file(file.with_suffix(".yaml")) as yaml:
-            yaml.write(dump(self.experiment.config(trial)).encode())
+            yaml.write(dump(self.study.config(trial)).encode())
         with atomic_file(file) as out:
             out.write(json.dumps(asdict(result)).encode())
         self.results[trial] = result
 
-    def next(self) -> list[Trial]:
-        """Return the trials that can start, first those with small batches, which take longest."""
-        return [trial for cell in self.experiment.cells for trial in self._of_cell(*cell) if trial not in self.results]
+    def next(self) -> list[Any]:
+        """Return the trials that can start."""
+        return [trial for trial in self.study.wanted(self.results) if trial not in self.results]
 
-    def _of_cell(self, optimizer: str, batch: int) -> list[Trial]:
-        scores = self.scores(optimizer, batch)
-        rates = next_rates(CONTENDERS[optimizer].rate, self.experiment.rates, scores)
-        if rates:
-            return [Trial(optimizer, batch, rate, SEARCH_SEED) for rate in rates]
-        first = Trial(optimizer, batch, best_rate(scores), SEARCH_SEED)
-        return [replace(first, seed=SEARCH_SEED + 1 + number) for number in range(self.experiment.seeds)]
+    def spent(self) -> float:
+        """Return the seconds of a process that all trials took."""
+        return sum(result.seconds for result in self.results.values())
 
-    def scores(self, optimizer: str, batch: int) -> dict[float, Score]:
-        return {
-            trial.lr: result.score
-            for trial, result in self.results.items()
-            if trial.searches and (trial.contender, trial.batch) == (optimizer, batch)
-        }
+    def seconds(self, trial: Any) -> float:
+        """Return the time of a trial by those that are finished; 0 if there are none."""
+        images = sum(map(self.study.images, self.results))
+        return self.spent() / images * self.study.images(trial) if images else 0.0

@@ -18,11 +18,6 @@ def grid(middle: float, budget: int) -> list[float]:
     return [rounded(middle * SPACING ** (number - (count - 1) / 2)) for number in range(count)]
 
 
-def next_rates(middle: float, budget: int, scores: Mapping[float, Score]) -> list[float]:
-    """Return the rates to try now; none if the budget is spent."""
-    return [rate for rate in tried_rates(middle, budget, scores) if rate not in scores]
-
-
 def tried_rates(middle: float, budget: int, scores: Mapping[float, Score]) -> list[float]:
     """Return the rates in their order, up to those that have no score yet."""
     tried = grid(middle, budget)

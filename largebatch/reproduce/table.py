@@ -5,13 +5,15 @@ Neither has times, so the same command writes the same bytes.
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from largebatch.files import atomic_file
+from largebatch.files.table import read_table, write_table
 from largebatch.reproduce.contenders import CONTENDERS
 from largebatch.reproduce.experiment import Experiment, Trial
-from largebatch.reproduce.results import Journal
-from largebatch.reproduce.search import best_rate, tried_rates
+from largebatch.reproduce.results import Result
 
 COLUMNS = (
     "optimizer", "batch", "learning_rate", "purpose", "chosen", "seed", "epochs", "steps", "accuracy", "loss",
@@ -43,25 +45,31 @@ class Cell(NamedTuple):
         return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else 0.0
 
 
+def write(experiment: Experiment, folder: Path, results: Mapping[Trial, Result]) -> tuple[str, list[Cell]]:
+    """Write results.csv and table.md; return the text of the table, and its cells."""
+    file = folder / "results.csv"
+    write_table(file, COLUMNS, rows(experiment, results))
+    found = cells(read_table(file, COLUMNS, what="results.csv", expected="one of this program"))
+    text = markdown(experiment, found)
+    with atomic_file(folder / "table.md") as table:
+        table.write(f"{text}\n".encode())
+    return text, found
+
+
 # -- the CSV -------------------------------------------------------------------------------------------------
 
 
-def rows(journal: Journal) -> list[Row]:
+def rows(experiment: Experiment, results: Mapping[Trial, Result]) -> list[Row]:
     """Return a row for each trial, cell by cell, the search first."""
-    experiment, found = journal.experiment, []
-    for optimizer, batch in experiment.cells:
-        scores = journal.scores(optimizer, batch)
-        best = best_rate(scores)
-        for rate in tried_rates(CONTENDERS[optimizer].rate, experiment.rates, scores):
-            found.append(row(journal, Trial(optimizer, batch, rate, 0), rate == best))
-        for seed in range(1, experiment.seeds + 1):
-            found.append(row(journal, Trial(optimizer, batch, best, seed), True))
-    return found
+    chosen = {(trial.contender, trial.batch, trial.lr) for trial in results if not trial.searches}
+    return [
+        row(experiment, trial, results[trial], (trial.contender, trial.batch, trial.lr) in chosen)
+        for trial in experiment.wanted(results)
+    ]
 
 
-def row(journal: Journal, trial: Trial, chosen: bool) -> Row:
+def row(experiment: Experiment, trial: Trial, result: Result, chosen: bool) -> Row:
     """Return the row of a trial; a diverged one has empty cells."""
-    result, experiment = journal.results[trial], journal.experiment
     reached = None if trial.searches else result.steps_to(experiment.target)
     last = None if result.diverged else -1
     return {
@@ -142,6 +150,11 @@ def _table(experiment: Experiment, found: Sequence[Cell], text: Callable[[Cell],
     lines = [["optimizer", *heads]]
     for name in experiment.optimizers:
         lines.append([CONTENDERS[name].label, *(texts[name, batch] for batch in experiment.batches)])
+    return aligned(lines)
+
+
+def aligned(lines: list[list[str]]) -> str:
+    """Return a table of Markdown; the first line has the heads."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(f"| {' | '.join(word.ljust(width) for word, width in zip(line, widths))} |" for line in lines)

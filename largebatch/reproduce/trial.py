@@ -1,8 +1,9 @@
 """One trial: the run that `largebatch.train` would make of its config on one rank, with images from memory."""
 
 import functools
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,21 @@ from largebatch.config import TrainConfig, duration_images
 from largebatch.data.order import Plan
 from largebatch.data.sources import open_source
 from largebatch.engine import Hook, StepOutput, Trainer
+from largebatch.hooks.noise_scale import NoiseScale, estimates
 from largebatch.ranks import Stopped
 from largebatch.ranks.single import Single
-from largebatch.reproduce.experiment import SEARCH_SHARE
 from largebatch.reproduce.images import Pixels, Preparation, evaluation_batches, training_batches
-from largebatch.reproduce.results import Result
+from largebatch.reproduce.results import Result, Split
 
 
 class Record(Hook):
-    """Keeps the evaluations of a trial; ends it at a gradient that is not finite, or if asked to."""
+    """Keeps the evaluations of a trial, and the estimates of its noise scale; ends it at a gradient that is not finite,
+    or if asked to."""
 
     def __init__(self, given_up: Callable[[], bool]) -> None:
         self.given_up = given_up
+        self.noise = NoiseScale(every_images=1)  # a hook of the same trainer
+        self.estimates: list[tuple[float, float]] = []  # of the steps that can be measured
         self.rows: list[dict[str, float]] = []
         self.diverged = False
 
@@ -33,11 +37,20 @@ class Record(Hook):
             trainer.stop_reason = "the experiment has ended"
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
+        square, measured = self.noise.measured(trainer).tolist()
         if not output.applied:
             self.diverged, trainer.stop_reason = True, "the gradient is not finite"
+        elif measured:
+            sizes = {"small": trainer.plan.micro_batch_size, "large": output.images}
+            self.estimates.append(estimates(square, float(output.grad_norm) ** 2, **sizes))
 
     def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self.rows.append({"step": trainer.state.step, **metrics})
+
+    def noise_scales(self) -> list[float]:
+        """Return the noise scale of each quarter of the trial, from means; nan where the gradient is lost in noise."""
+        sums = [np.sum(part, axis=0) for part in np.array_split(np.reshape(self.estimates, (-1, 2)), 4)]
+        return [float(noise / signal) if signal > 0 < noise else math.nan for signal, noise in sums]
 
 
 @functools.lru_cache(maxsize=1)
@@ -47,21 +60,23 @@ def images(path: str, border: int) -> tuple[Pixels, Pixels]:
 
 
 @functools.lru_cache(maxsize=1)
-def images_of_search(path: str, border: int) -> tuple[Pixels, Pixels]:
+def images_of_search(path: str, border: int, split: Split) -> tuple[Pixels, Pixels]:
     """Return the training images of a search, and those by which it is scored."""
     train, _ = images(path, border)
-    numbers = np.arange(len(train))
-    scored = numbers % SEARCH_SHARE == 0
-    return train.subset(numbers[~scored]), train.subset(numbers[scored])
+    scored = split(train.labels.numpy())
+    return train.subset(np.flatnonzero(~scored)), train.subset(np.flatnonzero(scored))
 
 
-def run(config: TrainConfig, *, searches: bool, given_up: Callable[[], bool] = lambda: False) -> Result | None:
-    """Train on one thread; return None if `given_up` says that nobody waits. ValueError if the config does not fit."""
+def run(config: TrainConfig, *, split: Split | None, given_up: Callable[[], bool] = lambda: False) -> Result | None:
+    """Train on one thread; return None if `given_up` says that nobody waits. ValueError if the config does not fit.
+
+    split: that of a search; None: train on all training images, and evaluate on the held-out ones.
+    """
     began, threads = time.perf_counter(), torch.get_num_threads()
     record, comm = Record(given_up), Single()
     torch.set_num_threads(1)
     try:
-        trainer = build(config, comm, searches=searches, hook=record)
+        trainer = build(config, comm, split=split, hooks=[record.noise, record])
         trainer.fit()
     except Stopped as error:
         raise ValueError(str(error)) from error
@@ -71,15 +86,16 @@ def run(config: TrainConfig, *, searches: bool, given_up: Callable[[], bool] = l
         return None
     losses, train_losses, accuracies = ([row[key] for row in record.rows] for key in ("loss", "train_loss", "top1"))
     steps, seconds = [int(row["step"]) for row in record.rows], time.perf_counter() - began
-    return Result(steps, accuracies, losses, train_losses, diverged=record.diverged, seconds=seconds)
+    noise_scales = record.noise_scales()
+    return Result(steps, accuracies, losses, train_losses, record.diverged, seconds=seconds, noise_scales=noise_scales)
 
 
-def build(config: TrainConfig, comm: Single, *, searches: bool, hook: Hook) -> Trainer:
+def build(config: TrainConfig, comm: Single, *, split: Split | None, hooks: Sequence[Hook]) -> Trainer:
     device = comm.device(config.run.device)
     check_model(config, comm)
     border = config.data.crop_padding or 0
     everything = images(config.data.path, border)
-    train, held_out = images_of_search(config.data.path, border) if searches else everything
+    train, held_out = images_of_search(config.data.path, border, split) if split else everything
     size, number = config.data.global_batch_size, len(everything[0])
     if size > number:
         raise ValueError(f"--batches has {size}, and there are {number} training images: expected at most {number}.")
@@ -94,7 +110,7 @@ def build(config: TrainConfig, comm: Single, *, searches: bool, hook: Hook) -> T
         plan=plan,
         open_batches=functools.partial(training_batches, pixels=train, plan=plan, **prepared),
         eval_batches=evaluation_batches(held_out, **prepared),
-        hooks=[hook],
+        hooks=hooks,
         ema=None,
         data=config.data.path,
     )

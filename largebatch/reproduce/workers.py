@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from largebatch.config import TrainConfig
-from largebatch.reproduce.results import Result
+from largebatch.reproduce.results import Result, Split
 
-Work = tuple[TrainConfig, bool]  # the config of a trial, and whether it belongs to a search
+Work = tuple[TrainConfig, Split | None]  # the config of a trial, and the split of one that searches
 
 
 class Alone:
@@ -29,7 +29,7 @@ class Alone:
     def start(self, key: Any, work: Work) -> None:
         from largebatch.reproduce import trial
 
-        result = trial.run(work[0], searches=work[1])
+        result = trial.run(work[0], split=work[1])
         assert result is not None
         self.done.append((key, result))
 
@@ -95,11 +95,11 @@ def serve(connection: Connection) -> None:
     closed: Callable[[], bool] = connection.poll  # nothing is sent during a trial, so only the end can be read
     while True:
         try:
-            config, searches = connection.recv()
+            config, split = connection.recv()
         except EOFError:
             return
         try:
-            answer: Result | str | None = trial.run(config, searches=searches, given_up=closed)
+            answer: Result | str | None = trial.run(config, split=split, given_up=closed)
         except (ValueError, OSError, RuntimeError, SystemExit) as error:
             answer = f"{error}"
         if answer is None:
