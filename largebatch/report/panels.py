@@ -105,7 +105,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """A diagram over epochs. marks: the epoch and the colour of a start or an end of a run."""
+    """A diagram over epochs. marks: the epoch and the colour of a start or an end of a run. ticks: all of the axis."""
 
     key: str
     title: str
@@ -114,6 +114,7 @@ class Panel:
     least: float = 0.0
     marks: list[tuple[float, str]] = field(default_factory=list)
     across: str = "epoch"
+    ticks: Sequence[float] = ()
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
