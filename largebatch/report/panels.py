@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[str, tuple[tuple[str, str, str, int, bool], ...]]] = {
         tuple(("steps", column, "", 0, column != TRUST[1]) for column in TRUST),
     ),
     "noise_scale": (
-        "largest useful batch (images)",
+        "noise scale, an order of magnitude (images)",
         (("steps", "noise_scale", "gradient noise scale", 0, False), ("steps", "batch", "global batch", 1, False)),
     ),
     "images_per_s": ("throughput (images per second)", (("steps", "images_per_s", "", 0, False),)),
