@@ -18,6 +18,7 @@ from largebatch.ranks.mistakes import report_mistakes
 PROGRAMS = {
     "train": "train a model, or go on with a run",
     "find_lr": "search a learning rate: some 200 steps, a suggestion, no weights",
+    "find_batch": "find how far the batch of a run can grow: branches from a checkpoint, no weights",
     "validate": "count top-1 and top-5 of a run, or of weights, exactly",
     "report": "show runs on one page, or name the first difference of two",
     "predict": "name the classes of images with the weights of a run",

@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +32,22 @@ def expanded(text: str) -> str:
     if found.startswith("~"):
         raise NoHome(f"{text!r} begins with ~, and there is no such home folder: a folder of this name is ./{text}.")
     return found
+
+
+def take_flags(argv: Sequence[str], flags: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of options beside the config's, such as "--ema" and "--csv FILE", and the other words."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.register("type", None, expanded)
+    for flag, _, value in (text.partition(" ") for text in flags):
+        if value:
+            parser.add_argument(flag, default="")
+        else:
+            parser.add_argument(flag, action="store_true")
+    try:
+        found, words = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error}.") from None
+    return vars(found), words
 
 
 class Parser(argparse.ArgumentParser):

@@ -6,7 +6,7 @@ ranks see the same loss, so they stop at the same step.
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,12 +39,12 @@ def rate(step: float) -> float:
     return LOWEST * (HIGHEST / LOWEST) ** (step / (STEPS - 1))
 
 
-def smoothed(losses: Sequence[float]) -> list[float]:
+def smoothed(losses: Sequence[float], decay: float = DECAY) -> list[float]:
     """Return the moving average of the losses, without its bias to 0."""
     found, average = [], 0.0
     for number, loss in enumerate(losses, 1):
-        average = DECAY * average + (1 - DECAY) * loss
-        found.append(average / (1 - DECAY**number))
+        average = decay * average + (1 - decay) * loss
+        found.append(average / (1 - decay**number))
     return found
 
 
@@ -82,26 +82,42 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> float | None:
     return math.sqrt(rates[int(slope[: lowest + 1].argmin())] * rates[lowest])
 
 
-class Search(Hook):
-    """Keeps the learning rate and the loss of each step, and ends the run if it diverges."""
+class Losses(Hook):
+    """Keeps the loss of each step, and ends the run if it diverges."""
 
     def __init__(self) -> None:
-        self.rates: list[float] = []
         self.losses: list[float] = []
         self.diverged = False
 
-    def points(self) -> tuple[list[float], list[float]]:
-        """Return the rate of each update, and the finite loss after it, which the next step computes."""
-        pairs = [pair for pair in zip(self.rates, self.losses[1:]) if math.isfinite(pair[1])]
-        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
-        total = trainer.comm.allreduce(output.loss_sum.double().cpu(), name="find_lr/loss")
-        self.rates.append(rate(trainer.state.step - 1))
+        total = trainer.comm.allreduce(output.loss_sum.double().cpu(), name="search/loss")
         self.losses.append(float(total) / trainer.comm.size)
-        self.diverged = not output.applied or has_diverged(self.losses)
+        self.diverged = self.has_diverged(output)
         if self.diverged:
             trainer.stop_reason = "the loss diverged"
+
+    def has_diverged(self, output: StepOutput) -> bool:
+        return not math.isfinite(self.losses[-1])
+
+
+class Search(Losses):
+    def has_diverged(self, output: StepOutput) -> bool:
+        return not output.applied or has_diverged(self.losses)
+
+    def points(self) -> tuple[list[float], list[float]]:
+        """Return the rate of each update, and the finite loss after it, which the next step computes."""
+        pairs = [(rate(step), loss) for step, loss in enumerate(self.losses[1:]) if math.isfinite(loss)]
+        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def train(trainer: Trainer, losses: Losses) -> None:
+    """Train to the end of the plan, without the run's other hooks; StoppedEarly on all ranks if a signal came."""
+    told = hooks.Log([hooks.Progress()], every_images=trainer.plan.batch_size(trainer.state.step))
+    trainer.hooks = [*(hook for hook in trainer.hooks if isinstance(hook, hooks.StopEarly)), losses, told]
+    trainer.stop_reason = ""
+    reason = trainer.fit()
+    if reason and not losses.diverged:
+        raise StoppedEarly(f"the search stopped, because {reason}; the same command begins it anew (exit code 75).")
 
 
 def find_lr(
@@ -111,12 +127,8 @@ def find_lr(
     searched, images = ramped(config, len(images.train)), Images(images.train, None)
     trainer = build_trainer(searched, comm, signals, device=device, images=images)
     search = Search()
-    told = hooks.Log([hooks.Progress()], every_images=trainer.plan.global_batch_size)
-    trainer.hooks = [*(hook for hook in trainer.hooks if isinstance(hook, hooks.StopEarly)), search, told]
     trainer.learning_rate = lambda plan, step: rate(step)
-    reason = trainer.fit()
-    if reason and not search.diverged:
-        raise StoppedEarly(f"the search stopped, because {reason}; the same command begins it anew (exit code 75).")
+    train(trainer, search)
     with comm.together("writing the search"):
         if comm.rank == 0:
             tell(config, *search.points())
@@ -128,21 +140,29 @@ def ramped(config: TrainConfig, num_samples: int) -> TrainConfig:
     if half_life:  # of the run's images, not of the search's
         run_images = images_of(config, "run.duration", num_samples)
         half_life = f"{images_of(config, 'optim.second_moment_half_life', num_samples, run_images)} images"
+    config = unwatched(config)
     return replace(
         config,
         optim=replace(config.optim, lr=1.0, ema_half_life="", second_moment_half_life=half_life),
         schedule=ScheduleConfig(name="constant"),
-        run=replace(config.run, duration=f"{STEPS} steps", eval_every=NEVER, check_replicas="", recompute=""),
+        run=replace(config.run, duration=f"{STEPS} steps"),
         checkpoint=replace(config.checkpoint, best="none"),
     )
+
+
+def unwatched(config: TrainConfig) -> TrainConfig:
+    """Return the config without evaluations and checks."""
+    return replace(config, run=replace(config.run, eval_every=NEVER, check_replicas="", recompute=""))
+
+
+def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Sequence[float]]) -> None:
+    write_table(path, columns, (dict(zip(columns, (f"{number:.9g}" for number in row))) for row in rows))
 
 
 def tell(config: TrainConfig, rates: Sequence[float], losses: Sequence[float]) -> None:
     folder, found = Path(config.folder), suggest(rates, losses)
     curve = fit_lines(rates, losses)[0] if len(rates) > 1 else losses
-    columns = ["lr", "loss", "smoothed"]
-    rows = (dict(zip(columns, (f"{number:.9g}" for number in row))) for row in zip(rates, losses, curve))
-    write_table(folder / TABLE, columns, rows)
+    write_rows(folder / TABLE, ["lr", "loss", "smoothed"], zip(rates, losses, curve))
     draw(folder / PICTURE, rates, losses, curve, found, title=f"{config.model.name}, {batch_and_optimizer(config)}")
     place = f"{folder / TABLE} and {PICTURE} have the curve"
     if found is None:

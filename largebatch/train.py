@@ -56,7 +56,9 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None, *, about: str = ABOUT, work: "Work | None" = None) -> None:
+def main(
+    argv: Sequence[str] | None = None, *, about: str = ABOUT, work: "Work | None" = None, log_file: bool = True
+) -> None:
     """Do the work of a command line, by default training; about: the beginning of its help."""
     with Signals(nothing_to_lose=True) as signals, gc_disabled():
         from largebatch.ranks.mistakes import report_mistakes
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None, *, about: str = ABOUT, work: "Work |
             signals.end = comm.abort
             comm.before_shutdown(signals.all_ranks_are_done)
             comm.progress("start")
-            with run_folder(config, comm):
+            with run_folder(config, comm, log_file=log_file):
                 (work or train)(argv, config, comm, signals)
 
 
@@ -100,7 +102,7 @@ def sized(config: "Unsized", num_images: int) -> "TrainConfig":
 
 
 @contextmanager
-def run_folder(config: "TrainConfig", comm: "Ranks") -> Iterator[None]:
+def run_folder(config: "TrainConfig", comm: "Ranks", *, log_file: bool = True) -> Iterator[None]:
     """Make the run folder, hold it for this job until the block ends, and start the log.
 
     All ranks raise Stopped if another job holds the folder. A refused run leaves no folder.
@@ -117,7 +119,7 @@ def run_folder(config: "TrainConfig", comm: "Ranks") -> Iterator[None]:
                 folder.mkdir(parents=True, exist_ok=True)
                 refuse_links_of_others(folder)
                 held.enter_context(run_lock.hold(folder))
-            start_log(config, comm)
+            start_log(config, comm, to_file=log_file)
         try:
             yield
         except Stopped:
@@ -152,8 +154,8 @@ class LogFile(logging.FileHandler):
             logger.warning("%s cannot be written (%s): it will lack lines; the run goes on", self.baseFilename, error)
 
 
-def start_log(config: "TrainConfig", comm: "Ranks") -> None:
-    """Print the log: all of it on rank 0, which also writes log.txt; warnings of other ranks and packages."""
+def start_log(config: "TrainConfig", comm: "Ranks", *, to_file: bool = True) -> None:
+    """Print the log: all of it on rank 0, which may also write log.txt; warnings of other ranks and packages."""
     from largebatch.files.names import Formatter
 
     screen = logging.StreamHandler()
@@ -161,7 +163,7 @@ def start_log(config: "TrainConfig", comm: "Ranks") -> None:
     whole = Formatter(f"%(asctime)s {who}%(message)s", TIME)
     screen.setFormatter(Formatter("%(asctime)s %(message)s", "%H:%M:%S") if sys.stderr.isatty() else whole)
     handlers: list[logging.Handler] = [screen]
-    if comm.rank == 0:
+    if to_file and comm.rank == 0:
         handlers.append(LogFile(RunFolder(config.folder).log))
         handlers[-1].setFormatter(whole)
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)

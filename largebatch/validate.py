@@ -6,7 +6,6 @@ a file with plain and averaged weights, the plain ones are used.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import functools
 import itertools
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Sequence
 
 # Other imports take seconds, and a mistake on the command line need not wait for them. So they stand in functions.
-from largebatch.arguments import expanded
+from largebatch.arguments import expanded, take_flags
 from largebatch.config import ModelConfig, Page, TrainConfig, parse
 from largebatch.config.parallel import ParallelConfig
 from largebatch.files.run_folder import RunFolder
@@ -114,7 +113,8 @@ def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
     If the first word is a run folder, or one of its checkpoints, the run's config gives the defaults, and the
     checkpoint, if there is one, the weights.
     """
-    flags, words = _take_flags(argv)
+    values, words = take_flags(argv, FLAGS)
+    flags = Flags(**values)
     given = Path(expanded(words.pop(0))) if words and not words[0].startswith("-") else None
     run, chosen = RunFolder.of(given).check() if given else None, ""
     if run:
@@ -131,21 +131,6 @@ def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
         raise ValueError("--predictions keeps the answers of one model, and --all validates several: give one of them.")
     # A checkpoint holds the whole model, however the run divided it.
     return replace(config, parallel=ParallelConfig()), flags
-
-
-def _take_flags(argv: Sequence[str]) -> tuple[Flags, list[str]]:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.register("type", None, expanded)
-    for flag, _, value in (text.partition(" ") for text in FLAGS):
-        if value:
-            parser.add_argument(flag, default="")
-        else:
-            parser.add_argument(flag, action="store_true")
-    try:
-        flags, words = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise ValueError(f"{error}.") from None
-    return Flags(**vars(flags)), words
 
 
 def defaults(given: Mapping[str, Any], *, argv: Sequence[str] = ()) -> TrainConfig:

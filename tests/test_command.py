@@ -55,7 +55,7 @@ def test_versions_are_printed_without_loading_anything(tmp_path):
     [
         ("trian", "There is no program 'trian': did you mean train?"),
         ("Validate", "There is no program 'Validate': did you mean validate?"),
-        ("xyz", "There is no program 'xyz': expected train, find_lr, validate, "),
+        ("xyz", "There is no program 'xyz': expected train, find_lr, find_batch, validate, "),
         ("--model vit_b32", "--model stands before a program: expected one first, as in largebatch train --model ..."),
         ("train --modle vit_b32", "There is no option modle; did you mean --model?"),
         ("train --help teapot", "--help teapot: no option says this word"),

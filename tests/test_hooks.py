@@ -764,7 +764,8 @@ def test_the_picture_shows_trust_ratios_where_there_are_some(tmp_path):
 def test_the_noise_scale_is_drawn_and_told_where_there_is_one(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     heights = []
-    for values, words in (({}, ""), ({"grad_square": 0.5, "grad_variance": 1700.0, "noise_scale": 3400.0}, "3,400")):
+    measured = {"grad_square": 0.5, "grad_variance": 1700.0, "noise_scale": 3400.0}
+    for values, words in (({}, ""), (measured, "3,400 (an order of magnitude)")):
         sink, line = hooks.Csv(tmp_path), hooks.Progress()
         for each in (sink, line):
             each.open(trainer_at(0, num_steps=59))

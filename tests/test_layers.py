@@ -22,8 +22,10 @@ checkpoint config data evaluation files precision process ranks recipes report s
 augment config devices engine files native optim parallel precision ranks recipes zoo; train: assembly checkpoint config
 engine files plan process ranks recipes report start; benchmark: arguments assembly augment batch_norm compiling config
 data devices engine files flops hooks losses native optim parallel plan precision process ranks recipes start timm zoo;
-find_lr: checkpoint config process ranks rate_search train; reproduce: arguments assembly benchmark config data engine
-files hooks process ranks
+find_lr: checkpoint config process ranks rate_search train; find_batch:
+arguments batch_search checkpoint config files process ranks train; batch_search: assembly checkpoint config data engine
+ranks rate_search report schedules; reproduce: arguments assembly benchmark config data engine files hooks process
+ranks
 """
 LIBRARIES = {"horovod", "mpi4py", "nvidia", "rich", "timm"}
 INSTRUMENTS = ("largebatch.benchmark", "largebatch.doctor", "largebatch.reproduce", "largebatch.plan.__main__")

@@ -95,7 +95,7 @@ def test_the_benchmarks_are_listed():
 @pytest.mark.parametrize("removed", [False, True])
 def test_a_run_that_is_refused_leaves_no_folder(tmp_path, monkeypatch, removed):
     """Its reason is told, also if it is that somebody has removed the folder."""
-    monkeypatch.setattr(train, "start_log", lambda config, comm: None)
+    monkeypatch.setattr(train, "start_log", lambda config, comm, to_file: None)
     comm = SimpleNamespace(rank=0, together=lambda phase: nullcontext())
     config = TrainConfig(run=RunConfig(folder=str(tmp_path / "run")))
     with pytest.raises(Stopped, match="the reason"), train.run_folder(config, comm):

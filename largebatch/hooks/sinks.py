@@ -199,4 +199,4 @@ def _rate(row: Row) -> str:
 
 def _noise(row: Row) -> str:
     scale = row.get("noise_scale", math.nan)
-    return "" if math.isnan(scale) else f"  noise scale {scale:,.0f}"
+    return "" if math.isnan(scale) else f"  noise scale {scale:,.0f} (an order of magnitude)"

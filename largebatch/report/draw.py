@@ -153,6 +153,9 @@ def draw_panel(axes: Any, panel: Panel, *, in_a_page: bool = False) -> None:
         axes.axvline(place, color=colour, linestyle=(0, (1, 3)), linewidth=1.0)
     if panel.across != "epoch":
         axes.set_xscale("log")
+    if panel.ticks:
+        axes.set_xticks(panel.ticks, [f"{place:,.0f}" for place in panel.ticks])
+        axes.minorticks_off()
     if panel.log and points:
         _log_scale(axes)
     else:

@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[str, tuple[tuple[str, str, str, int, bool], ...]]] = {
         tuple(("steps", column, "", 0, column != TRUST[1]) for column in TRUST),
     ),
     "noise_scale": (
-        "largest useful batch (images)",
+        "noise scale, an order of magnitude (images)",
         (("steps", "noise_scale", "gradient noise scale", 0, False), ("steps", "batch", "global batch", 1, False)),
     ),
     "images_per_s": ("throughput (images per second)", (("steps", "images_per_s", "", 0, False),)),
@@ -105,7 +105,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """A diagram over epochs. marks: the epoch and the colour of a start or an end of a run."""
+    """A diagram over epochs. marks: the epoch and the colour of a start or an end of a run. ticks: all of the axis."""
 
     key: str
     title: str
@@ -114,6 +114,7 @@ class Panel:
     least: float = 0.0
     marks: list[tuple[float, str]] = field(default_factory=list)
     across: str = "epoch"
+    ticks: Sequence[float] = ()
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:

@@ -1,7 +1,8 @@
 """What tests run on ranks: `python -m tests.mpi.programs NAME arguments...`, where NAME is a function of this file.
 
 Those of `FAULTS` plant something into a training run, whose options are the arguments: `fails_in_step_2 --model ...`;
-several are joined by commas, and a number is set by "=": `signals_in_pass=3,tells_its_end --model ...`.
+several are joined by commas, and a number is set by "=": `signals_in_pass=3,tells_its_end --model ...`. With
+`find_batch RUN ...` they are planted into a search for a batch.
 """
 
 import gc
@@ -289,12 +290,21 @@ def fail() -> None:
 
 def signals_in_pass(step: int) -> None:
     """SIGUSR1 comes to rank 1 in the first pass of this step."""
+    signals_where(lambda trainer: trainer.state.step == step - 1)
+
+
+def signals_at_batch(size: int) -> None:
+    """SIGUSR1 comes to rank 1 in the first pass at this global batch."""
+    signals_where(lambda trainer: trainer.plan.batch_size(trainer.state.step) == size)
+
+
+def signals_where(holds: Callable) -> None:
     from largebatch import engine
 
     forward_backward = engine.Trainer.forward_backward
 
     def signalling(self, batch, weight):
-        if self.state.step == step - 1:
+        if holds(self):
             wait_for_agreement(signal_to=1, rank=self.comm.rank)
         return forward_backward(self, batch, weight)
 
@@ -329,7 +339,8 @@ def wait_for_agreement(*, signal_to: int, rank: int) -> None:
 
     from largebatch.ranks.stop_points import StopPoints
 
-    (points,) = [one for one in gc.get_objects() if isinstance(one, StopPoints)]
+    every = [one for one in gc.get_objects() if isinstance(one, StopPoints)]
+    (points,) = [one for one in every if not one._closing.is_set()]
     if not points._decided.is_set():
         if rank == signal_to:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -377,6 +388,16 @@ def is_slow_on_rank_1() -> None:
         return forward_backward(self, batch, weight)
 
     engine.Trainer.forward_backward = slow
+
+
+def halves_after_step(after: int) -> None:
+    """The learning rate, as after a divergence."""
+
+    def halving(trainer) -> None:
+        if trainer.state.step == after:
+            trainer.state.halvings += 1
+
+    before_step(halving)
 
 
 def before_step(act: Callable) -> None:
@@ -598,11 +619,11 @@ def may_not_write_its_trace() -> None:
 
 
 FAULTS = (
-    fails_in_step_2, signals_in_pass, signals_in_evaluation, signals_at_the_end, signals_in_indexing, is_slow,
-    is_slow_on_rank_1, flips_a_bit_after_step, spoils_an_image_in_step, waits_in_step, tells_its_end, has_a_long_margin,
-    cannot_build_on_rank_1, has_no_compiler_on_rank_1, shares_a_gpu, stops_half_through_its_trace,
-    may_not_write_its_trace, hangs_in_the_loader, hangs_in_indexing, hangs_in_the_evaluation, writes_slowly,
-    tells_of_searches, is_told_to_end_when_done,
+    fails_in_step_2, signals_in_pass, signals_at_batch, signals_in_evaluation, signals_at_the_end, signals_in_indexing,
+    is_slow, is_slow_on_rank_1, flips_a_bit_after_step, spoils_an_image_in_step, waits_in_step, tells_its_end,
+    has_a_long_margin, cannot_build_on_rank_1, has_no_compiler_on_rank_1, shares_a_gpu, stops_half_through_its_trace,
+    may_not_write_its_trace, halves_after_step, hangs_in_the_loader, hangs_in_indexing, hangs_in_the_evaluation,
+    writes_slowly, tells_of_searches, is_told_to_end_when_done,
 )  # fmt: skip
 
 
@@ -615,8 +636,10 @@ def main(name: str, *arguments: str) -> None:
     for fault, _, number in planted:
         function = known[fault]
         function(*map(int, filter(None, [number])))
-    from largebatch import train
+    from largebatch import find_batch, train
 
+    if arguments[0] == "find_batch":
+        return find_batch.main(arguments[1:])
     train.main(list(arguments))
 
 

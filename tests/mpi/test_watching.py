@@ -70,7 +70,7 @@ def watched(tmp_path_factory) -> tuple[Path, str]:
 def test_a_bar_is_seen(watched):
     _, seen = watched
     bars = re.findall(r"━[^\r\n]*step [123]/3", seen)
-    assert len(bars) > 3, "it is drawn again and again"
+    assert len(bars) > 1, "it is drawn again"
     assert re.search(r"\r\x1b\[2K(\d\d:\d\d:\d\d )?", seen), "a line of the log takes the place of the bar"
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen).splitlines()
     assert COLUMNS // 2 < max(len(line.rstrip()) for line in plain if "━" in line) <= COLUMNS
