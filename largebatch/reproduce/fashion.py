@@ -19,8 +19,9 @@ from largebatch.reproduce.results import Result, Split
 from largebatch.reproduce.search import best_rate, tried_rates
 
 OPTIMIZERS = ("adamw", "lamb", "muon")
+CARRIED = ("adamw", "lamb")  # those whose rate is carried from the smallest batch, and that have longer runs
 NEEDS_LENGTH, MARGIN = "adamw", 10.0  # the optimizer that decides the length, and points below its short runs
-PASS = 256  # images
+LARGEST_PASS = 512  # images; each step has at least two passes, by which the noise scale is measured
 RULES = {"optim.weight_decay": 0.05, "optim.clip_norm": 1.0}  # the same for all optimizers
 HALF_WARMUP = "50 %"
 Results = Mapping["Run", Result]
@@ -45,7 +46,7 @@ class Run(Trial):
 
 @dataclass(frozen=True)
 class Fashion:
-    """The sizes of the experiment. epoch: its images. rates: tried at the smallest and at the largest batch.
+    """The sizes of the experiment. epoch: its images. rates: tried in each search.
 
     seeds: of the results at both ends, of those between, and of the longer runs.
     """
@@ -55,11 +56,11 @@ class Fashion:
     batches: Sequence[int] = (512, 2048, 8192, 32768)
     lengths: Sequence[int] = (20, 50, 100, 200)  # epochs, of which the experiment takes one
     longer: int = 5  # times the length, for H4
-    rates: tuple[int, int] = (6, 8)
+    rates: int = 6
     seeds: tuple[int, int, int] = (5, 3, 3)
     epoch: int = 60_000
     evaluations: int = 25  # of each trial, the last after its last step
-    target: float = 80.0
+    target: float = 75.0
 
     @property
     def smallest(self) -> int:
@@ -80,8 +81,8 @@ class Fashion:
         precision = self.precision(results)
         if precision is None:
             return
-        first, *_ = self.lengths
-        yield from self.search(results, NEEDS_LENGTH, self.smallest, first, precision)
+        for name in CARRIED:
+            yield from self.search(results, name, self.smallest, self.lengths[0], precision)
         for tried in self.lengths:
             yield from self.search(results, NEEDS_LENGTH, self.largest, tried, precision)
             if self.long_enough(results, tried, precision) is not False:
@@ -92,9 +93,8 @@ class Fashion:
         yield from self._of_length(results, length, precision)
 
     def _of_length(self, results: Results, length: int, precision: str) -> Iterator[Run]:
-        for batch in (self.smallest, self.largest):
-            for name in OPTIMIZERS:
-                yield from self.search(results, name, batch, length, precision)
+        for name in OPTIMIZERS:
+            yield from self.search(results, name, self.largest, length, precision)
         for runs in self.results(results, length, precision).values():
             yield from runs
 
@@ -138,10 +138,9 @@ class Fashion:
 
     def search(self, results: Results, name: str, batch: int, epochs: int, precision: str) -> list[Run]:
         """Return the runs of a search, up to those that have no result yet."""
-        budget = self.rates[batch == self.largest]
         first = Run(name, batch, CONTENDERS[name].rate, SEARCH_SEED, epochs, precision)
         scores = {run.lr: result.score for run, result in results.items() if run.without_rate == first.without_rate}
-        return [replace(first, lr=rate) for rate in tried_rates(first.lr, budget, scores)]
+        return [replace(first, lr=rate) for rate in tried_rates(first.lr, self.rates, scores)]
 
     def best(self, results: Results, name: str, batch: int, epochs: int, precision: str) -> Run | None:
         """Return the best run of a search; None if it is not finished."""
@@ -153,25 +152,26 @@ class Fashion:
     def results(self, results: Results, length: int, precision: str) -> dict[tuple[str, str, int], list[Run]]:
         """Return the runs that are no search, by purpose, optimizer and batch; without those that are not known yet.
 
-        tuned: with the rate found at this batch. carried: with the rate found at the smallest batch, times the square
-        root of the batches' quotient. longer and half warm-up: with the rate found at the largest batch.
+        tuned: with the rate found at this batch, at the smallest one in the shortest runs. carried: with that of the
+        smallest batch, times the square root of the batches' quotient. longer and half warm-up: with the rate found at
+        the largest batch.
         """
         found: dict[tuple[str, str, int], list[Run]] = {}
         ends, between, few = self.seeds
         for name in OPTIMIZERS:
-            small = self.best(results, name, self.smallest, length, precision)
-            large = self.best(results, name, self.largest, length, precision)
-            if small:
+            if large := self.best(results, name, self.largest, length, precision):
+                found["tuned", name, self.largest] = seeded(large, ends)
+                if name in CARRIED:
+                    found["longer", name, self.largest] = seeded(replace(large, epochs=self.longer * length), few)
+                    found["half warm-up", name, self.largest] = seeded(replace(large, warmup=HALF_WARMUP), 1)
+        for name in CARRIED:
+            if short := self.best(results, name, self.smallest, self.lengths[0], precision):
+                small = replace(short, epochs=length)
                 found["tuned", name, self.smallest] = seeded(small, ends)
                 for batch in self.batches[1:]:
                     rate = float(f"{small.lr * (batch / self.smallest) ** 0.5:.3g}")
                     carried = replace(small, batch=batch, lr=rate)
                     found["carried", name, batch] = seeded(carried, ends if batch == self.largest else between)
-            if large:
-                found["tuned", name, self.largest] = seeded(large, ends)
-                if name != "muon":
-                    found["longer", name, self.largest] = seeded(replace(large, epochs=self.longer * length), few)
-                    found["half warm-up", name, self.largest] = seeded(replace(large, warmup=HALF_WARMUP), few)
         return found
 
     # -- one trial ---------------------------------------------------------------------------------------------
@@ -188,18 +188,18 @@ class Fashion:
         known = self.wanted(results)
         length = self.length(results, precision) or max(run.epochs for run in known)
         ends, between, few = self.seeds
-        searches = len(OPTIMIZERS) * sum(self.rates)
-        runs = len(OPTIMIZERS) * (3 * ends + (len(self.batches) - 2) * between) + 2 * few * (self.longer + 1)
+        runs = len(OPTIMIZERS) * (self.rates + ends)
+        runs += len(CARRIED) * (2 * ends + (len(self.batches) - 2) * between + few * self.longer + 1)
         others = {*known} - {*self._of_length(results, length, precision)}
-        return sum(map(self.images, others)) + (searches + runs) * length * self.epoch
+        return sum(map(self.images, others)) + runs * length * self.epoch
 
     def config(self, run: Run) -> TrainConfig:
         """Return the config of a trial, with which `largebatch.train` makes the run again."""
         images = self.images(run)
         warmup = run.warmup or f"{min(max(images // 10, 10 * run.batch), images // 2)} images"
         config = TrainConfig(
-            model=ModelConfig(name="vit_nano7", img_size=28, num_classes=10),
-            data=replace(self.data, global_batch_size=run.batch, micro_batch_size=PASS),
+            model=ModelConfig(name="vit_nano7", img_size=28, num_classes=10, weight_init="jax"),
+            data=replace(self.data, global_batch_size=run.batch, micro_batch_size=min(run.batch // 2, LARGEST_PASS)),
             schedule=ScheduleConfig(name="cosine", warmup=warmup),
             run=RunConfig(
                 duration=f"{images} images",
@@ -235,4 +235,4 @@ def fashion(folder: str) -> Fashion:
 def quick(experiment: Fashion) -> Fashion:
     """Return a size that shows in minutes that all works, and little more: epochs of 12,000 images."""
     small = replace(experiment, batches=(512, 1024, 2048, 4096), lengths=(2,), epoch=12_000, evaluations=2)
-    return replace(small, rates=(2, 3), seeds=(2, 2, 2), target=40.0)
+    return replace(small, rates=3, seeds=(2, 2, 2), target=40.0)

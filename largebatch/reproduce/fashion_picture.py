@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from largebatch.files import atomic_file
-from largebatch.reproduce.fashion import OPTIMIZERS
+from largebatch.reproduce.fashion import CARRIED, OPTIMIZERS
 from largebatch.reproduce.hypotheses import Found, half_width, label
 
 if TYPE_CHECKING:
@@ -44,11 +44,12 @@ def _draw_results(axes: Any, found: Found) -> None:
     small = found.study.smallest
     for number, name in enumerate(OPTIMIZERS):
         shift, style = APART ** (number - 1), {"color": COLOURS[name], "capsize": 2}
-        line = [("tuned", small), *(("carried", batch) for batch in found.study.batches[1:])]
-        _bars(axes, found, name, line, shift, **style, marker="o", markersize=4, linewidth=1.4, label=label(name))
         tuned = [("tuned", found.study.largest)]
-        _bars(axes, found, name, tuned, shift**1.8 * 1.25, **style, marker="*", markersize=10, linestyle="")
-        if name != "muon":
+        star = style | {"marker": "*", "markersize": 10, "linestyle": "", "label": label(name)}
+        _bars(axes, found, name, tuned, shift**1.8 * 1.25, **star)
+        if name in CARRIED:
+            line = [("tuned", small), *(("carried", batch) for batch in found.study.batches[1:])]
+            _bars(axes, found, name, line, shift, **style, marker="o", markersize=4, linewidth=1.4)
             longer = [("longer", found.study.largest)]
             _bars(axes, found, name, longer, shift**1.8 * 1.25, **style, marker="^", markersize=6, linestyle="")
     axes.set_xscale("log")
@@ -72,12 +73,9 @@ def _bars(axes: Any, found: Found, name: str, cells: list[tuple[str, int]], shif
 
 
 def _draw_rates(axes: Any, found: Found) -> None:
-    study = found.study
-    for batch, style in ((study.smallest, "o-"), (study.largest, "*--")):
-        for name in OPTIMIZERS:
-            runs = study.search(found.results, name, batch, found.length, found.precision)
-            points = sorted((run.lr, found.results[run].accuracy) for run in runs)
-            axes.plot(*zip(*points), style, color=COLOURS[name], linewidth=1.2, label=f"{label(name)}, {batch:,}")
+    for name, batch, epochs, points in found.searches():
+        style, text = "*--" if batch == found.study.largest else "o-", f"{label(name)}, {batch:,}, {epochs} epochs"
+        axes.plot(*zip(*points), style, color=COLOURS[name], linewidth=1.2, label=text)
     axes.set_xscale("log")
     axes.set_xlabel("learning rate")
     axes.set_ylabel("accuracy of the search (%)")
@@ -87,7 +85,7 @@ def _draw_rates(axes: Any, found: Found) -> None:
 
 def _draw_scale(axes: Any, found: Found) -> None:
     """Draw accuracy against the batch in noise scales, each run with its own, measured in its last quarter."""
-    for name in OPTIMIZERS:
+    for name in CARRIED:
         cells = [("tuned", found.study.smallest), *(("carried", batch) for batch in found.study.batches[1:])]
         runs = [run for purpose, batch in cells for run in found.runs[purpose, name, batch]]
         points = [(run.batch / found.results[run].noise_scales[-1], found.results[run].accuracy) for run in runs]
@@ -104,7 +102,7 @@ def _draw_scale(axes: Any, found: Found) -> None:
 
 def _draw_course(axes: Any, found: Found) -> None:
     """Draw the accuracy during the first seed's runs, with the usual warm-up and with one over half of the run."""
-    for name in ("adamw", "lamb"):
+    for name in CARRIED:
         for purpose, style in (("tuned", "-"), ("half warm-up", "--")):
             run, *_ = found.runs[purpose, name, found.study.largest]
             result = found.results[run]

@@ -7,14 +7,14 @@ threshold; else it is open. A claim about two optimizers holds if it holds for b
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from largebatch.files import atomic_file
 from largebatch.files.table import write_table
 from largebatch.reproduce.contenders import CONTENDERS
-from largebatch.reproduce.fashion import OPTIMIZERS, Fashion, Run
+from largebatch.reproduce.fashion import CARRIED, OPTIMIZERS, Fashion, Run
 from largebatch.reproduce.results import Result
 from largebatch.reproduce.table import aligned
 
@@ -106,12 +106,20 @@ class Found:
     def accuracies(self, purpose: str, name: str, batch: int) -> list[float]:
         return [self.results[run].accuracy for run in self.runs[purpose, name, batch]]
 
+    def searches(self) -> Iterator[tuple[str, int, int, list[tuple[float, float]]]]:
+        """Yield optimizer, batch and epochs of each search whose rate is used, with the accuracy of each rate."""
+        study = self.study
+        cells = [(name, study.smallest, study.lengths[0]) for name in CARRIED]
+        for name, batch, epochs in (*cells, *((name, study.largest, self.length) for name in OPTIMIZERS)):
+            runs = study.search(self.results, name, batch, epochs, self.precision)
+            yield name, batch, epochs, sorted((run.lr, self.results[run].accuracy) for run in runs)
+
     def hypotheses(self) -> dict[str, tuple[str, list[Paired]]]:
         small, large, longer = self.study.smallest, self.study.largest, self.study.longer
         tuned = {name: self.accuracies("tuned", name, large) for name in OPTIMIZERS}
         lost = {
             name: minus(self.accuracies("tuned", name, small), self.accuracies("carried", name, large))
-            for name in ("adamw", "lamb")
+            for name in CARRIED
         }
         short = {
             name: minus(self.accuracies("longer", name, large), self.accuracies("tuned", name, small)) for name in lost
@@ -230,7 +238,7 @@ def all_results(found: Found) -> list[str]:
                 f"{max(result.steps[-1] if result.steps else 0 for result in results):,}",
                 f"{runs[0].lr:g}",
                 f"{len(runs)}",
-                f"{statistics.fmean(values):.2f} ± {half_width(values):.2f}",
+                f"{statistics.fmean(values):.2f}" + (f" ± {half_width(values):.2f}" if len(values) > 1 else ""),
                 "–" if None in reached else f"{statistics.fmean(filter(None, reached)):,.0f}",
                 "–" if math.isnan(scale) else f"{float(f'{scale:.2g}'):,.0f}",
             ]
@@ -243,10 +251,8 @@ def all_results(found: Found) -> list[str]:
 
 
 def searches(found: Found) -> list[str]:
-    study, lines = found.study, [["optimizer", "batch", "accuracy of each learning rate on the 6,000 images"]]
-    for batch in (study.smallest, study.largest):
-        for name in OPTIMIZERS:
-            runs = study.search(found.results, name, batch, found.length, found.precision)
-            tried = sorted((run.lr, found.results[run].accuracy) for run in runs)
-            lines.append([label(name), f"{batch:,}", ", ".join(f"{rate:g}: {value:.1f}" for rate, value in tried)])
+    lines = [["optimizer", "batch", "epochs", "accuracy of each learning rate on the 6,000 images"]]
+    for name, batch, epochs, points in found.searches():
+        rates = ", ".join(f"{rate:g}: {accuracy:.1f}" for rate, accuracy in points)
+        lines.append([label(name), f"{batch:,}", f"{epochs}", rates])
     return ["The searches, of one seed:", aligned(lines)]
