@@ -187,3 +187,22 @@ def listening(launcher: int) -> set[int]:
             sockets = process.net_connections(kind="inet")
             found |= {one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN}
     return found
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_a_full_disk_at_the_end_is_one_sentence_and_older_checkpoints_are_kept(tmp_path, launcher):
+    """A real one, of a size that has room for two checkpoints and not for a third beside them."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", tmp_path], check=True)
+    try:
+        options = ["--recipe", "quickstart", "--model", "vit_nano32", "--img-size", "32", "--run.duration", "12 steps"]
+        options += ["--checkpoint.every", "4 steps", "--run.eval_every", "never", "--schedule.warmup", "0 steps"]
+        train = ["-m", "largebatch.train", *options, "--run.folder", str(tmp_path / "run")]
+        code, output = launch(train, ranks=2, launcher=launcher, cold=True)
+        kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+    said = [line for line in output.splitlines() if "largebatch: rank" in line]
+    assert code != 0 and len(said) == 1 and "the last checkpoint, of step 12, could not be written" in said[0], output
+    assert not re.search(r'/largebatch/\S+\.py", line', output), output  # torchrun itself prints a traceback
+    assert kept == ["00000004", "00000008"]
