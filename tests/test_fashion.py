@@ -1,5 +1,6 @@
 """`largebatch.reproduce fashion`: its stages, its tests of hypotheses, and a small size of it from end to end."""
 
+import collections
 import csv
 import functools
 import gzip
@@ -18,6 +19,7 @@ from scipy import stats
 from largebatch.assembly import Images, build_eval_loader, build_model, build_plan, open_train_loader
 from largebatch.config import DataConfig
 from largebatch.data.sources import open_source
+from largebatch.plan.target import curve_of
 from largebatch.ranks.single import Single
 from largebatch.reproduce import fashion, fashion_picture, hypotheses, images, trial
 from largebatch.reproduce.__main__ import main
@@ -138,6 +140,14 @@ def test_a_search_is_scored_by_a_tenth_of_each_class():
 # -- the tests of hypotheses ---------------------------------------------------------------------------------
 
 
+def test_the_planner_reads_the_epochs_to_the_target_at_each_batch(tmp_path):
+    found = Found(STUDY, complete(STUDY))
+    hypotheses.write_runs(found, tmp_path)
+    config = STUDY.config(found.runs["tuned", "lamb", 512][0])
+    curve = curve_of(str(tmp_path / "results.csv"), config, num_images=60_000)
+    assert curve.points == [(batch, 50.0) for batch in STUDY.batches]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_p_values_and_intervals_are_those_of_scipy(seed):
     values = np.random.default_rng(seed).normal(0.6, 0.4, 5)
@@ -212,6 +222,8 @@ def test_the_table_names_each_run_and_each_answer(tmp_path):
     assert len(rows) == len(results) and {row["optimizer"] for row in rows} == {*fashion.OPTIMIZERS}
     assert sorted(float(row["accuracy"]) for row in rows) == sorted(round(one.accuracy, 4) for one in results.values())
     assert all(f"H{number}: " in text for number in (1, 2, 3, 4))
+    purposes = collections.Counter(row["purpose"] for row in rows)
+    assert purposes == {"search": len(rows) - 55, "result": 32, "tuned": 15, "longer": 6, "half warm-up": 2}
     with open(tmp_path / "curves.csv", newline="") as file:
         assert len([*csv.DictReader(file)]) == 2 * len(results)
 

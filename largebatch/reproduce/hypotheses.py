@@ -19,8 +19,8 @@ from largebatch.reproduce.results import Result
 from largebatch.reproduce.table import aligned
 
 COLUMNS = (
-    "optimizer", "batch", "learning_rate", "seed", "epochs", "precision", "warmup", "steps", "accuracy", "loss",
-    "train_loss", "diverged", "steps_to_target", "noise_scale_1", "noise_scale_2", "noise_scale_3", "noise_scale_4",
+    "purpose", "optimizer", "batch", "learning_rate", "seed", "epochs", "precision", "warmup", "steps", "accuracy",
+    "loss", "train_loss", "diverged", "steps_to_target", "noise_scale_1", "noise_scale_2", "noise_scale_3", "noise_scale_4",
 )  # fmt: skip
 CURVES = ("trial", "step", "accuracy", "loss", "train_loss")
 LEVEL = 0.05
@@ -164,17 +164,24 @@ def answer(p: float, claims: Sequence[Paired]) -> str:
 
 def write(found: Found, folder: Path) -> str:
     """Write results.csv, curves.csv and table.md; return the text of the tables."""
-    write_runs(found.study, folder, found.results)
+    write_runs(found, folder)
     text = "\n\n".join([*answers(found), *all_results(found), *searches(found)])
     with atomic_file(folder / "table.md") as file:
         file.write(f"{text}\n".encode())
     return text
 
 
-def write_runs(study: Fashion, folder: Path, results: Mapping[Run, Result]) -> None:
-    """Write a row for each run, and one for each of its evaluations."""
-    runs = [run for run in study.wanted(results) if run in results]
-    write_table(folder / "results.csv", COLUMNS, [row(study, run, results[run]) for run in runs])
+def write_runs(found: Found, folder: Path) -> None:
+    """Write a row for each run, and one for each of its evaluations.
+
+    The purpose of a run is search, result (each batch with the rate of the smallest) or that of `Found.runs`.
+    """
+    small, results = found.study.smallest, found.results
+    purposes = {run: key[0] for key, runs in found.runs.items() for run in runs}
+    purposes |= {run: "result" for run, purpose in purposes.items() if purpose == "carried" or run.batch == small}
+    runs = found.study.wanted(results)
+    rows = [{"purpose": purposes.get(run, "search"), **row(found.study, run, results[run])} for run in runs]
+    write_table(folder / "results.csv", COLUMNS, rows)
     evaluations = [
         dict(zip(CURVES, (run.name, step, *(round(value, 4) for value in values))))
         for run in runs
