@@ -17,7 +17,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 87,
     "words of docstrings": 47_022,
-    "lines": 34_810,
+    "lines": 34_811,
     "files": 250,
     "methods of Trainer": 22,
     "fields of Trainer": 26,
@@ -44,7 +44,7 @@ LIMITS = {
     "lines in largebatch/ranks": 2_772,
     "lines in largebatch/recipes": 989,
     "lines in largebatch/report": 1_393,
-    "lines in largebatch/reproduce": 1_706,
+    "lines in largebatch/reproduce": 1_707,
     "lines in zoo": 1_986,
     "files in largebatch": 24,
     "files in largebatch/assembly": 4,

@@ -20,7 +20,8 @@ from largebatch.reproduce.table import aligned
 
 COLUMNS = (
     "purpose", "optimizer", "batch", "learning_rate", "seed", "epochs", "precision", "warmup", "steps", "accuracy",
-    "loss", "train_loss", "diverged", "steps_to_target", "noise_scale_1", "noise_scale_2", "noise_scale_3", "noise_scale_4",
+    "loss", "train_loss", "diverged", "steps_to_target",
+    *("noise_scale_1", "noise_scale_2", "noise_scale_3", "noise_scale_4"),
 )  # fmt: skip
 CURVES = ("trial", "step", "accuracy", "loss", "train_loss")
 LEVEL = 0.05
