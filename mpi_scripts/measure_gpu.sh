@@ -30,7 +30,9 @@ part() { names+=("$1"); limits[$1]=$2; shift 2; commands[${names[-1]}]=$(printf 
 benchmark=(python -m largebatch.benchmark)
 vits=(vit_b32 vit_b16 vit_l32) volos=(volo_d1 volo_d5)
 sizes=(--rounds 10) few=(--rounds 10 --batch-size 64) step=(--rounds 10)
+ranks=$found images=256 micro=(--data.micro_batch_size 256) bind=(mpi_scripts/bind.sh) shared=()
 if [ -n "${SMOKE:-}" ]; then
+    ranks=2 images=4 micro=() bind=() shared=(--model vit_s16 --img-size 64 --batch-size 4 --rounds 1)
     vits=(vit_ti16) volos=()
     sizes=(--rounds 2 --img-size 64 --batch-size 2) few=("${sizes[@]}")
     step=(--rounds 2 --data.micro_batch_size 2 --data.global_batch_size 4 --model.img_size 64)
@@ -56,9 +58,11 @@ part few-timm 300 "${benchmark[@]}" model --model "${vits[0]}" "${few[@]}" --var
 for model in "${vits[@]}" "${volos[@]}"; do
     part "step-$model" 180 "${benchmark[@]}" step --data resident --model "$model" "${step[@]}"
 done
-if [ "$found" -gt 1 ]; then
-    part scaling 600 env OUTPUT="$output/scaling" IMAGES=256 mpi_scripts/scaling.sh --data resident "${step[@]}" --data.micro_batch_size 256
-    part parallel 300 "${MPIRUN[@]}" -np "$found" mpi_scripts/bind.sh "${benchmark[@]}" parallel
+if [ "$ranks" -gt 1 ]; then
+    part scaling 600 env OUTPUT="$output/scaling" IMAGES="$images" mpi_scripts/scaling.sh --data resident "${step[@]}" "${micro[@]}"
+    part scaling-torch 300 torchrun --nproc-per-node "$ranks" -m largebatch.benchmark step --vs none --data resident \
+        "${step[@]}" "${micro[@]}" --data.global_batch_size $((ranks * images))
+    part parallel 300 "${MPIRUN[@]}" -np "$ranks" "${bind[@]}" "${benchmark[@]}" parallel "${shared[@]}"
 fi
 
 case ${1:-} in --list) printf '%s\n' "${names[@]}"; exit ;; esac

@@ -78,7 +78,8 @@ def test_timm_builds_the_same_model_from_the_folder(tmp_path, name, options, tol
 def test_every_model_is_known_to_timm_and_found_again(tmp_path, name):
     """Without memory: names and shapes of all tensors, at another size than the usual."""
     with torch.device("meta"):
-        ours = create_model(name, img_size=128, num_classes=5)
+        size = 126 if name == "vit_nano7" else 128
+        ours = create_model(name, img_size=size, num_classes=5)
         content = hub.describe(name, ours)
         arguments = content["model_args"] | {"num_classes": 5}
         theirs = timm.create_model(content["architecture"], pretrained=False, **arguments)
@@ -87,7 +88,7 @@ def test_every_model_is_known_to_timm_and_found_again(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(content))
     (tmp_path / "model.safetensors").touch()
     found = hub.find(tmp_path)
-    assert (found.name, found.img_size, found.num_classes, found.global_pool) == (name, 128, 5, "")
+    assert (found.name, found.img_size, found.num_classes, found.global_pool) == (name, size, 5, "")
     assert found.cfg == {key: ours.default_cfg[key] for key in hub.GEOMETRY}
 
 

@@ -93,7 +93,8 @@ def _architecture(name: str) -> tuple[str, dict[str, Any]]:
     if structure is None or structure.timm_name:
         return structure.timm_name if structure else name.removeprefix(PREFIX).partition(".")[0], {}
     if name in vit.STRUCTURES:
-        return BASE, {size: getattr(structure, size) for size in SIZES}
+        usual = SIZES if structure.mlp_ratio == 4 else (*SIZES, "mlp_ratio")
+        return BASE, {size: getattr(structure, size) for size in usual}
     return name, {}  # timm's VOLOs take no other sizes
 
 

@@ -13,6 +13,7 @@ import gzip
 import hashlib
 import itertools
 import math
+import os
 import re
 import struct
 import zlib
@@ -51,8 +52,11 @@ def is_idx(folder: Path) -> bool:
 
 def idx_files(folder: Path) -> dict[tuple[str, ...], Path]:
     """Return the IDX files by data set, part and kind; the unpacked one, if there are both."""
-    found = sorted((path for path in folder.glob("*idx[13]-ubyte*") if path.is_file()), reverse=True)
-    return {match.groups(): path for path in found if (match := FILE.fullmatch(path.name))}
+    try:
+        names = sorted(os.listdir(folder), reverse=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    return {match.groups(): folder / name for name in names if (match := FILE.fullmatch(name))}
 
 
 def idx_images(folder: Path, split: str) -> Images:

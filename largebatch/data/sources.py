@@ -20,7 +20,6 @@ into the user's cache. The user's data folder is never written to.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -139,7 +138,7 @@ def find_folder(path: str, *, split: str, progress: Progress = no_progress) -> P
         name = "digits-v2"
     elif path == "synthetic":
         name, images, shards = f"synthetic-v2-{split}", synthetic, {split: _SYNTHETIC_SHARDS[split]}
-    elif _listed(folder) and (found := published(folder)):
+    elif found := published(folder):
         name, images = found
         shards = {"train": 40, "validation": 8}
     if name:
@@ -154,7 +153,10 @@ def find_folder(path: str, *, split: str, progress: Progress = no_progress) -> P
 
 
 def published(folder: Path) -> tuple[str, functools.partial[Images]] | None:
-    """Return the name in the cache, and the reader of a split, of CIFAR-10's or IDX files; None for other data."""
+    """Return the name in the cache, and the reader of a split, of CIFAR-10's or IDX files; None for other data.
+
+    OSError for a folder that may not be listed.
+    """
     if archives.is_cifar10(folder):
         files = [file for split in SPLITS for file in archives.cifar10_files(folder, split) if file.is_file()]
         return f"cifar10-v2-{_state(files)}", functools.partial(archives.cifar10, folder)
@@ -167,14 +169,6 @@ def _state(files: Iterable[Path]) -> str:
     """Return twelve digits that change when a file does."""
     seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(seen).encode()).hexdigest()[:12]
-
-
-def _listed(folder: Path) -> bool:
-    """Return whether there is such a folder; OSError if it may not be listed."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        os.scandir(folder).close()
-        return True
-    return False
 
 
 def _write(

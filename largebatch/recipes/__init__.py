@@ -56,6 +56,7 @@ MODELS = {
     "vit_6b16": "",
     "vit_ti16": "vit_tiny_patch16_224",
     "vit_nano32": "",
+    "vit_nano7": "",
     **{f"volo_d{size}": f"volo_d{size}_224" for size in range(1, 6)},
     "volo_nano": "",
 }
