@@ -173,7 +173,7 @@ def test_a_claim_holds_is_refuted_or_open():
 
     assert said(2.0, 2.1, 1.9, threshold=1.0) == "holds"
     assert said(0.0, 0.1, -0.1, threshold=1.0) == "refuted"
-    assert said(0.0, 2.0, 1.0, threshold=1.0) == "open"
+    assert said(-0.5, 1.6, 0.7, threshold=1.0) == "open"
     assert said(-2.0, -2.1, -1.9, threshold=1.0) == "refuted"
     assert said(-2.0, -2.1, -1.9, threshold=1.0, absolute=True) == "holds"
     assert said(0.0, 0.1, -0.1, threshold=1.0, absolute=True) == "refuted"
