@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What:     runs the tests, those on several ranks under real MPI launchers. Sets up .venv first if needed.
 # Hardware: two CPU cores and 12 GB of memory; no GPU needed.
-# Time:     10 to 14 minutes on two idle cores. The first set-up takes 3 more. tests/README.md has the other tiers.
+# Time:     14 to 18 minutes on two idle cores. The first set-up takes 3 more. tests/README.md has the other tiers.
 # Prints:   pytest's output; at the end the tests that this machine cannot run or that were left out, with the reasons.
 #
 # Usage:    mpi_scripts/test.sh [--all] [options of pytest, e.g. -k lamb or tests/test_optim.py]
