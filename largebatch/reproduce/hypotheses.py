@@ -194,7 +194,6 @@ def write_runs(found: Found, folder: Path) -> None:
 
 
 def row(study: Fashion, run: Run, result: Result) -> dict[str, object]:
-    last = None if result.diverged else -1
     scales = ["" if math.isnan(scale) else f"{scale:.4g}" for scale in result.noise_scales]
     return {
         "optimizer": run.contender,
@@ -204,11 +203,7 @@ def row(study: Fashion, run: Run, result: Result) -> dict[str, object]:
         "epochs": run.epochs,
         "precision": run.precision,
         "warmup": run.warmup,
-        "steps": result.steps[last] if last else "",
-        "accuracy": round(result.accuracy, 4),
-        "loss": round(result.losses[last], 6) if last else "",
-        "train_loss": round(result.train_losses[last], 6) if last else "",
-        "diverged": int(result.diverged),
+        **result.figures(),
         "steps_to_target": result.steps_to(study.target) or "",
         **{f"noise_scale_{number}": scale for number, scale in enumerate(scales, 1)},
     }

@@ -42,6 +42,17 @@ class Result:
         """The accuracy after the last step, then the lower loss; the higher, the better."""
         return (0.0, float("-inf")) if self.diverged else (self.accuracies[-1], -self.losses[-1])
 
+    def figures(self) -> dict[str, Any]:
+        """Return the cells of the last evaluation, empty if the trial diverged."""
+        last = None if self.diverged else -1
+        return {
+            "steps": self.steps[last] if last else "",
+            "accuracy": round(self.accuracy, 4),
+            "loss": round(self.losses[last], 6) if last else "",
+            "train_loss": round(self.train_losses[last], 6) if last else "",
+            "diverged": int(self.diverged),
+        }
+
     def steps_to(self, target: float) -> int | None:
         """Return the steps until the first evaluation with this accuracy, None without one."""
         return next((step for step, top1 in zip(self.steps, self.accuracies) if top1 >= target), None)

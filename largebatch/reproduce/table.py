@@ -69,9 +69,7 @@ def rows(experiment: Experiment, results: Mapping[Trial, Result]) -> list[Row]:
 
 
 def row(experiment: Experiment, trial: Trial, result: Result, chosen: bool) -> Row:
-    """Return the row of a trial; a diverged one has empty cells."""
     reached = None if trial.searches else result.steps_to(experiment.target)
-    last = None if result.diverged else -1
     return {
         "optimizer": trial.contender,
         "batch": trial.batch,
@@ -80,11 +78,7 @@ def row(experiment: Experiment, trial: Trial, result: Result, chosen: bool) -> R
         "chosen": int(chosen),
         "seed": trial.seed,
         "epochs": experiment.epochs,
-        "steps": result.steps[last] if last else "",
-        "accuracy": round(result.accuracy, 4),
-        "loss": round(result.losses[last], 6) if last else "",
-        "train_loss": round(result.train_losses[last], 6) if last else "",
-        "diverged": int(result.diverged),
+        **result.figures(),
         "target": experiment.target,
         "steps_to_target": "" if reached is None else reached,
     }
