@@ -124,6 +124,38 @@ def test_lars_refuses():
             Lars(make_params(), **options)
 
 
+# -- nadamw --------------------------------------------------------------------------------------------------------
+
+
+def test_nadamw_by_one_field():
+    """The formula of Dozat with the same beta1 in every step, and decoupled decay, in float64."""
+    model = nn.Linear(3, 2).double()
+    optimizer = build_optimizer(model, name="nadamw", lr=0.1, weight_decay=0.5, betas=(0.8, 0.9))
+    init_state(optimizer)
+    x, m, v = model.weight.detach().clone(), torch.zeros(2, 3).double(), torch.zeros(2, 3).double()
+    for step in range(1, 5):
+        set_grads(model.parameters(), step)
+        g = model.weight.grad
+        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
+        ahead = 0.8 * m / (1 - 0.8 ** (step + 1)) + 0.2 * g / (1 - 0.8**step)
+        x = x * (1 - 0.1 * 0.5) - 0.1 * ahead / ((v / (1 - 0.9**step)).sqrt() + 1e-8)
+        optimizer.step()
+    assert relative(model.weight, x) <= 1e-14
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.5, 0.0]
+
+
+def test_the_first_state_of_nadamw_is_torchs():
+    optimizers = [build_optimizer(nn.Linear(3, 2), name="nadamw", lr=0.0, weight_decay=0.0) for _ in range(2)]
+    init_state(optimizers[0])
+    for optimizer in optimizers:
+        (group,) = [group for group in optimizer.param_groups if group["params"][0].ndim == 2]
+        set_grads(group["params"], 0)
+        optimizer.step()
+    ours, theirs = (next(iter(optimizer.state.values())) for optimizer in optimizers)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert all(ours[key].dtype == theirs[key].dtype for key in ours)
+
+
 # -- sgd, and what all have in common ----------------------------------------------------------------------------
 
 
@@ -149,7 +181,7 @@ def test_sgd_by_one_field():
     assert not any(plain.state.values())
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lars"])
+@pytest.mark.parametrize("name", ["adamw", "nadamw", "sgd", "lars"])
 def test_state_dict_round_trip(name):
     """Through a file read with weights_only: the continued run is bit for bit the uninterrupted one."""
 

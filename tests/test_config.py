@@ -226,6 +226,8 @@ IDLE = [
         (["--parallel.cuts", "[3]"], "--parallel.cuts is [3], which only a pipeline uses"),
         (["--parallel.micro_batches", "4"], "--parallel.micro_batches is 4, which only a pipeline uses"),
         (["--parallel.tensor.size", "2", "--optim.name", "lars"], "needs whole tensors on every rank"),
+        (["--parallel.zero", "1", "--optim.preset", "cautious"], "is cautious, which needs whole tensors on every r"),
+        (["--parallel.pipeline", "2", "--optim.preset", "cautious"], "is cautious, which needs whole tensors on every"),
         (["--parallel.pipeline", "2", "--run.precision", "fp16"], "would choose different loss scales; choose bf16"),
         (["--parallel.sequence", "2", "--run.compile", "true"], "torch.compile cannot compile the messages"),
         (["--parallel.sequence", "2", "--run.compile", "blocks"], "--run.compile is blocks and --parallel sequence 2"),
@@ -286,7 +288,7 @@ def test_a_mistake_is_one_sentence(argv, sentence):
         # values
         ("--optim.lr abc", "--optim.lr is 'abc': expected a number."),
         ("--data.micro_batch_size 2.5", "--data.micro_batch_size is '2.5': expected a whole number."),
-        ("--optim.name adam", "--optim.name is 'adam': expected lamb, adamw, sgd, lars, apex_lamb, muon, muon_lamb."),
+        ("--optim.name adam", "--optim.name is 'adam': expected lamb, adamw, nadamw, sgd, lars, apex_lamb, muon, muon_lamb."),
         ("--run.compile maybe", "--run.compile is 'maybe': expected true or false or blocks."),
         ("--optim.betas 0.9", "--optim.betas is '0.9': expected [a number, a number] or null."),
         ("--optim.betas 0.9 0.95 1", "--optim.betas is '0.9 0.95 1': expected [a number, a number] or null."),
@@ -435,7 +437,7 @@ def test_the_help_has_every_option_with_the_value_that_the_command_line_gives():
 
 def test_help_on_a_section_and_on_a_word():
     said = answered("--help", "optim")
-    assert "--optim.betas X,X " in said and "--optim.name lamb|adamw|sgd|lars|apex_lamb|muon" in said
+    assert "--optim.betas X,X " in said and "--optim.name lamb|adamw|nadamw|sgd|lars|apex_lamb|muon" in said
     assert "--model" not in said and "--schedule" not in said
     said = answered("-h", "accumulation")
     assert "--data.micro_batch_size N" in said and said.count("--data.") == 1

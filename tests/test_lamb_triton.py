@@ -24,7 +24,7 @@ if not triton.knobs.runtime.interpret:
 from largebatch.optim import lamb_triton  # noqa: E402
 
 CHUNK, BLOCK = 64, 32  # small, because the interpreter takes as long for 32 elements as for 1,024
-SIZES = ((7, 9), (1,), (), (3, 43), (0,), (128,), (0, 5))
+SIZES = ((7, 9), (1,), (), (3, 43), (0,), (128,), (0, 5), (64,), (2, 33), (31,))
 BOUND = {torch.float32: 1e-6, torch.float64: 2e-15}  # torch's root on CPUs is not IEEE's in all bits
 
 
@@ -92,7 +92,8 @@ def assert_alike(params: list[list[nn.Parameter]], optimizers: list[Lamb]) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_variant_equals_the_specification(pair, dtype):
     """A group for each variant, with a tensor of odd length; rates, the clip factor and the steps change."""
-    options = [ours for ours, _ in VARIANTS.values()]
+    options = [ours for ours, _ in VARIANTS.values() if not ours.get("caution")]  # which is computed eagerly
+    assert len(options) == len(SIZES)
     params, optimizers = pair(lambda some: [{"params": [p]} | more for p, more in zip(some, options)], dtype)
     for step in range(3):
         for some, optimizer in zip(params, optimizers):

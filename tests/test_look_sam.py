@@ -17,7 +17,7 @@ from largebatch.data.token_labels import TokenLabels
 from largebatch.optim import LookSam, build_optimizer, init_state
 from largebatch.optim.look_sam import AGE, DIRECTION
 
-NAMES = ["lamb", "lars", "adamw", "sgd", "muon"]
+NAMES = ["lamb", "lars", "adamw", "nadamw", "sgd", "muon"]
 SAM = LookSam(rho=0.05, every=3, alpha=0.7)
 
 

@@ -52,10 +52,12 @@ def set_grads(params, step, scale=0.1):
 class Reference:
     """LAMB from the paper in numpy and float64, one object per tensor."""
 
-    def __init__(self, x, *, wd=0, betas=(0.9, 0.999), eps=1e-6, debias=True, adapt=True, phi=None, cap=9e9):
+    def __init__(self, x, *, wd=0, betas=(0.9, 0.999), eps=1e-6, debias=True, adapt=True, phi=None, cap=9e9, **variant):
         self.x, self.m, self.v, self.t = np.array(x, np.float64), 0.0, 0.0, 0
         self.wd, (self.b1, self.b2), self.eps = wd, betas, eps
         self.debias, self.adapt, self.phi, self.cap = debias, adapt, phi or (0, math.inf), cap
+        self.decay, self.caution = variant.pop("decay", "coupled"), variant.pop("caution", False)
+        assert not variant
 
     def step(self, g, lr):
         self.t += 1
@@ -64,7 +66,14 @@ class Reference:
         m, v = self.m, self.v
         if self.debias:
             m, v = m / (1 - self.b1**self.t), v / (1 - self.b2**self.t)
-        u = m / (np.sqrt(v) + self.eps) + self.wd * self.x
+        u = m / (np.sqrt(v) + self.eps)
+        if self.caution:
+            same = u * g > 0
+            u = u * same / max(same.mean(), 1e-3)
+        if self.decay == "coupled":
+            u = u + self.wd * self.x
+        else:
+            self.x = self.x * (1 - self.wd * (lr if self.decay == "decoupled" else lr**2 / 0.03))
         ratio = 1.0
         x_norm, u_norm = np.sqrt(np.sum(self.x**2)), np.sqrt(np.sum(u**2))
         if self.adapt and x_norm > 0 and u_norm > 0:
@@ -77,6 +86,7 @@ def relative(ours, theirs):
     return ((ours.detach().double() - theirs).norm() / theirs.norm()).item()
 
 
+VARIANTS_OF_PAPER = ("decoupled", "corrected", "cautious")  # presets
 VARIANTS = {
     "defaults": (dict(), dict()),
     "decay": (dict(weight_decay=0.1), dict(wd=0.1)),
@@ -84,6 +94,13 @@ VARIANTS = {
     "not adapted": (dict(weight_decay=0.1, adapt=False), dict(wd=0.1, adapt=False)),
     "phi": (dict(norm_range=(0.5, 2.0)), dict(phi=(0.5, 2.0))),
     "capped": (dict(max_trust_ratio=0.3), dict(cap=0.3)),
+    "decoupled": (dict(weight_decay=0.1, decay="decoupled"), dict(wd=0.1, decay="decoupled")),
+    "decoupled, phi": (
+        dict(weight_decay=0.1, decay="decoupled", norm_range=(0.5, 2.0)),
+        dict(wd=0.1, decay="decoupled", phi=(0.5, 2.0)),
+    ),
+    "corrected": (dict(lr=0.03, weight_decay=0.1, decay="corrected"), dict(wd=0.1, decay="corrected")),
+    "cautious": (dict(weight_decay=0.1, caution=True), dict(wd=0.1, caution=True)),
     "betas, eps": (dict(betas=(0.8, 0.95), eps=1e-3), dict(betas=(0.8, 0.95), eps=1e-3)),
 }
 
@@ -108,7 +125,7 @@ def test_equals_float64_reference(variant, impl):
 
 
 @pytest.mark.parametrize("impl", ["plain", "eager"])
-@pytest.mark.parametrize("preset", ["paper", "nvlamb", "lambc"])
+@pytest.mark.parametrize("preset", ["paper", "nvlamb", "lambc", "decoupled", "corrected", "cautious"])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_equals_timm(preset, max_grad_norm, impl):
     from timm.optim.lamb import Lamb as TimmLamb
@@ -116,12 +133,16 @@ def test_equals_timm(preset, max_grad_norm, impl):
     torch.manual_seed(0)
     ours = nn.Sequential(nn.Linear(9, 8), nn.LayerNorm(8), nn.Linear(8, 3)).double()
     theirs = copy.deepcopy(ours)
-    timm_options = dict(trust_clip=preset == "lambc", always_adapt=preset == "nvlamb")
+    timm_options = dict(trust_clip=preset == "lambc", always_adapt=preset == "nvlamb", caution=preset == "cautious")
+    timm_options |= dict(decoupled_decay=preset in ("decoupled", "corrected"))
+    timm_options |= dict(corrected_weight_decay=preset == "corrected")
     reference = TimmLamb(
         param_groups(theirs, weight_decay=0.1), lr=0.02, max_grad_norm=max_grad_norm, **timm_options
     )
     optimizer = build_optimizer(ours, preset=preset, lr=0.02, weight_decay=0.1, impl=impl)
     for step in range(8):
+        for group in (*optimizer.param_groups, *reference.param_groups):
+            group["lr"] = 0.02 / (1 + step)
         set_grads(ours.parameters(), step, scale=1.0)
         set_grads(theirs.parameters(), step, scale=1.0)
         if max_grad_norm is not None:
@@ -634,6 +655,7 @@ def test_param_groups():
         ("colossal", [(0.1, True, False, math.inf)]),
         ("nvlamb", [(0.1, True, True, math.inf), (0.0, True, True, math.inf)]),
         ("lambc", [(0.1, True, True, 1.0), (0.0, False, True, 1.0)]),
+        *((name, [(0.1, True, True, math.inf), (0.0, False, True, math.inf)]) for name in VARIANTS_OF_PAPER),
     ],
 )
 def test_presets(preset, expected):
@@ -641,6 +663,12 @@ def test_presets(preset, expected):
     keys = ("weight_decay", "adapt", "bias_correction", "max_trust_ratio")
     assert [tuple(g[key] for key in keys) for g in optimizer.param_groups] == expected
     assert all(g["eps"] == 1e-6 and g["lr"] == 0.01 for g in optimizer.param_groups)
+
+
+def test_corrected_decay_knows_the_peak_of_each_layer():
+    model = zoo.create_model("vit_nano32", img_size=64, num_classes=3)
+    groups = build_optimizer(model, lr=0.02, weight_decay=0.1, layer_decay=0.5, preset="corrected").param_groups
+    assert len({group["lr"] for group in groups}) > 2 and all(group["max_lr"] == group["lr"] for group in groups)
 
 
 @pytest.mark.parametrize("preset", ["paper", "colossal", "nvlamb", "lambc"])
@@ -703,6 +731,8 @@ def test_adamw_by_one_field():
         (dict(name="lars", momentum=-0.1), "momentum must be a number in"),
         (dict(name="lars", trust_coefficient=0.0), "Lars's trust_coefficient must be a number above 0, got 0.0"),
         (dict(name="apex_lamb", preset="lambc"), "apex_lamb has no bound on trust ratios, which preset lambc needs"),
+        (dict(name="apex_lamb", preset="corrected"), "apex_lamb has neither another decay nor caution, which preset c"),
+        (dict(name="apex_lamb", preset="cautious"), "apex_lamb has neither another decay nor caution, which preset c"),
         (dict(name="apex_lamb", weight_decay=0.0), "apex_lamb adapts nothing without decay under preset paper"),
         (dict(name="apex_lamb"), "apex_lamb works on GPUs only; choose lamb"),
         (dict(impl="fast"), "Lamb's impl must be one of auto, compile, eager, plain, got 'fast'"),

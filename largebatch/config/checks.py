@@ -71,7 +71,7 @@ def check(config: TrainConfig) -> None:
 def _check_half_life(optim: OptimConfig) -> None:
     given = f"--optim.second_moment_half_life is {optim.second_moment_half_life!r} and"
     reasons = dict.fromkeys(("sgd", "lars"), "which has no second moment")
-    reasons["apex_lamb"] = "whose bias correction expects one rate"
+    reasons |= dict.fromkeys(("apex_lamb", "nadamw"), "whose bias correction expects one rate")
     if optim.second_moment_half_life and (reason := reasons.get(optim.name)):
         raise ValueError(f"{given} --optim.name {optim.name}, {reason}: choose lamb or adamw, or leave it out.")
     if optim.second_moment_half_life and optim.betas is not None:
@@ -143,6 +143,10 @@ def _check_parallel(config: TrainConfig) -> None:
         raise ValueError(
             f"--parallel.zero is {parallel.zero} and --optim.name {config.optim.name}: ZeRO divides lamb's state only."
         )
+    if config.optim.preset == "cautious" and (parallel.zero or parallel.shape().size > 1):
+        raise ValueError(
+            "--optim.preset is cautious, which needs whole tensors on every rank: with --parallel choose another one."
+        )
     own = ParallelConfig()
     for name in ("schedule", "micro_batches", "cuts"):
         value = getattr(parallel, name)
@@ -155,10 +159,10 @@ def _check_parallel(config: TrainConfig) -> None:
         )
     if parallel.shape().size == 1:
         return
-    if config.optim.name in ("lars", "apex_lamb", "muon", "muon_lamb"):
+    if config.optim.name not in ("lamb", "adamw", "sgd"):
         raise ValueError(
-            f"--optim.name is {config.optim.name}, which needs whole tensors on every rank: with --parallel choose "
-            "lamb, adamw or sgd."
+            f"--optim.name is {config.optim.name}, which needs whole tensors on every rank or was never tried with "
+            "--parallel: choose lamb, adamw or sgd."
         )
     for name, refused, reason in (
         ("precision", ["fp16"], "the ranks of a replica would choose different loss scales; choose bf16 or fp32"),

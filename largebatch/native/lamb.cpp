@@ -9,7 +9,7 @@
 #include <cstdint>
 
 template <typename T> struct Scalars {  // in the order of lamb.Scalars
-    T lr, beta1, new1, beta2, new2, root, eps, weight_decay, norm_min, norm_max, ratio_max, adapt;
+    T lr, beta1, new1, beta2, new2, root, eps, weight_decay, norm_min, norm_max, ratio_max, adapt, keep, caution;
 };
 
 template <typename T> struct Tensor {
@@ -43,7 +43,7 @@ static inline void update(const Tensor<T> &t, T *u, int64_t i, const Scalars<T> 
 }
 
 template <typename T> static T trust_ratio(double xx, double uu, const Scalars<T> &s) {
-    const double x_norm = std::sqrt(xx), u_norm = std::sqrt(uu);
+    const double x_norm = s.keep * std::sqrt(xx), u_norm = std::sqrt(uu);
     if (!(x_norm > 0 && u_norm > 0 && std::isfinite(x_norm) && std::isfinite(u_norm) && s.adapt > 0)) return 1;
     return std::fmin(std::fmin(std::fmax(x_norm, s.norm_min), s.norm_max) / u_norm, s.ratio_max);
 }
@@ -69,7 +69,7 @@ template <typename T> static T lamb(const Tensor<T> &t, const Scalars<T> &s, T f
     const T ratio = trust_ratio(xx, uu, s), step = s.lr * ratio;
     T *__restrict x = t.x;
     const T *__restrict u = t.u;
-    for (int64_t i = 0; i < t.size; i++) x[i] -= step * u[i];
+    for (int64_t i = 0; i < t.size; i++) x[i] = s.keep * x[i] - step * u[i];
     return ratio;
 }
 

@@ -13,7 +13,7 @@ from largebatch.optim.lamb import Lamb
 from largebatch.optim.lars import Lars
 from largebatch.optim.muon import SCALES, Muon, divided, hidden_matrices
 from largebatch.optim.presets import PRESETS, options_of, param_groups
-from largebatch.optim.states import adam_state, init_params, momentum_state, with_gradient
+from largebatch.optim.states import adam_state, init_params, momentum_state, nadam_state, with_gradient
 
 
 def gradient_norm(optimizer: Optimizer) -> Tensor:
@@ -74,7 +74,7 @@ def init_state(optimizer: Optimizer) -> None:
     if hasattr(optimizer, "init_param"):  # one of ours
         init_params(optimizer)
         return
-    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.NAdam, torch.optim.SGD)):
         known = ", ".join(DEFAULTS)
         raise ValueError(f"the initial state of {type(optimizer).__name__} is not known; use one of {known}")
     for group in optimizer.param_groups:
@@ -83,6 +83,8 @@ def init_state(optimizer: Optimizer) -> None:
                 continue
             if isinstance(optimizer, torch.optim.Adam):
                 optimizer.state[p].update(adam_state(p, group))
+            elif isinstance(optimizer, torch.optim.NAdam):
+                optimizer.state[p].update(nadam_state(p, group))
             elif group["momentum"]:
                 optimizer.state[p]["momentum_buffer"] = momentum_state(p, group)
 
@@ -92,6 +94,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "lamb": {"preset": "paper", "betas": (0.9, 0.999), "eps": 1e-6, "impl": "auto"},
     "apex_lamb": {"preset": "paper", "betas": (0.9, 0.999), "eps": 1e-6},
     "adamw": {"betas": (0.9, 0.999), "eps": 1e-8, "impl": None},
+    "nadamw": {"betas": (0.9, 0.999), "eps": 1e-8},
     "sgd": {"momentum": 0.9},
     "lars": {"momentum": 0.9, "eps": 1e-8, "trust_coefficient": 1e-3},
     "muon": {"momentum": 0.95, "rest": "adamw"},  # and the options of the optimizer for the rest
@@ -117,8 +120,10 @@ def build_optimizer(
 
     Args:
         model: the owner of the parameters; frozen ones are included, see `param_groups`.
-        name: "lamb"; torch's "adamw" or "sgd" (Nesterov), fused; "lars"; "apex_lamb" (NVIDIA's, on GPUs); "muon".
-        weight_decay: decoupled for adamw and muon, added to the gradient for sgd and lars, in the update for LAMB.
+        name: "lamb"; torch's "adamw" or "sgd" (Nesterov), fused; torch's "nadamw"; "lars"; "apex_lamb" (NVIDIA's, on
+            GPUs); "muon".
+        weight_decay: decoupled for adamw, nadamw and muon, added to the gradient for sgd and lars, in the update for
+            LAMB.
         layer_decay: factor of the learning rate from a layer to the one below it; None: all have the same. Each group
             has its factor as `lr_scale`, and starts with lr × lr_scale.
         betas, eps, preset, impl, momentum, trust_coefficient: see `DEFAULTS`, `PRESETS`, `Lamb` and `Lars`. adamw with
@@ -139,6 +144,8 @@ def build_optimizer(
     optimizer = _build(model, name, decays, chosen)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
+        if "max_lr" in group:
+            group["max_lr"] = group["lr"]
     return optimizer
 
 
@@ -164,6 +171,11 @@ def _build(model: nn.Module, name: str, decays: dict[str, Any], chosen: dict[str
     groups = param_groups(model, **decays)
     if name == "sgd":
         return torch.optim.SGD(groups, **chosen, nesterov=chosen["momentum"] > 0, fused=True)
+    if name == "nadamw":
+        # With momentum_decay=inf beta1 is that of every step, as in AlgoPerf, and does not grow to it. On a GPU the
+        # counters are there, too, so that no step waits for them.
+        chosen |= dict(decoupled_weight_decay=True, capturable=all(p.is_cuda for p in model.parameters()))
+        return torch.optim.NAdam(groups, momentum_decay=math.inf, **chosen)
     kind, chosen = _adamw(chosen)
     return kind(groups, **chosen)
 
@@ -198,6 +210,8 @@ def _build_lamb(model: nn.Module, name: str, decays: dict[str, Any], options: di
         return Lamb(groups, **chosen, **options)
     if chosen.pop("max_trust_ratio") < math.inf:
         raise ValueError(f"apex_lamb has no bound on trust ratios, which preset {preset} needs; choose lamb")
+    if chosen.pop("decay") != "coupled" or chosen.pop("caution"):
+        raise ValueError(f"apex_lamb has neither another decay nor caution, which preset {preset} needs; choose lamb")
     use_nvlamb = PRESETS[preset].adapt_excluded is not False
     if not use_nvlamb and not decays["weight_decay"]:
         raise ValueError(f"apex_lamb adapts nothing without decay under preset {preset}; choose lamb or preset nvlamb")

@@ -8,6 +8,11 @@ One step for one parameter tensor x with gradient g (arXiv:1904.00962), at its t
     ratio = phi(|x|) / |u|               phi(z) = clamp(z, *norm_range); ratio <= max_trust_ratio
     x = x - lr ratio u
 
+With decay="decoupled" u has no decay, and x is first multiplied by 1 - lr weight_decay; with "corrected" by
+1 - lr^2 / max_lr weight_decay, where max_lr is the lr that the group began with (arXiv:2506.02285). With caution, u
+before decay is zero where its sign is not that of g, and divided by the share of the others, or 0.001
+(arXiv:2411.16085).
+
 |.| is the L2 norm of the whole tensor, added up in double precision. The ratio is 1 if the group has adapt=False, and
 if a norm is zero or not finite. Lamb does not clip; see `factory.scale_gradients`. If beta2 changes from step to step,
 the option beta2_power of a group is the product that takes the place of beta2^t (`factory.follow_half_life`).
@@ -38,6 +43,7 @@ from largebatch.optim.states import Stateful, adopted, require_parameters, takes
 logger = logging.getLogger(__name__)
 
 IMPLS = ("auto", "compile", "eager", "plain")
+DECAYS = ("coupled", "decoupled", "corrected")
 
 NATIVE = {("cpu", dtype, torch.strided) for dtype in DTYPES}  # gradients for lamb.cpp
 
@@ -67,6 +73,8 @@ class Scalars(NamedTuple):
     norm_max: float
     ratio_max: float
     adapt: float  # 1 or 0
+    keep: float  # the factor of x; 1 where decay is a part of u
+    caution: float  # 1 or 0; compiled code does not read it
 
 
 def scalars(group: Mapping[str, Any], step: int) -> Scalars:
@@ -74,6 +82,8 @@ def scalars(group: Mapping[str, Any], step: int) -> Scalars:
     beta1, beta2 = group["betas"]
     beta2_power = group.get("beta2_power", beta2**step)
     bias1, bias2 = (1 - beta1**step, 1 - beta2_power) if group["bias_correction"] else (1.0, 1.0)
+    decay, coupled = group["weight_decay"], group["decay"] == "coupled"
+    shrinks = float(group["lr"]) ** 2 / group["max_lr"] if group["decay"] == "corrected" else float(group["lr"])
     return Scalars(
         lr=float(group["lr"]),
         beta1=beta1,
@@ -82,11 +92,13 @@ def scalars(group: Mapping[str, Any], step: int) -> Scalars:
         new2=1 - beta2,
         root=bias1 / math.sqrt(bias2),
         eps=bias1 * group["eps"],
-        weight_decay=group["weight_decay"],
+        weight_decay=decay if coupled else 0.0,
         norm_min=group["norm_range"][0],
         norm_max=group["norm_range"][1],
         ratio_max=group["max_trust_ratio"],
         adapt=float(group["adapt"]),
+        keep=1.0 if coupled else 1 - shrinks * decay,
+        caution=float(group["caution"]),
     )
 
 
@@ -94,8 +106,8 @@ def scalars(group: Mapping[str, Any], step: int) -> Scalars:
 
 
 def trust_ratio(x_square: Tensor, u_square: Tensor, s: Scalars) -> Tensor:
-    """Return phi(|x|) / |u|, 0-d, from the sums of squares."""
-    x_norm, u_norm = x_square.sqrt(), u_square.sqrt()
+    """Return phi(|x|) / |u|, 0-d, from the sums of squares, that of x before its decay."""
+    x_norm, u_norm = s.keep * x_square.sqrt(), u_square.sqrt()
     ratio = (x_norm.clamp(s.norm_min, s.norm_max) / u_norm).clamp(max=s.ratio_max)
     usable = (x_norm > 0) & (u_norm > 0) & (x_norm < math.inf) & (u_norm < math.inf) & (s.adapt > 0)
     return torch.where(usable, ratio, 1.0)
@@ -120,17 +132,24 @@ def lamb_(
     g = g * factor
     replace(m, s.beta1 * m + s.new1 * g)
     replace(v, s.beta2 * v + s.new2 * g * g)
-    u = m / (s.root * v.sqrt() + s.eps) + s.weight_decay * x
+    u = m / (s.root * v.sqrt() + s.eps)
+    u = (u * cautious(u, g) if s.caution else u) + s.weight_decay * x
     ratio = trust_ratio(_square_sum(x), _square_sum(u), s).to(x.dtype)
-    replace(x, x - s.lr * ratio * u)
+    replace(x, s.keep * x - s.lr * ratio * u)
     return ratio
+
+
+def cautious(u: Tensor, g: Tensor) -> Tensor:
+    """Return the factors of an update that goes nowhere uphill, of mean 1: 0 where u and g differ in sign."""
+    same = u * g > 0
+    return same / (same.sum(dtype=torch.float64) / max(same.numel(), 1)).clamp(min=1e-3).to(u.dtype)
 
 
 def lamb_eager_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: Tensor, u: Tensor) -> Tensor:
     """Do the same as `lamb_` in place, without a compiler. u is scratch memory as long as x."""
     ((x_square,), (u_square,)) = moments_foreach_([(x, g, m, v, u)], s, factor)
     ratio = trust_ratio(x_square, u_square, s).to(x.dtype)
-    x.sub_(u.mul_(s.lr * ratio))
+    x.mul_(s.keep).sub_(u.mul_(s.lr * ratio))
     return ratio
 
 
@@ -148,6 +167,8 @@ def moments_foreach_(rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tensor:
     torch._foreach_add_(u, s.eps)
     torch._foreach_reciprocal_(u)
     torch._foreach_mul_(u, m)
+    if s.caution:
+        torch._foreach_mul_(u, [cautious(*pair) for pair in zip(u, g)])
     torch._foreach_add_(u, x, alpha=s.weight_decay)
     squares = (torch._foreach_mul(column, column) for column in (x, u))
     return torch.stack([torch.stack(torch._foreach_norm(some, 1, torch.float64)) for some in squares])  # their sums
@@ -188,7 +209,7 @@ def update(
 
     finite: see `lamb_`; the eager code and lamb.cpp do not know it.
     """
-    compiles = impl == "compile" or impl == "auto" and can_compile(factor.device.type)
+    compiles = not s.caution and (impl == "compile" or impl == "auto" and can_compile(factor.device.type))
     if compiles and (finite is None or not factor.is_cpu):
         return lamb_compiled_(tensors, s, factor, finite)
     tensors = [flat(four) for four in tensors]
@@ -200,6 +221,7 @@ def update(
 
 def moments(impl: str, rows: Sequence[Row], s: Scalars, factor: Tensor) -> Tensor:
     """Call `moments_foreach_`, or its equal in C++ on CPUs."""
+    assert not s.caution, "the share of a whole tensor is needed"
     if factor.device.type == "cpu" and (impl == "compile" or impl == "auto" and can_compile("cpu")):
         try:
             return cpp_lamb.moments_native_(rows, s, float(factor))
@@ -223,6 +245,8 @@ class Lamb(Stateful):
         adapt: multiply by the trust ratio; if False, the group takes Adam's steps, with decay.
         norm_range: phi clamps the norm of the parameter to this range.
         max_trust_ratio: upper bound of the ratio; 1 gives LAMBC.
+        decay: "coupled", a part of the update; "decoupled" or "corrected", apart from it.
+        caution: leave out what would move against the gradient; computed by eager code.
         impl: "compile", "eager", "plain" (the specification), or "auto": compile if a compiler is found.
         max_grad_norm: None, because Lamb does not clip; a number raises a ValueError, which names the way to clip.
 
@@ -247,6 +271,8 @@ class Lamb(Stateful):
         adapt: bool = True,
         norm_range: tuple[float, float] = (0.0, math.inf),
         max_trust_ratio: float = math.inf,
+        decay: str = "coupled",
+        caution: bool = False,
         impl: str = "auto",
         max_grad_norm: float | None = None,
     ) -> None:
@@ -259,7 +285,7 @@ class Lamb(Stateful):
             )
         options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, impl=impl)
         options |= dict(bias_correction=bias_correction, adapt=adapt)
-        options |= dict(norm_range=norm_range, max_trust_ratio=max_trust_ratio)
+        options |= dict(norm_range=norm_range, max_trust_ratio=max_trust_ratio, decay=decay, caution=caution)
         super().__init__(params, options)
 
     @classmethod
@@ -293,6 +319,8 @@ class Lamb(Stateful):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         check_options(self.defaults | param_group)
         super().add_param_group(param_group)
+        if self.param_groups[-1]["decay"] == "corrected":
+            self.param_groups[-1].setdefault("max_lr", float(self.param_groups[-1]["lr"]))
         for p in self.param_groups[-1]["params"]:
             if p.dtype not in DTYPES or not p.is_contiguous():
                 self.param_groups.pop()
@@ -387,6 +415,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         "norm_range": (0 <= norms[0] <= norms[1], "two numbers with 0 <= low <= high"),
         "max_trust_ratio": (number["max_trust_ratio"] > 0, "a number above 0"),
         "impl": (options["impl"] in IMPLS, f"one of {', '.join(IMPLS)}"),
+        "decay": (options["decay"] in DECAYS, f"one of {', '.join(DECAYS)}"),
         "maximize": (not options.get("maximize"), "left out, and the loss negated"),
     }
     for name, (holds, expected) in rules.items():

@@ -38,6 +38,7 @@ SIZE, FIRST, ALIGNED = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 LR, BETA1, NEW1, BETA2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 NEW2, ROOT, EPS, DECAY = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 NORM_MIN, NORM_MAX, RATIO_MAX, ADAPT = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10), tl.constexpr(11)
+KEEP = tl.constexpr(12)
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ def ratios(table, numbers, squares, results, chunk_size: tl.constexpr, block_siz
         inside = chunk + lanes < count
         x_squares += tl.load(squares + 2 * (chunk + lanes), mask=inside, other=0.0)
         u_squares += tl.load(squares + 2 * (chunk + lanes) + 1, mask=inside, other=0.0)
-    x_norm, u_norm = tl.sqrt(tl.sum(x_squares, 0)), tl.sqrt(tl.sum(u_squares, 0))
+    x_norm, u_norm = tl.load(numbers + KEEP) * tl.sqrt(tl.sum(x_squares, 0)), tl.sqrt(tl.sum(u_squares, 0))
     phi = tl.minimum(tl.maximum(x_norm, tl.load(numbers + NORM_MIN)), tl.load(numbers + NORM_MAX))
     infinity = float("inf")
     usable = (x_norm > 0) & (u_norm > 0) & (x_norm < infinity) & (u_norm < infinity) & (tl.load(numbers + ADAPT) > 0)
@@ -146,12 +147,12 @@ def _apply(
 ):  # fmt: skip
     xs = _places(row, X, start, dtype, masked)
     ms, vs = _places(row, M, start, dtype, masked), _places(row, V, start, dtype, masked)
-    rate = tl.load(numbers + LR).to(dtype) * ratio
+    rate, keep = tl.load(numbers + LR).to(dtype) * ratio, tl.load(numbers + KEEP).to(dtype)
     for block in range(0, chunk_size, block_size):
         at = block + tl.arange(0, block_size)
         inside = at < length if masked else None
         x, m, v = tl.load(xs + at, mask=inside), tl.load(ms + at, mask=inside), tl.load(vs + at, mask=inside)
-        tl.store(xs + at, x - rate * _update(x, m, v, numbers, dtype), mask=inside)
+        tl.store(xs + at, keep * x - rate * _update(x, m, v, numbers, dtype), mask=inside)
 
 
 @triton.jit

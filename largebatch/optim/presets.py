@@ -20,6 +20,8 @@ class Preset:
     adapt_excluded: bool | None = None
     """give excluded parameters a trust ratio"""
     max_trust_ratio: float = math.inf
+    decay: str = "coupled"
+    caution: bool = False
 
 
 PRESETS: dict[str, Preset] = {
@@ -31,6 +33,10 @@ PRESETS: dict[str, Preset] = {
     "nvlamb": Preset(bias_correction=True, exclude=True, adapt_excluded=True),
     # arXiv:2011.13584: as in the paper, with ratios of at most 1
     "lambc": Preset(bias_correction=True, exclude=True, adapt_excluded=False, max_trust_ratio=1.0),
+    # as in the paper, but for the options that timm's LAMB has under these names
+    "decoupled": Preset(bias_correction=True, exclude=True, adapt_excluded=False, decay="decoupled"),
+    "corrected": Preset(bias_correction=True, exclude=True, adapt_excluded=False, decay="corrected"),
+    "cautious": Preset(bias_correction=True, exclude=True, adapt_excluded=False, caution=True),
 }
 
 
@@ -119,4 +125,5 @@ def options_of(
         adapt_excluded=chosen.adapt_excluded,
         layer_decay=layer_decay,
     )
-    return groups, {"bias_correction": chosen.bias_correction, "max_trust_ratio": chosen.max_trust_ratio}
+    options = ("bias_correction", "max_trust_ratio", "decay", "caution")
+    return groups, {name: getattr(chosen, name) for name in options}

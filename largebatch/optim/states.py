@@ -59,6 +59,12 @@ def adam_state(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     return state | {name: torch.zeros_like(p) for name in names}
 
 
+def nadam_state(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    device = p.device if group["capturable"] else torch.device("cpu")
+    counters = {"step": torch.zeros((), device=device), "mu_product": torch.ones((), dtype=p.dtype, device=device)}
+    return counters | {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+
+
 def momentum_state(p: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Return the momentum of SGD for a parameter; ValueError for dampening."""
     if group["dampening"]:  # torch does not dampen the first gradient, which no initial buffer can express

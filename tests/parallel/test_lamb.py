@@ -56,7 +56,7 @@ MESHES = {  # ranks, axes, cuts
     "data 3, zero, offload": (3, ParallelConfig(zero="offload"), {}),
     "sequence 2": (2, ParallelConfig(sequence=2), {}),
 }
-PRESETS = ("paper", "colossal", "nvlamb", "lambc")
+PRESETS = ("paper", "colossal", "nvlamb", "lambc", "corrected")
 
 
 class Parameters(nn.Module):
