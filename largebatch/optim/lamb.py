@@ -149,7 +149,9 @@ def lamb_eager_(x: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, factor: 
     """Do the same as `lamb_` in place, without a compiler. u is scratch memory as long as x."""
     ((x_square,), (u_square,)) = moments_foreach_([(x, g, m, v, u)], s, factor)
     ratio = trust_ratio(x_square, u_square, s).to(x.dtype)
-    x.mul_(s.keep).sub_(u.mul_(s.lr * ratio))
+    if s.keep != 1:
+        x.mul_(s.keep)
+    x.sub_(u.mul_(s.lr * ratio))
     return ratio
 
 

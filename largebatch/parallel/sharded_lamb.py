@@ -90,7 +90,9 @@ class ShardedLamb(Lamb):
         ratios = trust_ratio(x_square, u_square, work.s).to(work.params[0].dtype)
         ratio_of = dict(zip(work.params, ratios.unbind()))
         for p, x, u in zip(work.owned, work.x, work.u):
-            x.mul_(work.s.keep).addcmul_(u, ratio_of[p], value=-work.s.lr)
+            if work.s.keep != 1:
+                x.mul_(work.s.keep)
+            x.addcmul_(u, ratio_of[p], value=-work.s.lr)
             if sharding.offload:
                 sharding.own(p).of(p).copy_(x)
         return dict(zip(work.params, ratios.to(work.params[0].device).unbind()))
