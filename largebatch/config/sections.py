@@ -101,6 +101,9 @@ class AugmentConfig:
     """policy: RandAugment in timm's notation, such as rand-m9-mstd0.5-inc1 (m: magnitude, n: number of operations, p:
     probability of each operation, mstd: standard deviation of the magnitude, mmax: its upper bound, inc1: a higher
     magnitude always changes more); cifar10: AutoAugment's policy for CIFAR-10; empty: no policy"""
+    repeats: int = at_least(1, 1)
+    """repeated augmentation: number of times in a row that an epoch takes an image, with a crop, a flip and a policy of
+    its own each time. An epoch stays as long (in whole 256s, as timm counts), so with 3 it sees a third of the images"""
     reprob: float = limited(0.0, lambda x: 0 <= x <= 1, "a probability, 0 to 1")
     """probability of random erasing; 0: off"""
     mixup_alpha: float = at_least(0.0, 0)

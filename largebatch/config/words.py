@@ -23,6 +23,7 @@ INSTEAD = {  # our option: the words for it elsewhere
     "--augment.mixup_alpha": "mixup",
     "--augment.cutmix_alpha": "cutmix",
     "--augment.auto_augment": "aa autoaugment",
+    "--augment.repeats": "aug_repeats repeated_aug",
     "--augment.label_smoothing": "smoothing",
     "--checkpoint.every": "save_every save_steps checkpoint_freq save_freq",
 }
