@@ -210,7 +210,9 @@ def hint_at_weights(config: TrainConfig, num_samples: int) -> None:
             "published ones",
             *(num_samples, name),
         )
-    if config.augment.mixup_alpha or config.augment.cutmix_alpha:
+    if config.loss.name == "bce":
+        logger.info("the training loss is a binary cross entropy, and the held-out loss a cross entropy")
+    elif config.augment.mixup_alpha or config.augment.cutmix_alpha:
         logger.info("mixup and cutmix mix the targets, so the training loss lies above the held-out loss")
 
 
