@@ -298,7 +298,7 @@ class Trainer:
     @property
     def epoch(self) -> float:
         """Passes over the training set so far."""
-        return self.state.images / self.plan.num_samples
+        return self.state.images / self.plan.epoch_images
 
     def due(self, interval_images: int, *, ahead: bool = False) -> bool:
         """Return whether the step just done passed a multiple of `interval_images`, or was the last of the run.

@@ -28,6 +28,16 @@ def classification(model: nn.Module, batch: Augmented) -> Tensor:
     return soft_target_cross_entropy(model(batch.images), batch.targets)
 
 
+def binary_classification(model: nn.Module, batch: Augmented) -> Tensor:
+    """Return the mean over the classes of binary cross entropies, summed over the samples, as in DeiT III.
+
+    Each class with a share of a target is right, so a mixed image has two.
+    """
+    logits = at_least_float32(model(batch.images))
+    targets = (batch.targets > 0).to(logits.dtype)
+    return F.binary_cross_entropy_with_logits(logits, targets, reduction="sum") / logits.shape[1]
+
+
 @dataclass(frozen=True)
 class TokenLabeling:
     """The objective of token labelling (https://arxiv.org/abs/2104.10858), summed over the samples:

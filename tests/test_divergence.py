@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from largebatch.config import LossConfig, ModelConfig, TrainConfig
+from largebatch.config import AugmentConfig, LossConfig, ModelConfig, TrainConfig
 from largebatch.engine import Smoothed
 from largebatch.hooks.divergence import DIVERGED, SAGS, SOUND, share_of_way, smooth, uniform_loss, window
 
@@ -127,3 +127,13 @@ def test_a_uniform_guess_of_token_logits_weighs_as_the_loss_does():
     single = uniform_loss(TrainConfig(model=ModelConfig(num_classes=1)))  # whose loss is always 0
     assert max(shares([0.0, 0.0, 0.0], single)) == 0
     assert uniform_loss(TrainConfig(model=model, loss=LossConfig(dense_weight=0.5))) == pytest.approx(1.5 * IMAGENET)
+
+
+@pytest.mark.parametrize("classes, mixup, ones", [(1000, 0.0, 1), (1000, 0.8, 2), (2, 0.8, 2)])
+def test_a_uniform_guess_of_a_binary_loss_is_the_best_constant_one(classes, mixup, ones):
+    config = TrainConfig(
+        model=ModelConfig(num_classes=classes), loss=LossConfig(name="bce"), augment=AugmentConfig(mixup_alpha=mixup)
+    )
+    guesses = [n / 20_000 for n in range(1, 10_001)]
+    losses = [-(ones * math.log(p) + (classes - ones) * math.log(1 - p)) / classes for p in guesses]
+    assert uniform_loss(config) == pytest.approx(min(losses) if classes > 2 else math.log(2), rel=1e-9)

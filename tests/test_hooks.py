@@ -41,6 +41,7 @@ from largebatch.assembly.images import hint_at_weights
 from largebatch.config import (
     AugmentConfig,
     DataConfig,
+    LossConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
@@ -1044,3 +1045,5 @@ def test_few_images_and_random_weights_get_a_hint_that_names_weights(caplog, nam
     assert not expected or hub.is_reference(expected)
     hint_at_weights(replace(config, augment=AugmentConfig(mixup_alpha=0.8)), images)
     assert caplog.messages[-1] == "mixup and cutmix mix the targets, so the training loss lies above the held-out loss"
+    hint_at_weights(replace(config, loss=LossConfig(name="bce")), images)
+    assert caplog.messages[-1] == "the training loss is a binary cross entropy, and the held-out loss a cross entropy"

@@ -11,9 +11,9 @@ from torch import nn
 import zoo  # noqa: F401  (makes timm importable beside a CPU build of torch)
 from largebatch.augment import Augmented, one_hot
 from largebatch.evaluation import COUNTS, count_correct
-from largebatch.losses import classification, soft_target_cross_entropy
+from largebatch.losses import binary_classification, classification, soft_target_cross_entropy
 
-from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy  # isort: skip
+from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy  # isort: skip
 from timm.utils import accuracy  # isort: skip
 
 
@@ -66,6 +66,28 @@ def test_half_precision_logits_are_summed_in_float32(dtype):
     assert loss.dtype == torch.float32
     expected = F.cross_entropy(logits.double(), labels, reduction="sum").float()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("batch", ["plain", "mixed"])
+def test_a_binary_loss_is_the_formula_and_timms_and_what_deit_computes(batch):
+    logits, labels = random_logits(6, 5)
+    targets = one_hot(labels, 5).double()
+    if batch == "mixed":
+        targets = 0.25 * targets + 0.75 * targets.flip(0)
+    right = [[float(targets[i, k] > 0) for k in range(5)] for i in range(6)]
+    assert sum(map(sum, right)) == (6 if batch == "plain" else 6 + sum(a != b for a, b in zip(labels, labels.flip(0))))
+    sigmoid = [[1 / (1 + math.exp(-x)) for x in row] for row in logits.tolist()]
+    terms = [-math.log(p if y else 1 - p) for ps, ys in zip(sigmoid, right) for p, y in zip(ps, ys)]
+    loss = binary_classification(nn.Identity(), Augmented(logits, targets))
+    assert loss.item() == pytest.approx(sum(terms) / 5, rel=1e-12)
+    theirs = [
+        BinaryCrossEntropy(smoothing=0, target_threshold=0.0)(logits, targets),
+        nn.BCEWithLogitsLoss()(logits, targets.gt(0.0).type(targets.dtype)),  # as DeiT's engine.py
+    ]
+    for other in theirs:
+        torch.testing.assert_close(loss, 6 * other, rtol=1e-12, atol=0)
+    half = binary_classification(nn.Identity(), Augmented(logits.bfloat16(), targets.float()))
+    assert half.dtype == torch.float32
 
 
 def test_the_objective_is_a_sum_over_samples():

@@ -69,6 +69,44 @@ def test_every_epoch_is_a_permutation_and_epochs_differ(window):
     assert (other.samples(0, sum(sizes))[1] != orders[0]).any()
 
 
+@pytest.mark.parametrize("num_samples", [100, 256, 1000])
+@pytest.mark.parametrize("repeats", [2, 3, 7])
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_repeats_are_those_of_timms_sampler(monkeypatch, num_samples, repeats, num_ranks):
+    """With the same permutation: all ranks of timm see in a step, of one image each, what ours see."""
+    from timm.data.distributed_sampler import RepeatAugSampler
+
+    plan = Plan(num_samples, num_ranks, 1, 3 * num_samples, seed=5, repeats=repeats)
+    for epoch in range(2):
+        own = torch.from_numpy(order.epoch_order(5, epoch, num_samples).copy())
+        monkeypatch.setattr(torch, "randperm", lambda size, generator: own)
+        ranks = (RepeatAugSampler(range(num_samples), num_ranks, k, num_repeats=repeats) for k in range(num_ranks))
+        theirs = np.stack([[*rank] for rank in ranks], axis=1).ravel()
+        monkeypatch.undo()
+        start = epoch * plan.epoch_images
+        _, ours = plan.samples(start, start + plan.epoch_images)
+        assert ours.tolist() == theirs.tolist()
+        assert len(ours) == (num_samples if num_samples < 256 else num_samples // 256 * 256)
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_each_repetition_has_draws_of_its_own(window):
+    """Over three epochs: each image of an epoch three times, and no pair of epoch and image, hence no draw, twice."""
+    sizes = (300, 200, 100)
+    plan = Plan(600, 64, 16, 1536, seed=1, shard_sizes=sizes, shuffle_window=window, repeats=3)
+    assert plan.epoch_images == 512
+    epochs, samples = plan.samples(0, 1536)
+    assert len({*zip(epochs.tolist(), samples.tolist())}) == 1536
+    assert {*(epochs // 3 == np.arange(1536) // 512).tolist()} == {True}
+    parts = [plan.samples(m.start, m.stop) for step in range(plan.num_steps) for m in plan.micro_batches(step, 0, 1)]
+    assert np.array_equal(np.concatenate(parts, axis=1), np.stack([epochs, samples]))
+    once = Plan(600, 64, 16, 1536, seed=1, shard_sizes=sizes, shuffle_window=window)
+    assert np.array_equal(samples[:510:3], once.samples(0, 170)[1])
+    size = {"width": np.full(1536, 500), "height": np.full(1536, 400)}
+    crops = order.draw(1, epochs, samples, **size, scale=SCALE, ratio=RATIO, hflip=0.5)
+    assert len({*zip(crops.x[:510].tolist(), crops.y[:510].tolist(), crops.width[:510].tolist())}) > 500
+
+
 def test_stream_is_a_function_of_the_position():
     plan = Plan(23, 16, 4, 1000, seed=1)
     epochs, samples = plan.samples(0, 230)
@@ -262,6 +300,8 @@ def test_evaluation_geometry_is_torchvisions(crop_pct):
         ({"micro_batch_size": 9}, "micro_batch_size 9 is larger than global_batch_size 8"),
         ({"shuffle_window": 2, "shard_sizes": (3, 3)}, "they add up to 6, num_samples is 10"),
         ({"seed": -1}, "must not be negative"),
+        ({"repeats": 0}, r"^--augment.repeats is 0, and there are 10 training images: expected 1 up to their"),
+        ({"repeats": 11}, "^--augment.repeats is 11, and there are 10 training images"),
         ({"phases": ((1, 4), (5, 8))}, "expected the first at 0, each a whole number of steps"),
         ({"phases": ((0, 4), (6, 8))}, "expected the first at 0, each a whole number of steps"),
         ({"phases": ((0, 4), (4, 16))}, "batches from 1 to global_batch_size 8"),

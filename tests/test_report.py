@@ -182,7 +182,7 @@ def test_what_cannot_be_compared_is_said(runs, capsys):
     assert capsys.readouterr().out == (
         "DIFFER   options      --data.shuffle_window 0 and 2\n"
         "same     versions     5 packages\n"
-        "unknown  images       a run has no row in steps.csv, or --data.shuffle_window is set\n"
+        "unknown  images       a run has no row in steps.csv, or --data.shuffle_window or --augment.repeats is set\n"
         "unknown  steps        no row of the same step (3 and 0 rows)\n"
         "unknown  evaluations  no row of the same step (0 and 0 rows)\n"
         "unknown  tensors      no checkpoint of the same step ([2, 3] and [])\n"

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from zoo import create_model, load_weights, save_weights
-from zoo.weights import reason_of
+from zoo.weights import identify, reason_of
 
 import timm  # isort: skip  (after zoo, which makes it importable beside a CPU build of torch)
 from timm.models.vision_transformer import VisionTransformer  # isort: skip
@@ -256,6 +256,44 @@ def test_position_embedding_is_resized_in_fp32_bicubic_antialiased(tmp_path, cap
     expected = torch.cat([cls, grid.permute(0, 2, 3, 1).reshape(1, 16, 16)], dim=1)
     assert torch.equal(target.pos_embed, expected)
     assert "position embedding resized from 6 x 6 to 4 x 4" in caplog.text
+
+
+def test_weights_under_the_names_of_deit3s_authors_give_timms_model(tmp_path):
+    torch.manual_seed(0)
+    options = {"num_classes": 5, "depth": 1}
+    theirs = timm.create_model("deit3_small_patch16_224", **options).eval()
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    names = {"ls1.gamma": "gamma_1", "ls2.gamma": "gamma_2"}
+    published = {name: tensor for name, tensor in theirs.state_dict().items()}
+    for of_timm, of_authors in names.items():
+        published[f"blocks.0.{of_authors}"] = published.pop(f"blocks.0.{of_timm}")
+    torch.save({"model": published}, tmp_path / "deit_3.pth")
+    images = torch.randn(2, 3, 224, 224)
+    ours = create_model("deit3_s16", num_classes=5).eval()
+    del ours.blocks[1:]
+    load_weights(ours, tmp_path / "deit_3.pth")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images), rtol=0, atol=1e-5)
+    resized = create_model("deit3_s16", num_classes=5, img_size=96)
+    del resized.blocks[1:]
+    load_weights(resized, tmp_path / "deit_3.pth")
+    overlay = {"file": str(tmp_path / "deit_3.pth"), "num_classes": 5}
+    peer = timm.create_model(
+        "deit3_small_patch16_224", img_size=96, pretrained=True, pretrained_cfg_overlay=overlay, **options
+    )
+    assert_same(resized, peer)
+
+
+@pytest.mark.parametrize("scales", [("ls1.gamma", "ls2.gamma"), ("gamma_1", "gamma_2")])
+def test_a_layer_scale_tells_deit3_from_a_plain_vit(tmp_path, scales):
+    for name in ("deit3_s16", "vit_s16"):
+        weights = fake_weights(name, img_size=192)
+        weights = {key.replace("ls1.gamma", scales[0]).replace("ls2.gamma", scales[1]): weights[key] for key in weights}
+        torch.save(weights, tmp_path / "some.pt")
+        assert identify(tmp_path / "some.pt") == (name, 192, 1000, "")
+    with pytest.raises(ValueError, match="does not fit deit3_s16: it looks like vit_s16, ask for that$"):
+        load_weights(on_meta("deit3_s16"), tmp_path / "some.pt")
 
 
 def test_a_larger_image_gives_timms_model(tmp_path):

@@ -30,6 +30,9 @@ TIMM_NAMES = {
     "vit_l16": "vit_large_patch16_224",
     "vit_s16": "vit_small_patch16_224",
     "vit_ti16": "vit_tiny_patch16_224",
+    "deit3_s16": "deit3_small_patch16_224",
+    "deit3_b16": "deit3_base_patch16_224",
+    "deit3_l16": "deit3_large_patch16_224",
 }
 BOUND = 0.01  # of ||difference|| / ||exact|| in bfloat16, whose numbers round by 2^-9
 RATES = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
@@ -50,6 +53,9 @@ def on_meta(name: str, **options) -> nn.Module:
         ("vit_l16", 224, 1000, 304_326_632),
         ("vit_s16", 224, 1000, 22_050_664),
         ("vit_ti16", 224, 1000, 5_717_416),
+        ("deit3_s16", 224, 1000, 22_059_496),  # 22.0 million, 86.6 and 304.4 are published
+        ("deit3_b16", 224, 1000, 86_585_320),
+        ("deit3_l16", 224, 1000, 304_374_760),
         ("vit_nano32", 224, 1000, 158_440),
         ("vit_nano7", 28, 10, 46_474),
         ("vit_6b16", 224, 1000, 6_452_220_904),  # 32 blocks of 4,096 features: 12 h² + 13 h each
@@ -99,7 +105,21 @@ def test_initial_weights_are_timms():
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("name", TIMM_NAMES)
+def test_deit3_begins_as_published():
+    """The class token as large as positions, the layer scale 1e-4, and every block dropped at the same rate."""
+    torch.manual_seed(3)
+    model = create_model("deit3_s16", img_size=32, num_classes=10, drop_path_rate=0.3)
+    scales = [getattr(block, name).gamma for block in model.blocks for name in ("ls1", "ls2")]
+    assert len(scales) == 24 and all(torch.equal(gamma, torch.full((384,), 1e-4)) for gamma in scales)
+    rates = {getattr(block, name).drop_prob for block in model.blocks for name in ("drop_path1", "drop_path2")}
+    assert rates == {0.3}
+    assert model.pos_embed.shape == (1, 4, 384) and model.pos_embed.std().item() == pytest.approx(0.02, rel=0.1)
+    assert model.cls_token.std().item() == pytest.approx(0.02, rel=0.15)  # four standard errors of 384 numbers
+    assert model.default_cfg["crop_pct"] == 1.0 and model.default_cfg["mean"] == (0.485, 0.456, 0.406)
+    assert not any(isinstance(module, layers.DropPath) for module in on_meta("deit3_s16").modules())
+
+
+@pytest.mark.parametrize("name", [name for name in TIMM_NAMES if name.startswith("vit")])
 @pytest.mark.parametrize("img_size, tag", [(224, "_224"), (384, "_384")])
 def test_preprocessing_is_timms(name, img_size, tag):
     # timm's ViTs with published weights; of the "orig" B/16 and L/32 it lists the same numbers

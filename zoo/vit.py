@@ -1,4 +1,4 @@
-"""The vision transformers of the ViT paper (https://arxiv.org/abs/2010.11929), as timm's class.
+"""The vision transformers of the ViT paper (https://arxiv.org/abs/2010.11929) and of DeiT III, as timm's class.
 
 Weights, names and logits are timm's, and timm loads a file written here. The class is called directly, not through
 timm's `create_model`, so that `default_cfg` describes the model that was built, at its image size.
@@ -11,13 +11,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm import layers
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
 class Structure:
-    """The sizes of a ViT. mlp_ratio: width of its MLP, in widths of its embedding."""
+    """The sizes of a ViT. mlp_ratio: width of its MLP, in widths of its embedding.
+
+    init_values: of the layer scale that DeiT III (https://arxiv.org/abs/2204.07118) has; None: a ViT of the paper.
+    """
 
     patch_size: int
     embed_dim: int
@@ -25,6 +29,7 @@ class Structure:
     num_heads: int
     timm_name: str
     mlp_ratio: float = 4.0
+    init_values: float | None = None
 
 
 STRUCTURES = {
@@ -33,6 +38,9 @@ STRUCTURES = {
     "vit_l32": Structure(32, embed_dim=1024, depth=24, num_heads=16, timm_name="vit_large_patch32_224"),
     "vit_l16": Structure(16, embed_dim=1024, depth=24, num_heads=16, timm_name="vit_large_patch16_224"),
     "vit_s16": Structure(16, embed_dim=384, depth=12, num_heads=6, timm_name="vit_small_patch16_224"),
+    "deit3_s16": Structure(16, 384, depth=12, num_heads=6, timm_name="deit3_small_patch16_224", init_values=1e-4),
+    "deit3_b16": Structure(16, 768, depth=12, num_heads=12, timm_name="deit3_base_patch16_224", init_values=1e-4),
+    "deit3_l16": Structure(16, 1024, depth=24, num_heads=16, timm_name="deit3_large_patch16_224", init_values=1e-4),
     "vit_6b16": Structure(16, embed_dim=4096, depth=32, num_heads=64, timm_name=""),  # for ranks that share it
     "vit_ti16": Structure(16, embed_dim=192, depth=12, num_heads=3, timm_name="vit_tiny_patch16_224"),
     "vit_nano32": Structure(32, embed_dim=32, depth=2, num_heads=2, timm_name=""),  # for tests: seconds, not minutes
@@ -55,6 +63,7 @@ def build_vit(
 ) -> VisionTransformer:
     """Build the ViT `name`: images (B, 3, img_size, img_size) -> logits (B, num_classes)."""
     structure = STRUCTURES[name]
+    deit3 = structure.init_values is not None
     _check_img_size(name, img_size)
     for option, value, known in (("global_pool", global_pool, "avg"), ("weight_init", weight_init, "jax")):
         if value not in ("", known):
@@ -67,6 +76,8 @@ def build_vit(
         depth=structure.depth,
         num_heads=structure.num_heads,
         mlp_ratio=structure.mlp_ratio,
+        init_values=structure.init_values,
+        no_embed_class=deit3,
         drop_rate=drop_rate,
         pos_drop_rate=pos_drop_rate,
         proj_drop_rate=proj_drop_rate,
@@ -77,8 +88,19 @@ def build_vit(
         embed_layer=PatchEmbed,
     )
     cfg: Any = default_cfg(img_size=img_size, num_classes=num_classes)
+    if deit3:
+        _as_deit3(model, drop_path_rate, weight_init)
+        cfg |= {"crop_pct": 1.0, "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
     model.default_cfg = model.pretrained_cfg = cfg  # timm's data helpers look for the second
     return model
+
+
+def _as_deit3(model: VisionTransformer, drop_path_rate: float, weight_init: str) -> None:
+    """Drop all blocks at the same rate, and draw the class token, as the published code does and timm does not."""
+    for block in model.blocks if drop_path_rate else ():
+        block.drop_path1, block.drop_path2 = layers.DropPath(drop_path_rate), layers.DropPath(drop_path_rate)
+    if not weight_init and model.cls_token is not None:
+        nn.init.trunc_normal_(model.cls_token, std=0.02)
 
 
 class PatchEmbed(layers.PatchEmbed):
@@ -133,8 +155,10 @@ def recognise(shapes: Mapping[str, torch.Size]) -> str | None:
     if projection is None or len(projection) != 4:
         return None
     blocks = {key.split(".")[1] for key in shapes if key.startswith("blocks.")}
-    found = (projection[3], projection[0], len(blocks))
-    return next((name for name, s in STRUCTURES.items() if found == (s.patch_size, s.embed_dim, s.depth)), None)
+    scaled = not shapes.keys().isdisjoint(("blocks.0.ls1.gamma", "blocks.0.gamma_1"))
+    found = (projection[3], projection[0], len(blocks), scaled)
+    known = {(s.patch_size, s.embed_dim, s.depth, s.init_values is not None): name for name, s in STRUCTURES.items()}
+    return known.get(found)
 
 
 def _check_img_size(name: str, img_size: int) -> None:

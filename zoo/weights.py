@@ -81,6 +81,8 @@ def load_weights(
     content = read_weights(path) if content is None else content
     weights = _without_prefix(content, target)
     _check_variant(weights, target, path=path)
+    if "blocks.0.ls1.gamma" in target:  # DeiT III's authors have other names than timm
+        weights = {re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name): tensor for name, tensor in weights.items()}
     heads = _heads(model)
     if hasattr(model, TIMM) and _body(weights, heads) != _body(target, heads):
         weights = as_timm_reads(weights, model)
@@ -238,18 +240,20 @@ def _standalone(tensor: Tensor, taken: set[int]) -> Tensor:
 
 
 def _resize_pos_embed(weights: Tensors, target: Tensors, changes: dict[str, int]) -> Tensors:
-    """Bring the position embedding, (1, 1 + n * n, C) or VOLO's (1, n, n, C), to the model's grid."""
+    """Bring the position embedding, (1, 1 + n * n, C), (1, n * n, C) or VOLO's (1, n, n, C), to the model's grid."""
     name = "pos_embed"
     if name not in weights or name not in target or weights[name].shape == target[name].shape:
         return weights
     found, wanted = weights[name], target[name]
     old, new = _grid(found), _grid(wanted)
-    if not old or not new or found.ndim != wanted.ndim or found.shape[-1] != wanted.shape[-1]:
+    prefix = found.shape[1] - old * old  # 1 if the class token has a place
+    same = (found.ndim, found.shape[-1]) == (wanted.ndim, wanted.shape[-1])
+    if not old or not new or not same or found.ndim == 3 and prefix != wanted.shape[1] - new * new:
         return weights  # the image size is not the reason: `_check_fit` reports a wrong shape
     changes[f"position embedding resized from {old} x {old} to {new} x {new}"] = logging.INFO
     if found.ndim == 4:
         return weights | {name: resample_abs_pos_embed_nhwc(found.float(), new_size=[new, new])}
-    resized = resample_abs_pos_embed(found.float(), new_size=[new, new], old_size=[old, old], num_prefix_tokens=1)
+    resized = resample_abs_pos_embed(found.float(), new_size=[new, new], old_size=[old, old], num_prefix_tokens=prefix)
     return weights | {name: resized}
 
 
@@ -257,8 +261,9 @@ def _grid(pos_embed: Tensor) -> int:
     """Cells per side of a position embedding; 0 if its grid is not square."""
     if pos_embed.ndim == 4:
         return pos_embed.shape[1] if pos_embed.shape[1] == pos_embed.shape[2] else 0
-    side = math.isqrt(max(pos_embed.shape[1] - 1, 0)) if pos_embed.ndim == 3 else 0
-    return side if side and side * side == pos_embed.shape[1] - 1 else 0
+    tokens = pos_embed.shape[1] if pos_embed.ndim == 3 else 0
+    side = math.isqrt(tokens)
+    return side if tokens - side * side <= 1 else 0
 
 
 def _replace_heads(

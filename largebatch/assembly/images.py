@@ -24,7 +24,7 @@ from largebatch.config import (
     nearest_batches,
     ramp,
 )
-from largebatch.data.order import Plan
+from largebatch.data.order import Plan, epoch_images
 from largebatch.data.randaugment import parse as parse_policy
 from largebatch.data.token_labels import CELL
 from largebatch.launch.cores import loader_threads
@@ -210,7 +210,9 @@ def hint_at_weights(config: TrainConfig, num_samples: int) -> None:
             "published ones",
             *(num_samples, name),
         )
-    if config.augment.mixup_alpha or config.augment.cutmix_alpha:
+    if config.loss.name == "bce":
+        logger.info("the training loss is a binary cross entropy, and the held-out loss a cross entropy")
+    elif config.augment.mixup_alpha or config.augment.cutmix_alpha:
         logger.info("mixup and cutmix mix the targets, so the training loss lies above the held-out loss")
 
 
@@ -266,7 +268,10 @@ def build_plan(config: TrainConfig, index: "Index") -> Plan:
         seed=config.run.seed,
         shard_sizes=index.shard_sizes if config.data.shuffle_window else (),
         shuffle_window=config.data.shuffle_window,
-        phases=ramp.phases(config, num_samples=len(index), run_images=num_images),
+        phases=ramp.phases(
+            config, num_samples=epoch_images(len(index), config.augment.repeats), run_images=num_images
+        ),
+        repeats=config.augment.repeats,
     )
 
 
@@ -353,6 +358,7 @@ def build_augment(config: TrainConfig) -> Augment:
 def images_of(config: TrainConfig, option: str, num_samples: int, run_images: int = 0) -> int:
     """Return a duration option in images; ValueError for less than one, except in the schedule."""
     text, batch_size = attrgetter(option)(config), config.data.global_batch_size
+    num_samples = epoch_images(num_samples, config.augment.repeats)
     images = duration_images(
         text, option=f"--{option}", num_samples=num_samples, batch_size=batch_size, run_images=run_images
     )

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from largebatch import checkpoint, optim
 from largebatch.compiling import compile_model
 from largebatch.config import TrainConfig
-from largebatch.losses import Objective, TokenLabeling, classification
+from largebatch.losses import Objective, TokenLabeling, binary_classification, classification
 from largebatch.native.attention import choose_attention, describe_attention
 from largebatch.optim import can_compile
 from largebatch.precision import DTYPES
@@ -170,7 +170,7 @@ def build_objective(config: TrainConfig, model: nn.Module) -> Objective:
     """Build the loss; ValueError if the model has no token logits for it."""
     loss = config.loss
     if not loss.dense_weight:
-        return classification
+        return binary_classification if loss.name == "bce" else classification
     if not hasattr(model, "forward_train"):
         raise ValueError(
             f"--loss.dense_weight is {loss.dense_weight}: {config.model.name} has no token logits in training, "

@@ -214,7 +214,7 @@ def build_schedule(config: TrainConfig, plan: Plan) -> Schedule:
         start=s.start,
         floor=s.floor,
         prefix=s.stairs != "timm",
-        steps_per_epoch=plan.num_samples / batch_size if s.stairs else None,
+        steps_per_epoch=plan.epoch_images / batch_size if s.stairs else None,
     )
 
 
@@ -304,5 +304,5 @@ def build_ema(config: TrainConfig, plan: Plan, model: nn.Module) -> Ema | None:
     if not config.optim.ema_half_life:
         return None
     half_life_images = images_of(config, "optim.ema_half_life", plan.num_samples, plan.num_images)
-    check_half_life(half_life_images, run_images=plan.num_images, epoch_images=plan.num_samples)
+    check_half_life(half_life_images, run_images=plan.num_images, epoch_images=plan.epoch_images)
     return Ema(model, half_life_images=half_life_images)

@@ -62,6 +62,7 @@ def check(config: TrainConfig) -> None:
             "--checkpoint.best is ema_top1, and there are no averaged weights: set --optim.ema_half_life, or take top1."
         )
     _check_tokens(c)
+    _check_bce(c)
     _check_half_life(c.optim)
     _check_sam(c)
     _check_parallel(c)
@@ -200,6 +201,18 @@ def _check_tokens(config: TrainConfig) -> None:
             f"--model.img_size is {config.model.img_size}: --loss.dense_weight needs a multiple of 16, the "
             "pixels along each side of an output cell."
         )
+
+
+def _check_bce(config: TrainConfig) -> None:
+    shape, spread = config.parallel.shape(), "every class with a share of the target counts as right"
+    for option, value, reason in (
+        ("augment.label_smoothing", config.augment.label_smoothing, f"{spread}, so all would; set 0"),
+        ("data.token_labels", config.data.token_labels, f"{spread}, and a teacher gives many a share; set false"),
+        ("loss.dense_weight", config.loss.dense_weight, "token logits have a cross entropy; set 0"),
+        ("parallel", shape if shape.size > 1 else 0, "ranks that share a model compute a cross entropy; leave it out"),
+    ):
+        if config.loss.name == "bce" and value:
+            raise ValueError(f"--loss.name is bce and --{option} {value}: {reason}, or choose cross_entropy.")
 
 
 def _check_crop(data: DataConfig) -> None:

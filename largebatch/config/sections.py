@@ -101,6 +101,9 @@ class AugmentConfig:
     """policy: RandAugment in timm's notation, such as rand-m9-mstd0.5-inc1 (m: magnitude, n: number of operations, p:
     probability of each operation, mstd: standard deviation of the magnitude, mmax: its upper bound, inc1: a higher
     magnitude always changes more); cifar10: AutoAugment's policy for CIFAR-10; empty: no policy"""
+    repeats: int = at_least(1, 1)
+    """repeated augmentation: number of times in a row that an epoch takes an image, with a crop, flip and policy of
+    its own each time. An epoch stays as long (in whole 256s, as in timm), so with 3 it has a third of the images"""
     reprob: float = limited(0.0, lambda x: 0 <= x <= 1, "a probability, 0 to 1")
     """probability of random erasing; 0: off"""
     mixup_alpha: float = at_least(0.0, 0)
@@ -113,8 +116,10 @@ class AugmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """The loss of class logits and token logits, for models that compute both in training."""
+    """The loss of class logits, and of token logits for models that compute both in training."""
 
+    name: Literal["cross_entropy", "bce"] = "cross_entropy"
+    """bce: binary cross entropy, the mean over the classes; both classes of a mixed image are right (DeiT III)"""
     dense_weight: float = at_least(0.0, 0)
     """weight of the mean cross entropy of the token logits, beside 1 of the class logits; 0: class logits alone.
     Published: 0.5 (VOLO), 1 (LV-ViT). Unless mixup or CutMix mix the images, a box of tokens from another image is

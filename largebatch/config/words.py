@@ -23,7 +23,9 @@ INSTEAD = {  # our option: the words for it elsewhere
     "--augment.mixup_alpha": "mixup",
     "--augment.cutmix_alpha": "cutmix",
     "--augment.auto_augment": "aa autoaugment",
+    "--augment.repeats": "aug_repeats repeated_aug",
     "--augment.label_smoothing": "smoothing",
+    "--loss.name bce": "bce_loss",
     "--checkpoint.every": "save_every save_steps checkpoint_freq save_freq",
 }
 SENTENCES = {  # advice where no single option fits: the words elsewhere

@@ -46,8 +46,9 @@ class Plan:
 
     `num_images` is the length of the whole run; only its last global batch may be short. With `shuffle_window` W > 0
     the files (with `shard_sizes` samples) are permuted, and samples are mixed only inside W consecutive files, which
-    keeps reads sequential on slow storage. `phases` of a batch ramp are its first stream positions, from 0, and global
-    batches, at most `global_batch_size`; each is a whole number of steps.
+    keeps reads sequential on slow storage. An epoch takes each sample `repeats` times in a row. `phases` of a batch
+    ramp are its first stream positions, from 0, and global batches, at most `global_batch_size`; each is a whole number
+    of steps.
     """
 
     num_samples: int
@@ -58,6 +59,7 @@ class Plan:
     shard_sizes: tuple[int, ...] = ()
     shuffle_window: int = 0
     phases: tuple[tuple[int, int], ...] = ()
+    repeats: int = 1
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch_size", "micro_batch_size", "num_images"):
@@ -75,6 +77,11 @@ class Plan:
                 f"shuffle_window needs shard_sizes that add up to num_samples: they add up to "
                 f"{sum(self.shard_sizes)}, num_samples is {self.num_samples}."
             )
+        if not 1 <= self.repeats <= self.num_samples:
+            raise ValueError(
+                f"--augment.repeats is {self.repeats}, and there are {self.num_samples} training images: expected 1 up "
+                "to their number."
+            )
         self._check_phases()
 
     def _check_phases(self) -> None:
@@ -86,6 +93,10 @@ class Plan:
                 f"phases are {self.phases}: expected the first at 0, each a whole number of steps, and batches from 1 "
                 f"to global_batch_size {self.global_batch_size}."
             )
+
+    @property
+    def epoch_images(self) -> int:
+        return epoch_images(self.num_samples, self.repeats)
 
     @functools.cached_property
     def _phases(self) -> list[Phase]:
@@ -138,8 +149,12 @@ class Plan:
         return [MicroBatch(step, k, cuts[k], cuts[k + 1]) for k in range(shard, count, num_shards)]
 
     def samples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return epochs and sample numbers (int64) at the stream positions [start, stop), which may span epochs."""
-        epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.num_samples)
+        """Return epochs and sample numbers (int64) at the stream positions [start, stop), which may span epochs.
+
+        Each repetition counts as an epoch of its own, so that it has draws of its own.
+        """
+        epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.epoch_images)
+        places, repetitions = np.divmod(places, self.repeats)
         samples = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
             if self.shuffle_window:
@@ -148,7 +163,12 @@ class Plan:
                 order = epoch_order(self.seed, epoch, self.num_samples)
             chosen = epochs == epoch
             samples[chosen] = order[places[chosen]]
-        return epochs, samples
+        return epochs * self.repeats + repetitions, samples
+
+
+def epoch_images(num_samples: int, repeats: int) -> int:
+    """Return the images of an epoch: all samples or, repeated, as many in whole 256s, as in DeiT and timm."""
+    return num_samples if repeats == 1 else num_samples // 256 * 256 or num_samples
 
 
 @functools.lru_cache(maxsize=4)  # two epochs of the training plan and two of another one; each takes 8 bytes per sample

@@ -5,7 +5,7 @@ rises from 2.5 to 3.3 in its warm-up, and ends at 1.1. So a rise is measured as 
 back to that of a uniform guess:
 
     window    1 % of the steps of the run, at least 25
-    way       uniform - lowest, at least uniform / 3; uniform is ln(classes)
+    way       uniform - lowest, at least uniform / 3; uniform is ln(classes), of a binary cross entropy its entropy
     smoothed  smoothed + (min(loss, lowest + way) - smoothed) / window, from the first loss on
     lowest    the lowest value of smoothed so far
     share     (smoothed - lowest) / way: sound up to 0.03, a sag above 0.125, a divergence above 0.85
@@ -41,6 +41,9 @@ def window(num_steps: int) -> int:
 def uniform_loss(config: TrainConfig) -> float:
     """Return the loss of a model that gives all classes the same probability."""
     num_classes = max(2, config.model.num_classes)  # with a single class there is no way back
+    if config.loss.name == "bce":
+        share = min(0.5, (2 if config.augment.mixup_alpha or config.augment.cutmix_alpha else 1) / num_classes)
+        return -share * math.log(share) - (1.0 - share) * math.log1p(-share)
     return (1.0 + config.loss.dense_weight) * math.log(num_classes)
 
 

@@ -56,7 +56,7 @@ class Progress(Sink):
     """Shows a bar below the log if stderr is a terminal, else logs a line now and then."""
 
     def open(self, trainer: Trainer) -> None:
-        self.trainer, self.num_epochs = trainer, trainer.plan.num_images / trainer.plan.num_samples
+        self.trainer, self.num_epochs = trainer, trainer.plan.num_images / trainer.plan.epoch_images
         # The end of this process's first step, which is slower than the others: it compiles and fills caches.
         self.first: tuple[int, float] | None = None
         self.lines_done = -1

@@ -80,10 +80,7 @@ def parallelize(model: VisionTransformer, mesh: Mesh) -> None:
 def cut_embedding(model: Any, mesh: Mesh) -> None:
     outer, _ = layouts(mesh.shape)
     model.patch_embed = PatchEmbed(model.patch_embed, mesh)
-    cut = Cut({2: outer.features}, partial=outer.batch)
-    model.cuts = {"cls_token": cut, "pos_embed": cut}
-    for name in ("cls_token", "pos_embed"):
-        setattr(model, name, nn.Parameter(local(getattr(model, name).detach(), cut, mesh)))
+    _cut(model, ("cls_token", "pos_embed"), Cut({2: outer.features}, partial=outer.batch), mesh)
     model.pos_drop = _dropout(model.pos_drop, mesh, outer)
 
 
@@ -96,6 +93,9 @@ def cut_block(block: Any, mesh: Mesh) -> None:
     attn.qkv, attn.proj = Linear(attn.qkv, mesh, inwards=True, pieces=3), Linear(attn.proj, mesh, inwards=False)
     mlp.fc1, mlp.fc2 = Linear(mlp.fc1, mesh, inwards=True), Linear(mlp.fc2, mesh, inwards=False)
     block.norm1, block.norm2 = _norm(block.norm1, mesh, outer), _norm(block.norm2, mesh, outer)
+    for scale in (block.ls1, block.ls2):
+        if hasattr(scale, "gamma"):
+            _cut(scale, ("gamma",), Cut({0: outer.features}, partial=outer.batch), mesh)
     attn.attn_drop, attn.proj_drop = _dropout(attn.attn_drop, mesh, inner), _dropout(attn.proj_drop, mesh, outer)
     if isinstance(attn.attn_drop, Dropout):
         # The fused kernel draws from the default generator: the heads of all ranks would get the same mask.
@@ -112,6 +112,12 @@ def cut_head(model: Any, mesh: Mesh) -> None:
     model.norm, model.fc_norm = _norm(model.norm, mesh, outer), _norm(model.fc_norm, mesh, outer)
     model.head_drop = _dropout(model.head_drop, mesh, outer)
     model.head = Head(model.head, mesh, inwards=True)
+
+
+def _cut(module: Any, names: tuple[str, ...], cut: Cut, mesh: Mesh) -> None:
+    module.cuts = dict.fromkeys(names, cut)
+    for name in names:
+        setattr(module, name, nn.Parameter(local(getattr(module, name).detach(), cut, mesh)))
 
 
 def _norm(norm: nn.Module, mesh: Mesh, layout: Layout) -> nn.Module:

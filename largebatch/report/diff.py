@@ -87,7 +87,8 @@ def compare_images(one: TrainConfig, other: TrainConfig, rows: list[Row], other_
     if first is None or second is None:
         by_noise = any(map(config.ramp.by_noise, (one, other)))
         noise = f", or {config.ramp.OPTION} follows the noise scale" if by_noise else ""
-        return Finding("images", None, f"a run has no row in steps.csv, or --data.shuffle_window is set{noise}")
+        reason = f"a run has no row in steps.csv, or --data.shuffle_window or --augment.repeats is set{noise}"
+        return Finding("images", None, reason)
     for step in range(min(first.num_steps, second.num_steps)):
         ours, theirs = _samples(first, step), _samples(second, step)
         if len(ours) != len(theirs):
@@ -102,7 +103,7 @@ def compare_images(one: TrainConfig, other: TrainConfig, rows: list[Row], other_
 def _plan(of: TrainConfig, rows: list[Row]) -> Plan | None:
     """Return the order of a run's images; None if the folder does not tell."""
     told = [row for row in placed(rows) if 0 < row["epoch"] <= row["images"] < 2**40 * row["epoch"]]
-    if not told or of.data.shuffle_window or config.ramp.by_noise(of):
+    if not told or of.data.shuffle_window or of.augment.repeats > 1 or config.ramp.by_noise(of):
         return None
     num_samples = round(told[-1]["images"] / told[-1]["epoch"])
     images = config.duration_images(
