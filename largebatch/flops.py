@@ -1,5 +1,7 @@
 """The FLOPs of models, and the share of a GPU's FLOP/s that a run uses (MFU)."""
 
+from functools import lru_cache
+
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -7,6 +9,7 @@ from largebatch.devices import device_named
 from zoo import create_model, set_fused_attn, volo
 
 
+@lru_cache
 def training_flops(model: str, img_size: int, *, drop_path_rate: float = 0.0) -> float:
     """Return the FLOPs of one image, forward and backward: three times those of the forward pass.
 

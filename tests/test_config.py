@@ -243,7 +243,7 @@ IDLE = [
         (["--loss.name", "bce", "--augment.label_smoothing", "0.1"], "counts as right, so all would; set 0, or choose"),
         (["--loss.name", "bce", "--data.token_labels", "true"], "a teacher gives many a share; set false, or choose"),
         (["--loss.name", "bce", "--loss.dense_weight", "1"], "token logits have a cross entropy; set 0, or choose"),
-        (["--loss.name", "bce", "--parallel.pipeline", "2"], "ranks that share a model compute a cross entropy; leave it"),
+        (["--loss.name", "bce", "--parallel.pipeline", "2"], "ranks that share a model compute a cross entropy"),
         (["--data.crop_pct", "0"], "--data.crop_pct is 0.0: expected a fraction above 0, or null."),
         (["--data.crop_pct", "-1"], "--data.crop_pct is -1.0: expected a fraction above 0, or null."),
         (["--data.crop_pct", "nan"], "--data.crop_pct is 'nan': expected a number or null."),
@@ -293,7 +293,7 @@ def test_a_mistake_is_one_sentence(argv, sentence):
         # values
         ("--optim.lr abc", "--optim.lr is 'abc': expected a number."),
         ("--data.micro_batch_size 2.5", "--data.micro_batch_size is '2.5': expected a whole number."),
-        ("--optim.name adam", "--optim.name is 'adam': expected lamb, adamw, nadamw, sgd, lars, apex_lamb, muon, muon_lamb."),
+        ("--optim.name adam", "--optim.name is 'adam': expected lamb, adamw, nadamw, sgd, lars, apex_lamb, muon, muon"),
         ("--run.compile maybe", "--run.compile is 'maybe': expected true or false or blocks."),
         ("--optim.betas 0.9", "--optim.betas is '0.9': expected [a number, a number] or null."),
         ("--optim.betas 0.9 0.95 1", "--optim.betas is '0.9 0.95 1': expected [a number, a number] or null."),

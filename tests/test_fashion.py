@@ -271,7 +271,8 @@ def test_images_from_memory_are_those_of_the_loaders(squares):
     plan, prepared = build_plan(config, index.train), images.Preparation(config, model)
     pixels = images.Pixels(index.train, 2)
     mine = images.training_batches(1, pixels=pixels, plan=plan, config=config, preparation=prepared)
-    loader = open_train_loader(config, comm, 1, model=model, index=index.train, plan=plan, device=torch.device("cpu"))
+    parts = dict(model=model, index=index.train, plan=plan, device=torch.device("cpu"), img_size=28)
+    loader = open_train_loader(config, comm, 1, **parts)
     for batch, expected, _ in zip(mine, loader, range(5)):
         assert torch.equal(batch.labels, expected.labels) and torch.equal(batch.images, expected.images)
     loader.close()

@@ -129,7 +129,7 @@ def test_the_rate_of_the_first_phase_is_that_of_a_run_at_its_batch(stairs):
         ("1024@0,4096@10 hours", {}, "'10 hours' is no number of epochs, images or %."),
         ("1024@1 epoch", {}, "its first phase is at 1 epoch, expected '1024@0'."),
         ("4096@0,1024@10 epochs", {}, "1024 comes after 4096, expected a larger batch."),
-        ("1024@0,4096@9 steps", {}, "the steps of a ramp differ in length, so give its places in epochs, images or %"),
+        ("1024@0,4096@9 steps", {}, "steps may differ in length, so give its places in epochs, images or %"),
         (
             "1024@0,4096@1 epoch",
             {"schedule_warmup": "500 steps"},

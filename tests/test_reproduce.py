@@ -56,7 +56,8 @@ def test_images_from_memory_are_those_of_the_loaders(hflip):
     plan, prepared = build_plan(config, index.train), images.Preparation(config, model)
     pixels = images.Pixels(index.train, config.data.crop_padding)
     mine = images.training_batches(1, pixels=pixels, plan=plan, config=config, preparation=prepared)
-    loader = open_train_loader(config, comm, 1, model=model, index=index.train, plan=plan, device=CPU)
+    parts = dict(model=model, index=index.train, plan=plan, device=CPU, img_size=config.model.img_size)
+    loader = open_train_loader(config, comm, 1, **parts)
     for batch, expected, _ in zip(mine, loader, range(3)):
         assert (batch.step, batch.number) == (expected.step, expected.number)
         assert torch.equal(batch.labels, expected.labels) and torch.equal(batch.images, expected.images)

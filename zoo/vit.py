@@ -6,13 +6,16 @@ timm's `create_model`, so that `default_cfg` describes the model that was built,
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from math import isqrt
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from timm import layers
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models.vision_transformer import VisionTransformer
+from timm.layers.pos_embed import resample_abs_pos_embed
+from timm.models import vision_transformer
 from torch import Tensor, nn
 
 
@@ -46,6 +49,25 @@ STRUCTURES = {
     "vit_nano32": Structure(32, embed_dim=32, depth=2, num_heads=2, timm_name=""),  # for tests: seconds, not minutes
     "vit_nano7": Structure(7, embed_dim=48, depth=2, num_heads=3, timm_name="", mlp_ratio=2.0),  # for images of 28 px
 }
+
+
+class VisionTransformer(vision_transformer.VisionTransformer):
+    def take_smaller_images(self) -> None:
+        """Let the model take images of other sides that its patches divide, as timm's `dynamic_img_size` does."""
+        self.patch_embed.strict_img_size = False
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        """Tokens (B, N, C) of square images. Resampling is a product, whose gradient a GPU adds up in one order."""
+        whole, side = self.patch_embed.grid_size[0], isqrt(x.shape[1])
+        if side == whole or self.pos_embed is None:
+            return super()._pos_embed(x)
+        prefix = [token.expand(len(x), -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
+        first = self.pos_embed.shape[1] - whole**2  # the places of the prefix
+        with torch.autocast(x.device.type, enabled=False):
+            places = resampling(whole, side).to(x.device) @ self.pos_embed[:, first:]
+        if first:
+            return self.pos_drop(torch.cat([*prefix, x], dim=1) + torch.cat([self.pos_embed[:, :first], places], dim=1))
+        return self.pos_drop(torch.cat([*prefix, x + places], dim=1))
 
 
 def build_vit(
@@ -103,6 +125,13 @@ def _as_deit3(model: VisionTransformer, drop_path_rate: float, weight_init: str)
         nn.init.trunc_normal_(model.cls_token, std=0.02)
 
 
+@lru_cache(maxsize=8)
+def resampling(whole: int, side: int) -> Tensor:
+    """Return the matrix (side², whole²) by which timm resamples a position embedding of whole² places."""
+    eye = torch.eye(whole**2)[None]
+    return resample_abs_pos_embed(eye, new_size=[side, side], old_size=[whole, whole], num_prefix_tokens=0)[0]
+
+
 class PatchEmbed(layers.PatchEmbed):
     """timm's patch embedding; in training it is one product of matrices instead of a convolution with a stride.
 
@@ -111,10 +140,11 @@ class PatchEmbed(layers.PatchEmbed):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (B, 3, H, W) of the model's size -> (B, N, C)"""
+        """Images (B, 3, H, W) of the model's size, or of others if `strict_img_size` is off -> (B, N, C)"""
         if not self.training:
             return super().forward(x)
-        (rows, columns), (height, width) = self.grid_size, self.patch_size
+        height, width = self.patch_size
+        rows, columns = self.grid_size if self.strict_img_size else (x.shape[2] // height, x.shape[3] // width)
         grid = x.unflatten(3, (columns, width)).unflatten(2, (rows, height))  # (B, 3, rows, P, columns, P)
         patches = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)

@@ -20,6 +20,8 @@ from largebatch.assembly.images import (
     open_images,
     open_train_loader,
     refuse_lone_image,
+    sizes_of,
+    train_batches,
     warn_of_few_statistics,
     warn_of_large_batch,
     with_classes,
@@ -50,6 +52,6 @@ __all__ = [
     "build_noise_scale", "build_objective", "build_optimizer", "build_plan", "build_replica", "build_sam",
     "build_schedule", "build_trainer", "check_batch", "check_model", "classes_of_run", "count_passes", "divides",
     "images_of", "lamb_impl", "model_geometry", "open_data", "open_held_out", "open_images", "open_train_loader",
-    "peak_lr", "put_together", "refuse_lone_image", "set_half_life", "warn_of_few_statistics", "warn_of_large_batch",
-    "with_classes",
+    "peak_lr", "put_together", "refuse_lone_image", "set_half_life", "sizes_of", "train_batches",
+    "warn_of_few_statistics", "warn_of_large_batch", "with_classes",
 ]  # fmt: skip

@@ -1,7 +1,8 @@
 """The images of a run: checks of its model and batch, files, plan, loaders, augmentation."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -21,6 +22,7 @@ from largebatch.config import (
     TrainConfig,
     accumulation_passes,
     duration_images,
+    image_sizes,
     nearest_batches,
     ramp,
 )
@@ -31,10 +33,12 @@ from largebatch.launch.cores import loader_threads
 from largebatch.ranks import Ranks
 from largebatch.report.history import count as count_of
 from zoo import create_model, hub
+from zoo.vit import VisionTransformer
 
 if TYPE_CHECKING:
     from largebatch.data.dali import EvalLoader, TrainLoader
     from largebatch.data.index import Index
+    from largebatch.data.stream import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +61,20 @@ def check_model(config: TrainConfig, comm: Ranks) -> None:
         if comm.rank == 0 and weights and not Path(weights).exists() and not hub.is_reference(weights):
             raise ValueError(f"--init-from is {weights}: there is no such file or folder.")
         try:
-            create_model(**values)
+            model = create_model(**values)
         except ValueError as error:
             raise ValueError(_as_typed(str(error), values)) from error
+        if config.schedule.image_sizes:
+            _check_image_sizes(config, model)
+
+
+def _check_image_sizes(config: TrainConfig, model: nn.Module) -> None:
+    given = f"{image_sizes.OPTION} is {config.schedule.image_sizes!r}"
+    if not isinstance(model, VisionTransformer):
+        raise ValueError(f"{given}, and {config.model.name} has one size: choose a ViT of the zoo, or leave it out.")
+    for _, size in image_sizes.phases(config, num_samples=1, run_images=1, places=False):
+        if size % (patch := model.patch_embed.patch_size[0]):
+            raise ValueError(f"{given}: {size} is no multiple of the {patch} px of a patch.")
 
 
 def _as_typed(mistake: str, options: Collection[str]) -> str:
@@ -275,6 +290,28 @@ def build_plan(config: TrainConfig, index: "Index") -> Plan:
     )
 
 
+def sizes_of(config: TrainConfig, plan: Plan) -> tuple[tuple[int, int], ...]:
+    return image_sizes.phases(config, num_samples=plan.epoch_images, run_images=plan.num_images)
+
+
+def train_batches(
+    config: TrainConfig, comm: Ranks, start_step: int, *, sizes: Sequence[tuple[int, int]], plan: Plan, **parts: Any
+) -> Generator["Batch", None, None]:
+    """Yield the micro-batches of this rank from step `start_step` on, in the order of the plan.
+
+    sizes: first image and image size of each phase. parts: those of `open_train_loader`.
+    """
+    starts = [plan.first_step(start) for start, _ in sizes]
+    for (_, size), first, stop in zip(sizes, starts, (*starts[1:], plan.num_steps)):
+        if stop <= start_step:
+            continue
+        if first > start_step:
+            logger.info("from step %d on, training images have %d px", first + 1, size)
+        phase: dict[str, Any] = {"plan": plan, "img_size": size, "stop_step": stop}
+        with closing(open_train_loader(config, comm, max(first, start_step), **phase, **parts)) as loader:
+            yield from loader
+
+
 def open_train_loader(
     config: TrainConfig,
     comm: Ranks,
@@ -284,8 +321,9 @@ def open_train_loader(
     index: "Index",
     plan: Plan,
     device: torch.device,
+    img_size: int,
+    stop_step: int | None = None,
 ) -> "TrainLoader":
-    """Open the micro-batches of this rank from step `start_step` on, in the order of the plan."""
     from largebatch.data.dali import TrainLoader
 
     data, geometry = config.data, model_geometry(config.data, model)
@@ -294,7 +332,7 @@ def open_train_loader(
         plan,
         shard=comm.data_rank,
         num_shards=comm.data_size,
-        img_size=config.model.img_size,
+        img_size=img_size,
         mean=geometry.mean,
         std=geometry.std,
         interpolation="random" if data.interpolation == "random" else geometry.interpolation,
@@ -306,6 +344,7 @@ def open_train_loader(
         num_threads=data.num_threads or loader_threads(comm.num_cores),
         with_maps=data.token_labels,
         start_step=start_step,
+        stop_step=stop_step,
     )
 
 

@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -24,8 +24,9 @@ from largebatch.assembly.images import (
     images_of,
     model_geometry,
     open_images,
-    open_train_loader,
     refuse_lone_image,
+    sizes_of,
+    train_batches,
     warn_of_few_statistics,
     warn_of_large_batch,
     with_classes,
@@ -44,6 +45,7 @@ from largebatch.replica import Replica
 from largebatch.schedules import Schedule, make_schedule
 from largebatch.start import set_up
 from zoo import hub
+from zoo.vit import VisionTransformer
 
 if TYPE_CHECKING:
     from largebatch.data.index import Index
@@ -101,6 +103,9 @@ def assemble(
         train, held_out = images
         plan = build_plan(config, train)
         refuse_lone_image(config, plan)
+        sizes = sizes_of(config, plan)
+        if len(sizes) > 1:
+            cast(VisionTransformer, model).take_smaller_images()
         ema = build_ema(config, plan, model)
         eval_batches: Any = ()
         if held_out is not None:
@@ -113,8 +118,8 @@ def assemble(
             device,
             plan=plan,
             # A batch ramp may change the plan, and the batches are then opened anew.
-            open_batches=lambda step: open_train_loader(
-                config, comm, step, model=model, index=train, plan=trainer.plan, device=device
+            open_batches=lambda step: train_batches(
+                config, comm, step, sizes=sizes, model=model, index=train, plan=trainer.plan, device=device
             ),
             eval_batches=eval_batches,
             hooks=build_hooks(config, train, plan, ema, signals, description),

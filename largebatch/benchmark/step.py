@@ -65,6 +65,11 @@ def run(options: argparse.Namespace) -> Report | None:
             data = [f"--data={options.data}"] if options.data else []
             argv = ["--data=synthetic", *DEFAULTS, *options.training, *data]
             config = parse(argv, choose_recipe=partial(choose, argv=argv))
+        if sizes := config.schedule.image_sizes:
+            raise ValueError(
+                f"--schedule.image_sizes is {sizes!r}: steps of one size are measured, so leave it out, and give the "
+                "size of a phase as --model.img_size."
+            )
         if ramp := config.schedule.batch_ramp:
             raise ValueError(
                 f"--schedule.batch_ramp is {ramp!r}: steps of one size are measured, so leave it out, and give the "

@@ -1,6 +1,6 @@
 """The options of a run."""
 
-from largebatch.config import ramp
+from largebatch.config import image_sizes, ramp
 from largebatch.config.checks import check, dropping, without_effect
 from largebatch.config.cli import (
     apply,
@@ -77,6 +77,7 @@ __all__ = [
     "options",
     "parse",
     "profiled_steps",
+    "image_sizes",
     "ramp",
     "read_file",
     "typed",

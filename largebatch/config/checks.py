@@ -4,7 +4,7 @@ An option without effect is refused on a command line, and only reported if a fi
 check must go on.
 """
 
-from largebatch.config import ramp
+from largebatch.config import image_sizes, ramp
 from largebatch.config.durations import NEVER, duration_images, duration_seconds, epoch_seconds, profiled_steps
 from largebatch.config.parallel import ParallelConfig
 from largebatch.config.sections import DataConfig, OptimConfig, TrainConfig
@@ -49,6 +49,7 @@ def check(config: TrainConfig) -> None:
     _check_crop(c.data)
     _check_durations(c)
     ramp.check(c)
+    image_sizes.check(c)
     profiled_steps(c.run.profile_steps)
     if c.run.end_time is not None:
         epoch_seconds(c.run.end_time, option="--run.end_time")

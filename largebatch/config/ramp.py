@@ -35,16 +35,28 @@ class Ramp(NamedTuple):
 
 def parse(text: str) -> Ramp:
     """Return the ramp of a text; ValueError for another text, or a first place that is not 0."""
-    *phases, last = [part.strip() for part in text.split(",")]
-    by_noise = last == NOISE
-    found = [re.fullmatch(r"([1-9]\d*)\s*@\s*(.+)", part) for part in (phases if by_noise else [*phases, last])]
-    pairs = [(int(match[1]), match[2]) for match in found if match]
-    if not pairs or len(pairs) < len(found) or by_noise and len(pairs) > 1:
+    *phases, last = text.split(",")
+    by_noise = last.strip() == NOISE
+    pairs = read_phases(text, phases if by_noise else [*phases, last], option=OPTION, form=FORM)
+    if by_noise and len(pairs) > 1:
         raise ValueError(f"{FORM.format(text)}.")
     batches, places = zip(*pairs)
-    if places[0] != "0":
-        raise ValueError(f"{OPTION} is {text!r}: its first phase is at {places[0]}, expected '{batches[0]}@0'.")
     return Ramp(batches, places, by_noise)
+
+
+def read_phases(text: str, parts: list[str], *, option: str, form: str) -> list[tuple[int, str]]:
+    """Return the number and the place of each phase of an option; ValueError for another text, or a first place not 0.
+
+    form: a sentence about the text.
+    """
+    found = [re.fullmatch(r"\s*([1-9]\d*)\s*@\s*(.+?)\s*", part) for part in parts]
+    pairs = [(int(match[1]), match[2]) for match in found if match]
+    if not pairs or len(pairs) < len(found):
+        raise ValueError(f"{form.format(text)}.")
+    number, place = pairs[0]
+    if place != "0":
+        raise ValueError(f"{option} is {text!r}: its first phase is at {place}, expected '{number}@0'.")
+    return pairs
 
 
 def check(config: TrainConfig) -> None:
@@ -54,7 +66,7 @@ def check(config: TrainConfig) -> None:
         return
     ramp = parse(text)
     for place in ramp.places:
-        _images(text, place, 10**6, 10**6)
+        images_at(text, place, 10**6, 10**6)
     for before, batch in pairwise(ramp.batches):
         if batch <= before:
             raise ValueError(f"{OPTION} is {text!r}: {batch} comes after {before}, expected a larger batch.")
@@ -121,7 +133,7 @@ def phases(config: TrainConfig, *, num_samples: int, run_images: int) -> tuple[t
     ramp, found = parse(text), [(0, batches(config)[0])]
     for batch, place in zip(ramp.batches[1:], ramp.places[1:]):
         start, before = found[-1]
-        wanted = _images(text, place, num_samples, run_images)
+        wanted = images_at(text, place, num_samples, run_images)
         if wanted <= start:
             raise ValueError(
                 f"{OPTION} is {text!r}: the phase of {batch} is to begin at image {wanted}, and the one before it "
@@ -136,14 +148,17 @@ def phases(config: TrainConfig, *, num_samples: int, run_images: int) -> tuple[t
     return tuple(found)
 
 
-def _images(text: str, place: str, num_samples: int, run_images: int) -> int:
+def images_at(
+    text: str, place: str, num_samples: int, run_images: int, *, option: str = OPTION, form: str = FORM
+) -> int:
+    """Return the images before a place of an option."""
     if place == "0":
         return 0
     if "step" in place:
         raise ValueError(
-            f"{OPTION} is {text!r}: the steps of a ramp differ in length, so give its places in epochs, images or %."
+            f"{option} is {text!r}: steps may differ in length, so give its places in epochs, images or %."
         )
     try:
-        return duration_images(place, option=OPTION, num_samples=num_samples, batch_size=1, run_images=run_images)
+        return duration_images(place, option=option, num_samples=num_samples, batch_size=1, run_images=run_images)
     except ValueError:
-        raise ValueError(f"{FORM.format(text)}; {place!r} is no number of epochs, images or %.") from None
+        raise ValueError(f"{form.format(text)}; {place!r} is no number of epochs, images or %.") from None

@@ -193,6 +193,10 @@ class ScheduleConfig:
     with its batch and its place in epochs, images or %; or "1024@0,noise": twice the batch whenever the gradient noise
     scale exceeds it. The learning rate follows by scaling; log.every and other times in steps count steps of the last
     batch; empty: the same batch throughout"""
+    image_sizes: str = ""
+    """training images that grow to model.img_size: phases such as "128@0,192@30 %,224@80 %", each with the side in
+    pixels and its place in epochs, images or %; smaller images take less time, and evaluations have model.img_size.
+    For ViTs of the zoo, whose position embedding is resampled; empty: one size"""
 
 
 @dataclass(frozen=True, kw_only=True)

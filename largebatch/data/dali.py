@@ -58,7 +58,7 @@ class CentreCrops:
 
 
 class TrainLoader(Iterator[Batch]):
-    """The micro-batches of shard `shard` of `num_shards`, from step `start_step` to the end of the plan.
+    """The micro-batches of shard `shard` of `num_shards`, from step `start_step` to `stop_step` or the end of the plan.
 
     Each image is cut to its random window, resized to `img_size` square with antialiasing, flipped at random, augmented
     by `policy`, and normalised with `mean` and `std` (of RGB in [0, 1]). With `padding`, a window of the image's size
@@ -87,6 +87,7 @@ class TrainLoader(Iterator[Batch]):
         policy: Policy | None = None,
         with_maps: bool = False,
         start_step: int = 0,
+        stop_step: int | None = None,
         preadv: Callable[[int, list, int], int] = os.preadv,
     ) -> None:
         if plan.num_samples != len(index):
@@ -102,7 +103,7 @@ class TrainLoader(Iterator[Batch]):
         else:
             self._crops = functools.partial(order.draw_padded, padding=padding, hflip=hflip)
         on_gpu, on_cpu = ("corners", "sizes", "filters", "flips"), () if padding is not None else ("corners", "sizes")
-        steps = range(start_step, plan.num_steps)
+        steps = range(start_step, plan.num_steps if stop_step is None else stop_step)
         self._stream = Stream(
             index,
             (job for step in steps for job in plan.micro_batches(step, shard, num_shards)),

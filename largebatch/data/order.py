@@ -114,6 +114,10 @@ class Plan:
         phase = self.phase(step)
         return phase.start + (step - phase.step) * phase.batch_size
 
+    def first_step(self, start: int) -> int:
+        """Return the first step that begins at stream position `start` or later."""
+        return bisect.bisect_left(range(self.num_steps), start, key=self.start)
+
     def time(self, step: int) -> float:
         """Return the place of a step for the schedule, in steps of the first phase."""
         return self.start(step) / self._phases[0].batch_size

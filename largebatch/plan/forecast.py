@@ -47,6 +47,8 @@ class Forecast:
         """Return the time of the `left` steps if each takes `seconds`, and a note: how far the plan was off."""
         if self.config.schedule.batch_ramp:
             return left * seconds, "if the batch stays as it is now, without evaluations and checkpoints"
+        if self.config.schedule.image_sizes:
+            return left * seconds, "if the image size stays as it is now, without evaluations and checkpoints"
         if self.step is None:
             return left * seconds, "without evaluations and checkpoints"
         factor = seconds / self.step.seconds

@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from largebatch.config import NEVER, TrainConfig, duration_images, duration_seconds
+from largebatch.config import NEVER, TrainConfig, duration_images, duration_seconds, image_sizes
+from largebatch.flops import training_flops
 from largebatch.plan import constants
 from largebatch.plan.memory import checkpoint_bytes
 from largebatch.plan.step import Cluster, Speed, Step, pass_seconds
@@ -50,9 +52,9 @@ def num_steps(config: TrainConfig, num_images: int) -> int:
 
 
 def run_of(config: TrainConfig, counted: Pass, cluster: Cluster, step: Step, speed: Speed, *, num_images: int) -> Run:
-    """Return the time of a run whose steps all take the time of `step`."""
+    """Return the time of a run whose steps with images of model.img_size take the time of `step`."""
     steps = num_steps(config, num_images)
-    training = steps * step.seconds
+    training = steps * step.seconds * share_of_work(config, num_images)
     evaluations = _count(config, config.run.eval_every, "run.eval_every", steps, num_images, training)
     saves = _count(config, config.checkpoint.every, "checkpoint.every", steps, num_images, training)
     return Run(
@@ -61,6 +63,18 @@ def run_of(config: TrainConfig, counted: Pass, cluster: Cluster, step: Step, spe
         evaluations=evaluations * evaluation_seconds(config, counted, cluster, speed),
         checkpoints=saves * stall_seconds(config, counted, between=training / saves if saves else math.inf),
     )
+
+
+def share_of_work(config: TrainConfig, num_images: int) -> float:
+    """Return the FLOPs of the images of a run, as a share of those at model.img_size: 1 without other sizes."""
+    if not config.schedule.image_sizes:
+        return 1.0
+    given: dict[str, Any] = {"option": "run.duration", "num_samples": num_images}
+    whole = duration_images(config.run.duration, batch_size=config.data.global_batch_size, **given)
+    starts, sizes = zip(*image_sizes.phases(config, num_samples=num_images, run_images=whole))
+    flops = [training_flops(config.model.name, size) for size in sizes]
+    done = sum(count * (stop - start) for count, start, stop in zip(flops, starts, (*starts[1:], whole)))
+    return done / (whole * flops[-1])
 
 
 def _count(config: TrainConfig, every: str, option: str, steps: int, num_images: int, seconds: float) -> int:

@@ -32,7 +32,7 @@ def log_end(config: TrainConfig, trainer: Trainer, reason: str) -> None:
     folder, device, share = Path(config.folder), trainer.device, None
     try:
         write_end(folder, step=trainer.state.step, reason=reason)
-        if device.type == "cuda" and config.run.precision != "fp32":
+        if device.type == "cuda" and config.run.precision != "fp32" and not config.schedule.image_sizes:
             gpu = torch.cuda.get_device_name(device)
             share = utilisation(config.model.name, config.model.img_size, gpu=gpu, ranks=trainer.comm.size)
         logger.info("%s", describe(folder, num_steps=trainer.num_steps, mfu=share))

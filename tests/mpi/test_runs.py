@@ -145,6 +145,21 @@ def test_a_batch_ramp_stopped_inside_a_phase_and_resumed_on_other_ranks(tmp_path
     assert code == 2 and "--optim.second_moment_half_life 30 images, now 31 images: give the options it" in output
 
 
+def test_images_that_grow_stopped_inside_a_phase_and_resumed_on_other_ranks(tmp_path):
+    """Six steps of 40 images, from the third on of 64 px: first all on one rank, then four on three and two on two."""
+    options = ["--schedule.image_sizes", "32@0,64@50 images", "--log.every", "1 image"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    reference = trained(whole, *options, ranks=1, launcher="python")
+    trained(parts, *options, "--run.max_steps", "4", ranks=3)
+    assert distance(reference, trained(parts, *options, ranks=2)) < 1e-4
+    losses = [[float(row["loss"]) for row in rows(folder, "steps.csv")] for folder in (whole, parts)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert (whole / "log.txt").read_text().count("from step 3 on, training images have 64 px") == 1
+    assert distance(reference, trained(tmp_path / "one size", ranks=1, launcher="python")) > 1e-2
+    code, output = train(parts, "--schedule.image_sizes", "32@0,64@90 images", ranks=2)
+    assert code == 2 and "--schedule.image_sizes" in output and "Traceback" not in output, output
+
+
 def test_validation_from_the_command_line(uninterrupted, tmp_path):
     lines, answers = [], tmp_path / "predictions.csv"
     for ranks, options in ((1, []), (3, ["--predictions", str(answers)]), (2, ["--ema"])):
