@@ -4,6 +4,7 @@ No GPU has run this (2026-11-26). nvJPEG rounds in other places than libjpeg, an
 otherwise; so the bounds, in units of 1/255, are wider than those of test_dali.py, and a guess.
 """
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 pytest.importorskip("nvidia.dali", reason="DALI is not installed")
 from test_dali import difference, eval_loader, train_loader  # noqa: E402  # imports DALI
 
+from largebatch.benchmark.__main__ import main  # noqa: E402
 from largebatch.data import dali  # noqa: E402
 from largebatch.data.order import Plan  # noqa: E402
 from largebatch.data.scan import index_images  # noqa: E402
@@ -40,3 +42,11 @@ def test_images_of_a_gpu_are_those_of_a_cpu(device, kind, monkeypatch):
         assert one.images.device.type == device.type and one.labels.tolist() == other.labels.tolist()
         delta = difference(one.images.cpu(), other.images)
         assert delta.mean(dim=1).max() < MEAN_BOUND and delta.max() < MAX_BOUND, (delta.mean(dim=1), delta.max())
+
+
+def test_the_benchmark_has_the_loader_of_cpus_beside_that_of_a_gpu(device, tmp_path):
+    options = "--data digits --img-size 32 --batch-size 4 --images 8 --num-threads 1 --threads 1 --rounds 1 --vs none"
+    main(["loader", *options.split(), "--device", device.type, "--output", str(tmp_path)])
+    rows = [*csv.DictReader((tmp_path / "loader.csv").read_text().splitlines())]
+    names = ["largebatch", "largebatch, 5 ms late"] + ["largebatch, on CPUs"] * (device.type == "cuda")
+    assert [row["contender"] for row in rows] == names and all(row["images"] == "8" for row in rows)
