@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# What:     measures the GPUs of this host: the doctor, the tests of GPUs, optimizers, models, whole steps, and on two or
-#           more GPUs scaling. Each part has a time limit. A part that has passed is not repeated: start it again after
+# What:     measures the GPUs of this host: the doctor, the tests of GPUs, optimizers, models, the loader, whole steps and
+#           their memory beside the plan's, and on two or more GPUs scaling. Each part has a time limit. A part that has passed is not repeated: start it again after
 #           an interruption.
 # Hardware: one NVIDIA GPU or more, idle, with 40 GB each for VOLO-D5; with SMOKE=1 two CPU cores.
-# Time:     aims at 25 minutes on one GPU, and ends after 73 at the latest; its parts were tried on an H200, the whole
-#           was not. With SMOKE=1 5 to 10 minutes.
+# Time:     aims at 30 minutes on one GPU, and ends after 87 at the latest, with two or more GPUs after 107; its parts
+#           were tried on an H200, except loader and memory, and the whole was not. With SMOKE=1 5 to 10 minutes.
 # Prints:   a line per part, with its seconds; at the end the table that OUTPUT/README.md has.
 # Writes:   OUTPUT/PART/log.txt, and the CSV and PNG of each benchmark beside it
 #
@@ -29,12 +29,13 @@ part() { names+=("$1"); limits[$1]=$2; shift 2; commands[${names[-1]}]=$(printf 
 
 benchmark=(python -m largebatch.benchmark)
 vits=(vit_b32 vit_b16 vit_l32) volos=(volo_d1 volo_d5)
-sizes=(--rounds 10) few=(--rounds 10 --batch-size 64) step=(--rounds 10)
+sizes=(--rounds 10) few=(--rounds 10 --batch-size 64) step=(--rounds 10) loader=(--rounds 3)
 ranks=$found images=256 micro=(--data.micro_batch_size 256) bind=(mpi_scripts/bind.sh) shared=()
 if [ -n "${SMOKE:-}" ]; then
     ranks=2 images=4 micro=() bind=() shared=(--model vit_s16 --img-size 64 --batch-size 4 --rounds 1)
     vits=(vit_ti16) volos=()
     sizes=(--rounds 2 --img-size 64 --batch-size 2) few=("${sizes[@]}")
+    loader=(--rounds 1 --data digits --img-size 32 --batch-size 4 --images 16 --num-threads 1)
     step=(--rounds 2 --data.micro_batch_size 2 --data.global_batch_size 4 --model.img_size 64)
 fi
 
@@ -55,8 +56,15 @@ for way in blocks compiled graphs; do
     part "few-$way" 300 "${benchmark[@]}" model --model "${vits[0]}" "${few[@]}" --variants "$way" eager --vs timm
 done
 part few-timm 300 "${benchmark[@]}" model --model "${vits[0]}" "${few[@]}" --variants eager --vs timm timm-compiled
+part loader 240 "${benchmark[@]}" loader "${loader[@]}"
 for model in "${vits[@]}" "${volos[@]}"; do
-    part "step-$model" 180 "${benchmark[@]}" step --data resident --model "$model" "${step[@]}"
+    part "step-$model" 120 "${benchmark[@]}" step --data resident --model "$model" "${step[@]}"
+done
+# The plan's memory is beside that of each step: above with micro-batches of 32, here with larger ones.
+for model in "${vits[@]}" "${volos[@]}"; do
+    case $model in volo*) large=64 ;; *) large=$images ;; esac
+    part "memory-$model" 60 "${benchmark[@]}" step --vs none --rounds 1 --data resident --model "$model" \
+        "${step[@]:2}" --data.micro_batch_size "$large" --data.global_batch_size $((2 * large))
 done
 if [ "$ranks" -gt 1 ]; then
     part scaling 600 env OUTPUT="$output/scaling" IMAGES="$images" mpi_scripts/scaling.sh --data resident "${step[@]}" "${micro[@]}"

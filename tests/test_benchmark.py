@@ -203,10 +203,12 @@ def test_optimizer_and_model_need_hardly_more_than_torch_and_timm(tmp_path):
     [
         ("optimizer --vs apex --model vit_ti16", "NVIDIA's apex is not installed"),
         ("model --model vit_x", "there is no model 'vit_x'"),
+        ("loader --data digits --device cuda", "--device is cuda, and torch sees no GPU: run largebatch.doctor, or"),
         (f"page {ROOT}/zoo", f"FOLDER is {ROOT}/zoo, which has no CSV file: expected one that measure_gpu.sh wrote."),
     ],
 )
-def test_mistakes_are_one_sentence(command_line, sentence, capsys):
+def test_mistakes_are_one_sentence(command_line, sentence, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="^2$"):
         main([*command_line.split(), *[f"--threads={torch.get_num_threads()}"] * ("page" not in command_line)])
     assert sentence in capsys.readouterr().err
@@ -220,14 +222,17 @@ def test_the_page_joins_the_tables_of_a_folder(tmp_path, capsys):
     lines += [f"largebatch,{t},90,{same}" for t in (0.02, 0.01, 0.04)]
     lines += [f"timm,{t},100,{same}" for t in (0.03, 0.03, 0.02)]
     (tmp_path / "few" / "model.csv").write_text("\n".join(lines))
+    columns = "contender,seconds,peak_mib,reserved_mib,planned_mib,benchmark,images,command,hardware,versions,date"
+    (tmp_path / "few" / "step.csv").write_text(f"{columns}\nlargebatch,1,70,80,60,t,0,step,NVIDIA H200,torch,d")
     main(["page", str(tmp_path), "--output", str(tmp_path)])
     page = (tmp_path / "README.md").read_text()
     main(["page", str(ROOT / "docs/h200"), "--output", str(tmp_path / "other")])
     share = 100 * 512 * training_flops("vit_b32", 224) / 0.02 / 989e12
     command = "`python -m largebatch.benchmark model --model vit_b32`"
-    assert page.splitlines()[2:4] == [
-        f"| {command} | largebatch | 20 ms, 10 to 40 | {share:.1f} % |  |  |",
-        f"| {command} | timm | 30 ms, 20 to 30 | {share / 1.5:.1f} % | 1.50 | 0.90 |",
+    assert page.splitlines()[2:5] == [
+        f"| {command} | largebatch | 20 ms, 10 to 40; 25,600 img/s | {share:.1f} % |  |  |",
+        f"| {command} | timm | 30 ms, 20 to 30; 17,067 img/s | {share / 1.5:.1f} % | 1.50 | 0.90 |",
+        "| `step` | largebatch | 1000 ms, 1000 to 1000 |  |  | 70 MiB of 80 reserved; plan: 60 |",
     ]
     assert "| timm Lamb | 24.88 ms, 21.82 to 28.24 |  | 5.46 | 0.97 |" in capsys.readouterr().out
 
@@ -244,5 +249,6 @@ def test_the_script_for_gpus_runs_all_its_parts_on_a_cpu(tmp_path):
         runs.append(done.stdout)
     parts = subprocess.run([script, "--list"], text=True, capture_output=True, check=True, env=environment)
     names = parts.stdout.split()
-    assert len(names) == 13 and all(f"{name}: passed before" in runs[1] for name in names)
-    assert "timm, compiled" in (tmp_path / "README.md").read_text()
+    assert len(names) == 15 and all(f"{name}: passed before" in runs[1] for name in names)
+    page = (tmp_path / "README.md").read_text()
+    assert all(words in page for words in ("timm, compiled", "benchmark loader", " MiB; plan: "))

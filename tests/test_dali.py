@@ -105,7 +105,9 @@ def train_loader(index, plan, *, shard=0, num_shards=1, img_size=8, start_step=0
     )
 
 
-def eval_loader(index, *, shard=0, num_shards=1, batch_size=16, img_size=8, crop_pct=0.9, interpolation="bicubic"):
+def eval_loader(
+    index, *, shard=0, num_shards=1, batch_size=16, img_size=8, crop_pct=0.9, interpolation="bicubic", **changes
+):
     return EvalLoader(
         index,
         shard=shard,
@@ -114,7 +116,7 @@ def eval_loader(index, *, shard=0, num_shards=1, batch_size=16, img_size=8, crop
         img_size=img_size,
         crop_pct=crop_pct,
         interpolation=interpolation,
-        **COMMON,
+        **COMMON | changes,
     )
 
 

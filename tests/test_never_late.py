@@ -5,6 +5,7 @@ A host that waits cannot prepare the next kernels, so the device has nothing to 
 
 import contextlib
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from waits import Waits
 
 import zoo
-from largebatch import engine
+from largebatch import checkpoint, engine
 from largebatch.assembly.trainer import build_hooks
 from largebatch.augment import Augment
 from largebatch.batch_norm import BatchNormStatistics
@@ -264,3 +265,42 @@ def test_the_gpu_has_its_update_before_the_host_waits_for_the_norm(monkeypatch, 
     assert optimizer.step_if_finite(scaler, torch.zeros((), device=META)) == finite
     assert events == ["step", "read"]
     assert {state["step"] for state in optimizer.state.values()} == {int(finite)}
+
+
+class Copying(threading.Event):
+    """Of a snapshot that is copied at the last moment: when the device must wait for the copy before it goes on."""
+
+    def __init__(self, snapshot: checkpoint.Snapshot) -> None:
+        super().__init__()
+        self.snapshot, self.memory = snapshot, checkpoint.HostMemory()
+
+    def copy(self) -> None:
+        for part in (self.snapshot.weights, self.snapshot.state):
+            part.update(self.memory.copy(dict(part)))
+        self.set()
+
+    def synchronize(self) -> None:
+        if not self.wait(30):
+            raise OSError("the device has not waited for the copy")
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_latest_copy_of_a_snapshot_has_the_bits_of_its_step(run, tmp_path, monkeypatch):
+    """A save compares the sums of the file with those of its step, and fails if a bit differs."""
+    take, copies = checkpoint.take_snapshot, list[bool]()
+
+    def late(*, memory: Any, beside: bool, **parts: Any) -> checkpoint.Snapshot:
+        beside &= parts["state"].step < 3  # no step follows the last one
+        copies.append(beside)
+        taken = take(memory=None if beside else memory, **parts)
+        return replace(taken, copied=Copying(taken)) if beside else taken
+
+    monkeypatch.setattr(checkpoint, "take_snapshot", late)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=Copying.copy))
+    trainer = RUNS[run](torch.device("cpu"))
+    saving = Checkpoint(tmp_path, every_images=GLOBAL_BATCH, keep=3, config_text="")
+    trainer.hooks = [*trainer.hooks, saving]
+    trainer.fit(max_steps=3)
+    assert saving.writer.failure is None
+    assert [int(path.name) for path in checkpoint.checkpoints(tmp_path)] == [3, 2, 1]
+    assert copies == [run.startswith("ViT") and "SAM" not in run] * 2 + [False]

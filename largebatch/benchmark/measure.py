@@ -41,6 +41,7 @@ class Result:
     name: str
     peak_bytes: int = 0  # memory that it added at its peak, on this rank, in bytes
     seconds: list[float] = field(default_factory=list)  # of each round
+    reserved_bytes: int = 0  # all that torch had reserved on a GPU by then, gaps included
 
 
 def compare(
@@ -59,7 +60,8 @@ def compare(
     results = []
     for contender in contenders:
         say(f"memory: {contender.name}")
-        results.append(Result(contender.name, peak_bytes=_peak(contender, device)))
+        peak_bytes, reserved_bytes = _peak(contender, device)
+        results.append(Result(contender.name, peak_bytes, reserved_bytes=reserved_bytes))
     with ExitStack() as stack:
         turns = list(zip([stack.enter_context(contender.open()) for contender in contenders], results))
         for number in range(-warmup, rounds):
@@ -77,11 +79,14 @@ def compare(
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads that compute")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=best, choices=["cpu", "cuda"], help="where it is measured")
 
 
 def set_up_device(options: argparse.Namespace) -> torch.device:
     torch.set_num_threads(options.threads)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, and torch sees no GPU: run largebatch.doctor, or use --device cpu.")
     return torch.device(options.device)
 
 
@@ -119,15 +124,16 @@ class Span:
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 
-def _peak(contender: Contender, device: torch.device) -> int:
-    """Return the bytes that the contender adds at its peak, when it is opened alone and run twice."""
+def _peak(contender: Contender, device: torch.device) -> tuple[int, int]:
+    """Return `peak_bytes` and `reserved_bytes` of the contender, when it is opened alone and run twice."""
     before = _start_peak(device)
     with contender.open() as run:
         run()
         run()  # again: now memory that the first run keeps, such as moments, is in use from the start
         now(device)
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status_bytes("VmHWM")
-    return peak - before
+        if device.type != "cuda":
+            return _status_bytes("VmHWM") - before, 0
+        return torch.cuda.max_memory_allocated(device) - before, torch.cuda.max_memory_reserved(device)
 
 
 def _start_peak(device: torch.device) -> int:
@@ -226,12 +232,13 @@ class Report:
             "versions": versions(),
             "date": str(datetime.date.today()),
         }
-        columns = ["contender", "round", "seconds", "peak_mib", *same]
+        columns = ["contender", "round", "seconds", "peak_mib", "reserved_mib", *same]
         rows = []
         for result in self.results:
             for number, seconds in enumerate(result.seconds):
                 row = {"contender": result.name, "round": number, "seconds": f"{seconds:.6g}"}
-                rows.append(row | {"peak_mib": round(result.peak_bytes / 2**20)} | same)
+                memory = {"peak_mib": result.peak_bytes, "reserved_mib": result.reserved_bytes}
+                rows.append(row | {name: round(size / 2**20) for name, size in memory.items()} | same)
         write_table(path, columns, rows)
 
     def _draw(self, path: Path) -> None:

@@ -57,9 +57,13 @@ class Page:
             ours = next(iter(seconds))
             for name, times in seconds.items():
                 least, middle, most = (f"{1e3 * t:.4g}" for t in (min(times), median(times), max(times)))
-                cells = [f"`{command(rows[0])}`", name, f"{middle} ms, {least} to {most}", share(rows[0], times)]
+                images = int(rows[0]["images"])
+                rate = f"; {images / median(times):,.0f} img/s" if images else ""
+                time = f"{middle} ms, {least} to {most}{rate}"
+                cells = [f"`{command(rows[0])}`", name, time, share(rows[0], times)]
                 speed = median(theirs / own for theirs, own in zip(times, seconds[ours]))
-                cells += ["", ""] if name == ours else [f"{speed:.2f}", f"{peaks[ours] / max(peaks[name], 1):.2f}"]
+                ratios = [f"{speed:.2f}", f"{peaks[ours] / max(peaks[name], 1):.2f}"]
+                cells += ["", memory(rows[0])] if name == ours else ratios
                 yield f"| {' | '.join(cells)} |"
         yield ""
         yield from dict.fromkeys(f"{r[0]['hardware']}; {r[0]['versions']}; {r[0]['date']}" for r in self.tables)
@@ -70,6 +74,14 @@ def command(row: Row) -> str:
     words = shlex.split(row["command"])
     at = words.index("--output") if "--output" in words else len(words)
     return shlex.join(words[:at] + words[at + 2 :])
+
+
+def memory(row: Row) -> str:
+    """Return the memory of a step beside the plan's; empty for other benchmarks."""
+    if not int(row.get("planned_mib") or 0):
+        return ""
+    reserved = f" of {row['reserved_mib']} reserved" * (row["reserved_mib"] != "0")
+    return f"{row['peak_mib']} MiB{reserved}; plan: {row['planned_mib']}"
 
 
 def share(row: Row, seconds: Sequence[float]) -> str:

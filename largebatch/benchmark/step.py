@@ -29,10 +29,13 @@ from largebatch.benchmark.ceiling import measure_ceiling, mfu
 from largebatch.benchmark.measure import Contender, Report, Round, Span, compare
 from largebatch.benchmark.model import timms
 from largebatch.config import TrainConfig, parse
+from largebatch.devices import find_device
 from largebatch.engine import Trainer
 from largebatch.flops import training_flops
 from largebatch.hooks import Ema
 from largebatch.losses import Objective
+from largebatch.plan.memory import of_rank
+from largebatch.plan.trace import Uncountable, trace
 from largebatch.precision import autocast
 from largebatch.ranks import Ranks
 from largebatch.ranks.mistakes import report_mistakes
@@ -137,6 +140,7 @@ class Stopwatch:
 
 class Seen(NamedTuple):
     peak_bytes: int
+    reserved_bytes: int
     seconds: list[float]
     shares: dict[str, float]
 
@@ -159,12 +163,15 @@ def measure(
     )
     comm.barrier(name="benchmark/ceiling")
     ceiling = measure_ceiling(feed.device, config.run.precision)
-    mine = {r.name: Seen(r.peak_bytes, r.seconds, watches[r.name].shares(r.seconds)) for r in results}
+    mine = {
+        r.name: Seen(r.peak_bytes, r.reserved_bytes, r.seconds, watches[r.name].shares(r.seconds)) for r in results
+    }
     ranks = comm.allgather_object(mine, name="benchmark/seen")
     if comm.rank > 0:
         return None
     for result in results:
         result.peak_bytes = max(seen[result.name].peak_bytes for seen in ranks)
+        result.reserved_bytes = max(seen[result.name].reserved_bytes for seen in ranks)
     images, flops = feed.plan.global_batch_size // comm.size, training_flops(config.model.name, config.model.img_size)
     executed = training_flops(config.model.name, config.model.img_size, drop_path_rate=config.model.drop_path_rate)
     saving = {} if config.run.compile is True else {"largebatch": executed}
@@ -174,6 +181,8 @@ def measure(
         for name, seconds in ((result.name, result.seconds) for result in whole)
     ]
     notes += [f"{result.name}'s step: {parts(result.name, ranks)}" for result in whole]
+    planned = planned_mib(config, comm, feed.device)
+    notes += [f"the plan has {planned} MiB for weights, gradients, optimizer and a pass"] if planned else []
     batch, passes = config.data.micro_batch_size, images // config.data.micro_batch_size
     title = (
         f"training step, {config.model.name} at {config.model.img_size} px, {config.run.precision}, "
@@ -181,10 +190,20 @@ def measure(
     )
     cores = min(comm.num_cores, torch.get_num_threads())
     work = {"model": config.model.name, "img_size": config.model.img_size, "precision": config.run.precision}
-    work |= {"micro_batch": batch, "data": config.data.path, "plain": False}
+    work |= {"micro_batch": batch, "data": config.data.path, "plain": False, "planned_mib": planned}
     return Report(
         "step", title, results, feed.device, images=images, ranks=comm.size, cores=cores, notes=notes, work=work
     )
+
+
+def planned_mib(config: TrainConfig, comm: Ranks, device: torch.device) -> int:
+    """Return the plan's memory of a rank without its batches and what CUDA, NCCL and the loader keep; 0: no plan."""
+    try:
+        plan = of_rank(config, trace(config, device=device.type), find_device("cpu"), ranks=comm.size)
+    except Uncountable:
+        return 0
+    tensors = (plan.weights, plan.gradients, plan.moments, plan.average, plan.activations, plan.workspace)
+    return round(sum(tensors) / 2**20)
 
 
 def contenders(

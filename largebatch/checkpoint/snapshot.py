@@ -7,6 +7,7 @@ GPU they are pinned: the thread that writes waits for the copy, the step does no
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ class HostMemory:
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
 
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()
+
     def copy(self, value: Any, *place: Any) -> Any:
         """Copy nested dictionaries, lists and tuples of tensors and plain values. place: where `value` was found.
 
@@ -44,6 +49,8 @@ class HostMemory:
         key = (*place, tensor.shape, tensor.dtype, tensor.is_cuda)
         if key not in self._buffers:
             self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        if tensor.is_cuda:  # nothing takes its memory before it is copied
+            tensor.record_stream(torch.cuda.current_stream())
         return self._buffers[key].copy_(tensor, non_blocking=True)
 
 
@@ -76,8 +83,12 @@ def take_snapshot(
     average: nn.Module | None = None,
     memory: HostMemory | None = None,
     description: str = "",
+    beside: bool = False,
 ) -> Snapshot:
-    """Return a snapshot, copied into `memory`; without it, one of the tensors in training, which must not change."""
+    """Return a snapshot, copied into `memory`; without it, one of the tensors in training, which must not change.
+
+    beside: a GPU computes while it copies. So it must change no tensor before its work has waited for `copied`.
+    """
     weights = {WEIGHTS: named_weights(model)} | ({} if average is None else {AVERAGE: named_weights(average)})
     content = {
         "optimizer": optimizer.state_dict(),
@@ -90,10 +101,13 @@ def take_snapshot(
     copied, sums = None, {name: sums_of(inside) for name, inside in files.items()}
     if memory is not None:
         on_gpu = any(tensor.is_cuda for tensor in _tensors([weights, content]))
-        weights, content, sums = memory.copy((weights, content, sums))
-        if on_gpu:
-            copied = torch.cuda.Event()
-            copied.record()
+        stream = torch.cuda.current_stream() if on_gpu else None
+        if stream and beside:
+            memory.stream.wait_stream(stream)
+            stream = memory.stream
+        with torch.cuda.stream(stream):
+            weights, content, sums = memory.copy((weights, content, sums))
+        copied = stream.record_event() if stream else None
     return Snapshot(state.step, weights, content, copied, description, sums)
 
 

@@ -60,6 +60,7 @@ class Checkpoint(Hook):
         self.saved_at = 0.0  # rank 0's clock
         self.writing = False  # the same on all ranks
         self.handle: int | None = None  # of the allreduce in flight that tells whether the time has come
+        self.copied: torch.cuda.Event | None = None  # until then a GPU copies what the next step changes
 
     @property
     def longest_s(self) -> float:
@@ -74,6 +75,13 @@ class Checkpoint(Hook):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self.check_space(trainer)
         trainer.comm.before_shutdown(lambda: self.wait(trainer.comm))
+        trainer.optimizer.register_step_pre_hook(lambda *_: self.before_update())
+
+    def before_update(self) -> None:
+        """Let the GPU change nothing before it is copied. The host does not wait."""
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+            self.copied = None
 
     def check_space(self, trainer: Trainer) -> None:
         """Raise ValueError if this rank's part of a checkpoint cannot fit on the disk."""
@@ -138,7 +146,10 @@ class Checkpoint(Hook):
             # A model gathered from several ranks is a copy already.
             memory=self.memory if model is trainer.model else None,
             description=self.description,
+            # The weights change first in the optimizer, or for a second gradient; buffers in the forward pass.
+            beside=trainer.sam is None and next(trainer.model.buffers(), None) is None,
         )
+        self.copied = snapshot.copied
         self.writer.start(snapshot, began=began)
 
     def wait(self, comm: Ranks) -> None:

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from test_checkpoint import load, make_parts, save
-from test_never_late import CLASSES, RUNS, label_maps, vit_with_cutmix
+from test_never_late import CLASSES, GLOBAL_BATCH, RUNS, label_maps, vit_with_cutmix
 from test_optim import COMPILE, Reference, make_params, relative, set_grads
 from torch import Tensor, nn
 
+from largebatch import checkpoint
 from largebatch.augment import Augment
 from largebatch.data import randaugment, randaugment_ops
+from largebatch.hooks import Checkpoint
 from largebatch.hooks.ema import lerp_
 from largebatch.native.copies import pack, to_device, unpack
 from largebatch.optim import (
@@ -217,3 +219,13 @@ def test_a_checkpoint_goes_to_another_device_and_back(device, tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(parts[0].parameters(), fresh[0].parameters()))
     one, other = (parts[1].state_dict()["state"], fresh[1].state_dict()["state"])
     assert all(torch.equal(one[i][key], other[i][key]) for i in one for key in ("exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_checkpoint_that_is_copied_while_the_gpu_goes_on_has_the_bits_of_its_step(device, run, tmp_path):
+    """A save compares the sums of the file with those of its step, and fails if a bit differs."""
+    trainer = RUNS[run](device)
+    saving = Checkpoint(tmp_path, every_images=GLOBAL_BATCH, keep=9, config_text="")
+    trainer.hooks = [*trainer.hooks, saving]
+    trainer.fit(max_steps=5)
+    assert [int(path.name) for path in checkpoint.checkpoints(tmp_path)] == [5, 4, 3, 2, 1]

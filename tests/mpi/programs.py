@@ -243,6 +243,34 @@ def reduces_among_data_ranks() -> None:
         print(f"sound {int(total)}", flush=True)
 
 
+def reduces_by_rank(kind: str) -> None:
+    """Reduce whole numbers, another one of each rank, layer and step; rank 0 leaves out a layer in the first step."""
+    from largebatch.ranks import buckets
+
+    buckets.SMALLEST = 2**15  # of two layers, so the last one of a bucket may be the one that is left out
+    with session() as comm:
+        device = comm.device(kind)
+        layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(5)).to(device)
+        comm.broadcast_model(layers)
+        optimizer = comm.wrap(torch.optim.SGD(layers.parameters(), lr=0.125), layers)
+        assert 1 < len(optimizer.trained.buckets) < 2 * len(layers)
+        for step in range(3):
+            used = {rank: {*range(5)} - ({2} if step == rank == 0 else set()) for rank in range(comm.size)}
+            mine = {number: float((number + 1) * 10**comm.rank + step) for number in used[comm.rank]}
+            sum(layers[number](torch.full((1, 64), mine[number], device=device)).sum() for number in mine).backward()
+            optimizer.synchronize()
+            for number, layer in enumerate(layers):
+                values = [(number + 1) * 10**rank + step for rank in range(comm.size) if number in used[rank]]
+                assert layer.weight.grad is not None and layer.weight.grad.device == device
+                assert bool((layer.weight.grad == sum(values) / comm.size).all()), (step, number)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            optimizer.zero_grad()
+        whole = comm.allreduce(torch.full((3,), 10.0**comm.rank, device=device), name="all")
+        assert whole.tolist() == [sum(10**rank for rank in range(comm.size))] * 3
+        print(f"sums are exact on rank {comm.rank}, {device.type}", flush=True)
+
+
 def validates(*options: str) -> None:
     """Validate, and say whether Python searches for garbage meanwhile."""
     from largebatch import validate
