@@ -241,7 +241,7 @@ IDLE = [
         (["--loss.name", "bce", "--augment.label_smoothing", "0.1"], "counts as right, so all would; set 0, or choose"),
         (["--loss.name", "bce", "--data.token_labels", "true"], "a teacher gives many a share; set false, or choose"),
         (["--loss.name", "bce", "--loss.dense_weight", "1"], "token logits have a cross entropy; set 0, or choose"),
-        (["--loss.name", "bce", "--parallel.pipeline", "2"], "ranks that share a model compute a cross entropy; leave it"),
+        (["--loss.name", "bce", "--parallel.pipeline", "2"], "ranks that share a model compute a cross entropy; "),
         (["--data.crop_pct", "0"], "--data.crop_pct is 0.0: expected a fraction above 0, or null."),
         (["--data.crop_pct", "-1"], "--data.crop_pct is -1.0: expected a fraction above 0, or null."),
         (["--data.crop_pct", "nan"], "--data.crop_pct is 'nan': expected a number or null."),
