@@ -180,9 +180,10 @@ class ScheduleConfig:
     """lowest learning rate of the decay as a fraction of the peak"""
     cooldown: str = "0 epochs"
     """time at the lowest learning rate, at the end of the run; after a constant one, time of linear decay to it"""
-    stairs: bool | Literal["timm"] = False
+    stairs: bool | Literal["timm", "deit"] = False
     """true: keep the learning rate constant within each epoch; timm: so, too, and the decay begins with the run, whose
-    first part the warm-up replaces, as in timm and VOLO; false: the rate changes at every step"""
+    first part the warm-up replaces, as in timm and VOLO; deit: the same an epoch later, as DeiT's code sets it; false:
+    the rate changes at every step"""
     scaling: Literal["none", "linear", "sqrt"] = "none"
     """rule by which optim.lr follows the global batch size"""
     reference_batch_size: int = 0
