@@ -38,6 +38,7 @@ def make_schedule(
     cooldown_steps: int = 0,
     prefix: bool = True,
     steps_per_epoch: float | None = None,
+    late: int = 0,
 ) -> Schedule:
     """Return the factor of the peak learning rate as a function of the optimizer step, from 0.
 
@@ -49,6 +50,7 @@ def make_schedule(
         cooldown_steps: steps at the floor; after a constant rate, steps of linear decay to it.
         prefix: the decay begins after the warm-up; if false, at step 0, as in timm and the published VOLO runs.
         steps_per_epoch: hold the factor during an epoch; may be fractional, as global batches straddle epochs.
+        late: epochs by which the factor is behind, as DeiT's code sets the rate after an epoch for that epoch.
 
     ValueError for an unknown name, a value out of range, or an argument that this schedule would not use.
     """
@@ -63,7 +65,7 @@ def make_schedule(
 
     def factor(step: float) -> float:
         assert step >= 0, f"optimizer steps start at 0, got {step}"
-        time = math.floor(step / steps_per_epoch) if steps_per_epoch else step
+        time = max(0, math.floor(step / steps_per_epoch) - late) if steps_per_epoch else step
         if time < warmup:
             return first + (1.0 - first) * time / warmup
         if time >= end and name == "constant":

@@ -273,7 +273,7 @@ def test_each_sample_has_a_resizing_filter_of_its_own():
         assert delta.mean() < MEAN_BOUND and delta.max() < MAX_BOUND, name
 
 
-@pytest.mark.parametrize("text", ["rand-m9-mstd0.5-inc1", "cifar10"])
+@pytest.mark.parametrize("text", ["rand-m9-mstd0.5-inc1", "cifar10", "3a"])
 @pytest.mark.usefixtures("finished_by")
 def test_a_policy_is_applied_after_the_flip(images, text):
     """To the bit what Pillow makes of the images that the loader gives without it."""
@@ -288,7 +288,7 @@ def test_a_policy_is_applied_after_the_flip(images, text):
         assert np.array_equal(bytes_of(augmented.images), expected)
         assert augmented.images.dtype == torch.float32 and augmented.images.is_contiguous()
         changed += (plain.images != augmented.images).any(dim=(1, 2, 3)).sum().item()
-    assert len(pairs) == 4 and 0.5 * NUM_IMAGES < changed < 0.9 * NUM_IMAGES
+    assert len(pairs) == 4 and changed > 0.5 * NUM_IMAGES and (changed < 0.9 * NUM_IMAGES or text == "3a")
 
 
 @pytest.mark.usefixtures("finished_by")
@@ -395,9 +395,9 @@ def test_memory_is_used_again_once_nobody_holds_it():
     assert len(memory.take(5000)) == 5000
 
 
-@pytest.mark.parametrize("padding, text", [(None, ""), (8, "rand-m9-mstd0.5-inc1")])
-def test_pixels_depend_on_neither_shards_nor_threads_nor_start(images, padding, text):
-    plan = Plan(NUM_IMAGES, 24, 6, 72, seed=5)
+@pytest.mark.parametrize("padding, text, repeats", [(None, "", 1), (8, "rand-m9-mstd0.5-inc1", 1), (None, "3a", 3)])
+def test_pixels_depend_on_neither_shards_nor_threads_nor_start(images, padding, text, repeats):
+    plan = Plan(NUM_IMAGES, 24, 6, 72, seed=5, repeats=repeats)
     drawn = {"img_size": 48, "interpolation": "random", "padding": padding, "policy": randaugment.parse(text)}
     whole = {(b.step, b.number): b.images for b in train_loader(images, plan, **drawn)}
     for shard in range(3):

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFilter, ImageOps
 from scipy import stats
 from sklearn.datasets import load_sample_images
 
@@ -23,6 +23,12 @@ SIDE = 48
 STANDARD = "rand-m9-mstd0.5-inc1"
 GOLDEN_CODES = [[3, 10], [9, 12], [0, 12]]
 GOLDEN_ARGUMENTS = [[0.0, 1.8226553340478402], [0.27206049350209704, -0.28763855965917223], [0.0, 0.25951120166059827]]
+GOLDEN_3A_CODES = [[8, 8, 10, 9], [6, 9, 8, 10], [8, 9, 8, 10]]
+GOLDEN_3A_ARGUMENTS = [
+    [0.0, 0.9077414843807078, 0.9206098213534827, 1.0141562057956173],
+    [128.0, 1.1066755981599217, 0.9225341630765067, 0.9926229799004308],
+    [0.0, 0.8848300926777002, 1.2012912517335745, 1.2897149188510104],
+]
 TIMMS = {  # how timm calls the operations of its increasing set
     "autocontrast": "AutoContrast", "equalize": "Equalize", "invert": "Invert", "rotate": "Rotate",
     "posterize": "PosterizeIncreasing", "solarize": "SolarizeIncreasing", "solarize_add": "SolarizeAdd",
@@ -80,7 +86,7 @@ def timms(image, steps, fill=FILL):
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", TIMMS)
 def test_each_operation_equals_timms(photographs, name):
     """At strengths from nothing to nearly the scale's end, with both signs: to the bit."""
     for level, sign in ((0.0, 1.0), (0.05, -1.0), (0.37, 1.0), (0.37, -1.0), (0.99, 1.0), (0.99, -1.0)):
@@ -100,7 +106,7 @@ def test_nothing_is_left_of_a_posterized_image_without_bits(photographs):
 def test_chains_of_two_equal_timms(photographs):
     """Fifty pairs in their order: timm's own chain, Pillow's and torch's images."""
     rng = np.random.default_rng(1)
-    codes, levels = rng.integers(1, len(NAMES), (50, 2)), rng.uniform(0, 0.99, (50, 2))
+    codes, levels = rng.integers(1, 16, (50, 2)), rng.uniform(0, 0.99, (50, 2))
     signs = rng.choice([-1.0, 1.0], (50, 2))
     images, ops = photographs[np.arange(50) % len(photographs)], operations(codes, levels, signs)
     expected = []
@@ -116,12 +122,12 @@ def test_chains_of_two_equal_timms(photographs):
 
 def test_a_batch_that_draws_everything_at_once(photographs):
     images = photographs[np.arange(200) % len(photographs)]
-    for text in (STANDARD, "rand-m20-n3-p0.9-mmax20-mstd3", "cifar10"):
+    for text in (STANDARD, "rand-m20-n3-p0.9-mmax20-mstd3", "cifar10", "3a"):
         ops = randaugment.draw(parse(text), 3, np.zeros(200, dtype=int), np.arange(200))
         untouched = (ops.codes == NONE).all(axis=1)
         ours = one_by_one(images, ops)
         assert np.array_equal(ours, together(images, ops))
-        assert np.array_equal(ours[untouched], images[untouched]) and untouched.any() == ("p0.9" not in text)
+        assert np.array_equal(ours[untouched], images[untouched]) and untouched.any() == (text in (STANDARD, "cifar10"))
 
 
 @pytest.mark.parametrize("side", [1, 2, 3])
@@ -206,7 +212,7 @@ def test_magnitudes_are_normal_and_cut():
 
 def test_what_is_drawn_is_a_function_of_seed_epoch_and_sample():
     samples, epochs = np.arange(500), np.arange(500) % 3
-    for policy in (parse(STANDARD), randaugment.CIFAR10):
+    for policy in (parse(STANDARD), randaugment.CIFAR10, parse("3a")):
         whole = randaugment.draw(policy, 5, epochs, samples)
         part = randaugment.draw(policy, 5, epochs[77:99], samples[77:99])
         assert np.array_equal(part.codes, whole.codes[77:99]) and np.array_equal(part.affine, whole.affine[77:99])
@@ -219,6 +225,8 @@ def test_draws_are_fixed_for_good_and_apart_from_the_crops():
     ops = randaugment.draw(parse(STANDARD), 7, np.array([0, 3, 3]), np.array([5, 5, 8]))
     assert ops.codes.tolist() == GOLDEN_CODES
     assert ops.arguments == pytest.approx(np.array(GOLDEN_ARGUMENTS))
+    ops = randaugment.draw(parse("3a"), 7, np.array([0, 3, 3]), np.array([5, 5, 8]))
+    assert (ops.codes.tolist(), ops.arguments.tolist()) == (GOLDEN_3A_CODES, GOLDEN_3A_ARGUMENTS)
     assert randaugment.FIRST_DRAW > order._INTERPOLATION > order._FLIP
 
 
@@ -277,6 +285,61 @@ def test_sub_policies_are_uniform_and_operations_have_their_probabilities():
     assert stats.chisquare(found[expected > 0], count * expected[expected > 0]).pvalue > 1e-3
 
 
+# -- 3-Augment ---------------------------------------------------------------------------------------------------------
+
+
+def deits(image, codes, arguments):
+    """What DeiT III's transforms make of an image, with torchvision and Pillow, by the draws given."""
+    import torchvision.transforms.functional as F
+    from torchvision.transforms import Grayscale
+
+    first, radius = NAMES[codes[0]], float(arguments[0])
+    if first == "blur":
+        image = image.filter(ImageFilter.GaussianBlur(radius=radius))
+    else:
+        assert radius == (0 if first == "color" else 128)
+        image = Grayscale(3)(image) if first == "color" else ImageOps.solarize(image)
+    jitters = {"brightness": F.adjust_brightness, "contrast": F.adjust_contrast, "color": F.adjust_saturation}
+    for code, factor in zip(codes[1:], arguments[1:]):
+        image = jitters[NAMES[code]](image, float(factor))
+    return image
+
+
+def test_three_augment_equals_deits_to_the_bit(photographs):
+    """Of 300 images, so a hundred of each kind, one by one and as a batch."""
+    images = photographs[np.arange(300) % len(photographs)]
+    ops = randaugment.draw(parse("3a"), 3, np.zeros(300, dtype=int), np.arange(300))
+    drawn = zip(images, ops.codes, ops.arguments)
+    expected = np.stack([np.asarray(deits(Image.fromarray(image), *steps)) for image, *steps in drawn])
+    assert np.array_equal(one_by_one(images, ops), expected)
+    assert np.array_equal(together(images, ops), expected)
+
+
+def test_three_augment_has_the_published_chances():
+    ops = drawn("3a")
+    kinds = [CODES[name] for name in ("color", "solarize", "blur")]
+    counts = [(ops.codes[:, 0] == kind).sum() for kind in kinds]
+    assert sum(counts) == 30_000 and stats.chisquare(counts).pvalue > 1e-3
+    radii = ops.arguments[ops.codes[:, 0] == CODES["blur"], 0]
+    assert stats.kstest(radii, stats.uniform(0.1, 1.9).cdf).pvalue > 1e-3
+    orders, counts = np.unique(ops.codes[:, 1:], axis=0, return_counts=True)
+    assert {*orders[0].tolist()} == {CODES[name] for name in ("brightness", "contrast", "color")}
+    assert len(orders) == 6 and stats.chisquare(counts).pvalue > 1e-3
+    for name in ("brightness", "contrast", "color"):
+        factors = ops.arguments[:, 1:][ops.codes[:, 1:] == CODES[name]]
+        assert len(factors) == 30_000 and stats.kstest(factors, stats.uniform(0.7, 0.6).cdf).pvalue > 1e-3
+    assert np.abs(np.corrcoef(np.column_stack([ops.arguments[:, 1:], ops.codes[:, 0]]).T) - np.eye(4)).max() < 0.03
+
+
+@pytest.mark.parametrize("side", [1, 2, 3, 48])
+def test_blur_in_torch_has_pillows_bits(side):
+    """At a thousand standard deviations up to 2, where the box changes its width at 1.41."""
+    images = np.random.default_rng(0).integers(0, 256, (1000, side, side, 3), dtype=np.uint8)
+    codes, radii = np.full((1000, 1), CODES["blur"]), np.linspace(0.1, 2, 1000)[:, None]
+    ops = Operations(codes, radii, randaugment.matrices(codes, radii))
+    assert np.array_equal(one_by_one(images, ops), together(images, ops))
+
+
 # -- spelling ----------------------------------------------------------------------------------------------------------
 
 
@@ -297,8 +360,8 @@ def test_timms_spelling():
 @pytest.mark.parametrize(
     "text",
     ["rnd-m9", "rand-m9-m8", "rand-x3", "rand-m", "rand-m9.5", "rand-p2", "rand-n0", "rand-mstd101", "rand-inc2",
-     "cifar", "cifar10-m9", "v0", "rand-mmax0", "rand-tweights", "rand-"],
+     "cifar", "cifar10-m9", "3a-m9", "v0", "rand-mmax0", "rand-tweights", "rand-"],
 )  # fmt: skip
 def test_other_spellings_are_refused(text):
-    with pytest.raises(ValueError, match=f"^--augment.auto_augment is '{text}': expected cifar10, or rand and "):
+    with pytest.raises(ValueError, match=f"^--augment.auto_augment is '{text}': expected cifar10, 3a, or rand and "):
         parse(text)

@@ -9,9 +9,10 @@ import torch
 
 import zoo
 from largebatch import assembly, validate
-from largebatch.config import TrainConfig, accumulation_passes, check, dump
-from largebatch.data import randaugment
+from largebatch.config import ModelConfig, TrainConfig, accumulation_passes, check, dump
+from largebatch.data import order, randaugment
 from largebatch.data.order import Plan
+from largebatch.optim import clip_gradients, gradient_norm
 from largebatch.parallel.replica import check as check_replica
 from largebatch.recipes import RECIPES, choose
 
@@ -37,10 +38,12 @@ def learning_rates(config: TrainConfig) -> list[float]:
     """The rate in the middle of each epoch of ImageNet."""
     batch = config.data.global_batch_size
     epochs = int(config.run.duration.split()[0])
-    plan = Plan(IMAGENET, batch, config.data.micro_batch_size, epochs * IMAGENET, seed=0)
+    length = order.epoch_images(IMAGENET, config.augment.repeats)
+    size = {"global_batch_size": batch, "micro_batch_size": config.data.micro_batch_size, "num_images": epochs * length}
+    plan = Plan(IMAGENET, **size, seed=0, repeats=config.augment.repeats)
     schedule = assembly.build_schedule(config, plan)
     peak = assembly.peak_lr(config)
-    return [peak * schedule(round((epoch + 0.5) * IMAGENET / batch)) for epoch in range(epochs)]
+    return [peak * schedule(round((epoch + 0.5) * length / batch)) for epoch in range(epochs)]
 
 
 @pytest.mark.parametrize("name", VOLO)
@@ -64,13 +67,11 @@ def test_a_published_volo(name):
 
 # global batch, optimizer, peak lr, decay, clip, img_size, stochastic depth, mixup, cutmix, epochs, model
 SMALL_BATCH = {
-    "deit3_s16": (2048, "lamb", 4e-3, 0.05, 1, 224, 0.05, 0.8, 1, 800, "timm/deit3_small_patch16_224"),
-    "deit3_b16": (2048, "lamb", 3e-3, 0.05, 1, 192, 0.2, 0.8, 1, 800, "timm/deit3_base_patch16_224"),
-    "deit3_l16": (2048, "lamb", 3e-3, 0.05, 1, 192, 0.45, 0.8, 1, 800, "timm/deit3_large_patch16_224"),
-    "deit3_b32": (2048, "lamb", 3e-3, 0.05, 1, 224, 0.2, 0.8, 1, 800, "vit_b32"),
-    "deit3_l32": (2048, "lamb", 3e-3, 0.05, 1, 224, 0.45, 0.8, 1, 800, "vit_l32"),
-    "deit3_b16_224": (512, "adamw", 1e-5, 0.1, None, 224, 0.2, 0.8, 1, 20, "timm/deit3_base_patch16_224"),
-    "deit3_l16_224": (512, "adamw", 1e-5, 0.1, None, 224, 0.45, 0.8, 1, 20, "timm/deit3_large_patch16_224"),
+    "deit3_s16": (2048, "lamb", 4e-3, 0.05, 1, 224, 0.05, 0.8, 1, 800, "deit3_s16"),
+    "deit3_b16": (2048, "lamb", 3e-3, 0.05, 1, 192, 0.2, 0.8, 1, 800, "deit3_b16"),
+    "deit3_l16": (2048, "lamb", 3e-3, 0.05, 1, 192, 0.45, 0.8, 1, 800, "deit3_l16"),
+    "deit3_b16_224": (512, "adamw", 1e-5, 0.1, None, 224, 0.2, 0.8, 1, 20, "deit3_b16"),
+    "deit3_l16_224": (512, "adamw", 1e-5, 0.1, None, 224, 0.45, 0.8, 1, 20, "deit3_l16"),
     "plain_s16": (1024, "adamw", 1e-3, 0.1, 1, 224, 0, 0.2, 0, 90, "vit_s16"),
     "plain_b32": (1024, "adamw", 1e-3, 0.1, 1, 224, 0, 0.2, 0, 90, "vit_b32"),
     "plain_b16": (1024, "adamw", 1e-3, 0.1, 1, 224, 0, 0.2, 0, 90, "vit_b16"),
@@ -91,10 +92,15 @@ def test_a_recipe_of_the_field(name):
     assert (data.global_batch_size, *settings, model.img_size, *mixing, model.name) == SMALL_BATCH[name]
     assert config.recipe == name and augment.label_smoothing == (0.1 if "_224" in name else 0)
     deit = name.startswith("deit3")
-    assert (data.crop_pct, data.scale) == ((1.0, (0.08, 1.0)) if deit else (0.875, (0.05, 1.0)))
+    with torch.device("meta"):
+        geometry = assembly.model_geometry(data, zoo.create_model(model.name, img_size=model.img_size))
+    mean, std = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)) if deit else ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert geometry == ((1.0, "bicubic", mean, std) if deit else (0.875, "bilinear", mean, std))
+    assert (data.scale, augment.reprob) == ((0.08, 1.0) if deit else (0.05, 1.0), 0)
+    assert (config.loss.name, augment.repeats) == (("bce", 3) if deit and "_224" not in name else ("cross_entropy", 1))
     # RandAugment: that of DeiT's fine-tuning; 2 operations of magnitude 10, or 15 (medium2), which are always applied
     policies = {"deit3": "rand-m9-mstd0.5-inc1", "plain": "rand-m10-n2-p1", "augreg": "rand-m15-mmax15-n2-p1"}
-    assert augment.auto_augment == policies[name.partition("_")[0]]
+    assert augment.auto_augment == ("3a" if augment.repeats == 3 else policies[name.partition("_")[0]])
     if not deit:
         magnitude = 15 if name.startswith("augreg") else 10
         drawn = randaugment.draw(randaugment.parse(augment.auto_augment), 0, np.zeros(500, int), np.arange(500))
@@ -108,11 +114,43 @@ def test_a_recipe_of_the_field(name):
 
 @pytest.mark.parametrize("name", ["deit3_s16", "deit3_b16_224"])
 def test_the_rate_of_deit(name):
-    """timm's cosine runs from epoch 0 to 1e-5; 5 epochs of warm-up from 1e-6 replace its beginning."""
+    """As the loop of DeiT sets it with timm's scheduler: after each epoch, and for that epoch."""
+    from timm.scheduler import CosineLRScheduler
+
     peak, epochs = SMALL_BATCH[name][2], SMALL_BATCH[name][9]
-    expected = [1e-6 + epoch / 5 * (peak - 1e-6) for epoch in range(5)]
-    expected += [1e-5 + 0.5 * (peak - 1e-5) * (1 + math.cos(math.pi * epoch / epochs)) for epoch in range(5, epochs)]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
+    scheduler = CosineLRScheduler(optimizer, t_initial=epochs, lr_min=1e-5, warmup_t=5, warmup_lr_init=1e-6)
+    expected = []
+    for epoch in range(epochs):
+        expected.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(epoch)
     assert learning_rates(RECIPES[name]()) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_optimizer_of_deit_is_apexs_lamb():
+    """Ten steps of apex's algorithm in float64; biases, norms, positions and class token without decay and ratio."""
+    config = replace(RECIPES["deit3_s16"](), model=ModelConfig(name="vit_nano32", img_size=64, num_classes=10))
+    torch.manual_seed(0)
+    model = zoo.create_model("vit_nano32", img_size=64, num_classes=10).double()
+    optimizer = assembly.build_optimizer(config, model, impl="eager")
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in params.items()}
+    for step in range(1, 11):
+        for name, p in model.named_parameters():
+            p.grad = torch.randn_like(p) * 10 ** (-step / 2)  # the clip stops in between
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        clip_gradients(optimizer, gradient_norm(optimizer), config.optim.clip_norm)
+        optimizer.step()
+        norm = math.sqrt(sum(float(g.square().sum()) for g in grads.values()))
+        for name, p in params.items():
+            g, (m, v) = grads[name] / max(norm, 1.0), moments[name]
+            m.mul_(0.9).add_(g, alpha=1 - 0.9)
+            v.mul_(0.999).addcmul_(g, g, value=1 - 0.999)
+            decay = 0.0 if p.ndim == 1 or name in ("pos_embed", "cls_token") else 0.05
+            update = m / (1 - 0.9**step) / ((v / (1 - 0.999**step)).sqrt() + 1e-8) + decay * p
+            p.sub_(update * (4e-3 * float(p.norm() / update.norm()) if decay else 4e-3))
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), params[name], rtol=1e-5, atol=1e-8)  # our clip adds 1e-6 to the norm
 
 
 def test_the_rate_of_plain_vits():
@@ -133,6 +171,7 @@ def test_the_zoo_has_the_models_of_the_field(name):
         model = zoo.create_model(
             config.name, img_size=config.img_size, num_classes=1000, global_pool=config.global_pool
         )
+    assert config.name.startswith("deit3") is name.startswith("deit3")
     assert ("gamma" in str(dict(model.named_parameters()).keys())) is name.startswith("deit3")  # layer scale
     assert choose({"recipe": name, "model.name": "vit_b16", "data.path": "/imagenet"}).recipe == name
 

@@ -122,6 +122,12 @@ def test_equals_timm_cosine(prefix, epochs):
         assert ours(step) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12), f"step {step}"
 
 
+def test_a_late_rate_is_that_of_an_epoch_before():
+    options = dict(total_steps=60, warmup_steps=9, start=0.1, floor=0.2, prefix=False, steps_per_epoch=3.0)
+    plain, late = make_schedule("cosine", **options), make_schedule("cosine", **options, late=1)
+    assert [late(step) for step in range(60)] == [plain(max(0, step - 3)) for step in range(60)]
+
+
 @pytest.mark.parametrize("unit", [None, 3.0])
 def test_a_constant_rate_and_a_cooldown_are_warm_up_stable_decay(unit):
     """The formula of that schedule with a linear decay, written out for 4, 10 and 6 steps or epochs."""

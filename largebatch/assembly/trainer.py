@@ -218,8 +218,9 @@ def build_schedule(config: TrainConfig, plan: Plan) -> Schedule:
         cooldown_steps=steps["cooldown"],
         start=s.start,
         floor=s.floor,
-        prefix=s.stairs != "timm",
+        prefix=s.stairs not in ("timm", "deit"),
         steps_per_epoch=plan.epoch_images / batch_size if s.stairs else None,
+        late=int(s.stairs == "deit"),
     )
 
 

@@ -206,7 +206,8 @@ def timms(options: argparse.Namespace, folder: Path, *, use_prefetcher: bool) ->
         batch_size=options.batch_size,
         is_training=True,
         **AUGMENTED,
-        color_jitter=None,  # type: ignore[arg-type]  # with 0 it would run a transform without effect
+        # With 0 it would run a transform without effect.
+        color_jitter=0.3 if options.auto_augment == "3a" else None,  # type: ignore[arg-type]
         auto_augment=options.auto_augment or None,
         interpolation=options.interpolation,
         num_workers=options.num_threads,

@@ -100,7 +100,8 @@ class AugmentConfig:
     auto_augment: str = ""
     """policy: RandAugment in timm's notation, such as rand-m9-mstd0.5-inc1 (m: magnitude, n: number of operations, p:
     probability of each operation, mstd: standard deviation of the magnitude, mmax: its upper bound, inc1: a higher
-    magnitude always changes more); cifar10: AutoAugment's policy for CIFAR-10; empty: no policy"""
+    magnitude always changes more); cifar10: AutoAugment's policy for CIFAR-10; 3a: 3-Augment of DeiT III (grey,
+    solarised or blurred, then a colour jitter of 0.3); empty: no policy"""
     repeats: int = at_least(1, 1)
     """repeated augmentation: number of times in a row that an epoch takes an image, with a crop, flip and policy of
     its own each time. An epoch stays as long (in whole 256s, as in timm), so with 3 it has a third of the images"""
@@ -181,9 +182,10 @@ class ScheduleConfig:
     """lowest learning rate of the decay as a fraction of the peak"""
     cooldown: str = "0 epochs"
     """time at the lowest learning rate, at the end of the run; after a constant one, time of linear decay to it"""
-    stairs: bool | Literal["timm"] = False
+    stairs: bool | Literal["timm", "deit"] = False
     """true: keep the learning rate constant within each epoch; timm: so, too, and the decay begins with the run, whose
-    first part the warm-up replaces, as in timm and VOLO; false: the rate changes at every step"""
+    first part the warm-up replaces, as in timm and VOLO; deit: the same an epoch later, as DeiT's code sets it; false:
+    the rate changes at every step"""
     scaling: Literal["none", "linear", "sqrt"] = "none"
     """rule by which optim.lr follows the global batch size"""
     reference_batch_size: int = 0

@@ -23,6 +23,7 @@ INSTEAD = {  # our option: the words for it elsewhere
     "--augment.mixup_alpha": "mixup",
     "--augment.cutmix_alpha": "cutmix",
     "--augment.auto_augment": "aa autoaugment",
+    "--augment.auto_augment 3a": "three_augment color_jitter",
     "--augment.repeats": "aug_repeats repeated_aug",
     "--augment.label_smoothing": "smoothing",
     "--loss.name bce": "bce_loss",

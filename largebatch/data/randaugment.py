@@ -1,4 +1,4 @@
-"""RandAugment and AutoAugment: draw the operations of each sample, as pure functions of (seed, epoch, sample).
+"""RandAugment, AutoAugment, 3-Augment: draw the operations of each sample, pure functions of (seed, epoch, sample).
 
 The draws are the arguments of Pillow's functions. Two things differ from timm's RandAugment. Shears, shifts and
 rotations are always bilinear, in timm bilinear or bicubic. An operation that keeps no bit of an image makes it black;
@@ -17,8 +17,9 @@ from largebatch.data.order import uniform
 
 NAMES = (
     "none", "autocontrast", "equalize", "invert", "rotate", "posterize", "solarize", "solarize_add", "color",
-    "contrast", "brightness", "sharpness", "shear_x", "shear_y", "translate_x", "translate_y",
+    "contrast", "brightness", "sharpness", "shear_x", "shear_y", "translate_x", "translate_y", "blur",
 )  # fmt: skip
+NUM_RAND = 15  # operations of RandAugment: those after none, without blur
 NONE = 0
 CODES = {name: code for code, name in enumerate(NAMES)}
 AFFINE = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
@@ -35,7 +36,8 @@ class Operations:
     """(n, k) int64, positions in NAMES"""
     arguments: np.ndarray
     """(n, k) float64: degrees for rotate, pixels per pixel for shears, fractions of the image's side for translations;
-    a threshold, an addend or the number of bits to keep for operations on grey levels; a factor for blends; else 0"""
+    a threshold, an addend or the number of bits to keep for operations on grey levels; a factor for blends; pixels for
+    blur, the standard deviation; else 0"""
     affine: np.ndarray
     """(n, k, 2, 3) float64: from points of an operation's output to points of its input, see `matrices`"""
 
@@ -112,7 +114,7 @@ class RandAugment:
 
     def draw(self, seed: int, epochs: np.ndarray, samples: np.ndarray) -> Operations:
         u = _uniform(seed, epochs, samples, self.num_ops)
-        codes = 1 + np.floor(u(_OPERATION) * (len(NAMES) - 1)).astype(np.int64)
+        codes = 1 + np.floor(u(_OPERATION) * NUM_RAND).astype(np.int64)
         normal = np.sqrt(-2 * np.log1p(-u(_RADIUS))) * np.cos(2 * np.pi * u(_ANGLE))  # Box and Muller, 1958
         magnitudes = np.clip(self.magnitude + self.magnitude_std * normal, 0.0, self.magnitude_max)
         codes = np.where(u(_APPLY) < self.prob, codes, NONE)
@@ -172,17 +174,40 @@ CIFAR10 = AutoAugment(
     )
 )
 
-Policy = RandAugment | AutoAugment
+
+@dataclass(frozen=True)
+class ThreeAugment:
+    """Make each image grey, solarised or blurred, then jitter its colours (https://arxiv.org/abs/2204.07118).
+
+    Blur has a standard deviation of 0.1 to 2 pixels. Brightness, contrast and saturation get factors of 1 - `jitter` to
+    1 + `jitter`, in a random order, as torchvision's.
+    """
+
+    jitter: float = 0.3
+
+    def draw(self, seed: int, epochs: np.ndarray, samples: np.ndarray) -> Operations:
+        u = _uniform(seed, epochs, samples, 4)
+        pick, amount = u(_OPERATION), u(_RADIUS)
+        codes = np.array([CODES[name] for name in ("color", "solarize", "blur")])[np.floor(3 * pick[:, 0]).astype(int)]
+        argument = np.select([codes == CODES["solarize"], codes == CODES["blur"]], [128.0, 0.1 + 1.9 * amount[:, 0]])
+        jitters = np.array([CODES[name] for name in ("brightness", "contrast", "color")])[pick[:, 1:].argsort(axis=1)]
+        codes = np.column_stack([codes, jitters])
+        arguments = np.column_stack([argument, 1 + self.jitter * (2 * amount[:, 1:] - 1)])
+        return Operations(codes, arguments, matrices(codes, arguments))
+
+
+Policy = RandAugment | AutoAugment | ThreeAugment
+NAMED: dict[str, Policy | None] = {"": None, "cifar10": CIFAR10, "3a": ThreeAugment()}
 
 
 def parse(text: str) -> Policy | None:
-    """Return the policy for "cifar10" or timm's "rand-m9-mstd0.5-inc1", None for ""; ValueError for anything else.
+    """Return the policy for "cifar10", "3a" or timm's "rand-m9-mstd0.5-inc1", None for ""; ValueError for others.
 
     m: magnitude (default 10), n: number of operations (2), p: probability of each (0.5), mstd: standard deviation of
     the magnitude (0), mmax: its upper bound (10), inc1: increasing.
     """
-    if text in ("", "cifar10"):
-        return CIFAR10 if text else None
+    if text in NAMED:
+        return NAMED[text]
     keys = {"m": "magnitude", "n": "num_ops", "p": "prob", "mstd": "magnitude_std", "mmax": "magnitude_max"}
     name, *parts = text.split("-")
     matches = [re.fullmatch(r"(m|n|p|mstd|mmax|inc)(\d+\.?\d*)", part) for part in parts]
@@ -192,9 +217,9 @@ def parse(text: str) -> Policy | None:
     small = given.get("p", 0) <= 1 and given.get("mstd", 0) <= 100 and given.get("inc", 0) <= 1
     if not (known and whole and small and given.get("n", 1) and given.get("mmax", 1)):
         raise ValueError(
-            f"--augment.auto_augment is {text!r}: expected cifar10, or rand and any of m, n, p, mstd, mmax and inc "
-            "once, such as rand-m9-mstd0.5-inc1 (m, n, mmax whole, n and mmax above 0, p 0 to 1, mstd up to 100, inc 0 "
-            "or 1)."
+            f"--augment.auto_augment is {text!r}: expected cifar10, 3a, or rand and any of m, n, p, mstd, mmax and "
+            "inc once, such as rand-m9-mstd0.5-inc1 (m, n, mmax whole, n and mmax above 0, p 0 to 1, mstd up to 100, "
+            "inc 0 or 1)."
         )
     increasing, num_ops = bool(given.pop("inc", 0)), int(given.pop("n", 2))
     return RandAugment(increasing=increasing, num_ops=num_ops, **{keys[key]: value for key, value in given.items()})

@@ -1,4 +1,4 @@
-"""Apply RandAugment's operations to bytes: with Pillow on a CPU, with torch to a batch on a GPU.
+"""Apply the operations of a policy to bytes: with Pillow on a CPU, with torch to a batch on a GPU.
 
 Both give the same bits, because equalize or posterize after a rotation would magnify a difference of one grey level.
 torchvision's operators on tensors differ.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from PIL import Image, ImageEnhance, ImageOps
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 from torch.nn import functional
 
@@ -48,6 +48,7 @@ _PILLOW: dict[str, Callable[[Image.Image, float], Image.Image]] = {
     "contrast": lambda image, factor: ImageEnhance.Contrast(image).enhance(factor),
     "brightness": lambda image, factor: ImageEnhance.Brightness(image).enhance(factor),
     "sharpness": lambda image, factor: ImageEnhance.Sharpness(image).enhance(factor),
+    "blur": lambda image, radius: image.filter(ImageFilter.GaussianBlur(radius)),
 }
 
 
@@ -150,6 +151,31 @@ def _sharpness(images: Tensor, factors: Tensor) -> Tensor:
     return _blend(images, smooth, factors)
 
 
+def _box_weights(radii: np.ndarray) -> np.ndarray:
+    """Return the weights (n, 3), in 2^-24, of pixels 0, 1 and 2 apart, of the box that Pillow blurs with three times.
+
+    Up to a standard deviation of 2 pixels its half-width, which is a fraction, is below 2. float32 as in Pillow.
+    """
+    variance = radii.astype(np.float32) ** 2 / np.float32(3)
+    whole = np.floor((np.sqrt(12.0 * variance + 1.0).astype(np.float32) - 1) / 2).astype(np.float32)
+    part = ((2 * whole + 1) * (whole * (whole + 1) - 3.0 * variance.astype(np.float64))).astype(np.float32)
+    part /= 6 * (variance - (whole + 1) * (whole + 1))
+    inner = (np.float32(2**24) / ((whole + part) * 2 + 1)).astype(np.int64)
+    half = (whole + part).astype(np.int64)
+    edge = (2**24 - (2 * half + 1) * inner) // 2
+    return np.stack([inner, np.where(half > 0, inner, edge), np.where(half > 0, edge, 0)], axis=-1)
+
+
+def _blur(images: Tensor, weights: Tensor) -> Tensor:
+    """Blur as Pillow does: three boxes along the rows, then three along the columns, each rounded to bytes."""
+    w = weights.view(-1, 3, 1, 1, 1).unbind(dim=1)
+    wide, place = images.long(), torch.arange(images.shape[-1], device=images.device)
+    for dim in (3, 3, 3, 2, 2, 2):
+        near = [wide.index_select(dim, (place + k).clamp(0, len(place) - 1)) for k in (-2, -1, 1, 2)]
+        wide = (w[0] * wide + w[1] * (near[1] + near[2]) + w[2] * (near[0] + near[3]) + 2**23) >> 24
+    return wide.to(torch.uint8)
+
+
 def _warp(images: Tensor, affine: Tensor, fill: Tensor) -> Tensor:
     """Warp bilinearly in float64, as Pillow. `affine` (n, 2, 3) is in pixels, `fill` (1, 3, 1, 1) is the outside."""
     n, channels, size = images.shape[:3]
@@ -183,6 +209,7 @@ _TORCH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "contrast": _contrast,
     "brightness": lambda images, factors: _blend(images, torch.zeros_like(images), factors),
     "sharpness": _sharpness,
+    "blur": _blur,
 }
 
 
@@ -195,9 +222,10 @@ def with_torch(images: Tensor, fill: tuple[int, ...], operations: Operations) ->
         for name in sorted({NAMES[code] for code in codes} - {NAMES[NONE]}):
             chosen = np.flatnonzero(codes == NAMES.index(name))
             names.append(name)
-            arrays += [chosen, (affine if name in AFFINE else operations.arguments)[chosen, layer]]
-    colour, *drawn = to_device(*map(torch.from_numpy, arrays), device=images.device)
-    for name, samples, values in zip(names, drawn[::2], drawn[1::2]):
+            drawn = (affine if name in AFFINE else operations.arguments)[chosen, layer]
+            arrays += [chosen, _box_weights(drawn) if name == "blur" else drawn]
+    colour, *pairs = to_device(*map(torch.from_numpy, arrays), device=images.device)
+    for name, samples, values in zip(names, pairs[::2], pairs[1::2]):
         old = images[samples]
         new = _warp(old, values, colour.view(1, 3, 1, 1)) if name in AFFINE else _TORCH[name](old, values)
         images[samples] = new

@@ -21,7 +21,7 @@ FINE_TUNING = (
     small_batch.deit3_b16_224, small_batch.deit3_l16_224,
 )  # fmt: skip
 SMALL_BATCH = (
-    small_batch.deit3_s16, small_batch.deit3_b16, small_batch.deit3_l16, small_batch.deit3_b32, small_batch.deit3_l32,
+    small_batch.deit3_s16, small_batch.deit3_b16, small_batch.deit3_l16,
     small_batch.plain_s16, small_batch.plain_b32, small_batch.plain_b16, small_batch.plain_l32,
     small_batch.augreg_b32, small_batch.augreg_b16, small_batch.augreg_l32,
 )  # fmt: skip
