@@ -7,10 +7,11 @@ import pytest
 import torch
 from test_optim import relative, set_grads, train
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from largebatch.optim import Lamb, Muon, build_optimizer, init_state
-from largebatch.optim.muon import hidden_matrices
+from largebatch.optim.muon import cost, hidden_matrices, owners
 
 RESTS = ("adamw", "lamb")
 CONSTANTS = 3.4445, -4.7750, 2.0315
@@ -75,6 +76,44 @@ def test_the_iteration_in_bfloat16_is_that_of_float64_to_two_digits():
         assert relative(orthogonal(u, torch.bfloat16).double(), exact) <= 0.03
         values = torch.linalg.svdvals(exact)
         assert values.min() > 0.3 and values.max() < 1.3
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+def test_the_bits_are_those_of_torchs_muon(scale, nesterov):
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape)) for shape in [(37, 13), (13, 37), (5, 5), (97, 31), (1, 7), (7, 1)]]
+    theirs = copy.deepcopy(ours)
+    options = dict(lr=0.03, weight_decay=0.1, momentum=0.9, nesterov=nesterov, adjust_lr_fn=scale)
+    optimizers = Muon([{"params": ours, "kind": "muon", **options}]), torch.optim.Muon(theirs, **options)
+    for step in range(5):
+        for params, optimizer in zip((ours, theirs), optimizers):
+            set_grads(params, step)
+            params[2].grad = params[2].grad if step > 1 else None
+            optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
+
+
+def test_the_cost_of_a_matrix_is_that_of_its_products():
+    for shape in ((6, 40), (40, 6), (20, 20)):
+        weight = nn.Parameter(torch.ones(shape))
+        weight.grad = torch.ones(shape)
+        with FlopCounterMode(display=False) as counter:
+            Muon([{"params": [weight], "kind": "muon"}]).step()
+        assert counter.get_total_flops() == cost(shape)
+
+
+@pytest.mark.parametrize("name", ["vit_b16", "vit_b32", "vit_l32", "volo_d1"])
+def test_the_ranks_have_equal_shares_of_the_products(name):
+    with torch.device("meta"):
+        model = zoo.create_model(name)
+    shapes = [p.shape for p in hidden_matrices(model)]
+    for ranks in (2, 4, 8):
+        shares = [0] * ranks
+        for shape, rank in zip(shapes, owners(shapes, ranks), strict=True):
+            shares[rank] += cost(shape)
+        assert max(shares) <= 1.03 * sum(shares) / ranks
+    assert sorted(owners([(4, 4), (9, 2)], 5)) == [0, 1], "more ranks than matrices"
 
 
 def test_the_bits_do_not_depend_on_the_number_of_threads():
