@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -94,6 +95,33 @@ def test_the_bits_are_those_of_torchs_muon(scale, nesterov):
     assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
 
 
+@pytest.mark.parametrize("rest", RESTS)
+def test_query_key_and_value_apart_are_as_many_matrices(rest):
+    """To the bit those of torch's Muon for each of them; the other weights are as without the option."""
+
+    def build(**options):
+        torch.manual_seed(0)
+        layers = {"qkv": nn.Linear(6, 18), "kv": nn.Linear(18, 10), "mlp": nn.Linear(10, 8), "head": nn.Linear(8, 3)}
+        model = nn.Sequential(OrderedDict(layers))
+        impl = {"impl": "plain"} if rest == "lamb" else {}
+        return model, build_optimizer(model, name="muon", rest=rest, lr=0.02, weight_decay=0.1, **impl, **options)
+
+    (model, apart), (whole, together) = build(split_qkv=True), build()
+    pieces = [nn.Parameter(x.detach().clone()) for x in (*model.qkv.weight.chunk(3), *model.kv.weight.chunk(2))]
+    scale = {"adamw": "match_rms_adamw", "lamb": "original"}[rest]
+    theirs = torch.optim.Muon(pieces, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn=scale)
+    for step in range(4):
+        for one, optimizer in ((model, apart), (whole, together)):
+            set_grads(one.parameters(), step)
+            optimizer.step()
+        for piece, g in zip(pieces, (*model.qkv.weight.grad.chunk(3), *model.kv.weight.grad.chunk(2))):
+            piece.grad = g.clone()
+        theirs.step()
+    assert torch.equal(model.qkv.weight, torch.cat(pieces[:3])) and torch.equal(model.kv.weight, torch.cat(pieces[3:]))
+    same = {name for (name, p), q in zip(model.named_parameters(), whole.parameters()) if torch.equal(p, q)}
+    assert same == {name for name, _ in model.named_parameters()} - {"qkv.weight", "kv.weight"}
+
+
 def test_the_cost_of_a_matrix_is_that_of_its_products():
     for shape in ((6, 40), (40, 6), (20, 20)):
         weight = nn.Parameter(torch.ones(shape))
@@ -103,11 +131,12 @@ def test_the_cost_of_a_matrix_is_that_of_its_products():
         assert counter.get_total_flops() == cost(shape)
 
 
+@pytest.mark.parametrize("split_qkv", [False, True])
 @pytest.mark.parametrize("name", ["vit_b16", "vit_b32", "vit_l32", "volo_d1"])
-def test_the_ranks_have_equal_shares_of_the_products(name):
+def test_the_ranks_have_equal_shares_of_the_products(name, split_qkv):
     with torch.device("meta"):
         model = zoo.create_model(name)
-    shapes = [p.shape for p in hidden_matrices(model)]
+    shapes = [x.shape for p, parts in hidden_matrices(model, split_qkv=split_qkv).items() for x in p.chunk(parts)]
     for ranks in (2, 4, 8):
         shares = [0] * ranks
         for shape, rank in zip(shapes, owners(shapes, ranks), strict=True):
@@ -246,12 +275,15 @@ def test_muon_refuses():
         (dict(rest="sgd"), "rest must be one of adamw, lamb, got 'sgd'"),
         (dict(preset="paper"), "preset='paper' has no effect on muon with adamw for the rest; remove it or choose"),
         (dict(trust_coefficient=0.1), "trust_coefficient=0.1 has no effect on muon with adamw"),
+        (dict(split_qkv=True), "split_qkv=True needs a linear layer named qkv or kv, and Sequential has none; rem"),
         (dict(momentum=1.0), r"momentum must be a number in \[0, 1\), got 1.0"),
     ):
         with pytest.raises(ValueError, match=sentence):
             build_optimizer(model, name="muon", **({"lr": 0.1, "weight_decay": 0.0} | options))
     with pytest.raises(ValueError, match="rest='lamb' has no effect on adamw; remove it or choose one of muon"):
         build_optimizer(model, name="adamw", lr=0.1, weight_decay=0.0, rest="lamb")
+    with pytest.raises(ValueError, match="split_qkv=True has no effect on lamb; remove it or choose one of muon"):
+        build_optimizer(model, lr=0.1, weight_decay=0.0, split_qkv=True)
     with pytest.raises(ValueError, match="Sequential has no linear layer below its classifier"):
         build_optimizer(nn.Sequential(nn.Linear(2, 2)), name="muon", lr=0.1, weight_decay=0.0)
     with pytest.raises(ValueError, match="must be one of muon, adamw, lamb, got None"):

@@ -18,7 +18,7 @@ scale depends on the optimizer of the other tensors, so that one learning rate s
     LAMB      sqrt(max(1, rows / columns))    that of the page above; lr is a step relative to weights of a usual norm
 
 Embeddings, biases, norms, convolutions and the classifier are other tensors, as published. A matrix that holds several
-(the query, key and value of an attention) is updated as one.
+(the query, key and value of an attention) is updated as one, or, with split_qkv, as several.
 """
 
 import heapq
@@ -38,6 +38,7 @@ from largebatch.optim.states import Stateful, adam_state, adopted, require_param
 KINDS: dict[str, Callable[..., Optimizer]] = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW, "lamb": Lamb}
 STATES = {"muon": ("momentum_buffer",), "adamw": STATE, "lamb": STATE}  # of a parameter
 SCALES = {"adamw": "match_rms_adamw", "lamb": "original"}  # torch's names, by the optimizer of the other tensors
+FUSED = {"qkv": 3, "kv": 2}  # matrices in one weight, one below the other, by the name of the layer
 
 
 class Muon(Stateful):
@@ -111,7 +112,9 @@ class Muon(Stateful):
                 state = self.state[p]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(p)
-                yield p, p.grad, state["momentum_buffer"], group
+                whole = p, p.grad, state["momentum_buffer"]
+                for x, g, m in zip(*(tensor.chunk(group.get("parts", 1)) for tensor in whole)):
+                    yield x, g, m, group
 
     @property
     def trust_ratios(self) -> Mapping[Tensor, Tensor]:
@@ -142,18 +145,23 @@ class Muon(Stateful):
         super().__setstate__(state)
 
 
-def hidden_matrices(model: nn.Module) -> set[Tensor]:
-    """Return the weights of the linear layers that are not the classifier; ValueError if there are none.
+def hidden_matrices(model: nn.Module, *, split_qkv: bool = False) -> dict[Tensor, int]:
+    """Return the weights of the linear layers that are not the classifier, each with the number of its matrices.
 
-    The classifier is what timm's `default_cfg` names so, or else the last linear layer.
+    The classifier is what timm's `default_cfg` names so, or else the last linear layer. ValueError if there are no such
+    weights, or, with split_qkv, none of `FUSED`.
     """
     model = owner(model, "default_cfg")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     named = getattr(model, "default_cfg", {}).get("classifier") or list(layers)[-1:]
     classifiers = {named} if isinstance(named, str) else set(named)
-    found = {layer.weight for name, layer in layers.items() if name not in classifiers}
+    parts = {name: FUSED.get(name.rpartition(".")[2], 1) if split_qkv else 1 for name in layers}
+    found = {layer.weight: parts[name] for name, layer in layers.items() if name not in classifiers}
     if not found:
         raise ValueError(f"{type(model).__name__} has no linear layer below its classifier, so muon has no matrix")
+    if split_qkv and {*found.values()} == {1}:
+        layer = f"linear layer named {' or '.join(FUSED)}"
+        raise ValueError(f"split_qkv=True needs a {layer}, and {type(model).__name__} has none; remove it")
     return found
 
 
@@ -173,17 +181,17 @@ def owners(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
 
 
 def divided(
-    groups: list[dict[str, Any]], matrices: set[Tensor], *, momentum: float, rest: str, options: Mapping[str, Any]
+    groups: list[dict[str, Any]], matrices: dict[Tensor, int], *, momentum: float, rest: str, options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Divide groups of parameters among Muon, with `momentum`, and the optimizer `rest`, with `options`."""
     found = []
     for group in groups:
         inside = [p for p in group["params"] if p in matrices]
         others = [p for p in group["params"] if p not in matrices]
-        if inside:
+        for parts in sorted({matrices[p] for p in inside}):
             own = {key: value for key, value in group.items() if key != "adapt"}  # LAMB's option
-            own |= {"kind": "muon", "momentum": momentum, "adjust_lr_fn": SCALES[rest]}
-            found.append(own | {"params": inside})
+            own |= {"kind": "muon", "parts": parts, "momentum": momentum, "adjust_lr_fn": SCALES[rest]}
+            found.append(own | {"params": [p for p in inside if matrices[p] == parts]})
         if others:
             found.append({"kind": "lamb" if "impl" in options else rest, **options, **group, "params": others})
     return found

@@ -289,7 +289,7 @@ def muon_goes_on(folder: str, steps: str) -> None:
     plan = Plan(num_samples=50, global_batch_size=16, micro_batch_size=4, num_images=16 * 6, seed=0)
     config, model = TrainConfig(run=RunConfig(folder=folder)), tiny_vit(pos_drop_rate=0.1, proj_drop_rate=0.3)
     with session(deterministic=True) as comm:
-        options = {"optimizer_name": "muon", "dtype": torch.float64}
+        options = {"optimizer_name": "muon", "split_qkv": True, "dtype": torch.float64}
         trainer = small_trainer(comm, plan, passes=4 // comm.size, model=model, **options)
         unit = 2.0**-30 * comm.size
         for parameter in model.parameters():

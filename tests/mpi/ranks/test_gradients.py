@@ -97,13 +97,15 @@ def test_every_optimizer_moves_as_on_one_big_batch(comm, name):
     assert all(one == replicas[0] for one in replicas)
 
 
-def test_the_products_that_ranks_share_are_those_of_one_process(comm):
+@pytest.mark.parametrize("split_qkv", [False, True])
+def test_the_products_that_ranks_share_are_those_of_one_process(comm, split_qkv):
     """To the bit, given the reduced gradients: shuffled, with dropout, a skipped step and a weight without gradient."""
     plan = Plan(num_samples=50, global_batch_size=48, micro_batch_size=4, num_images=48 * 4 + 10, seed=0)
     dropping = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.3}
     model, alone = (tiny_vit(depth=2, **dropping) for _ in range(2))
-    trainer = small_trainer(comm, plan, passes=-(-12 // comm.size), model=model, optimizer_name="muon")
-    twin = build_optimizer(alone, name="muon", lr=0.01, weight_decay=0.1)
+    options = {"optimizer_name": "muon", "split_qkv": split_qkv}
+    trainer = small_trainer(comm, plan, passes=-(-12 // comm.size), model=model, **options)
+    twin = build_optimizer(alone, name="muon", lr=0.01, weight_decay=0.1, split_qkv=split_qkv)
     healthy = trainer.objective
     trainer.objective = lambda model, batch: healthy(model, batch) * (math.nan if trainer.state.step == 2 else 1.0)
 
