@@ -2,15 +2,17 @@
 
 import copy
 import io
+from collections import OrderedDict
 
 import pytest
 import torch
 from test_optim import relative, set_grads, train
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from largebatch.optim import Lamb, Muon, build_optimizer, init_state
-from largebatch.optim.muon import hidden_matrices
+from largebatch.optim.muon import cost, hidden_matrices, owners
 
 RESTS = ("adamw", "lamb")
 CONSTANTS = 3.4445, -4.7750, 2.0315
@@ -75,6 +77,72 @@ def test_the_iteration_in_bfloat16_is_that_of_float64_to_two_digits():
         assert relative(orthogonal(u, torch.bfloat16).double(), exact) <= 0.03
         values = torch.linalg.svdvals(exact)
         assert values.min() > 0.3 and values.max() < 1.3
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+def test_the_bits_are_those_of_torchs_muon(scale, nesterov):
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape)) for shape in [(37, 13), (13, 37), (5, 5), (97, 31), (1, 7), (7, 1)]]
+    theirs = copy.deepcopy(ours)
+    options = dict(lr=0.03, weight_decay=0.1, momentum=0.9, nesterov=nesterov, adjust_lr_fn=scale)
+    optimizers = Muon([{"params": ours, "kind": "muon", **options}]), torch.optim.Muon(theirs, **options)
+    for step in range(5):
+        for params, optimizer in zip((ours, theirs), optimizers):
+            set_grads(params, step)
+            params[2].grad = params[2].grad if step > 1 else None
+            optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
+
+
+@pytest.mark.parametrize("rest", RESTS)
+def test_query_key_and_value_apart_are_as_many_matrices(rest):
+    """To the bit those of torch's Muon for each of them; the other weights are as without the option."""
+
+    def build(**options):
+        torch.manual_seed(0)
+        layers = {"qkv": nn.Linear(6, 18), "kv": nn.Linear(18, 10), "mlp": nn.Linear(10, 8), "head": nn.Linear(8, 3)}
+        model = nn.Sequential(OrderedDict(layers))
+        impl = {"impl": "plain"} if rest == "lamb" else {}
+        return model, build_optimizer(model, name="muon", rest=rest, lr=0.02, weight_decay=0.1, **impl, **options)
+
+    (model, apart), (whole, together) = build(split_qkv=True), build()
+    pieces = [nn.Parameter(x.detach().clone()) for x in (*model.qkv.weight.chunk(3), *model.kv.weight.chunk(2))]
+    scale = {"adamw": "match_rms_adamw", "lamb": "original"}[rest]
+    theirs = torch.optim.Muon(pieces, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn=scale)
+    for step in range(4):
+        for one, optimizer in ((model, apart), (whole, together)):
+            set_grads(one.parameters(), step)
+            optimizer.step()
+        for piece, g in zip(pieces, (*model.qkv.weight.grad.chunk(3), *model.kv.weight.grad.chunk(2))):
+            piece.grad = g.clone()
+        theirs.step()
+    assert torch.equal(model.qkv.weight, torch.cat(pieces[:3])) and torch.equal(model.kv.weight, torch.cat(pieces[3:]))
+    same = {name for (name, p), q in zip(model.named_parameters(), whole.parameters()) if torch.equal(p, q)}
+    assert same == {name for name, _ in model.named_parameters()} - {"qkv.weight", "kv.weight"}
+
+
+def test_the_cost_of_a_matrix_is_that_of_its_products():
+    for shape in ((6, 40), (40, 6), (20, 20)):
+        weight = nn.Parameter(torch.ones(shape))
+        weight.grad = torch.ones(shape)
+        with FlopCounterMode(display=False) as counter:
+            Muon([{"params": [weight], "kind": "muon"}]).step()
+        assert counter.get_total_flops() == cost(shape)
+
+
+@pytest.mark.parametrize("split_qkv", [False, True])
+@pytest.mark.parametrize("name", ["vit_b16", "vit_b32", "vit_l32", "volo_d1"])
+def test_the_ranks_have_equal_shares_of_the_products(name, split_qkv):
+    with torch.device("meta"):
+        model = zoo.create_model(name)
+    shapes = [x.shape for p, parts in hidden_matrices(model, split_qkv=split_qkv).items() for x in p.chunk(parts)]
+    for ranks in (2, 4, 8):
+        shares = [0] * ranks
+        for shape, rank in zip(shapes, owners(shapes, ranks), strict=True):
+            shares[rank] += cost(shape)
+        assert max(shares) <= 1.03 * sum(shares) / ranks
+    assert sorted(owners([(4, 4), (9, 2)], 5)) == [0, 1], "more ranks than matrices"
 
 
 def test_the_bits_do_not_depend_on_the_number_of_threads():
@@ -207,12 +275,15 @@ def test_muon_refuses():
         (dict(rest="sgd"), "rest must be one of adamw, lamb, got 'sgd'"),
         (dict(preset="paper"), "preset='paper' has no effect on muon with adamw for the rest; remove it or choose"),
         (dict(trust_coefficient=0.1), "trust_coefficient=0.1 has no effect on muon with adamw"),
+        (dict(split_qkv=True), "split_qkv=True needs a linear layer named qkv or kv, and Sequential has none; rem"),
         (dict(momentum=1.0), r"momentum must be a number in \[0, 1\), got 1.0"),
     ):
         with pytest.raises(ValueError, match=sentence):
             build_optimizer(model, name="muon", **({"lr": 0.1, "weight_decay": 0.0} | options))
     with pytest.raises(ValueError, match="rest='lamb' has no effect on adamw; remove it or choose one of muon"):
         build_optimizer(model, name="adamw", lr=0.1, weight_decay=0.0, rest="lamb")
+    with pytest.raises(ValueError, match="split_qkv=True has no effect on lamb; remove it or choose one of muon"):
+        build_optimizer(model, lr=0.1, weight_decay=0.0, split_qkv=True)
     with pytest.raises(ValueError, match="Sequential has no linear layer below its classifier"):
         build_optimizer(nn.Sequential(nn.Linear(2, 2)), name="muon", lr=0.1, weight_decay=0.0)
     with pytest.raises(ValueError, match="must be one of muon, adamw, lamb, got None"):

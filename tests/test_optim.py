@@ -715,7 +715,7 @@ def test_adamw_by_one_field():
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        (dict(name="adam"), "unknown optimizer 'adam'; choose one of lamb, apex_lamb, adamw, sgd, lars"),
+        (dict(name="adam"), "unknown optimizer 'adam'; choose one of lamb, apex_lamb, adamw, nadamw, sgd, lars"),
         (dict(preset="apex"), "unknown LAMB preset 'apex'; choose one of paper, colossal"),
         (dict(preset=""), "unknown LAMB preset ''"),
         (dict(name="adamw", preset="paper"), "preset='paper' has no effect on adamw; .* one of lamb, apex_lamb"),

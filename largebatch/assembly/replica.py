@@ -130,6 +130,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, impl: str | None) -> 
         preset=o.preset,
         impl=impl,
         rest="lamb" if o.name == "muon_lamb" else None,
+        split_qkv=o.split_qkv or None,
     )
 
 

@@ -158,6 +158,8 @@ class OptimConfig:
     eps: float | None = None
     """number added to the divisor; null: 1e-6 for lamb and apex_lamb, 1e-8 for adamw, nadamw and lars; an error for
     sgd"""
+    split_qkv: bool = False
+    """for muon and muon_lamb: orthogonalise query, key and value each by itself, where one weight holds them"""
     clip_norm: float | None = limited(1.0, lambda x: x > 0, "a positive norm, or null for no clip")
     """global norm to which the averaged gradient is clipped; null: no clipping"""
     sam_rho: float | None = limited(None, lambda x: 0 < x < inf, "a fraction above 0, such as 0.005, or null")

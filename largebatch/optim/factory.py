@@ -97,7 +97,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "nadamw": {"betas": (0.9, 0.999), "eps": 1e-8},
     "sgd": {"momentum": 0.9},
     "lars": {"momentum": 0.9, "eps": 1e-8, "trust_coefficient": 1e-3},
-    "muon": {"momentum": 0.95, "rest": "adamw"},  # and the options of the optimizer for the rest
+    "muon": {"momentum": 0.95, "rest": "adamw", "split_qkv": False},  # and the options of the optimizer for the rest
 }
 
 
@@ -115,6 +115,7 @@ def build_optimizer(
     momentum: float | None = None,
     trust_coefficient: float | None = None,
     rest: str | None = None,
+    split_qkv: bool | None = None,
 ) -> Optimizer:
     """Build the optimizer of a run.
 
@@ -129,6 +130,7 @@ def build_optimizer(
         betas, eps, preset, impl, momentum, trust_coefficient: see `DEFAULTS`, `PRESETS`, `Lamb` and `Lars`. adamw with
             an impl is `Lamb` without trust ratios, which corrects the bias also while beta2 changes.
         rest: "adamw" or "lamb", for the tensors that muon leaves; they take its options.
+        split_qkv: muon takes the query, key and value of an attention as a matrix each.
 
     Raises ValueError for an unknown name, a value out of range, or an option without a use.
     """
@@ -136,7 +138,7 @@ def build_optimizer(
         raise ValueError(f"unknown optimizer {name!r}; choose one of {', '.join(DEFAULTS)}")
     decays = {"weight_decay": weight_decay, "layer_decay": layer_decay}
     options: dict[str, Any] = dict(preset=preset, betas=betas, eps=eps, impl=impl)
-    options |= dict(momentum=momentum, trust_coefficient=trust_coefficient, rest=rest)
+    options |= dict(momentum=momentum, trust_coefficient=trust_coefficient, rest=rest, split_qkv=split_qkv)
     given = {option: value for option, value in options.items() if value is not None}
     defaults = _defaults(name, rest)
     _refuse_unused(name, given, defaults)
@@ -189,12 +191,13 @@ def _refuse_unused(name: str, given: Mapping[str, Any], used: Mapping[str, Any])
 
 
 def _build_muon(model: nn.Module, decays: dict[str, Any], options: dict[str, Any]) -> Optimizer:
-    rest, momentum, lr = (options.pop(option) for option in ("rest", "momentum", "lr"))
+    rest, momentum, lr, split_qkv = (options.pop(option) for option in ("rest", "momentum", "lr", "split_qkv"))
     if rest == "lamb":
         groups, chosen = options_of(options.pop("preset"), model, **decays)
     else:
         groups, (_, chosen) = param_groups(model, **decays), _adamw(options)
-    return Muon(divided(groups, hidden_matrices(model), momentum=momentum, rest=rest, options=options | chosen), lr)
+    matrices = hidden_matrices(model, split_qkv=split_qkv)
+    return Muon(divided(groups, matrices, momentum=momentum, rest=rest, options=options | chosen), lr)
 
 
 def _adamw(options: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:

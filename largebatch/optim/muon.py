@@ -10,7 +10,7 @@ https://kellerjordan.github.io/posts/muon:
     x = x - lr weight_decay x - lr scale o
 
 This iteration of Newton and Schulz brings all singular values of o near 1; it lifts small ones, and roundings with
-them, by a factor of up to 3.4445^5 (docs/optimizers.md). Each rank computes the same bits by itself.
+them, by a factor of up to 3.4445^5 (docs/optimizers.md). After `comm.wrap`, each o is computed by one rank for all.
 
 scale depends on the optimizer of the other tensors, so that one learning rate serves both:
 
@@ -18,16 +18,18 @@ scale depends on the optimizer of the other tensors, so that one learning rate s
     LAMB      sqrt(max(1, rows / columns))    that of the page above; lr is a step relative to weights of a usual norm
 
 Embeddings, biases, norms, convolutions and the classifier are other tensors, as published. A matrix that holds several
-(the query, key and value of an attention) is updated as one.
+(the query, key and value of an attention) is updated as one, or, with split_qkv, as several.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, _muon
 
 from largebatch.optim.lamb import STATE, Lamb
 from largebatch.optim.presets import owner
@@ -36,6 +38,7 @@ from largebatch.optim.states import Stateful, adam_state, adopted, require_param
 KINDS: dict[str, Callable[..., Optimizer]] = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW, "lamb": Lamb}
 STATES = {"muon": ("momentum_buffer",), "adamw": STATE, "lamb": STATE}  # of a parameter
 SCALES = {"adamw": "match_rms_adamw", "lamb": "original"}  # torch's names, by the optimizer of the other tensors
+FUSED = {"qkv": 3, "kv": 2}  # matrices in one weight, one below the other, by the name of the layer
 
 
 class Muon(Stateful):
@@ -46,6 +49,7 @@ class Muon(Stateful):
     """
 
     _parts: dict[str, Optimizer] | None = None  # a class default: copies skip the constructor
+    comm: Any = None  # the ranks that share the work, if `comm.wrap` has set them
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float = 1e-3) -> None:
         require_parameters(params, "call largebatch.optim.build_optimizer with this model and name='muon'")
@@ -73,7 +77,44 @@ class Muon(Stateful):
     @takes_closure
     def step(self) -> None:
         for kind in dict.fromkeys(group["kind"] for group in self.param_groups):
-            self._part(kind).step()
+            if kind == "muon":
+                self._step_matrices()
+            else:
+                self._part(kind).step()
+
+    def _step_matrices(self) -> None:
+        """Step as torch.optim.Muon does, to the bit; each data rank computes o for some matrices, for all ranks."""
+        if not (matrices := [*self._matrices()]):
+            return
+        rank, size = (self.comm.data_rank, self.comm.data_size) if self.comm else (0, 1)
+        ranks, sizes = owners([x.shape for x, *_ in matrices], size), [0] * size
+        own = [matrices[0][0].new_empty(0, dtype=torch.bfloat16)]  # There may be more ranks than matrices.
+        for (x, g, m, group), by in zip(matrices, ranks):
+            m.lerp_(g, 1 - group["momentum"])
+            sizes[by] += x.numel()
+            if by == rank:
+                u = g.lerp(m, group["momentum"]) if group["nesterov"] else m
+                options = group["ns_coefficients"], group["ns_steps"], group["eps"]
+                own.append(_muon._zeropower_via_newtonschulz(u, *options).flatten())
+        flat, starts = torch.cat(own), [*accumulate(sizes, initial=0)]
+        if self.comm:  # Horovod copies no bfloat16, so this is another type of 16 bits.
+            flat = self.comm.allgather(flat.view(torch.float16), sizes=sizes, name="muon").view(torch.bfloat16)
+        for (x, _, _, group), by in zip(matrices, ranks):
+            o, lr = flat[starts[by] :][: x.numel()], float(group["lr"])
+            starts[by] += x.numel()
+            x.mul_(1 - lr * group["weight_decay"])
+            x.add_(o.view_as(x), alpha=-_muon._adjust_lr(lr, group["adjust_lr_fn"], x.shape))
+
+    def _matrices(self) -> Iterator[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]:
+        """Yield each matrix that has a gradient, with the gradient, the momentum and the group."""
+        for group in (group for group in self.param_groups if group["kind"] == "muon"):
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                whole = p, p.grad, state["momentum_buffer"]
+                for x, g, m in zip(*(tensor.chunk(group.get("parts", 1)) for tensor in whole)):
+                    yield x, g, m, group
 
     @property
     def trust_ratios(self) -> Mapping[Tensor, Tensor]:
@@ -104,33 +145,53 @@ class Muon(Stateful):
         super().__setstate__(state)
 
 
-def hidden_matrices(model: nn.Module) -> set[Tensor]:
-    """Return the weights of the linear layers that are not the classifier; ValueError if there are none.
+def hidden_matrices(model: nn.Module, *, split_qkv: bool = False) -> dict[Tensor, int]:
+    """Return the weights of the linear layers that are not the classifier, each with the number of its matrices.
 
-    The classifier is what timm's `default_cfg` names so, or else the last linear layer.
+    The classifier is what timm's `default_cfg` names so, or else the last linear layer. ValueError if there are no such
+    weights, or, with split_qkv, none of `FUSED`.
     """
     model = owner(model, "default_cfg")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     named = getattr(model, "default_cfg", {}).get("classifier") or list(layers)[-1:]
     classifiers = {named} if isinstance(named, str) else set(named)
-    found = {layer.weight for name, layer in layers.items() if name not in classifiers}
+    parts = {name: FUSED.get(name.rpartition(".")[2], 1) if split_qkv else 1 for name in layers}
+    found = {layer.weight: parts[name] for name, layer in layers.items() if name not in classifiers}
     if not found:
         raise ValueError(f"{type(model).__name__} has no linear layer below its classifier, so muon has no matrix")
+    if split_qkv and {*found.values()} == {1}:
+        layer = f"linear layer named {' or '.join(FUSED)}"
+        raise ValueError(f"split_qkv=True needs a {layer}, and {type(model).__name__} has none; remove it")
+    return found
+
+
+def cost(shape: Sequence[int]) -> int:
+    """Return the floating-point operations of the iteration for a matrix."""
+    short, long = sorted(shape)
+    return 10 * short**2 * (2 * long + short)
+
+
+def owners(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
+    """Return a rank for each matrix: the costliest first, each for the rank that has the least to compute so far."""
+    found, loads = [0] * len(shapes), [(0, rank) for rank in range(ranks)]
+    for number in sorted(range(len(shapes)), key=lambda number: -cost(shapes[number])):
+        load, found[number] = loads[0]
+        heapq.heapreplace(loads, (load + cost(shapes[number]), found[number]))
     return found
 
 
 def divided(
-    groups: list[dict[str, Any]], matrices: set[Tensor], *, momentum: float, rest: str, options: Mapping[str, Any]
+    groups: list[dict[str, Any]], matrices: dict[Tensor, int], *, momentum: float, rest: str, options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Divide groups of parameters among Muon, with `momentum`, and the optimizer `rest`, with `options`."""
     found = []
     for group in groups:
         inside = [p for p in group["params"] if p in matrices]
         others = [p for p in group["params"] if p not in matrices]
-        if inside:
+        for parts in sorted({matrices[p] for p in inside}):
             own = {key: value for key, value in group.items() if key != "adapt"}  # LAMB's option
-            own |= {"kind": "muon", "momentum": momentum, "adjust_lr_fn": SCALES[rest]}
-            found.append(own | {"params": inside})
+            own |= {"kind": "muon", "parts": parts, "momentum": momentum, "adjust_lr_fn": SCALES[rest]}
+            found.append(own | {"params": [p for p in inside if matrices[p] == parts]})
         if others:
             found.append({"kind": "lamb" if "impl" in options else rest, **options, **group, "params": others})
     return found

@@ -142,6 +142,11 @@ class HorovodRanks(Ranks):
             payloads = finish(hvd.allgather_async(mine, name=f"{name}/bytes"))
         return [pickle.loads(payload.numpy().data) for payload in payloads.split(sizes.tolist())]
 
+    def allgather(self, tensor: Tensor, *, sizes: Sequence[int], name: str) -> Tensor:
+        with self._watchdog.waiting(name):
+            whole: Tensor = finish(hvd.allgather_async(tensor, name=name, process_set=self._data_set))
+        return whole
+
     def broadcast_tensors(self, tensors: dict[str, Tensor], *, name: str) -> None:
         handles, copies = [], []
         for key, tensor in tensors.items():

@@ -42,7 +42,7 @@ Among = Literal["all", "data", "aside"]
 GRACE_S = 3  # for the other ranks, which give up soon after, to report it, too
 BEAT_S = 5.0  # rank 0 tells the others this often that it goes on with a long piece of work
 MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 200e-6  # between two looks at a collective; each pause is twice the one before
-COLLECTIVES = ("start_allreduce", "broadcast_object", "allgather_object", "broadcast_tensors")
+COLLECTIVES = ("start_allreduce", "broadcast_object", "allgather", "allgather_object", "broadcast_tensors")
 COMPARED = 16  # the ranks compare so many batches of `micro_batches`, and then one of so many
 
 
@@ -50,8 +50,8 @@ class Ranks(ABC):
     """Rank, size and collectives of one process. Every collective has a name, the same on all ranks.
 
     If the model is divided among model_size ranks, rank = data_rank × model_size + model_rank. Gradients are reduced,
-    and tensors broadcast, among the data_size ranks that hold the same part of the model; all other collectives span
-    all ranks.
+    and tensors broadcast and gathered, among the data_size ranks that hold the same part of the model; all other
+    collectives span all ranks.
     """
 
     launcher = "python"
@@ -131,6 +131,10 @@ class Ranks(ABC):
     @abstractmethod
     def allgather_object(self, value: Any, *, name: str) -> list[Any]:
         """Return the picklable values of all ranks, in rank order."""
+
+    @abstractmethod
+    def allgather(self, tensor: Tensor, *, sizes: Sequence[int], name: str) -> Tensor:
+        """Return the 1-d tensors of all data ranks, which have these sizes, one behind the other."""
 
     @abstractmethod
     def broadcast_tensors(self, tensors: dict[str, Tensor], *, name: str) -> None:

@@ -1,6 +1,7 @@
 """The only rank of a run, which needs neither Horovod nor MPI nor a launcher."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,6 +42,9 @@ class Single(Ranks):
 
     def allgather_object(self, value: Any, *, name: str) -> list[Any]:
         return [value]
+
+    def allgather(self, tensor: Tensor, *, sizes: Sequence[int], name: str) -> Tensor:
+        return tensor
 
     def broadcast_tensors(self, tensors: dict[str, Tensor], *, name: str) -> None:
         pass

@@ -116,6 +116,17 @@ class TorchRanks(Ranks):
             dist.all_gather_object(values, value)
         return values
 
+    def allgather(self, tensor: Tensor, *, sizes: Sequence[int], name: str) -> Tensor:
+        whole = tensor.new_empty(sum(sizes))
+        parts = whole.split([*sizes])
+        parts[self.data_rank].copy_(tensor)
+        with self._watchdog.waiting(name), losing_ranks():  # Gloo's own allgather expects equal sizes.
+            pieces = [(rank, part) for rank, part in enumerate(parts) if part.numel()]
+            works = [dist.broadcast(p, group=self._same_part, group_src=rank, async_op=True) for rank, p in pieces]
+            for work in works:
+                _wait(work)
+        return whole
+
     def broadcast_tensors(self, tensors: dict[str, Tensor], *, name: str) -> None:
         wholes = [tensor.detach().contiguous() for tensor in tensors.values()]  # copies of those that have gaps
         with self._watchdog.waiting(name), losing_ranks():

@@ -304,6 +304,33 @@ def trials(file: str) -> None:
         print(f"trial ends with {code}", flush=True)
 
 
+def muon_goes_on(folder: str, steps: str) -> None:
+    """Train a ViT with Muon from the newest checkpoint to this step; any number of ranks computes the same bits.
+
+    The gradient of a micro-batch is rounded to a multiple of 2^-30, so that float64 adds such gradients exactly.
+    """
+    from largebatch import checkpoint
+    from largebatch.config import RunConfig, TrainConfig, dump
+    from largebatch.data.order import Plan
+    from tests.mpi.ranks.parts import small_trainer, tiny_vit
+
+    plan = Plan(num_samples=50, global_batch_size=16, micro_batch_size=4, num_images=16 * 6, seed=0)
+    config, model = TrainConfig(run=RunConfig(folder=folder)), tiny_vit(pos_drop_rate=0.1, proj_drop_rate=0.3)
+    with session(deterministic=True) as comm:
+        options = {"optimizer_name": "muon", "split_qkv": True, "dtype": torch.float64}
+        trainer = small_trainer(comm, plan, passes=4 // comm.size, model=model, **options)
+        unit = 2.0**-30 * comm.size
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: (gradient / unit).round() * unit)
+        checkpoint.resume(config, trainer)
+        began = trainer.state.step
+        trainer.fit(max_steps=int(steps))
+        if comm.rank == 0:
+            parts = {"model": model, "optimizer": trainer.optimizer, "scaler": trainer.scaler, "state": trainer.state}
+            checkpoint.save(folder, checkpoint.take_snapshot(**parts, config_text=dump(config)))
+            print(f"{comm.size} ranks of {comm.kind}: steps {began} to {trainer.state.step}", flush=True)
+
+
 # -- faults of a training run ----------------------------------------------------------------------------------------
 
 

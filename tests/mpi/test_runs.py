@@ -160,6 +160,24 @@ def test_images_that_grow_stopped_inside_a_phase_and_resumed_on_other_ranks(tmp_
     assert code == 2 and "--schedule.image_sizes" in output and "Traceback" not in output, output
 
 
+def test_muon_resumed_in_epochs_on_two_four_and_one_ranks_ends_with_the_bits_of_one(tmp_path):
+    """The program rounds gradients, so that any ranks add them up to the same bits."""
+    program, threads = ["-m", "tests.mpi.programs", "muon_goes_on"], {"OMP_NUM_THREADS": "1"}
+    for folder, steps, ranks, launcher in (
+        ("alone", 6, 1, "python"), ("shared", 2, 2, "mpirun"), ("shared", 4, 4, "torchrun"),
+        ("shared", 5, 4, "mpirun"), ("shared", 6, 1, "python"),
+    ):  # fmt: skip
+        (tmp_path / folder).mkdir(exist_ok=True)
+        command = [*program, str(tmp_path / folder), str(steps)]
+        code, output = launch(command, ranks=ranks, launcher=launcher, environment=threads)
+        assert code == 0 and f"to {steps}\n" in output, output
+    assert "steps 5 to 6" in output
+    assert not different(weights(tmp_path / "alone"), weights(tmp_path / "shared"))
+    alone, shared = (torch.load(tmp_path / name / "checkpoints/00000006/state.pt") for name in ("alone", "shared"))
+    states = (list(content["optimizer"]["state"].values()) for content in (alone, shared))
+    assert all(torch.equal(one[key], other[key]) for one, other in zip(*states, strict=True) for key in one)
+
+
 def test_validation_from_the_command_line(uninterrupted, tmp_path):
     lines, answers = [], tmp_path / "predictions.csv"
     for ranks, options in ((1, []), (3, ["--predictions", str(answers)]), (2, ["--ema"])):

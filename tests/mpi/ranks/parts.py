@@ -128,10 +128,12 @@ def small_trainer(
     clip_norm: float | None = 1.0,
     compression: str = "none",
     sam: LookSam | None = None,
+    **options: Any,
 ) -> Trainer:
+    """options: those of the optimizer."""
     model = (model or small_model()).to(dtype)
     impl = "eager" if optimizer_name == "lamb" else None
-    plain = build_optimizer(model, name=optimizer_name, lr=lr, weight_decay=0.1, impl=impl)
+    plain = build_optimizer(model, name=optimizer_name, lr=lr, weight_decay=0.1, impl=impl, **options)
     optimizer = comm.wrap(plain, model, passes=passes, compression=compression, watch=False)
     init_state(optimizer)
     if sam:

@@ -1,5 +1,7 @@
 """The gradient that the optimizer sees equals that of one big batch, for any ranks and passes."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -16,12 +18,14 @@ from parts import (
     tiny_vit,
 )
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from largebatch.augment import Augment, Augmented, seed_for
 from largebatch.config import accumulation_passes
 from largebatch.data.order import Plan
 from largebatch.losses import classification
 from largebatch.optim import build_optimizer
+from largebatch.optim.muon import cost, hidden_matrices
 from largebatch.ranks import Stopped
 
 MICRO = 4
@@ -91,6 +95,58 @@ def test_every_optimizer_moves_as_on_one_big_batch(comm, name):
             assert (ours - theirs).norm() <= 1e-12 * theirs.norm(), f"step {step}"
     replicas = comm.allgather_object([p.tolist() for p in trainer.model.parameters()], name=f"replicas/{name}")
     assert all(one == replicas[0] for one in replicas)
+
+
+@pytest.mark.parametrize("split_qkv", [False, True])
+def test_the_products_that_ranks_share_are_those_of_one_process(comm, split_qkv):
+    """To the bit, given the reduced gradients: shuffled, with dropout, a skipped step and a weight without gradient."""
+    plan = Plan(num_samples=50, global_batch_size=48, micro_batch_size=4, num_images=48 * 4 + 10, seed=0)
+    dropping = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.3}
+    model, alone = (tiny_vit(depth=2, **dropping) for _ in range(2))
+    options = {"optimizer_name": "muon", "split_qkv": split_qkv}
+    trainer = small_trainer(comm, plan, passes=-(-12 // comm.size), model=model, **options)
+    twin = build_optimizer(alone, name="muon", lr=0.01, weight_decay=0.1, split_qkv=split_qkv)
+    healthy = trainer.objective
+    trainer.objective = lambda model, batch: healthy(model, batch) * (math.nan if trainer.state.step == 2 else 1.0)
+
+    def step_alone(*_) -> None:
+        if trainer.state.step == 3:
+            model.blocks[1].mlp.fc1.weight.grad = None
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            q.grad = None if p.grad is None else p.grad.clone()
+        for group, other in zip(trainer.optimizer.param_groups, twin.param_groups, strict=True):
+            other["lr"] = group["lr"]
+        twin.step()
+
+    trainer.optimizer.register_step_pre_hook(step_alone)
+    trainer.fit()
+    assert trainer.state.step == 5 and trainer.state.skipped == 1
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters()))
+    states = zip(trainer.optimizer.state_dict()["state"].values(), twin.state_dict()["state"].values(), strict=True)
+    assert all(torch.equal(one[key], other[key]) for one, other in states for key in other)
+
+
+def test_one_rank_computes_each_product(comm):
+    model = tiny_vit(depth=2)
+    optimizer = comm.wrap(build_optimizer(model, name="muon", lr=0.01, weight_decay=0.1), model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    computed = comm.allgather_object(counter.get_total_flops(), name="computed")
+    assert sum(computed) == sum(cost(p.shape) for p in hidden_matrices(model)) and max(computed) < 2 * min(computed)
+
+
+def test_ranks_without_a_matrix_get_the_result_of_another(comm):
+    model, alone = (nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)) for _ in range(2))
+    twin = build_optimizer(alone, name="muon", lr=0.01, weight_decay=0.1)
+    optimizer = comm.wrap(build_optimizer(model, name="muon", lr=0.01, weight_decay=0.1), model)
+    alone.load_state_dict(model.state_dict())
+    for one, other in zip(model.parameters(), alone.parameters()):
+        one.grad, other.grad = (torch.arange(p.numel()).view_as(p) / 8 for p in (one, other))
+    optimizer.step()
+    twin.step()
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), alone.parameters()))
 
 
 def test_windows_of_unequal_passes_follow_each_other(comm):
