@@ -71,22 +71,24 @@ def test_every_epoch_is_a_permutation_and_epochs_differ(window):
 
 @pytest.mark.parametrize("num_samples", [100, 256, 1000])
 @pytest.mark.parametrize("repeats", [2, 3, 7])
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_repeats_are_those_of_timms_sampler(monkeypatch, num_samples, repeats, num_ranks):
-    """With the same permutation: all ranks of timm see in a step, of one image each, what ours see."""
+@pytest.mark.parametrize("num_ranks, micro", [(1, 1), (4, 1), (4, 5), (3, 8)])
+def test_repeats_are_those_of_timms_sampler(monkeypatch, num_samples, repeats, num_ranks, micro):
+    """With the same permutation, each rank of timm, which drops the last batch if it is short, sees what ours sees."""
     from timm.data.distributed_sampler import RepeatAugSampler
 
-    plan = Plan(num_samples, num_ranks, 1, 3 * num_samples, seed=5, repeats=repeats)
+    plan = Plan(num_samples, num_ranks * micro, micro, 3 * num_samples, seed=5, repeats=repeats)
+    steps = plan.epoch_images // plan.global_batch_size
+    assert steps == (num_samples if num_samples < 256 else num_samples // 256 * 256) // num_ranks // micro
     for epoch in range(2):
         own = torch.from_numpy(order.epoch_order(5, epoch, num_samples).copy())
         monkeypatch.setattr(torch, "randperm", lambda size, generator: own)
         ranks = (RepeatAugSampler(range(num_samples), num_ranks, k, num_repeats=repeats) for k in range(num_ranks))
-        theirs = np.stack([[*rank] for rank in ranks], axis=1).ravel()
+        theirs = [[*rank][: steps * micro] for rank in ranks]
         monkeypatch.undo()
-        start = epoch * plan.epoch_images
-        _, ours = plan.samples(start, start + plan.epoch_images)
-        assert ours.tolist() == theirs.tolist()
-        assert len(ours) == (num_samples if num_samples < 256 else num_samples // 256 * 256)
+        for rank in range(num_ranks):
+            mine = [plan.micro_batches(step, rank, num_ranks) for step in range(epoch * steps, (epoch + 1) * steps)]
+            ours = [plan.samples(job.start, job.stop)[1] for jobs in mine for job in jobs]
+            assert np.concatenate(ours).tolist() == theirs[rank]
 
 
 @pytest.mark.parametrize("window", [0, 2])
@@ -101,7 +103,9 @@ def test_each_repetition_has_draws_of_its_own(window):
     parts = [plan.samples(m.start, m.stop) for step in range(plan.num_steps) for m in plan.micro_batches(step, 0, 1)]
     assert np.array_equal(np.concatenate(parts, axis=1), np.stack([epochs, samples]))
     once = Plan(600, 64, 16, 1536, seed=1, shard_sizes=sizes, shuffle_window=window)
-    assert np.array_equal(samples[:510:3], once.samples(0, 170)[1])
+    first = once.samples(0, 22)[1]  # a step has 64 images: 21 three times, and one more
+    assert np.array_equal(np.sort(samples[:64]), np.sort(np.repeat(first, 3)[:64]))
+    assert all(len({*samples[k : k + 16].tolist()}) == 16 for k in range(0, 1536, 16))  # four micro-batches in a step
     size = {"width": np.full(1536, 500), "height": np.full(1536, 400)}
     crops = order.draw(1, epochs, samples, **size, scale=SCALE, ratio=RATIO, hflip=0.5)
     assert len({*zip(crops.x[:510].tolist(), crops.y[:510].tolist(), crops.width[:510].tolist())}) > 500

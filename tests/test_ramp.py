@@ -39,9 +39,9 @@ def plan_of(config: TrainConfig, num_samples: int = IMAGENET) -> Plan:
     return assembly.build_plan(config, Index(num_samples))
 
 
-def test_an_epoch_of_repeated_images_has_whole_256s():
+def test_an_epoch_of_repeated_images_has_whole_batches():
     config = config_of("1024@0,32768@10 epochs", augment_repeats=3, schedule_warmup="5 epochs", schedule_stairs="true")
-    epoch, plan = IMAGENET // 256 * 256, plan_of(config)
+    epoch, plan = IMAGENET // 32768 * 32768, plan_of(config)
     assert (plan.num_images, plan.epoch_images) == (300 * epoch, epoch)
     assert plan.phases == ((0, 1024), (10 * epoch, 32768))
     schedule = assembly.build_schedule(config, plan)

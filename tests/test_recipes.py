@@ -38,7 +38,7 @@ def learning_rates(config: TrainConfig) -> list[float]:
     """The rate in the middle of each epoch of ImageNet."""
     batch = config.data.global_batch_size
     epochs = int(config.run.duration.split()[0])
-    length = order.epoch_images(IMAGENET, config.augment.repeats)
+    length = order.epoch_images(IMAGENET, config.augment.repeats, batch)
     size = {"global_batch_size": batch, "micro_batch_size": config.data.micro_batch_size, "num_images": epochs * length}
     plan = Plan(IMAGENET, **size, seed=0, repeats=config.augment.repeats)
     schedule = assembly.build_schedule(config, plan)

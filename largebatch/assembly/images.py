@@ -274,18 +274,17 @@ def _norm_of_one_value(config: TrainConfig) -> str:
 
 
 def build_plan(config: TrainConfig, index: "Index") -> Plan:
-    num_images = images_of(config, "run.duration", len(index))
+    num_images, size = images_of(config, "run.duration", len(index)), config.data.global_batch_size
+    epoch = epoch_images(len(index), config.augment.repeats, size)
     return Plan(
         num_samples=len(index),
-        global_batch_size=config.data.global_batch_size,
+        global_batch_size=size,
         micro_batch_size=config.data.micro_batch_size,
         num_images=num_images,
         seed=config.run.seed,
         shard_sizes=index.shard_sizes if config.data.shuffle_window else (),
         shuffle_window=config.data.shuffle_window,
-        phases=ramp.phases(
-            config, num_samples=epoch_images(len(index), config.augment.repeats), run_images=num_images
-        ),
+        phases=ramp.phases(config, num_samples=epoch, run_images=num_images),
         repeats=config.augment.repeats,
     )
 
@@ -397,7 +396,7 @@ def build_augment(config: TrainConfig) -> Augment:
 def images_of(config: TrainConfig, option: str, num_samples: int, run_images: int = 0) -> int:
     """Return a duration option in images; ValueError for less than one, except in the schedule."""
     text, batch_size = attrgetter(option)(config), config.data.global_batch_size
-    num_samples = epoch_images(num_samples, config.augment.repeats)
+    num_samples = epoch_images(num_samples, config.augment.repeats, batch_size)
     images = duration_images(
         text, option=f"--{option}", num_samples=num_samples, batch_size=batch_size, run_images=run_images
     )

@@ -104,7 +104,7 @@ class AugmentConfig:
     solarised or blurred, then a colour jitter of 0.3); empty: no policy"""
     repeats: int = at_least(1, 1)
     """repeated augmentation: number of times in a row that an epoch takes an image, with a crop, flip and policy of
-    its own each time. An epoch stays as long (in whole 256s, as in timm), so with 3 it has a third of the images"""
+    its own each time. An epoch stays as long, in whole batches, so with 3 it has a third of the images"""
     reprob: float = limited(0.0, lambda x: 0 <= x <= 1, "a probability, 0 to 1")
     """probability of random erasing; 0: off"""
     mixup_alpha: float = at_least(0.0, 0)

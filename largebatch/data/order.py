@@ -46,9 +46,10 @@ class Plan:
 
     `num_images` is the length of the whole run; only its last global batch may be short. With `shuffle_window` W > 0
     the files (with `shard_sizes` samples) are permuted, and samples are mixed only inside W consecutive files, which
-    keeps reads sequential on slow storage. An epoch takes each sample `repeats` times in a row. `phases` of a batch
-    ramp are its first stream positions, from 0, and global batches, at most `global_batch_size`; each is a whole number
-    of steps.
+    keeps reads sequential on slow storage. An epoch takes each sample `repeats` times in a row; the micro-batches of a
+    step then take every n-th of its images, as the ranks of timm's sampler do, so that no two repetitions meet in one.
+    `phases` of a batch ramp are its first stream positions, from 0, and global batches, at most `global_batch_size`;
+    each is a whole number of steps.
     """
 
     num_samples: int
@@ -96,7 +97,7 @@ class Plan:
 
     @property
     def epoch_images(self) -> int:
-        return epoch_images(self.num_samples, self.repeats)
+        return epoch_images(self.num_samples, self.repeats, self.global_batch_size)
 
     @functools.cached_property
     def _phases(self) -> list[Phase]:
@@ -157,7 +158,7 @@ class Plan:
 
         Each repetition counts as an epoch of its own, so that it has draws of its own.
         """
-        epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.epoch_images)
+        epochs, places = np.divmod(self._places(start, stop), self.epoch_images)
         places, repetitions = np.divmod(places, self.repeats)
         samples = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
@@ -169,10 +170,26 @@ class Plan:
             samples[chosen] = order[places[chosen]]
         return epochs * self.repeats + repetitions, samples
 
+    def _places(self, start: int, stop: int) -> np.ndarray:
+        """Return the places of stream positions among the repeated samples of all epochs, one behind the other."""
+        places = np.arange(start, stop, dtype=np.int64)
+        if self.repeats == 1:
+            return places
+        for step in range(self.first_step(start + 1) - 1, self.first_step(stop)):
+            first, count = self.start(step), self.batch_size(step) // self.micro_batch_size
+            if self.window_images(step) == count * self.micro_batch_size:
+                own = places[max(0, first - start) : first + self.batch_size(step) - start]
+                micro_batches, numbers = np.divmod(own - first, self.micro_batch_size)
+                own[:] = first + numbers * count + micro_batches
+        return places
 
-def epoch_images(num_samples: int, repeats: int) -> int:
-    """Return the images of an epoch: all samples or, repeated, as many in whole 256s, as in DeiT and timm."""
-    return num_samples if repeats == 1 else num_samples // 256 * 256 or num_samples
+
+def epoch_images(num_samples: int, repeats: int, batch_size: int) -> int:
+    """Return the images of an epoch: all samples or, repeated, as many in whole 256s and batches, as in DeiT."""
+    if repeats == 1:
+        return num_samples
+    images = num_samples // 256 * 256 or num_samples
+    return images // batch_size * batch_size or images
 
 
 @functools.lru_cache(maxsize=4)  # two epochs of the training plan and two of another one; each takes 8 bytes per sample
