@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import zoo  # lets timm be imported beside torch's CPU build
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+import zoo  # lets timm be imported beside torch's CPU build
 from largebatch import assembly
 from largebatch import config as configs
 from largebatch.augment import Augmented
@@ -25,6 +25,7 @@ from zoo.vit import STRUCTURES, Structure
 CPU, STEPS = torch.device("cpu"), 20
 TINY: dict[str, Any] = dict(embed_dim=48, depth=2, num_heads=3)
 DATA = ["--data=digits", "--data.global_batch_size=256", "--data.micro_batch_size=64", "--model.img_size=32"]
+DECAY = 1.0  # more than published, so that it shows in 20 losses
 RUN = ["--run.precision=fp32", "--run.device=cpu", "--run.eval_every=never", "--run.check_replicas=", "--log.to=null"]
 
 
@@ -33,7 +34,8 @@ def trainer_of(recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, *giv
     for name, structure in STRUCTURES.items():
         tiny = Structure(16, **TINY, timm_name="", init_values=structure.init_values)
         monkeypatch.setitem(STRUCTURES, name, tiny)
-    argv = [f"--recipe={recipe}", *DATA, *RUN, f"--run.folder={tmp_path}", "--model.drop_path_rate=0", *given]
+    argv = [f"--recipe={recipe}", *DATA, *RUN, f"--run.folder={tmp_path}", "--model.drop_path_rate=0"]
+    argv += [f"--optim.weight_decay={DECAY}", *given]
     return assembly.build_trainer(configs.parse(argv, choose_recipe=choose), Single(), device=CPU)
 
 
@@ -88,10 +90,10 @@ def moments(p: nn.Parameter, state: dict[str, Any], step: int, eps: float) -> Te
 
 
 def apex_lamb(p: nn.Parameter, state: dict[str, Any], lr: float, step: int) -> None:
-    """NVIDIA's LAMB as timm calls it: without decay for 1-D tensors and embeddings' tokens, and then without a ratio."""
+    """NVIDIA's LAMB as timm calls it: 1-D tensors, token and positions have neither decay nor a ratio."""
     update = moments(p, state, step, 1e-8)
     if p.ndim > 1 and p.shape[0] != 1:  # the class token and the position embedding have no decay
-        update = update + 0.05 * p
+        update = update + DECAY * p
         update = update * p.norm() / update.norm()
     p -= lr * update
 
@@ -115,4 +117,5 @@ def test_deit3(monkeypatch, tmp_path):
 
     theirs = plain(model, seen, loss_of, rate, apex_lamb, clip=1.0)
     assert ours == pytest.approx(theirs, rel=1e-5) and theirs[-1] < theirs[0]
-    assert zoo.create_model("deit3_b16", img_size=32, num_classes=10).blocks[0].ls1.gamma.mean().item() == pytest.approx(1e-4)
+    fresh = zoo.create_model("deit3_b16", img_size=32, num_classes=10)
+    assert fresh.blocks[0].ls1.gamma.mean().item() == pytest.approx(1e-4)
