@@ -25,7 +25,7 @@ from zoo.vit import STRUCTURES, Structure
 CPU, STEPS = torch.device("cpu"), 20
 TINY: dict[str, Any] = dict(embed_dim=48, depth=2, num_heads=3)
 DATA = ["--data=digits", "--data.global_batch_size=256", "--data.micro_batch_size=64", "--model.img_size=32"]
-DECAY = 1.0  # more than published, so that it shows in 20 losses
+DECAY = 10.0  # more than published, so that it shows in 20 losses
 RUN = ["--run.precision=fp32", "--run.device=cpu", "--run.eval_every=never", "--run.check_replicas=", "--log.to=null"]
 
 
