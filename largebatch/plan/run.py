@@ -3,7 +3,8 @@
 import math
 from dataclasses import asdict, dataclass
 
-from largebatch.config import NEVER, TrainConfig, duration_images, duration_seconds
+from largebatch.assembly import images_of
+from largebatch.config import NEVER, TrainConfig, duration_seconds
 from largebatch.plan import constants
 from largebatch.plan.memory import checkpoint_bytes
 from largebatch.plan.step import Cluster, Speed, Step, pass_seconds
@@ -43,9 +44,7 @@ class Failures:
 
 
 def num_steps(config: TrainConfig, num_images: int) -> int:
-    batch = config.data.global_batch_size
-    whole = duration_images(config.run.duration, option="run.duration", num_samples=num_images, batch_size=batch)
-    steps = math.ceil(whole / batch)
+    steps = math.ceil(images_of(config, "run.duration", num_images) / config.data.global_batch_size)
     return min(steps, config.run.max_steps) if config.run.max_steps else steps
 
 
@@ -69,8 +68,8 @@ def _count(config: TrainConfig, every: str, option: str, steps: int, num_images:
     if wanted := duration_seconds(every):
         return max(1, math.floor(seconds / wanted))
     batch = config.data.global_batch_size
-    images = duration_images(every, option=option, num_samples=num_images, batch_size=batch, run_images=steps * batch)
-    times = steps * batch // max(images, 1)
+    images = images_of(config, option, num_images, steps * batch)
+    times = steps * batch // images
     also_at_end = math.ceil(times * images / batch) < steps
     return max(1, min(steps, times + also_at_end))
 
