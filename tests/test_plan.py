@@ -453,6 +453,8 @@ def test_a_run_is_its_steps_evaluations_and_checkpoints(vit):
     found = run_of(config, vit, cluster, Step(0.1, 0.01, 0.02, 0.03), Speed(), num_images=1_000_000)
     assert num_steps(config, 1_000_000) == 7325  # 30,000,000 / 4,096 = 7,324.2
     assert num_steps(replace(config, run=replace(config.run, max_steps=5)), 1_000_000) == 5
+    repeated = replace(config, augment=replace(config.augment, repeats=3))  # an epoch then has whole batches: 244
+    assert num_steps(repeated, 1_000_000) == 7320
     assert found.training == pytest.approx(7325 * 0.16)
     timed = replace(config, checkpoint=replace(config.checkpoint, every="5 minutes"))  # in 1,172 s
     timed_run = run_of(timed, vit, cluster, Step(0.16, 0, 0, 0), Speed(), num_images=1_000_000)

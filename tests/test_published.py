@@ -32,7 +32,7 @@ RUN = ["--run.precision=fp32", "--run.device=cpu", "--run.eval_every=never", "--
 def trainer_of(recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, *given: str) -> Trainer:
     """The trainer of a recipe for a tiny model of its kind on the digits."""
     for name, structure in STRUCTURES.items():
-        tiny = Structure(16, **TINY, timm_name="", init_values=structure.init_values)
+        tiny = Structure(16, **TINY, timm_name="", family=structure.family)
         monkeypatch.setitem(STRUCTURES, name, tiny)
     argv = [f"--recipe={recipe}", *DATA, *RUN, f"--run.folder={tmp_path}", "--model.drop_path_rate=0"]
     argv += [f"--optim.weight_decay={DECAY}", *given]

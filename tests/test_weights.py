@@ -287,7 +287,7 @@ def test_weights_under_the_names_of_deit3s_authors_give_timms_model(tmp_path):
 
 @pytest.mark.parametrize("scales", [("ls1.gamma", "ls2.gamma"), ("gamma_1", "gamma_2")])
 def test_a_layer_scale_tells_deit3_from_a_plain_vit(tmp_path, scales):
-    for name in ("deit3_s16", "vit_s16"):
+    for name in ("deit3_s16", "plain_s16", "vit_s16"):
         weights = fake_weights(name, img_size=192)
         weights = {key.replace("ls1.gamma", scales[0]).replace("ls2.gamma", scales[1]): weights[key] for key in weights}
         torch.save(weights, tmp_path / "some.pt")

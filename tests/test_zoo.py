@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import inspect
+import math
 import os
 import subprocess
 import sys
@@ -56,6 +57,8 @@ def on_meta(name: str, **options) -> nn.Module:
         ("deit3_s16", 224, 1000, 22_059_496),  # 22.0 million, 86.6 and 304.4 are published
         ("deit3_b16", 224, 1000, 86_585_320),
         ("deit3_l16", 224, 1000, 304_374_760),
+        ("plain_s16", 224, 1000, 22_049_896),  # of which 196 · 384 are fixed
+        ("plain_b16", 224, 1000, 86_566_120),
         ("vit_nano32", 224, 1000, 158_440),
         ("vit_nano7", 28, 10, 46_474),
         ("vit_6b16", 224, 1000, 6_452_220_904),  # 32 blocks of 4,096 features: 12 h² + 13 h each
@@ -117,6 +120,46 @@ def test_deit3_begins_as_published():
     assert model.cls_token.std().item() == pytest.approx(0.02, rel=0.15)  # four standard errors of 384 numbers
     assert model.default_cfg["crop_pct"] == 1.0 and model.default_cfg["mean"] == (0.485, 0.456, 0.406)
     assert not any(isinstance(module, layers.DropPath) for module in on_meta("deit3_s16").modules())
+
+
+def test_a_plain_vit_begins_as_published():
+    """Positions by the formula, in float64; each matrix by its own sides; no class token, and a head of zeros."""
+    torch.manual_seed(3)
+    model = create_model("plain_s16", img_size=48, num_classes=10)
+    for place in range(9):
+        row, column = divmod(place, 3)
+        for k in range(96):
+            frequency = 10_000 ** -(k / 95)
+            expected = [wave(p * frequency) for p in (column, row) for wave in (math.sin, math.cos)]
+            assert model.pos_embed[0, place, k::96].tolist() == pytest.approx(expected, abs=1e-6)
+    assert not model.pos_embed.requires_grad and model.cls_token is None
+    for block in model.blocks:
+        matrices = [*block.attn.qkv.weight.chunk(3), block.attn.proj.weight, block.mlp.fc1.weight, block.mlp.fc2.weight]
+        for matrix in matrices:  # uniform within ± sqrt(6 / (rows + columns))
+            bound = math.sqrt(6 / sum(matrix.shape))
+            assert 0.999 * bound < matrix.abs().max() <= bound
+        assert 0 < block.mlp.fc1.bias.abs().max() < 1e-5 and block.attn.qkv.bias.abs().max() == 0
+    assert model.head.weight.abs().max() == model.head.bias.abs().max() == 0
+    patch = model.patch_embed.proj
+    assert patch.bias.abs().max() == 0 and patch.weight.std().item() == pytest.approx(1 / math.sqrt(768), rel=0.01)
+
+
+def test_a_plain_vit_computes_what_is_published():
+    """The layers written out: no class token, tanh's GELU, and the norm before the mean."""
+    torch.manual_seed(0)
+    model = create_model("plain_s16", img_size=32, num_classes=5).double().eval()
+    del model.blocks[2:]
+    nn.init.normal_(model.head.weight)
+    images = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    x = model.patch_embed.proj(images).flatten(2).mT + model.pos_embed
+    for block in model.blocks:
+        attn, mlp = block.attn, block.mlp
+        q, k, v = attn.qkv(block.norm1(x)).view(3, 4, 3, 6, 64).permute(2, 0, 3, 1, 4)
+        x = x + attn.proj(((q @ k.mT / 8).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        hidden = mlp.fc1(block.norm2(x))
+        gelu = hidden / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
+        x = x + mlp.fc2(gelu)
+    torch.testing.assert_close(model(images), model.head(model.norm(x).mean(dim=1)), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", [name for name in TIMM_NAMES if name.startswith("vit")])

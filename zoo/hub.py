@@ -94,7 +94,7 @@ def _architecture(name: str) -> tuple[str, dict[str, Any]]:
         return structure.timm_name if structure else name.removeprefix(PREFIX).partition(".")[0], {}
     if name in vit.STRUCTURES:
         usual = SIZES if structure.mlp_ratio == 4 else (*SIZES, "mlp_ratio")
-        return BASE, {size: getattr(structure, size) for size in usual}
+        return BASE, {size: getattr(structure, size) for size in usual} | vit.FAMILIES[vit.STRUCTURES[name].family]
     return name, {}  # timm's VOLOs take no other sizes
 
 

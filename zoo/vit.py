@@ -1,4 +1,4 @@
-"""The vision transformers of the ViT paper (https://arxiv.org/abs/2010.11929) and of DeiT III, as timm's class.
+"""The vision transformers of the ViT paper (https://arxiv.org/abs/2010.11929) and of later ones, as timm's class.
 
 Weights, names and logits are timm's, and timm loads a file written here. The class is called directly, not through
 timm's `create_model`, so that `default_cfg` describes the model that was built, at its image size.
@@ -21,10 +21,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Structure:
-    """The sizes of a ViT. mlp_ratio: width of its MLP, in widths of its embedding.
-
-    init_values: of the layer scale that DeiT III (https://arxiv.org/abs/2204.07118) has; None: a ViT of the paper.
-    """
+    """The sizes of a ViT. mlp_ratio: width of its MLP, in widths of its embedding. family: in `FAMILIES`."""
 
     patch_size: int
     embed_dim: int
@@ -32,18 +29,25 @@ class Structure:
     num_heads: int
     timm_name: str
     mlp_ratio: float = 4.0
-    init_values: float | None = None
+    family: str = "vit"
 
 
+FAMILIES: dict[str, dict[str, Any]] = {  # the arguments of timm's class that make it this one
+    "vit": {},
+    "deit3": {"init_values": 1e-4, "no_embed_class": True},  # https://arxiv.org/abs/2204.07118
+    "plain": {"class_token": False, "fc_norm": False, "act_layer": "gelu_tanh"},  # https://arxiv.org/abs/2205.01580
+}
 STRUCTURES = {
     "vit_b32": Structure(32, embed_dim=768, depth=12, num_heads=12, timm_name="vit_base_patch32_224"),
     "vit_b16": Structure(16, embed_dim=768, depth=12, num_heads=12, timm_name="vit_base_patch16_224"),
     "vit_l32": Structure(32, embed_dim=1024, depth=24, num_heads=16, timm_name="vit_large_patch32_224"),
     "vit_l16": Structure(16, embed_dim=1024, depth=24, num_heads=16, timm_name="vit_large_patch16_224"),
     "vit_s16": Structure(16, embed_dim=384, depth=12, num_heads=6, timm_name="vit_small_patch16_224"),
-    "deit3_s16": Structure(16, 384, depth=12, num_heads=6, timm_name="deit3_small_patch16_224", init_values=1e-4),
-    "deit3_b16": Structure(16, 768, depth=12, num_heads=12, timm_name="deit3_base_patch16_224", init_values=1e-4),
-    "deit3_l16": Structure(16, 1024, depth=24, num_heads=16, timm_name="deit3_large_patch16_224", init_values=1e-4),
+    "deit3_s16": Structure(16, 384, depth=12, num_heads=6, timm_name="deit3_small_patch16_224", family="deit3"),
+    "deit3_b16": Structure(16, 768, depth=12, num_heads=12, timm_name="deit3_base_patch16_224", family="deit3"),
+    "deit3_l16": Structure(16, 1024, depth=24, num_heads=16, timm_name="deit3_large_patch16_224", family="deit3"),
+    "plain_s16": Structure(16, embed_dim=384, depth=12, num_heads=6, timm_name="", family="plain"),
+    "plain_b16": Structure(16, embed_dim=768, depth=12, num_heads=12, timm_name="", family="plain"),
     "vit_6b16": Structure(16, embed_dim=4096, depth=32, num_heads=64, timm_name=""),  # for ranks that share it
     "vit_ti16": Structure(16, embed_dim=192, depth=12, num_heads=3, timm_name="vit_tiny_patch16_224"),
     "vit_nano32": Structure(32, embed_dim=32, depth=2, num_heads=2, timm_name=""),  # for tests: seconds, not minutes
@@ -85,7 +89,7 @@ def build_vit(
 ) -> VisionTransformer:
     """Build the ViT `name`: images (B, 3, img_size, img_size) -> logits (B, num_classes)."""
     structure = STRUCTURES[name]
-    deit3 = structure.init_values is not None
+    family = structure.family
     _check_img_size(name, img_size)
     for option, value, known in (("global_pool", global_pool, "avg"), ("weight_init", weight_init, "jax")):
         if value not in ("", known):
@@ -98,21 +102,23 @@ def build_vit(
         depth=structure.depth,
         num_heads=structure.num_heads,
         mlp_ratio=structure.mlp_ratio,
-        init_values=structure.init_values,
-        no_embed_class=deit3,
         drop_rate=drop_rate,
         pos_drop_rate=pos_drop_rate,
         proj_drop_rate=proj_drop_rate,
         attn_drop_rate=attn_drop_rate,
         drop_path_rate=drop_path_rate,
-        global_pool="avg" if global_pool else "token",
-        weight_init="jax" if weight_init else "",
+        global_pool="avg" if global_pool or family == "plain" else "token",
+        weight_init="jax" if weight_init or family == "plain" else "",
         embed_layer=PatchEmbed,
+        **FAMILIES[family],
     )
     cfg: Any = default_cfg(img_size=img_size, num_classes=num_classes)
-    if deit3:
+    if family == "deit3":
         _as_deit3(model, drop_path_rate, weight_init)
         cfg |= {"crop_pct": 1.0, "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
+    elif family == "plain":
+        _as_plain(model)
+        cfg |= {"crop_pct": 0.875, "interpolation": "bilinear"}
     model.default_cfg = model.pretrained_cfg = cfg  # timm's data helpers look for the second
     return model
 
@@ -130,6 +136,24 @@ def resampling(whole: int, side: int) -> Tensor:
     """Return the matrix (side², whole²) by which timm resamples a position embedding of whole² places."""
     eye = torch.eye(whole**2)[None]
     return resample_abs_pos_embed(eye, new_size=[side, side], old_size=[whole, whole], num_prefix_tokens=0)[0]
+
+
+def _as_plain(model: VisionTransformer) -> None:
+    """Fix the positions, as sines and cosines, and draw queries, keys and values as three matrices."""
+    rows, columns = model.patch_embed.grid_size
+    model.pos_embed = nn.Parameter(sincos2d(rows, columns, model.embed_dim), requires_grad=False)
+    blocks: Any = model.blocks
+    for block in blocks:
+        for matrix in block.attn.qkv.weight.detach().chunk(3):
+            nn.init.xavier_uniform_(matrix)
+
+
+def sincos2d(rows: int, columns: int, dim: int) -> Tensor:
+    """Return MoCo v3's position embedding (1, rows * columns, dim): sines and cosines of the column, then the row."""
+    frequencies = 10_000.0 ** -torch.linspace(0, 1, dim // 4)
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    angles = [place.flatten()[:, None] * frequencies for place in (column, row)]
+    return torch.cat([wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], dim=1)[None]
 
 
 class PatchEmbed(layers.PatchEmbed):
@@ -186,9 +210,9 @@ def recognise(shapes: Mapping[str, torch.Size]) -> str | None:
         return None
     blocks = {key.split(".")[1] for key in shapes if key.startswith("blocks.")}
     scaled = not shapes.keys().isdisjoint(("blocks.0.ls1.gamma", "blocks.0.gamma_1"))
-    found = (projection[3], projection[0], len(blocks), scaled)
-    known = {(s.patch_size, s.embed_dim, s.depth, s.init_values is not None): name for name, s in STRUCTURES.items()}
-    return known.get(found)
+    family = "deit3" if scaled else "vit" if "cls_token" in shapes else "plain"
+    known = {(s.patch_size, s.embed_dim, s.depth, s.family): name for name, s in STRUCTURES.items()}
+    return known.get((projection[3], projection[0], len(blocks), family))
 
 
 def _check_img_size(name: str, img_size: int) -> None:

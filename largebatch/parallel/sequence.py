@@ -204,6 +204,8 @@ def check(model: nn.Module, size: int) -> None:
         raise ValueError(f"{option}, and the model has {length} tokens: expected at most one rank per token.")
     if model.global_pool not in ("token", "avg"):
         raise ValueError(f"{option}, which expects a model that pools by token or avg, and it has {model.global_pool}.")
+    if model.global_pool == "avg" and not isinstance(model.norm, nn.Identity):
+        raise ValueError(f"{option}, and the model has a norm before the mean of its tokens, not behind it: set 1.")
     blocks: Any = model.blocks
     if any(_rate(block.attn.attn_drop) for block in blocks):
         raise ValueError(

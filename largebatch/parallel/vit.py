@@ -117,7 +117,8 @@ def cut_head(model: Any, mesh: Mesh) -> None:
 def _cut(module: Any, names: tuple[str, ...], cut: Cut, mesh: Mesh) -> None:
     module.cuts = dict.fromkeys(names, cut)
     for name in names:
-        setattr(module, name, nn.Parameter(local(getattr(module, name).detach(), cut, mesh)))
+        if (whole := getattr(module, name)) is not None:
+            setattr(module, name, nn.Parameter(local(whole.detach(), cut, mesh), whole.requires_grad))
 
 
 def _norm(norm: nn.Module, mesh: Mesh, layout: Layout) -> nn.Module:

@@ -2,9 +2,10 @@
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from largebatch.config import NEVER, TrainConfig, duration_images, duration_seconds, image_sizes
+from largebatch.assembly import images_of
+from largebatch.config import NEVER, TrainConfig, duration_seconds, image_sizes
+from largebatch.data.order import epoch_images
 from largebatch.flops import training_flops
 from largebatch.plan import constants
 from largebatch.plan.memory import checkpoint_bytes
@@ -45,9 +46,7 @@ class Failures:
 
 
 def num_steps(config: TrainConfig, num_images: int) -> int:
-    batch = config.data.global_batch_size
-    whole = duration_images(config.run.duration, option="run.duration", num_samples=num_images, batch_size=batch)
-    steps = math.ceil(whole / batch)
+    steps = math.ceil(images_of(config, "run.duration", num_images) / config.data.global_batch_size)
     return min(steps, config.run.max_steps) if config.run.max_steps else steps
 
 
@@ -69,9 +68,9 @@ def share_of_work(config: TrainConfig, num_images: int) -> float:
     """Return the FLOPs of the images of a run, as a share of those at model.img_size: 1 without other sizes."""
     if not config.schedule.image_sizes:
         return 1.0
-    given: dict[str, Any] = {"option": "run.duration", "num_samples": num_images}
-    whole = duration_images(config.run.duration, batch_size=config.data.global_batch_size, **given)
-    starts, sizes = zip(*image_sizes.phases(config, num_samples=num_images, run_images=whole))
+    whole = images_of(config, "run.duration", num_images)
+    epoch = epoch_images(num_images, config.augment.repeats, config.data.global_batch_size)
+    starts, sizes = zip(*image_sizes.phases(config, num_samples=epoch, run_images=whole))
     flops = [training_flops(config.model.name, size) for size in sizes]
     done = sum(count * (stop - start) for count, start, stop in zip(flops, starts, (*starts[1:], whole)))
     return done / (whole * flops[-1])
@@ -83,8 +82,8 @@ def _count(config: TrainConfig, every: str, option: str, steps: int, num_images:
     if wanted := duration_seconds(every):
         return max(1, math.floor(seconds / wanted))
     batch = config.data.global_batch_size
-    images = duration_images(every, option=option, num_samples=num_images, batch_size=batch, run_images=steps * batch)
-    times = steps * batch // max(images, 1)
+    images = images_of(config, option, num_images, steps * batch)
+    times = steps * batch // images
     also_at_end = math.ceil(times * images / batch) < steps
     return max(1, min(steps, times + also_at_end))
 

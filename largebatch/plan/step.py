@@ -168,7 +168,8 @@ def stages_of(config: TrainConfig) -> list[tuple[int, int, int]]:
     name, side = config.model.name, config.model.img_size
     if name in vit.STRUCTURES:
         structure = vit.STRUCTURES[name]
-        return [((side // structure.patch_size) ** 2 + 1, structure.embed_dim, structure.depth)]
+        tokens = (side // structure.patch_size) ** 2 + (structure.family != "plain")
+        return [(tokens, structure.embed_dim, structure.depth)]
     outlook, *rest = volo.STRUCTURES[name].depths
     outer, inner = volo.STRUCTURES[name].dims
     return [((side // 8) ** 2, outer, outlook), ((side // volo.CELL) ** 2, inner, sum(rest))]

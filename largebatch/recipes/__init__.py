@@ -22,8 +22,7 @@ FINE_TUNING = (
 )  # fmt: skip
 SMALL_BATCH = (
     small_batch.deit3_s16, small_batch.deit3_b16, small_batch.deit3_l16,
-    small_batch.plain_s16, small_batch.plain_b32, small_batch.plain_b16, small_batch.plain_l32,
-    small_batch.augreg_b32, small_batch.augreg_b16, small_batch.augreg_l32,
+    small_batch.plain_s16_like, small_batch.plain_b16_like, small_batch.augreg_b32_like, small_batch.augreg_b16_like,
 )  # fmt: skip
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "quickstart": quickstart,
@@ -56,6 +55,8 @@ MODELS = {
     "deit3_s16": "deit3_small_patch16_224",
     "deit3_b16": "deit3_base_patch16_224",
     "deit3_l16": "deit3_large_patch16_224",
+    "plain_s16": "",
+    "plain_b16": "",
     "vit_6b16": "",
     "vit_ti16": "vit_tiny_patch16_224",
     "vit_nano32": "",

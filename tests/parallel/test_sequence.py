@@ -280,6 +280,7 @@ def _half(images):
     [
         (lambda: build(attn_drop_rate=0.1), 2, "is 2, and the ring has no dropout .* without attn_drop_rate"),
         (lambda: build(pool="max"), 2, "pools by token or avg, and it has max"),
+        (lambda: build(pool="avg", fc_norm=False), 2, "has a norm before the mean of its tokens, not behind it: set 1"),
         (lambda: build(), 51, "sequence is 51, and the model has 50 tokens"),
         (lambda: torch.nn.Linear(1, 1), 2, "sequence is 2, and Linear is not a ViT"),
     ],

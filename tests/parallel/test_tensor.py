@@ -172,7 +172,8 @@ def _compare_all(tensor, cases, expected):
 
 SINGLE = dict(SMALL, dtype=torch.float32)
 DEIT3 = dict(LARGER, global_pool="token", batch=12, fused=False, init_values=1.0, no_embed_class=True)
-CASES = [dict(SMALL, number=10), LARGER, DEIT3, SINGLE]
+PLAIN = dict(LARGER, class_token=False, fc_norm=False)
+CASES = [dict(SMALL, number=10), LARGER, DEIT3, PLAIN, SINGLE]
 
 
 @pytest.fixture(scope="module")
