@@ -119,3 +119,26 @@ def test_deit3(monkeypatch, tmp_path):
     assert ours == pytest.approx(theirs, rel=1e-5) and theirs[-1] < theirs[0]
     fresh = zoo.create_model("deit3_b16", img_size=32, num_classes=10)
     assert fresh.blocks[0].ls1.gamma.mean().item() == pytest.approx(1e-4)
+
+
+def test_plain(monkeypatch, tmp_path):
+    """Softmax cross entropy, fixed positions, a mean of all tokens, and a decay that follows the schedule alone."""
+    given = ["--schedule.warmup=5 steps", "--run.duration=25 steps"]
+    trainer = trainer_of("plain_s16_like", monkeypatch, tmp_path, *given)
+    sizes: dict[str, Any] = dict(img_size=32, patch_size=16, num_classes=10, class_token=False, global_pool="avg")
+    model = VisionTransformer(**TINY, **sizes, fc_norm=False, act_layer="gelu_tanh")
+    model.load_state_dict(trainer.model.state_dict())
+    model.pos_embed.requires_grad_(False)
+    assert not trainer.model.head.weight.any() and not trainer.model.head.bias.any()
+    ours, seen = trained(trainer)
+
+    def schedule(step: int) -> float:
+        return step / 5 if step < 5 else 0.5 * (1 + math.cos(math.pi * (step - 5) / 20))
+
+    def update(p: nn.Parameter, state: dict[str, Any], share: float, step: int) -> None:
+        if p.grad is not None:
+            change = 1e-3 * share * moments(p, state, step, 1e-8)
+            p -= change + (1e-3 * DECAY * share * p if p.ndim > 1 else 0)  # kernels alone
+
+    theirs = plain(model, seen, F.cross_entropy, schedule, update, clip=1.0)
+    assert ours == pytest.approx(theirs, rel=1e-5) and theirs[-1] < theirs[0]
