@@ -17,7 +17,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 91,
     "words of docstrings": 47_743,
-    "lines": 35_383,
+    "lines": 35_387,
     "files": 251,
     "methods of Trainer": 22,
     "fields of Trainer": 26,
@@ -27,7 +27,7 @@ LIMITS = {
     "lines in largebatch/assembly": 970,
     "lines in largebatch/benchmark": 1_719,
     "lines in largebatch/checkpoint": 725,
-    "lines in largebatch/config": 1_848,
+    "lines in largebatch/config": 1_852,
     "lines in largebatch/data": 4_226,
     "lines in largebatch/doctor": 2_128,
     "lines in largebatch/export": 300,

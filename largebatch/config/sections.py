@@ -183,7 +183,8 @@ class ScheduleConfig:
     floor: float = 0.0
     """lowest learning rate of the decay as a fraction of the peak"""
     cooldown: str = "0 epochs"
-    """time at the lowest learning rate, at the end of the run; after a constant one, time of linear decay to it"""
+    """time at the lowest learning rate, at the end of the run; after a constant one, time of linear decay to it (WSD:
+    warm-up, stable, decay)"""
     stairs: bool | Literal["timm", "deit"] = False
     """true: keep the learning rate constant within each epoch; timm: so, too, and the decay begins with the run, whose
     first part the warm-up replaces, as in timm and VOLO; deit: the same an epoch later, as DeiT's code sets it; false:
