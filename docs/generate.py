@@ -22,6 +22,8 @@ RECIPES_HEAD = """# Recipes
 This page is generated from `largebatch/recipes/`. A recipe is a complete set of options; `--recipe NAME` takes it, and
 every option of the command line replaces one of its values. `--recipe NAME --print_config` prints them all.
 
+A section below says what differs from the published run. A name ends in `_like` if that may change the result.
+
 | recipe | global batch | optimizer | peak learning rate | length | image |
 |---|---|---|---|---|---|
 """
