@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What:     measures the GPUs of this host: the doctor, the tests of GPUs, optimizers, models, the loader, whole steps and
-#           their memory beside the plan's, and on two or more GPUs scaling. Each part has a time limit. A part that has passed is not repeated: start it again after
-#           an interruption.
+#           their memory beside the plan's, and on two or more GPUs scaling. Each part has a time limit. A part that has
+#           passed is not repeated: start it again after an interruption.
 # Hardware: one NVIDIA GPU or more, idle, with 40 GB each for VOLO-D5; with SMOKE=1 two CPU cores.
 # Time:     aims at 30 minutes on one GPU, and ends after 87 at the latest, with two or more GPUs after 107; its parts
 #           were tried on an H200, except loader and memory, and the whole was not. With SMOKE=1 5 to 10 minutes.
