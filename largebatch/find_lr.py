@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 ABOUT = """\
 Search a learning rate: largebatch find_lr [--model NAME] [--data FOLDER] [--section.option value ...]
 
-The options are those of largebatch train. Some 200 steps at a growing rate, from the initial state and at the global
-batch of the run; the log has a suggestion, and the run folder gets find_lr.csv and find_lr.png, but no weights.
+The options are those of largebatch train. Some 200 steps at a growing rate, from the initial state, at the global batch
+and image size of the run, or those of its last phase; the log has a suggestion, and the run folder gets find_lr.csv and
+find_lr.png, but no weights.
 """
 
 

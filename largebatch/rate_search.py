@@ -141,9 +141,10 @@ def ramped(config: TrainConfig, num_samples: int) -> TrainConfig:
         run_images = images_of(config, "run.duration", num_samples)
         half_life = f"{images_of(config, 'optim.second_moment_half_life', num_samples, run_images)} images"
     config = unwatched(config)
+    preset = "decoupled" if config.optim.preset == "corrected" else config.optim.preset  # the same at a run's peak
     return replace(
         config,
-        optim=replace(config.optim, lr=1.0, ema_half_life="", second_moment_half_life=half_life),
+        optim=replace(config.optim, lr=1.0, preset=preset, ema_half_life="", second_moment_half_life=half_life),
         schedule=ScheduleConfig(name="constant"),
         run=replace(config.run, duration=f"{STEPS} steps"),
         checkpoint=replace(config.checkpoint, best="none"),

@@ -50,7 +50,7 @@ OPTIONS = {
     "Run": ["run.device", "run.precision"],
 }
 FLAGS = {
-    "--ema": "the averaged weights of a run that was trained with --optim.ema_half_life",
+    "--ema": "the average of the weights of a run that kept one (--optim.ema_half_life, schedule_free_adamw)",
     "--all": "every checkpoint of the run, or every weights file in the folder of --init-from",
     "--real-labels FILE": "count a second time, with ReaL's real.json: right is each class that it lists for the image",
     "--csv FILE": "add a row for each validation to this table",
@@ -125,7 +125,7 @@ def read(argv: Sequence[str]) -> tuple[TrainConfig, Flags]:
         raise ValueError("There is nothing to validate: give a run folder, or --model, --init-from FILE and --data.")
     if flags.ema and config.model.weights != chosen:
         raise ValueError("--ema and --init-from both choose weights: give one; --init-from also takes averages.")
-    if flags.ema and not config.optim.ema_half_life:
+    if flags.ema and not config.optim.averages:
         raise ValueError(f"--ema finds no averaged weights: {given} was trained without --optim.ema_half_life.")
     if flags.predictions and flags.all:
         raise ValueError("--predictions keeps the answers of one model, and --all validates several: give one of them.")

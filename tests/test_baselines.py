@@ -181,7 +181,7 @@ def test_sgd_by_one_field():
     assert not any(plain.state.values())
 
 
-@pytest.mark.parametrize("name", ["adamw", "nadamw", "sgd", "lars"])
+@pytest.mark.parametrize("name", ["adamw", "nadamw", "schedule_free_adamw", "sgd", "lars"])
 def test_state_dict_round_trip(name):
     """Through a file read with weights_only: the continued run is bit for bit the uninterrupted one."""
 

@@ -293,7 +293,7 @@ def test_a_mistake_is_one_sentence(argv, sentence):
         # values
         ("--optim.lr abc", "--optim.lr is 'abc': expected a number."),
         ("--data.micro_batch_size 2.5", "--data.micro_batch_size is '2.5': expected a whole number."),
-        ("--optim.name adam", "--optim.name is 'adam': expected lamb, adamw, nadamw, sgd, lars, apex_lamb, muon, muon"),
+        ("--optim.name adam", "--optim.name is 'adam': expected lamb, adamw, nadamw, schedule_free_adamw, sgd, lars"),
         ("--run.compile maybe", "--run.compile is 'maybe': expected true or false or blocks."),
         ("--optim.betas 0.9", "--optim.betas is '0.9': expected [a number, a number] or null."),
         ("--optim.betas 0.9 0.95 1", "--optim.betas is '0.9 0.95 1': expected [a number, a number] or null."),
@@ -442,7 +442,7 @@ def test_the_help_has_every_option_with_the_value_that_the_command_line_gives():
 
 def test_help_on_a_section_and_on_a_word():
     said = answered("--help", "optim")
-    assert "--optim.betas X,X " in said and "--optim.name lamb|adamw|nadamw|sgd|lars|apex_lamb|muon" in said
+    assert "--optim.betas X,X " in said and "--optim.name lamb|adamw|nadamw|schedule_free_adamw|sgd|lars" in said
     assert "--model" not in said and "--schedule" not in said
     said = answered("-h", "accumulation")
     assert "--data.micro_batch_size N" in said and said.count("--data.") == 1

@@ -80,7 +80,7 @@ def test_the_option(tmp_path):
     plan = Plan(num_samples=100, global_batch_size=16, micro_batch_size=8, num_images=1000, seed=0)
 
     def average(text: str) -> Ema | None:
-        return assembly.build_ema(TrainConfig(optim=OptimConfig(ema_half_life=text)), plan, nn.Linear(2, 2))
+        return assembly.build_average(TrainConfig(optim=OptimConfig(ema_half_life=text)), plan, nn.Linear(2, 2))
 
     assert average("") is None
     assert average("10 %").half_life_images == average("1 epoch").half_life_images == 100

@@ -219,6 +219,11 @@ def test_a_search_of_the_rate_has_the_half_life_of_the_run():
     assert ramped(config, 1000).optim.second_moment_half_life == "500 images"
 
 
+def test_a_search_of_the_rate_decays_as_at_the_peak_of_the_run():
+    config = config_of("", optim_name="lamb", optim_preset="corrected")
+    assert ramped(config, 1000).optim.preset == "decoupled"
+
+
 def test_another_optimizer_than_the_recipes_leaves_its_half_life():
     optim = config_of("", optim_second_moment_half_life="1 epoch").optim
     assert for_optimizer(optim, "sgd").second_moment_half_life == "" and for_optimizer(optim, "lamb") == optim

@@ -11,6 +11,7 @@ import zoo  # noqa: F401  # lets timm be imported beside torch's CPU build
 from largebatch import assembly
 from largebatch import config as configs
 from largebatch.config import TrainConfig, image_sizes
+from largebatch.data.order import Plan
 from largebatch.flops import training_flops
 from largebatch.plan.run import share_of_work
 from largebatch.ranks import Stopped
@@ -139,8 +140,7 @@ def test_the_plan_counts_the_work_of_each_size():
         ("32@0,64@3 steps", [], "steps may differ in length, so give its places in epochs, images or %."),
         ("64@0,32@10 %", [], "32 comes after 64, expected a larger size."),
         ("32@0,96@10 %", [], "and --model.img_size 64: expected sizes that end at the image size"),
-        ("32@0,64@10 %", ["--parallel.tensor.size=2"], "and --parallel tensor 2: the sizes are fixed then"),
-        ("32@0,64@10 %", ["--loss.dense_weight=0.5"], "and --loss.dense_weight 0.5: the sizes are fixed then"),
+        ("32@0,64@10 %", ["--parallel.tensor.size=2"], "and --parallel tensor 2: ranks share images of one size"),
     ],
 )
 def test_mistakes_in_the_text(text, given, sentence):
@@ -153,12 +153,21 @@ def test_mistakes_in_the_text(text, given, sentence):
     "text, given, sentence",
     [
         ("48@0,64@10 %", [], "48 is no multiple of the 32 px of a patch."),
+        ("32@0,64@10 %", ["--data.token_labels=true"], "and token labels have one size: leave one of the two out."),
+        ("32@0,224@10 %", ["--recipe=volo_d1", "--model=volo_d1", "--img-size=224"], "and volo_d1 has one size: choose"),
         ("32@0,64@10 %", ["--model=timm/resnet18"], "and timm/resnet18 has one size: choose a ViT of the zoo, or l"),
     ],
 )
 def test_sizes_that_the_model_cannot_take(text, given, sentence):
     with pytest.raises(Stopped, match=sentence):
         assembly.check_model(config_of(text, *given), Single())
+
+
+@pytest.mark.parametrize("text", ["32@0,64@99.9 %", "16@0,32@100 images,64@101 images"])
+def test_a_phase_without_a_step_is_one_sentence(text):
+    config = config_of(text, "--run.duration=1000 images", "--data.global_batch_size=96")
+    with pytest.raises(ValueError, match="no step begins in the phase of (32|64) px, from image [0-9]+ on: move it, or"):
+        assembly.sizes_of(config, Plan(1437, 96, 32, 1000, seed=0))
 
 
 @pytest.mark.parametrize("text", ["32@0,64@100 %", "32@0,64@0 %", "32@0,64@2000 images"])

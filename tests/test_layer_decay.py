@@ -102,7 +102,7 @@ def test_models_of_timm_have_their_factors():
     assert by_name(model, optimizer.param_groups) == timms(model, weight_decay=0.05, layer_decay=0.9)
 
 
-@pytest.mark.parametrize("name", ["lamb", "adamw", "nadamw", "sgd", "lars"])
+@pytest.mark.parametrize("name", ["lamb", "adamw", "nadamw", "schedule_free_adamw", "sgd", "lars"])
 def test_a_step_is_that_of_the_learning_rate_of_the_layer(name):
     """Two steps; the reference has an optimizer with the whole rate for each factor, of which this layer takes part."""
     torch.manual_seed(0)

@@ -286,7 +286,8 @@ def test_an_optimizer_keeps_the_bytes_that_are_planned(name, rho):
     counted = trace(config, device="cpu")
     found = of_rank(config, counted, device, ranks=1)
     assert found.moments == kept
-    assert checkpoint_bytes(config, counted) == nbytes(model.state_dict().values()) + kept
+    models = 2 if name == "schedule_free_adamw" else 1  # the average is one
+    assert checkpoint_bytes(config, counted) == models * nbytes(model.state_dict().values()) + kept
 
 
 def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(vit):

@@ -38,7 +38,7 @@ from largebatch.assembly.replica import (
 )
 from largebatch.assembly.trainer import (
     assemble,
-    build_ema,
+    build_average,
     build_learning_rate,
     build_noise_scale,
     build_schedule,
@@ -48,7 +48,7 @@ from largebatch.assembly.trainer import (
 )
 
 __all__ = [
-    "Images", "assemble", "build_augment", "build_ema", "build_eval_loader", "build_learning_rate", "build_model",
+    "Images", "assemble", "build_augment", "build_average", "build_eval_loader", "build_learning_rate", "build_model",
     "build_noise_scale", "build_objective", "build_optimizer", "build_plan", "build_replica", "build_sam",
     "build_schedule", "build_trainer", "check_batch", "check_model", "classes_of_run", "count_passes", "divides",
     "images_of", "lamb_impl", "model_geometry", "open_data", "open_held_out", "open_images", "open_train_loader",

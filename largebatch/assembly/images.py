@@ -72,6 +72,8 @@ def _check_image_sizes(config: TrainConfig, model: nn.Module) -> None:
     given = f"{image_sizes.OPTION} is {config.schedule.image_sizes!r}"
     if not isinstance(model, VisionTransformer):
         raise ValueError(f"{given}, and {config.model.name} has one size: choose a ViT of the zoo, or leave it out.")
+    if config.data.token_labels or config.loss.dense_weight:
+        raise ValueError(f"{given}, and token labels have one size: leave one of the two out.")
     for _, size in image_sizes.phases(config, num_samples=1, run_images=1, places=False):
         if size % (patch := model.patch_embed.patch_size[0]):
             raise ValueError(f"{given}: {size} is no multiple of the {patch} px of a patch.")
@@ -290,7 +292,16 @@ def build_plan(config: TrainConfig, index: "Index") -> Plan:
 
 
 def sizes_of(config: TrainConfig, plan: Plan) -> tuple[tuple[int, int], ...]:
-    return image_sizes.phases(config, num_samples=plan.epoch_images, run_images=plan.num_images)
+    """Return the first image and the size of each phase; ValueError for a phase without a step."""
+    found = image_sizes.phases(config, num_samples=plan.epoch_images, run_images=plan.num_images)
+    steps = [plan.first_step(start) for start, _ in found]
+    for (start, size), first, stop in zip(found, steps, (*steps[1:], plan.num_steps)):
+        if first >= stop:
+            raise ValueError(
+                f"{image_sizes.OPTION} is {config.schedule.image_sizes!r}: no step begins in the phase of {size} px, "
+                f"from image {start} on: move it, or leave it out."
+            )
+    return found
 
 
 def train_batches(

@@ -54,6 +54,7 @@ def build_replica(
         optimizer = comm.wrap(optimizer, model, passes=passes, compression=config.run.compression, watch=False)
     with comm.together("dividing"):
         replica.attach(model, optimizer, comm)
+    comm.broadcast_model(model)  # before an average, or the optimizer's state, begins with a copy of the weights
     return replica
 
 

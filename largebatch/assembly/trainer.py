@@ -32,10 +32,11 @@ from largebatch.assembly.images import (
     with_classes,
 )
 from largebatch.assembly.replica import batch_scaling, build_objective, build_replica, build_sam, peak_lr
+from largebatch.batch_norm import batch_norms
 from largebatch.config import NEVER, TrainConfig, dump, duration_seconds, options, profiled_steps, ramp
 from largebatch.data.order import Plan
 from largebatch.engine import Batches, Hook, Trainer, TrainState
-from largebatch.hooks.ema import Ema, check_half_life
+from largebatch.hooks.ema import Average, Ema, ScheduleFree, check_half_life
 from largebatch.hooks.profile import Profile
 from largebatch.hooks.stop_early import StopEarly, end_time
 from largebatch.optim import init_state
@@ -84,8 +85,7 @@ def build_trainer(
     if comm.rank == 0:
         warn_of_few_statistics(replica.model, config.data.micro_batch_size)
     trainer = assemble(config, replica, device, images=images, signals=signals)
-    if not checkpoint.resume(config, trainer):
-        comm.broadcast_model(trainer.model)
+    checkpoint.resume(config, trainer)
     return trainer
 
 
@@ -106,7 +106,7 @@ def assemble(
         sizes = sizes_of(config, plan)
         if len(sizes) > 1:
             cast(VisionTransformer, model).take_smaller_images()
-        ema = build_ema(config, plan, model)
+        average = build_average(config, plan, model)
         eval_batches: Any = ()
         if held_out is not None:
             eval_batches = build_eval_loader(config, comm, model=model, index=held_out, device=device)
@@ -122,8 +122,8 @@ def assemble(
                 config, comm, step, sizes=sizes, model=model, index=train, plan=trainer.plan, device=device
             ),
             eval_batches=eval_batches,
-            hooks=build_hooks(config, train, plan, ema, signals, description),
-            ema=ema,
+            hooks=build_hooks(config, train, plan, average, signals, description),
+            average=average,
             data=train.digest(),
         )
     for line in replica.describe():
@@ -140,7 +140,7 @@ def put_together(
     open_batches: Callable[[int], Any],
     eval_batches: Batches,
     hooks: Sequence[Hook],
-    ema: Ema | None,
+    average: Average | None,
     data: str,
 ) -> Trainer:
     """Put the parts together, and create the optimizer's state. data: the digest of the training images."""
@@ -165,7 +165,7 @@ def put_together(
         replica=replica,
         hooks=hooks,
         sam=build_sam(config, replica.optimizer),
-        average=ema.model if ema else None,
+        average=average.model if average else None,
         state=TrainState(data=data, phases=plan.phases),
     )
 
@@ -225,7 +225,7 @@ def build_schedule(config: TrainConfig, plan: Plan) -> Schedule:
 
 
 def build_hooks(
-    config: TrainConfig, index: "Index", plan: Plan, ema: Ema | None, signals: Signals | None, description: str
+    config: TrainConfig, index: "Index", plan: Plan, average: Average | None, signals: Signals | None, description: str
 ) -> list[Hook]:
     """Build the hooks in the order in which they run: checks before a save, StopEarly after it, Log last."""
 
@@ -263,7 +263,7 @@ def build_hooks(
     profile = Profile(*steps, run=Path(config.folder).resolve().name) if steps else None
     log = hooks.Log(build_sinks(config), every_images=images("log.every"), noise=noise, slow=slow)
     guards = hooks.Guards(where=where)
-    in_order = (guards, divergence, ema, recomputing, comparing, saving, early, slow, noise, profile, log)
+    in_order = (guards, divergence, average, recomputing, comparing, saving, early, slow, noise, profile, log)
     return [hook for hook in in_order if hook]
 
 
@@ -306,7 +306,14 @@ def build_sinks(config: TrainConfig) -> list[hooks.Sink]:
     return [*sinks, hooks.Curves(config.folder, title=title)]
 
 
-def build_ema(config: TrainConfig, plan: Plan, model: nn.Module) -> Ema | None:
+def build_average(config: TrainConfig, plan: Plan, model: nn.Module) -> Average | None:
+    if config.optim.name == "schedule_free_adamw":
+        if batch_norms(model):
+            raise ValueError(
+                f"--optim.name is schedule_free_adamw and --model {config.model.name} has batch norm, whose statistics "
+                "would not be those of the average: choose a model without, such as vit_b16, or another optimizer."
+            )
+        return ScheduleFree(model)
     if not config.optim.ema_half_life:
         return None
     half_life_images = images_of(config, "optim.ema_half_life", plan.num_samples, plan.num_images)

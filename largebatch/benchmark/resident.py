@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from largebatch.assembly import build_ema, build_replica, count_passes, put_together
+from largebatch.assembly import build_average, build_replica, count_passes, put_together
 from largebatch.config import TrainConfig, apply, duration_images, given_options
 from largebatch.config.cli import for_optimizer
 from largebatch.data.order import Plan
@@ -56,7 +56,7 @@ def build_resident(config: TrainConfig, comm: Ranks, *, device: torch.device) ->
     images = duration_images(config.run.duration, option="--run.duration", num_samples=NUM_SAMPLES, batch_size=size)
     with comm.together("building"):
         plan = Plan(NUM_SAMPLES, size, config.data.micro_batch_size, images, seed=config.run.seed)
-        ema = build_ema(config, plan, replica.model)
+        average = build_average(config, plan, replica.model)
         trainer = put_together(
             config,
             replica,
@@ -64,11 +64,10 @@ def build_resident(config: TrainConfig, comm: Ranks, *, device: torch.device) ->
             plan=plan,
             open_batches=partial(open_batches, config, comm, plan=plan, device=device),
             eval_batches=(),
-            hooks=[ema] if ema else [],
-            ema=ema,
+            hooks=[average] if average else [],
+            average=average,
             data=NAME,
         )
-    comm.broadcast_model(trainer.model)
     return trainer
 
 

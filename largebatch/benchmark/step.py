@@ -32,7 +32,7 @@ from largebatch.config import TrainConfig, parse
 from largebatch.devices import find_device
 from largebatch.engine import Trainer
 from largebatch.flops import training_flops
-from largebatch.hooks import Ema
+from largebatch.hooks import Average
 from largebatch.losses import Objective
 from largebatch.plan.memory import of_rank
 from largebatch.plan.trace import Uncountable, trace
@@ -254,7 +254,7 @@ def ours(
     timed = ExitStack()
     trainer.optimizer.register_step_pre_hook(lambda *_: timed.enter_context(watch.timing(OPTIMIZER, feed.device)))
     trainer.optimizer.register_step_post_hook(lambda *_: timed.close())
-    averages = [hook for hook in trainer.hooks if isinstance(hook, Ema)]
+    averages = [hook for hook in trainer.hooks if isinstance(hook, Average)]
     for hook in averages:
         hook.before_fit(trainer)
 

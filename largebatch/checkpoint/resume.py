@@ -152,7 +152,7 @@ def check_config(text: str, config: TrainConfig, *, path: Path, same_images: boo
     except ValueError as error:
         raise ValueError(f"The config in checkpoint {path} is of another version: {error}") from None
     differing = [
-        f"--{option} {was}, now {now}"
+        f"--{option} {quote(str(was))}, now {quote(str(now))}"
         for option, (was, now) in configs.differences(saved, config).items()
         if not may_differ(option, config) and not (option == "data.path" and same_images)
     ]

@@ -22,7 +22,7 @@ def without_effect(config: TrainConfig) -> list[str]:
     """Return a sentence for each option that changes nothing."""
     schedule, tensor = config.schedule, config.parallel.tensor
     found = []
-    if schedule.stairs == "timm" and not _warmup(config):
+    if schedule.stairs == "timm" and not _lasts(schedule.warmup):
         found.append(
             f"--schedule.stairs is timm and --schedule.warmup {schedule.warmup!r}: without a warm-up that is the same "
             "as true, so set --schedule.warmup, or true."
@@ -35,11 +35,9 @@ def without_effect(config: TrainConfig) -> list[str]:
     return found
 
 
-def _warmup(config: TrainConfig) -> int:
-    size = 10**6  # of any data set: the caller asks for 0 alone
-    return duration_images(
-        config.schedule.warmup, option="--schedule.warmup", num_samples=size, batch_size=size, run_images=size
-    )
+def _lasts(duration: str) -> bool:
+    size = 10**6  # of any data set
+    return duration_images(duration, option="duration", num_samples=size, batch_size=size, run_images=size) > 0
 
 
 def check(config: TrainConfig) -> None:
@@ -58,13 +56,14 @@ def check(config: TrainConfig) -> None:
             f"--schedule.scaling is {c.schedule.scaling} and --schedule.reference_batch_size is "
             f"{c.schedule.reference_batch_size}: linear and sqrt need a reference batch; with none, leave it at 0."
         )
-    if c.checkpoint.best == "ema_top1" and not c.optim.ema_half_life:
+    if c.checkpoint.best == "ema_top1" and not c.optim.averages:
         raise ValueError(
             "--checkpoint.best is ema_top1, and there are no averaged weights: set --optim.ema_half_life, or take top1."
         )
     _check_tokens(c)
     _check_bce(c)
     _check_half_life(c.optim)
+    _check_schedule_free(c)
     _check_sam(c)
     _check_parallel(c)
     _check_timm(c)
@@ -73,7 +72,7 @@ def check(config: TrainConfig) -> None:
 def _check_half_life(optim: OptimConfig) -> None:
     given = f"--optim.second_moment_half_life is {optim.second_moment_half_life!r} and"
     reasons = dict.fromkeys(("sgd", "lars"), "which has no second moment")
-    reasons |= dict.fromkeys(("apex_lamb", "nadamw"), "whose bias correction expects one rate")
+    reasons |= dict.fromkeys(("apex_lamb", "nadamw", "schedule_free_adamw"), "whose bias correction expects one rate")
     if optim.second_moment_half_life and (reason := reasons.get(optim.name)):
         raise ValueError(f"{given} --optim.name {optim.name}, {reason}: choose lamb or adamw, or leave it out.")
     if optim.second_moment_half_life and optim.betas is not None:
@@ -81,6 +80,21 @@ def _check_half_life(optim: OptimConfig) -> None:
             f"{given} --optim.betas {list(optim.betas)}: both give the decay rate of the second moment, so leave one "
             "of the two out."
         )
+
+
+def _check_schedule_free(config: TrainConfig) -> None:
+    optim, schedule, average = config.optim, config.schedule, "its average takes the place of"
+    for option, value, refused, reason, remedy in (
+        ("schedule.name", schedule.name, schedule.name != "constant", f"{average} a decay", "constant"),
+        ("schedule.cooldown", schedule.cooldown, _lasts(schedule.cooldown), f"{average} a decay", "'0 epochs'"),
+        ("optim.ema_half_life", optim.ema_half_life, optim.ema_half_life, f"{average} another one", "''"),
+        ("optim.sam_rho", optim.sam_rho, optim.sam_rho, "it was never tried with Look-LayerSAM", "null"),
+    ):
+        if optim.name == "schedule_free_adamw" and refused:
+            raise ValueError(
+                f"--optim.name is schedule_free_adamw and --{option} {value!r}: {reason}, so set --{option} {remedy}, "
+                "or choose another optimizer."
+            )
 
 
 def _check_sam(config: TrainConfig) -> None:

@@ -29,13 +29,8 @@ def check(config: TrainConfig) -> None:
             f"{OPTION} is {text!r} and --model.img_size {last}: expected sizes that end at the image size, so change "
             "one of the two."
         )
-    for option, value in (
-        ("parallel", config.parallel.shape() if config.parallel.shape().size > 1 else ""),
-        ("data.token_labels", config.data.token_labels),
-        ("loss.dense_weight", config.loss.dense_weight),
-    ):
-        if value:
-            raise ValueError(f"{OPTION} is {text!r} and --{option} {value}: the sizes are fixed then, leave one out.")
+    if (shape := config.parallel.shape()).size > 1:
+        raise ValueError(f"{OPTION} is {text!r} and --parallel {shape}: ranks share images of one size; leave one out.")
 
 
 def phases(

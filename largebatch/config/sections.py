@@ -104,7 +104,8 @@ class AugmentConfig:
     solarised or blurred, then a colour jitter of 0.3); empty: no policy"""
     repeats: int = at_least(1, 1)
     """repeated augmentation: number of times in a row that an epoch takes an image, with a crop, flip and policy of
-    its own each time. An epoch stays as long, in whole batches, so with 3 it has a third of the images"""
+    its own each time. An epoch stays as long, in whole batches, so with 3 it has a third of the images. The
+    repetitions are in micro-batches of their own, if a step has as many; else mixup may mix an image with itself"""
     reprob: float = limited(0.0, lambda x: 0 <= x <= 1, "a probability, 0 to 1")
     """probability of random erasing; 0: off"""
     mixup_alpha: float = at_least(0.0, 0)
@@ -134,18 +135,21 @@ class LossConfig:
 class OptimConfig:
     """The optimizer, and the clipping of the gradient before it."""
 
-    name: Literal["lamb", "adamw", "nadamw", "sgd", "lars", "apex_lamb", "muon", "muon_lamb"] = "lamb"
-    """lamb and lars (this project's), adamw, nadamw and sgd with Nesterov momentum (torch's), apex_lamb (NVIDIA's, if
-    installed), muon (torch's, for the matrices of hidden layers; adamw for the rest, on whose scale optim.lr is),
-    muon_lamb (the same with lamb for the rest)"""
+    name: Literal[
+        "lamb", "adamw", "nadamw", "schedule_free_adamw", "sgd", "lars", "apex_lamb", "muon", "muon_lamb"
+    ] = "lamb"
+    """lamb and lars (this project's), adamw, nadamw and sgd with Nesterov momentum (torch's), schedule_free_adamw
+    (Schedule-Free AdamW of the package schedulefree; its average is evaluated and saved, as that of
+    optim.ema_half_life), apex_lamb (NVIDIA's, if installed), muon (torch's, for the matrices of hidden layers; adamw
+    for the rest, on whose scale optim.lr is), muon_lamb (the same with lamb for the rest)"""
     preset: Literal["paper", "colossal", "nvlamb", "lambc", "decoupled", "corrected", "cautious"] | None = None
     """variant of LAMB (see largebatch.optim.PRESETS); null: paper; an error for optimizers without LAMB. decoupled,
     corrected and cautious are paper with timm's options of these names"""
     lr: float = at_least(1e-3, 0)
     """peak learning rate; with schedule.scaling, that of a global batch of schedule.reference_batch_size"""
     weight_decay: float = 0.01
-    """weight decay: decoupled for adamw, nadamw and muon, part of the update for lamb, added to the gradient (coupled)
-    for sgd and lars"""
+    """weight decay: decoupled for AdamW of all kinds and muon, part of the update for lamb, added to the gradient
+    (coupled) for sgd and lars"""
     layer_decay: float | None = limited(None, lambda x: 0 < x <= 1, "a factor above 0 and at most 1, or null")
     """factor of the learning rate from a layer to the one below it, for fine-tuning, such as 0.75: the head has the
     whole rate, and the first layers have the lowest; null: all layers have the same"""
@@ -156,8 +160,8 @@ class OptimConfig:
     follows the batch, also in a batch ramp; the first rate is 0.9. For lamb, adamw, muon and muon_lamb; empty: the rate
     of optim.betas at every batch"""
     eps: float | None = None
-    """number added to the divisor; null: 1e-6 for lamb and apex_lamb, 1e-8 for adamw, nadamw and lars; an error for
-    sgd"""
+    """number added to the divisor; null: 1e-6 for lamb and apex_lamb, 1e-8 for AdamW of all kinds and lars; an
+    error for sgd"""
     split_qkv: bool = False
     """for muon and muon_lamb: orthogonalise query, key and value each by itself, where one weight holds them"""
     clip_norm: float | None = limited(1.0, lambda x: x > 0, "a positive norm, or null for no clip")
@@ -168,6 +172,11 @@ class OptimConfig:
     ema_half_life: str = ""
     """half-life of a moving average of the weights, such as "5 epochs"; the average is evaluated and saved beside the
     weights; empty: no average"""
+
+    @property
+    def averages(self) -> bool:
+        """Whether the run keeps an average of the weights."""
+        return bool(self.ema_half_life) or self.name == "schedule_free_adamw"
 
 
 @dataclass(frozen=True, kw_only=True)

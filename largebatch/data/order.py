@@ -46,10 +46,10 @@ class Plan:
 
     `num_images` is the length of the whole run; only its last global batch may be short. With `shuffle_window` W > 0
     the files (with `shard_sizes` samples) are permuted, and samples are mixed only inside W consecutive files, which
-    keeps reads sequential on slow storage. An epoch takes each sample `repeats` times in a row; the micro-batches of a
-    step then take every n-th of its images, as the ranks of timm's sampler do, so that no two repetitions meet in one.
-    `phases` of a batch ramp are its first stream positions, from 0, and global batches, at most `global_batch_size`;
-    each is a whole number of steps.
+    keeps reads sequential on slow storage. An epoch takes each sample `repeats` times in a row; the n micro-batches of
+    a step then take every n-th of its images, as the ranks of timm's sampler do: no two repetitions meet in one if n is
+    `repeats` or more, all of one size. `phases` of a batch ramp are its first stream positions, from 0, and global
+    batches, at most `global_batch_size`; each is a whole number of steps.
     """
 
     num_samples: int

@@ -46,7 +46,7 @@ def _parser() -> Parser:
     parser.add_argument("source", metavar="RUN_OR_WEIGHTS", help="a run, a checkpoint, an exported folder, or a file")
     parser.add_argument("target", metavar="TARGET", help="a new folder, or a new file .onnx or .pt2")
     parser.add_argument("--recipe", default="", metavar="FILE.py", help="the file that registers a model of your own")
-    parser.add_argument("--ema", action="store_true", help="take the average of the weights (--optim.ema_half_life)")
+    parser.add_argument("--ema", action="store_true", help="take the average of the weights, if the run kept one")
     licence = "licence of the weights for the model card, as the hub names it, such as apache-2.0 (default: unknown)"
     parser.add_argument("--license", default="unknown", metavar="NAME", help=licence)
     return parser

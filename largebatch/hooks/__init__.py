@@ -2,7 +2,7 @@
 
     Guards          guards.py          counts skipped steps; if it stops the run, no other hook runs
     Divergence      divergence.py      stops a run whose loss diverges, or goes back to an older checkpoint
-    Ema             ema.py             averages the weights; Checkpoint saves them, Log writes their accuracy
+    Average         ema.py             averages the weights; Checkpoint saves them, Log writes their accuracy
     RecomputeCheck  recompute.py       compares the ranks' gradients of one micro-batch, before a step
     ReplicaCheck    replicas.py        compares the ranks' weights before Checkpoint saves them
     Checkpoint      checkpointing.py   saves; StopEarly needs to know how long a save takes
@@ -17,7 +17,7 @@ Guards asks origin.py for the images of a skipped step. Log hands its rows to si
 
 from largebatch.hooks.checkpointing import Checkpoint, in_turn
 from largebatch.hooks.divergence import Divergence
-from largebatch.hooks.ema import Ema, check_half_life
+from largebatch.hooks.ema import Average, Ema, ScheduleFree, check_half_life
 from largebatch.hooks.guards import Guards
 from largebatch.hooks.log import Log
 from largebatch.hooks.noise_ramp import follow_noise
@@ -31,7 +31,7 @@ from largebatch.hooks.stop_early import StopEarly, end_time
 from largebatch.hooks.weights_and_biases import WeightsAndBiases
 
 __all__ = [
-    "Checkpoint", "Csv", "Curves", "Divergence", "Ema", "Guards", "Log", "NoiseScale", "Profile", "Progress",
-    "RecomputeCheck", "ReplicaCheck", "Sink", "SlowRank", "StopEarly", "TensorBoard", "WeightsAndBiases",
-    "check_half_life", "end_time", "follow_noise", "in_turn",
+    "Average", "Checkpoint", "Csv", "Curves", "Divergence", "Ema", "Guards", "Log", "NoiseScale", "Profile",
+    "Progress", "RecomputeCheck", "ReplicaCheck", "ScheduleFree", "Sink", "SlowRank", "StopEarly", "TensorBoard",
+    "WeightsAndBiases", "check_half_life", "end_time", "follow_noise", "in_turn",
 ]  # fmt: skip

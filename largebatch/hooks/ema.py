@@ -1,6 +1,6 @@
-"""An exponential moving average of the weights, with a half-life in images.
+"""Averages of the weights: an exponential moving one, with a half-life in images, and that of Schedule-Free AdamW.
 
-After each applied step
+After each applied step the moving average is
 
     average = average + (1 - 0.5 ^ (images of the step / half-life in images)) (weights - average)
 
@@ -21,28 +21,48 @@ from largebatch.engine import Hook, StepOutput, Trainer
 REMAINDER = 0.01  # largest allowed share of the initial weights in the average at the end of a run
 
 
-class Ema(Hook):
-    """Keeps the average, `model`, on every rank, and evaluates it whenever the weights are evaluated.
+class Average(Hook):
+    """Keeps an average, `model`, on every rank, and evaluates it whenever the weights are evaluated.
 
     It comes before the hooks that save the average and write its numbers. It needs no communication: equal weights give
     equal averages.
     """
 
-    def __init__(self, model: nn.Module, *, half_life_images: int) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = copy.deepcopy(model).requires_grad_(False)
-        self.half_life_images = half_life_images
 
     def before_fit(self, trainer: Trainer) -> None:
         if trainer.state.step == 0:  # else a checkpoint has restored the average
             lerp_(self.model, trainer.model, 1.0)
 
+    def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        own = trainer.evaluate(self.model)
+        metrics.update(ema_top1=own["top1"], ema_loss=own["loss"])
+
+
+class Ema(Average):
+    def __init__(self, model: nn.Module, *, half_life_images: int) -> None:
+        super().__init__(model)
+        self.half_life_images = half_life_images
+
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
         if output.applied:
             lerp_(self.model, trainer.model, share(output.images, half_life_images=self.half_life_images))
 
-    def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        own = trainer.evaluate(self.model)
-        metrics.update(ema_top1=own["top1"], ema_loss=own["loss"])
+
+class ScheduleFree(Average):
+    """The average x of Schedule-Free AdamW: training is at y = beta1 x + (1 - beta1) z, the optimizer keeps z."""
+
+    @torch.no_grad()
+    def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
+        if not output.applied:
+            return
+        lerp_(self.model, trainer.model, 1.0)
+        average = dict(zip(trainer.model.parameters(), self.model.parameters(), strict=True))
+        for group in trainer.optimizer.param_groups:
+            states = {average[p]: state for p in group["params"] if (state := trainer.optimizer.state.get(p))}
+            if states:  # else all are frozen
+                torch._foreach_lerp_([*states], [state["z"] for state in states.values()], 1 - 1 / group["betas"][0])
 
 
 def share(images: int, *, half_life_images: int) -> float:

@@ -65,7 +65,7 @@ def adapted_ratios(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 
 
 def init_state(optimizer: Optimizer) -> None:
-    """Set the state of every trainable parameter that has none to zeros, its value before the first step.
+    """Set the state of every trainable parameter that has none to its value before the first step: zeros, z to weights.
 
     Horovod's `broadcast_optimizer_state` takes a step with zero gradients if there is no state, which would decay the
     weights: call this first, for AdamW, SGD and Lars, too; `Lamb` guards against it by itself. It knows the optimizers
@@ -74,14 +74,17 @@ def init_state(optimizer: Optimizer) -> None:
     if hasattr(optimizer, "init_param"):  # one of ours
         init_params(optimizer)
         return
-    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.NAdam, torch.optim.SGD)):
+    schedule_free = "AdamWScheduleFree" in (kind.__name__ for kind in type(optimizer).__mro__)
+    if not schedule_free and not isinstance(optimizer, (torch.optim.Adam, torch.optim.NAdam, torch.optim.SGD)):
         known = ", ".join(DEFAULTS)
         raise ValueError(f"the initial state of {type(optimizer).__name__} is not known; use one of {known}")
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not p.requires_grad or optimizer.state.get(p):
                 continue
-            if isinstance(optimizer, torch.optim.Adam):
+            if schedule_free:
+                optimizer.state[p].update(z=p.detach().clone(), exp_avg_sq=torch.zeros_like(p))
+            elif isinstance(optimizer, torch.optim.Adam):
                 optimizer.state[p].update(adam_state(p, group))
             elif isinstance(optimizer, torch.optim.NAdam):
                 optimizer.state[p].update(nadam_state(p, group))
@@ -95,6 +98,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "apex_lamb": {"preset": "paper", "betas": (0.9, 0.999), "eps": 1e-6},
     "adamw": {"betas": (0.9, 0.999), "eps": 1e-8, "impl": None},
     "nadamw": {"betas": (0.9, 0.999), "eps": 1e-8},
+    "schedule_free_adamw": {"betas": (0.9, 0.999), "eps": 1e-8},
     "sgd": {"momentum": 0.9},
     "lars": {"momentum": 0.9, "eps": 1e-8, "trust_coefficient": 1e-3},
     "muon": {"momentum": 0.95, "rest": "adamw", "split_qkv": False},  # and the options of the optimizer for the rest
@@ -121,10 +125,10 @@ def build_optimizer(
 
     Args:
         model: the owner of the parameters; frozen ones are included, see `param_groups`.
-        name: "lamb"; torch's "adamw" or "sgd" (Nesterov), fused; torch's "nadamw"; "lars"; "apex_lamb" (NVIDIA's, on
-            GPUs); "muon".
-        weight_decay: decoupled for adamw, nadamw and muon, added to the gradient for sgd and lars, in the update for
-            LAMB.
+        name: "lamb"; torch's "adamw" or "sgd" (Nesterov), fused; torch's "nadamw"; "schedule_free_adamw" (of the
+            package schedulefree; the model stays in training); "lars"; "apex_lamb" (NVIDIA's, on GPUs); "muon".
+        weight_decay: decoupled for AdamW of all kinds and muon, added to the gradient for sgd and lars, in the update
+            for LAMB.
         layer_decay: factor of the learning rate from a layer to the one below it; None: all have the same. Each group
             has its factor as `lr_scale`, and starts with lr × lr_scale.
         betas, eps, preset, impl, momentum, trust_coefficient: see `DEFAULTS`, `PRESETS`, `Lamb` and `Lars`. adamw with
@@ -178,16 +182,34 @@ def _build(model: nn.Module, name: str, decays: dict[str, Any], chosen: dict[str
         # counters are there, too, so that no step waits for them.
         chosen |= dict(decoupled_weight_decay=True, capturable=all(p.is_cuda for p in model.parameters()))
         return torch.optim.NAdam(groups, momentum_decay=math.inf, **chosen)
+    if name == "schedule_free_adamw":
+        return _build_schedule_free(groups, chosen)
     kind, chosen = _adamw(chosen)
     return kind(groups, **chosen)
+
+
+def _build_schedule_free(groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
+    """Build schedulefree's AdamW without its own warm-up: the engine sets the rate of each step."""
+    if not options["betas"][0]:
+        raise ValueError(f"betas of schedule_free_adamw must begin above 0, for its average, got {options['betas']}")
+    torch.optim.AdamW([{**group} for group in groups], **options)  # schedulefree does not check its options
+    try:
+        from schedulefree import AdamWScheduleFree
+    except ImportError as error:
+        raise ValueError(
+            "schedule_free_adamw needs the package schedulefree: pip install 'largebatch[schedulefree]', or choose "
+            "another optimizer"
+        ) from error
+    # It is always in training; the wrapper, which makes a new instance of the groups alone, keeps that.
+    return AdamWScheduleFree([group | {"train_mode": True} for group in groups], **options)
 
 
 def _refuse_unused(name: str, given: Mapping[str, Any], used: Mapping[str, Any]) -> None:
     for option, value in given.items():
         if option not in used:
-            users = ", ".join(other for other in DEFAULTS if option in DEFAULTS[other])
+            users = " or ".join(other for other in DEFAULTS if option in DEFAULTS[other] and other != "apex_lamb")
             subject = f"{name} with {used['rest']} for the rest" if "rest" in used else name
-            raise ValueError(f"{option}={value!r} has no effect on {subject}; remove it or choose one of {users}")
+            raise ValueError(f"{option}={value!r} has no effect on {subject}; remove it or choose {users}")
 
 
 def _build_muon(model: nn.Module, decays: dict[str, Any], options: dict[str, Any]) -> Optimizer:

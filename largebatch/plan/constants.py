@@ -67,6 +67,7 @@ FUSION_BYTES = {
 NEGOTIATION_LATENCY_S = Constant(3e-6, f"a small message of MPI over InfiniBand: {ASSUMED}")
 LAMB_MOVED = Constant(44.0, "bytes per parameter and step: x, g, m, v in, m, v out; x, m, v in, x out; g for the norm")
 ADAMW_MOVED = Constant(32.0, "bytes per parameter and step: x, g, m, v in, x, m, v out; g for the norm")
+SCHEDULE_FREE = Constant(108.0, "bytes per parameter and step: 26 reads and writes by torch; g for the norm")
 SGD_MOVED = Constant(24.0, "bytes per parameter and step: x, g, m in, x, m out; g for the norm")
 
 CONTEXT_BYTES = Constant(0.6 * GIB, f"CUDA's context and libraries: {ASSUMED}")

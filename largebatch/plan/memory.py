@@ -9,7 +9,8 @@ from largebatch.plan import constants
 from largebatch.plan.trace import Pass
 
 # Tensors of each parameter. Muon keeps one of a matrix, and the optimizer of the rest two.
-MOMENTS = {"lamb": 2, "apex_lamb": 2, "adamw": 2, "nadamw": 2, "sgd": 1, "lars": 1, "muon": 2, "muon_lamb": 2}
+MOMENTS = {"lamb": 2, "apex_lamb": 2, "adamw": 2, "nadamw": 2, "schedule_free_adamw": 2, "sgd": 1, "lars": 1}
+MOMENTS |= {"muon": 2, "muon_lamb": 2}
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def of_rank(config: TrainConfig, counted: Pass, device: Device, *, ranks: int, m
         weights=parameters + counted.buffers,
         gradients=parameters,
         moments=moments,
-        average=parameters + counted.buffers if config.optim.ema_half_life else 0.0,
+        average=parameters + counted.buffers if config.optim.averages else 0.0,
         inputs=2 * counted.inputs * scale,
         activations=activations,
         workspace=max(peak - activations, 0.0) + blocks_bytes(config.parallel, counted),
@@ -110,5 +111,5 @@ def largest_micro_batch(config: TrainConfig, counted: Pass, device: Device, *, r
 
 
 def checkpoint_bytes(config: TrainConfig, counted: Pass) -> float:
-    models = 1 + bool(config.optim.ema_half_life)
+    models = 1 + config.optim.averages
     return (counted.weights + counted.buffers) * models + moments_bytes(config, counted)

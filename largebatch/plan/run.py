@@ -94,7 +94,7 @@ def evaluation_seconds(config: TrainConfig, counted: Pass, cluster: Cluster, spe
     per_image = pass_seconds(counted, cluster.device, precision, speed) / counted.images / 3
     replicas = config.parallel.shape().data_size(cluster.ranks)
     share = math.ceil(constants.HELD_OUT_IMAGES.value / replicas)
-    average = 2 if config.optim.ema_half_life else 1
+    average = 1 + config.optim.averages
     return constants.EVALUATION_S.value + average * share * per_image / config.parallel.shape().size
 
 

@@ -180,7 +180,7 @@ def stages_of(config: TrainConfig) -> list[tuple[int, int, int]]:
 
 def optimizer_seconds(counted: Pass, config: TrainConfig, cluster: Cluster) -> float:
     moved = dict.fromkeys(("adamw", "nadamw"), constants.ADAMW_MOVED)
-    moved |= {"sgd": constants.SGD_MOVED, "lars": constants.SGD_MOVED}
+    moved |= dict.fromkeys(("sgd", "lars"), constants.SGD_MOVED) | {"schedule_free_adamw": constants.SCHEDULE_FREE}
     parameters = counted.weights / 4 * share_of(config.parallel, counted.whole).weights
     bandwidth = cluster.device.bandwidth * constants.BANDWIDTH_SHARE.value
     update = moved.get(config.optim.name, constants.LAMB_MOVED).value * parameters / bandwidth

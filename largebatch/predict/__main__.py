@@ -56,7 +56,7 @@ def _parser() -> Parser:
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="an image file, or a folder of them")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="number of classes to print (default: 5)")
     parser.add_argument("--recipe", default="", metavar="FILE.py", help="the file that registers a model of your own")
-    parser.add_argument("--ema", action="store_true", help="take the average of the weights (--optim.ema_half_life)")
+    parser.add_argument("--ema", action="store_true", help="take the average of the weights, if the run kept one")
     parser.add_argument("--json", action="store_true", help="print one JSON object per image, on a line of its own")
     return parser
 

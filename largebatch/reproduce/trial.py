@@ -111,6 +111,6 @@ def build(config: TrainConfig, comm: Single, *, split: Split | None, hooks: Sequ
         open_batches=functools.partial(training_batches, pixels=train, plan=plan, **prepared),
         eval_batches=evaluation_batches(held_out, **prepared),
         hooks=hooks,
-        ema=None,
+        average=None,
         data=config.data.path,
     )

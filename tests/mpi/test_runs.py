@@ -123,6 +123,26 @@ def test_resumed_on_two_ranks_of_three(tmp_path, interrupted, uninterrupted):
     assert means[0] == pytest.approx(means[1], rel=1e-4)  # the first of steps before and after
 
 
+def test_schedule_free_stopped_and_resumed_under_another_launcher(tmp_path):
+    """The average of the weights is what validate --ema takes."""
+    options = ["--optim.name", "schedule_free_adamw", "--schedule.name", "constant", "--schedule.warmup", "3 steps"]
+    options += ["--checkpoint.best", "ema_top1", "--optim.lr", "1e-3"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trained(whole, *options, ranks=1, launcher="python")
+    trained(parts, *options, "--run.max_steps", "3", ranks=2)
+    trained(parts, *options, ranks=2, launcher="torchrun")
+    for name in ("model", "model_ema"):
+        both = [weights(folder, name) for folder in (whole, parts)]
+        for found in both:  # the gradient of a key's bias is roundings alone, which AdamW divides by their own size
+            assert found.pop("blocks.0.attn.qkv.bias").any() and found.pop("blocks.1.attn.qkv.bias").any()
+        assert distance(*both) < 1e-5
+    assert distance(weights(whole), weights(whole, "model_ema")) > 1e-3
+    last = rows(parts, "epochs.csv")[-1]
+    code, output = launch([*VALIDATE, str(parts), "--ema"], ranks=1, launcher="python")
+    assert code == 0 and f"top-1 {float(last['ema_top1']):.2f} %" in output, output
+    assert f"loss {float(last['ema_loss']):.4f}" in output and last["ema_loss"] != last["eval_loss"]
+
+
 RAMP = ["--schedule.batch_ramp", "12@0,20@24 images,40@64 images", "--run.duration", "200 images"]
 SCALED = ["--schedule.scaling", "linear", "--schedule.reference_batch_size", "40", "--schedule.warmup", "30 images"]
 FORGETS = ["--optim.second_moment_half_life", "30 images"]
@@ -142,7 +162,7 @@ def test_a_batch_ramp_stopped_inside_a_phase_and_resumed_on_other_ranks(tmp_path
     said = "second moment: a half-life of 30 images, so beta2 is 0.757858 at a global batch of 12, 0.629961 at a "
     assert (whole / "log.txt").read_text().count(said) == 1
     code, output = train(parts, *options[:-4], "--optim.second_moment_half_life", "31 images", ranks=2)
-    assert code == 2 and "--optim.second_moment_half_life 30 images, now 31 images: give the options it" in output
+    assert code == 2 and "--optim.second_moment_half_life '30 images', now '31 images': give the options it" in output
 
 
 def test_images_that_grow_stopped_inside_a_phase_and_resumed_on_other_ranks(tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from largebatch import checkpoint
 from largebatch.augment import Augment, seed_for
@@ -171,13 +172,17 @@ def small_trainer(
 
 
 def serial_run(
-    plan: Plan, model: nn.Module, scaling: Callable[[int], float] = lambda batch: 1.0, *, half_life: float = 0
+    plan: Plan,
+    model: nn.Module,
+    scaling: Callable[[int], float] = lambda batch: 1.0,
+    *,
+    half_life: float = 0,
+    optimizer: Optimizer | None = None,
 ) -> nn.Module:
     """The same run written out in one process, float64: the reference for any number of ranks."""
     power = 1.0
-    augment, optimizer = Augment(CLASSES, mixup_alpha=0.2), build_optimizer(
-        model, lr=0.01, weight_decay=0.1, impl="plain"
-    )
+    augment = Augment(CLASSES, mixup_alpha=0.2)
+    optimizer = optimizer or build_optimizer(model, lr=0.01, weight_decay=0.1, impl="plain")
     for step in range(plan.num_steps):
         for micro in plan.micro_batches(step, 0, 1):
             batch = batch_of(plan, micro, dtype=torch.float64)
@@ -204,7 +209,7 @@ def stopped_and_resumed(make: Callable[[], Trainer], stop: int, folder: Path) ->
     if first.comm.rank == 0:
         snapshot = checkpoint.take_snapshot(
             model=first.model, optimizer=first.optimizer, scaler=first.scaler, state=first.state,
-            config_text=dump(config),
+            config_text=dump(config), average=first.average,
         )  # fmt: skip
         checkpoint.save(config.run.folder, snapshot)
     nn.init.ones_(second.model[0].weight)

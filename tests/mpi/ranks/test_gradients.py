@@ -65,7 +65,7 @@ def test_equal_to_one_big_batch(comm, passes, left_over, dtype):
     assert abs(norm - whole) <= BOUND[dtype] * whole  # logged and clipped: the reduced gradient's norm
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lars", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "schedule_free_adamw", "sgd", "lars", "muon"])
 def test_every_optimizer_moves_as_on_one_big_batch(comm, name):
     """Three steps of two passes; then rank 0's state is given to ranks that have lost theirs, and the fourth step."""
     batch_size = comm.size * 2 * MICRO
