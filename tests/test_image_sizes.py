@@ -154,7 +154,7 @@ def test_mistakes_in_the_text(text, given, sentence):
     [
         ("48@0,64@10 %", [], "48 is no multiple of the 32 px of a patch."),
         ("32@0,64@10 %", ["--data.token_labels=true"], "and token labels have one size: leave one of the two out."),
-        ("32@0,224@10 %", ["--recipe=volo_d1", "--model=volo_d1", "--img-size=224"], "and volo_d1 has one size: choose"),
+        ("32@0,224@10 %", ["--recipe=volo_d1", "--model=volo_d1", "--img-size=224"], "and volo_d1 has one size: c"),
         ("32@0,64@10 %", ["--model=timm/resnet18"], "and timm/resnet18 has one size: choose a ViT of the zoo, or l"),
     ],
 )
@@ -166,7 +166,7 @@ def test_sizes_that_the_model_cannot_take(text, given, sentence):
 @pytest.mark.parametrize("text", ["32@0,64@99.9 %", "16@0,32@100 images,64@101 images"])
 def test_a_phase_without_a_step_is_one_sentence(text):
     config = config_of(text, "--run.duration=1000 images", "--data.global_batch_size=96")
-    with pytest.raises(ValueError, match="no step begins in the phase of (32|64) px, from image [0-9]+ on: move it, or"):
+    with pytest.raises(ValueError, match="no step begins in the phase of (32|64) px, from image [0-9]+ on: move"):
         assembly.sizes_of(config, Plan(1437, 96, 32, 1000, seed=0))
 
 
