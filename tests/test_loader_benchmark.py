@@ -62,6 +62,7 @@ def test_ours_and_timms_are_measured_and_horovod_stays_out(images):
     [
         (["--vs=none", "--batch-size=11"], "--batch-size is 11, expected 1 to 10"),
         (["--auto-augment=cifar10"], "--auto-augment is cifar10, a policy that timm does not have: add --vs none."),
+        (["--auto-augment=tf-m9"], "--auto-augment is tf-m9, a policy that timm does not have: add --vs none."),
     ],
 )
 def test_wrong_options_end_with_a_sentence(images, monkeypatch, capsys, options, sentence):

@@ -184,8 +184,9 @@ def test_a_step_at_moved_weights_waits_once_more(monkeypatch):
     assert found.copies <= COPIES
 
 
-def test_operations_on_pixels_do_not_wait_for_the_device():
-    operations = randaugment.draw(randaugment.parse("rand-m9-n3-p0.9"), 0, *torch.arange(2 * 64).view(2, 64).numpy())
+@pytest.mark.parametrize("text", ["rand-m9-n3-p0.9", "tf-m9-n3"])
+def test_operations_on_pixels_do_not_wait_for_the_device(text):
+    operations = randaugment.draw(randaugment.parse(text, 32), 0, *torch.arange(2 * 64).view(2, 64).numpy())
     images, normalise = torch.empty(64, 3, 32, 32, dtype=torch.uint8, device=META), Normalise((0.5,) * 3, (0.2,) * 3)
     with Waits():
         normalise.batch(images)

@@ -8,13 +8,13 @@ import random
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFilter, ImageOps
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from scipy import stats
 from sklearn.datasets import load_sample_images
 
 import zoo  # noqa: F401  # lets torchvision be imported beside any build of torch
 from largebatch.data import order, randaugment
-from largebatch.data.randaugment import AFFINE, CODES, NAMES, NONE, Operations, RandAugment, parse
+from largebatch.data.randaugment import AFFINE, CODES, NAMES, NONE, WARPS, Operations, RandAugment, parse
 from largebatch.data.randaugment_ops import fill_colour, with_pillow, with_torch
 from largebatch.data.token_labels import warps
 
@@ -122,8 +122,8 @@ def test_chains_of_two_equal_timms(photographs):
 
 def test_a_batch_that_draws_everything_at_once(photographs):
     images = photographs[np.arange(200) % len(photographs)]
-    for text in (STANDARD, "rand-m20-n3-p0.9-mmax20-mstd3", "cifar10", "3a"):
-        ops = randaugment.draw(parse(text), 3, np.zeros(200, dtype=int), np.arange(200))
+    for text in (STANDARD, "rand-m20-n3-p0.9-mmax20-mstd3", "cifar10", "3a", "tf-m10-n2"):
+        ops = randaugment.draw(parse(text, SIDE), 3, np.zeros(200, dtype=int), np.arange(200))
         untouched = (ops.codes == NONE).all(axis=1)
         ours = one_by_one(images, ops)
         assert np.array_equal(ours, together(images, ops))
@@ -160,15 +160,16 @@ def test_the_warp_says_where_pillow_took_a_pixel_from(pair):
     assert any(name in AFFINE for name in pair) or np.array_equal(affine, np.eye(2, 3))
 
 
-def test_the_warp_is_exact():
+@pytest.mark.parametrize("text", [STANDARD, "tf-m10-n2"])
+def test_the_warp_is_exact(text):
     """Against products of 3 x 3 matrices, and Pillow's own matrix of a rotation."""
-    policy = parse(STANDARD)
+    policy = parse(text)
     ops = randaugment.draw(policy, 0, np.zeros(300, dtype=int), np.arange(300))
     whole = np.zeros((300, 2, 3, 3))
     whole[:, :, :2], whole[:, :, 2, 2] = ops.affine, 1
     warp = warps(ops.affine)[:, -1]
     assert np.abs(warp - (whole[:, 0] @ whole[:, 1])[:, :2]).max() < 1e-15
-    resting = ~np.isin(ops.codes, [CODES[name] for name in AFFINE]).any(axis=1)
+    resting = ~np.isin(ops.codes, [CODES[name] for name in WARPS]).any(axis=1)
     assert resting.any() and (warp[resting] == np.eye(2, 3)).all()
     corner = randaugment.matrices(np.array(CODES["rotate"]), np.array(90.0)) @ [0, 0, 1]
     assert corner == pytest.approx([1, 0])  # counter-clockwise: the upper right corner comes to the upper left
@@ -212,7 +213,7 @@ def test_magnitudes_are_normal_and_cut():
 
 def test_what_is_drawn_is_a_function_of_seed_epoch_and_sample():
     samples, epochs = np.arange(500), np.arange(500) % 3
-    for policy in (parse(STANDARD), randaugment.CIFAR10, parse("3a")):
+    for policy in (parse(STANDARD), randaugment.CIFAR10, parse("3a"), parse("tf")):
         whole = randaugment.draw(policy, 5, epochs, samples)
         part = randaugment.draw(policy, 5, epochs[77:99], samples[77:99])
         assert np.array_equal(part.codes, whole.codes[77:99]) and np.array_equal(part.affine, whole.affine[77:99])
@@ -340,6 +341,88 @@ def test_blur_in_torch_has_pillows_bits(side):
     assert np.array_equal(one_by_one(images, ops), together(images, ops))
 
 
+# -- RandAugment of big_vision -----------------------------------------------------------------------------------------
+
+TENSORFLOWS = (*list(TIMMS), "cutout")
+
+
+def big_visions(image, name, magnitude, sign, centre):
+    """An operation as big_vision has it, except for the rounding of color, sharpness and autocontrast.
+
+    Its code under TensorFlow 2.21 gave the bits of our other operations, for 50 images of 224 and 160 pixels.
+    """
+    side, level, (y, x) = len(image), magnitude / 10, centre
+    if name in AFFINE:
+        turn, shear, shift = np.radians(sign * level * 30), sign * level * 0.3, sign * level * 100
+        cos, sin, most = np.cos(turn), np.sin(turn), side - 1
+        matrices = {
+            "rotate": [cos, -sin, (most - (cos - sin) * most) / 2, sin, cos, (most - (sin + cos) * most) / 2],
+            "shear_x": [1, shear, 0, 0, 1, 0],
+            "shear_y": [1, 0, 0, shear, 1, 0],
+            "translate_x": [1, 0, shift, 0, 1, 0],
+            "translate_y": [1, 0, 0, 0, 1, shift],
+        }
+        a, result, (row, column) = np.float32(matrices[name]), np.full_like(image, 128), np.indices((side, side))
+        # Halves are rounded away from zero, as by C++'s std::round.
+        places = [a[k] * np.float32(column) + a[k + 1] * np.float32(row) + a[k + 2] for k in (0, 3)]
+        x, y = (np.copysign(np.floor(np.abs(place) + 0.5), place).astype(int) for place in places)
+        inside = (x >= 0) & (x < side) & (y >= 0) & (y < side)
+        result[inside] = image[y[inside], x[inside]]
+        return result
+    if name == "cutout":
+        pad, result = int(level * 40), image.copy()
+        result[max(0, y - pad) : y + pad, max(0, x - pad) : x + pad] = 128
+        return result
+    factor = np.float32(level * 1.8 + 0.1)
+    if name == "contrast":
+        flat = np.float32(min(255, side**2 // 256))
+        return ((image - flat) * factor + flat).clip(0, 255).astype(np.uint8)
+    if name in ("color", "brightness", "sharpness"):
+        return np.asarray(getattr(ImageEnhance, name.capitalize())(Image.fromarray(image)).enhance(float(factor)))
+    if name == "posterize":
+        dropped = min((8 - int(level * 4)) % 256, 7)
+        return image >> dropped << dropped
+    if name == "solarize":
+        return np.where(image < int(level * 256) % 256, image, 255 - image)
+    if name == "solarize_add":
+        return np.where(image < 128, np.minimum(255, image + float(int(level * 110))), image).astype(np.uint8)
+    return np.asarray(getattr(ImageOps, name)(Image.fromarray(image)))
+
+
+@pytest.mark.parametrize("magnitude", [0, 3, 10, 15, 25])
+def test_the_operations_of_big_vision(photographs, magnitude):
+    """To the bit, one by one and as a batch; 200 draws have each operation, and warps of both signs."""
+    photographs = photographs[:, 8:40, 8:40]
+    images, samples, none = photographs[np.arange(200) % len(photographs)], np.arange(200), np.zeros(200, dtype=int)
+    ops = randaugment.draw(parse(f"tf-m{magnitude}-n1", 32), 3, none, samples)
+    kind, row, column, sign = (order.uniform(3, none, samples, randaugment.FIRST_DRAW + k) for k in (0, 2, 3, 4))
+    names = [TENSORFLOWS[int(16 * u)] for u in kind]
+    signs, centres = np.where(sign < 0.5, -1, 1), np.stack([32 * row, 32 * column], axis=-1).astype(int)
+    assert {*zip(names, signs)} >= {(name, sign) for name in AFFINE for sign in (-1, 1)} and {*names} == {*TENSORFLOWS}
+    expected = [big_visions(*drawn) for drawn in zip(images, names, [magnitude] * 200, signs, centres)]
+    found = one_by_one(images, ops)
+    wrong = [name for name, ours, theirs in zip(names, found, expected) if not np.array_equal(ours, theirs)]
+    assert not wrong
+    assert np.array_equal(together(images, ops), found)
+
+
+def test_big_vision_draws_each_operation_alike_and_always():
+    ops = drawn("tf-m10-n2")
+    counts = np.bincount(ops.codes.ravel(), minlength=len(NAMES))
+    shares = np.array([name in TENSORFLOWS and name not in (*AFFINE, "contrast") for name in NAMES], dtype=float)
+    shares[[CODES["tf_contrast"], CODES["tf_warp"]]] = 1, len(AFFINE)
+    assert (counts[shares == 0] == 0).all()
+    assert stats.chisquare(counts[shares > 0], 60_000 / 16 * shares[shares > 0]).pvalue > 1e-3
+    assert stats.chi2_contingency(stats.contingency.crosstab(*ops.codes.T).count).pvalue > 1e-3
+    moves = (ops.affine - np.eye(2, 3))[ops.codes == CODES["tf_warp"]].reshape(-1, 6)
+    kinds, counts = np.unique(moves.round(9), axis=0, return_counts=True)
+    assert len(kinds) == 10 and stats.chisquare(counts).pvalue > 1e-3  # five warps, of either sign
+    boxes = ops.arguments[ops.codes == CODES["cutout"]]
+    assert (boxes // 224**2 == 40).all()
+    for places in (boxes % 224, boxes // 224 % 224):
+        assert stats.chisquare(np.bincount(places.astype(int), minlength=224)).pvalue > 1e-3
+
+
 # -- spelling ----------------------------------------------------------------------------------------------------------
 
 
@@ -348,6 +431,8 @@ def test_timms_spelling():
 
     assert parse("") is None and parse("cifar10") is randaugment.CIFAR10
     assert parse(STANDARD) == RandAugment(magnitude=9, magnitude_std=0.5, increasing=True)
+    assert parse("tf") == randaugment.TensorFlowRandAugment(magnitude=10, num_ops=2)
+    assert parse("tf-n3-m15", 96) == randaugment.TensorFlowRandAugment(magnitude=15, num_ops=3, img_size=96)
     for text in ("rand", STANDARD, "rand-m7-n3-p0.3-mmax12", "rand-inc0-mstd1"):
         theirs, ours = rand_augment_transform(text, {}), parse(text)
         operation = theirs.ops[0]
@@ -360,8 +445,9 @@ def test_timms_spelling():
 @pytest.mark.parametrize(
     "text",
     ["rnd-m9", "rand-m9-m8", "rand-x3", "rand-m", "rand-m9.5", "rand-p2", "rand-n0", "rand-mstd101", "rand-inc2",
-     "cifar", "cifar10-m9", "3a-m9", "v0", "rand-mmax0", "rand-tweights", "rand-"],
+     "cifar", "cifar10-m9", "3a-m9", "v0", "rand-mmax0", "rand-tweights", "rand-",
+     "tf-m9-m8", "tf-p1", "tf-n0", "tf-m9.5", "tf10", "tf-"],
 )  # fmt: skip
 def test_other_spellings_are_refused(text):
-    with pytest.raises(ValueError, match=f"^--augment.auto_augment is '{text}': expected cifar10, 3a, or rand and "):
+    with pytest.raises(ValueError, match=f"^--augment.auto_augment is '{text}': expected cifar10, 3a, tf and any of "):
         parse(text)

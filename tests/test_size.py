@@ -16,8 +16,8 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 91,
-    "words of docstrings": 47_854,
-    "lines": 35_469,
+    "words of docstrings": 47_947,
+    "lines": 35_569,
     "files": 251,
     "methods of Trainer": 22,
     "fields of Trainer": 26,
@@ -27,8 +27,8 @@ LIMITS = {
     "lines in largebatch/assembly": 989,
     "lines in largebatch/benchmark": 1_718,
     "lines in largebatch/checkpoint": 725,
-    "lines in largebatch/config": 1_870,
-    "lines in largebatch/data": 4_226,
+    "lines in largebatch/config": 1_871,
+    "lines in largebatch/data": 4_325,
     "lines in largebatch/doctor": 2_128,
     "lines in largebatch/export": 300,
     "lines in largebatch/files": 541,

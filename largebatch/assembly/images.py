@@ -349,7 +349,7 @@ def open_train_loader(
         scale=data.scale,
         hflip=data.hflip,
         padding=data.crop_padding,
-        policy=parse_policy(config.augment.auto_augment),
+        policy=parse_policy(config.augment.auto_augment, img_size),
         device=device,
         num_threads=data.num_threads or loader_threads(comm.num_cores),
         with_maps=data.token_labels,

@@ -61,8 +61,8 @@ def run(options: argparse.Namespace) -> Report:
     if not 0 < options.batch_size <= min(len(index), options.images):
         most = f"{min(len(index), options.images)}: no more than the images of the data set and of a round"
         raise ValueError(f"--batch-size is {options.batch_size}, expected 1 to {most}.")
-    if options.auto_augment == "cifar10" and "timm" in options.vs:
-        raise ValueError("--auto-augment is cifar10, a policy that timm does not have: add --vs none.")
+    if options.auto_augment.startswith(("cifar10", "tf")) and "timm" in options.vs:
+        raise ValueError(f"--auto-augment is {options.auto_augment}, a policy that timm does not have: add --vs none.")
     late = f"largebatch, {1000 * DELAY_S:.0f} ms late"
     contenders = [Contender("largebatch", partial(ours, options, index, device=device))]
     contenders += [Contender(late, partial(ours, options, index, device=device, preadv=late_preadv))]
@@ -143,7 +143,7 @@ def ours(
         interpolation=options.interpolation,
         device=device,
         num_threads=options.num_threads,
-        policy=parse(options.auto_augment),
+        policy=parse(options.auto_augment, options.img_size),
         preadv=preadv,
     )
     with closing(loader):

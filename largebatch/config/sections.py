@@ -100,8 +100,9 @@ class AugmentConfig:
     auto_augment: str = ""
     """policy: RandAugment in timm's notation, such as rand-m9-mstd0.5-inc1 (m: magnitude, n: number of operations, p:
     probability of each operation, mstd: standard deviation of the magnitude, mmax: its upper bound, inc1: a higher
-    magnitude always changes more); cifar10: AutoAugment's policy for CIFAR-10; 3a: 3-Augment of DeiT III (grey,
-    solarised or blurred, then a colour jitter of 0.3); empty: no policy"""
+    magnitude always changes more); tf-m10-n2: RandAugment of big_vision, written in TensorFlow, which always applies n
+    operations; its cutout and translations are in pixels, for images of 224; cifar10: AutoAugment's policy for
+    CIFAR-10; 3a: 3-Augment of DeiT III (grey, solarised or blurred, then a colour jitter of 0.3); empty: no policy"""
     repeats: int = at_least(1, 1)
     """repeated augmentation: number of times in a row that an epoch takes an image, with a crop, flip and policy of
     its own each time. An epoch stays as long, in whole batches, so with 3 it has a third of the images. The

@@ -17,12 +17,15 @@ from largebatch.data.order import uniform
 
 NAMES = (
     "none", "autocontrast", "equalize", "invert", "rotate", "posterize", "solarize", "solarize_add", "color",
-    "contrast", "brightness", "sharpness", "shear_x", "shear_y", "translate_x", "translate_y", "blur",
+    "contrast", "brightness", "sharpness", "shear_x", "shear_y", "translate_x", "translate_y", "blur", "cutout",
+    "tf_contrast", "tf_warp",
 )  # fmt: skip
-NUM_RAND = 15  # operations of RandAugment: those after none, without blur
+NUM_RAND = 15  # operations of timm's RandAugment: those after none, up to translate_y
 NONE = 0
 CODES = {name: code for code, name in enumerate(NAMES)}
 AFFINE = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
+WARPS = (*AFFINE, "tf_warp")
+TF = (*("tf_contrast" if name == "contrast" else name for name in NAMES[1 : 1 + NUM_RAND]), "cutout")
 
 FIRST_DRAW = 64  # the draws of layer l are numbered FIRST_DRAW + 8l + 0 .. 7; lower numbers belong to `order`
 _OPERATION, _APPLY, _RADIUS, _ANGLE, _SIGN, _DRAWS = 0, 1, 2, 3, 4, 8
@@ -37,7 +40,8 @@ class Operations:
     arguments: np.ndarray
     """(n, k) float64: degrees for rotate, pixels per pixel for shears, fractions of the image's side for translations;
     a threshold, an addend or the number of bits to keep for operations on grey levels; a factor for blends; pixels for
-    blur, the standard deviation; else 0"""
+    blur, the standard deviation; for cutout, a box of side 2p around (x, y) in an image of side S, (p · S + y) · S + x;
+    else 0"""
     affine: np.ndarray
     """(n, k, 2, 3) float64: from points of an operation's output to points of its input, see `matrices`"""
 
@@ -71,6 +75,14 @@ RAND_PLAIN: dict[str, Level] = RAND_INCREASING | {  # some operations get weaker
     "posterize": lambda level, sign: np.minimum(8, np.trunc(level * 4)),
     "solarize": lambda level, sign: np.minimum(256, np.trunc(level * 256)),
     **{name: lambda level, sign: level * 1.8 + 0.1 for name in _BLENDS},
+}
+# TensorFlow takes numbers modulo 256 that exceed a byte, so solarize inverts at magnitude 10. Its shifts take at most 7
+# bits, so posterize keeps one bit where the formula gives none, or more than 8.
+TF_PLAIN: dict[str, Level] = RAND_PLAIN | {
+    "posterize": lambda level, sign: np.where((level >= 0.25) & (level < 2.25), np.trunc(level * 4), 1),
+    "solarize": lambda level, sign: np.trunc(level * 256) % 256,
+    "solarize_add": lambda level, sign: np.minimum(255, np.trunc(level * 110)),
+    "tf_contrast": RAND_PLAIN["contrast"],
 }
 AUTO: dict[str, Level] = _RAND_GEOMETRY | {
     "translate_x": _signed(150 / 331),
@@ -120,6 +132,32 @@ class RandAugment:
         codes = np.where(u(_APPLY) < self.prob, codes, NONE)
         scales = RAND_INCREASING if self.increasing else RAND_PLAIN
         return _operations(codes, magnitudes / 10, np.where(u(_SIGN) < 0.5, -1.0, 1.0), scales)
+
+
+@dataclass(frozen=True)
+class TensorFlowRandAugment:
+    """Always apply `num_ops` of 16 operations, drawn independently, as google-research/big_vision does in TensorFlow.
+
+    Warps take the nearest pixel and fill with 128. Translations and cutout are in pixels, whatever `img_size` is.
+    Contrast blends with the grey level img_size² / 256 in place of the mean. Color, sharpness and autocontrast round
+    otherwise: by a grey level at magnitude 10, by two at 15.
+    """
+
+    magnitude: float = 10.0
+    num_ops: int = 2
+    img_size: int = 224
+
+    def draw(self, seed: int, epochs: np.ndarray, samples: np.ndarray) -> Operations:
+        u, level, side = _uniform(seed, epochs, samples, self.num_ops), self.magnitude / 10, self.img_size
+        codes = np.array([CODES[name] for name in TF])[np.floor(u(_OPERATION) * len(TF)).astype(np.int64)]
+        scales = TF_PLAIN | dict.fromkeys(("translate_x", "translate_y"), _signed(100 / side))
+        drawn = _operations(codes, np.full(codes.shape, level), np.where(u(_SIGN) < 0.5, -1.0, 1.0), scales)
+        y, x = np.floor(u(_RADIUS) * side), np.floor(u(_ANGLE) * side)
+        boxes = (np.trunc(level * 40) * side + y) * side + x
+        arguments = np.where(codes == CODES["cutout"], boxes, drawn.arguments)
+        drawn.affine[codes == CODES["rotate"], :, 2] *= 1 - 1 / side  # pixels have whole numbers, from 0 to side - 1
+        warped = np.isin(codes, [CODES[name] for name in AFFINE])
+        return Operations(np.where(warped, CODES["tf_warp"], codes), arguments, drawn.affine)
 
 
 @dataclass(frozen=True)
@@ -196,12 +234,12 @@ class ThreeAugment:
         return Operations(codes, arguments, matrices(codes, arguments))
 
 
-Policy = RandAugment | AutoAugment | ThreeAugment
+Policy = RandAugment | TensorFlowRandAugment | AutoAugment | ThreeAugment
 NAMED: dict[str, Policy | None] = {"": None, "cifar10": CIFAR10, "3a": ThreeAugment()}
 
 
-def parse(text: str) -> Policy | None:
-    """Return the policy for "cifar10", "3a" or timm's "rand-m9-mstd0.5-inc1", None for ""; ValueError for others.
+def parse(text: str, img_size: int = 224) -> Policy | None:
+    """Return the policy for "cifar10", "3a", "tf-m10-n2" or timm's "rand-m9-mstd0.5-inc1", None for ""; or ValueError.
 
     m: magnitude (default 10), n: number of operations (2), p: probability of each (0.5), mstd: standard deviation of
     the magnitude (0), mmax: its upper bound (10), inc1: increasing.
@@ -210,18 +248,21 @@ def parse(text: str) -> Policy | None:
         return NAMED[text]
     keys = {"m": "magnitude", "n": "num_ops", "p": "prob", "mstd": "magnitude_std", "mmax": "magnitude_max"}
     name, *parts = text.split("-")
-    matches = [re.fullmatch(r"(m|n|p|mstd|mmax|inc)(\d+\.?\d*)", part) for part in parts]
+    letters = {"rand": "m|n|p|mstd|mmax|inc", "tf": "m|n"}.get(name, "")
+    matches = [re.fullmatch(rf"({letters})(\d+\.?\d*)", part) for part in parts]
     given = {match[1]: float(match[2]) for match in matches if match}
-    known = name == "rand" and all(matches) and len(given) == len(parts)
+    known = letters and all(matches) and len(given) == len(parts)
     whole = all(given.get(key, 1) % 1 == 0 for key in ("m", "n", "mmax", "inc"))  # timm truncates or refuses others
     small = given.get("p", 0) <= 1 and given.get("mstd", 0) <= 100 and given.get("inc", 0) <= 1
     if not (known and whole and small and given.get("n", 1) and given.get("mmax", 1)):
         raise ValueError(
-            f"--augment.auto_augment is {text!r}: expected cifar10, 3a, or rand and any of m, n, p, mstd, mmax and "
-            "inc once, such as rand-m9-mstd0.5-inc1 (m, n, mmax whole, n and mmax above 0, p 0 to 1, mstd up to 100, "
-            "inc 0 or 1)."
+            f"--augment.auto_augment is {text!r}: expected cifar10, 3a, tf and any of m and n once, such as "
+            "tf-m10-n2, or rand and any of m, n, p, mstd, mmax and inc once, such as rand-m9-mstd0.5-inc1 (m, n, mmax "
+            "whole, n and mmax above 0, p 0 to 1, mstd up to 100, inc 0 or 1)."
         )
     increasing, num_ops = bool(given.pop("inc", 0)), int(given.pop("n", 2))
+    if name == "tf":
+        return TensorFlowRandAugment(given.get("m", 10), num_ops, img_size)
     return RandAugment(increasing=increasing, num_ops=num_ops, **{keys[key]: value for key, value in given.items()})
 
 

@@ -7,6 +7,7 @@ torchvision's operators on tensors differ.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 from torch.nn import functional
 
-from largebatch.data.randaugment import AFFINE, NAMES, NONE, Operations
+from largebatch.data.randaugment import AFFINE, NAMES, NONE, WARPS, Operations
 from largebatch.native.copies import to_device
 
 
@@ -26,6 +27,7 @@ def fill_colour(mean: tuple[float, ...]) -> tuple[int, ...]:
 # -- one image, with Pillow --------------------------------------------------------------------------------------------
 
 ADD_BELOW = 128  # solarize_add changes only darker pixels
+GREY = 128  # of pixels that tf_warp leaves empty, and of cutout
 _LEVELS = np.arange(256)
 
 
@@ -35,6 +37,16 @@ def _posterized(bits: float) -> np.ndarray:
 
 def _solarized_added(addend: float) -> np.ndarray:
     return np.where(_LEVELS < ADD_BELOW, np.minimum(255, _LEVELS + int(addend)), _LEVELS)
+
+
+def _flat_level(side: int) -> int:
+    return min(255, side**2 // 256)
+
+
+def _pillow_cutout(image: Image.Image, box: float) -> Image.Image:
+    x, y, pad = _box(int(box), image.width)
+    image.paste((GREY,) * 3, (x - pad, y - pad, x + pad, y + pad))
+    return image
 
 
 _PILLOW: dict[str, Callable[[Image.Image, float], Image.Image]] = {
@@ -49,6 +61,10 @@ _PILLOW: dict[str, Callable[[Image.Image, float], Image.Image]] = {
     "brightness": lambda image, factor: ImageEnhance.Brightness(image).enhance(factor),
     "sharpness": lambda image, factor: ImageEnhance.Sharpness(image).enhance(factor),
     "blur": lambda image, radius: image.filter(ImageFilter.GaussianBlur(radius)),
+    "cutout": _pillow_cutout,
+    "tf_contrast": lambda image, factor: Image.blend(
+        Image.new("RGB", image.size, (_flat_level(image.width),) * 3), image, factor
+    ),
 }
 
 
@@ -62,9 +78,11 @@ def with_pillow(
     image, size = _image(pixels), (len(pixels), len(pixels))
     for k in drawn:
         name = NAMES[codes[k]]
+        matrix = tuple(_in_pixels(affine[k], len(pixels)).ravel().tolist())
         if name in AFFINE:
-            matrix = tuple(_in_pixels(affine[k], len(pixels)).ravel().tolist())
             image = image.transform(size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR, fillcolor=fill)
+        elif name == "tf_warp":
+            image = _pillow_nearest(image, matrix)
         else:
             image = _PILLOW[name](image, float(arguments[k]))
     return np.asarray(image)
@@ -75,6 +93,26 @@ def _image(pixels: np.ndarray) -> Image.Image:
     if pixels.strides[1] > 0:
         return Image.fromarray(pixels)
     return Image.fromarray(pixels[:, ::-1]).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+
+
+def _pillow_nearest(image: Image.Image, matrix: tuple[float, ...]) -> Image.Image:
+    x, y, empty = _sources(np.array(matrix, np.float32), np.arange(image.width, dtype=np.float32))
+    warped = np.asarray(image)[y.astype(np.int64), x.astype(np.int64)]
+    warped[empty] = GREY
+    return Image.fromarray(warped)
+
+
+def _sources(a: Any, places: Any) -> tuple[Any, Any, Any]:
+    """Return x and y of each pixel's nearest source, and if it is outside. As in TensorFlow: float32, pixel 0 at 0."""
+    most = len(places) - 1
+    x, y = (a[k] * places + a[k + 1] * places[:, None] + a[k + 2] for k in (0, 3))
+    inside = (x > -0.5) & (x < most + 0.5) & (y > -0.5) & (y < most + 0.5)
+    return ((x + 0.5) // 1).clip(0, most), ((y + 0.5) // 1).clip(0, most), ~inside
+
+
+def _box(box: Any, side: int) -> tuple[Any, Any, Any]:
+    """Return x, y and p of cutout, see `Operations.arguments`."""
+    return box % side, box // side % side, box // side**2
 
 
 def _in_pixels(affine: np.ndarray, side: int) -> np.ndarray:
@@ -198,6 +236,21 @@ def _warp(images: Tensor, affine: Tensor, fill: Tensor) -> Tensor:
     return torch.where(inside[:, None], (upper + (lower - upper) * dy).to(torch.uint8), fill)
 
 
+def _torch_nearest(images: Tensor, affine: Tensor) -> Tensor:
+    n, channels, size = images.shape[:3]
+    places = torch.arange(size, dtype=torch.float32, device=images.device)
+    x, y, empty = _sources(affine.float().view(n, 6, 1, 1).unbind(dim=1), places)
+    sources = (y.long() * size + x.long()).view(n, 1, -1).expand(n, channels, -1)
+    return images.flatten(2).gather(2, sources).view_as(images).masked_fill(empty[:, None], GREY)
+
+
+def _torch_cutout(images: Tensor, boxes: Tensor) -> Tensor:
+    places = torch.arange(images.shape[-1], device=images.device)
+    x, y, pad = _box(_as_pixel(boxes.long()), images.shape[-1])
+    columns, rows = ((places >= centre - pad) & (places < centre + pad) for centre in (x, y))
+    return images.masked_fill(columns & rows.mT, GREY)
+
+
 _TORCH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "autocontrast": _autocontrast,
     "equalize": _equalize,
@@ -210,6 +263,11 @@ _TORCH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "brightness": lambda images, factors: _blend(images, torch.zeros_like(images), factors),
     "sharpness": _sharpness,
     "blur": _blur,
+    "cutout": _torch_cutout,
+    "tf_contrast": lambda images, factors: _blend(
+        images, torch.full_like(images, _flat_level(images.shape[-1])), factors
+    ),
+    "tf_warp": _torch_nearest,
 }
 
 
@@ -222,7 +280,7 @@ def with_torch(images: Tensor, fill: tuple[int, ...], operations: Operations) ->
         for name in sorted({NAMES[code] for code in codes} - {NAMES[NONE]}):
             chosen = np.flatnonzero(codes == NAMES.index(name))
             names.append(name)
-            drawn = (affine if name in AFFINE else operations.arguments)[chosen, layer]
+            drawn = (affine if name in WARPS else operations.arguments)[chosen, layer]
             arrays += [chosen, _box_weights(drawn) if name == "blur" else drawn]
     colour, *pairs = to_device(*map(torch.from_numpy, arrays), device=images.device)
     for name, samples, values in zip(names, pairs[::2], pairs[1::2]):

@@ -108,7 +108,7 @@ def deit3_l16_224() -> TrainConfig:
 
 
 def _big_vision(
-    recipe: str, model: ModelConfig, *, batch: int, epochs: int, randaugment: str, mixup: float
+    recipe: str, model: ModelConfig, *, batch: int, epochs: int, magnitude: int, mixup: float
 ) -> TrainConfig:
     """The settings that both configs of google-research/big_vision share.
 
@@ -128,7 +128,7 @@ def _big_vision(
             mean=(0.5, 0.5, 0.5),
             std=(0.5, 0.5, 0.5),
         ),
-        augment=AugmentConfig(auto_augment=f"rand-{randaugment}-n2-p1", mixup_alpha=mixup),
+        augment=AugmentConfig(auto_augment=f"tf-m{magnitude}-n2", mixup_alpha=mixup),
         optim=OptimConfig(name="adamw", lr=1e-3, weight_decay=0.1, clip_norm=1.0),
         schedule=ScheduleConfig(name="cosine", warmup="10000 steps", start=0.0),
         run=RunConfig(duration=f"{epochs} epochs", precision="bf16"),
@@ -136,7 +136,7 @@ def _big_vision(
 
 
 def _plain(recipe: str, model: str) -> TrainConfig:
-    return _big_vision(recipe, ModelConfig(name=model), batch=1024, epochs=90, randaugment="m10", mixup=0.2)
+    return _big_vision(recipe, ModelConfig(name=model), batch=1024, epochs=90, magnitude=10, mixup=0.2)
 
 
 def plain_s16_like() -> TrainConfig:
@@ -144,7 +144,7 @@ def plain_s16_like() -> TrainConfig:
 
     With `--run.duration "300 epochs"` 80 % are published. Source: "Better plain ViT baselines for ImageNet-1k"
     (https://arxiv.org/abs/2205.01580) and vit_s16_i1k.py of big_vision. Five things differ. There a hidden layer
-    is before the head; the paper finds no need for it. RandAugment there is TensorFlow's, with Cutout. 1 % of the
+    is before the head; the paper finds no need for it. Crops are resized there without antialiasing. 1 % of the
     training images are held back there, the first moment is in bf16, and a whole batch is mixed in one ratio.
     """
     return _plain("plain_s16_like", "plain_s16")
@@ -157,7 +157,7 @@ def plain_b16_like() -> TrainConfig:
 
 def _augreg(recipe: str, model: str) -> TrainConfig:
     config = ModelConfig(name=model, weight_init="jax")
-    return _big_vision(recipe, config, batch=4096, epochs=300, randaugment="m15-mmax15", mixup=0.5)
+    return _big_vision(recipe, config, batch=4096, epochs=300, magnitude=15, mixup=0.5)
 
 
 def augreg_b16_like() -> TrainConfig:

@@ -175,10 +175,10 @@ def test_augmentation_is_that_of_the_cpu(device, options):
         torch.testing.assert_close(None if one is None else one.cpu(), other, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("text", ["rand-m9-n3-p0.9", "3a"])
+@pytest.mark.parametrize("text", ["rand-m9-n3-p0.9", "3a", "tf-m10-n2"])
 def test_operations_on_pixels_are_those_of_the_cpu_to_the_bit(device, text):
     images = torch.randint(256, (64, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    operations = randaugment.draw(randaugment.parse(text), 0, np.zeros(64, dtype=np.int64), np.arange(64))
+    operations = randaugment.draw(randaugment.parse(text, 32), 0, np.zeros(64, dtype=np.int64), np.arange(64))
     expected = randaugment_ops.with_torch(images.clone(), (1, 2, 3), operations)
     found = randaugment_ops.with_torch(images.to(device, copy=True), (1, 2, 3), operations)
     assert torch.equal(found.cpu(), expected)
