@@ -653,7 +653,7 @@ def test_a_ramp_by_noise_keeps_the_rows_at_which_it_decides(tmp_path):
     config = changed(schedule={"batch_ramp": "1024@0,noise"})
     path = save(tmp_path, 1, config_text=dump(config))
     load(path, make_parts(), config=replace(config, log=replace(config.log, to=None)))
-    with pytest.raises(ValueError, match="--log.every 10 steps, now 5 steps: give the options it was made with"):
+    with pytest.raises(ValueError, match="--log.every '10 steps', now '5 steps': give the options it was made with"):
         load(path, make_parts(), config=replace(config, log=replace(config.log, every="5 steps")))
 
 
