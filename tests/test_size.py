@@ -16,8 +16,8 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 91,
-    "words of docstrings": 47_947,
-    "lines": 35_569,
+    "words of docstrings": 47_964,
+    "lines": 35_570,
     "files": 251,
     "methods of Trainer": 22,
     "fields of Trainer": 26,
@@ -42,7 +42,7 @@ LIMITS = {
     "lines in largebatch/predict": 144,
     "lines in largebatch/process": 279,
     "lines in largebatch/ranks": 2_796,
-    "lines in largebatch/recipes": 951,
+    "lines in largebatch/recipes": 952,
     "lines in largebatch/report": 1_394,
     "lines in largebatch/reproduce": 1_707,
     "lines in zoo": 2_070,

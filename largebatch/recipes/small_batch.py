@@ -164,8 +164,9 @@ def augreg_b16_like() -> TrainConfig:
     """ViT-B/16, 224 px, 300 epochs at 4,096 with AdamW: about 79 % top-1, as an author expects of this config.
 
     Sources: "How to train your ViT?" (https://arxiv.org/abs/2106.10270), vit_i1k.py of big_vision with its medium2 for
-    B/16, and issue 7 there. It differs as `plain_s16_like` does, and its loss is a sigmoid cross entropy with a bias of
-    -6.9 in the head, here it is the cross entropy.
+    B/16, and issue 7 there. It differs in the five things of `plain_s16_like` and two more: its loss is a sigmoid cross
+    entropy with a bias of -6.9 in the head, here it is the cross entropy; and RandAugment's color and sharpness are up
+    to two grey levels apart.
     """
     return _augreg("augreg_b16_like", "vit_b16")
 
