@@ -69,7 +69,9 @@ template <typename T> static T lamb(const Tensor<T> &t, const Scalars<T> &s, T f
     const T ratio = trust_ratio(xx, uu, s), step = s.lr * ratio;
     T *__restrict x = t.x;
     const T *__restrict u = t.u;
-    for (int64_t i = 0; i < t.size; i++) x[i] = s.keep * x[i] - step * u[i];
+    if (s.keep != 1)
+        for (int64_t i = 0; i < t.size; i++) x[i] *= s.keep;
+    for (int64_t i = 0; i < t.size; i++) x[i] -= step * u[i];
     return ratio;
 }
 
