@@ -4,6 +4,7 @@ import collections
 import csv
 import functools
 import gzip
+import itertools
 import math
 import random
 import subprocess
@@ -22,7 +23,7 @@ from largebatch.data.sources import open_source
 from largebatch.plan.target import curve_of
 from largebatch.ranks.single import Single
 from largebatch.reproduce import fashion, fashion_picture, hypotheses, images, trial
-from largebatch.reproduce.__main__ import main
+from largebatch.reproduce.__main__ import main, reproduce
 from largebatch.reproduce.fashion import Fashion, Run
 from largebatch.reproduce.hypotheses import Found, Paired
 from largebatch.reproduce.results import Result
@@ -323,13 +324,29 @@ def test_a_killed_experiment_goes_on_to_the_same_bytes(tmp_path, monkeypatch, ca
     assert "H4: " in capsys.readouterr().out
 
 
-def test_no_trial_begins_that_would_end_too_late(squares, tmp_path, monkeypatch, capsys):
-    study = tiny(squares)
-    monkeypatch.setattr("largebatch.reproduce.__main__.sized", lambda options: study)
-    monkeypatch.setattr("largebatch.reproduce.results.Journal.seconds", lambda self, run: 61.0 * len(self.results))
-    assert main(["fashion", "--processes", "1", "--minutes", "1", "--output", str(tmp_path)]) == 0
-    assert len([*tmp_path.glob("trials/*.json")]) == 1 and not (tmp_path / "table.md").exists()
+@pytest.mark.parametrize("stopped", [2, 12, 13, 20])
+def test_a_trial_that_is_stopped_goes_on_to_the_same_bits(squares, tmp_path, stopped):
+    """From its newest evaluation, if it has made one: after step 6 of 12, or 12 passes and a batch to evaluate."""
+    config, file = tiny(squares).config(Run("lamb", 512, 0.01, 3, 10, "fp32")), tmp_path / "state.pt"
+    points, run = itertools.count(), functools.partial(trial.run, config, split=None, file=file)
+    assert run(given_up=lambda: next(points) == stopped) is None
+    assert file.is_file() == (stopped > 12)
+    uninterrupted = trial.run(config, split=None)
+    assert replace(run(), seconds=0) == replace(uninterrupted, seconds=0)
+    again = run()  # has no step to make
+    assert replace(again, seconds=0) == replace(uninterrupted, seconds=0)
+    other = replace(config, optim=replace(config.optim, lr=0.02))
+    assert trial.run(other, split=None, file=file).losses == trial.run(other, split=None).losses != uninterrupted.losses
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_experiment_stops_after_its_minutes(tmp_path, capsys, processes):
+    study = tiny(write_idx(tmp_path / "idx", train=1600, test=100), batches=(512, 768, 1024, 1536), lengths=(2,))
+    reproduce(study, tmp_path, processes=processes, minutes=0.02)
     assert "the same command goes on with the trials that are missing" in capsys.readouterr().err
+    assert not (tmp_path / "table.md").exists()
+    reproduce(study, tmp_path, processes=processes, minutes=10)
+    assert (tmp_path / "table.md").exists() and not [*tmp_path.glob("trials/*.pt")]
 
 
 @pytest.mark.evidence

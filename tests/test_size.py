@@ -16,8 +16,8 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 91,
-    "words of docstrings": 47_964,
-    "lines": 35_570,
+    "words of docstrings": 47_997,
+    "lines": 35_614,
     "files": 251,
     "methods of Trainer": 22,
     "fields of Trainer": 26,
@@ -44,7 +44,7 @@ LIMITS = {
     "lines in largebatch/ranks": 2_796,
     "lines in largebatch/recipes": 952,
     "lines in largebatch/report": 1_394,
-    "lines in largebatch/reproduce": 1_707,
+    "lines in largebatch/reproduce": 1_751,
     "lines in zoo": 2_070,
     "files in largebatch": 24,
     "files in largebatch/assembly": 4,

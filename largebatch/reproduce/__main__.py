@@ -56,13 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def reproduce(study: Study, folder: Path, *, processes: int, minutes: float) -> None:
-    """Make the trials that are missing, then the tables and the picture; begin none that would end after `minutes`."""
+    """Make the trials that are missing, for at most `minutes`, and if none is left the tables and the picture."""
     journal, began = Journal(folder, study), time.perf_counter()
+    until = began + 60 * minutes
     journal.read()
     if journal.next():
         tell(f"{len(journal.results)} trials are there in {folder}, {len(journal.next())} can begin")
-    with closing(Processes(processes) if processes > 1 else Alone()) as crew:
-        compute(journal, crew, until=began + 60 * minutes)
+    with closing(Processes(processes, until) if processes > 1 else Alone(until)) as crew:
+        compute(journal, crew)
     spent = f"{time_of(time.perf_counter() - began)} now, {time_of(journal.spent())} of a process in all"
     if journal.next():
         tell(f"{spent}; the same command goes on with the trials that are missing")
@@ -70,7 +71,7 @@ def reproduce(study: Study, folder: Path, *, processes: int, minutes: float) -> 
     print(f"{write(study, folder, journal.results)}\n{spent}; the files are in {folder}")
 
 
-def compute(journal: Journal, crew: Workers, *, until: float) -> None:
+def compute(journal: Journal, crew: Workers) -> None:
     study, running = journal.study, set[Any]()
     while True:
         total = study.total(journal.results)
@@ -79,12 +80,13 @@ def compute(journal: Journal, crew: Workers, *, until: float) -> None:
                 journal.read()  # also those that a search with fewer or more rates has left
                 show(sum(map(study.images, journal.results)))
                 for trial in journal.next():
-                    if trial not in running and crew.idle() and time.perf_counter() + journal.seconds(trial) < until:
+                    if trial not in running and crew.idle():
                         running.add(trial)
-                        crew.start(trial, (study.config(trial), study.split(trial)))
-                if not running:
+                        crew.start(trial, (study.config(trial), study.split(trial), journal.state_file(trial)))
+                finished = crew.wait() if running else []
+                if not finished:
                     return
-                for trial, result in crew.wait():
+                for trial, result in finished:
                     running.discard(trial)
                     journal.add(trial, result)
 
@@ -160,7 +162,7 @@ def _parser() -> Parser:
     add("experiment", choices=("digits", "fashion"), help="the images")
     add("--quick", action="store_true", help="a few minutes: smaller batches, fewer epochs, rates and seeds")
     add("--data", metavar="FOLDER", help=f"Fashion-MNIST's four IDX files (default: {DEBIAN})")
-    add("--minutes", type=float, default=float("inf"), metavar="N", help="begin no trial that would end later")
+    add("--minutes", type=float, default=float("inf"), metavar="N", help="stop then; the same command goes on")
     add("--optimizers", nargs="+", metavar="NAME", help=f"digits: some of {', '.join(CONTENDERS)} (default: all)")
     add("--batches", nargs="+", type=int, metavar="N", help="digits: images per step (default: 32 128 512 1437)")
     add("--epochs", type=int, metavar="N", help="digits: length of each run (default: 25)")

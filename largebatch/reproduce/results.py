@@ -2,6 +2,7 @@
 
     FOLDER/trials/NAME.yaml    the config, for `largebatch.train --config`
     FOLDER/trials/NAME.json    the result, written last: a trial that has it is finished
+    FOLDER/trials/NAME.pt      the state after the newest evaluation of a trial that is not finished
 """
 
 import json
@@ -110,7 +111,11 @@ class Journal:
             yaml.write(dump(self.study.config(trial)).encode())
         with atomic_file(file) as out:
             out.write(json.dumps(asdict(result)).encode())
+        self.state_file(trial).unlink(missing_ok=True)
         self.results[trial] = result
+
+    def state_file(self, trial: Any) -> Path:
+        return self.folder / f"{trial.name}.pt"
 
     def next(self) -> list[Any]:
         """Return the trials that can start."""
@@ -119,8 +124,3 @@ class Journal:
     def spent(self) -> float:
         """Return the seconds of a process that all trials took."""
         return sum(result.seconds for result in self.results.values())
-
-    def seconds(self, trial: Any) -> float:
-        """Return the time of a trial by those that are finished; 0 if there are none."""
-        images = sum(map(self.study.images, self.results))
-        return self.spent() / images * self.study.images(trial) if images else 0.0

@@ -5,22 +5,26 @@ of their pipes, and leave their trials.
 """
 
 import logging
+import math
 import multiprocessing
 import signal
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from largebatch.config import TrainConfig
 from largebatch.reproduce.results import Result, Split
 
-Work = tuple[TrainConfig, Split | None]  # the config of a trial, and the split of one that searches
+Work = tuple[TrainConfig, Split | None, Path]  # the config of a trial, the split of one that searches, its state
 
 
 class Alone:
-    """This process itself, in place of several."""
+    """This process itself, in place of several. until: by time.perf_counter."""
 
-    def __init__(self) -> None:
+    def __init__(self, until: float) -> None:
+        self.until = until
         self.done: list[tuple[Any, Result]] = []
 
     def idle(self) -> bool:
@@ -29,9 +33,9 @@ class Alone:
     def start(self, key: Any, work: Work) -> None:
         from largebatch.reproduce import trial
 
-        result = trial.run(work[0], split=work[1])
-        assert result is not None
-        self.done.append((key, result))
+        config, split, file = work
+        result = trial.run(config, split=split, file=file, given_up=lambda: time.perf_counter() > self.until)
+        self.done += [(key, result)] if result else []
 
     def wait(self) -> list[tuple[Any, Result]]:
         done, self.done = self.done, []
@@ -42,7 +46,8 @@ class Alone:
 
 
 class Processes:
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, until: float) -> None:
+        self.until = until
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["largebatch.reproduce.trial"])
         self.running: dict[Connection, Any] = {}
@@ -62,8 +67,9 @@ class Processes:
         connection.send(work)
 
     def wait(self) -> list[tuple[Any, Result]]:
-        """Return the trials that are finished, at least one; ValueError if one failed."""
-        ready: list[Any] = wait([*self.running])
+        """Return the trials that are finished, none only at the end of the time; ValueError if one failed."""
+        left = None if math.isinf(self.until) else max(0.0, self.until - time.perf_counter())
+        ready: list[Any] = wait([*self.running], left)
         return [self._take(connection) for connection in ready]
 
     def _take(self, connection: Connection) -> tuple[Any, Result]:
@@ -95,11 +101,11 @@ def serve(connection: Connection) -> None:
     closed: Callable[[], bool] = connection.poll  # nothing is sent during a trial, so only the end can be read
     while True:
         try:
-            config, split = connection.recv()
+            config, split, file = connection.recv()
         except EOFError:
             return
         try:
-            answer: Result | str | None = trial.run(config, split=split, given_up=closed)
+            answer: Result | str | None = trial.run(config, split=split, file=file, given_up=closed)
         except (ValueError, OSError, RuntimeError, SystemExit) as error:
             answer = f"{error}"
         if answer is None:
