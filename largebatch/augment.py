@@ -98,12 +98,15 @@ def cutmix(images: Tensor, targets: Tensor, *, box: Box, partners: Tensor) -> tu
 def draw_cutmix(
     num_images: int, alpha: float, size: tuple[int, int], *, generator: torch.Generator
 ) -> tuple[Box, Tensor]:
-    """Draw lambda and partners as for mixup, and a box of the share 1 - lambda of `size` (H, W), then clipped to it."""
+    """Draw lambda and partners as for mixup, and a box of the share 1 - lambda of `size` (H, W), then clipped to it.
+
+    Its sides are even, as in the paper's code and the timm of DeiT's runs.
+    """
     lam, partners = draw_mixup(num_images, alpha, generator=generator)
     edges: list[int] = []
     for side in size:
-        length, centre = int(side * math.sqrt(1.0 - lam)), int(torch.randint(side, (), generator=generator))
-        edges += [max(0, centre - length // 2), min(side, centre + (length + 1) // 2)]
+        half, centre = int(side * math.sqrt(1.0 - lam)) // 2, int(torch.randint(side, (), generator=generator))
+        edges += [max(0, centre - half), min(side, centre + half)]
     return Box(*edges), partners
 
 

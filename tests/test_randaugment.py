@@ -21,6 +21,8 @@ from largebatch.data.token_labels import warps
 FILL = fill_colour((0.485, 0.456, 0.406))
 SIDE = 48
 STANDARD = "rand-m9-mstd0.5-inc1"
+FILTERS = ("bilinear", "bicubic", "random")
+TWO_THOUSAND = np.zeros(2000, dtype=int), np.arange(2000)
 GOLDEN_CODES = [[3, 10], [9, 12], [0, 12]]
 GOLDEN_ARGUMENTS = [[0.0, 1.8226553340478402], [0.27206049350209704, -0.28763855965917223], [0.0, 0.25951120166059827]]
 GOLDEN_3A_CODES = [[8, 8, 10, 9], [6, 9, 8, 10], [8, 9, 8, 10]]
@@ -70,12 +72,12 @@ def together(images, ops, fill=FILL):
     return with_torch(batch, fill, ops).permute(0, 2, 3, 1).numpy()
 
 
-def timms(image, steps, fill=FILL):
+def timms(image, steps, fill=FILL, interpolation=Image.Resampling.BILINEAR):
     """timm's chain of operations at given strengths; it draws a sign by asking whether a uniform number is above .5."""
     from timm.data.auto_augment import AugmentOp
 
     for name, level, sign in steps:
-        hparams = {"img_mean": fill, "interpolation": Image.Resampling.BILINEAR}
+        hparams = {"img_mean": fill, "interpolation": interpolation}
         operation = AugmentOp(TIMMS[name], prob=1.0, magnitude=10 * level, hparams=hparams)
         seed = next(s for s in range(100) if (random.Random(s).random() > 0.5) == (sign < 0))
         random.seed(seed)
@@ -96,6 +98,30 @@ def test_each_operation_equals_timms(photographs, name):
         assert np.array_equal(pillow, expected), (level, np.abs(pillow.astype(int) - expected).max())
         assert np.array_equal(together(photographs, ops), pillow), level
         assert level < 0.1 or not np.array_equal(pillow, photographs)
+
+
+@pytest.mark.parametrize("name", AFFINE)
+def test_a_bicubic_warp_equals_timms(photographs, name):
+    for level, sign in ((0.0, 1.0), (0.05, -1.0), (0.37, 1.0), (0.99, -1.0)):
+        ops = operations([[CODES[name]]] * len(photographs), [[level]] * len(photographs), [[sign]] * len(photographs))
+        steps, cubic = [(name, level, sign)], Image.Resampling.BICUBIC
+        expected = np.stack([np.asarray(timms(Image.fromarray(i), steps, interpolation=cubic)) for i in photographs])
+        pillow = one_by_one(photographs, ops.warped_by("bicubic_warp"))
+        assert np.array_equal(pillow, expected)
+        assert np.array_equal(together(photographs, ops.warped_by("bicubic_warp")), pillow)
+        assert level < 0.1 or not np.array_equal(pillow, one_by_one(photographs, ops))
+
+
+def test_warps_have_the_filter_of_the_resize():
+    """As timm's: of a random filter, each warp by itself, independent of all else."""
+    codes = {name: randaugment.draw(parse(STANDARD, interpolation=name), 0, *TWO_THOUSAND).codes for name in FILTERS}
+    affine, cubic = np.isin(codes["bilinear"], [CODES[name] for name in AFFINE]), CODES["bicubic_warp"]
+    assert affine.any() and (np.where(affine, cubic, codes["bilinear"]) == codes["bicubic"]).all()
+    either = codes["random"][affine] == cubic
+    assert (codes["random"] == np.where(codes["random"] == cubic, cubic, codes["bilinear"])).all()
+    assert stats.binomtest(int(either.sum()), len(either)).pvalue > 0.001
+    both = either[: len(either) // 2 * 2].reshape(-1, 2)
+    assert stats.fisher_exact(np.histogram2d(*both.T, bins=2)[0]).pvalue > 0.001
 
 
 def test_nothing_is_left_of_a_posterized_image_without_bits(photographs):
@@ -123,7 +149,7 @@ def test_chains_of_two_equal_timms(photographs):
 def test_a_batch_that_draws_everything_at_once(photographs):
     images = photographs[np.arange(200) % len(photographs)]
     for text in (STANDARD, "rand-m20-n3-p0.9-mmax20-mstd3", "cifar10", "3a", "tf-m10-n2"):
-        ops = randaugment.draw(parse(text, SIDE), 3, np.zeros(200, dtype=int), np.arange(200))
+        ops = randaugment.draw(parse(text, SIDE, "random"), 3, np.zeros(200, dtype=int), np.arange(200))
         untouched = (ops.codes == NONE).all(axis=1)
         ours = one_by_one(images, ops)
         assert np.array_equal(ours, together(images, ops))

@@ -337,6 +337,7 @@ def open_train_loader(
     from largebatch.data.dali import TrainLoader
 
     data, geometry = config.data, model_geometry(config.data, model)
+    interpolation = "random" if data.interpolation == "random" else geometry.interpolation
     return TrainLoader(
         index,
         plan,
@@ -345,11 +346,11 @@ def open_train_loader(
         img_size=img_size,
         mean=geometry.mean,
         std=geometry.std,
-        interpolation="random" if data.interpolation == "random" else geometry.interpolation,
+        interpolation=interpolation,
         scale=data.scale,
         hflip=data.hflip,
         padding=data.crop_padding,
-        policy=parse_policy(config.augment.auto_augment, img_size),
+        policy=parse_policy(config.augment.auto_augment, img_size, interpolation),
         device=device,
         num_threads=data.num_threads or loader_threads(comm.num_cores),
         with_maps=data.token_labels,

@@ -143,7 +143,7 @@ def ours(
         interpolation=options.interpolation,
         device=device,
         num_threads=options.num_threads,
-        policy=parse(options.auto_augment, options.img_size),
+        policy=parse(options.auto_augment, options.img_size, options.interpolation),
         preadv=preadv,
     )
     with closing(loader):

@@ -1,15 +1,14 @@
 """RandAugment, AutoAugment, 3-Augment: draw the operations of each sample, pure functions of (seed, epoch, sample).
 
-The draws are the arguments of Pillow's functions. Two things differ from timm's RandAugment. Shears, shifts and
-rotations are always bilinear, in timm bilinear or bicubic. An operation that keeps no bit of an image makes it black;
-timm with Pillow 13 ends in an error.
+The draws are the arguments of Pillow's functions. One thing differs from timm's RandAugment: an operation that keeps no
+bit of an image makes it black; timm with Pillow 13 ends in an error.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,17 +17,17 @@ from largebatch.data.order import uniform
 NAMES = (
     "none", "autocontrast", "equalize", "invert", "rotate", "posterize", "solarize", "solarize_add", "color",
     "contrast", "brightness", "sharpness", "shear_x", "shear_y", "translate_x", "translate_y", "blur", "cutout",
-    "tf_contrast", "tf_warp",
+    "tf_contrast", "tf_warp", "bicubic_warp",
 )  # fmt: skip
 NUM_RAND = 15  # operations of timm's RandAugment: those after none, up to translate_y
 NONE = 0
 CODES = {name: code for code, name in enumerate(NAMES)}
 AFFINE = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
-WARPS = (*AFFINE, "tf_warp")
+WARPS = (*AFFINE, "tf_warp", "bicubic_warp")
 TF = (*("tf_contrast" if name == "contrast" else name for name in NAMES[1 : 1 + NUM_RAND]), "cutout")
 
 FIRST_DRAW = 64  # the draws of layer l are numbered FIRST_DRAW + 8l + 0 .. 7; lower numbers belong to `order`
-_OPERATION, _APPLY, _RADIUS, _ANGLE, _SIGN, _DRAWS = 0, 1, 2, 3, 4, 8
+_OPERATION, _APPLY, _RADIUS, _ANGLE, _SIGN, _FILTER, _DRAWS = 0, 1, 2, 3, 4, 5, 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +43,11 @@ class Operations:
     else 0"""
     affine: np.ndarray
     """(n, k, 2, 3) float64: from points of an operation's output to points of its input, see `matrices`"""
+
+    def warped_by(self, name: str, where: np.ndarray | bool = True) -> Operations:
+        """Return the same operations, with `name` in place of the affine ones."""
+        affine = np.isin(self.codes, [CODES[name] for name in AFFINE])
+        return replace(self, codes=np.where(affine & where, CODES[name], self.codes))
 
 
 # -- strength to argument ----------------------------------------------------------------------------------------------
@@ -114,7 +118,8 @@ class RandAugment:
     """Apply `num_ops` of the 15 operations, drawn independently, each with probability `prob`, as in timm.
 
     The strength is drawn from N(magnitude, magnitude_std) and clipped to 0 .. magnitude_max, on a scale of 10. With
-    `increasing`, more strength always changes an image more (https://arxiv.org/abs/1909.13719).
+    `increasing`, more strength always changes an image more (https://arxiv.org/abs/1909.13719). `bicubic` is the
+    probability of a shear, shift or rotation to be bicubic, not bilinear.
     """
 
     magnitude: float = 10.0
@@ -123,6 +128,7 @@ class RandAugment:
     magnitude_std: float = 0.0
     magnitude_max: float = 10.0
     increasing: bool = False
+    bicubic: float = 0.0
 
     def draw(self, seed: int, epochs: np.ndarray, samples: np.ndarray) -> Operations:
         u = _uniform(seed, epochs, samples, self.num_ops)
@@ -131,7 +137,8 @@ class RandAugment:
         magnitudes = np.clip(self.magnitude + self.magnitude_std * normal, 0.0, self.magnitude_max)
         codes = np.where(u(_APPLY) < self.prob, codes, NONE)
         scales = RAND_INCREASING if self.increasing else RAND_PLAIN
-        return _operations(codes, magnitudes / 10, np.where(u(_SIGN) < 0.5, -1.0, 1.0), scales)
+        drawn = _operations(codes, magnitudes / 10, np.where(u(_SIGN) < 0.5, -1.0, 1.0), scales)
+        return drawn.warped_by("bicubic_warp", where=u(_FILTER) < self.bicubic)
 
 
 @dataclass(frozen=True)
@@ -156,8 +163,7 @@ class TensorFlowRandAugment:
         boxes = (np.trunc(level * 40) * side + y) * side + x
         arguments = np.where(codes == CODES["cutout"], boxes, drawn.arguments)
         drawn.affine[codes == CODES["rotate"], :, 2] *= 1 - 1 / side  # pixels have whole numbers, from 0 to side - 1
-        warped = np.isin(codes, [CODES[name] for name in AFFINE])
-        return Operations(np.where(warped, CODES["tf_warp"], codes), arguments, drawn.affine)
+        return Operations(codes, arguments, drawn.affine).warped_by("tf_warp")
 
 
 @dataclass(frozen=True)
@@ -238,7 +244,10 @@ Policy = RandAugment | TensorFlowRandAugment | AutoAugment | ThreeAugment
 NAMED: dict[str, Policy | None] = {"": None, "cifar10": CIFAR10, "3a": ThreeAugment()}
 
 
-def parse(text: str, img_size: int = 224) -> Policy | None:
+BICUBIC = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}  # the part of warps, by the filter that resizes images
+
+
+def parse(text: str, img_size: int = 224, interpolation: str = "bilinear") -> Policy | None:
     """Return the policy for "cifar10", "3a", "tf-m10-n2" or timm's "rand-m9-mstd0.5-inc1", None for ""; or ValueError.
 
     m: magnitude (default 10), n: number of operations (2), p: probability of each (0.5), mstd: standard deviation of
@@ -263,7 +272,8 @@ def parse(text: str, img_size: int = 224) -> Policy | None:
     increasing, num_ops = bool(given.pop("inc", 0)), int(given.pop("n", 2))
     if name == "tf":
         return TensorFlowRandAugment(given.get("m", 10), num_ops, img_size)
-    return RandAugment(increasing=increasing, num_ops=num_ops, **{keys[key]: value for key, value in given.items()})
+    numbers = {keys[key]: value for key, value in given.items()} | {"bicubic": BICUBIC[interpolation]}
+    return RandAugment(increasing=increasing, num_ops=num_ops, **numbers)
 
 
 def draw(policy: Policy | None, seed: int, epochs: np.ndarray, samples: np.ndarray) -> Operations:

@@ -79,8 +79,9 @@ def with_pillow(
     for k in drawn:
         name = NAMES[codes[k]]
         matrix = tuple(_in_pixels(affine[k], len(pixels)).ravel().tolist())
-        if name in AFFINE:
-            image = image.transform(size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR, fillcolor=fill)
+        if name in AFFINE or name == "bicubic_warp":
+            smooth = Image.Resampling.BILINEAR if name in AFFINE else Image.Resampling.BICUBIC
+            image = image.transform(size, Image.Transform.AFFINE, matrix, smooth, fillcolor=fill)
         elif name == "tf_warp":
             image = _pillow_nearest(image, matrix)
         else:
@@ -214,8 +215,8 @@ def _blur(images: Tensor, weights: Tensor) -> Tensor:
     return wide.to(torch.uint8)
 
 
-def _warp(images: Tensor, affine: Tensor, fill: Tensor) -> Tensor:
-    """Warp bilinearly in float64, as Pillow. `affine` (n, 2, 3) is in pixels, `fill` (1, 3, 1, 1) is the outside."""
+def _warp(images: Tensor, affine: Tensor, fill: Tensor, *, bicubic: bool) -> Tensor:
+    """Warp in float64, as Pillow. `affine` (n, 2, 3) is in pixels, `fill` (1, 3, 1, 1) is the outside."""
     n, channels, size = images.shape[:3]
     centres = torch.arange(size, dtype=torch.float64, device=images.device) + 0.5
     column, row = centres.view(1, 1, size), centres.view(1, size, 1)
@@ -225,15 +226,23 @@ def _warp(images: Tensor, affine: Tensor, fill: Tensor) -> Tensor:
     left, top = (x - 0.5).floor(), (y - 0.5).floor()
     dx, dy = (x - 0.5 - left)[:, None], (y - 0.5 - top)[:, None]
     flat = images.flatten(2)
+    near, between = ((-1, 0, 1, 2), _cubic) if bicubic else ((0, 1), _linear)
 
     def at(row: Tensor, column: Tensor) -> Tensor:
         place = (row.clamp(0, size - 1) * size + column.clamp(0, size - 1)).long()
         return flat.gather(2, place.view(n, 1, -1).expand(n, channels, -1)).view_as(images).double()
 
-    upper, upper_right = at(top, left), at(top, left + 1)
-    lower, lower_right = at(top + 1, left), at(top + 1, left + 1)
-    upper, lower = upper + (upper_right - upper) * dx, lower + (lower_right - lower) * dx
-    return torch.where(inside[:, None], (upper + (lower - upper) * dy).to(torch.uint8), fill)
+    rows = [between(*(at(top + j, left + i) for i in near), dx) for j in near]
+    return torch.where(inside[:, None], between(*rows, dy).clamp(0, 255).to(torch.uint8), fill)
+
+
+def _linear(a: Tensor, b: Tensor, at: Tensor) -> Tensor:
+    return a + (b - a) * at
+
+
+def _cubic(a: Tensor, b: Tensor, c: Tensor, d: Tensor, at: Tensor) -> Tensor:
+    """Interpolate between b and c, with the slopes of c - a and d - b there, which is Pillow's cubic for warps."""
+    return b + at * ((c - a) + at * (2 * (a - b) + c - d + at * (b - a - c + d)))
 
 
 def _torch_nearest(images: Tensor, affine: Tensor) -> Tensor:
@@ -285,6 +294,9 @@ def with_torch(images: Tensor, fill: tuple[int, ...], operations: Operations) ->
     colour, *pairs = to_device(*map(torch.from_numpy, arrays), device=images.device)
     for name, samples, values in zip(names, pairs[::2], pairs[1::2]):
         old = images[samples]
-        new = _warp(old, values, colour.view(1, 3, 1, 1)) if name in AFFINE else _TORCH[name](old, values)
+        if name in AFFINE or name == "bicubic_warp":
+            new = _warp(old, values, colour.view(1, 3, 1, 1), bicubic=name not in AFFINE)
+        else:
+            new = _TORCH[name](old, values)
         images[samples] = new
     return images

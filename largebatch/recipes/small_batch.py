@@ -52,24 +52,17 @@ def deit3_s16() -> TrainConfig:
     """DeiT III, ViT-S/16 at 224 px, 800 epochs: 81.4 % top-1 published, on 8 GPUs.
 
     Source: commands in README_revenge.md, and the code, of facebookresearch/deit (https://arxiv.org/abs/2204.07118).
-    One thing is known to differ: a CutMix box of an odd side is one pixel wider, as in the timm of today.
     """
     return _deit3("deit3_s16", img_size=224, lr=4e-3, drop_path_rate=0.05)
 
 
 def deit3_b16() -> TrainConfig:
-    """DeiT III, ViT-B/16 at 192 px, 800 epochs: 82.8 % top-1 in the published log; 83.8 % after `deit3_b16_224`.
-
-    Differs from the published run as `deit3_s16` does.
-    """
+    """DeiT III, ViT-B/16 at 192 px, 800 epochs: 82.8 % top-1 in the published log; 83.8 % after `deit3_b16_224`."""
     return _deit3("deit3_b16", img_size=192, lr=3e-3, drop_path_rate=0.2)
 
 
 def deit3_l16() -> TrainConfig:
-    """DeiT III, ViT-L/16 at 192 px, 800 epochs, on 32 GPUs: 84.0 % top-1 in the log, 84.9 % after `deit3_l16_224`.
-
-    Differs from the published run as `deit3_s16` does.
-    """
+    """DeiT III, ViT-L/16 at 192 px, 800 epochs, on 32 GPUs: 84.0 % top-1 in the log, 84.9 % after `deit3_l16_224`."""
     base = _deit3("deit3_l16", img_size=192, lr=3e-3, drop_path_rate=0.45)
     return replace(base, data=replace(base.data, micro_batch_size=64))
 
@@ -93,14 +86,12 @@ def deit3_b16_224() -> TrainConfig:
     """DeiT III, ViT-B/16 from 192 to 224 px: 83.8 % top-1 published.
 
     horovodrun -np 8 python -m largebatch.train --recipe deit3_b16_224 --init-from runs/deit3_b16 --data ...
-
-    One thing differs: RandAugment's shears, shifts and rotations are bilinear, there bicubic.
     """
     return _deit3_at_224(deit3_b16())
 
 
 def deit3_l16_224() -> TrainConfig:
-    """DeiT III, ViT-L/16 from 192 to 224 px: 84.9 % top-1 published. Differs as `deit3_b16_224` does."""
+    """DeiT III, ViT-L/16 from 192 to 224 px: 84.9 % top-1 published."""
     return _deit3_at_224(deit3_l16())
 
 
