@@ -373,10 +373,7 @@ TENSORFLOWS = (*list(TIMMS), "cutout")
 
 
 def big_visions(image, name, magnitude, sign, centre):
-    """An operation as big_vision has it, except for the rounding of color, sharpness and autocontrast.
-
-    Its code under TensorFlow 2.21 gave the bits of our other operations, for 50 images of 224 and 160 pixels.
-    """
+    """An operation of big_vision, whose code under TensorFlow 2.21 gave our bits for 50 images of 224 and 160 px."""
     side, level, (y, x) = len(image), magnitude / 10, centre
     if name in AFFINE:
         turn, shear, shift = np.radians(sign * level * 30), sign * level * 0.3, sign * level * 100
@@ -403,8 +400,25 @@ def big_visions(image, name, magnitude, sign, centre):
     if name == "contrast":
         flat = np.float32(min(255, side**2 // 256))
         return ((image - flat) * factor + flat).clip(0, 255).astype(np.uint8)
-    if name in ("color", "brightness", "sharpness"):
-        return np.asarray(getattr(ImageEnhance, name.capitalize())(Image.fromarray(image)).enhance(float(factor)))
+    if name == "brightness":
+        return np.asarray(ImageEnhance.Brightness(Image.fromarray(image)).enhance(float(factor)))
+    if name in ("color", "sharpness"):
+        degenerate, ones = image.copy(), np.ones(3, np.float32)
+        if name == "color":
+            parts = np.split(np.float32(image) * np.float32(1 / 255) * np.float32([0.2989, 0.587, 0.114]), 3, axis=-1)
+            degenerate[:] = ((parts[0] + parts[1]) + parts[2]) * np.float32(255.5) * ones
+        else:
+            kernel = np.float32([[1, 1, 1], [1, 5, 1], [1, 1, 1]]) / np.float32(13)
+            for y, x in np.ndindex(side - 2, side - 2):
+                sums = np.zeros(3, np.float32)
+                for j, i in np.ndindex(3, 3):  # fused: the product is not rounded
+                    sums = np.float32(np.float64(sums) + np.float64(kernel[j, i]) * image[y + j, x + i])
+                degenerate[y + 1, x + 1] = sums
+        return (degenerate + factor * (np.float32(image) - degenerate)).clip(0, 255).astype(np.uint8)
+    if name == "autocontrast":
+        low, high = np.float32(image.min(axis=(0, 1))), np.float32(image.max(axis=(0, 1)))
+        scale = np.float32(255) / np.maximum(high - low, np.float32(1))
+        return np.where(high > low, (image * scale + -low * scale).clip(0, 255), image).astype(np.uint8)
     if name == "posterize":
         dropped = min((8 - int(level * 4)) % 256, 7)
         return image >> dropped << dropped
@@ -435,8 +449,9 @@ def test_the_operations_of_big_vision(photographs, magnitude):
 def test_big_vision_draws_each_operation_alike_and_always():
     ops = drawn("tf-m10-n2")
     counts = np.bincount(ops.codes.ravel(), minlength=len(NAMES))
-    shares = np.array([name in TENSORFLOWS and name not in (*AFFINE, "contrast") for name in NAMES], dtype=float)
-    shares[[CODES["tf_contrast"], CODES["tf_warp"]]] = 1, len(AFFINE)
+    rounded = ("autocontrast", "color", "contrast", "sharpness")
+    shares = np.array([name in TENSORFLOWS and name not in (*AFFINE, *rounded) for name in NAMES], dtype=float)
+    shares[[CODES[f"tf_{name}"] for name in (*rounded, "warp")]] = *[1] * len(rounded), len(AFFINE)
     assert (counts[shares == 0] == 0).all()
     assert stats.chisquare(counts[shares > 0], 60_000 / 16 * shares[shares > 0]).pvalue > 1e-3
     assert stats.chi2_contingency(stats.contingency.crosstab(*ops.codes.T).count).pvalue > 1e-3

@@ -17,14 +17,14 @@ from largebatch.data.order import uniform
 NAMES = (
     "none", "autocontrast", "equalize", "invert", "rotate", "posterize", "solarize", "solarize_add", "color",
     "contrast", "brightness", "sharpness", "shear_x", "shear_y", "translate_x", "translate_y", "blur", "cutout",
-    "tf_contrast", "tf_warp", "bicubic_warp",
+    "tf_contrast", "tf_warp", "bicubic_warp", "tf_autocontrast", "tf_color", "tf_sharpness",
 )  # fmt: skip
 NUM_RAND = 15  # operations of timm's RandAugment: those after none, up to translate_y
 NONE = 0
 CODES = {name: code for code, name in enumerate(NAMES)}
 AFFINE = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
 WARPS = (*AFFINE, "tf_warp", "bicubic_warp")
-TF = (*("tf_contrast" if name == "contrast" else name for name in NAMES[1 : 1 + NUM_RAND]), "cutout")
+TF = (*(f"tf_{name}" if f"tf_{name}" in NAMES else name for name in NAMES[1 : 1 + NUM_RAND]), "cutout")
 
 FIRST_DRAW = 64  # the draws of layer l are numbered FIRST_DRAW + 8l + 0 .. 7; lower numbers belong to `order`
 _OPERATION, _APPLY, _RADIUS, _ANGLE, _SIGN, _FILTER, _DRAWS = 0, 1, 2, 3, 4, 5, 8
@@ -86,7 +86,7 @@ TF_PLAIN: dict[str, Level] = RAND_PLAIN | {
     "posterize": lambda level, sign: np.where((level >= 0.25) & (level < 2.25), np.trunc(level * 4), 1),
     "solarize": lambda level, sign: np.trunc(level * 256) % 256,
     "solarize_add": lambda level, sign: np.minimum(255, np.trunc(level * 110)),
-    "tf_contrast": RAND_PLAIN["contrast"],
+    **{f"tf_{name}": RAND_PLAIN[name] for name in ("color", "contrast", "sharpness")},
 }
 AUTO: dict[str, Level] = _RAND_GEOMETRY | {
     "translate_x": _signed(150 / 331),
@@ -146,8 +146,7 @@ class TensorFlowRandAugment:
     """Always apply `num_ops` of 16 operations, drawn independently, as google-research/big_vision does in TensorFlow.
 
     Warps take the nearest pixel and fill with 128. Translations and cutout are in pixels, whatever `img_size` is.
-    Contrast blends with the grey level img_size² / 256 in place of the mean. Color, sharpness and autocontrast round
-    otherwise: by a grey level at magnitude 10, by two at 15.
+    Contrast blends with the grey level img_size² / 256 in place of the mean. All operations round as TensorFlow's.
     """
 
     magnitude: float = 10.0

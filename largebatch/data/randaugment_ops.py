@@ -6,7 +6,7 @@ torchvision's operators on tensors differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,50 @@ def _flat_level(side: int) -> int:
     return min(255, side**2 // 256)
 
 
+def _pillow_tf_autocontrast(image: Image.Image, _: float) -> Image.Image:
+    table: list[int] = []
+    for channel in np.asarray(image).reshape(-1, 3).T:
+        low, high = int(channel.min()), int(channel.max())
+        scale = np.float32(255) / np.float32(max(high - low, 1))
+        stretched = np.float32(_LEVELS) * scale + np.float32(-low) * scale
+        table += (stretched.clip(0, 255).astype(int) if high > low else _LEVELS).tolist()
+    return image.point(table)
+
+
+def _pillow_tf_color(image: Image.Image, factor: float) -> Image.Image:
+    grey = _tf_grey(*np.moveaxis(np.asarray(image, dtype=np.float32), -1, 0)).astype(np.uint8)
+    return _pillow_blend(image, np.repeat(grey[..., None], 3, axis=-1), factor)
+
+
+def _pillow_tf_sharpness(image: Image.Image, factor: float) -> Image.Image:
+    pixels = np.asarray(image)
+    smooth = pixels.copy()
+    if image.width > 2:
+        channels = np.moveaxis(pixels, -1, 0).astype(np.float64)
+        smooth[1:-1, 1:-1] = np.moveaxis(_tf_smooth(channels, lambda sums: sums.astype(np.float32)), 0, -1)
+    return _pillow_blend(image, smooth, factor)
+
+
+def _pillow_blend(image: Image.Image, degenerate: np.ndarray, factor: float) -> Image.Image:
+    return Image.blend(Image.fromarray(degenerate), image, factor)
+
+
+def _tf_grey(red: Any, green: Any, blue: Any) -> Any:
+    """Return the luma of levels in float32, as TensorFlow."""
+    unit = 1 / 255
+    return (red * unit * 0.2989 + green * unit * 0.587 + blue * unit * 0.114) * 255.5 // 1
+
+
+def _tf_smooth(channels: Any, single: Callable[[Any], Any]) -> Any:
+    """Smooth (..., S, S) float64 without the border, as TensorFlow's convolution: fused sums in float32."""
+    side, sums = channels.shape[-1] - 2, 0.0
+    for y in range(3):
+        for x in range(3):
+            weight = float(np.float32(5 if y == x == 1 else 1) / np.float32(13))
+            sums = single(sums + weight * channels[..., y : y + side, x : x + side])
+    return sums // 1
+
+
 def _pillow_cutout(image: Image.Image, box: float) -> Image.Image:
     x, y, pad = _box(int(box), image.width)
     image.paste((GREY,) * 3, (x - pad, y - pad, x + pad, y + pad))
@@ -62,9 +106,12 @@ _PILLOW: dict[str, Callable[[Image.Image, float], Image.Image]] = {
     "sharpness": lambda image, factor: ImageEnhance.Sharpness(image).enhance(factor),
     "blur": lambda image, radius: image.filter(ImageFilter.GaussianBlur(radius)),
     "cutout": _pillow_cutout,
+    "tf_autocontrast": _pillow_tf_autocontrast,
+    "tf_color": _pillow_tf_color,
     "tf_contrast": lambda image, factor: Image.blend(
         Image.new("RGB", image.size, (_flat_level(image.width),) * 3), image, factor
     ),
+    "tf_sharpness": _pillow_tf_sharpness,
 }
 
 
@@ -136,8 +183,8 @@ def _levels(images: Tensor) -> Tensor:
     return torch.arange(256, device=images.device).view(1, 1, 256)
 
 
-def _autocontrast(images: Tensor, _: Tensor) -> Tensor:
-    flat, levels = images.flatten(2).double(), _levels(images)
+def _autocontrast(images: Tensor, dtype: torch.dtype) -> Tensor:
+    flat, levels = images.flatten(2).to(dtype), _levels(images)
     low, high = flat.amin(dim=2, keepdim=True), flat.amax(dim=2, keepdim=True)
     scale = torch.full_like(low, 255.0) / (high - low)  # 255.0 / tensor would multiply by a rounded reciprocal
     stretched = (levels * scale + -low * scale).trunc()
@@ -190,6 +237,17 @@ def _sharpness(images: Tensor, factors: Tensor) -> Tensor:
     return _blend(images, smooth, factors)
 
 
+def _tf_color(images: Tensor, factors: Tensor) -> Tensor:
+    return _blend(images, _tf_grey(*images.float().split(1, dim=1)), factors)
+
+
+def _tf_sharpness(images: Tensor, factors: Tensor) -> Tensor:
+    smooth = images.float()
+    if images.shape[-1] > 2:
+        smooth[:, :, 1:-1, 1:-1] = _tf_smooth(images.double(), lambda sums: sums.float().double())
+    return _blend(images, smooth, factors)
+
+
 def _box_weights(radii: np.ndarray) -> np.ndarray:
     """Return the weights (n, 3), in 2^-24, of pixels 0, 1 and 2 apart, of the box that Pillow blurs with three times.
 
@@ -226,7 +284,8 @@ def _warp(images: Tensor, affine: Tensor, fill: Tensor, *, bicubic: bool) -> Ten
     left, top = (x - 0.5).floor(), (y - 0.5).floor()
     dx, dy = (x - 0.5 - left)[:, None], (y - 0.5 - top)[:, None]
     flat = images.flatten(2)
-    near, between = ((-1, 0, 1, 2), _cubic) if bicubic else ((0, 1), _linear)
+    near: Sequence[int] = (-1, 0, 1, 2) if bicubic else (0, 1)
+    between: Callable[..., Tensor] = _cubic if bicubic else _linear
 
     def at(row: Tensor, column: Tensor) -> Tensor:
         place = (row.clamp(0, size - 1) * size + column.clamp(0, size - 1)).long()
@@ -261,7 +320,7 @@ def _torch_cutout(images: Tensor, boxes: Tensor) -> Tensor:
 
 
 _TORCH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "autocontrast": _autocontrast,
+    "autocontrast": lambda images, _: _autocontrast(images, torch.float64),
     "equalize": _equalize,
     "invert": lambda images, _: 255 - images,
     "posterize": lambda images, bits: (images & 256 - 2 ** (8 - _as_pixel(bits.to(torch.int16)))).to(torch.uint8),
@@ -273,9 +332,12 @@ _TORCH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sharpness": _sharpness,
     "blur": _blur,
     "cutout": _torch_cutout,
+    "tf_autocontrast": lambda images, _: _autocontrast(images, torch.float32),
+    "tf_color": _tf_color,
     "tf_contrast": lambda images, factors: _blend(
         images, torch.full_like(images, _flat_level(images.shape[-1])), factors
     ),
+    "tf_sharpness": _tf_sharpness,
     "tf_warp": _torch_nearest,
 }
 
