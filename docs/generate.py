@@ -3,12 +3,15 @@
 tests/test_docs.py compares the pages with what this program would write.
 """
 
+import csv
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
@@ -22,7 +25,9 @@ RECIPES_HEAD = """# Recipes
 This page is generated from `largebatch/recipes/`. A recipe is a complete set of options; `--recipe NAME` takes it, and
 every option of the command line replaces one of its values. `--recipe NAME --print_config` prints them all.
 
-A section below says what differs from the published run. A name ends in `_like` if that may change the result.
+A section below says what differs from the published run. A name ends in `_like` if that may change the result. Recipes
+that others have published have a table of their settings, published and here, with the test of each. The published ones
+are typed by hand in `docs/published.csv`, ours come from the code.
 
 | recipe | global batch | optimizer | peak learning rate | length | image |
 |---|---|---|---|---|---|
@@ -68,10 +73,53 @@ def described() -> list[str]:
     names: dict[Callable, list[str]] = {}
     for name, recipe in RECIPES.items():
         names.setdefault(recipe.func if isinstance(recipe, partial) else recipe, []).append(name)
+    tables = published()
     return [
         f"## {', '.join(f'`{name}`' for name in of_function)}\n\n{markdown(inspect.getdoc(function) or '')}\n"
+        + tables.get(of_function[0], "")
         for function, of_function in names.items()
     ]
+
+
+def published() -> dict[str, str]:
+    """Return the tables of published.csv, each by the first recipe of several; the others' values follow its own."""
+    tables: dict[str, str] = {}
+    for names, setting, theirs, ours, test in published_rows():
+        first, *others = names
+        also = ", ".join(f"`{name}`" for name in others)
+        head = f"\nSettings, also of {also}, in this order where they differ:\n\n" if others else "\nSettings:\n\n"
+        head += "| setting | published | here | test |\n|---|---|---|---|\n"
+        tables[first] = tables.get(first, head) + f"| {setting} | {theirs} | {ours} | {test.rpartition('/')[2]} |\n"
+    return tables
+
+
+def published_rows() -> list[tuple[list[str], str, str, str, str]]:
+    """Return the recipes, setting, published value, value here and test of each row of published.csv."""
+    with open(DOCS / "published.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return [
+        (names := row["recipes"].split(), row["setting"], row["published"], filled(row["ours"], names), row["test"])
+        for row in rows
+    ]
+
+
+def filled(text: str, names: list[str]) -> str:
+    """Replace {section.option} by the values of recipes, one if they are all the same; {peak} is the peak rate."""
+
+    def values(match: re.Match) -> str:
+        path, found = match[1], []
+        for name in names:
+            config = RECIPES[name]()
+            found.append(written(peak(config) if path == "peak" else reduce(getattr, path.split("."), config)))
+        return found[0] if len({*found}) == 1 else ", ".join(found)
+
+    return re.sub(r"\{([\w.]+)\}", values, text)
+
+
+def written(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " to ".join(map(written, value))
+    return "none" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def markdown(docstring: str) -> str:

@@ -1,7 +1,9 @@
 """The recipes against the published settings, written down here a second time."""
 
 import math
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ from largebatch.optim import clip_gradients, gradient_norm
 from largebatch.parallel.replica import check as check_replica
 from largebatch.recipes import RECIPES, choose
 
+ROOT = Path(__file__).parents[1]
 IMAGENET = 1_281_167
+VOLO_224 = [f"volo_d{number}" for number in range(1, 6)]
 # global batch, micro-batch, peak lr, stochastic depth, img_size, lowest lr, warm-up and all epochs
 VOLO = {
     "volo_d1": (1024, 128, 1.6e-3, 0.1, 224, 1e-5, 20, 310),
@@ -104,6 +108,18 @@ def test_a_recipe_of_the_field(name):
     assert accumulation_passes(
         global_batch_size=data.global_batch_size, micro_batch_size=data.micro_batch_size, num_ranks=8
     )
+
+
+def test_published_settings_are_ours():
+    """Each row of docs/published.csv: equal, or marked, and then its recipe says why; its test is there."""
+    rows = runpy.run_path(str(ROOT / "docs/generate.py"))["published_rows"]()
+    for names, setting, published, ours, test in rows:
+        assert ours.startswith("differs: ") or ours == published, (names, setting)
+        file, _, function = test.partition("::")
+        assert f"\ndef {function}(" in (ROOT / file).read_text(), test
+    apart = {name for names, _, _, ours, _ in rows for name in names if ours.startswith("differs: ")}
+    assert {name for name in apart if not name.endswith("_like")} == {*VOLO_224, "vit_b16", "vit_b32", "vit_l32"}
+    assert {name for names, *_ in rows for name in names} >= {*SMALL_BATCH, *VOLO} - {"volo_d4_448", "volo_d5_448"}
 
 
 @pytest.mark.parametrize("name", ["deit3_s16", "deit3_b16_224"])

@@ -73,6 +73,9 @@ def volo_d1() -> TrainConfig:
     """VOLO-D1: 84.2 % top-1 published; without token labels about 83.8 (the authors) or 81.72 (a user).
 
     horovodrun -np 8 python -m largebatch.train --model volo_d1 --data /data/imagenet_with_token_labels
+
+    The published code cuts token labels as if they were of the whole image, and exchanges the axes of the window. Here
+    they are cut where the image is, within the square that the teacher saw.
     """
     return _pretrain("volo_d1", lr=1.6e-3, drop_path_rate=0.1)
 
