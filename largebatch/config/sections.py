@@ -78,8 +78,8 @@ class DataConfig:
     crop_pct: float | None = limited(None, lambda x: 0 < x < inf, "a fraction above 0, or null")
     """evaluation crop as a fraction of the resized image; null: the model's own"""
     interpolation: Literal["bilinear", "bicubic", "random"] | None = None
-    """filter of resizes and RandAugment's warps; null: the model's own; random: bilinear or bicubic, drawn for each training image, and in
-    evaluation the model's own"""
+    """filter of resizes and RandAugment's warps; null: the model's own; random: bilinear or bicubic, drawn for each
+    training image or warp, and in evaluation the model's own"""
     mean: RGB | None = limited(None, lambda x: all(map(isfinite, x)), "three finite numbers, or null")
     """mean of the RGB channels in 0..1; null: the model's own"""
     std: RGB | None = limited(None, lambda x: 0 < min(x) <= max(x) < inf, "three numbers above 0, or null")
