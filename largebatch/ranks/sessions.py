@@ -37,7 +37,7 @@ _state = ""  # of this process: "open" in its session, "ended" after it
 
 
 def start(*, ranks: RanksKind = "auto", **options: Any) -> Ranks:
-    """Start the ranks: see `kind_of_ranks`. RuntimeError for a second session in a process.
+    """Start the ranks: see `kind_of_ranks`. RuntimeError for a second session in a process, unless it is the only rank.
 
     The ranks of a host share its cores, for torch's threads unless OMP_NUM_THREADS is set (torchrun sets 1 by itself,
     which does not count), and for torch's compiler unless TORCHINDUCTOR_COMPILE_THREADS is set.
@@ -111,7 +111,7 @@ def session(
     `StoppedEarly`, 130 for Ctrl-C, 1 for a failure of this rank alone. The program may end by sys.exit(); with a code
     other than 0 it ends all ranks. Random numbers begin alike on all ranks.
     config: that of `build_trainer`; it decides instead of the other options. ranks: see `kind_of_ranks`. A process has
-    one session.
+    one session, unless it is the only rank. At Python's prompt and in a notebook such a process goes on after an error.
     """
     if config is not None:
         deterministic, horovod, shape = config.run.deterministic, config.horovod, config.parallel.shape()
@@ -121,6 +121,13 @@ def session(
             comm = start(ranks=ranks, deterministic=deterministic, horovod=horovod or HorovodConfig(), shape=shape)
     except RuntimeError as error:
         sys.exit(f"largebatch: {error}")
+    if isinstance(comm, Single) and hasattr(sys, "ps1"):
+        try:
+            share_random_numbers(comm)
+            yield comm
+        finally:
+            _end(comm)
+        return
     try:
         share_random_numbers(comm)
         yield comm
@@ -160,7 +167,7 @@ def _end(comm: Ranks) -> None:
         comm.shutdown()
     except comm.failures as error:
         _stop_for_another(comm, error)
-    _state = "ended"
+    _state = "" if isinstance(comm, Single) else "ended"
 
 
 def _stop_for_another(comm: Ranks, error: BaseException) -> None:
