@@ -6,6 +6,7 @@ root_doc = "docs/index"
 include_patterns = [
     "README.md",
     "CHANGELOG.md",
+    "CODE_OF_CONDUCT.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
     "docs/*.md",

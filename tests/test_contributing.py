@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
-CALL = re.compile(r"^run (flake8|isort|mypy|shellcheck)(.*)$", re.MULTILINE)
+CALL = re.compile(r"^ *run (flake8|isort|mypy|shellcheck)(.*)$", re.MULTILINE)
 
 
 def mapped() -> Iterator[tuple[str, str]]:
@@ -62,3 +62,11 @@ def test_before_a_commit_the_linters_of_ci_run():
     assert before == ci | {"isort": ["--check-only", "."], "shellcheck": []}
     for name in ci:
         assert re.search(rf"^{name}\b", TEXT.replace(" && ", "\n"), re.MULTILINE), name
+
+
+def test_the_jobs_on_github_are_the_parts_of_ci_run():
+    """Together all of them, each once."""
+    script, jobs = ((ROOT / name).read_text() for name in (".ci/run", ".github/workflows/ci.yml"))
+    parts = re.findall(r"^if wanted (\w+); then$", script, re.MULTILINE)
+    assert f"[{' | '.join(parts)}]..." in script and f"^({'|'.join(parts)})$" in script
+    assert re.findall(r"\w+", re.findall(r"part: \[(.*)\]", jobs)[0]) == parts

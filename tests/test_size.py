@@ -16,8 +16,8 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 91,
-    "words of docstrings": 48_042,
-    "lines": 35_695,
+    "words of docstrings": 48_069,
+    "lines": 35_702,
     "files": 251,
     "methods of Trainer": 22,
     "fields of Trainer": 26,
@@ -41,7 +41,7 @@ LIMITS = {
     "lines in largebatch/plan": 2_370,
     "lines in largebatch/predict": 144,
     "lines in largebatch/process": 279,
-    "lines in largebatch/ranks": 2_796,
+    "lines in largebatch/ranks": 2_803,
     "lines in largebatch/recipes": 946,
     "lines in largebatch/report": 1_394,
     "lines in largebatch/reproduce": 1_751,
