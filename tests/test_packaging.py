@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -180,7 +180,7 @@ def test_the_source_distribution_is_whole(archives):
 def test_the_wheel_has_what_the_package_needs(archives):
     with zipfile.ZipFile(archives[1]) as wheel:
         names = {*wheel.namelist()}
-        metadata = wheel.read(*(name for name in names if name.endswith("/METADATA"))).decode()
+        described = wheel.read(*(name for name in names if name.endswith("/METADATA"))).decode()
     of_package = {
         str(path.relative_to(ROOT))
         for top in ("largebatch", "zoo")
@@ -188,8 +188,8 @@ def test_the_wheel_has_what_the_package_needs(archives):
         if path.suffix in (".py", ".cpp", ".typed")
     }
     assert of_package == {name for name in names if not name.partition("/")[0].endswith(".dist-info")}
-    assert any(name.endswith("licenses/LICENSE") for name in names) and "\nLicense: Apache-2.0\n" in metadata
-    assert {*re.findall(r"^Provides-Extra: (.*)$", metadata, re.MULTILINE)} == {*LISTS} - {"core"}
+    assert any(name.endswith("licenses/LICENSE") for name in names) and "\nLicense: Apache-2.0\n" in described
+    assert {*re.findall(r"^Provides-Extra: (.*)$", described, re.MULTILINE)} == {*LISTS} - {"core"}
 
 
 def interpreter(version: str) -> str | None:
@@ -235,13 +235,18 @@ def test_the_wheel_in_an_empty_environment(archives, tmp_path, version):
 
 
 @pytest.mark.evidence
-@pytest.mark.parametrize("installer", ["uv", "install.sh"])
-def test_the_wheel_trains_on_two_ranks_without_horovod_and_a_compiler(archives, tmp_path, installer):
+@pytest.mark.parametrize(
+    "installer, version", [*(("uv", version) for version in VERSIONS), ("install.sh", VERSIONS[0])]
+)
+def test_the_wheel_trains_on_two_ranks_without_horovod_and_a_compiler(archives, tmp_path, installer, version):
     """In an empty environment, where torchrun starts the ranks. Its packages are downloaded: 1 to 7 GB on the disk."""
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"there is no Python {version} on this machine")
     venv = tmp_path / "venv"
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     found = {"PATH": f"{venv / 'bin'}:/usr/bin:/bin", "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "")}
-    given = {"VENV": str(venv), "PYTHON": sys.executable, "CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
+    given = {"VENV": str(venv), "PYTHON": python, "CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
 
     def run(*command: str | Path) -> str:
         where = {"cwd": tmp_path, "env": inherited | found | given}
@@ -250,9 +255,9 @@ def test_the_wheel_trains_on_two_ranks_without_horovod_and_a_compiler(archives, 
         return done.stdout
 
     if installer == "uv":
-        run(sys.executable, "-m", "venv", "--without-pip", venv)
+        run(python, "-m", "venv", "--without-pip", venv)
         run(sys.executable, "-m", "pip", "install", "--quiet", "--target", tmp_path / "tool", "uv")
-        (tmp_path / "limits.txt").write_text(f"torch=={version('torch').partition('+')[0]}\n")
+        (tmp_path / "limits.txt").write_text(f"torch=={metadata.version('torch').partition('+')[0]}\n")
         uv = [tmp_path / "tool/bin/uv", "pip", "install", "--python", venv / "bin/python", "-c", "limits.txt"]
         run(*uv, f"{archives[1]}[train]")
     else:
@@ -263,3 +268,4 @@ def test_the_wheel_trains_on_two_ranks_without_horovod_and_a_compiler(archives, 
     launched = [venv / "bin/torchrun", *"--standalone --nproc-per-node 2 -m largebatch.train".split()]
     run(*launched, *TRAIN, "--run.device", "cpu", "--run.folder", "run")
     assert (tmp_path / "run" / "steps.csv").read_text().count("\n") == 2
+    shutil.rmtree(venv)  # the next environment needs its room
