@@ -6,9 +6,17 @@ schedules, recipes) does not import it.
 
 import importlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from largebatch.imports import explain_import
+
+if TYPE_CHECKING:
+    from largebatch.config import TrainConfig
+    from largebatch.engine import Hook, Trainer
+    from largebatch.optim import Lamb, param_groups
+    from largebatch.ranks import Ranks, session
+    from largebatch.steps import Steps
+    from largebatch.train import build_trainer
 
 __version__ = "0.1.0"
 
@@ -16,6 +24,7 @@ EXPORTS = {
     "Ranks": "largebatch.ranks",
     "Hook": "largebatch.engine",
     "Lamb": "largebatch.optim",
+    "Steps": "largebatch.steps",
     "TrainConfig": "largebatch.config",
     "Trainer": "largebatch.engine",
     "build_trainer": "largebatch.train",
@@ -23,7 +32,10 @@ EXPORTS = {
     "session": "largebatch.ranks",
 }
 
-__all__ = ["__version__", *EXPORTS]  # noqa: PLE0604
+__all__ = [
+    "Hook", "Lamb", "Ranks", "Steps", "TrainConfig", "Trainer", "__version__", "build_trainer", "param_groups",
+    "session",
+]  # fmt: skip
 
 if sys.argv[:1] == ["-m"]:  # python -m largebatch.PROGRAM; not where other programs use this package
     sys.excepthook = explain_import

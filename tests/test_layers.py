@@ -7,7 +7,8 @@ from pathlib import Path
 PLAN = """
 precision:; files:; nearest:; schedules:; bit_sums:; arguments: files; devices: nearest; zoo: timm; process: rich;
 config: arguments nearest; flops: devices zoo; native: files zoo; imports: process; launch: process; recipes:
-config files nearest; optim: native timm; data: files native nvidia; largebatch: imports; doctor: arguments files launch
+config files nearest; optim: native timm; data: files native nvidia; largebatch: config
+engine imports optim ranks steps train; doctor: arguments files launch
 mpi4py process; ranks: bit_sums config files horovod launch mpi4py native process; augment: data native zoo; predict:
 arguments data files recipes zoo; pack: arguments data files launch mpi4py process zoo; export: arguments config files
 largebatch recipes zoo; evaluation: precision ranks; start: config precision process ranks; batch_norm: ranks; __main__:
@@ -15,6 +16,7 @@ config imports largebatch nearest process ranks; losses: augment precision zoo; 
 losses optim precision ranks zoo; replica: augment batch_norm losses optim ranks; engine: augment data evaluation losses
 native optim precision ranks replica; parallel: augment config launch losses native optim precision ranks replica zoo;
 checkpoint: bit_sums config engine files zoo; report: arguments checkpoint config data engine files flops ranks recipes
+zoo; steps: augment checkpoint data engine files ranks
 zoo; hooks: augment checkpoint config engine files optim precision process ranks report; assembly: augment batch_norm
 checkpoint compiling config data engine hooks launch losses native optim parallel precision ranks replica report
 schedules start zoo; rate_search: assembly config engine files hooks ranks report; validate: arguments assembly

@@ -18,6 +18,7 @@ from largebatch.launch.parents import Parents
 from largebatch.ranks.stopped import StoppedEarly
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+END = b"\0"  # no signal has this number
 ONCE_S = 2.0
 GRACE_S = 3.0  # for an end of all ranks together, before this process ends alone
 
@@ -63,15 +64,16 @@ class Signals:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if kind is SystemExit else handler)
+            signal.signal(number, signal.SIG_IGN if kind in (SystemExit, StoppedEarly) else handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._writer)  # the thread sees the end
+        os.write(self._writer, END)  # a close would not end the thread: forked processes have the pipe, too
         self._thread.join()
+        os.close(self._writer)
         os.close(self._reader)
 
     def _listen(self) -> None:
         at = 0.0
-        while number := os.read(self._reader, 1):
+        while (number := os.read(self._reader, 1)) != END:
             if number[0] not in SIGNALS:
                 continue
             if self.first is None:

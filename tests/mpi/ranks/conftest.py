@@ -52,6 +52,7 @@ WORLDS = {
     "test_saving": [GLOO, THREE, TWO_TORCH, THREE_TORCH],
     "test_schedule_free_on_ranks": [ONE, TWO, TWO_TORCH],
     "test_second_gradient": [ONE, THREE, THREE_TORCH],
+    "test_steps_on_ranks": [ONE, GLOO, THREE, TWO_TORCH, THREE_TORCH],
     "test_stop_points": [ONE, GLOO, THREE, TWO_TORCH, THREE_TORCH],
     "test_traps": [ONE, GLOO, THREE, TWO_TORCH, THREE_TORCH],
     "test_validation": [THREE, THREE_TORCH],
