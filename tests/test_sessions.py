@@ -1,4 +1,4 @@
-"""Sessions of a process that is the only rank: one after the other, at a prompt also after an error; and the notebook."""
+"""Sessions of a process that is the only rank: one after another, at a prompt also after an error; and the notebook."""
 
 import json
 import os
