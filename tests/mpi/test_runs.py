@@ -319,15 +319,15 @@ def test_a_program_may_exit_inside_its_session(code, sentences):
 
 
 @pytest.mark.parametrize(
-    "how, expected, sentence",
+    "how, expected, launcher, sentence",
     [
-        ("by Ctrl-C", 130, "rank 0 of 1 on .*: ended by Ctrl-C"),
-        ("inside", 1, "largebatch: a session is open in this process: use its communicator"),
-        ("after", 1, "largebatch: a session has ended in this process, and MPI cannot start again: put all work into"),
+        ("by Ctrl-C", 130, "python", "rank 0 of 1 on .*: ended by Ctrl-C"),
+        ("inside", 1, "python", "largebatch: a session is open in this process: use its communicator"),
+        ("after", 1, "mpirun", "largebatch: a session has ended in this process, and MPI cannot start again: put all"),
     ],
 )
-def test_a_session_that_cannot_go_on_says_so_in_one_sentence(how, expected, sentence):
-    code, output = launch(["-m", "tests.mpi.programs", "ends", how], ranks=1, launcher="python")
+def test_a_session_that_cannot_go_on_says_so_in_one_sentence(how, expected, launcher, sentence):
+    code, output = launch(["-m", "tests.mpi.programs", "ends", how], ranks=1, launcher=launcher)
     assert code == expected and re.search(sentence, output), output
     assert "Traceback" not in output and "two sessions" not in output
 
