@@ -1,5 +1,6 @@
 """A real S3 server on this host, moto's, in a process of its own, and a cable to it that tests may cut."""
 
+import os
 import re
 import socket
 import socketserver
@@ -31,8 +32,6 @@ def server(log: Path, *buckets: str) -> Iterator[int]:
     """Start a server with these buckets; yield its port."""
     for package in ("s3fs", "moto"):
         pytest.importorskip(package, reason=f"{package} is not installed: it comes with the extra remote of setup.cfg")
-    import boto3
-
     with open(log, "w") as file:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
@@ -40,12 +39,8 @@ def server(log: Path, *buckets: str) -> Iterator[int]:
         port = re.compile(r"Running on http://127.0.0.1:(\d+)")
         wait_until(lambda: port.search(log.read_text()) or process.poll() is not None, log.read_text())
         (found,) = port.findall(log.read_text())
-        client = boto3.client(
-            "s3", endpoint_url=f"http://127.0.0.1:{found}", region_name="us-east-1", aws_access_key_id="testing",
-            aws_secret_access_key=SECRET,
-        )  # fmt: skip
         for bucket in buckets:
-            client.create_bucket(Bucket=bucket)
+            client(int(found)).create_bucket(Bucket=bucket)
         yield int(found)
     finally:
         process.kill()
@@ -58,13 +53,28 @@ def environment(port: int) -> dict[str, str]:
     return dict(zip(names, ("testing", SECRET, "us-east-1", f"http://127.0.0.1:{port}", "1")))
 
 
-def use(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+def use(port: int) -> None:
     """Let this process use the store, in place of one that it has used before."""
     from s3fs import S3FileSystem
 
-    for name, value in environment(port).items():
-        monkeypatch.setenv(name, value)
+    os.environ |= environment(port)
     S3FileSystem.clear_instance_cache()
+
+
+def client(port: int) -> Any:
+    """Another program than ours."""
+    import boto3
+
+    return boto3.client(
+        "s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1", aws_access_key_id="testing",
+        aws_secret_access_key=SECRET,
+    )  # fmt: skip
+
+
+def keys(port: int) -> list[str]:
+    """The names of all objects in the bucket."""
+    pages = client(port).get_paginator("list_objects_v2").paginate(Bucket="bucket")
+    return [found["Key"] for page in pages for found in page.get("Contents", ())]
 
 
 class Cable(socketserver.ThreadingTCPServer):

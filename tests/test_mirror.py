@@ -40,12 +40,18 @@ def port(tmp_path_factory) -> Iterator[int]:
         yield port
 
 
+def for_s3(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    for name in s3.environment(port):
+        monkeypatch.setenv(name, "")  # for the time after the test
+    s3.use(port)
+
+
 @pytest.fixture(params=["folder", "s3"])
 def address(request, tmp_path, monkeypatch) -> str:
     """A place of its own for each test."""
     if request.param == "folder":
         return str(tmp_path / "mirror")
-    s3.use(monkeypatch, request.getfixturevalue("port"))
+    for_s3(monkeypatch, request.getfixturevalue("port"))
     return f"s3://bucket/{tmp_path.name}"
 
 
@@ -262,6 +268,34 @@ def test_a_checkpoint_that_is_no_longer_kept_is_copied_to_its_end(folder, tmp_pa
     assert contents(fetched(mirror.address, folder)) == contents(folder)
 
 
+def test_the_newest_whole_one_stays_while_the_run_saves_newer_ones(folder, tmp_path, monkeypatch):
+    """The run keeps two; when the records are copied, it has saved two more, which the mirror does not have."""
+    for step in (1, 2):
+        save(folder, step)
+    mirror, put = Mirror(str(tmp_path / "mirror"), folder), Mirror._put_records
+    mirror.update(tell)
+
+    def meanwhile(mirror: Mirror) -> None:
+        put(mirror)
+        for step in (3, 4):
+            save(folder, step)
+
+    monkeypatch.setattr(Mirror, "_put_records", meanwhile)
+    mirror.update(tell)
+    assert valid_steps(folder) == [4, 3] and mirror._checkpoints() == {1: True, 2: True}
+
+
+@pytest.mark.parametrize("gone", ["run", "run/checkpoints", "run/checkpoints/00000002"])
+def test_what_somebody_removes_from_the_run_folder_stays_in_the_mirror(folder, tmp_path, gone):
+    for step in (1, 2):
+        save(folder, step)
+    mirror = Mirror(str(tmp_path / "mirror"), folder)
+    mirror.update(tell)
+    shutil.rmtree(tmp_path / gone)
+    mirror.update(tell)
+    assert mirror._checkpoints() == {1: True, 2: True}
+
+
 # -- a run that goes back ----------------------------------------------------------------------------------------
 
 
@@ -288,7 +322,8 @@ def test_no_copy_under_way_brings_back_what_the_run_has_discarded(folder, tmp_pa
     assert mirror._checkpoints() == {1: True}
 
 
-def test_discarded_checkpoints_do_not_come_back_from_a_mirror_that_did_not_answer(folder, tmp_path, caplog):
+@pytest.mark.parametrize("killed", [True, False])
+def test_discarded_checkpoints_do_not_come_back_from_a_mirror_that_did_not_answer(folder, tmp_path, killed):
     """Step 2 stays in the mirror. The run is at half the learning rate since, and goes on from its own step 1."""
     for step in (1, 2):
         save(folder, step)
@@ -300,10 +335,12 @@ def test_discarded_checkpoints_do_not_come_back_from_a_mirror_that_did_not_answe
     (tmp_path / "mirror").unlink()
     (tmp_path / "away").rename(tmp_path / "mirror")
     save(folder, 1, state=TrainState(step=1, halvings=1))
-    Mirror(mirror.address, folder).restore(tell)
-    assert valid_steps(folder) == [1] and mirror._checkpoints() == {1: True, 2: True}
+    if killed:
+        mirror = Mirror(mirror.address, folder)
+        mirror.restore(tell)
     mirror.update(tell)
-    assert mirror._checkpoints() == {1: True} and contents(fetched(mirror.address, folder)) == contents(folder)
+    assert valid_steps(folder) == [1] and mirror._checkpoints() == {1: True}
+    assert contents(fetched(mirror.address, folder)) == contents(folder)
 
 
 # -- a store that fails ------------------------------------------------------------------------------------------
@@ -313,7 +350,7 @@ def test_a_store_that_fails_is_told_once_and_the_mirror_catches_up(port, folder,
     """Training goes on meanwhile: two of the three checkpoints saved in that time are there at the end."""
     monkeypatch.setattr(mirroring, "LONGEST_PAUSE_S", 0.1)
     with s3.Cable.laid(port) as cable:
-        s3.use(monkeypatch, cable.port)
+        for_s3(monkeypatch, cable.port)
         mirror = Mirror(f"s3://bucket/{folder.parent.name}", folder)
         hook = Mirroring(mirror)
         save(folder, 1)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from largebatch.checkpoint import store
 from largebatch.files.atomic import atomic_file
+from largebatch.files.names import without_password
 from largebatch.files.run_folder import CHECKPOINTS, RunFolder
 from zoo.hub import MANIFEST
 
@@ -39,6 +40,7 @@ class Mirror:
         self.address, self.run = address, RunFolder(folder)
         self._lock = threading.Lock()
         self._rollbacks = 0
+        self._discarded_after: int | None = None  # a step; newer checkpoints are still to be removed
         self._sent: dict[Path, tuple[int, int]] = {}  # records: size and time of the last change
 
     @cached_property
@@ -88,15 +90,16 @@ class Mirror:
             found = [path for step in sorted(whole) if (path := self._fetch(step, downloads, tell))]
             if not found and own is None:  # a new run would take their place
                 raise OSError(f"none of the {len(whole)} checkpoints there is sound")
-            newest = found[-1] if found else None
-            if newest is None or int(newest.name) <= own_step or own and _halvings(newest) < _halvings(own):
-                return  # an older one, or one of a future that this run has gone back from
-            for file in self.files.find(self.root):
-                if not file.startswith(self.place("")) and not file.endswith(f"/{PROBE}"):
-                    self._fetch_record(file)
-            store.adopt(self.run.path, found)
-            self._remove(lambda step: step > int(newest.name))  # they are damaged, and trained anew
-            logger.info("step %s was fetched from the mirror %s", int(newest.name), self.address)
+            newest = int(found[-1].name) if found else -1
+            if own and (newest <= own_step or _halvings(found[-1]) < _halvings(own)):  # it has gone back from there
+                newest = own_step
+            else:
+                for file in self.files.find(self.root):
+                    if not file.startswith(self.place("")) and not file.endswith(f"/{PROBE}"):
+                        self._fetch_record(file)
+                store.adopt(self.run.path, found)
+                logger.info("step %s was fetched from the mirror %s", newest, self.address)
+            self._remove(lambda step: step > newest)  # they are damaged or discarded, and trained anew
         finally:
             shutil.rmtree(downloads, ignore_errors=True)
             with suppress(OSError):  # it is empty, or there
@@ -131,13 +134,19 @@ class Mirror:
 
     def update(self, tell: Tell) -> None:
         """Bring the mirror to the state of the run folder, the newest checkpoint first."""
-        if kept := store.checkpoints(self.run.path):
-            self._remove(lambda step: step > int(kept[0].name))  # the run has gone back
+        if self._discarded_after is not None:
+            self._remove(lambda step: step > (self._discarded_after or 0))
+            self._discarded_after = None
+        kept = self._kept()
         while path := self._missing():
             self._put(path, tell)
+            kept = self._kept()  # before the next look, so that the mirror has the newest of them
         self._put_records()
-        kept_steps = {int(path.name) for path in store.checkpoints(self.run.path)}
-        self._remove(lambda step: step not in kept_steps)
+        if kept and max(self._checkpoints()) <= max(kept):  # nobody is removing the run folder
+            self._remove(lambda step: step not in kept)
+
+    def _kept(self) -> set[int]:
+        return {int(path.name) for path in store.checkpoints(self.run.path)}
 
     def discard_after(self, step: int, discard: Callable[[], T]) -> T:
         """Remove checkpoints newer than `step`, then those of the run folder by `discard`, whose result is returned.
@@ -145,6 +154,7 @@ class Mirror:
         No upload under way brings them back. If the mirror does not answer, `update` removes them later.
         """
         with self._lock:
+            self._discarded_after = step
             try:
                 self._remove(lambda other: other > step)
             except Exception as error:
@@ -246,8 +256,7 @@ class Mirror:
 
 
 def reason_of(error: Exception) -> str:
-    text = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-    return text.rstrip(".") or type(error).__name__
+    return isinstance(error, OSError) and error.strerror or without_password(error)
 
 
 def _halvings(path: Path) -> int:
