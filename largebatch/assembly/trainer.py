@@ -309,6 +309,8 @@ def build_sinks(config: TrainConfig) -> list[hooks.Sink]:
         sinks.append(hooks.TensorBoard(config.folder))
     if "wandb" in (config.log.to or ""):
         sinks.append(hooks.WeightsAndBiases(config.folder, options(config)))
+    if "mlflow" in (config.log.to or ""):
+        sinks.append(hooks.MLflow(config.folder, options(config)))
     title = f"{config.model.name}, recipe {config.recipe or 'custom'}"
     return [*sinks, hooks.Curves(config.folder, title=title)]
 

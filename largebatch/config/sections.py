@@ -274,9 +274,14 @@ class LogConfig:
 
     every: str = "10 steps"
     """time between rows of steps.csv and TensorBoard points"""
-    to: Literal["tensorboard", "wandb", "tensorboard,wandb"] | None = "tensorboard"
-    """where the numbers go besides the tables: tensorboard (event files in the run folder), wandb (Weights & Biases,
-    which must be installed; WANDB_PROJECT, WANDB_MODE and its other variables hold), or both; null: nowhere"""
+    to: str | None = limited(
+        "tensorboard",
+        lambda x: {*x.split(",")} <= {"tensorboard", "wandb", "mlflow"},
+        "some of tensorboard,wandb,mlflow, or null",
+    )
+    """where the numbers go besides the tables, as tensorboard,mlflow: tensorboard (event files in the run folder),
+    wandb (Weights & Biases) and mlflow, which must be installed; WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI and
+    their other variables hold; null: nowhere"""
 
 
 @dataclass(frozen=True, kw_only=True)
