@@ -199,10 +199,14 @@ def build_trainer(config: "TrainConfig", comm: "Ranks", signals: Signals | None 
 
 def prepare(config: "TrainConfig", comm: "Ranks", signals: Signals | None) -> "tuple[TrainConfig, Trainer]":
     """Return the resolved config and the trainer of a run whose folder is open; write config.yaml."""
-    from largebatch import assembly
+    from largebatch import assembly, checkpoint
     from largebatch.config import dump
     from largebatch.plan.forecast import forecast
 
+    if config.checkpoint.mirror:
+        mirror = checkpoint.Mirror(config.checkpoint.mirror, config.folder)
+        comm.from_rank_0(mirror.check, phase="looking at the mirror")
+        comm.from_rank_0(lambda: mirror.restore(lambda _: comm.progress()), phase="fetching from the mirror")
     with comm.together("opening the run folder"):
         if comm.rank == 0:
             refuse_lost_checkpoints(Path(config.folder))
@@ -266,6 +270,7 @@ def train(argv: Sequence[str], config: "TrainConfig", comm: "Ranks", signals: Si
     """Train or resume; all ranks raise StoppedEarly if told to end. argv: for the log."""
     from largebatch import checkpoint
     from largebatch.config import typed
+    from largebatch.hooks import Mirroring
     from largebatch.report import history
     from largebatch.report.summary import log_end
 
@@ -277,6 +282,9 @@ def train(argv: Sequence[str], config: "TrainConfig", comm: "Ranks", signals: Si
     config, trainer = prepare(config, comm, signals)
     if trainer.complete:
         logger.info("This run is complete; to train again choose another --run.folder.")
+        for hook in trainer.hooks:
+            if isinstance(hook, Mirroring):
+                hook.after_fit(trainer)
         return
     with comm.together("writing starts.jsonl"):
         if comm.rank == 0:

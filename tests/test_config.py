@@ -407,7 +407,7 @@ def values_of(kind: Any) -> list[Any]:
 @pytest.mark.parametrize("name, kind", types_of(c.TrainConfig).items())
 def test_every_value_of_every_option_survives_yaml(name, kind):
     for value in values_of(kind):
-        if name == "run.end_time" and value in ("null", "0123"):  # no value, and a number
+        if name in ("run.end_time", "log.to") and value in ("null", "0123"):  # no value, and a number
             continue
         found = read_text(c.dump(with_value(c.TrainConfig(), name, value)), place="config.yaml")[name]
         assert (found, type(found)) == (value, type(value))
@@ -681,3 +681,11 @@ def test_differences():
     other = replace(one, optim=replace(one.optim, lr=1.0))
     assert c.differences(one, one) == {}
     assert c.differences(one, other) == {"optim.lr": (1.8e-2, 1.0)}
+
+
+def test_numbers_go_to_several_trackers_in_any_order():
+    assert parse("--log.to", "mlflow,tensorboard").log.to == "mlflow,tensorboard"
+    assert parse("--log.to", "none").log.to is None
+    for text in ("mlfow", "tensorboard, wandb", ""):
+        with pytest.raises(ValueError, match="^--log.to is .*: expected some of tensorboard,wandb,mlflow, or null.$"):
+            parse("--log.to", text)

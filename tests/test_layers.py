@@ -22,9 +22,9 @@ checkpoint compiling config data engine hooks launch losses native optim paralle
 schedules start zoo; rate_search: assembly config engine files hooks ranks report; validate: arguments assembly
 checkpoint config data evaluation files precision process ranks recipes report start zoo; plan: arguments assembly
 augment config data devices engine files flops native optim parallel precision ranks recipes zoo; train: assembly
-checkpoint config engine files plan process ranks recipes report start; benchmark: arguments assembly augment batch_norm
-compiling config data devices engine files flops hooks losses native optim parallel plan precision process ranks recipes
-start timm zoo; find_lr: checkpoint config process ranks rate_search train; find_batch:
+checkpoint config engine files hooks plan process ranks recipes report start; benchmark: arguments assembly augment
+batch_norm compiling config data devices engine files flops hooks losses native optim parallel plan precision process
+ranks recipes start timm zoo; find_lr: checkpoint config process ranks rate_search train; find_batch:
 arguments batch_search checkpoint config files process ranks train; batch_search: assembly checkpoint config data engine
 ranks rate_search report schedules; reproduce: arguments assembly benchmark config data engine files hooks process
 ranks

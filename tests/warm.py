@@ -44,6 +44,8 @@ NAMESPACES = ("ipc", "uts", "net", "pid", "mnt")  # mnt last: /proc of the serve
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 LAUNCHERS = ("horovodrun", "torchrun")  # written in Python: to import what they need takes a core a second or two
+# The threads of OpenBLAS, and of the allocator of pyarrow, which pandas imports, would be there when the server forks.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 IMPORTED = (  # zoo comes before timm, which it makes importable
     "zoo cloudpickle horovod.torch matplotlib.pyplot mpi4py nvidia.dali.fn "
     "nvidia.dali.plugin.pytorch psutil pytest rich.progress scipy.ndimage sklearn.datasets timm torch "
@@ -74,8 +76,7 @@ def folder() -> Path:
         server = subprocess.Popen(
             [sys.executable, __file__, str(place / "socket")],
             cwd=ROOT,
-            # OpenBLAS's threads would be there when the server forks.
-            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"} | _napping(place),
+            env=os.environ | ONE_THREAD | _napping(place),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,

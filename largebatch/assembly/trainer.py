@@ -227,7 +227,7 @@ def build_schedule(config: TrainConfig, plan: Plan) -> Schedule:
 def build_hooks(
     config: TrainConfig, index: "Index", plan: Plan, average: Average | None, signals: Signals | None, description: str
 ) -> list[Hook]:
-    """Build the hooks in the order in which they run: checks before a save, StopEarly after it, Log last."""
+    """Build the hooks in the order in which they run: checks before a save, StopEarly after it, Log near the end."""
 
     def images(option: str) -> int:
         return images_of(config, option, plan.num_samples, plan.num_images)
@@ -244,7 +244,9 @@ def build_hooks(
         interval = interval or plan.num_images
         comparing = hooks.ReplicaCheck(interval_images=interval, with_optimizer=not config.parallel.zero)
     every_s = duration_seconds(config.checkpoint.every) or 0.0
-    divergence = hooks.Divergence(config, complete_saves=lambda trainer: saving.complete(trainer.comm))
+    mirror = checkpoint.Mirror(config.checkpoint.mirror, config.folder) if config.checkpoint.mirror else None
+    mirroring = hooks.Mirroring(mirror) if mirror else None
+    divergence = hooks.Divergence(config, complete_saves=lambda trainer: saving.complete(trainer.comm), mirror=mirror)
     saving = hooks.Checkpoint(
         config.folder,
         every_images=0 if every_s else images("checkpoint.every"),
@@ -253,18 +255,23 @@ def build_hooks(
         description=description,
         best=config.checkpoint.best,
         before_save=hooks.in_turn(divergence.settle, *([comparing.check] if comparing else [])),
+        after_save=mirroring.start if mirroring else None,
     )
     early = None
     if signals:
-        early = StopEarly(signals, end=end_time(config.run.end_time), longest_save_s=lambda: saving.longest_s)
+        early = StopEarly(
+            signals,
+            end=end_time(config.run.end_time),
+            longest_save_s=lambda: saving.longest_s + (mirroring.longest_s if mirroring else 0.0),
+        )
     slow = hooks.SlowRank() if config.parallel.shape().size == 1 else None
     noise = build_noise_scale(config, plan)
     steps = profiled_steps(config.run.profile_steps)
     profile = Profile(*steps, run=Path(config.folder).resolve().name) if steps else None
     log = hooks.Log(build_sinks(config), every_images=images("log.every"), noise=noise, slow=slow)
     guards = hooks.Guards(where=where)
-    in_order = (guards, divergence, average, recomputing, comparing, saving, early, slow, noise, profile, log)
-    return [hook for hook in in_order if hook]
+    first = (guards, divergence, average, recomputing, comparing, saving)
+    return [hook for hook in (*first, early, slow, noise, profile, log, mirroring) if hook]
 
 
 def build_noise_scale(config: TrainConfig, plan: Plan) -> hooks.NoiseScale | None:
@@ -302,6 +309,8 @@ def build_sinks(config: TrainConfig) -> list[hooks.Sink]:
         sinks.append(hooks.TensorBoard(config.folder))
     if "wandb" in (config.log.to or ""):
         sinks.append(hooks.WeightsAndBiases(config.folder, options(config)))
+    if "mlflow" in (config.log.to or ""):
+        sinks.append(hooks.MLflow(config.folder, options(config)))
     title = f"{config.model.name}, recipe {config.recipe or 'custom'}"
     return [*sinks, hooks.Curves(config.folder, title=title)]
 

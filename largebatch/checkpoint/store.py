@@ -26,7 +26,7 @@ import logging
 import os
 import shutil
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -89,6 +89,18 @@ def save(folder: str | Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
     smoothed = snapshot.state["state"].get("smoothed")
     _keep_newest(path, keep, sound_step=smoothed[2] if smoothed else None)
     return path
+
+
+def adopt(folder: str | Path, complete: Sequence[Path]) -> None:
+    """Move checkpoints into a run folder, the oldest first: after a kill the newest is still missing."""
+    root = RunFolder(folder).checkpoints
+    for path in complete:
+        for file in (*path.iterdir(), path):
+            _sync(file)
+        _remove(root / path.name)
+        path.rename(root / path.name)
+        _sync(root)
+    _link_best(root, read_state(root / complete[-1].name)["state"])
 
 
 def latest(folder: str | Path, *, last_step: int | None = None) -> Path | None:
@@ -294,7 +306,7 @@ def _sha256(path: Path) -> str:
     return _digests[key]
 
 
-def _remembered_sha256(path: Path) -> str:
+def remembered_sha256(path: Path) -> str:
     return _digests.get(_identity(path.stat())) or _sha256(path)
 
 
@@ -358,7 +370,7 @@ def _keep_newest(written: Path, keep: int, *, sound_step: int | None) -> None:
     paths = checkpoints(written.parent.parent)
     if len(paths) <= keep:
         return
-    checked = partial(why_invalid, sha256=_remembered_sha256)
+    checked = partial(why_invalid, sha256=remembered_sha256)
     valid = list(itertools.islice((path for path in paths if path == written or checked(path) is None), keep))
     if len(valid) < keep:
         return

@@ -18,7 +18,7 @@ from largebatch.config.sections import OptimConfig, TrainConfig
 from largebatch.config.values import types_of, value_of, with_values
 
 FILE = "config"
-PATHS = ("recipe", "model.weights", "data.path", "data.quarantine", "run.folder")
+PATHS = ("recipe", "model.weights", "data.path", "data.quarantine", "run.folder", "checkpoint.mirror")
 DEPTH = 2  # points in the longest name of an option
 EXPECTED = "expected lines such as 'run:' and, indented below, 'seed: 1'."
 

@@ -274,9 +274,14 @@ class LogConfig:
 
     every: str = "10 steps"
     """time between rows of steps.csv and TensorBoard points"""
-    to: Literal["tensorboard", "wandb", "tensorboard,wandb"] | None = "tensorboard"
-    """where the numbers go besides the tables: tensorboard (event files in the run folder), wandb (Weights & Biases,
-    which must be installed; WANDB_PROJECT, WANDB_MODE and its other variables hold), or both; null: nowhere"""
+    to: str | None = limited(
+        "tensorboard",
+        lambda x: {*x.split(",")} <= {"tensorboard", "wandb", "mlflow"},
+        "some of tensorboard,wandb,mlflow, or null",
+    )
+    """where the numbers go besides the tables, as tensorboard,mlflow: tensorboard (event files in the run folder),
+    wandb (Weights & Biases) and mlflow, which must be installed; WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI and
+    their other variables hold; null: nowhere"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +295,10 @@ class CheckpointConfig:
     """keep the best checkpoint, too, as RUN/checkpoints/best: that of the highest held-out top-1, of the highest top-1
     of the averaged weights, or of the lowest held-out loss; an evaluation that is better than all before it is saved
     at once. none: keep the newest alone"""
+    mirror: str = ""
+    """second place for checkpoints, tables and log, to which a thread copies them: a folder, or an address of fsspec,
+    such as s3://bucket/runs, which needs s3fs. Each run has a folder of its run folder's name there, and an empty run
+    folder resumes from it. Credentials come from the environment; empty: none"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Names of files and classes, which others have chosen, in messages and logs."""
 
 import logging
+import re
 from collections.abc import Collection
 
 SHOWN = 3
@@ -22,6 +23,11 @@ def why(error: object) -> str:
     if isinstance(error, OSError) and isinstance(error.filename, str):
         return f"{error.filename} cannot be read or written: {error.strerror}."
     return str(error)
+
+
+def without_password(error: Exception) -> str:
+    """Return the message of an error, or its kind, without the user's name and password in an address."""
+    return re.sub(r"//[^/@\s]+@", "//", str(error).strip()).rstrip(".") or type(error).__name__
 
 
 def listed(names: Collection[str], count: int | None = None) -> str:

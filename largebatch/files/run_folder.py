@@ -37,6 +37,11 @@ class RunFolder:
                 return cls(path.parent.parent)
         return run
 
+    def records(self) -> list[Path]:
+        """Return the files beside the checkpoints in which a resumed run goes on."""
+        own = (self.config, self.log, self.steps, self.epochs, self.layers, self.starts, self.curves)
+        return [path for path in (*own, *self.tensorboard.glob("*")) if path.is_file()]
+
     def check(self) -> "RunFolder":
         """Return this folder; ValueError if it is not the folder of a run, OSError if it may not be read."""
         with suppress(FileNotFoundError, NotADirectoryError):

@@ -44,17 +44,19 @@ class Checkpoint(Hook):
         description: str = "",
         best: str = "none",
         before_save: Callable[[Trainer], None] | None = None,
+        after_save: Callable[[], None] | None = None,
     ) -> None:
         """best: the metric that decides which evaluation is the best: top1, ema_top1, loss or none.
 
-        before_save: called on all ranks, may raise comm.Stopped to refuse a state. description: for config.json.
+        before_save: called on all ranks, may raise comm.Stopped to refuse a state. after_save: called in the thread
+        when a checkpoint is complete. description: for config.json.
         """
         assert bool(every_images) != bool(every_s), (every_images, every_s)
         self.folder = Path(folder)
         self.every_images, self.every_s = every_images, every_s
         self.config_text, self.description, self.best = config_text, description, best
         self.before_save = before_save
-        self.writer = Writer(folder, keep=keep)
+        self.writer = Writer(folder, keep=keep, after_save=after_save)
         self.memory = checkpoint.HostMemory()
         self.saved_step = 0
         self.saved_at = 0.0  # rank 0's clock
@@ -205,8 +207,8 @@ def in_turn(*calls: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
 class Writer:
     """Writes snapshots in a thread, one at a time; for rank 0."""
 
-    def __init__(self, folder: str | Path, *, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: str | Path, *, keep: int, after_save: Callable[[], None] | None = None) -> None:
+        self.folder, self.keep, self.after_save = folder, keep, after_save
         self.failure: OSError | None = None  # of the newest save
         self.recorded = False  # that this start has a checkpoint
         self.longest_s = 0.0  # from the moment when a save was due until it was complete
@@ -242,6 +244,8 @@ class Writer:
             logger.warning("the checkpoint of step %d failed: %s; older ones are kept", snapshot.step, error)
         else:
             self._record(snapshot.step)
+            if self.after_save:
+                self.after_save()
         self.longest_s = max(self.longest_s, time.monotonic() - self._began)
 
     def _record(self, step: int) -> None:

@@ -21,8 +21,10 @@ step later.
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 
 from largebatch import checkpoint
+from largebatch.checkpoint.mirror import Mirror
 from largebatch.config import TrainConfig
 from largebatch.engine import Hook, Smoothed, StepOutput, Trainer
 from largebatch.ranks import Stopped
@@ -71,9 +73,11 @@ def share_of_way(smoothed: Smoothed | None, uniform: float) -> float:
 class Divergence(Hook):
     """Watches the smoothed loss, which is part of the state, and does what --run.on_divergence says."""
 
-    def __init__(self, config: TrainConfig, *, complete_saves: Callable[[Trainer], None]) -> None:
+    def __init__(
+        self, config: TrainConfig, *, complete_saves: Callable[[Trainer], None], mirror: Mirror | None = None
+    ) -> None:
         """config: with the number of classes. complete_saves: waits for a save under way."""
-        self.config, self.complete_saves = config, complete_saves
+        self.config, self.complete_saves, self.mirror = config, complete_saves, mirror
         self.uniform = uniform_loss(config)
         self.handle: int | None = None  # of the allreduce in flight
         self.step = 0  # of its loss
@@ -165,10 +169,11 @@ class Divergence(Hook):
         step, last_step, halvings = trainer.state.step, trainer.state.smoothed[2], trainer.state.halvings + 1
         found = f"the training loss diverged: {self.describe(trainer)}"
         checkpoint.resume(self.config, trainer, last_step=last_step)
-        state = trainer.state
-        state.best = trainer.comm.from_rank_0(
-            lambda: checkpoint.discard_after(self.config.folder, state.step, state.best), phase="going back"
-        )
+        state, mirror = trainer.state, self.mirror
+        discard = partial(checkpoint.discard_after, self.config.folder, state.step, state.best)
+        if mirror:
+            discard = partial(mirror.discard_after, state.step, discard)
+        state.best = trainer.comm.from_rank_0(discard, phase="going back")
         state.halvings = halvings
         if state.smoothed:  # this state is sound, also if its own loss was not
             state.smoothed = (*state.smoothed[:2], state.step)

@@ -4,8 +4,9 @@
                    RUN/epochs.csv     a row per evaluation
                    RUN/layers.csv     trust ratios, a row per evaluation
     Curves         RUN/curves.png     a picture of both tables
-    TensorBoard    RUN/tensorboard/   the same numbers as event files
     Progress       the terminal       a bar, and in a log lines
+
+Trackers have a file each: tensorboard.py, weights_and_biases.py and mlflow.py.
 """
 
 import datetime
@@ -13,7 +14,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 
@@ -50,6 +51,23 @@ class Sink:
 
     def close(self) -> None:
         """The run ends or stops early."""
+
+
+class Tracker(Sink):
+    """A sink of numbers by their names, such as train/loss, at a step. A row without a number does not have it."""
+
+    def add(self, numbers: Mapping[str, float], row: Row) -> None:
+        """Write the numbers of a row."""
+
+    def write_step(self, row: Row) -> None:
+        self.add(_named("train", row, ("loss", "lr", "grad_norm", "skipped", *TRUST, *NOISE, *MEASURED[1:])), row)
+
+    def write_epoch(self, row: Row) -> None:
+        self.add(_named("epoch", row, ("train_loss", "eval_loss", "top1", "top5", *EMA)), row)
+
+
+def _named(section: str, row: Row, names: Sequence[str]) -> dict[str, float]:
+    return {f"{section}/{name}": row[name] for name in names if not math.isnan(row.get(name, math.nan))}
 
 
 class Progress(Sink):
@@ -132,38 +150,6 @@ class Csv(Sink):
         if self.layers:
             self.layers.close()
         self.layers = None  # another fit opens it again
-
-
-class TensorBoard(Sink):
-    """Writes RUN/tensorboard; hides points that an interrupted run wrote after the resumed step."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = RunFolder(folder).tensorboard
-
-    def open(self, trainer: Trainer) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter  # takes seconds to import, and only rank 0 needs it
-        except ImportError as error:
-            raise ValueError(
-                f"TensorBoard is not installed ({error}): run `python -m pip install tensorboard`, or set "
-                "--log.to none."
-            ) from error
-        self.writer = SummaryWriter(str(self.folder), purge_step=trainer.state.step + 1)
-
-    def write_step(self, row: Row) -> None:
-        self.add("train", row, ("loss", "lr", "grad_norm", "skipped", *TRUST, *NOISE, *MEASURED[1:]))
-
-    def write_epoch(self, row: Row) -> None:
-        self.add("epoch", row, ("train_loss", "eval_loss", "top1", "top5", *EMA))
-        self.writer.flush()
-
-    def close(self) -> None:
-        self.writer.close()
-
-    def add(self, section: str, row: Row, names: Sequence[str]) -> None:
-        for name in names:
-            if not math.isnan(row.get(name, math.nan)):
-                self.writer.add_scalar(f"{section}/{name}", row[name], int(row["step"]))
 
 
 class Curves(Sink):

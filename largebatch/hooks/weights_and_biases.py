@@ -1,20 +1,18 @@
 """The numbers of a run at Weights & Biases, with --log.to wandb. WANDB_MODE=offline keeps them in the run folder."""
 
 import hashlib
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from largebatch.engine import Trainer
 from largebatch.files.run_folder import Row
-from largebatch.hooks.sinks import Sink
-from largebatch.report.tables import EMA, MEASURED, NOISE, TRUST
+from largebatch.hooks.sinks import Tracker
 
 PROJECT = "largebatch"  # unless WANDB_PROJECT is set
 
 
-class WeightsAndBiases(Sink):
+class WeightsAndBiases(Tracker):
     """Sends the rows by their step. A resumed run goes on with the same entry."""
 
     def __init__(self, folder: str | Path, options: Mapping[str, Any]) -> None:
@@ -48,15 +46,8 @@ class WeightsAndBiases(Sink):
         # A resumed run writes some steps again; wandb's own counter would refuse them.
         self.run.define_metric("*", step_metric="step")
 
-    def write_step(self, row: Row) -> None:
-        self.add("train", row, ("loss", "lr", "grad_norm", "skipped", *TRUST, *NOISE, *MEASURED[1:]))
-
-    def write_epoch(self, row: Row) -> None:
-        self.add("epoch", row, ("train_loss", "eval_loss", "top1", "top5", *EMA))
-
     def close(self) -> None:
         self.run.finish()
 
-    def add(self, section: str, row: Row, names: Sequence[str]) -> None:
-        found = {f"{section}/{name}": row[name] for name in names if not math.isnan(row.get(name, math.nan))}
-        self.run.log(found | {"step": int(row["step"]), "epoch": row["epoch"]})
+    def add(self, numbers: Mapping[str, float], row: Row) -> None:
+        self.run.log({**numbers, "step": int(row["step"]), "epoch": row["epoch"]})

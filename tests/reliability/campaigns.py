@@ -12,6 +12,7 @@ from launch import ROOT, launch
 
 from tests.reliability.campaign import Campaign, Size, Trial
 from tests.reliability.faults import STOPS, chain, matrix
+from tests.reliability.machines import losing
 
 PROGRAMS = "tests.reliability.programs"
 LAUNCHERS = ("mpirun", "horovodrun", "horovodrun --gloo", "torchrun")
@@ -134,5 +135,10 @@ CAMPAIGNS = (
             program("slow", ranks=4, gate=2, full=100, check=names_slow_rank)(size),
             program("healthy", ranks=4, gate=200, full=10_000, check=names_slow_rank)(size),
         ),
+    ),
+    Campaign(
+        "R17",
+        "a run that loses its machine while it copies a checkpoint goes on from its mirror, with the same bits",
+        lambda size: losing(size, machines=size.choose(3, 50), seed=17),
     ),
 )

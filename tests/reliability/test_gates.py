@@ -7,7 +7,7 @@ from tests.reliability.campaigns import CAMPAIGNS, is_flat, names_slow_rank
 from tests.reliability.faults import explains
 from tests.reliability.injector import PHASES, Fault
 
-OWN = ("R1", "R2", "R3", "R5", "R6", "R7", "R8", "R13", "R16")
+OWN = ("R1", "R2", "R3", "R5", "R6", "R7", "R8", "R13", "R16", "R17")
 
 pytestmark = pytest.mark.cluster  # a tier of its own: such runs mostly wait
 

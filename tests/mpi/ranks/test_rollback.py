@@ -12,7 +12,7 @@ from parts import CLASSES, OddModel, plan_for, small_trainer
 from largebatch import checkpoint
 from largebatch.config import ModelConfig, RunConfig, TrainConfig, dump
 from largebatch.engine import Hook, Trainer
-from largebatch.hooks import Checkpoint, Divergence, ReplicaCheck, divergence, in_turn, replicas
+from largebatch.hooks import Checkpoint, Divergence, Mirroring, ReplicaCheck, divergence, in_turn, replicas
 from largebatch.ranks import Ranks, Stopped
 from zoo.weights import named_weights
 
@@ -68,7 +68,9 @@ def build(
     config = TrainConfig(
         model=ModelConfig(num_classes=CLASSES), run=RunConfig(folder=str(folder), on_divergence=action)
     )
-    watch = Divergence(config, complete_saves=lambda trainer: saving.complete(trainer.comm))
+    mirror = checkpoint.Mirror(str(folder / "mirror"), folder)
+    copying = Mirroring(mirror)
+    watch = Divergence(config, complete_saves=lambda trainer: saving.complete(trainer.comm), mirror=mirror)
     comparing = ReplicaCheck(interval_images=10**9, with_optimizer=True)
     saving = Checkpoint(
         folder,
@@ -76,8 +78,9 @@ def build(
         keep=2,
         config_text=dump(config),
         before_save=in_turn(watch.settle, comparing.check),
+        after_save=copying.start,
     )
-    trainer.hooks = [watch, comparing, saving, Noting()]
+    trainer.hooks = [watch, comparing, saving, copying, Noting()]
     checkpoint.resume(config, trainer)
     return trainer
 
@@ -107,7 +110,10 @@ def test_a_run_goes_back_and_on_at_half_the_rate_bit_for_bit_also_resumed(comm, 
             assert trainer.hooks[-1].seen[turn][1] == pytest.approx(rate(reference.plan, 10) / 2)
             turns = comm.allgather_object(turn, name="test/turn")
             assert turns == comm.size * [turn]
-            assert [int(path.name) for path in checkpoint.checkpoints(tmp_path / "0")] == [22, 20] * (comm.rank == 0)
+            kept = [int(path.name) for path in checkpoint.checkpoints(tmp_path / "0")]
+            assert kept == [22, 20] * (comm.rank == 0)
+            there = checkpoint.Mirror(str(tmp_path / "0" / "mirror"), tmp_path / "0")._checkpoints()
+            assert there == dict.fromkeys(kept, True)
 
 
 def test_a_run_stops_on_all_ranks_with_the_way_to_go_on(comm, tmp_path):

@@ -12,7 +12,7 @@ from parts import plan_for, small_trainer
 from largebatch import checkpoint
 from largebatch.checkpoint import store
 from largebatch.engine import Hook
-from largebatch.hooks import checkpointing
+from largebatch.hooks import Mirroring, checkpointing, mirroring
 from largebatch.ranks import Stopped
 from zoo.weights import named_weights, read_weights
 
@@ -128,3 +128,41 @@ def test_a_run_that_stops_completes_its_save(comm, tmp_path, monkeypatch):
     release.set()
     comm._closing.pop()()
     assert len(checkpoint.checkpoints(tmp_path)) == (comm.rank == 0)
+
+
+@pytest.fixture
+def hanging(comm, tmp_path, monkeypatch):
+    """A trainer of five steps with a checkpoint after each second, whose mirror does not answer."""
+    plan = plan_for(comm, steps=5)
+    trainer, release = small_trainer(comm, plan, passes=2), threading.Event()
+    copying = Mirroring(checkpoint.Mirror(str(tmp_path / "mirror"), tmp_path))
+    monkeypatch.setattr(copying.mirror, "update", lambda tell: release.wait(60))
+    monkeypatch.setattr(mirroring, "TELL_EVERY_S", 0.01)
+    every = 2 * plan.global_batch_size
+    saving = Noting(tmp_path, every_images=every, keep=2, config_text="", after_save=copying.start)
+    trainer.hooks = [saving, copying]
+    yield trainer
+    comm._closing.pop()()  # which does not wait again
+    comm._closing.pop()()
+    release.set()
+
+
+def test_a_mirror_that_hangs_ends_the_run_after_its_last_checkpoint(comm, tmp_path, monkeypatch, hanging):
+    monkeypatch.setattr(comm, "hang_limit_s", 0.05)
+    with pytest.raises(Stopped, match="mirror lacks the last checkpoint .no answer in 0.05 s.; it is in .*copies it.$"):
+        hanging.fit()
+    assert list(hanging.hooks[0].saved) == [2, 4, 5]
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["00000005", "00000004"] * (comm.rank == 0)
+
+
+def test_a_run_that_is_told_to_end_ends_so_though_its_mirror_hangs(comm, tmp_path, monkeypatch, hanging, caplog):
+    monkeypatch.setattr(mirroring, "STOP_S", 0.05)
+
+    class Told(Hook):
+        def at_point(self, trainer) -> None:
+            trainer.stop_reason = "a signal came" if trainer.state.step == 3 else ""
+
+    hanging.hooks = [Told(), *hanging.hooks]
+    assert hanging.fit() == "a signal came"
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["00000003", "00000002"] * (comm.rank == 0)
+    assert ("lacks the last checkpoint (no answer in 0.05 s)" in caplog.text) == (comm.rank == 0)
