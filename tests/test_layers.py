@@ -6,10 +6,10 @@ from pathlib import Path
 
 PLAN = """
 precision:; files:; nearest:; schedules:; bit_sums:; arguments: files; devices: nearest; zoo: timm; process: rich;
-config: arguments nearest; flops: devices zoo; native: files zoo; imports: process; launch: process; recipes:
-config files nearest; optim: native timm; data: files native nvidia; largebatch: imports; doctor: arguments files launch
-mpi4py process; ranks: bit_sums config files horovod launch mpi4py native process; augment: data native zoo; predict:
-arguments data files recipes zoo; pack: arguments data files launch mpi4py process zoo; export: arguments config files
+config: arguments nearest; flops: devices zoo; native: files zoo; imports: process; launch: process; recipes: config
+files nearest; optim: native timm; data: files native nvidia; largebatch: imports; doctor: arguments files launch mpi4py
+process; ranks: bit_sums config files horovod launch mpi4py native process; augment: data native zoo; predict: arguments
+data files recipes zoo; pack: arguments config data files launch mpi4py process zoo; export: arguments config files
 largebatch recipes zoo; evaluation: precision ranks; start: config precision process ranks; batch_norm: ranks; __main__:
 config imports largebatch nearest process ranks; losses: augment precision zoo; compiling: augment batch_norm config
 losses optim precision ranks zoo; replica: augment batch_norm losses optim ranks; engine: augment data evaluation losses
@@ -22,10 +22,9 @@ checkpoint config data evaluation files precision process ranks recipes report s
 augment config data devices engine files flops native optim parallel precision ranks recipes zoo; train: assembly
 checkpoint config engine files plan process ranks recipes report start; benchmark: arguments assembly augment batch_norm
 compiling config data devices engine files flops hooks losses native optim parallel plan precision process ranks recipes
-start timm zoo; find_lr: checkpoint config process ranks rate_search train; find_batch:
-arguments batch_search checkpoint config files process ranks train; batch_search: assembly checkpoint config data engine
-ranks rate_search report schedules; reproduce: arguments assembly benchmark config data engine files hooks process
-ranks
+start timm zoo; find_lr: checkpoint config process ranks rate_search train; find_batch: arguments batch_search
+checkpoint config files process ranks train; batch_search: assembly checkpoint config data engine ranks rate_search
+report schedules; reproduce: arguments assembly benchmark config data engine files hooks process ranks
 """
 LIBRARIES = {"horovod", "mpi4py", "nvidia", "rich", "timm"}
 INSTRUMENTS = ("largebatch.benchmark", "largebatch.doctor", "largebatch.reproduce", "largebatch.plan.__main__")

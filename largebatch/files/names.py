@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection
+from urllib.parse import urlsplit
 
 SHOWN = 3
 
@@ -22,6 +23,16 @@ def why(error: object) -> str:
     if isinstance(error, OSError) and isinstance(error.filename, str):
         return f"{error.filename} cannot be read or written: {error.strerror}."
     return str(error)
+
+
+def refuse_secret(address: str) -> None:
+    """Raise ValueError for an address that may hold credentials, which would go into logs, configs and checkpoints."""
+    parts = urlsplit(address)
+    if parts.password or parts.query or parts.username and parts.scheme.startswith("http"):
+        raise ValueError(
+            f"An address of {parts.scheme}:// was given with a user, a password or a query, which would be written "
+            "into logs and checkpoints: give the address alone, and credentials in the environment."
+        )
 
 
 def listed(names: Collection[str], count: int | None = None) -> str:
