@@ -74,8 +74,10 @@ def folder() -> Path:
         server = subprocess.Popen(
             [sys.executable, __file__, str(place / "socket")],
             cwd=ROOT,
-            # OpenBLAS's threads would be there when the server forks.
-            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"} | _napping(place),
+            # The threads of OpenBLAS, and that of pyarrow's memory, would be there when the server forks.
+            env=os.environ
+            | {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+            | _napping(place),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
