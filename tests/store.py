@@ -1,9 +1,15 @@
-"""An S3 server on this machine (moto's), behind a proxy that delays answers, loses them, cuts them or refuses."""
+"""An S3 server on this machine (moto's), behind a proxy that delays answers, loses them, cuts them or refuses.
+
+    python -m tests.store 0.05 FOLDER python -m largebatch.benchmark loader --data s3://bucket/data
+"""
 
 import http.client
 import logging
+import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -132,3 +138,17 @@ def open_store(delay_s: float = 0) -> Iterator[Store]:
     store.shutdown()
     store.server_close()
     server.stop()
+
+
+def main() -> int:
+    """Run a command that reads a folder as s3://bucket/data from a server with slow answers."""
+    delay_s, folder, *command = sys.argv[1:]
+    with open_store(float(delay_s)) as store:
+        store.put(Path(folder), "bucket/data")
+        code = subprocess.run(command, env=os.environ | store.environment).returncode
+        print(f"{len(store.asked)} requests, {len(store.reads())} for bytes of training shards")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

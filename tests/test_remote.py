@@ -11,8 +11,10 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from store import KEY, SECRET, open_store
 from test_tars import NAMES, sample, write
 
@@ -22,6 +24,8 @@ from largebatch.data import remote, sources
 from largebatch.data.dali import TrainLoader
 from largebatch.data.order import Plan
 from largebatch.files import Damaged, cache_folder
+from largebatch.pack import token_labels
+from zoo import create_model
 
 COUNT, SHARDS = 1437, 4
 COPY = """
@@ -333,6 +337,34 @@ def test_tars_and_packing_and_checking(store, local, address, tmp_path, capsys):
     with pytest.raises(Damaged, match="may not be read"):
         pack.run(["check", there, "--out", list_])
     assert not Path(list_).exists()
+
+
+def test_label_maps_are_added_to_shards_at_an_address(local, address, tmp_path):
+    """And its held-out shards are copied as they are."""
+
+    def maps(shard):
+        for _ in range(len(shard)):
+            yield np.full((2, 3, 3), 0.5, dtype=np.float32), np.ones((2, 3, 3), dtype=np.int64)
+
+    for name, source in (("one", str(local)), ("other", address)):
+        assert token_labels.add_maps(source, str(tmp_path / name), maps, made_by={"labels": "x"}) == COUNT
+    files = sorted(path.name for path in (tmp_path / "one").glob("*-of-*"))
+    assert len(files) == SHARDS + 1
+    assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes() for name in files)
+
+
+@pytest.mark.parametrize(
+    "program, said",
+    {
+        "largebatch.doctor --hosts a:1,b:1 --data s3://b/x": "and folders of hosts are compared: leave an address out",
+        "largebatch.predict {weights} s3://b/x.jpg": "s3://b/x.jpg is left out: it is an address, and images are read",
+    }.items(),
+)
+def test_other_programs_refuse_an_address_in_one_sentence(tmp_path, program, said):
+    save_file(create_model("vit_nano32", img_size=32, num_classes=2).state_dict(), tmp_path / "w.safetensors")
+    command = [sys.executable, "-m", *program.format(weights=tmp_path / "w.safetensors").split()]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], text=True, capture_output=True)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 class Ranges(http.server.SimpleHTTPRequestHandler):

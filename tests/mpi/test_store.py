@@ -1,13 +1,16 @@
 """An image folder is packed, copied into an S3 server, trained on from there by two ranks, and the run resumes."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
-from launch import launch
+from launch import ROOT, launch, run
 from runs import SMALL, different, weights
 from store import KEY, SECRET, open_store
 from test_packing import BATCH, COMMAND, OPTIONS, digits, packed  # noqa: F401  # fixtures
 
+PAGE = (ROOT / "docs" / "imagenet.md").read_text()
 RUN = [*SMALL, *BATCH, "--recipe", "quickstart", "--run.duration", "4 steps", "--run.eval_every", "2 steps"]
 
 
@@ -20,6 +23,23 @@ def store():
 def train(folder: Path, data: str, environment: dict[str, str], *options: str) -> tuple[int, str]:
     arguments = ["-m", "largebatch.train", *RUN, "--data", data, "--run.folder", str(folder), *options]
     return launch(arguments, ranks=2, environment=environment, timeout_s=150)
+
+
+def test_the_commands_of_the_page(tmp_path, store, digits):  # noqa: F811
+    """As they stand there, but for a small model, two steps, the copy and the installation."""
+    (block,) = re.findall(r"## 4. Images in an object store\n.*?```sh\n(.*?)```", PAGE, re.DOTALL)
+    packing, copying, installing, training = block.strip().split("\n")
+    places = {"IMAGE_FOLDER": str(digits), "SHARDS": str(tmp_path / "shards"), "BUCKET": "bucket"}
+    packing, training = (re.sub("|".join(places), lambda found: places[found[0]], line) for line in (packing, training))
+    assert copying == "aws s3 cp --recursive SHARDS s3://BUCKET/imagenet" and "'largebatch[remote]'" in installing
+    environment = store.environment | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    code, output = run(shlex.split(packing), environment=environment)
+    assert code == 0, output
+    store.put(tmp_path / "shards", "bucket/imagenet")
+    for steps, said in ((1, "copying up to"), (2, "resumed at step 1")):
+        short = [*SMALL, *BATCH, "--run.folder", str(tmp_path / "run"), "--run.max_steps", str(steps)]
+        code, output = run([*shlex.split(training), *short], environment=environment)
+        assert code == 0 and said in output, output
 
 
 def test_a_run_from_a_store_has_the_weights_of_one_from_a_disk_and_resumes(tmp_path, store, packed):  # noqa: F811
