@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from largebatch.files.names import on_screen, why
+from largebatch.files.names import on_screen, refuse_secret, why
 
 NO_VALUE = re.compile(r"argument (?P<option>[^:]+): invalid (?P<kind>\w+) value: (?P<value>.+)", re.DOTALL)
 EXPECTED = {"int": "a whole number", "float": "a number"}
 
 
-class NoHome(argparse.ArgumentTypeError, ValueError):
-    """A path begins with ~, and there is no such home folder."""
+class NoPath(argparse.ArgumentTypeError, ValueError):
+    """A path begins with ~, and there is no such home folder, or is an address with credentials."""
 
 
 def expect_utf8() -> None:
@@ -30,7 +30,12 @@ def expanded(text: str) -> str:
     """Return a path with the home folder for ~: a shell leaves it in --option=~/x and in quotes."""
     found = os.path.expanduser(text)
     if found.startswith("~"):
-        raise NoHome(f"{text!r} begins with ~, and there is no such home folder: a folder of this name is ./{text}.")
+        raise NoPath(f"{text!r} begins with ~, and there is no such home folder: a folder of this name is ./{text}.")
+    if "://" in text:
+        try:
+            refuse_secret(text)
+        except ValueError as error:
+            raise NoPath(str(error)) from None
     return found
 
 

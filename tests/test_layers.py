@@ -10,7 +10,7 @@ config: arguments nearest; flops: devices zoo; native: files zoo; imports: proce
 config files nearest; optim: native timm; data: files native nvidia; largebatch: config
 engine imports optim ranks steps train; doctor: arguments files launch
 mpi4py process; ranks: bit_sums config files horovod launch mpi4py native process; augment: data native zoo; predict:
-arguments data files recipes zoo; pack: arguments data files launch mpi4py process zoo; export: arguments config files
+arguments data files recipes zoo; pack: arguments config data files launch mpi4py process zoo; export: arguments config files
 largebatch recipes zoo; evaluation: precision ranks; start: config precision process ranks; batch_norm: ranks; __main__:
 config imports largebatch nearest process ranks; losses: augment precision zoo; compiling: augment batch_norm config
 losses optim precision ranks zoo; replica: augment batch_norm losses optim ranks; engine: augment data evaluation losses

@@ -21,6 +21,7 @@ from largebatch.config import (
     DataConfig,
     TrainConfig,
     accumulation_passes,
+    byte_size,
     duration_images,
     image_sizes,
     nearest_batches,
@@ -185,7 +186,8 @@ def open_data(
     with comm.together(phase):
         if not data.path:
             raise ValueError(f"Recipe {config.recipe} has no images of its own: give --data FOLDER or synthetic.")
-        here = str(find_folder(data.path, split=split, progress=comm.progress))
+        cache = byte_size(data.cache)
+        here = str(find_folder(data.path, split=split, cache=cache, progress=comm.progress))
 
     def open_index() -> "tuple[str, Index, list[int]]":
         index = open_source(
@@ -193,6 +195,7 @@ def open_data(
             split=split,
             listed=data.quarantine,
             allow_incomplete=data.allow_incomplete,
+            cache=cache,
             progress=comm.progress,
         )
         index = number_classes(index, num_classes=config.model.num_classes, names=names)

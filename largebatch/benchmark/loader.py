@@ -27,6 +27,7 @@ import torch
 from PIL import Image
 
 from largebatch.benchmark.measure import Contender, Report, Round, add_device_options, compare, set_up_device
+from largebatch.config import byte_size
 from largebatch.data.dali import TrainLoader
 from largebatch.data.index import COLUMNS, Index
 from largebatch.data.order import Plan
@@ -44,6 +45,7 @@ CPU = torch.device("cpu")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default="synthetic", help="what largebatch.train's --data takes")
+    parser.add_argument("--cache", default="200 GB", help="and its --data.cache")
     parser.add_argument("--img-size", type=int, default=224, help="image side in pixels")
     parser.add_argument("--batch-size", type=int, default=64, help="images per batch")
     parser.add_argument("--interpolation", default="bicubic", choices=["bicubic", "bilinear"], help="of both sides")
@@ -57,7 +59,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Report:
     device = set_up_device(options)
-    index = some(open_source(options.data, split="train", allow_incomplete=True), MOST)
+    cache = byte_size(options.cache)
+    if cache < 0:
+        raise ValueError(f"--cache is {options.cache}: expected a size, such as '200 GB'.")
+    index = some(open_source(options.data, split="train", allow_incomplete=True, cache=cache), MOST)
     if not 0 < options.batch_size <= min(len(index), options.images):
         most = f"{min(len(index), options.images)}: no more than the images of the data set and of a round"
         raise ValueError(f"--batch-size is {options.batch_size}, expected 1 to {most}.")
@@ -166,12 +171,10 @@ def as_folders(index: Index) -> Path:
 
 
 def _write_folders(folder: Path, *, index: Index) -> None:
-    for number, (file, offset, length, label) in enumerate(zip(index.file, index.offset, index.length, index.label)):
-        with open(index.files[file], "rb") as source:
-            data = os.pread(source.fileno(), int(length), int(offset))
+    for number, label in enumerate(index.label):
         path = folder / f"{label:05d}" / f"{number:06d}.JPEG"
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(data)
+        path.write_bytes(index.read(number))
     os.sync()  # the page cache drops only pages that are on disk
 
 

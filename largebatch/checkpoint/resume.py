@@ -35,6 +35,7 @@ MAY_DIFFER = {  # options that do not change the numbers of a run that goes on
     "model.weights",  # a checkpoint has the weights
     "model.grad_checkpointing",
     "data.num_threads",
+    "data.cache",
     "data.quarantine",  # the images are compared by their digest
     "data.allow_incomplete",
     "data.eval_batch_size",

@@ -40,6 +40,7 @@ from largebatch.config.sections import (
     TrainConfig,
     Unsized,
 )
+from largebatch.config.values import byte_size
 
 __all__ = [
     "Answer",
@@ -62,6 +63,7 @@ __all__ = [
     "Unsized",
     "accumulation_passes",
     "apply",
+    "byte_size",
     "check",
     "differences",
     "dropping",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from largebatch.config.horovod import HorovodConfig
 from largebatch.config.parallel import ParallelConfig
-from largebatch.config.values import at_least, limited
+from largebatch.config.values import at_least, byte_size, limited
 
 RGB = tuple[float, float, float]
 
@@ -55,8 +55,11 @@ class DataConfig:
     """The images, the sizes of batches, and the crops."""
 
     path: str = "digits"
-    """folder of TFRecords, of WebDataset tars, of images, or of CIFAR-10's or IDX files
-    (MNIST, Fashion-MNIST, KMNIST, EMNIST); "synthetic" or "digits" (built in)"""
+    """folder of TFRecords, of WebDataset tars, of images, or of CIFAR-10's, Parquet or IDX files
+    (MNIST, Fashion-MNIST, KMNIST, EMNIST); address of TFRecords, tars or Parquet files, s3://bucket/imagenet, gs://,
+    hf:// or https://; "synthetic" or "digits" (built in)"""
+    cache: str = limited("200 GB", lambda x: byte_size(x) >= 0, 'a size, such as "200 GB"')
+    """disk of each host for copies of shards at addresses, in all; shards beyond it are read anew in each epoch"""
     allow_incomplete: bool = False
     """go on, with a warning, if a shard is missing, empty or doubled, or if records are lost; the default refuses such
     data, because a model that has not seen some images looks like any other"""

@@ -1,6 +1,7 @@
 """Values of options: read from texts, checked, described and replaced."""
 
 import math
+import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import field, fields, is_dataclass, replace
@@ -13,6 +14,12 @@ SYNONYMS = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "b
 def limited(default: Any, allowed: Callable[[Any], bool], expected: str) -> Any:
     """Return the field of an option whose value `check_values` checks."""
     return field(default=default, metadata={"allowed": allowed, "expected": expected})
+
+
+def byte_size(text: str) -> int:
+    """Return the number of bytes in "200 GB", "1.5 TiB" or "0"; -1 for another text."""
+    found = re.fullmatch(r"(\d+\.?\d*) ?([kMGT]?)(i?)B?", text, re.ASCII)
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kMGT".index(found[2] or " ")) if found else -1
 
 
 def at_least(default: float | None, low: int) -> Any:

@@ -23,6 +23,7 @@ from largebatch.data.index import Index
 from largebatch.data.records import length_at, read_span, scan_records
 from largebatch.data.scan import TAR, find_image, image_size
 from largebatch.data.tars import scan_samples
+from largebatch.files import Damaged
 from largebatch.files.table import write_table
 
 NAME = "quarantine.csv"
@@ -94,6 +95,8 @@ def image_fault(read: Callable[[], bytes]) -> str:
         image_size(io.BytesIO(data))
         with Image.open(io.BytesIO(data)) as image:
             image.load()
+    except Damaged:  # the store, not the image
+        raise
     except Exception as error:  # a damaged image may raise nearly anything
         of_disk = getattr(error, "strerror", None)
         return f"cannot be read: {of_disk}" if of_disk else str(error).partition(" <_io.")[0] or type(error).__name__

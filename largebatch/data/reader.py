@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from largebatch.data import remote
 from largebatch.data.index import Index
 from largebatch.data.label_maps import map_bytes
 from largebatch.files import Damaged
@@ -71,6 +72,7 @@ class _File:
     def __init__(self, path: str) -> None:
         self.fd = -1
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.address = remote.address_of(path, self.fd)
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -94,6 +96,9 @@ class Reader:
                 raise Damaged(f"{self._index.where(sample)} cannot be read: {error.strerror or error}.") from error
 
     def _fill(self, view: np.ndarray, file: _File, sample: int, offset: int) -> None:
+        if file.address:
+            view[:] = np.frombuffer(remote.read_range(file.address, offset, len(view)), dtype=np.uint8)
+            return
         done = 0
         while done < len(view):
             count = self._preadv(file.fd, [view[done:].data], offset + done)

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from largebatch.data import remote
 from largebatch.files import atomic_file
 
 IMAGE, LABEL, FILENAME = "image/encoded", "image/class/label", "image/filename"
@@ -53,7 +54,7 @@ def scan_records(path: str) -> Iterator[tuple[int, bytes, str]]:
     A record whose length has a wrong CRC is a gap: its bytes, up to the next record, come with their own fault. Raises
     ValueError, naming file and record, if the file is cut off, has too many gaps, or has no records.
     """
-    with open(path, "rb") as file:
+    with remote.open_file(path) as file:
         for start, length, is_payload in _spans(file, path):
             file.seek(start)
             payload = file.read(length)
@@ -70,20 +71,20 @@ def scan_records(path: str) -> Iterator[tuple[int, bytes, str]]:
 
 def record_spans(path: str) -> list[tuple[int, int]]:
     """Return offset and length of each payload and gap, by the framing alone."""
-    with open(path, "rb") as file:
+    with remote.open_file(path) as file:
         return [(start, length) for start, length, _ in _spans(file, path)]
 
 
 def length_at(path: str, offset: int) -> int | None:
     """Return the length of the record at byte `offset`, or None."""
-    with open(path, "rb") as file:
+    with remote.open_file(path, block=12) as file:
         file.seek(offset)
         return _length(file.read(12))
 
 
 def _spans(file: BinaryIO, path: str) -> Iterator[tuple[int, int, bool]]:
     """Yield offset and length of each payload, with True, and of each gap, with False."""
-    size, at, number, gaps = os.fstat(file.fileno()).st_size, 0, 0, 0
+    size, at, number, gaps = file.seek(0, os.SEEK_END), 0, 0, 0
     while at < size:
         where = f"{path}: record {number} (at byte {at})"
         file.seek(at)
@@ -144,7 +145,8 @@ def _headers(block: bytes, *, longest: int) -> list[int]:
 def read_span(path: str | Path, offset: int, length: int) -> bytes:
     """Read `length` bytes of a file. Raises OSError if it ends before them."""
     with open(path, "rb", buffering=0) as file:
-        data = os.pread(file.fileno(), length, offset)
+        address = remote.address_of(path, file.fileno())
+        data = remote.read_range(address, offset, length) if address else os.pread(file.fileno(), length, offset)
     if len(data) < length:
         raise OSError(f"{path} ends before byte {offset + length}")
     return data

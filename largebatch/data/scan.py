@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from largebatch.data import remote
 from largebatch.data.index import Index
 from largebatch.data.index_file import why_damaged
 from largebatch.data.label_maps import Found, find_map
@@ -97,7 +98,7 @@ def scan_shard(path: str) -> Rows:
 def scan_tar(path: str) -> Rows:
     """Return the rows of one WebDataset tar; it has no label maps."""
     rows = []
-    with open(path, "rb") as file:
+    with remote.open_file(path) as file:
         for sample in scan_samples(path):
             file.seek(sample.offset)
             size = (0, 0) if sample.fault else size_or_zero(io.BytesIO(file.read(sample.length)))

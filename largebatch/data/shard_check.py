@@ -6,7 +6,7 @@ images. Without both, lost records cannot be noticed.
 
 from __future__ import annotations
 
-import filecmp
+import functools
 import hashlib
 import itertools
 import json
@@ -22,6 +22,7 @@ import numpy as np
 
 from largebatch.data.index import Index
 from largebatch.data.records import length_at, read_span
+from largebatch.data.remote import open_file
 from largebatch.data.shards import shard_images
 from largebatch.files.names import SHOWN, listed
 
@@ -50,7 +51,7 @@ def why_incomplete(index: Index, *, folder: Path, split: str) -> str:
 def _faults(index: Index, folder: Path, split: str) -> Iterator[str]:
     places = list(dict.fromkeys((os.path.dirname(index.files[0]), str(folder))))
     recorded = next(_recorded(places, split), None)
-    series = _series(index.files)
+    series = series_of(index.files)
     yield from (one.missing(split) for one in series)
     yield _doubled(index)
     yield from (one.spare(split) for one in series)
@@ -110,7 +111,7 @@ class Series:
         return clause if spare else ""
 
 
-def _series(files: Sequence[str]) -> list[Series]:
+def series_of(files: Sequence[str]) -> list[Series]:
     found: dict[tuple[str, str], Series] = {}
     for path in map(Path, files):
         if match := re.fullmatch(r"(.*?)(\d+)-of-(\d+)(\.[^.]*)?", path.name):
@@ -200,6 +201,12 @@ def _doubled(index: Index) -> str:
             count = min(size, COMPARED_BYTES)
             ends = tuple(hashlib.sha256(read_span(path, offset, count)).digest() for offset in (0, size - count))
             other = seen.setdefault(ends, path)
-            if other != path and filecmp.cmp(path, other, shallow=False):
+            if other != path and _same_bytes(path, other):
                 return f"{path} holds the same images as {os.path.basename(other)}: remove one of them"
     return ""
+
+
+def _same_bytes(one: str, other: str) -> bool:
+    with open_file(one) as a, open_file(other) as b:
+        parts = (iter(functools.partial(file.read, COMPARED_BYTES), b"") for file in (a, b))
+        return all(x == y for x, y in itertools.zip_longest(*parts))

@@ -1,7 +1,7 @@
 """The sources that `--data` can name: digits, synthetic images, folders of shards or images, CIFAR-10's and IDX files.
 
-`open_source` turns each into an `Index`. The built-in sources, CIFAR-10 and IDX files are written once as TFRecords
-into the user's cache. The user's data folder is never written to.
+`open_source` turns each into an `Index`. The built-in sources, CIFAR-10, IDX and Parquet files are written once as
+TFRecords into the user's cache. The user's data folder is never written to.
 
     digits      scikit-learn's 1,797 handwritten digits of 8 x 8 pixels: 1,437 for training, 36 of each digit held out.
                 Stored as grey JPEGs of 64 x 64 (bicubic, quality 95), which lose nothing.
@@ -14,6 +14,8 @@ into the user's cache. The user's data folder is never written to.
                 sorted class names are the labels 0, 1, ...
     CIFAR-10    the folder or tar.gz of its binary or python version, as PNG
     IDX         the four files of MNIST, Fashion-MNIST, KMNIST or a data set of EMNIST, as grey PNG
+    Parquet     train-* and validation-* (or test-*) of the Hugging Face hub, in the folder or its folder data
+    an address  of a folder of TFRecords, WebDataset tars or Parquet files, such as s3://bucket/imagenet: see `remote`
 
 `largebatch.pack` writes quarantine.csv, whose images are left out, and classes.json, which names TFRecords' classes.
 """
@@ -33,7 +35,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from largebatch.data import archives, idx, index_file, quarantine, shard_check
+from largebatch.data import archives, idx, index_file, parquet, quarantine, remote, shard_check
 from largebatch.data.index import Index
 from largebatch.data.order import epoch_order
 from largebatch.data.scan import index_images, index_shards
@@ -51,6 +53,7 @@ CLASSES = "classes.json"  # the names of the classes 0, 1, ..., as a JSON list
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 COMPRESSED = (".bz2", ".gz", ".tgz", ".xz", ".zip", ".zst")
 JUNK = {"@eaDir", "#recycle", "$RECYCLE.BIN", "__MACOSX", "lost+found"}  # folders of systems, some with small copies
+_SHARDS = {"train": 40, "validation": 8}  # of what is written into the cache
 _DIGITS_SIZE, _DIGITS_HELD_OUT = 64, 36  # pixels; images of each class
 _SYNTHETIC_CLASSES, _SYNTHETIC_SHARDS = 1000, {"train": 64, "validation": 4}
 _SYNTHETIC_IMAGES = {"train": 4, "validation": 1}  # of each class
@@ -65,16 +68,17 @@ def open_source(
     split: str,
     listed: str = "",
     allow_incomplete: bool = False,
+    cache: int | None = None,
     progress: Progress = no_progress,
 ) -> Index:
     """Return the index of one split of a source, without the images in quarantine.
 
     The index is kept in the user's cache and built again when a file has changed. Labels of TFRecords are numbered as
-    in the training split, if there is one. `listed` is the quarantine list, if it is not in the data folder. Raise
-    ValueError if there are no images, a file or image is damaged, or, unless `allow_incomplete`, shards are missing,
-    empty or doubled or have lost records.
+    in the training split, if there is one. `listed` is the quarantine list, if it is not in the data folder; `cache` is
+    that of `find_folder`. Raise ValueError if there are no images, a file or image is damaged, or, unless
+    `allow_incomplete`, shards are missing, empty or doubled or have lost records.
     """
-    folder, index = open_everything(path, split=split, progress=progress)
+    folder, index = open_everything(path, split=split, cache=cache, progress=progress)
     reason = shard_check.why_incomplete(index, folder=folder, split=split)
     if reason and not allow_incomplete:
         cure = "to train or validate with the images that are there, set --data.allow_incomplete true"
@@ -91,9 +95,11 @@ def open_source(
     return kept
 
 
-def open_everything(path: str, *, split: str, progress: Progress = no_progress) -> tuple[Path, Index]:
+def open_everything(
+    path: str, *, split: str, cache: int | None = None, progress: Progress = no_progress
+) -> tuple[Path, Index]:
     """Return the folder that holds the data, and its index, with the images that cannot be read."""
-    folder = find_folder(path, split=split, progress=progress)
+    folder = find_folder(path, split=split, cache=cache, progress=progress)
     return folder, _open_folder(folder, split, progress)
 
 
@@ -128,32 +134,54 @@ def write_class_names(folder: Path, names: Sequence[str]) -> None:
             file.write(json.dumps(list(names), indent=0).encode() + b"\n")
 
 
-def find_folder(path: str, *, split: str, progress: Progress = no_progress) -> Path:
-    """Return the folder that holds the data; built-in images are first written into this host's cache."""
+def find_folder(path: str, *, split: str, cache: int | None = None, progress: Progress = no_progress) -> Path:
+    """Return the folder that holds the data; built-in images are first written into this host's cache.
+
+    Shards at an address are copied there while all that the cache has of addresses stays within `cache` bytes. None:
+    what is there stays as it is.
+    """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, expected train or validation.")
-    folder = Path(path).expanduser()
-    name, images, shards = "", digits, {"train": 4, "validation": 1}
+    folder = place(path, progress)
+    name, shards = "", {"train": 4, "validation": 1}
+    images: Callable[[str], Images] = digits
     if path == "digits":
         name = "digits-v2"
     elif path == "synthetic":
         name, images, shards = f"synthetic-v2-{split}", synthetic, {split: _SYNTHETIC_SHARDS[split]}
-    elif found := published(folder):
+    elif not (remote.is_address(path) and not parquet_files(folder)) and (found := published(folder)):
         name, images = found
-        shards = {"train": 40, "validation": 8}
+        shards = {split: most for split, most in _SHARDS.items() if split in available_splits(path, folder)}
+    if name and split not in shards:
+        hint = WITHOUT * (split == "validation")
+        raise ValueError(f"{path} has no {split} split: looked for {split}-*.parquet in it and its folder data.{hint}")
     if name:
         write = functools.partial(_write, images, shards, source=path, progress=progress)
         folder = written_once(safe_cache(cache_folder()) / name, write)
     if not folder.is_dir():
         raise ValueError(
             f"{why_no_folder(path)}: expected digits, synthetic, CIFAR-10's files, or a folder of TFRecords, "
-            "WebDataset tars, images or IDX files."
+            "WebDataset tars, images, IDX or Parquet files."
         )
+    if remote.is_address(path) and not name:
+        files = _find_shards(folder, split)
+        if not files and not (split == "validation" and _find_shards(folder, "train")):
+            raise ValueError(
+                f"{path} has no TFRecords, WebDataset tars or Parquet files of a {split} split, and no others are read "
+                "at an address: pack images with `python -m largebatch.pack FOLDER SHARDS`, and copy SHARDS there."
+            )
+        if cache is not None:
+            remote.keep(folder, files, cache, progress)
     return folder.resolve()  # an index has one place, whatever links lead to the folder
 
 
-def published(folder: Path) -> tuple[str, functools.partial[Images]] | None:
-    """Return the name in the cache, and the reader of a split, of CIFAR-10's or IDX files; None for other data.
+def place(path: str, progress: Progress = no_progress) -> Path:
+    """Return the folder that was given, or the one that stands for an address."""
+    return remote.mirror(path, progress) if remote.is_address(path) else Path(path).expanduser()
+
+
+def published(folder: Path) -> tuple[str, Callable[[str], Images]] | None:
+    """Return the name in the cache, and the reader of a split, of CIFAR-10's, IDX or Parquet files; None for others.
 
     OSError for a folder that may not be listed.
     """
@@ -162,7 +190,19 @@ def published(folder: Path) -> tuple[str, functools.partial[Images]] | None:
         return f"cifar10-v2-{_state(files)}", functools.partial(archives.cifar10, folder)
     if idx.is_idx(folder):
         return f"idx-v1-{_state(idx.idx_files(folder).values())}", functools.partial(idx.idx_images, folder)
+    if files := parquet_files(folder):
+        return f"parquet-v1-{_state(files)}", lambda split: parquet.parquet_images(folder, SPLITS[split])
     return None
+
+
+def parquet_files(folder: Path) -> list[Path]:
+    if any(_find_shards(folder, split) for split in SPLITS):
+        return []
+    return [file for split in SPLITS for file in _split_parquet(folder, split)]
+
+
+def _split_parquet(folder: Path, split: str) -> list[Path]:
+    return parquet.split_files(folder, SPLITS[split])
 
 
 def _state(files: Iterable[Path]) -> str:
@@ -184,8 +224,6 @@ def _write(
 
 
 def why_no_folder(path: str) -> str:
-    if "://" in path:
-        return f"{path} is an address, and only folders are read; copy or mount the data, and give that folder"
     return f"{path} is a file" if Path(path).expanduser().exists() else f"There is no folder {path}"
 
 
@@ -363,11 +401,12 @@ def _other_folder_hint(folder: Path) -> str:
     return f" Its folder {data.name} has one: give {data}." if data else ""
 
 
-def available_splits(path: str) -> list[str]:
-    folder = Path(path).expanduser()
-    if path in BUILT_IN or published(folder):
+def available_splits(path: str, folder: Path | None = None) -> list[str]:
+    folder = folder or place(path)
+    if path in BUILT_IN or published(folder) and not parquet_files(folder):
         return list(SPLITS)
-    return [split for split in SPLITS if _find_shards(folder, split) or _split_folder(folder, split)]
+    finders = _find_shards, _split_folder, _split_parquet
+    return [split for split in SPLITS if any(find(folder, split) for find in finders)]
 
 
 def _split_folder(folder: Path, split: str) -> Path | None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from largebatch.data import reader
+from largebatch.data import reader, remote
 from largebatch.data.index import Index
 from largebatch.data.label_maps import decode_maps
 from largebatch.data.order import MicroBatch
@@ -42,7 +42,9 @@ if TYPE_CHECKING:
 
 READ_THREADS = 32  # threads that read files; most of them sleep
 READ_IMAGES = 4  # images that a thread reads in one task
+FAR_IMAGES = 1  # the same, if some are at an address, where each waits for an answer
 READ_AHEAD = 256  # images being read or waiting for DALI, but at least two batches
+FAR_AHEAD = 1024  # the same, if some are at an address
 READ_FIRST = 64  # the same in the beginning: a run of few steps does not pay for hundreds of images
 PREFETCH = 2  # batches inside DALI
 FINISH_IMAGES = 8  # images that a thread finishes in one task
@@ -135,12 +137,15 @@ class Stream(Iterator[Batch]):
         self._used: collections.deque[tuple[Encoded[Any], Callable[[], bool]]] = collections.deque()
         self._pipe: Pipeline | None = self._build_pipeline(max_batch_size, num_threads)
         self._new_finishers = partial(_Finishers, preparation.finish, img_size, num_threads) if finishes else None
+        far = not index.class_names and any(map(remote.address_of, index.files))
         self._read_ahead = partial(
             _ReadAhead,
             encode=preparation.encode,
             read=reader.Reader(index, preadv, with_maps=with_maps).read,
-            num_batches=max(2, math.ceil(READ_AHEAD / max_batch_size)),
+            num_batches=max(2, math.ceil((FAR_AHEAD if far else READ_AHEAD) / max_batch_size)),
             first=max(2, math.ceil(READ_FIRST / max_batch_size)),
+            num_threads=remote.READERS if far else READ_THREADS,
+            images=FAR_IMAGES if far else READ_IMAGES,
         )
         self._start_threads(jobs)
 
@@ -280,9 +285,11 @@ class _ReadAhead(Iterator[Encoded[Any]]):
         *,
         num_batches: int,
         first: int,
+        num_threads: int = READ_THREADS,
+        images: int = READ_IMAGES,
     ) -> None:
-        self._jobs, self._encode, self._read = jobs, encode, read
-        self._threads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="largebatch-read")
+        self._jobs, self._encode, self._read, self._images = jobs, encode, read, images
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="largebatch-read")
         self._waiting: collections.deque[Future[tuple[Encoded[Any], list[Future[None]]]]] = collections.deque()
         self._num_batches = num_batches
         for _ in range(first):
@@ -296,7 +303,7 @@ class _ReadAhead(Iterator[Encoded[Any]]):
     def _start(self, job: MicroBatch) -> tuple[Encoded[Any], list[Future[None]]]:
         """Encode a batch and submit the tasks that read its bytes. No thread waits for another one here."""
         batch = self._encode(job)
-        parts = [slice(at, at + READ_IMAGES) for at in range(0, len(batch.samples), READ_IMAGES)]
+        parts = [slice(at, at + self._images) for at in range(0, len(batch.samples), self._images)]
         read, submit = self._read, self._threads.submit
         return batch, [submit(read, batch.samples[part], batch.room.spans[part]) for part in parts]
 

@@ -12,6 +12,9 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from largebatch.data import remote
+from largebatch.files import Damaged
+
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp")
 HIDDEN = "._"  # how the names begin of files that a Mac adds
 MOST_LABEL = 2**31 - 1
@@ -31,15 +34,15 @@ class Sample(NamedTuple):
 def scan_samples(path: str) -> Iterator[Sample]:
     """Yield the samples of a tar. Raises ValueError if it is no plain tar or is cut off."""
     try:
-        with tarfile.open(path, "r:") as tar:
+        with remote.open_file(path) as file, tarfile.open(path, "r:", fileobj=file) as tar:
             files = (m for m in tar if not m.isdir() and not posixpath.basename(m.name).startswith(HIDDEN))
             for key, members in itertools.groupby(files, key=lambda member: split_name(member.name)[0]):
                 yield _sample(tar, key, list(members))
-            tar.fileobj.seek(tar.offset)  # tarfile takes any place where no header begins for the end
-            if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            file.seek(tar.offset)  # tarfile takes any place where no header begins for the end
+            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError(f"byte {tar.offset:,} is neither a file nor the end of the tar")
     except (tarfile.TarError, OverflowError, ValueError, OSError, MemoryError) as error:  # also an absurd size
-        if getattr(error, "filename", None):  # it could not be opened, and says so
+        if isinstance(error, Damaged) or getattr(error, "filename", None):  # it could not be opened, and says so
             raise
         raise ValueError(f"{path} is cut off, damaged or compressed ({error}): expected a whole .tar.") from None
 
@@ -65,6 +68,8 @@ def _sample(tar: tarfile.TarFile, key: str, members: Sequence[tarfile.TarInfo]) 
         )
     try:
         label = 0 if linked else _label(tar, {split_name(member.name)[1]: member for member in members})
+    except Damaged:  # the store, not the tar
+        raise
     except (ValueError, RecursionError) as error:
         fault = fault or f"has no class: {error}"
     return Sample(key, place.offset_data, place.size, label, fault)

@@ -142,6 +142,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"{name} has an effect only with --print; without it, --hosts gives each host its ranks")
     if options.print and options.data:
         raise ValueError("--data has no effect with --print; leave one of them out")
+    if "://" in options.data:
+        raise ValueError(f"--data is {options.data}, and folders of hosts are compared: leave an address out")
     if options.num_ranks < 0 or options.limit_s <= 0:
         raise ValueError("-np and --limit-s must be more than 0")
 

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Collection
+from urllib.parse import urlsplit
 
 SHOWN = 3
 
@@ -28,6 +29,16 @@ def why(error: object) -> str:
 def without_password(error: Exception) -> str:
     """Return the message of an error, or its kind, without the user's name and password in an address."""
     return re.sub(r"//[^/@\s]+@", "//", str(error).strip()).rstrip(".") or type(error).__name__
+
+
+def refuse_secret(address: str) -> None:
+    """Raise ValueError for an address that may hold credentials, which would go into logs, configs and checkpoints."""
+    parts = urlsplit(address)
+    if parts.password or parts.query or parts.username and parts.scheme.startswith("http"):
+        raise ValueError(
+            f"An address of {parts.scheme}:// was given with a user, a password or a query, which would be written "
+            "into logs and checkpoints: give the address alone, and credentials in the environment."
+        )
 
 
 def listed(names: Collection[str], count: int | None = None) -> str:

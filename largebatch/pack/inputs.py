@@ -17,7 +17,8 @@ from shlex import quote
 import numpy as np
 from PIL import Image
 
-from largebatch.data import archives, quarantine, records, shard_check, sources
+from largebatch.config import DataConfig, byte_size
+from largebatch.data import archives, quarantine, records, remote, shard_check, sources
 from largebatch.data.imagenet_real import image_names
 from largebatch.data.order import epoch_order
 from largebatch.data.shards import Images, encode_image
@@ -27,7 +28,7 @@ SIZES = ("image/height", "image/width")  # features of published records, which 
 
 
 def splits(source: str) -> list[str]:
-    return archives.imagenet_splits(Path(source).expanduser()) or sources.available_splits(source) or ["train"]
+    return archives.imagenet_splits(Path(source)) or sources.available_splits(source) or ["train"]
 
 
 def open_images(source: str, split: str) -> Images:
@@ -35,10 +36,12 @@ def open_images(source: str, split: str) -> Images:
 
     Raise ValueError if there are none, and when a bad image is read.
     """
-    folder = Path(source).expanduser()
+    folder = sources.place(source)
     if source in sources.BUILT_IN:
         return {"digits": sources.digits, "synthetic": sources.synthetic}[source](split)
-    if found := sources.published(folder):
+    if remote.is_address(source) or sources.parquet_files(folder):  # an image is read by itself only as a record
+        folder = sources.find_folder(source, split=split, cache=byte_size(DataConfig().cache))
+    elif found := sources.published(folder):
         return found[1](split)
     if not folder.is_dir():
         raise ValueError(f"{sources.why_no_folder(source)}: expected one with images, {', '.join(sources.BUILT_IN)}.")

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from largebatch.arguments import Parser
-from largebatch.data import records, sources
+from largebatch.data import records, remote, sources
 from largebatch.data.dali import EvalLoader
 from largebatch.data.index import Index
 from largebatch.data.label_maps import encode_map
@@ -109,7 +109,7 @@ def add_maps(source: str, out: str, maps: Maps, *, made_by: Mapping[str, str], w
     Rank r of n writes shards r, r + n, ..., unless they are complete. Raise ValueError if `source` has no shards, or if
     `out` has shards that were made differently.
     """
-    folder, target = Path(source).expanduser(), Path(out).expanduser()
+    folder, target = sources.place(source), Path(out).expanduser()
     if not sources.find_shards(folder, "train"):
         raise ValueError(f"{source} has no TFRecords train-*: pack the images with `largebatch.pack` first.")
     index = sources.open_source(source, split="train")
@@ -157,7 +157,7 @@ def _copy_held_out(folder: Path, target: Path) -> list[str]:
     for path in held_out:
         copy = target / os.path.basename(path)
         if not copy.exists():
-            with open(path, "rb") as file, atomic_file(copy) as out:
+            with remote.open_file(path) as file, atomic_file(copy) as out:
                 shutil.copyfileobj(file, out)
     return held_out
 

@@ -112,6 +112,8 @@ def images_in(path: str) -> list[str]:
 def why_unreadable(path: str) -> str:
     from largebatch.data.quarantine import image_fault
 
+    if "://" in path:
+        return "it is an address, and images are read from this host: copy the image"
     if os.path.isdir(path):
         return "it is a folder without images" if os.access(path, os.R_OK) else "it is a folder that may not be listed"
     try:

@@ -109,9 +109,7 @@ def small_images(config: TrainConfig, rows: Sequence[Prediction]) -> list[str]:
 
 
 def _small(index: Index, sample: int) -> str:
-    with open(index.files[index.file[sample]], "rb") as file:
-        file.seek(int(index.offset[sample]))
-        image = Image.open(io.BytesIO(file.read(int(index.length[sample])))).convert("RGB")
+    image = Image.open(io.BytesIO(index.read(sample))).convert("RGB")
     image.thumbnail((SIDE, SIDE))
     packed = io.BytesIO()
     image.save(packed, "JPEG", quality=85)

@@ -1,0 +1,87 @@
+"""An image folder is packed, copied into an S3 server, trained on from there by two ranks, and the run resumes."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from launch import ROOT, launch, run
+from runs import SMALL, different, weights
+from store import KEY, SECRET, open_store
+from test_packing import BATCH, COMMAND, OPTIONS, digits, packed  # noqa: F401  # fixtures
+
+PAGE = (ROOT / "docs" / "imagenet.md").read_text()
+RUN = [*SMALL, *BATCH, "--recipe", "quickstart", "--run.duration", "4 steps", "--run.eval_every", "2 steps"]
+
+
+@pytest.fixture(scope="module")
+def store():
+    with open_store() as opened:
+        yield opened
+
+
+def train(folder: Path, data: str, environment: dict[str, str], *options: str) -> tuple[int, str]:
+    arguments = ["-m", "largebatch.train", *RUN, "--data", data, "--run.folder", str(folder), *options]
+    return launch(arguments, ranks=2, environment=environment, timeout_s=150)
+
+
+def test_the_commands_of_the_page(tmp_path, store, digits):  # noqa: F811
+    """As they stand there, but for a small model, two steps, the copy and the installation."""
+    (block,) = re.findall(r"## 4. Images in an object store\n.*?```sh\n(.*?)```", PAGE, re.DOTALL)
+    packing, copying, installing, training = block.strip().split("\n")
+    places = {"IMAGE_FOLDER": str(digits), "SHARDS": str(tmp_path / "shards"), "BUCKET": "bucket"}
+    packing, training = (re.sub("|".join(places), lambda found: places[found[0]], line) for line in (packing, training))
+    assert copying == "aws s3 cp --recursive SHARDS s3://BUCKET/imagenet" and "'largebatch[remote]'" in installing
+    environment = store.environment | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    code, output = run(shlex.split(packing), environment=environment)
+    assert code == 0, output
+    store.put(tmp_path / "shards", "bucket/imagenet")
+    for steps, said in ((1, "copying up to"), (2, "resumed at step 1")):
+        short = [*SMALL, *BATCH, "--run.folder", str(tmp_path / "run"), "--run.max_steps", str(steps)]
+        code, output = run([*shlex.split(training), *short], environment=environment)
+        assert code == 0 and said in output, output
+
+
+def test_a_run_from_a_store_has_the_weights_of_one_from_a_disk_and_resumes(tmp_path, store, packed):  # noqa: F811
+    """With room for about half of the shards; resumed with another cache, and the store fails now and then."""
+    address = store.put(packed, "bucket/digits")
+    environment = store.environment | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    half = sum(path.stat().st_size for path in packed.glob("train-*")) // 2
+    code, output = train(tmp_path / "local", str(packed), environment)
+    assert code == 0, output
+    store.fault = lambda number, request: ("", "", "", "reset", "", "503")[number % 6] if "bytes=" in request else ""
+    code, output = train(tmp_path / "run", address, environment, "--data.cache", f"{half}", "--run.max_steps", "2")
+    assert code == 0 and "of them" not in output and "at s3://bucket/digits stay there" in output, output
+    code, output = train(tmp_path / "run", address, environment, "--data.cache", "0")
+    assert code == 0 and "resumed at step 2" in output, output
+    assert different(weights(tmp_path / "run"), weights(tmp_path / "local")) == []
+    kept = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(kept) > 5 and not [path for path in kept if SECRET.encode() in path.read_bytes()]
+    assert not [path for path in kept if KEY.encode() in path.read_bytes()] and SECRET not in output
+
+
+def test_credentials_that_expire_end_both_ranks_with_one_sentence(tmp_path, store, packed):  # noqa: F811
+    """Then the same command goes on."""
+    address = store.put(packed, "bucket/digits")
+    environment = store.environment | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    begun = len(store.asked)
+
+    def fault(number: int, request: str) -> str:
+        """From the time on at which the images are read one by one."""
+        single = "bytes=" in request and number > begun + 60
+        return "expired" if single else ""
+
+    store.fault = fault
+    code, output = train(tmp_path / "run", address, environment, "--data.cache", "0")
+    assert code != 0 and "Traceback" not in output, output
+    assert f"{address}/" in output and "may not be read (The provided token has expired): renew or set" in output
+    store.fault = lambda number, request: ""
+    code, output = train(tmp_path / "run", address, environment)
+    assert code == 0, output
+
+
+def test_an_address_that_is_not_there_ends_both_ranks_with_one_sentence(tmp_path, store):
+    environment = store.environment | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    code, output = train(tmp_path / "run", "s3://nobucket/x", environment)
+    assert code != 0 and output.count("s3://nobucket/x is not there: check the address") == 1, output
+    assert "Traceback" not in output and not (tmp_path / "run" / "checkpoints").exists()
