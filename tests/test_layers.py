@@ -6,28 +6,26 @@ from pathlib import Path
 
 PLAN = """
 precision:; files:; nearest:; schedules:; bit_sums:; arguments: files; devices: nearest; zoo: timm; process: rich;
-config: arguments nearest; flops: devices zoo; native: files zoo; imports: process; launch: process; recipes:
-config files nearest; optim: native timm; data: files native nvidia; largebatch: config
-engine imports optim ranks steps train; doctor: arguments files launch
-mpi4py process; ranks: bit_sums config files horovod launch mpi4py native process; augment: data native zoo; predict:
-arguments data files recipes zoo; pack: arguments config data files launch mpi4py process zoo; export: arguments config files
-largebatch recipes zoo; evaluation: precision ranks; start: config precision process ranks; batch_norm: ranks; __main__:
-config imports largebatch nearest process ranks; losses: augment precision zoo; compiling: augment batch_norm config
-losses optim precision ranks zoo; replica: augment batch_norm losses optim ranks; engine: augment data evaluation losses
-native optim precision ranks replica; parallel: augment config launch losses native optim precision ranks replica zoo;
-checkpoint: bit_sums config engine files zoo; report: arguments checkpoint config data engine files flops ranks recipes
-zoo; steps: augment checkpoint data engine files ranks
-zoo; hooks: augment checkpoint config engine files optim precision process ranks report; assembly: augment batch_norm
+config: arguments nearest; flops: devices zoo; native: files zoo; imports: process; launch: process; recipes: config
+files nearest; optim: native timm; data: files native nvidia; largebatch: config engine imports optim ranks steps train;
+doctor: arguments files launch mpi4py process; ranks: bit_sums config files horovod launch mpi4py native process;
+augment: data native zoo; predict: arguments data files recipes zoo; pack: arguments config data files launch mpi4py
+process zoo; export: arguments config files largebatch recipes zoo; evaluation: precision ranks; start: config precision
+process ranks; batch_norm: ranks; __main__: config imports largebatch nearest process ranks; losses: augment precision
+zoo; compiling: augment batch_norm config losses optim precision ranks zoo; replica: augment batch_norm losses optim
+ranks; engine: augment data evaluation losses native optim precision ranks replica; parallel: augment config launch
+losses native optim precision ranks replica zoo; checkpoint: bit_sums config engine files zoo; report: arguments
+checkpoint config data engine files flops ranks recipes zoo; steps: augment checkpoint data engine files ranks zoo;
+hooks: augment checkpoint config engine files optim precision process ranks report; assembly: augment batch_norm
 checkpoint compiling config data engine hooks launch losses native optim parallel precision ranks replica report
 schedules start zoo; rate_search: assembly config engine files hooks ranks report; validate: arguments assembly
 checkpoint config data evaluation files precision process ranks recipes report start zoo; plan: arguments assembly
 augment config data devices engine files flops native optim parallel precision ranks recipes zoo; train: assembly
 checkpoint config engine files hooks plan process ranks recipes report start; benchmark: arguments assembly augment
 batch_norm compiling config data devices engine files flops hooks losses native optim parallel plan precision process
-ranks recipes start timm zoo; find_lr: checkpoint config process ranks rate_search train; find_batch:
-arguments batch_search checkpoint config files process ranks train; batch_search: assembly checkpoint config data engine
-ranks rate_search report schedules; reproduce: arguments assembly benchmark config data engine files hooks process
-ranks
+ranks recipes start timm zoo; find_lr: checkpoint config process ranks rate_search train; find_batch: arguments
+batch_search checkpoint config files process ranks train; batch_search: assembly checkpoint config data engine ranks
+rate_search report schedules; reproduce: arguments assembly benchmark config data engine files hooks process ranks
 """
 LIBRARIES = {"horovod", "mpi4py", "nvidia", "rich", "timm"}
 INSTRUMENTS = ("largebatch.benchmark", "largebatch.doctor", "largebatch.reproduce", "largebatch.plan.__main__")
