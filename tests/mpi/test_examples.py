@@ -81,6 +81,14 @@ def test_a_run_of_a_script_leaves_what_the_command_leaves(run_folder):
         pass
 
 
+def test_a_tracker_prints_what_the_tables_have(tmp_path):
+    options = "--data.global_batch_size 64 --run.duration '3 steps' --run.eval_every '3 steps' --log.to none"
+    output = example("tracker", tmp_path, *shlex.split(options))
+    rows = [json.loads(line) for line in re.findall(r"\{.*\}", output)]
+    assert [row["step"] for row in rows] == [1, 2, 3, 3]
+    assert [*rows[0]][:2] == ["step", "train/loss"] and "epoch/top1" in rows[-1]
+
+
 def test_images_are_classified(run_folder, tmp_path):
     Image.new("L", (30, 40), 200).save(tmp_path / "grey.png")
     places = {"runs/quickstart": run_folder, "IMAGE": tmp_path / "grey.png"}
@@ -136,7 +144,7 @@ def test_the_page_shows_what_is_in_the_examples():
             if not block.startswith(("from largebatch import Lamb", "for batch in")):  # these two are run below
                 assert any(block in file.read_text() for file in files), block
                 shown += 1
-    assert shown == 8
+    assert shown == 9
 
 
 def test_the_diff_of_the_page_is_that_of_the_two_loops():
