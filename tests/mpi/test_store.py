@@ -1,11 +1,15 @@
 """An image folder is packed, copied into an S3 server, trained on from there by two ranks, and the run resumes."""
 
+import os
 import re
 import shlex
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
-from launch import ROOT, launch, run
+import s3
+from launch import ENVIRONMENT, LAUNCHERS, ROOT, launch, run, started, wait_for
 from runs import SMALL, different, weights
 from store import KEY, SECRET, open_store
 from test_packing import BATCH, COMMAND, OPTIONS, digits, packed  # noqa: F401  # fixtures
@@ -58,6 +62,32 @@ def test_a_run_from_a_store_has_the_weights_of_one_from_a_disk_and_resumes(tmp_p
     kept = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(kept) > 5 and not [path for path in kept if SECRET.encode() in path.read_bytes()]
     assert not [path for path in kept if KEY.encode() in path.read_bytes()] and SECRET not in output
+
+
+def test_an_empty_machine_goes_on_with_the_same_command(tmp_path, packed):  # noqa: F811
+    """Two ranks train from a store and copy their checkpoints into it. They are killed, and all folders are lost."""
+    long = ["--run.duration", "60 steps", "--run.eval_every", "60 steps"]
+    code, output = train(tmp_path / "whole", str(packed), {"XDG_CACHE_HOME": str(tmp_path / "other cache")}, *long)
+    assert code == 0, output
+    with s3.server(tmp_path / "log", "bucket") as port:
+        for shard in packed.iterdir():
+            s3.client(port).upload_file(str(shard), "bucket", f"digits/{shard.name}")
+        machine = tmp_path / "machine"
+        environment = s3.environment(port) | {"XDG_CACHE_HOME": str(machine / "cache")}
+        mirrored = ["--checkpoint.every", "1 step", "--checkpoint.mirror", "s3://bucket/runs"]
+        command = ["-m", "largebatch.train", *RUN, *long, "--data", "s3://bucket/digits", *mirrored]
+        command += ["--run.folder", str(machine / "run")]
+        launcher = [*LAUNCHERS["mpirun"](2), "python"]
+        with started([*launcher, *command], tmp_path / "output", environment=environment | ENVIRONMENT) as process:
+            there = re.compile(r"runs/run/checkpoints/\d+/manifest\.json")
+            wait_for(lambda: any(map(there.fullmatch, s3.keys(port))), tmp_path / "output")
+            os.killpg(process.pid, signal.SIGKILL)
+        assert "step 60/60" not in (tmp_path / "output").read_text()
+        shutil.rmtree(machine)
+        code, output = launch(command, ranks=2, environment=environment, timeout_s=150)
+        assert code == 0 and "was fetched from the mirror" in output and "resumed at step" in output, output
+    assert different(weights(machine / "run"), weights(tmp_path / "whole")) == []
+    assert (machine / "run" / "steps.csv").read_text().count("\n") == 61  # also the steps of the lost machine
 
 
 def test_credentials_that_expire_end_both_ranks_with_one_sentence(tmp_path, store, packed):  # noqa: F811
