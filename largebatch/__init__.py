@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from largebatch.steps import Steps
     from largebatch.train import build_trainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 EXPORTS = {
     "Ranks": "largebatch.ranks",
