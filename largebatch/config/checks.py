@@ -4,13 +4,13 @@ An option without effect is refused on a command line, and only reported if a fi
 check must go on.
 """
 
-from urllib.parse import urlsplit
 
 from largebatch.config import image_sizes, ramp
 from largebatch.config.durations import NEVER, duration_images, duration_seconds, epoch_seconds, profiled_steps
 from largebatch.config.parallel import ParallelConfig
 from largebatch.config.sections import DataConfig, OptimConfig, TrainConfig
 from largebatch.config.values import check_values
+from largebatch.files.names import refuse_secret
 
 DROPS = ("pos_drop_rate", "proj_drop_rate", "drop_rate", "drop_path_rate")
 
@@ -62,11 +62,7 @@ def check(config: TrainConfig) -> None:
         raise ValueError(
             "--checkpoint.best is ema_top1, and there are no averaged weights: set --optim.ema_half_life, or take top1."
         )
-    if urlsplit(c.checkpoint.mirror).password is not None:
-        raise ValueError(
-            "--checkpoint.mirror has a password in its address, which would be written into config, log and "
-            "checkpoints: leave it out, and set it in the environment, such as AWS_SECRET_ACCESS_KEY."
-        )
+    refuse_secret(c.checkpoint.mirror)
     _check_tokens(c)
     _check_bce(c)
     _check_half_life(c.optim)

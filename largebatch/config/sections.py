@@ -299,9 +299,9 @@ class CheckpointConfig:
     of the averaged weights, or of the lowest held-out loss; an evaluation that is better than all before it is saved
     at once. none: keep the newest alone"""
     mirror: str = ""
-    """second place for checkpoints, tables and log, to which a thread copies them: a folder, or an address of fsspec,
-    such as s3://bucket/runs, which needs s3fs. Each run has a folder of its run folder's name there, and an empty run
-    folder resumes from it. Credentials come from the environment; empty: none"""
+    """folder or address, such as s3://bucket/runs (fsspec's; needs s3fs), to which a thread copies checkpoints, tables and
+    log, into a folder of the run folder's name. An empty run folder resumes from there. Credentials come from the
+    environment; empty: none"""
 
 
 @dataclass(frozen=True, kw_only=True)

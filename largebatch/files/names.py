@@ -34,7 +34,8 @@ def without_password(error: Exception) -> str:
 def refuse_secret(address: str) -> None:
     """Raise ValueError for an address that may hold credentials, which would go into logs, configs and checkpoints."""
     parts = urlsplit(address)
-    if parts.password or parts.query or parts.username and parts.scheme.startswith("http"):
+    secret = parts.password or parts.query or parts.username and parts.scheme.startswith("http")
+    if "://" in address and secret:
         raise ValueError(
             f"An address of {parts.scheme}:// was given with a user, a password or a query, which would be written "
             "into logs and checkpoints: give the address alone, and credentials in the environment."
