@@ -299,8 +299,8 @@ class CheckpointConfig:
     of the averaged weights, or of the lowest held-out loss; an evaluation that is better than all before it is saved
     at once. none: keep the newest alone"""
     mirror: str = ""
-    """folder or address, such as s3://bucket/runs (fsspec's; needs s3fs), to which a thread copies checkpoints, tables and
-    log, into a folder of the run folder's name. An empty run folder resumes from there. Credentials come from the
+    """folder or address, such as s3://bucket/runs (fsspec's; needs s3fs), to which a thread copies checkpoints, tables
+    and log, into a folder of the run folder's name. An empty run folder resumes from there. Credentials come from the
     environment; empty: none"""
 
 
