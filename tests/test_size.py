@@ -16,8 +16,8 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 93,
-    "words of docstrings": 49_636,
-    "lines": 37_131,
+    "words of docstrings": 49_641,
+    "lines": 37_138,
     "files": 258,
     "methods of Trainer": 22,
     "fields of Trainer": 26,
@@ -28,7 +28,7 @@ LIMITS = {
     "lines in largebatch/benchmark": 1_721,
     "lines in largebatch/checkpoint": 1_015,
     "lines in largebatch/config": 1_895,
-    "lines in largebatch/data": 4_985,
+    "lines in largebatch/data": 4_992,
     "lines in largebatch/doctor": 2_130,
     "lines in largebatch/export": 300,
     "lines in largebatch/files": 564,

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,21 @@ THREADS = min(8, os.cpu_count() or 1)
 
 
 def split_files(folder: Path, names: Sequence[str]) -> list[Path]:
-    """Return the sorted files of a split, of the first of its names that has some."""
+    """Return the sorted files of a split, of the first of its names that has some; of each folder one look."""
+    found = _listed(folder)
+    for inner in [name for name in ("data", *names) if name in found]:
+        found += [f"{inner}/{name}" for name in _listed(folder / inner)]
+    files = sorted(name for name in found if name.endswith(".parquet"))
     for name in names:
-        found = [*(folder / name).glob("*.parquet")]
-        for place in (folder, folder / "data"):
-            found = found or [file for file in place.glob("*.parquet") if re.fullmatch(rf"{name}(-.*)?", file.stem)]
-        if found:
-            return sorted(found)
+        for form in (f"{name}/.*", rf"{name}(-[^/]*)?\.parquet", rf"data/{name}(-[^/]*)?\.parquet"):
+            if these := [folder / file for file in files if re.fullmatch(form, file)]:
+                return these
+    return []
+
+
+def _listed(folder: Path) -> list[str]:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return os.listdir(folder)
     return []
 
 

@@ -289,11 +289,13 @@ def keep(folder: Path, files: Sequence[str], most: int, progress: Callable[[], N
 
     Those of other data go first, the longest unused before, but not of data that a job uses.
     """
+    if lacking := [os.stat(file).st_size for file in files if not _is_whole(os.stat(file))]:  # one process copies
+        logger.info("copying up to %d shards (%s) of %s into the cache", len(lacking), _gb(sum(lacking)), folder)
     with locked(_root() / "folders", progress) as go_on:
         folders = sorted((used.parent for used in _root().rglob(USED)), key=lambda one: (one / USED).stat().st_mtime_ns)
         whole = {one: [f for f in _files(one) if f.suffix not in COPIED and _is_whole(f.stat())] for one in folders}
-        lacking = [Path(file) for file in files if not _is_whole(os.stat(file))]
-        sizes = [path.stat().st_size for path in lacking]
+        hollow = [Path(file) for file in files if not _is_whole(os.stat(file))]
+        sizes = [path.stat().st_size for path in hollow]
         total = sum(path.stat().st_size for one in whole.values() for path in one)
         free = shutil.disk_usage(folder).free - SPARE
         for one in sorted(folders, key=folder.__eq__):  # its own, from the last, only if they alone are too many
@@ -304,11 +306,9 @@ def keep(folder: Path, files: Sequence[str], most: int, progress: Callable[[], N
                 _empty(path)
                 total, free = total - size, free + size
         done = 0
-        for path, size in zip(lacking, sizes):
+        for path, size in zip(hollow, sizes):
             if size > min(most - total, free):
                 break
-            if not done:
-                logger.info("copying up to %d shards (%s) of %s into the cache", len(sizes), _gb(sum(sizes)), folder)
             _copy(path, go_on)
             total, free, done = total + size, free - size, done + 1
         if left := sum(sizes[done:]):

@@ -196,9 +196,8 @@ def published(folder: Path) -> tuple[str, Callable[[str], Images]] | None:
 
 
 def parquet_files(folder: Path) -> list[Path]:
-    if any(_find_shards(folder, split) for split in SPLITS):
-        return []
-    return [file for split in SPLITS for file in _split_parquet(folder, split)]
+    files = [file for split in SPLITS for file in _split_parquet(folder, split)]
+    return [] if files and any(_find_shards(folder, split) for split in SPLITS) else files
 
 
 def _split_parquet(folder: Path, split: str) -> list[Path]:

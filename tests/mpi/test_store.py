@@ -40,10 +40,12 @@ def test_the_commands_of_the_page(tmp_path, store, digits):  # noqa: F811
     code, output = run(shlex.split(packing), environment=environment)
     assert code == 0, output
     store.put(tmp_path / "shards", "bucket/imagenet")
-    for steps, said in ((1, "copying up to"), (2, "resumed at step 1")):
+    for steps, said in ((1, "96 training images of 10 classes"), (2, "resumed at step 1")):
         short = [*SMALL, *BATCH, "--run.folder", str(tmp_path / "run"), "--run.max_steps", str(steps)]
         code, output = run([*shlex.split(training), *short], environment=environment)
         assert code == 0 and said in output, output
+    shards = [*(tmp_path / "cache" / "largebatch" / "remote" / "s3" / "bucket" / "imagenet").glob("train-*")]
+    assert shards and {path.stat().st_mode & 0o777 for path in shards} == {0o400}  # whole
 
 
 def test_a_run_from_a_store_has_the_weights_of_one_from_a_disk_and_resumes(tmp_path, store, packed):  # noqa: F811
