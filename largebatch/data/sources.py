@@ -191,7 +191,7 @@ def published(folder: Path) -> tuple[str, Callable[[str], Images]] | None:
     if idx.is_idx(folder):
         return f"idx-v1-{_state(idx.idx_files(folder).values())}", functools.partial(idx.idx_images, folder)
     if files := parquet_files(folder):
-        return f"parquet-v1-{_state(files)}", lambda split: parquet.parquet_images(folder, SPLITS[split])
+        return f"parquet-v1-{_state(files)}", lambda split: parquet.parquet_images(folder, SPLITS[split], files)
     return None
 
 
