@@ -353,17 +353,28 @@ def test_label_maps_are_added_to_shards_at_an_address(local, address, tmp_path):
     assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes() for name in files)
 
 
+HERE = "s3://b/x is an address, and a file or folder of this host is expected: only --data and --checkpoint.mirror"
+
+
 @pytest.mark.parametrize(
     "program, said",
     {
         "largebatch.doctor --hosts a:1,b:1 --data s3://b/x": "and folders of hosts are compared: leave an address out",
         "largebatch.predict {weights} s3://b/x.jpg": "s3://b/x.jpg is left out: it is an address, and images are read",
+        "largebatch.train --run.folder s3://b/x": HERE,
+        "largebatch.export {weights} s3://b/x": HERE,
+        "largebatch.pack digits s3://b/x": HERE,
+        "largebatch.pack check digits --out s3://b/x": HERE,
+        "largebatch.pack token-labels digits s3://b/x --labels y": HERE,
     }.items(),
 )
 def test_other_programs_refuse_an_address_in_one_sentence(tmp_path, program, said):
+    """A program that writes there would make a folder s3: where nobody looks."""
     save_file(create_model("vit_nano32", img_size=32, num_classes=2).state_dict(), tmp_path / "w.safetensors")
     command = [sys.executable, "-m", *program.format(weights=tmp_path / "w.safetensors").split()]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], text=True, capture_output=True)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 

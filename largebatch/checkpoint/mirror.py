@@ -65,6 +65,8 @@ class Mirror:
         """Raise ValueError, a sentence, if the mirror cannot be listed, written and cleared."""
         remedy = "give a place that exists, and in which this user may list, write and delete, or leave the option out"
         with self._explaining("cannot be used", remedy):
+            if self.root.startswith("/") and Path(self.root).resolve() == self.run.path.resolve():
+                raise OSError(f"{self.root} is the run folder itself, and a copy must be elsewhere")
             self._write(f"{self.root}/{PROBE}", b"")
             self._checkpoints()
             self.files.rm_file(f"{self.root}/{PROBE}")

@@ -4,8 +4,7 @@ An option without effect is refused on a command line, and only reported if a fi
 check must go on.
 """
 
-from urllib.parse import urlsplit
-
+from largebatch.arguments import expanded, local
 from largebatch.config import image_sizes, ramp
 from largebatch.config.durations import NEVER, duration_images, duration_seconds, epoch_seconds, profiled_steps
 from largebatch.config.parallel import ParallelConfig
@@ -62,11 +61,7 @@ def check(config: TrainConfig) -> None:
         raise ValueError(
             "--checkpoint.best is ema_top1, and there are no averaged weights: set --optim.ema_half_life, or take top1."
         )
-    if urlsplit(c.checkpoint.mirror).password is not None:
-        raise ValueError(
-            "--checkpoint.mirror has a password in its address, which would be written into config, log and "
-            "checkpoints: leave it out, and set it in the environment, such as AWS_SECRET_ACCESS_KEY."
-        )
+    local(c.run.folder), expanded(c.checkpoint.mirror)  # which refuse an address, and one with a password
     _check_tokens(c)
     _check_bce(c)
     _check_half_life(c.optim)
