@@ -165,10 +165,11 @@ def find_folder(path: str, *, split: str, cache: int | None = None, progress: Pr
         )
     if remote.is_address(path) and not name:
         files = _find_shards(folder, split)
-        if not files and not (split == "validation" and _find_shards(folder, "train")):
+        if not files:
             raise ValueError(
                 f"{path} has no TFRecords, WebDataset tars or Parquet files of a {split} split, and no others are read "
                 "at an address: pack images with `python -m largebatch.pack FOLDER SHARDS`, and copy SHARDS there."
+                + WITHOUT * (split == "validation")
             )
         if cache is not None:
             remote.keep(folder, files, cache, progress)
