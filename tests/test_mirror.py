@@ -455,6 +455,19 @@ def test_a_run_without_its_machine_equals_the_uninterrupted_one(port, tmp_path):
     assert not [name for name, content in contents(ours).items() if s3.SECRET.encode() in content]
 
 
+def test_the_copies_of_another_run_of_the_same_name_stay(port, tmp_path):
+    """Their machine may be lost. The other run has its own checkpoints, and begins to use the mirror later."""
+    place = ["--run.duration", "2 steps", "--run.folder", str(tmp_path / "lost" / "run")]
+    assert run(port, *place, "--checkpoint.mirror", str(tmp_path / "mirror"))[0] == 0
+    before = contents(tmp_path / "mirror")
+    place = ["--run.duration", "4 steps", "--run.folder", str(tmp_path / "run")]
+    assert run(port, *place)[0] == 0
+    code, output = run(port, *place, "--checkpoint.mirror", str(tmp_path / "mirror"))
+    other = r"is .*, where .*/mirror/run is of a run with --run.duration '2 steps', now '4 steps': give another place"
+    assert code == 2 and re.match(other, said(output)), output
+    assert contents(tmp_path / "mirror") == before
+
+
 def test_a_run_whose_last_copy_fails_says_so_and_the_same_command_makes_it(port, tmp_path):
     """The cable is cut at the first byte of the last steps' copies; the checkpoint of the last step is there."""
     place = ["--run.folder", str(tmp_path / "run"), "--run.duration", "4 steps"]
