@@ -39,10 +39,20 @@ def expanded(text: str) -> str:
     return found
 
 
+def local(text: str) -> str:
+    """Return `expanded` of a path at which files are opened; NoPath for an address, which would become a folder s3:."""
+    if "://" in (found := expanded(text)):
+        raise NoPath(
+            f"{text} is an address, and a file or folder of this host is expected: only --data and "
+            "--checkpoint.mirror take an address."
+        )
+    return found
+
+
 def take_flags(argv: Sequence[str], flags: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the values of options beside the config's, such as "--ema" and "--csv FILE", and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.register("type", None, expanded)
+    parser.register("type", None, local)
     for flag, _, value in (text.partition(" ") for text in flags):
         if value:
             parser.add_argument(flag, default="")
@@ -64,7 +74,7 @@ class Parser(argparse.ArgumentParser):
             given |= {"description": text, "formatter_class": argparse.RawDescriptionHelpFormatter}
         super().__init__(prog=f"python -m largebatch.{program}", allow_abbrev=False, **given)
         self.register("type", None, expanded)
-        self.register("type", Path, lambda text: Path(expanded(text)))
+        self.register("type", Path, lambda text: Path(local(text)))
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
         try:

@@ -104,6 +104,8 @@ class Steps:
         """
         if every < 1 or self._saved:
             raise Mistake(f"steps.checkpoint got every={every}: expected 1 step or more, in one call before the loop.")
+        if "://" in str(folder):
+            raise Mistake(f"steps.checkpoint got the address {folder} as folder: expected a folder of this host.")
         folder, scaler = Path(folder), scaler or torch.amp.GradScaler(enabled=False)
         held = ExitStack()
         with self.comm.together("the checkpoint"):
@@ -157,7 +159,7 @@ class Steps:
         with _own_draws() as device:
             for job in self.plan.micro_batches(self.step, self.comm.data_rank, self.comm.data_size):
                 batch = next(batches)
-                seed_draws(seed_for(self.plan.seed, self.step, job.number, purpose="model"), device)
+                _seed_all(seed_for(self.plan.seed, self.step, job.number, purpose="model"), device)
                 weight = (job.stop - job.start) * self.comm.data_size / self.plan.window_images(self.step)
                 yield (*batch, weight) if isinstance(batch, (list, tuple)) else (batch, weight)
 
@@ -211,11 +213,14 @@ class _Seeded(Dataset[Any]):
         self.dataset, self.seed = dataset, seed
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
-        seed = seed_for(self.seed, *place, purpose="sample")
-        torch.default_generator.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
+        _seed_all(seed_for(self.seed, *place, purpose="sample"), torch.device("cpu"))
         return self.dataset[place[1]]
+
+
+def _seed_all(seed: int, device: torch.device) -> None:
+    seed_draws(seed, device)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 @contextmanager

@@ -214,6 +214,8 @@ def prepare(config: "TrainConfig", comm: "Ranks", signals: Signals | None) -> "t
     correction = forecast(config, comm, device, num_images=len(images.train))
     trainer = assembly.build_trainer(config, comm, signals, device=device, images=images)
     trainer.hooks = [correction, *trainer.hooks]
+    if config.checkpoint.mirror:
+        comm.from_rank_0(lambda: mirror.refuse_other(config), phase="looking at the mirror")
     with comm.together("writing config.yaml"):
         if comm.rank == 0:
             if trainer.state.step:

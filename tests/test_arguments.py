@@ -148,7 +148,7 @@ def test_a_path_of_an_option_or_of_a_file_begins_at_home(tmp_path, monkeypatch, 
 def test_all_options_that_are_paths_begin_at_home():
     """Their meaning says so; --recipe FILE.py:function is in tests/test_sized_recipes.py."""
     texts = {name: option.text for name, option in config.help.all_options(config.TrainConfig()).items()}
-    found = {name for name, text in texts.items() if re.match(r"(folder|file|list|run folder)\b", text)}
+    found = {name for name, text in texts.items() if re.match(r"(folder|file|list|run folder|second place)\b", text)}
     assert found | {"recipe"} == {*config.cli.PATHS}
 
 

@@ -335,6 +335,8 @@ def test_a_trial_that_is_stopped_goes_on_to_the_same_bits(squares, tmp_path, sto
     assert replace(run(), seconds=0) == replace(uninterrupted, seconds=0)
     again = run()  # has no step to make
     assert replace(again, seconds=0) == replace(uninterrupted, seconds=0)
+    file.write_bytes(file.read_bytes()[:1000])  # damaged: from the beginning
+    assert replace(run(), seconds=0) == replace(uninterrupted, seconds=0)
     other = replace(config, optim=replace(config.optim, lr=0.02))
     assert trial.run(other, split=None, file=file).losses == trial.run(other, split=None).losses != uninterrupted.losses
 

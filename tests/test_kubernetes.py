@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,16 @@ def test_a_worker_has_shared_memory_and_is_ready_when_sshd_is(pod):
 def test_the_keys_are_where_the_scripts_look():
     policy = DOCUMENTS["TrainingRuntime"]["spec"]["mlPolicy"]["mpi"]
     assert DOCUMENTS["MPIJob"]["spec"]["sshAuthMountPath"] == policy["sshAuthMountPath"] == "/home/largebatch/.ssh"
+
+
+def test_a_worker_whose_sshd_does_not_start_has_failed(tmp_path):
+    """With code 0 its pod would be complete, and the launcher would wait for it."""
+    for name in ("id_rsa", "authorized_keys", "sshd"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 3\n")
+        (tmp_path / name).chmod(0o700)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "KEYS": str(tmp_path), "VENV": sys.prefix}
+    done = subprocess.run([FOLDER / "worker.sh"], env=os.environ | environment, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (1, "worker.sh: sshd ended with code 3: its lines above say why\n")
 
 
 def test_exit_code_75_starts_again_and_no_other_one():

@@ -6,9 +6,9 @@ from pathlib import Path
 
 PLAN = """
 precision:; files:; nearest:; schedules:; bit_sums:; arguments: files; devices: nearest; zoo: timm; process: rich;
-config: arguments files nearest; flops: devices zoo; native: files zoo; imports: process; launch: process; recipes:
-config files nearest; optim: native timm; data: files native nvidia; largebatch: config engine imports optim ranks steps
-train; doctor: arguments files launch mpi4py process; ranks: bit_sums config files horovod launch mpi4py native process;
+config: arguments nearest; flops: devices zoo; native: files zoo; imports: process; launch: process; recipes: config
+files nearest; optim: native timm; data: files native nvidia; largebatch: config engine imports optim ranks steps train;
+doctor: arguments files launch mpi4py process; ranks: bit_sums config files horovod launch mpi4py native process;
 augment: data native zoo; predict: arguments data files recipes zoo; pack: arguments config data files launch mpi4py
 process zoo; export: arguments config files largebatch recipes zoo; evaluation: precision ranks; start: config precision
 process ranks; batch_norm: ranks; __main__: config imports largebatch nearest process ranks; losses: augment precision

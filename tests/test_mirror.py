@@ -393,6 +393,7 @@ def test_a_mirror_that_cannot_be_used_is_told_before_the_first_step(port, tmp_pa
         "gs://bucket/runs": r"is gs://bucket/runs, which needs a package that is not installed \(.*gcsfs",
         "foo://bucket/runs": r"is foo://bucket/runs, which cannot be used \(Protocol not known: foo\): give a place",
         "/proc/runs": r"is /proc/runs, which cannot be used \(No such file or directory\): give a place that exists",
+        str(tmp_path): r"is .*, which cannot be used \(.*/run is the run folder itself, and a copy must be elsewhere\)",
         "s3://NAME:WORD@bucket": "largebatch: An address of s3:// was given with a user, a password or a query, ",
     }
     for address, sentence in expected.items():
@@ -452,6 +453,19 @@ def test_a_run_without_its_machine_equals_the_uninterrupted_one(port, tmp_path):
     assert [f"step {step} was fetched from the mirror" in text for step in (2, 4, 6, 8)] == 4 * [True]
     assert len(list((ours / "tensorboard").iterdir())) == 4
     assert not [name for name, content in contents(ours).items() if s3.SECRET.encode() in content]
+
+
+def test_the_copies_of_another_run_of_the_same_name_stay(port, tmp_path):
+    """Their machine may be lost. The other run has its own checkpoints, and begins to use the mirror later."""
+    place = ["--run.duration", "2 steps", "--run.folder", str(tmp_path / "lost" / "run")]
+    assert run(port, *place, "--checkpoint.mirror", str(tmp_path / "mirror"))[0] == 0
+    before = contents(tmp_path / "mirror")
+    place = ["--run.duration", "4 steps", "--run.folder", str(tmp_path / "run")]
+    assert run(port, *place)[0] == 0
+    code, output = run(port, *place, "--checkpoint.mirror", str(tmp_path / "mirror"))
+    other = r"is .*, where .*/mirror/run is of a run with --run.duration '2 steps', now '4 steps': give another place"
+    assert code == 2 and re.match(other, said(output)), output
+    assert contents(tmp_path / "mirror") == before
 
 
 def test_a_run_whose_last_copy_fails_says_so_and_the_same_command_makes_it(port, tmp_path):

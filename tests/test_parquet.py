@@ -82,6 +82,14 @@ def test_every_image_and_label_of_the_hub(tmp_path, options):
     check(str(tmp_path / "hub"), data, options.get("names", NAMES) or ())
 
 
+def test_held_out_images_are_numbered_as_those_of_training(tmp_path):
+    images = [encoded(k) for k in range(4)]
+    data = {"train": (images, [0, 1, 2, 1]), "validation": (images, [1, 2, 2, 1])}
+    for split, (_, labels) in data.items():
+        write(tmp_path / f"hub/{split}.parquet", images, labels, names=None)
+    check(str(tmp_path / "hub"), data, ())
+
+
 def test_a_folder_for_each_split_and_another_version_of_the_files(tmp_path):
     folder, images = tmp_path / "two", [encoded(k) for k in range(6)]
     for split in ("train", "validation"):
@@ -113,7 +121,9 @@ def test_pack_and_check(tmp_path, capsys):
     "change, said",
     [
         ({"image": "x", "extra": [b"bytes"] * 4}, "has columns that may be images: x, extra; expected one of bytes"),
-        ({"label": "a", "b": [1] * 4}, "has columns that may be labels: a, b; expected one of whole numbers that is"),
+        ({"names": None, "label": "id"}, "has no column of labels; expected one of whole numbers that is called label"),
+        ({"labels": ["a"] * 4, "kind": pyarrow.string(), "id": [1] * 4}, "has no column of labels; expected one of"),
+        ({"images": ["a"] * 4, "nested": False, "mask": [b"bytes"] * 4}, "has no column of images; expected one of"),
         ({"images": ["a"] * 4, "nested": False}, "has no column of images; expected one of bytes, or a struct with"),
         ({"labels": ["a"] * 4, "kind": pyarrow.string()}, "has no column of labels; expected one of whole numbers"),
         ({"labels": [0, -1, 2, 1]}, "has label -1, expected 0 or more in its train split"),

@@ -178,24 +178,32 @@ def test_an_object_that_has_changed_or_gone_is_seen(store, local, tmp_path):
     {
         "s3://nobucket/x": "s3://nobucket/x is not there: check the address",
         "s3://bucket/nothing": "s3://bucket/nothing is not there: check the address",
+        "s3://Two Words/x": "s3://Two Words/x cannot be read .*Invalid bucket name.*: check the address",
         "s3://": "s3:// is no folder of a store: give an address such as s3://bucket/imagenet.",
         "s3://bucket/../x": "s3://bucket/../x is no folder of a store",
         "nfs4://server/x": "cannot be read .Protocol not known: nfs4.: give s3://, gs://, hf:// or https://.",
         "oci://bucket/x": "needs a package that is not installed: Install ocifs to access",
-        "s3://bucket/images/digits/train-00000-of-00004": "is a file: give the address of the folder around it.",
+        "s3://bucket/one/train-00000-of-00001": "is a file: give the address of the folder around it.",
         "s3://bucket/folders": "has no TFRecords, .* pack images with `python -m largebatch.pack FOLDER SHARDS`",
         "s3://bucket/cifar": "has no TFRecords, .* pack images with `python -m largebatch.pack FOLDER SHARDS`",
     }.items(),
 )
 def test_an_address_that_cannot_be_read_is_one_sentence(store, tmp_path, address, said):
     store.put(tmp_path, "bucket/empty")
-    for name in ("folders/train/a/1.jpg", "cifar/data_batch_1.bin", "cifar/test_batch.bin"):
+    for name in ("one/train-00000-of-00001", "folders/train/a/1.jpg", "cifar/data_batch_1.bin", "cifar/test_batch.bin"):
         store.call("PUT", f"bucket/{name}", b"bytes")
     for call in (lambda: sources.open_source(address, split="train"), lambda: pack.run([address, str(tmp_path / "o")])):
         with pytest.raises(ValueError, match=said) as error:
             call()
         assert "\n" not in str(error.value) and len(str(error.value)) < 400
     assert not (tmp_path / "o").exists()
+
+
+def test_no_held_out_shards_at_an_address_are_one_sentence(store, local, address):
+    for path in local.glob("train-*"):
+        store.call("PUT", f"bucket/training/{path.name}", path.read_bytes())
+    with pytest.raises(ValueError, match="^s3://bucket/training has no .* validation split.* set --run.eval"):
+        sources.open_source("s3://bucket/training", split="validation")
 
 
 @pytest.mark.parametrize("fault, said", {"expired": "The provided token has expired", "403": "Access Denied"}.items())
@@ -281,7 +289,10 @@ def test_credentials_in_an_address_are_refused_and_not_shown(tmp_path):
 
 @pytest.mark.parametrize(
     "text, size",
-    {"200 GB": 200e9, "1.5TiB": 1.5 * 2**40, "0": 0, "512": 512, "3 MB": 3e6, "x": -1, "1 XB": -1, "-1": -1}.items(),
+    [
+        *{"200 GB": 200e9, "1.5TiB": 1.5 * 2**40, "0": 0, "512": 512, "3 MB": 3e6, "2 KB": 2e3, "200gb": 200e9}.items(),
+        *{"x": -1, "1 XB": -1, "-1": -1}.items(),
+    ],
 )
 def test_a_size_has_units(text, size):
     assert byte_size(text) == size
@@ -353,17 +364,28 @@ def test_label_maps_are_added_to_shards_at_an_address(local, address, tmp_path):
     assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes() for name in files)
 
 
+HERE = "s3://b/x is an address, and a file or folder of this host is expected: only --data and --checkpoint.mirror"
+
+
 @pytest.mark.parametrize(
     "program, said",
     {
         "largebatch.doctor --hosts a:1,b:1 --data s3://b/x": "and folders of hosts are compared: leave an address out",
         "largebatch.predict {weights} s3://b/x.jpg": "s3://b/x.jpg is left out: it is an address, and images are read",
+        "largebatch.train --run.folder s3://b/x": HERE,
+        "largebatch.export {weights} s3://b/x": HERE,
+        "largebatch.pack digits s3://b/x": HERE,
+        "largebatch.pack check digits --out s3://b/x": HERE,
+        "largebatch.pack token-labels digits s3://b/x --labels y": HERE,
     }.items(),
 )
 def test_other_programs_refuse_an_address_in_one_sentence(tmp_path, program, said):
+    """A program that writes there would make a folder s3: where nobody looks."""
     save_file(create_model("vit_nano32", img_size=32, num_classes=2).state_dict(), tmp_path / "w.safetensors")
     command = [sys.executable, "-m", *program.format(weights=tmp_path / "w.safetensors").split()]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], text=True, capture_output=True)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 

@@ -99,6 +99,16 @@ def test_draws_follow_from_seed_epoch_and_sample(num_workers):
     comm.shutdown()
 
 
+def test_draws_for_a_micro_batch_follow_from_seed_and_step():
+    """Also where worker processes, and no samples of this process, draw before."""
+    comm, found = Single(), []
+    for num_workers in (0, 2):
+        steps = Steps(comm, Noisy(), **ORDER, num_workers=num_workers)
+        found += [[(torch.rand(()).item(), np.random.rand(), random.random()) for _ in part] for part in steps]
+    assert found[:9] == found[9:] and len({draw for part in found for draws in part for draw in draws}) == 3 * 25
+    comm.shutdown()
+
+
 @pytest.mark.parametrize(
     "change, sentence",
     [
@@ -142,6 +152,13 @@ def test_micro_batches_that_were_left_are_a_mistake():
     with pytest.raises(Mistake, match="step 1 has micro-batches left: take all before the next step"):
         for micro_batches in Steps(Single(), DATA, **ORDER):
             next(micro_batches)
+
+
+def test_a_folder_at_an_address_is_a_mistake():
+    comm = Single()
+    with pytest.raises(Mistake, match="got the address s3://bucket/run as folder: expected a folder of this host"):
+        Steps(comm, Noisy(), **ORDER).checkpoint("s3://bucket/run", nn.Linear(1, 1), None, every=1)
+    comm.shutdown()
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path):

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from largebatch.checkpoint import store
+from largebatch.checkpoint.resume import describe_differences
+from largebatch.config import TrainConfig, load_text
 from largebatch.files.atomic import atomic_file
 from largebatch.files.names import without_password
 from largebatch.files.run_folder import CHECKPOINTS, RunFolder
@@ -65,9 +67,22 @@ class Mirror:
         """Raise ValueError, a sentence, if the mirror cannot be listed, written and cleared."""
         remedy = "give a place that exists, and in which this user may list, write and delete, or leave the option out"
         with self._explaining("cannot be used", remedy):
+            if self.root.startswith("/") and Path(self.root).resolve() == self.run.path.resolve():
+                raise OSError(f"{self.root} is the run folder itself, and a copy must be elsewhere")
             self._write(f"{self.root}/{PROBE}", b"")
             self._checkpoints()
             self.files.rm_file(f"{self.root}/{PROBE}")
+
+    def refuse_other(self, config: TrainConfig) -> None:
+        """Raise ValueError if the mirror has another run of this name, whose only copies might be replaced."""
+        file = f"{self.root}/{self.run.config.name}"
+        with self._explaining("cannot be read", "give the same command again, or leave the option out"):
+            text = self.files.cat_file(file).decode() if self.files.exists(file) else ""
+        if text and (other := describe_differences(load_text(text, place=file), config, same_images=True)):
+            raise ValueError(
+                f"--checkpoint.mirror is {self.address}, where {self.root} is of a run with {other}: give another "
+                "place, or rename the run folder."
+            )
 
     def restore(self, tell: Tell) -> None:
         """Bring the run folder to the state of the mirror, if the newest whole checkpoint there is newer.

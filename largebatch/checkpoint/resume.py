@@ -152,20 +152,24 @@ def check_config(text: str, config: TrainConfig, *, path: Path, same_images: boo
         saved = configs.load_text(text, place="state.pt")
     except ValueError as error:
         raise ValueError(f"The config in checkpoint {path} is of another version: {error}") from None
-    differing = [
-        f"--{option} {quote(str(was))}, now {quote(str(now))}"
-        for option, (was, now) in configs.differences(saved, config).items()
-        if not may_differ(option, config) and not (option == "data.path" and same_images)
-    ]
-    if differing:
+    if differing := describe_differences(saved, config, same_images=same_images):
         raise ValueError(
-            f"Checkpoint {path} was made with {'; '.join(differing)}: give the options it was made with to continue "
+            f"Checkpoint {path} was made with {differing}: give the options it was made with to continue "
             f"that run, or another --run.folder to start a new one, with --init-from {quote(str(path.parent.parent))} "
             "from its weights."
         )
     was, now = (str(one.parallel.shape()) or "whole" for one in (saved, config))
     if was != now and (rates := ", ".join(configs.dropping(config))):
         logger.warning("%s: the model was %s and is now %s, so the run may go on with other masks", rates, was, now)
+
+
+def describe_differences(saved: TrainConfig, config: TrainConfig, *, same_images: bool) -> str:
+    """Return the options that make another run, with both values; "" if there are none."""
+    return "; ".join(
+        f"--{option} {quote(str(was))}, now {quote(str(now))}"
+        for option, (was, now) in configs.differences(saved, config).items()
+        if not may_differ(option, config) and not (option == "data.path" and same_images)
+    )
 
 
 def may_differ(option: str, config: TrainConfig) -> bool:

@@ -4,13 +4,12 @@ An option without effect is refused on a command line, and only reported if a fi
 check must go on.
 """
 
-
+from largebatch.arguments import expanded, local
 from largebatch.config import image_sizes, ramp
 from largebatch.config.durations import NEVER, duration_images, duration_seconds, epoch_seconds, profiled_steps
 from largebatch.config.parallel import ParallelConfig
 from largebatch.config.sections import DataConfig, OptimConfig, TrainConfig
 from largebatch.config.values import check_values
-from largebatch.files.names import refuse_secret
 
 DROPS = ("pos_drop_rate", "proj_drop_rate", "drop_rate", "drop_path_rate")
 
@@ -62,7 +61,7 @@ def check(config: TrainConfig) -> None:
         raise ValueError(
             "--checkpoint.best is ema_top1, and there are no averaged weights: set --optim.ema_half_life, or take top1."
         )
-    refuse_secret(c.checkpoint.mirror)
+    local(c.run.folder), expanded(c.checkpoint.mirror)  # which refuse an address, and one with a password
     _check_tokens(c)
     _check_bce(c)
     _check_half_life(c.optim)

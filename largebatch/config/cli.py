@@ -10,7 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
-from largebatch.arguments import expanded, expect_utf8
+from largebatch.arguments import expanded, expect_utf8, local
 from largebatch.config import words
 from largebatch.config.checks import check, without_effect
 from largebatch.config.help import ALIASES, Answer, Page, answer
@@ -18,7 +18,8 @@ from largebatch.config.sections import OptimConfig, TrainConfig
 from largebatch.config.values import types_of, value_of, with_values
 
 FILE = "config"
-PATHS = ("recipe", "model.weights", "data.path", "data.quarantine", "run.folder", "checkpoint.mirror")
+PATHS = dict.fromkeys(("recipe", "model.weights", "data.quarantine", "run.folder"), local)
+PATHS |= dict.fromkeys(("data.path", "checkpoint.mirror"), expanded)
 DEPTH = 2  # points in the longest name of an option
 EXPECTED = "expected lines such as 'run:' and, indented below, 'seed: 1'."
 
@@ -97,7 +98,7 @@ def given_options(argv: Sequence[str]) -> dict[str, Any]:
 
 def _value(name: str, given: Any, kind: Any, *, option: str) -> Any:
     value = value_of(given, kind, option=option)
-    return expanded(value) if name in PATHS else value
+    return PATHS[name](value) if name in PATHS else value
 
 
 def typed(argv: Sequence[str], option: str) -> list[str]:

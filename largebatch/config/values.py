@@ -18,8 +18,8 @@ def limited(default: Any, allowed: Callable[[Any], bool], expected: str) -> Any:
 
 def byte_size(text: str) -> int:
     """Return the number of bytes in "200 GB", "1.5 TiB" or "0"; -1 for another text."""
-    found = re.fullmatch(r"(\d+\.?\d*) ?([kMGT]?)(i?)B?", text, re.ASCII)
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kMGT".index(found[2] or " ")) if found else -1
+    found = re.fullmatch(r"(\d+\.?\d*) ?([kmgt]?)(i?)b?", text.lower(), re.ASCII)
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")) if found else -1
 
 
 def at_least(default: float | None, low: int) -> Any:

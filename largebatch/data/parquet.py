@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,8 +48,11 @@ def _listed(folder: Path) -> list[str]:
     return []
 
 
-def parquet_images(folder: Path, names: Sequence[str]) -> Images:
-    """Return one split. Raise ValueError, with one sentence, for a file that is none, or has other columns."""
+def parquet_images(folder: Path, names: Sequence[str], numbered: Sequence[Path]) -> Images:
+    """Return one split. Raise ValueError, with one sentence, for a file that is none, or has other columns.
+
+    numbered: the files of all splits, whose labels begin at 0 or 1 alike.
+    """
     files = split_files(folder, names)
     for one in series_of([re.sub(r"(-of-\d+)-[0-9a-f]+(?=\.parquet$)", r"\1", str(file)) for file in files]):
         if reason := one.missing(names[0]):
@@ -59,8 +62,7 @@ def parquet_images(folder: Path, names: Sequence[str]) -> Images:
     for table in tables:
         if (table.image, table.label) != (first.image, first.label):
             raise ValueError(f"{table.path} and {first.path} have their images or labels in different columns.")
-    with ThreadPoolExecutor(THREADS) as pool:
-        labels = np.concatenate(list(pool.map(_Table.labels, tables)))
+    labels = _labels(tables)
     if not len(labels) or labels.min() < 0:
         what = f"has label {labels.min()}, expected 0 or more" if len(labels) else "has no rows"
         raise ValueError(f"{folder} {what} in its {names[0]} split: take another one, or files with labels.")
@@ -79,8 +81,13 @@ def parquet_images(folder: Path, names: Sequence[str]) -> Images:
             raise ValueError(f"{table.path} has no bytes in {table.image} of row {row}: write the images into it.")
         return image
 
-    counts_from_1 = not first.classes and labels.min() == 1
+    counts_from_1 = not first.classes and labels.min() == 1 and _labels(map(_Table, numbered)).min() == 1
     return Images((labels - counts_from_1).tolist(), encoded, classes=first.classes)
+
+
+def _labels(tables: Iterable[_Table]) -> np.ndarray:
+    with ThreadPoolExecutor(THREADS) as pool:
+        return np.concatenate(list(pool.map(_Table.labels, tables)))
 
 
 class _Table:
@@ -103,9 +110,13 @@ class _Table:
                 return any(field.name == "bytes" and has_bytes(field.type) for field in kind)
             return kinds.is_binary(kind) or kinds.is_large_binary(kind)
 
-        self.image = self._choose("images", IMAGES, [field.name for field in schema if has_bytes(field.type)])
-        self.label = self._choose("labels", LABELS, [field.name for field in schema if kinds.is_integer(field.type)])
-        self.classes = _class_names(schema.metadata or {}, self.label)
+        images = [field.name for field in schema if has_bytes(field.type)]
+        numbers = [field.name for field in schema if kinds.is_integer(field.type)]
+        classes = {name: _class_names(schema.metadata or {}, name) for name in numbers}
+        self.image = self._choose("images", IMAGES, schema.names, images)
+        # Other numbers may be an id, or the size of the image.
+        self.label = self._choose("labels", LABELS, schema.names, [n for n in numbers if n in LABELS or classes[n]])
+        self.classes = classes[self.label]
 
     @contextmanager
     def _open(self) -> Iterator[Any]:
@@ -118,13 +129,14 @@ class _Table:
                 reason = " ".join(str(error).split()).rstrip(".")
                 raise ValueError(f"{self.path} cannot be read as Parquet ({reason:.200}): copy it again.") from None
 
-    def _choose(self, what: str, names: Sequence[str], found: Sequence[str]) -> str:
-        named = [name for name in names if name in found] or found
-        if not found or len(named) > 1 and named[0] not in names:
+    def _choose(self, what: str, names: Sequence[str], columns: Sequence[str], fitting: Sequence[str]) -> str:
+        named = [name for name in names if name in columns]
+        found = [name for name in named if name in fitting] if named else fitting
+        if not found or len(found) > 1 and not named:
             has = f"columns that may be {what}: {', '.join(found)}" if found else f"no column of {what}"
             kind = "bytes, or a struct with bytes" if what == "images" else "whole numbers"
             raise ValueError(f"{self.path} has {has}; expected one of {kind} that is called {' or '.join(names)}.")
-        return named[0]
+        return found[0]
 
     def labels(self) -> np.ndarray:
         with self._open() as file:

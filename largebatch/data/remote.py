@@ -114,7 +114,7 @@ def _why_lasting(address: str, error: Exception) -> str:
         return f"{printable(address)} needs a package that is not installed: {_reason(error).rstrip('.')}{extra}."
     if isinstance(error, ValueError) and not isinstance(error, OSError):
         return f"{printable(address)} cannot be read ({_reason(error)}): give s3://, gs://, hf:// or https://."
-    if status and 400 <= status < 500 and status not in (408, 429):
+    if "Validation" in kind or status and 400 <= status < 500 and status not in (408, 429):
         return f"{printable(address)} cannot be read ({_reason(error)}): check the address and the credentials."
     return ""
 

@@ -165,10 +165,11 @@ def find_folder(path: str, *, split: str, cache: int | None = None, progress: Pr
         )
     if remote.is_address(path) and not name:
         files = _find_shards(folder, split)
-        if not files and not (split == "validation" and _find_shards(folder, "train")):
+        if not files:
             raise ValueError(
                 f"{path} has no TFRecords, WebDataset tars or Parquet files of a {split} split, and no others are read "
                 "at an address: pack images with `python -m largebatch.pack FOLDER SHARDS`, and copy SHARDS there."
+                + WITHOUT * (split == "validation")
             )
         if cache is not None:
             remote.keep(folder, files, cache, progress)
@@ -191,7 +192,7 @@ def published(folder: Path) -> tuple[str, Callable[[str], Images]] | None:
     if idx.is_idx(folder):
         return f"idx-v1-{_state(idx.idx_files(folder).values())}", functools.partial(idx.idx_images, folder)
     if files := parquet_files(folder):
-        return f"parquet-v1-{_state(files)}", lambda split: parquet.parquet_images(folder, SPLITS[split])
+        return f"parquet-v1-{_state(files)}", lambda split: parquet.parquet_images(folder, SPLITS[split], files)
     return None
 
 

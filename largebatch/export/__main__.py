@@ -12,7 +12,7 @@ the model's before the file appears. config.json is inside of it.
 from collections.abc import Sequence
 from pathlib import Path
 
-from largebatch.arguments import Parser, complain
+from largebatch.arguments import Parser, complain, local
 from largebatch.export.folder import write_folder
 from largebatch.export.graph import write_onnx, write_torch
 from largebatch.recipes import user_file
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser("export", __doc__)
     parser.add_argument("source", metavar="RUN_OR_WEIGHTS", help="a run, a checkpoint, an exported folder, or a file")
-    parser.add_argument("target", metavar="TARGET", help="a new folder, or a new file .onnx or .pt2")
+    parser.add_argument("target", type=local, metavar="TARGET", help="a new folder, or a new file .onnx or .pt2")
     parser.add_argument("--recipe", default="", metavar="FILE.py", help="the file that registers a model of your own")
     parser.add_argument("--ema", action="store_true", help="take the average of the weights, if the run kept one")
     licence = "licence of the weights for the model card, as the hub names it, such as apache-2.0 (default: unknown)"

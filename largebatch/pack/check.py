@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from largebatch.arguments import Parser
+from largebatch.arguments import Parser, local
 from largebatch.data import quarantine, shard_check, sources
 from largebatch.files.names import printable
 from largebatch.pack.processes import cores_per_process
@@ -28,7 +28,8 @@ def main(argv: Sequence[str]) -> int:
         description="Decodes all images, lists the bad ones, and says if shards are missing or have lost records.",
     )
     parser.add_argument("data", help='folder of TFRecords or images, or "digits"')
-    parser.add_argument("--out", default="", help=f"file for the list (default: {quarantine.NAME} in the folder)")
+    in_data = f"{quarantine.NAME} in the folder"
+    parser.add_argument("--out", type=local, default="", help=f"file for the list (default: {in_data})")
     parser.add_argument(
         "--threads",
         type=int,

@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from largebatch.arguments import Parser
+from largebatch.arguments import Parser, local
 from largebatch.data import sources
 from largebatch.data.shards import Images, shard_images, write_split
 from largebatch.pack import inputs, output
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         help="folder of images, of ImageNet's tars, of CIFAR-10's or IDX files or of TFRecords; or digits or "
         "synthetic, which are built in",
     )
-    parser.add_argument("out", help="folder for the shards")
+    parser.add_argument("out", type=local, help="folder for the shards")
     parser.add_argument(
         "--shards", type=int, default=0, help="number of training shards (default: as many as give each 1252 images)"
     )

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from largebatch.arguments import Parser
+from largebatch.arguments import Parser, local
 from largebatch.data import records, remote, sources
 from largebatch.data.dali import EvalLoader
 from largebatch.data.index import Index
@@ -49,7 +49,7 @@ Maps = Callable[[Index], Iterator[tuple[np.ndarray, np.ndarray]]]
 def main(argv: Sequence[str]) -> int:
     parser = Parser("pack token-labels", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("source", help="folder of TFRecords")
-    parser.add_argument("out", help="folder for the same records with label maps")
+    parser.add_argument("out", type=local, help="folder for the same records with label maps")
     one = parser.add_mutually_exclusive_group(required=True)
     one.add_argument("--labels", default="", help="folder of published label files, <class>/<image>.pt")
     one.add_argument("--teacher", default="", help="model that makes the label maps: timm's name, the zoo's, or a run")

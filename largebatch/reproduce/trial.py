@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,10 @@ class Record(Hook):
     def resume(self, trainer: Trainer) -> None:
         if not self.file or not self.file.is_file():
             return
-        content = torch.load(self.file, weights_only=True)
+        try:
+            content = torch.load(self.file, weights_only=True)
+        except (RuntimeError, EOFError, UnpicklingError):  # it is damaged
+            return
         if content["config"] != self.config_text:
             return
         trainer.model.load_state_dict(content["model"])

@@ -33,4 +33,4 @@ tell() {                                        # Kubernetes sends SIGTERM to th
     exit 75                                     # with 0, a Job would not replace this pod
 }
 trap tell TERM
-wait "$sshd" || true
+wait "$sshd" || fail "sshd ended with code $?: its lines above say why"
