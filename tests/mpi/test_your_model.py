@@ -40,7 +40,16 @@ def kill_and_resume(name: str, folder: Path, ranks: int) -> None:
     assert code == 0, output
 
 
-@pytest.mark.parametrize("name, ranks", [("own_model", 3), ("own_loss", 2), ("own_data", 3), ("own_augmentation", 1)])
+@pytest.mark.parametrize(
+    "name, ranks",
+    [
+        ("own_loss", 2),
+        *(
+            pytest.param(name, ranks, marks=pytest.mark.cluster)
+            for name, ranks in (("own_model", 3), ("own_data", 3), ("own_augmentation", 1))
+        ),
+    ],
+)
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, name, ranks):
     """It is that of one rank without an interruption, up to rounding."""
     code, output = train(EXAMPLES / f"{name}.py", tmp_path / "whole", 1)
@@ -50,6 +59,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, name, ranks):
     assert distance(weights(tmp_path / "whole"), weights(tmp_path / "cut")) <= ROUNDING
 
 
+@pytest.mark.cluster
 def test_on_the_same_ranks_it_goes_on_to_the_bit(tmp_path):
     code, output = train(EXAMPLES / "own_augmentation.py", tmp_path / "whole", 2, "horovodrun")
     assert code == 0, output
@@ -57,6 +67,7 @@ def test_on_the_same_ranks_it_goes_on_to_the_bit(tmp_path):
     assert not different(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("launcher, code", [("mpirun", 75), ("torchrun", 1)])  # torchrun ends with 1, and prints 75
 def test_a_signal_ends_all_ranks_with_a_checkpoint(tmp_path, launcher, code):
     program = with_signal("own_model", tmp_path / "told.py", 10)
