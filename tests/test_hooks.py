@@ -993,6 +993,8 @@ def test_a_full_disk_under_the_log_is_one_warning(tmp_path, capfd):
         for handler in logging.getLogger().handlers[:]:
             logging.getLogger().removeHandler(handler)
         logging.getLogger().handlers[:] = before
+        for package in ("largebatch", "zoo"):
+            logging.getLogger(package).setLevel(logging.NOTSET)
     said = capfd.readouterr().err
     assert said.count("No space left on device") == said.count("it will lack lines; the run goes on") == 1, said
     assert [said.count(f"line {number}\n") for number in range(5)] == [1] * 5 and "Traceback" not in said

@@ -83,8 +83,13 @@ def test_an_empty_machine_goes_on_with_the_same_command(tmp_path, packed):  # no
         with started([*launcher, *command], tmp_path / "output", environment=environment | ENVIRONMENT) as process:
             there = re.compile(r"runs/run/checkpoints/\d+/manifest\.json")
             wait_for(lambda: any(map(there.fullmatch, s3.keys(port))), tmp_path / "output")
-            os.killpg(process.pid, signal.SIGKILL)
-        assert "step 60/60" not in (tmp_path / "output").read_text()
+            said = (tmp_path / "output").read_text()
+            pids = [process.pid, *map(int, re.findall(r"\(pid (\d+)\)", said))]
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+            wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), tmp_path / "output")
+        assert len(pids) == 3 and "step 60/60" not in said
         shutil.rmtree(machine)
         code, output = launch(command, ranks=2, environment=environment, timeout_s=150)
         assert code == 0 and "was fetched from the mirror" in output and "resumed at step" in output, output
