@@ -27,7 +27,8 @@ every option of the command line replaces one of its values. `--recipe NAME --pr
 
 A section below says what differs from the published run. A name ends in `_like` if that may change the result. Recipes
 that others have published have a table of their settings, published and here, with the test of each. The published ones
-are typed by hand in `docs/published.csv`, ours come from the code.
+are typed by hand in `docs/published.csv`. Our values come from the code; for words alone, the
+test of the row holds them.
 
 | recipe | global batch | optimizer | peak learning rate | length | image |
 |---|---|---|---|---|---|
@@ -104,13 +105,16 @@ def published_rows() -> list[tuple[list[str], str, str, str, str]]:
 
 
 def filled(text: str, names: list[str]) -> str:
-    """Replace {section.option} by the values of recipes, one if they are all the same; {peak} is the peak rate."""
+    """Replace {section.option} by the values of recipes, one if they are all the same, and {peak}, {first}, {lowest} by
+    their rates."""
 
     def values(match: re.Match) -> str:
         path, found = match[1], []
         for name in names:
             config = RECIPES[name]()
-            found.append(written(peak(config) if path == "peak" else reduce(getattr, path.split("."), config)))
+            rates = {"peak": 1.0, "first": config.schedule.start, "lowest": config.schedule.floor}
+            value = rates[path] * peak(config) if path in rates else reduce(getattr, path.split("."), config)
+            found.append(written(value))
         return found[0] if len({*found}) == 1 else ", ".join(found)
 
     return re.sub(r"\{([\w.]+)\}", values, text)
