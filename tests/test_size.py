@@ -16,7 +16,7 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 93,
-    "words of docstrings": 49_707,
+    "words of docstrings": 49_704,
     "lines": 37_192,
     "files": 258,
     "methods of Trainer": 22,

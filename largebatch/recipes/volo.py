@@ -19,8 +19,7 @@ DGX A100s. The table of settings in the account and the repository disagree:
     stochastic depth    the repository draws each image by itself, and so do these recipes.
 
 In the account's text the learning rate follows the global batch, base x batch / 1,024; the repository's command does
-not scale it. The original used apex's O1, which no longer exists; here it is bf16 autocast (--run.precision fp16 is
-nearer).
+not scale it.
 """
 
 from collections.abc import Callable
@@ -75,7 +74,8 @@ def volo_d1() -> TrainConfig:
     horovodrun -np 8 python -m largebatch.train --model volo_d1 --data /data/imagenet_with_token_labels
 
     The published code cuts token labels as if they were of the whole image, and exchanges the axes of the window. Here
-    they are cut where the image is, within the square that the teacher saw.
+    they are cut where the image is, within the square that the teacher saw. The type was apex's O1, which no longer
+    exists; `--run.precision fp16` is nearer than bf16.
     """
     return _pretrain("volo_d1", lr=1.6e-3, drop_path_rate=0.1)
 
