@@ -72,6 +72,18 @@ def test_the_length_is_the_shortest_at_which_the_largest_batch_comes_close(reach
     assert {run.contender for run in alone} <= {"adamw"}
 
 
+def test_a_rate_that_comes_close_lets_the_other_searches_begin():
+    results = complete(STUDY)
+    search = STUDY.search(results, "adamw", 32768, 50, "bf16")
+    close = [run for run in search if results[run].accuracy >= 79]  # 512 reaches 89
+    before = {run: results[run] for run in results if run.epochs < 50}
+    assert STUDY.length(before, "bf16") is None and {*STUDY.wanted(before)} - {*before} == {*search[:3]}
+    first = before | {close[0]: results[close[0]]}
+    assert STUDY.length(first, "bf16") == 50
+    grids = {run for name in fashion.OPTIMIZERS for run in STUDY.search(results, name, 32768, 50, "bf16")[:3]}
+    assert grids - {close[0]} <= {*STUDY.wanted(first)} - {*before}
+
+
 def test_every_optimizer_has_as_many_trials_of_a_search_and_as_many_seeds():
     results = complete(STUDY)
     searches = [(name, 512, 20) for name in fashion.CARRIED] + [(name, 32768, 50) for name in fashion.OPTIMIZERS]

@@ -129,12 +129,18 @@ class Fashion:
         return None
 
     def long_enough(self, results: Results, length: int, precision: str) -> bool | None:
-        """Return whether the largest batch comes close to the smallest in short runs; None if it is not known yet."""
+        """Return whether the largest batch comes close to the smallest in short runs; None if it is not known yet.
+
+        One rate that comes close is enough, so that the other trials of this length need not wait for the search's end.
+        """
         goal = self.best(results, NEEDS_LENGTH, self.smallest, self.lengths[0], precision)
-        found = self.best(results, NEEDS_LENGTH, self.largest, length, precision)
-        if goal is None or found is None:
+        if goal is None:
             return None
-        return results[found].accuracy >= results[goal].accuracy - MARGIN
+        runs = self.search(results, NEEDS_LENGTH, self.largest, length, precision)
+        found = [results[run].accuracy for run in runs if run in results]
+        if any(accuracy >= results[goal].accuracy - MARGIN for accuracy in found):
+            return True
+        return None if len(found) < self.rates else False
 
     def search(self, results: Results, name: str, batch: int, epochs: int, precision: str) -> list[Run]:
         """Return the runs of a search, up to those that have no result yet."""
