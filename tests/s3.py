@@ -78,24 +78,24 @@ def keys(port: int) -> list[str]:
 
 
 class Cable(socketserver.ThreadingTCPServer):
-    """Forwards connections to a port, counts the bytes to it, and calls `cut` when they are `length`."""
+    """Forwards connections to a port, and calls `cut` after `length` bytes to it, or at a piece that has `word`."""
 
     daemon_threads, allow_reuse_address = True, True
 
     def __init__(self, port: int) -> None:
         super().__init__(("127.0.0.1", 0), _Forward)
         self.to, self.whole = port, True
-        self.length, self.cut = float("inf"), lambda: None
+        self.length, self.word, self.cut = float("inf"), b"", lambda: None
         self._lock = threading.Lock()
 
     @property
     def port(self) -> int:
         return self.server_address[1]
 
-    def count(self, num_bytes: int) -> None:
+    def count(self, data: bytes) -> None:
         with self._lock:
-            reached = 0 < self.length <= num_bytes
-            self.length -= num_bytes
+            reached = 0 < self.length <= len(data) or self.word and self.word in data
+            self.length -= len(data)
         if reached:
             self.cut()
 
@@ -119,7 +119,7 @@ class _Forward(socketserver.BaseRequestHandler):
         with suppress(OSError), socket.create_connection(("127.0.0.1", self.server.to)) as there:
             threading.Thread(target=self.back, args=(there,), daemon=True).start()
             while self.server.whole and (data := self.request.recv(2**14)):
-                self.server.count(len(data))
+                self.server.count(data)
                 there.sendall(data)
 
     def back(self, there: socket.socket) -> None:
