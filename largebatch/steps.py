@@ -74,6 +74,8 @@ class Steps:
         self.comm, self.step = comm, 0
         with comm.together("the order of the samples"):
             count = len(dataset)
+            if not count:
+                raise ValueError("Steps got a dataset without samples.")
             self.plan = Plan(count, global_batch_size, micro_batch_size, epochs * count, seed)
         self.num_steps, self.passes = self.plan.num_steps, self.plan.passes_in_phase(0, comm.data_size)
         self._order = {name: value for name, value in asdict(self.plan).items() if name in ORDER}

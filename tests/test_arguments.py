@@ -139,7 +139,7 @@ def test_a_path_of_an_option_or_of_a_file_begins_at_home(tmp_path, monkeypatch, 
         with pytest.raises(ValueError) as refused:
             read([f"--{option}=~no.such.user/x"])
         assert str(refused.value) == (
-            "'~no.such.user/x' begins with ~, and there is no such home folder: "
+            f"--{option}: '~no.such.user/x' begins with ~, and there is no such home folder: "
             "a folder of this name is ./~no.such.user/x."
         )
         assert config.options(read([f"--{option}=./~no.such.user/x"]))[option] == "./~no.such.user/x"

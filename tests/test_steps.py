@@ -140,7 +140,7 @@ DATA = TensorDataset(torch.arange(9.0))
         (DATA, {"epochs": 0}, "epochs is 0, expected at least 1"),
         (DATA, {"shuffle": True}, "got shuffle, which follow from its own order: leave them out"),
         (DATA, {"micro_batch_size": 9}, "micro_batch_size 9 is larger than global_batch_size 8"),
-        (TensorDataset(torch.arange(0)), {}, "num_samples is 0, expected at least 1"),
+        (TensorDataset(torch.arange(0)), {}, "got a dataset without samples"),
     ],
 )
 def test_a_mistake_is_one_sentence(data, options, sentence):

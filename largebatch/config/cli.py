@@ -10,7 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
-from largebatch.arguments import expanded, expect_utf8, local
+from largebatch.arguments import NoPath, expanded, expect_utf8, local
 from largebatch.config import words
 from largebatch.config.checks import check, without_effect
 from largebatch.config.help import ALIASES, Answer, Page, answer
@@ -98,7 +98,10 @@ def given_options(argv: Sequence[str]) -> dict[str, Any]:
 
 def _value(name: str, given: Any, kind: Any, *, option: str) -> Any:
     value = value_of(given, kind, option=option)
-    return PATHS[name](value) if name in PATHS else value
+    try:
+        return PATHS[name](value) if name in PATHS else value
+    except NoPath as error:
+        raise NoPath(f"{option}: {error}") from None
 
 
 def typed(argv: Sequence[str], option: str) -> list[str]:
