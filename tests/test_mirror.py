@@ -394,8 +394,8 @@ def test_a_mirror_that_cannot_be_used_is_told_before_the_first_step(port, tmp_pa
         "foo://bucket/runs": r"is foo://bucket/runs, which cannot be used \(Protocol not known: foo\): give a place",
         "/proc/runs": r"is /proc/runs, which cannot be used \(No such file or directory\): give a place that exists",
         str(tmp_path): r"is .*, which cannot be used \(.*/run is the run folder itself, and a copy must be elsewhere\)",
-        "s3://NAME:WORD@bucket": "largebatch: --checkpoint.mirror: An address of s3:// was given with a user, a password or ",
-        "s3://[x/runs": r"largebatch: --checkpoint.mirror: s3://\[x/runs is no address \(Invalid IPv6 URL\): give one such as ",
+        "s3://NAME:WORD@bucket": "largebatch: --checkpoint.mirror: An address of s3:// was given with a user, a ",
+        "s3://[x/runs": r"largebatch: --checkpoint.mirror: s3://\[x/runs is no address \(Invalid IPv6 URL\): one ",
     }
     for address, sentence in expected.items():
         code, output = run(port, *options, address)

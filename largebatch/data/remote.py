@@ -94,7 +94,10 @@ def _ask(address: str, method: str, *, length: int | None = None, **given: Any) 
         except Exception as error:  # each store has errors of its own
             sentence = _why_lasting(address, error)
             if number > len(WAITS_S) or time.monotonic() > end:
-                sentence = sentence or _no_answer(address, error, number)
+                sentence = sentence or (
+                    f"{printable(address)} could not be read in {number} tries ({_reason(error)}): check the network "
+                    "and the store, and give the same command again."
+                )
             if sentence:
                 raise Damaged(sentence) from error
             logger.info("%s: %s; asking again", address, _reason(error))
@@ -117,13 +120,6 @@ def _why_lasting(address: str, error: Exception) -> str:
     if "Validation" in kind or status and 400 <= status < 500 and status not in (408, 429):
         return f"{printable(address)} cannot be read ({_reason(error)}): check the address and the credentials."
     return ""
-
-
-def _no_answer(address: str, error: Exception, tries: int) -> str:
-    return (
-        f"{printable(address)} could not be read in {tries} tries ({_reason(error)}): check the network and "
-        "the store, and give the same command again."
-    )
 
 
 def _status(error: Exception) -> int:

@@ -32,14 +32,11 @@ def without_password(error: Exception) -> str:
 
 
 def refuse_secret(address: str) -> None:
-    """Raise ValueError for an address that may hold credentials, which would go into logs, configs and checkpoints.
-
-    Also for one that cannot be read as an address.
-    """
+    """Raise ValueError for an address that may hold credentials, which would go into logs, configs and checkpoints."""
     try:
         parts = urlsplit(address)
     except ValueError as error:
-        raise ValueError(f"{printable(address)} is no address ({error}): give one such as s3://bucket/imagenet.") from None
+        raise ValueError(f"{printable(address)} is no address ({error}): one is s3://bucket/imagenet.") from None
     secret = parts.password or parts.query or parts.username and parts.scheme.startswith("http")
     if "://" in address and secret:
         raise ValueError(

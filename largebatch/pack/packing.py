@@ -121,7 +121,8 @@ def pack(
     if shorter_side:
         plan["shorter_side"] = shorter_side
         images = {split: inputs.shrunk(images[split], shorter_side) for split in images}
-    output.begin(folder / PLAN, plan, has_shards=lambda: _has_shards(folder), world=world)
+    begun = [f"{split}-*" for split in sources.SPLITS]
+    output.begin(folder / PLAN, plan, has_shards=lambda: any(map(any, map(folder.glob, begun))), world=world)
     for split in images:
         ordered = inputs.shuffled(images[split], seed) if split == "train" else images[split]
         _write_share(folder, split, ordered, num_shards=shards[split], num_threads=threads, world=world)
@@ -139,10 +140,6 @@ def _write_share(folder: Path, split: str, images: Images, *, num_shards: int, n
     with show_progress(f"packing {split}", sum(sizes), quiet=world.rank > 0) as show:
         for done in write_split(folder, split, images, num_shards=num_shards, num_threads=num_threads, mine=mine):
             show(done)
-
-
-def _has_shards(folder: Path) -> bool:
-    return any(any(folder.glob(f"{split}-*")) for split in sources.SPLITS)
 
 
 def _number_of_shards(split: str, count: int, *, wanted: int) -> int:

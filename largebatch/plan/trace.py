@@ -96,7 +96,8 @@ def _trace(config: TrainConfig, device: str) -> Pass:
     model = meta_model(config, device)
     counter = _Counter(model)
     if device == "cpu" and precision == "bf16" and torch.cpu.get_capabilities().get("avx512_bf16", False):
-        _use_native(model, counter)
+        for layer in native_layers(model):  # as `native.attention.choose_attention` does
+            layer.native = lambda qkv, scale: _Native.apply(qkv.contiguous(), counter)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     counter.ignore(parameter.grad for parameter in model.parameters())
@@ -419,9 +420,3 @@ class _Native(torch.autograd.Function):
         found = torch.empty_like(qkv)
         ctx.counter.count(2.5 * ctx.flops, (qkv, out, logs, *grads, found))
         return found, None
-
-
-def _use_native(model: nn.Module, counter: _Counter) -> None:
-    """Choose attention as `native.attention.choose_attention` does."""
-    for layer in native_layers(model):
-        layer.native = lambda qkv, scale: _Native.apply(qkv.contiguous(), counter)

@@ -70,7 +70,7 @@ def write_page(file: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> None
         _differences(runs),
         *(_predictions(run, named=len(runs) > 1) for run in runs),
         "<h2>Configuration</h2>",
-        *map(_configuration, runs),
+        *(f"<details><summary>{_text(r.name)}</summary><pre>{_text(dump(r.config))}</pre></details>" for r in runs),
     ]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{_text(title)}</title><style>{STYLE}</style>"
@@ -78,10 +78,6 @@ def write_page(file: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> None
     with atomic_file(file) as out:
         text = f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
         out.write(text.encode("utf-8", "backslashreplace"))  # a file name is bytes, which need not be UTF-8
-
-
-def _configuration(run: Run) -> str:
-    return f"<details><summary>{_text(run.name)}</summary><pre>{_text(dump(run.config))}</pre></details>"
 
 
 def _results(runs: Sequence[Run]) -> str:

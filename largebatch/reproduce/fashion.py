@@ -129,18 +129,14 @@ class Fashion:
         return None
 
     def long_enough(self, results: Results, length: int, precision: str) -> bool | None:
-        """Return whether the largest batch comes close to the smallest in short runs; None if it is not known yet.
-
-        One rate that comes close is enough, so that the other trials of this length need not wait for the search's end.
-        """
+        """Return whether a rate at the largest batch comes close to short runs at the smallest; None: not known yet."""
         goal = self.best(results, NEEDS_LENGTH, self.smallest, self.lengths[0], precision)
         if goal is None:
             return None
         runs = self.search(results, NEEDS_LENGTH, self.largest, length, precision)
         found = [results[run].accuracy for run in runs if run in results]
-        if any(accuracy >= results[goal].accuracy - MARGIN for accuracy in found):
-            return True
-        return None if len(found) < self.rates else False
+        close = any(accuracy >= results[goal].accuracy - MARGIN for accuracy in found)
+        return True if close else None if len(found) < self.rates else False
 
     def search(self, results: Results, name: str, batch: int, epochs: int, precision: str) -> list[Run]:
         """Return the runs of a search, up to those that have no result yet."""
