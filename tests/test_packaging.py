@@ -234,6 +234,23 @@ def test_the_wheel_in_an_empty_environment(archives, tmp_path, version):
     assert {path.name for path in tmp_path.iterdir()} == {"venv"}
 
 
+EXTRAS = ("remote", "parquet", "mlflow", "onnx", "schedulefree")  # those of users; the examples' are in their tests
+PARQUET = """
+import io, pathlib
+import numpy as np, pyarrow
+from PIL import Image
+from pyarrow import parquet
+pathlib.Path("images").mkdir()
+for split, count in (("train", 32), ("validation", 8)):
+    images = []
+    for seed in range(count):
+        Image.fromarray(np.full((64, 64, 3), 7 * seed, np.uint8)).save(file := io.BytesIO(), "PNG")
+        images.append({"bytes": file.getvalue(), "path": None})
+    table = pyarrow.table({"image": images, "label": [seed % 2 for seed in range(count)]})
+    parquet.write_table(table, f"images/{split}-00000-of-00001.parquet")
+"""
+
+
 @pytest.mark.evidence
 @pytest.mark.parametrize(
     "installer, version", [*(("uv", version) for version in VERSIONS), ("install.sh", VERSIONS[0])]
@@ -247,6 +264,7 @@ def test_the_wheel_trains_on_two_ranks_without_horovod_and_a_compiler(archives, 
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     found = {"PATH": f"{venv / 'bin'}:/usr/bin:/bin", "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "")}
     given = {"VENV": str(venv), "PYTHON": python, "CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
+    given |= {"MLFLOW_TRACKING_URI": "sqlite:///tracked.db", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
     def run(*command: str | Path) -> str:
         where = {"cwd": tmp_path, "env": inherited | found | given}
@@ -268,4 +286,12 @@ def test_the_wheel_trains_on_two_ranks_without_horovod_and_a_compiler(archives, 
     launched = [venv / "bin/torchrun", *"--standalone --nproc-per-node 2 -m largebatch.train".split()]
     run(*launched, *TRAIN, "--run.device", "cpu", "--run.folder", "run")
     assert (tmp_path / "run" / "steps.csv").read_text().count("\n") == 2
+    if installer == "uv":
+        run(*uv, f"{archives[1]}[train,{','.join(EXTRAS)}]")
+        run(venv / "bin/python", "-c", PARQUET)
+        others = ["--optim.name", "schedule_free_adamw", "--schedule.name", "constant", "--log.to", "mlflow"]
+        run(*launched, *TRAIN, *others, "--data", "images", "--run.device", "cpu", "--run.folder", "other")
+        run(venv / "bin/largebatch", "export", "other", "model.onnx")
+        assert (tmp_path / "tracked.db").stat().st_size and (tmp_path / "model.onnx").stat().st_size
+        run(venv / "bin/python", "-c", "from fsspec import filesystem; filesystem('s3', anon=True)")
     shutil.rmtree(venv)  # the next environment needs its room
