@@ -239,6 +239,33 @@ def test_the_table_names_each_run_and_each_answer(tmp_path):
     assert purposes == {"search": len(rows) - 55, "result": 32, "tuned": 15, "longer": 6, "half warm-up": 2}
     with open(tmp_path / "curves.csv", newline="") as file:
         assert len([*csv.DictReader(file)]) == 2 * len(results)
+    check_that_the_table_follows(tmp_path, tmp_path / "again")
+
+
+def check_that_the_table_follows(folder: Path, again: Path) -> None:
+    """Write a folder's table.md and results.csv a second time, from its two tables of numbers alone, and compare."""
+    again.mkdir()
+    hypotheses.write(Found(STUDY, read_back(folder)), again)
+    for name in ("table.md", "results.csv"):
+        assert (again / name).read_text() == (folder / name).read_text(), name
+
+
+def read_back(folder: Path) -> dict[Run, Result]:
+    curves: dict[str, list[list[float]]] = collections.defaultdict(list)
+    with open(folder / "curves.csv", newline="") as file:
+        for name, *cells in [*csv.reader(file)][1:]:
+            curves[name].append([*map(float, cells)])
+    results = {}
+    with open(folder / "results.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            rate, sizes = float(row["learning_rate"]), [int(row[name]) for name in ("seed", "epochs")]
+            run = Run(row["optimizer"], int(row["batch"]), rate, *sizes, row["precision"], row["warmup"])
+            steps, accuracies, losses, train_losses = [*map(list, zip(*curves[run.name]))] or ([], [], [], [])
+            if not (diverged := row["diverged"] == "1"):  # the last values have more digits
+                losses[-1], train_losses[-1] = float(row["loss"]), float(row["train_loss"])
+            scales = [float(row[f"noise_scale_{number}"] or "nan") for number in (1, 2, 3, 4)]
+            results[run] = Result([*map(int, steps)], accuracies, losses, train_losses, diverged, 0.0, scales)
+    return results
 
 
 # -- runs ----------------------------------------------------------------------------------------------------
