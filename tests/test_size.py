@@ -17,7 +17,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 93,
     "words of docstrings": 49_699,
-    "lines": 37_186,
+    "lines": 37_189,
     "files": 258,
     "methods of Trainer": 22,
     "fields of Trainer": 26,
@@ -44,7 +44,7 @@ LIMITS = {
     "lines in largebatch/ranks": 2_805,
     "lines in largebatch/recipes": 946,
     "lines in largebatch/report": 1_388,
-    "lines in largebatch/reproduce": 1_757,
+    "lines in largebatch/reproduce": 1_760,
     "lines in zoo": 2_070,
     "files in largebatch": 25,
     "files in largebatch/assembly": 4,
