@@ -99,7 +99,7 @@ def serve(connection: Connection) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the first one ends the others
     logging.disable(logging.WARNING)
-    if keep := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc: the pages of a pass stay for the next one, +11 %
+    if keep := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc: the pages of a pass stay for the next one
         keep(-1, 2**31 - 1), keep(-3, 2**25)  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
     closed: Callable[[], bool] = connection.poll  # nothing is sent during a trial, so only the end can be read
     while True:
