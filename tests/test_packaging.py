@@ -294,4 +294,4 @@ def test_the_wheel_trains_on_two_ranks_without_horovod_and_a_compiler(archives, 
         run(venv / "bin/largebatch", "export", "other", "model.onnx")
         assert (tmp_path / "tracked.db").stat().st_size and (tmp_path / "model.onnx").stat().st_size
         run(venv / "bin/python", "-c", "from fsspec import filesystem; filesystem('s3', anon=True)")
-    shutil.rmtree(venv)  # the next environment needs its room
+    shutil.rmtree(tmp_path)  # also uv's cache, or the next environment has no room
