@@ -26,7 +26,7 @@ from largebatch.reproduce import fashion, fashion_picture, hypotheses, images, t
 from largebatch.reproduce.__main__ import main, reproduce
 from largebatch.reproduce.fashion import Fashion, Run
 from largebatch.reproduce.hypotheses import Found, Paired
-from largebatch.reproduce.results import Result
+from largebatch.reproduce.results import Journal, Result
 
 ROOT = Path(__file__).parents[1]
 STUDY = Fashion(DataConfig(path="data"))
@@ -361,6 +361,15 @@ def test_a_killed_experiment_goes_on_to_the_same_bytes(tmp_path, monkeypatch, ca
     for name in ("results.csv", "curves.csv", "table.md", "picture.png"):
         assert (tmp_path / "part" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert "H4: " in capsys.readouterr().out
+
+
+def test_the_trials_that_were_made_so_far_are_those_of_the_experiment():
+    """Of docs/fashion: none is of another config, and the experiment goes on with all of them."""
+    folder = ROOT / "docs" / "fashion"
+    journal = Journal(folder, fashion.fashion("fashion-mnist"))
+    journal.read()
+    made = {file.stem for file in (folder / "trials").iterdir()}
+    assert {run.name for run in journal.results} == made and len(made) >= 20
 
 
 @pytest.mark.parametrize("stopped", [2, 12, 13, 20])
