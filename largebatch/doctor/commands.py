@@ -158,11 +158,11 @@ def slurm_size(hosts: Hosts, ranks: int) -> list[str]:
 def srun(hosts: Hosts, ranks: int, program: list[str], *, network: Network | None) -> list[str]:
     """Return the srun command; MPI and Slurm must have PMIx (see srun --mpi=list)."""
     values = variables(network)
-    kept = ["PATH", "HOME", *[name for name, value in values.items() if value is None]]
-    # Not in --export, which would split values at commas.
+    kept = ["PATH", "HOME", "SLURM_PMIX_FENCE=tree", *[name for name, value in values.items() if value is None]]
+    # train_slurm.sbatch says why tree and --wait. Values are not in --export, which would split them at commas.
     own = ["env", *[f"{name}={value}" for name, value in values.items() if value is not None]]
-    launcher = ["srun", *slurm_size(hosts, ranks), "--mpi=pmix", "--cpu-bind=none", f"--export={','.join(kept)}"]
-    return [*launcher, *own, *program]
+    options = ["--mpi=pmix", "--cpu-bind=none", "--wait=300", f"--export={','.join(kept)}"]
+    return ["srun", *slurm_size(hosts, ranks), *options, *own, *program]
 
 
 def sbatch(mpi: Mpi, hosts: Hosts, ranks: int, program: list[str], *, network: Network | None) -> list[str]:

@@ -6,6 +6,7 @@ after their signal (sbatch --signal) and 30 s of grace. Ports need no choosing: 
 
 import re
 import shutil
+from pathlib import Path
 
 from hosts import PATH, Hosts, Job, wait_for
 
@@ -127,7 +128,9 @@ class Slurm:
         try:
             wait_for(reached, f"job {job} {' or '.join(states)}", timeout_s, every_s=0.2)
         except AssertionError as error:
-            raise AssertionError(f"{error}; it is {seen}\n{self.logs()}") from None
+            output = Path(seen.get("StdOut", ""))
+            printed = output.read_text(errors="replace") if output.is_file() else ""
+            raise AssertionError(f"{error}; it is {seen}\n{self.logs()}\nIt printed:\n{printed}") from None
         return seen
 
     def wait(self, job: str, *, timeout_s: float = 120) -> tuple[str, int]:

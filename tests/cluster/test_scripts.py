@@ -125,9 +125,9 @@ def test_a_mistake_is_not_started_again(hosts):
     assert code == 2 and "restart 1" not in output, output
 
 
-def submit(slurm, command: str, *options: str, cold: bool = True) -> str:
+def submit(slurm, command: str, *options: str, cold: bool = True, **variables: str) -> str:
     """Submit a command of the README, one task on each of two nodes; the job's number."""
-    words, environment = shlex.split(command), venv(cold=cold)
+    words, environment = shlex.split(command), venv(cold=cold) | variables
     while "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
         environment[name] = value
@@ -147,6 +147,24 @@ def test_slurm(slurm, scripts_readme, tmp_path, number):
     assert "8 = 2 ranks × 2 micro-batch × 2 passes" in log and "step 2 of" in log, log
     assert re.search(r"--run.end_time 20\d\d-\d\d-\d\dT", log), log
     assert len(re.findall(r"^bind.sh: h[12] local rank 0 of 1: ", log, re.MULTILINE)) == 2, log
+
+
+@pytest.mark.parametrize("died", ["h1", "h2"])
+def test_a_rank_that_dies_at_its_start_ends_the_job(slurm, scripts_readme, tmp_path, died):
+    """Slurm by itself lets the other rank wait in MPI_Init until the time limit of the job."""
+    place = tmp_path / "venv"
+    (place / "bin").mkdir(parents=True)
+    real, python = f"{sys.prefix}/bin", place / "bin" / "python"
+    dies = f'[ "$(hostname)" != {died} ] || kill -SEGV $$'
+    python.write_text(f'#!/bin/sh\necho "a fence is a $SLURM_PMIX_FENCE"\n{dies}\nexec {real}/python "$@"\n')
+    python.chmod(0o755)
+    (place / "bin" / "activate").write_text(f". {real}/activate\n")
+    log = tmp_path / "log"
+    command = f"{scripts_readme('Slurm')[1]} {SHORT} --run.folder {tmp_path / 'run'}"
+    job = submit(slurm, command, f"--output={log}", VENV=str(place), SLURM_WAIT="10")
+    state, code = slurm.wait(job, timeout_s=LIMIT_S)
+    assert state == "FAILED" and code in (128 + signal.SIGSEGV, 128 + signal.SIGKILL), log.read_text()
+    assert "First task exited 10s ago" in log.read_text() and "a fence is a tree\n" in log.read_text()
 
 
 def test_a_job_that_is_signalled_goes_on_later(slurm, scripts_readme, tmp_path):
@@ -185,7 +203,7 @@ def test_containers_as_slurm_is_asked_for_them(slurm, scripts_readme, tmp_path, 
     job = submit(slurm, command, f"--output={tmp_path / 'log'}")
     assert slurm.wait(job, timeout_s=60)[0] == "FAILED"
     (line,) = re.findall(r"^\+ (.*)$", (tmp_path / "log").read_text(), re.MULTILINE)
-    srun = "srun --mpi=pmix --cpu-bind=none"
+    srun = "srun --cpu-bind=none --wait=300 --mpi=pmix"
     root = os.getcwd()
     program = "/opt/largebatch/mpi_scripts/bind.sh /opt/largebatch/.venv/bin/python -m largebatch.train --run.end_time"
     pyxis = f"--container-image={tmp_path}/largebatch.sqsh --container-mounts={root}:{root} --container-workdir={root}"

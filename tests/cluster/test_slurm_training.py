@@ -25,9 +25,10 @@ def test_mpirun_in_a_batch_job_finds_ranks_and_hosts_in_the_allocation(slurm, tm
 
 @pytest.mark.parametrize("mpi", ["pmix", "none"])
 def test_srun_starts_the_ranks_itself(slurm, mpi, tmp_path):
-    """pmix: MPI, the wheel's client speaks to Slurm's server; none: Gloo, as MPI cannot start there."""
+    """pmix: MPI, the wheel's client speaks to Slurm's server (train_slurm.sbatch says why tree); none: Gloo, as MPI
+    cannot start there."""
     command = ["srun", *TWO_NODES, f"--mpi={mpi}", *training(tmp_path, "--run.max_steps", "2")]
-    code, output = slurm.run(command, timeout_s=300, environment=ONE_THREAD)
+    code, output = slurm.run(command, timeout_s=300, environment=ONE_THREAD | {"SLURM_PMIX_FENCE": "tree"})
     assert code == 0, output
     assert_trained(tmp_path)
 
