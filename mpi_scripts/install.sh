@@ -708,9 +708,10 @@ import sys
 
 # The wheel's libmpi was built for another prefix and finds its own files only through OPAL_PREFIX. Its mpirun sets
 # that; a plain "python -m largebatch.train" (MPI without a launcher) does not come past mpirun.
-# Not setdefault: a value inherited from another venv would be wrong for this libmpi.
-prefix = $prefix
-if prefix:
+# A value inherited from another venv would be wrong for this libmpi. Another name of this venv, as through a link, is
+# left: ranks wait for ever in MPI_Init if their prefix differs from that of mpirun by a letter.
+prefix, inherited = $prefix, os.environ.get("OPAL_PREFIX", "")
+if prefix and not (os.path.isdir(inherited) and os.path.samefile(inherited, prefix)):
     os.environ["OPAL_PREFIX"] = prefix
 # horovodrun starts "mpirun" and "python" by name: they must be those of this venv.
 bin_folder, path = os.path.join(sys.prefix, "bin"), os.environ.get("PATH", os.defpath)

@@ -527,6 +527,20 @@ def test_startup_without_activation():
         assert Path(mpirun).parent == ROOT / ".venv" / "bin"
 
 
+@pytest.mark.parametrize("launcher, program", [("link", "real"), ("real", "link"), ("link", "link")])
+@pytest.mark.parametrize("name", ["mpirun", "horovodrun"])
+def test_a_venv_that_has_two_names(tmp_path, name, launcher, program):
+    """A folder in /home that is a link into a larger file system."""
+    if not INSTALLED.exists() or "mpi_choice=wheel" not in INSTALLED.read_text():
+        pytest.skip("the repository has no .venv with the MPI of the registry")
+    folders = {"real": ROOT / ".venv" / "bin", "link": tmp_path / "linked" / "bin"}
+    folders["link"].parent.symlink_to(ROOT / ".venv")
+    code = "from mpi4py import MPI; assert MPI.COMM_WORLD.size == 2"
+    command = [folders[launcher] / name, "-np", "2", folders[program] / "python", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_timm_may_be_imported_first(tmp_path):
     """Also where the registry's torchvision stands beside another build of torch: its operators are then declared."""
     functions = r"sed -n '/^\(mpi_environment\|write_startup_module\)() {/,/^}/p' mpi_scripts/install.sh"
