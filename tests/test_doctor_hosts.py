@@ -315,6 +315,13 @@ def test_keepalives_are_those_that_the_installation_sets():
     assert f'SSH_KEEPALIVE="{commands.SSH_OPTIONS}"' in text
 
 
+def test_the_srun_of_the_doctor_ends_and_gathers_as_that_of_the_script():
+    text = (ROOT / "mpi_scripts" / "train_slurm.sbatch").read_text()
+    line = " ".join(commands.srun(TWO, 4, ["x"], network=ETH))
+    assert "--wait=300" in line and "--wait=${SLURM_WAIT:-300}" in text
+    assert "SLURM_PMIX_FENCE=tree" in line and "SLURM_PMIX_FENCE=${SLURM_PMIX_FENCE:-tree}" in text
+
+
 def test_slurm_takes_ranks_per_node_only_where_that_is_one_number():
     assert "--ntasks-per-node=2" in commands.srun(TWO, 4, ["x"], network=ETH)
     uneven = commands.sbatch(OPEN_MPI_4, (Host("a", 2), Host("b", 1)), 3, ["x"], network=ETH)
