@@ -145,8 +145,8 @@ class Checkpoint(Hook):
             state=trainer.state,
             config_text=self.config_text,
             average=trainer.average,
-            # A model gathered from several ranks is a copy already.
-            memory=self.memory if model is trainer.model else None,
+            # A model gathered from several ranks is a copy already; an average beside it is not.
+            memory=self.memory if model is trainer.model or trainer.average else None,
             description=self.description,
             # The weights change first in the optimizer, or for a second gradient; buffers in the forward pass.
             beside=trainer.sam is None and next(trainer.model.buffers(), None) is None,

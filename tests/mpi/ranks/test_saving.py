@@ -13,6 +13,7 @@ from largebatch import checkpoint
 from largebatch.checkpoint import store
 from largebatch.engine import Hook
 from largebatch.hooks import Mirroring, checkpointing, mirroring
+from largebatch.hooks.ema import Ema
 from largebatch.ranks import Stopped
 from zoo.weights import named_weights, read_weights
 
@@ -48,12 +49,19 @@ def test_rank_0s_clock_decides_on_all_ranks(comm, tmp_path, monkeypatch):
     assert list(hook.saved) == [4, 8, 9]
 
 
-def test_training_goes_on_while_rank_0_writes(comm, tmp_path, monkeypatch):
-    """The write of step 2 takes until the ranks have heard three times, in step 4, that it is not done."""
+@pytest.mark.parametrize("gathers", [False, True])
+def test_training_goes_on_while_rank_0_writes(comm, tmp_path, monkeypatch, gathers):
+    """The write of step 2 takes until the ranks have heard three times, in step 4, that it is not done.
+
+    gathers: the model to save is a copy, as with ZeRO; the average of the weights is not.
+    """
     plan = plan_for(comm, steps=5)
     trainer = small_trainer(comm, plan, passes=2)
     hook = Noting(tmp_path, every_images=2 * plan.global_batch_size, keep=3, config_text="")
-    trainer.hooks = [hook]
+    average = Ema(trainer.model, half_life_images=plan.global_batch_size)
+    trainer.average, trainer.hooks = average.model, [average, hook]
+    if gathers:
+        monkeypatch.setattr(trainer.replica, "gather_whole", lambda: copy.deepcopy((trainer.model, trainer.optimizer)))
     release, heard = threading.Event(), []
     save, broadcast = checkpoint.save, comm.broadcast_object
 
