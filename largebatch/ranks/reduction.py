@@ -412,10 +412,10 @@ def _changed(optimizer: Reduced) -> str:
 
 
 def _comes_from_scaler() -> bool:
-    """Return whether torch's GradScaler calls the step; a scheduler may have put a function in between."""
+    """Return whether torch's GradScaler, if enabled, calls the step; a scheduler may have put a function in between."""
     frame: FrameType | None = sys._getframe(2)
-    for _ in range(3):
-        if frame and frame.f_code is torch.amp.GradScaler._maybe_opt_step.__code__:
-            return True
+    for _ in range(4):
+        if frame and frame.f_code is torch.amp.GradScaler.step.__code__:
+            return bool(frame.f_locals["self"].is_enabled())
         frame = frame and frame.f_back
     return False

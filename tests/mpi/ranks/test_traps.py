@@ -425,16 +425,33 @@ def test_a_closure_computes_what_the_ranks_reduce(comm, kind):
     assert replicas_agree(comm, model, "closure")
 
 
-def test_a_scaler_steps_as_in_one_process(comm):
-    model, reference = small_model().double(), small_model().double()
-    optimizer, alone = comm.wrap(sgd(model), model), sgd(reference)
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    """GradScaler calls its step by another way."""
+    return torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+
+@pytest.mark.parametrize("kind", [sgd, fused])
+def test_a_scaler_before_the_reduction_is_refused(comm, kind):
+    """Not one that is disabled: it leaves the gradients alone."""
+    model = small_model().double()
+    optimizer = comm.wrap(kind(model), model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # puts a function around the step
+    loss_of(model).backward()
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    schedule.step()
+    optimizer.zero_grad()
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     scaler.scale(loss_of(model)).backward()
     with pytest.raises(ValueError, match="unscales gradients while they are being reduced: call optimizer.synchronize"):
         scaler.step(optimizer)
-    scaler.update()
     optimizer.synchronize()
-    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [sgd, fused])
+def test_a_scaler_steps_as_in_one_process(comm, kind):
+    model, reference = small_model().double(), small_model().double()
+    optimizer, alone = comm.wrap(kind(model), model), kind(reference)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     for step in range(4):
         scale = math.inf if step == 1 and comm.rank == comm.size - 1 else 1.0
         (scaler.scale(loss_of(model, step)) * scale).backward()
