@@ -375,7 +375,7 @@ class Hook:
         """Called before each pass of a step and each batch of an evaluation, on all ranks equally often."""
 
     def at_first_batch(self, trainer: Trainer, batch: Augmented) -> None:
-        """Called with the first micro-batch of a step, before its pass; in a short last step not on every rank."""
+        """Called with a rank's first micro-batch of a step, before its pass; a rank may have none."""
 
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
         """Called when one optimizer step is done and counted in trainer.state."""

@@ -26,10 +26,10 @@ class RecomputeCheck(Hook):
         self.due = True  # at the first step, too
 
     def at_first_batch(self, trainer: Trainer, batch: Augmented) -> None:
-        """Check, if it is time, but not in a short last step: some ranks have no micro-batch in it."""
-        plan, step = trainer.plan, trainer.state.step
-        full = plan.window_images(step) == plan.batch_size(step)
-        if self.due and full and trainer.comm.data_size > 1:
+        """Check, if it is time and each rank has a whole micro-batch in this step."""
+        plan, ranks = trainer.plan, trainer.comm.data_size
+        full = plan.window_images(trainer.state.step) >= ranks * plan.micro_batch_size
+        if self.due and full and ranks > 1:
             check_gradient(trainer, batch)
             self.due = False
 

@@ -1,6 +1,7 @@
 """A rank that computes another gradient than the others of the same images is named; nothing of the run changes."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,6 +52,17 @@ def test_a_run_with_checks_is_the_run_without(comm):
         checked = trained(comm, [check])
         assert check.steps == steps
         assert all(torch.equal(plain[name], checked[name]) for name in plain)
+
+
+def test_no_check_where_a_rank_has_no_micro_batch(comm):
+    """A run may be resumed on more ranks than a step has micro-batches."""
+    whole = plan_for(comm, steps=4)
+    plan = replace(whole, micro_batch_size=whole.global_batch_size // (comm.size - 1))
+    check = Counted(interval_images=whole.global_batch_size)
+    trainer = small_trainer(comm, plan, passes=1)
+    trainer.hooks = [check]
+    trainer.fit()
+    assert not check.steps and trainer.state.step == 4
 
 
 class Faulty(Hook):
