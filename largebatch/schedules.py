@@ -65,7 +65,7 @@ def make_schedule(
 
     def factor(step: float) -> float:
         assert step >= 0, f"optimizer steps start at 0, got {step}"
-        time = max(0, math.floor(step / steps_per_epoch) - late) if steps_per_epoch else step
+        time = max(0, math.floor(step / steps_per_epoch + 1e-9) - late) if steps_per_epoch else step  # 1e-9: rounding
         if time < warmup:
             return first + (1.0 - first) * time / warmup
         if time >= end and name == "constant":

@@ -96,6 +96,12 @@ def test_published_32k_curve_per_epoch():
         assert schedule(step) == pytest.approx(expected, abs=1e-12)
 
 
+def test_a_step_that_begins_an_epoch_has_its_rate():
+    """Step 31,250 of 48 images begins epoch 30 of 50,000; 31,250 / (50,000 / 48) is less in floating point."""
+    schedule = make_schedule("linear", total_steps=62_500, steps_per_epoch=50_000 / 48)
+    assert [schedule(step) for step in (31_249, 31_250, 31_251)] == pytest.approx([31 / 60, 0.5, 0.5])
+
+
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize("epochs", [False, True])
 def test_equals_timm_cosine(prefix, epochs):
